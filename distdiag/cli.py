@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -332,6 +333,9 @@ def _run(typed: _Invocation) -> int:
         wrong.show(file=shown)
         say(shown.getvalue().rstrip("\n"))
         hint = as_called(" ".join(filter(None, ("distdiag", typed.command, "--help"))))
+        if better := _hint(typed.command, wrong.format_message()):
+            hint = as_called(better)
+            say(f"hint: {hint}")
         return _without_report(typed, 2, "usage", wrong.format_message(), hint)
     except (Interrupted, KeyboardInterrupt):
         say(f"distdiag: {Interrupted()}")
@@ -346,6 +350,15 @@ def _run(typed: _Invocation) -> int:
         say(traceback.format_exc().rstrip("\n"))
         words = f"bug in distdiag: {type(bug).__name__}: {bug}"
         return _without_report(typed, 3, "distdiag.bug", words)
+
+
+def _hint(command: str, message: str) -> str:
+    """Return what was meant where a command line is nearly right; empty if that is not known."""
+    if command == "cuda-env" and (extra := re.search(r"unexpected extra arguments?(?:\(s\))? \((\S+?)[ )]", message)):
+        return f"to explain a log: distdiag cuda-env --explain {extra[1]}"
+    if command == "cuda-env" and "'--explain' requires" in message:
+        return "distdiag cuda-env --explain build.log, or - to read stdin"
+    return ""
 
 
 def _without_report(typed: _Invocation, code: int, id_: str, message: str, hint: str = "") -> int:

@@ -120,7 +120,7 @@ int cuDeviceGetAttribute(int *v, int what, int d) { char t[96]; int a, b; gpu(d,
 int nvmlInit_v2(void) { return number("FAKE_NVML", 0); }
 int nvmlSystemGetDriverVersion(char *t, unsigned n) { const char *v = getenv("FAKE_DRIVER"); strcpy(t, v ? v : "570.124.06"); return 0; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = gpus(); return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **d) { *d = (void *)(long)(i + 1); return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **d) { *d = (void *)(long)(i + 1); return i < number("FAKE_OPEN", 99) ? 0 : number("FAKE_HANDLE", 17); }
 int nvmlDeviceGetName(void *d, char *t, unsigned n) { int a, b; gpu((long)d - 1, t, &a, &b); return 0; }
 int nvmlDeviceGetCudaComputeCapability(void *d, int *a, int *b) { char t[96]; gpu((long)d - 1, t, a, b); return 0; }
 int nvmlDeviceGetMigMode(void *d, unsigned *now, unsigned *later) { *now = number("FAKE_MIG", 0); return 0; }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from distdiag.diagnosis.data_workers import ran_lately
 from distdiag.diagnosis.slow_ranks import find_slow
 from distdiag.diagnosis.stack_classes import BUSY, RankState, StackClass, rank_states
+from distdiag.jobs.roles import in_rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -58,6 +59,8 @@ class Outcome(StrEnum):
     STANDSTILL = "standstill"
     UNREADABLE = "unreadable"
     ALONE = "alone"
+    RENDEZVOUS = "rendezvous"
+    """All ranks wait in init_process_group, and their environments name different places to meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,8 @@ def _decide(
     outside = _outside(live, waiting)
     if not known:
         return Outcome.UNREADABLE, [], []
+    if len(job.rendezvous) > 1 and not job.unseen and all(in_rendezvous(state.member) for state in known):
+        return Outcome.RENDEZVOUS, [], known
     if not still and waiting and (any(state.thread.moving for state in waiting) or _all_go_round(waiting, outside)):
         return Outcome.NOT_HUNG, [], waiting
     if live and not waiting and still and len(_of(still, StackClass.EXITED)) == len(still):

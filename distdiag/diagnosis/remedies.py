@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from distdiag.jobs.types import Job
 
+_KILLED = "dmesg -T | grep -iE 'out of memory|killed process|segfault' | tail -n 3"
 _HOSTS = 8
 """Hosts to write a command for; the pids of all are in the finding."""
 
@@ -37,7 +38,16 @@ def find_cause_of_death(hosts: str) -> Fix:
     """Return where to find out why a rank exited."""
     return Fix(
         text=f"read the end of that rank's log, and check whether the kernel killed it on {hosts}",
-        commands=("dmesg -T | grep -iE 'out of memory|killed process|segfault'",),
+        commands=(_KILLED,),
+    )
+
+
+def find_missing_rank(hosts: str) -> Fix:
+    """Return where to find out why a rank has no process."""
+    return Fix(
+        text="check that its launcher started it, with the MASTER_ADDR and MASTER_PORT of the others; if it ran, read "
+        f"the end of its log, and check whether the kernel killed it on {hosts}",
+        commands=(_KILLED,),
     )
 
 

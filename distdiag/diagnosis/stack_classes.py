@@ -261,6 +261,11 @@ def helper_frames(watched: Watched | None) -> tuple[Frame, ...]:
     return _frames(watched.samples[-1]) if watched is not None and watched.samples else ()
 
 
+def in_event_loop(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread waits in Python's `selectors` for any of its descriptors, as asyncio does."""
+    return bool(frames) and frames[0].file.endswith("selectors.py")
+
+
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
     """Find the innermost frame of the user's own code."""
     return next((frame for frame in frames if library_path(frame.file) is None), None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.diagnosis.data_workers import state_of, stuck_worker
-from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, user_frame
+from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, in_event_loop, user_frame
 from distdiag.diagnosis.wording import format_members, named
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.facts.procs import Standstill
     from distdiag.facts.stack_types import Frame, Thread
-    from distdiag.jobs.types import Helper
+    from distdiag.jobs.types import Helper, Job
 
 
 def spot(frame: Frame) -> str:
@@ -42,6 +42,16 @@ def briefly(members: Sequence[RankState]) -> str:
         return named(ranks)
     pids = [state.member.pid for state in members if state.member.pid is not None]
     return f"pids {fold_ranks(pids)}" if len(pids) > 1 else f"pid {pids[0]}" if pids else "a process"
+
+
+def rendezvous_in_words(job: Job) -> str:
+    """Describe that ranks of a job that starts wait in different places for each other."""
+    places = [f"{place} for {named(ranks)}" for place, ranks in job.rendezvous[:_PLACES]]
+    more = f", and {len(job.rendezvous) - _PLACES} more" if len(job.rendezvous) > _PLACES else ""
+    return f"the ranks wait for each other in different places: MASTER_ADDR:MASTER_PORT is {', '.join(places)}{more}"
+
+
+_PLACES = 4
 
 
 def waits(state: RankState, *, alone: bool = False) -> str:
@@ -130,6 +140,8 @@ def _doing(state: RankState) -> str:
 def _waits_for(state: RankState, main: Standstill | None) -> str:
     if main is not None and main.syscall in ("wait4", "waitid"):
         return "" if main.path else "waiting for a child process"
+    if in_event_loop(state.thread.frames):
+        return "waiting in an event loop"
     others = _other_threads(state)
     if len(others) == 1:
         return f"waiting for a lock or for its thread {_at(others[0])}"

@@ -130,13 +130,16 @@ def of_gone(case: Case) -> list[Finding]:
         rest = what_they_do(others, waits, case.index)
         # Where no rank sleeps in what may be a collective, the job may just be ending.
         awaited = any(wait.kind in _INSIDE for wait in waits)
+        unseen = all(member.process is None for member in gone)
+        has, it = ("has", "it") if len(gone) == 1 else ("have", "they")
+        ended = f"{has} no process: {it} exited or never started" if unseen else f"{has} exited"
         found.append(
             Finding(
                 id="trace.exited",
                 level=Level.FAIL if awaited else Level.UNKNOWN,
-                title=f"{who} ({hosts}) {'has' if len(gone) == 1 else 'have'} exited; {rest}",
+                title=f"{who} ({hosts}) {ended}; {rest}",
                 where=Where(hosts=tuple(dict.fromkeys(member.host for member in gone)), ranks=tuple(ranks)),
-                fix=remedies.find_cause_of_death(hosts),
+                fix=remedies.find_missing_rank(hosts) if unseen else remedies.find_cause_of_death(hosts),
             )
         )
     return found
@@ -270,8 +273,8 @@ def _asleep(case: Case, keys: list[Key], waits: list[Wait], words: str) -> Findi
         title = words = f"{elsewhere}; {others}: /proc does not show for which rank"
     elif inside and len(keys) > 1:
         title = (
-            f"all {len(keys)} wait for a thread of their own or at the store: /proc cannot distinguish a collective, a "
-            "lock, an event and a join"
+            f"all {len(keys)} wait for another thread of the process or at the store: /proc cannot distinguish a "
+            "collective, a lock, an event and a join"
         )
     elif len(keys) > 1:
         title = f"no rank is running, and none is known to wait for another: {words}"
@@ -422,7 +425,7 @@ def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
 
 
 def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
-    """Format what processes do, folded: "ranks 0-1,3 wait for a thread of their own (futex, 60 s)"."""
+    """Format what processes do, folded: "ranks 0-1,3 wait for another thread of the process (futex, 60 s)"."""
     groups: dict[tuple[Kind, str], list[tuple[Key, Wait]]] = {}
     for key, wait in zip(keys, waits, strict=True):
         alike = (wait.kind, wait.call) if wait.kind in _ALIKE else (wait.kind, f"{key}")
@@ -440,7 +443,7 @@ def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex
 
 
 _ALIKE = {
-    Kind.OWN_THREADS: "wait for a thread of their own",
+    Kind.OWN_THREADS: "wait for another thread of the process",
     Kind.STORE: "wait for a key in the job's store",
     Kind.SLEEP: "sleep",
     Kind.RUNS: "are running",

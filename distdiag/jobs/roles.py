@@ -80,7 +80,41 @@ def find_jobs(nodes: Iterable[NodeStacks], *, whole: bool = True) -> list[Job]:
         watched = {samples.pid: samples for samples in node.watched}
         for part in _parts_of(node.host, node.processes.processes, watched):
             parts.setdefault(part.name, []).append(part)
+    _unite(parts)
     return [_join(name, own, whole=whole) for name, own in parts.items()]
+
+
+def _unite(parts: dict[str, list[_Part]]) -> None:
+    """Make one job of parts that wait in different places for each other: the same program, and each has other ranks.
+
+    A rank with another MASTER_PORT has another job's name, and both jobs would seem to have lost a rank.
+    """
+    alike: dict[tuple[str, int | None, str], list[str]] = {}
+    for name, own in parts.items():
+        members = [member for part in own for member in part.members]
+        first = members[0].process if members else None
+        if first is not None and "MASTER_ADDR" in first.job and all(map(in_rendezvous, members)):
+            alike.setdefault((own[0].launcher, own[0].world_size, first.command), []).append(name)
+    for (_, world_size, _), names in alike.items():
+        ranks = [member.rank for name in names for part in parts[name] for member in part.members]
+        if len(names) > 1 and len(ranks) == len(set(ranks)) and set(ranks) <= set(range(world_size or 0)):
+            names.sort(key=lambda name: min(member.rank or 0 for part in parts[name] for member in part.members))
+            for name in names[1:]:
+                parts[names[0]] += parts.pop(name)
+
+
+def in_rendezvous(member: Member) -> bool:
+    """Return whether it waits for the others to come, in init_process_group."""
+    return _frame_in(member.watched, "torch/distributed/rendezvous.py", "_create_c10d_store", whole=True)
+
+
+def _rendezvous(members: Sequence[Member]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    places: dict[str, list[int]] = {}
+    for member in members:
+        names = member.process.job if member.process is not None else {}
+        if member.rank is not None and "MASTER_ADDR" in names:
+            places.setdefault(f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}", []).append(member.rank)
+    return tuple((place, tuple(ranks)) for place, ranks in places.items()) if len(places) > 1 else ()
 
 
 def without_ranks(nodes: Iterable[NodeStacks]) -> list[tuple[str, Process]]:
@@ -408,11 +442,14 @@ def _is_worker(process: Process, watched: Mapping[int, Watched]) -> bool:
     return process.kind == "data-worker" or _frame_in(watched.get(process.pid), _WORKER, "_worker_loop")
 
 
-def _frame_in(watched: Watched | None, file: str, function: str) -> bool:
-    """Return whether a process started in that function: it is among the outermost frames of its main thread."""
+def _frame_in(watched: Watched | None, file: str, function: str, *, whole: bool = False) -> bool:
+    """Return whether a process started in that function: it is among the outermost frames of its main thread.
+
+    `whole`: among all of them, so that it may also have called it now.
+    """
     if watched is None or not watched.samples or not watched.samples[-1].threads:
         return False
-    for frame in watched.samples[-1].threads[0].frames[-_OUTERMOST:]:
+    for frame in watched.samples[-1].threads[0].frames[0 if whole else -_OUTERMOST :]:
         if frame.function == function and frame.file.endswith(file):
             return True
     return False
@@ -446,6 +483,7 @@ def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:
         world_size=world_size,
         members=tuple(members),
         unseen=tuple(sorted(missing)),
+        rendezvous=_rendezvous(members),
     )
 
 

@@ -47,13 +47,17 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The members of one job. `unseen`: ranks that were found on none of the hosts that were read."""
+    """The members of one job. `unseen`: ranks that were found on none of the hosts that were read.
+
+    `rendezvous`: where their environments say that they meet, with the ranks that it says so to; empty if at one place.
+    """
 
     name: str
     launcher: str
     world_size: int | None
     members: tuple[Member, ...]
     unseen: tuple[int, ...] = ()
+    rendezvous: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,9 @@ _BLOCK = 8192  # characters, and then to the end of the line
 _LONGEST = 1 << 16  # a longer line is cut: it is none that a person reads
 _TAIL = 1024  # of the following lines: a sentence may end there, but not begin
 _QUOTE = 200
+_MARK = "..."
 _GROUP = 80
+_LONGEST_PATH = 400
 
 # What is no letter, digit or _ becomes a space.
 _APART = bytes(char if re.match(rb"\w", bytes((char,))) else ord(" ") for char in range(256))
@@ -30,6 +32,7 @@ _APART = bytes(char if re.match(rb"\w", bytes((char,))) else ord(" ") for char i
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
 _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 _PLACE = re.compile(r"\{(\w+)\}")
+_BEFORE_MESSAGE = re.compile(r"(\S+?)(?::\d{1,9}(?::\d{1,9})?|\(\d{1,9}\)):\s*\Z")
 
 Role = Literal["cause", "consequence", "note"]
 _ROLES: tuple[Role, ...] = ("cause", "consequence", "note")
@@ -68,6 +71,10 @@ class Match:
     count: int
     last: int
     """The last line that it is in."""
+    groups: Mapping[str, str]
+    """What the log says at the groups of the pattern."""
+    file: str
+    """The file that a compiler's message is about; empty if it is no such message."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class _Hit:
     quote: str
     groups: tuple[tuple[str, str], ...]
     count: int
+    file: str
 
 
 def read_log(text: str) -> tuple[Match, ...]:
@@ -146,7 +154,7 @@ def _hit(index: int, match: re.Match[str], last: int, count: int) -> _Hit:
     # A lone \r has become "\r\n" and is no line of the log.
     line, last = (text.count("\n", 0, at) - text.count("\r\n", 0, at) for at in (start, last))
     groups = tuple((name.rstrip("0123456789"), value) for name, value in match.groupdict().items() if value is not None)
-    return _Hit(index, line, last, start, _quote(text, start), groups, count)
+    return _Hit(index, line, last, start, _quote(text, start), groups, count, _file(text, start))
 
 
 def _clean(text: str) -> str:
@@ -159,13 +167,36 @@ def _clean(text: str) -> str:
 
 
 def _quote(text: str, at: int) -> str:
-    """Show the line of an offset, or the part of it around the offset."""
+    """Show the line of an offset; of a long one its beginning and what is at the offset."""
     start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
-    line = text[start : end if end >= 0 else len(text)]
-    if len(line.strip()) > _QUOTE:
-        start = max(0, at - start - _QUOTE // 4)
-        line = line[start : start + _QUOTE]
-    return _printable(line)
+    return shortened(text[start : end if end >= 0 else len(text)], at - start)
+
+
+def shortened(line: str, at: int = 0, longest: int = _QUOTE) -> str:
+    """Format a line in at most `longest` printable characters: its beginning and what is at an offset; ... is a cut."""
+    whole = "".join(char if char.isprintable() else " " for char in line).rstrip()
+    at, whole = at - (len(whole) - len(whole.lstrip())), whole.lstrip()
+    if len(whole) <= longest:
+        return whole
+    if at <= longest // 2:
+        return _cut(whole, longest)
+    head = _cut(whole, longest // 3)
+    return f"{head} {_cut(whole[at:], longest - len(head) - 1)}".rstrip()
+
+
+def _cut(text: str, longest: int) -> str:
+    """Cut a text at the end of a word, if there is one near, and mark the cut."""
+    if len(text) <= longest:
+        return text
+    part = text[: longest - len(_MARK)]
+    space = part.rfind(" ", len(part) - 20)
+    return (part[: space + 1] if space > 0 else part) + _MARK
+
+
+def _file(text: str, at: int) -> str:
+    """Return the file that a compiler names before its message: x.h:137:2: error, maybe on the line before (CMake)."""
+    found = _BEFORE_MESSAGE.search(text[max(0, at - _LONGEST_PATH) : at])
+    return _printable(found[1]) if found else ""
 
 
 def _printable(text: str) -> str:
@@ -188,6 +219,8 @@ def _match(hit: _Hit, lines: tuple[int, int], count: int) -> Match:
         commands=commands,
         count=count,
         last=lines[1],
+        groups=groups,
+        file=hit.file,
     )
 
 

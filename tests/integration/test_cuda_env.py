@@ -98,7 +98,7 @@ def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
     result = cuda_env("--for", "build", "--export", path=str(wrapper))
     assert result.code == 0
     assert all(line.startswith("export ") for line in result.out.splitlines())
-    assert "not fixed by variables: cuda-env.torch.build" in result.err
+    assert "variables cannot fix cuda-env.torch.build" in result.err
     shell = subprocess.run(
         ["sh", "-c", f'{result.out}test -f "$CUDA_HOME/include/cuda_runtime_api.h" && echo "$TORCH_CUDA_ARCH_LIST"'],
         capture_output=True,
@@ -106,6 +106,18 @@ def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
         check=True,
     )
     assert shell.stdout.strip() == "7.5;8.0;8.6;9.0;10.0;12.0"
+
+
+def test_a_compiler_that_cc_names_with_its_folder_is_known(wrapper: Path) -> None:
+    """The real nvcc writes it in its plan as "/usr/bin"/gcc."""
+    result = cuda_env("--for", "build", "--json", path=str(wrapper), env={"CC": GCC})
+    assert result.report["data"]["compilers"]["nvcc"]["path"] == GCC
+
+
+def test_gpus_elsewhere_need_no_driver_here(wrapper: Path) -> None:
+    result = cuda_env("--gpu", "H100", "--export", path=str(wrapper))
+    assert 'export TORCH_CUDA_ARCH_LIST="9.0"' in result.out
+    assert "driver" not in result.err
 
 
 def test_nvcc_refuses_its_compiler_and_the_fix_makes_it_compile(tmp_path: Path) -> None:
@@ -201,6 +213,9 @@ def test_the_prebuild_is_for_all_gpus_of_the_nodes(wrapper: Path) -> None:
         (("--explain", "/nope.log"), "No such file"),
         (("--prebuild", "--ops", "warp_drive"), "no op 'warp_drive'"),
         (("--for", "fun"), "fun"),
+        (("--for", "run", "--gpu", "H100"), "--for run builds nothing"),
+        (("build.log",), "hint: to explain a log: distdiag cuda-env --explain build.log"),
+        (("--explain",), "hint: distdiag cuda-env --explain build.log"),
     ],
 )
 def test_wrong_input_is_told_with_a_hint(arguments: tuple[str, ...], words: str) -> None:
@@ -256,8 +271,8 @@ def test_a_log_is_explained_causes_apart_from_what_follows(tmp_path: Path) -> No
     assert levels["wheel-failed"] == "info"
     assert result.report["data"]["log"] == {"lines": 4, "causes": 1, "others": 2}
     text = cuda_env("--explain", str(tmp_path / "build.log")).out
-    assert "secondary errors (consequences):" in text
-    assert text.splitlines()[-1] == "FAIL: 1 cause identified in 4 lines of the log"
+    assert "related lines, not causes:" in text
+    assert text.splitlines()[-1] == "FAIL: 1 cause found in the log (4 lines)"
 
 
 def test_a_log_is_explained_by_what_this_machine_has() -> None:

@@ -94,9 +94,11 @@ def test_a_cpu_torch_is_the_cause_and_not_cuda_home(box: Machine, monkeypatch: p
     report = box.report(monkeypatch, "build")
     finding = found(report)["torch.build"]
     assert (finding.level, found(report).get("toolkit.home")) == (Level.FAIL, None)
-    assert f"whatever CUDA_HOME is (here {toolkit})" in finding.detail
+    assert f"Setting CUDA_HOME does not help (here it is {toolkit})" in finding.detail
     assert finding.fix is not None
-    assert finding.fix.commands[0].endswith("torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130")
+    assert finding.fix.commands[0].endswith(
+        "install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"
+    )
     assert report.data.ready.build is False
 
 
@@ -932,7 +934,7 @@ def test_gpus_that_are_not_separated_by_commas(
 
 @pytest.mark.parametrize(
     ("torch", "cuda", "ending"),
-    [("2.4.0+cpu", None, "torch==2.4.0 {}/cu124"), ("2.0.1+cpu", None, "torch==2.0.1 {}/cu118")],
+    [("2.4.0+cpu", None, "torch==2.4.0+cu124 {}/cu124"), ("2.0.1+cpu", None, "torch==2.0.1+cu118 {}/cu118")],
 )
 def test_only_builds_that_exist_of_a_version_are_offered(
     box: Machine, monkeypatch: pytest.MonkeyPatch, torch: str, cuda: str | None, ending: str
@@ -942,6 +944,49 @@ def test_only_builds_that_exist_of_a_version_are_offered(
     finding = found(box.report(monkeypatch, "build"))["torch.build"]
     assert finding.fix is not None
     assert finding.fix.commands[0].endswith(ending.format("--index-url https://download.pytorch.org/whl"))
+
+
+@pytest.mark.parametrize(
+    ("status", "level", "words"),
+    [
+        (17, Level.INFO, "4 of 8 GPUs may be used here"),  # the device cgroup of a job or a container
+        (4, Level.INFO, "4 of 8 GPUs may be used here"),
+        (15, Level.FAIL, "GPU 4, 5, 6, 7 does not respond"),
+        (999, Level.UNKNOWN, "GPU 4, 5, 6, 7 cannot be opened"),
+    ],
+)
+def test_a_gpu_that_this_process_may_not_use_is_no_fault(
+    node: Machine, monkeypatch: pytest.MonkeyPatch, status: int, level: Level, words: str
+) -> None:
+    node.driver("570.124.06", ";".join([H100] * 8), open=4, handle=status)
+    node.env["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
+    node.torch("2.9.1+cu128", "12.8", archs=CU128, seen=4)
+    finding = found(node.report(monkeypatch, "run"))["gpu.visible"]
+    assert (finding.level, words in finding.title) == (level, True), finding.title
+
+
+def test_a_build_is_judged_by_the_gpus_that_are_here(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a list torch builds for them: the driver is asked although nothing is to run."""
+    assert "archlist.unset-nogpu" not in found(node.report(monkeypatch, "build"))
+    node.env["FAKE_GPUS"] = ""
+    finding = found(node.report(monkeypatch, "build"))["archlist.unset-nogpu"]
+    assert finding.fix is not None
+    assert "distdiag cuda-env --for build --gpu H100" in finding.fix.text
+
+
+def test_a_build_node_without_a_gpu_is_as_expected(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.torch("2.9.1+cu128", "12.8")
+    finding = found(box.report(monkeypatch))["driver.present"]
+    assert finding.fix is not None
+    assert "on a login or build node this is expected: check builds only, with --for build" in finding.fix.text
+
+
+def test_a_compiler_that_is_there_by_two_folders_is_shown_once(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (box.folder / "again").symlink_to(box.bin)
+    box.path = [str(box.folder / "again")]
+    (section,) = (row for row in box.report(monkeypatch, "build").data.sections if row.name == "Compiler")
+    names = [line.partition(":")[0].rpartition("/")[2] for line in section.details]
+    assert sorted(names) == ["c++", "g++", "g++-12", "gcc", "gcc-12"]
 
 
 def test_what_others_print_is_not_taken_for_an_answer(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from cuda_machines import Machine
+from cuda_machines import Machine, found, judged
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.explain import judge
+from distdiag.commands.cuda_env.log_fixes import toolkit_of
 from distdiag.commands.cuda_env.types import Request
 from distdiag.gathered import Gathered
 from distdiag.report import Level
@@ -35,8 +38,13 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> CudaFacts:
         return machine.examine(monkeypatch, "build")
 
 
-def explained(text: str, facts: CudaFacts) -> Report[CudaEnv]:
-    return judge(Request(cluster=Cluster()), (text, ""), Gathered(facts=[facts]))
+def explained(text: str, facts: CudaFacts, *gpus: str) -> Report[CudaEnv]:
+    return judge(Request(cluster=Cluster(), gpus=gpus), (text, ""), Gathered(facts=[facts]))
+
+
+def recorded(name: str) -> str:
+    """Return a recorded log without its two lines of ours."""
+    return "\n".join((RECORDED / f"{name}.txt").read_text().split("\n")[2:])
 
 
 def ids(report: Report[CudaEnv]) -> list[str]:
@@ -120,3 +128,91 @@ def test_a_command_that_changes_nothing_here_is_left_out(facts: CudaFacts) -> No
     report = explained((RECORDED / "cudnn_version.txt").read_text(), facts)
     assert report.exit_code() == 1
     assert "unset LD_LIBRARY_PATH" not in commands(report)
+
+
+def test_a_refused_gcc_is_joined_with_the_toolkits_and_compilers_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log's toolkit, ./tk, takes gcc up to 11; here is gcc 12, and a toolkit that takes it."""
+    machine = Machine(tmp_path / "box")
+    for name in ("gcc", "gcc-12", "c++"):
+        machine.compiler(name, "12.2.0")
+    toolkit = machine.toolkit("12.8")
+    machine.torch("2.9.1+cu128", "12.8")
+    facts = machine.examine(monkeypatch, "build")
+    (finding,) = explained(recorded("gcc_too_new"), facts).findings
+    assert "the build used the toolkit in ./tk, which is not one of the toolkits found here" in finding.detail
+    assert f"gcc 12.2.0 only; the toolkit in {toolkit} (12.8) supports gcc up to 14" in finding.detail
+    assert finding.fix is not None
+    assert "install gcc 11 with its g++" in finding.fix.text
+    machine.paste(finding.fix.commands)
+    again = found(judged(machine.examine(monkeypatch, "build"), goal="build"))
+    assert not {"cc.nvcc", "cc.torch", "toolkit.found"} & again.keys()
+    machine.compiler("gcc-11", "11.4.0")
+    (finding,) = explained(recorded("gcc_too_new"), machine.examine(monkeypatch, "build")).findings
+    assert finding.fix is not None
+    assert finding.fix.commands[0].startswith(f"export CC={machine.bin}/gcc-11 CXX={machine.bin}/g++-11 ")
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("cxx_too_new_for_torch", "use the installed gcc 12.2.0"),
+        ("cxx_too_old_for_torch", "use the installed gcc 12.2.0"),
+        ("clang_too_new", "use the installed gcc 12.2.0"),
+        ("gcc_headers_unreadable", "install gcc 10 with its g++"),
+    ],
+)
+def test_a_compiler_is_chosen_by_what_the_log_allows(facts: CudaFacts, name: str, fix: str) -> None:
+    (finding,) = explained(recorded(name), facts).findings
+    assert finding.fix is not None
+    assert finding.fix.text.startswith(fix)
+
+
+@pytest.mark.parametrize("path", sorted(RECORDED.glob("*.txt")), ids=lambda path: path.stem)
+def test_no_command_names_what_is_not_here(facts: CudaFacts, path: Path) -> None:
+    report = explained(recorded(path.stem), facts)
+    if "elsewhere" in ids(report):
+        return
+    there = {compiler.path for compiler in facts.compilers.found}
+    for command in commands(report).splitlines():
+        for compiler in re.findall(r"\b(?:CC|CXX|NVCC_CCBIN|CUDAHOSTCXX)=(\S+)", command):
+            assert compiler in there, command
+        assert "/usr/local/cuda" not in command.replace(str(facts.toolkits[0].root), ""), command
+        assert not re.search(r"torch(==[\d.]+)? --index-url", command), command
+        assert not re.search(r"(?<![\w/.-])python", command), command
+
+
+def test_the_gpus_that_are_named_are_used_or_said_to_be_unused(facts: CudaFacts) -> None:
+    syntax = "ValueError: Unknown CUDA arch (9.0f) or GPU not supported\n"
+    assert 'export TORCH_CUDA_ARCH_LIST="9.0"' in commands(explained(syntax, facts, "9.0"))
+    assert "TORCH_CUDA_ARCH_LIST" not in commands(explained(syntax, facts))
+    report = explained(recorded("gcc_too_new"), facts, "9.0")
+    assert "--gpu (9.0) was not used" in report.findings[-1].title
+
+
+@pytest.mark.parametrize(
+    ("text", "sign"),
+    [
+        ("AssertionError: Torch not compiled with CUDA enabled\n", "a torch without CUDA"),
+        ("The detected CUDA version (11.8) mismatches the version that was used to compile\nPyTorch (12.4).\n", "12.4"),
+    ],
+)
+def test_a_log_of_another_torch_is_of_another_environment(facts: CudaFacts, text: str, sign: str) -> None:
+    assert sign in explained(text, facts).findings[-1].title
+    assert ids(explained(text, facts))[-1] == "elsewhere"
+    cpu = replace(facts, torch=replace(facts.torch, version="2.9.1+cpu", cuda="")) if facts.torch else facts
+    assert ("elsewhere" in ids(explained(text, cpu))) == (sign == "12.4")
+
+
+@pytest.mark.parametrize(
+    ("header", "root"),
+    [
+        ("./tk/bin/../targets/x86_64-linux/include/crt/host_config.h", "./tk"),
+        ("/usr/local/cuda/include/crt/host_config.h", "/usr/local/cuda"),
+        ("/usr/include/crt/host_config.h", "/usr"),
+        ("host_config.h", ""),
+    ],
+)
+def test_a_header_says_which_toolkit_a_build_used(header: str, root: str) -> None:
+    assert toolkit_of(header) == root

@@ -203,7 +203,7 @@ def test_what_torch_and_others_ask_of_each_other_is_read(node: Machine, monkeypa
     assert (vision.level, vision.fix is not None) == (Level.FAIL, True)
     index = "https://download.pytorch.org/whl/cu130"
     assert vision.fix is not None
-    assert vision.fix.commands[0].endswith(f" --upgrade torchvision torch==2.13.0 --index-url {index}")
+    assert vision.fix.commands[0].endswith(f" --upgrade torchvision torch==2.13.0+cu130 --index-url {index}")
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_the_only_rank_that_is_not_inside_gloo_is_stuck(jobs: dict[str, Job], se
     job, one = jobs["gloo"], seen["gloo"]
     assert [(found["id"], found["level"]) for found in one.findings] == [("trace.stuck-rank", "fail")]
     assert one.title.startswith(f"rank 2 ({HOST}, pid {job.pid(2)}) sleeps (clock_nanosleep, ")
-    assert "; ranks 0-1 wait for a thread of their own (futex, " in one.title
+    assert "; ranks 0-1 wait for another thread of the process (futex, " in one.title
     os.kill(job.pid(1), signal.SIGSTOP)
     wait_for_state(job.pid(1), "T")
     result = look(job)

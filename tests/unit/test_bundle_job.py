@@ -74,6 +74,14 @@ def test_of_several_jobs_none_is_taken_unless_it_is_named() -> None:
     assert taken_job(replace(REQUEST, job="C"), [everything]) is None
 
 
+def test_ranks_that_look_for_each_other_in_different_places_are_one_job() -> None:
+    strayed = host(launcher(100), rank(101, 0, "none", "4001"), launcher(200), rank(201, 1, "none", "4002"))
+    job = taken_job(REQUEST, [strayed])
+    assert job is not None
+    assert (job.name, job.processes[0].ranks) == ("", (101, 201))
+    assert [pid for pid, _ in _ask(REQUEST, strayed)["ranks"]] == [101, 201]
+
+
 @pytest.mark.parametrize(
     ("gpu", "last"), [(False, "cuda-env: fail, but no rank has a GPU open: no CUDA"), (True, "doctor: OK: fit")]
 )

@@ -171,6 +171,31 @@ def test_a_quote_is_printable_and_short() -> None:
     assert match.quote.isprintable()
 
 
+def test_a_cut_is_marked_and_spares_the_path_and_the_error() -> None:
+    _, text = recorded(next(path for path in RECORDED if path.stem == "gcc_too_new"))
+    (match,) = read_log(text)
+    assert match.quote.startswith("./tk/bin/../targets/x86_64-linux/include/crt/host_config.h:137:2: error: ")
+    assert match.quote.endswith("...")
+    (far,) = read_log(f"nvcc {'-I/include ' * 40}undefined symbol: ncclCommResume {'y' * 300}\n")
+    assert far.quote.startswith("nvcc -I/include -I/include")
+    assert "... undefined symbol: ncclCommResume y" in far.quote
+    assert (far.quote.endswith("..."), len(far.quote) <= 200) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("gcc_too_new", "./tk/bin/../targets/x86_64-linux/include/crt/host_config.h"),
+        ("cmake_gcc_too_new", "/home/user/tk/bin/../targets/x86_64-linux/include/crt/host_config.h"),
+        ("gcc_headers_unreadable", "/usr/include/c++/11/bits/std_function.h"),
+        ("ninja_missing", ""),
+    ],
+)
+def test_the_file_of_a_compilers_message_is_known(name: str, file: str) -> None:
+    _, text = recorded(next(path for path in RECORDED if path.stem == name))
+    assert read_log(text)[0].file == file
+
+
 def test_a_sentence_may_go_over_the_end_of_a_block() -> None:
     sentence = "RuntimeError:\nThe detected CUDA version (11.8) mismatches the version that was used to compile\n"
     for before in range(8100, 8200):

@@ -16,7 +16,7 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.hang.collect import SourceEnd
 from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.html_report import make_page
-from distdiag.commands.hang.types import HangClass, NodeHang, Request, Source, Stand
+from distdiag.commands.hang.types import HangClass, NodeHang, Request, Source, Stand, Wanted
 from distdiag.facts import job_output, kernel_signs
 from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.job_logs.collect import NodeLogs
@@ -24,6 +24,8 @@ from distdiag.facts.job_output import OutputFile
 from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
 from distdiag.facts.nccl_ras import RasFacts, Reading
 from distdiag.facts.procs import Proc, Standstill
+from distdiag.facts.rank_identity import Identity
+from distdiag.facts.socket_owners import Network, Owned
 from distdiag.facts.stack_types import Counter, Frame
 from distdiag.gathered import Gathered
 from distdiag.knowledge.activities import activity_of
@@ -378,3 +380,77 @@ def test_names_in_the_page_are_text() -> None:
     frames = facts.frames((hostile, "/home/me/train.py", 1))
     report = judge(node(waiting(), waiting(), twice(frames, still=ASLEEP)))
     assert hostile not in make_page(document(report, strict=False))
+
+
+def meeting(rank: int, port: int, *, at: str = "127.0.0.1", listens: bool = False, size: int = 2) -> NodeHang:
+    """Make a node with one rank that waits in init_process_group, started with this MASTER_PORT."""
+    torch = "/opt/venv/lib/python3.11/site-packages/torch/distributed/"
+    stack = (
+        Frame("_create_c10d_store", torch + "rendezvous.py", 199),
+        Frame("init_process_group", torch + "distributed_c10d.py", 1892),
+        Frame("<module>", "/home/me/train.py", 2),
+    )
+    plain = Identity("environment", rank, size, 0, None)
+    names = {"MASTER_ADDR": at, "MASTER_PORT": str(port)}
+    own = process(100 + rank, rank, size, place=plain, job=names)
+    found = facts.node([own], {own.pid: twice(stack, still=ASLEEP)}, f"n{rank}")
+    sockets = (Owned(own.pid, 9, "tcp6", "LISTEN", f"[::]:{port}", ""),) if listens else ()
+    return NodeHang(
+        host=found.host,
+        processes=found.processes,
+        watched=found.watched,
+        networks=(Network("net", ("10.0.0.1",), sockets),),
+        ended=(SourceEnd("stacks", 1.0),),
+    )
+
+
+def test_ranks_that_wait_in_different_places_are_one_job_and_none_of_them_has_exited() -> None:
+    report = judge(meeting(0, 29611, listens=True), meeting(1, 29612))
+    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, HangClass.RENDEZVOUS)
+    assert [(job.ranks, job.world_size) for job in report.data.jobs] == [(2, 2)]
+    assert "127.0.0.1:29611 for rank 0, 127.0.0.1:29612 for rank 1" in report.summary
+
+
+@pytest.mark.parametrize(("listens", "at"), [(False, "127.0.0.1"), (True, "10.0.0.9")])
+def test_where_rank_0_does_not_listen_or_others_look_for_another_host_it_cannot_tell(listens: bool, at: str) -> None:
+    """The script may have set another port since; the rank may be of another job."""
+    report = judge(meeting(0, 29611, listens=listens), meeting(1, 29612, at=at))
+    assert (report.verdict, report.data.class_name) == (Verdict.UNKNOWN, HangClass.UNKNOWN)
+    assert ":29612 for rank 1" in report.summary
+
+
+@pytest.mark.parametrize("others", [(0, 29612), (2, 29612)])
+def test_jobs_that_start_side_by_side_are_not_one(others: tuple[int, int]) -> None:
+    """The same rank twice, or a rank that a job of this size does not have."""
+    report = judge(meeting(0, 29611, listens=True), meeting(*others))
+    assert {job.world_size for job in report.data.jobs} == {2}
+    assert len(report.data.jobs) == 2
+
+
+def test_a_job_that_is_not_there_is_told_from_those_that_are() -> None:
+    wanted = replace(REQUEST, wanted=Wanted(job="4711"))
+    report = diagnose(wanted, Gathered(facts=[node(waiting(), waiting())]))
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.findings[0].detail == "Jobs that run there: 10.0.0.1:29500."
+    assert report.findings[0].fix is not None
+    assert report.findings[0].fix.commands == ("distdiag hang --job 10.0.0.1:29500",)
+
+
+def test_an_event_loop_is_no_lock() -> None:
+    loop = (
+        Frame("EpollSelector.select", "/usr/lib/python3.11/selectors.py", 468),
+        *facts.frames(("serve", "/me/a.py", 3)),
+    )
+    waits_in_loop = replace(ASLEEP, syscall="epoll_wait", wait_channel="ep_poll")
+    report = judge(node(waiting(), twice(loop, still=waits_in_loop), waiting()))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (1,))
+    assert "waiting in an event loop" in report.summary
+
+
+def test_a_rank_that_waits_at_a_socket_is_shown_with_the_command_for_its_other_end() -> None:
+    at_socket = replace(ASLEEP, syscall="recvfrom", wait_channel="wait_woken", path="TCP 127.0.0.1:44869")
+    uploads = facts.frames(("upload", "/home/me/train.py", 8))
+    report = judge(node(waiting(), twice(uploads, still=at_socket), waiting()))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (1,))
+    assert report.findings[0].fix is not None
+    assert report.findings[0].fix.commands == ("distdiag trace fds --rank 1",)

@@ -103,7 +103,7 @@ def test_most_ranks_compute_and_one_is_early() -> None:
     computing = twice(frames(("forward", "/home/me/model.py", 5)), cpu=1.0)
     report = judge(job(computing, computing, computing, twice(waits())))
     assert (outlier_ranks(report), report.verdict) == ([], Verdict.OK)
-    assert "ranks 0-2 are computing, rank 3 waits for them" in report.summary
+    assert "ranks 0-2 are computing, rank 3 waits" in report.summary
 
 
 def sampled(waiting: str) -> tuple[Sample, ...]:
@@ -150,7 +150,7 @@ def test_the_rank_of_a_running_job_that_hardly_waits_holds_up_the_others(
     assert (outlier_ranks(report), report.verdict) == (slow, Verdict.WARN if slow else Verdict.OK)
     if slow:
         assert report.summary.startswith("rank 1 (n1, pid 101) is slower than the others, in ")
-        assert "ranks 0,2-3 wait for it in " in report.findings[0].detail
+        assert "Ranks 0,2-3 wait for it in " in report.findings[0].detail
 
 
 def test_ranks_that_are_all_still_importing_are_not_hung_and_nobody_stands_out() -> None:

@@ -126,7 +126,8 @@ def test_who_computes_while_all_others_sleep_for_long_is_named_and_never_ok() ->
     report = judge({100: at_futex(100), 101: thread(101, state="R"), 102: at_futex(102)})
     (found,) = report.findings
     assert (found.id, found.level, found.where.ranks) == ("trace.straggler", "warn", (1,))
-    assert found.title.startswith("rank 1 (n1, pid 101) runs; ranks 0,2 wait for a thread of their own (futex, 60 s)")
+    waits_for = "wait for another thread of the process (futex, 60 s)"
+    assert found.title.startswith(f"rank 1 (n1, pid 101) runs; ranks 0,2 {waits_for}")
 
 
 def test_who_asks_again_and_again_while_all_others_sleep_for_long_is_named_and_not_accused() -> None:
@@ -179,7 +180,7 @@ def test_where_all_wait_in_threads_of_their_own_it_cannot_tell() -> None:
     report = judge({100 + rank: at_futex(100 + rank) for rank in range(4)})
     (found,) = report.findings
     assert (found.id, report.verdict, report.exit_code()) == ("trace.undecided", "unknown", 3)
-    assert found.title.startswith("all 4 wait for a thread of their own")
+    assert found.title.startswith("all 4 wait for another thread of the process")
     assert found.fix is not None
     assert found.fix.commands == ("distdiag pyspy-all",)
 
@@ -191,7 +192,7 @@ def test_the_only_one_that_waits_outside_of_the_job_is_stuck_if_the_others_have_
     (found,) = report.findings
     assert (found.id, found.level, found.where.ranks) == ("trace.stuck-rank", "fail", (2,))
     assert found.title.startswith(
-        "rank 2 (n1, pid 102) sleeps (clock_nanosleep, 60 s); ranks 0-1 wait for a thread of their own"
+        "rank 2 (n1, pid 102) sleeps (clock_nanosleep, 60 s); ranks 0-1 wait for another thread of the process"
     )
 
 

@@ -31,9 +31,16 @@ def taken_job(request: Request, hosts: Iterable[Processes]) -> TakenJob | None:
     named = request.job or request.cluster.slurm_job
     called = [job for job in jobs if named and is_called(job, named)]
     found = called if called or request.job else jobs
-    if len(found) > 1 and not request.job:
+    if len(found) > 1 and not request.job and not (_is_one(found) and found == jobs):
         raise _several(found)
     return _taken(found, jobs, request.job, nodes) if found else None
+
+
+def _is_one(jobs: Sequence[Job]) -> bool:
+    """Return whether jobs are one whose ranks look for each other in different places: one has all the others lack."""
+    ranks = [(job, member) for job in jobs for member in job.members if member.process is not None]
+    alike = {(job.launcher, job.world_size, member.process.command) for job, member in ranks if member.process}
+    return len(alike) == 1 and sorted(member.rank or 0 for _, member in ranks) == list(range(jobs[0].world_size or 0))
 
 
 def _several(jobs: Sequence[Job]) -> UsageError:
@@ -50,7 +57,7 @@ def _taken(found: Sequence[Job], jobs: Sequence[Job], named: str, nodes: Sequenc
     processes = [process for job in found for process in _processes(job)]
     above = {pid for process in processes for pid in process.above}
     return TakenJob(
-        name=named or short_name(found[0], jobs),
+        name=named or (short_name(found[0], jobs) if len(found) == 1 else ""),
         title="; ".join(replace(summarize(job), hosts=()).title() for job in found),
         processes=tuple(filter(_has_any, (_on_host(node, found, above) for node in nodes))),
         has_gpu=any(process.gpu for process in processes),

@@ -84,10 +84,10 @@ def export_lines(request: Request, options: runner.Options) -> list[str]:
 
 
 def exports(report: Report[CudaEnv]) -> list[str]:
-    """Format the lines for eval; what they do not mend is said on stderr, with its commands."""
+    """Format the lines for eval; what they cannot fix goes to stderr, with its commands."""
     lines = [f"export {name}={value}" if value else f"unset {name}" for name, value in report.data.exports.items()]
     for step in report.data.steps:
-        say(f"distdiag: not fixed by variables: {step.id}: {step.title}")
+        say(f"distdiag: variables cannot fix {step.id}: {step.title}")
         for command in step.commands:
             say(f"    {command}")
     if not lines:

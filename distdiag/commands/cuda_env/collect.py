@@ -128,7 +128,8 @@ def look(ask: dict[str, Any]) -> CudaFacts:
     runs = ask["goal"] != "build"
     ways: dict[str, Callable[[], Any]] = {
         "environment": lambda: _Environment(executable, ask["timeout_s"], runs=runs),
-        "driver": lambda: driver.look(places, ask=runs, timeout_s=ask["timeout_s"]),
+        # Also for a build: without a list torch builds for the GPUs that are here.
+        "driver": lambda: driver.look(places, ask=True, timeout_s=ask["timeout_s"]),
         "tools": lambda: _Tools(places, min(_QUICK_S, ask["timeout_s"])),
     }
     found = _all_at_once(ways)

@@ -14,8 +14,12 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 @on_hosts
 def cuda_env(
     for_: Annotated[
-        Goal, typer.Option("--for", help="What to check: running CUDA programs, building extensions, or both.")
-    ] = Goal.ALL,
+        Goal | None,
+        typer.Option(
+            "--for",
+            help="What to check: running CUDA programs, building extensions, or both. [default: all; build with --gpu]",
+        ),
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="ID", help="Show only these findings: an id or its prefix. Repeatable."),
@@ -80,10 +84,16 @@ def cuda_env(
         from distdiag.commands.cuda_env.catalogue import CHECKS, capability
         from distdiag.diagnosis.finding_ids import chosen
 
+        if gpu and for_ is Goal.RUN:
+            raise UsageError(
+                "--gpu names GPUs to build for, and --for run builds nothing", hint="--for build, or leave --gpu out"
+            )
+        # GPUs that are elsewhere: what runs on this machine is not the question.
+        usual = Goal.BUILD if gpu and not explain else Goal.ALL
         pairs = [text.partition("=") for text in ignore or ()]
         return Request(
             cluster=cluster,
-            goal=for_,
+            goal=for_ or usual,
             python=cluster.python,
             only=tuple(chosen(id_, COMMAND, CHECKS) for id_ in only or ()),
             ignore=tuple((chosen(id_, COMMAND, CHECKS), reason.strip()) for id_, _, reason in pairs),

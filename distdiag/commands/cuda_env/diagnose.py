@@ -352,6 +352,6 @@ def _compilers(facts: CudaFacts) -> dict[str, Any]:
         else None,
         "installed": [
             {"path": compiler.path, "family": compiler.family, "version": compiler.version}
-            for compiler in facts.compilers.found
+            for compiler in fixes.distinct_compilers(facts)
         ],
     }

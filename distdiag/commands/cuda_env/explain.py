@@ -1,4 +1,4 @@
-"""What a log of a build or a run says, and what mends it on this machine."""
+"""What a log of a build or a run says, and what fixes it on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,19 +14,22 @@ from distdiag import runner
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.check import SUBCOMMAND, prepared
 from distdiag.commands.cuda_env.diagnose import diagnose
+from distdiag.commands.cuda_env.log_fixes import OF_THE_LOG, archs_of, compiler_fix, fitted
 from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.errors import UsageError
 from distdiag.facts.strace import lines
 from distdiag.files import as_text
-from distdiag.knowledge.logs import read_log
+from distdiag.knowledge.cuda import minor
+from distdiag.knowledge.logs import read_log, shortened
 from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import BinaryIO
 
+    from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.types import CudaEnv, Problem, Request
     from distdiag.gathered import Gathered
@@ -53,8 +56,9 @@ _TORCH = re.compile(
 _SITE = re.compile(r"(?<![\w.])(/[^\s'\":,]{1,200}?)/(?:site|dist)-packages/")
 _PASSING = re.compile(r"^(?:/var)?/tmp/|/pip-|overlay|/_h_env")
 """Environments that a build makes for itself, and that are gone after it."""
+_BY_CUDA_TORCH = ("driver-too-old", "torch-lacks-arch", "toolkit-torch-mismatch", "apex-toolkit-mismatch")
+"""Failures that only a torch with CUDA reports."""
 _WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
-_PATH = re.compile(r"(?<![\w.$}:/-])/[\w./+-]+(?![\w*?$])")
 
 
 def judge_log(request: Request, options: runner.Options, path: str) -> Report[CudaEnv]:
@@ -114,16 +118,24 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
         )
     found = read_log(text)
     succeeded = _success(text, found)
-    elsewhere = _elsewhere(text, nodes)
+    elsewhere = _elsewhere(text, found, nodes)
     at = () if elsewhere else nodes
-    here = [problem for facts in at for section in sections_of(facts, Goal.ALL) for problem in section.problems]
-    findings = [_finding(match, here, at, is_rocm=_ROCM.search(text) is not None) for match in found]
+    here = _Here(
+        facts=at[0] if at else None,
+        problems=[
+            problem for facts in at for section in sections_of(facts, Goal(facts.goal)) for problem in section.problems
+        ],
+        archs=archs_of(request.gpus, at),
+    )
+    findings = [_finding(match, here, is_rocm=_ROCM.search(text) is not None) for match in found]
     if succeeded:
         findings = [succeeded, *(replace(finding, level=Level.INFO, fix=None) for finding in findings)]
     elif not any(finding.level is Level.FAIL for finding in findings):
-        findings = [_nothing(text, found), *findings]
+        findings = [_nothing(text, found, here), *findings]
     if elsewhere:
         findings.append(_of_another_machine(elsewhere))
+    if request.gpus and not any("arch" in match.known.id or _names_archs(match) for match in found):
+        findings.append(_gpu_unused(request))
     if unread:
         findings.append(Finding(id=f"{COMMAND}.log.cut", level=Level.INFO, title=unread))
     report = diagnose(request, gathered, log=findings)
@@ -151,15 +163,15 @@ def _success(text: str, found: Sequence[Match]) -> Finding | None:
         id=f"{COMMAND}.log.success",
         level=Level.INFO,
         title="the build or install in this log succeeded despite the errors in it",
-        evidence=(f"line {line}: {text[at : end if end >= 0 else None].strip()[:200]}",),
+        evidence=(f"line {line}: {shortened(text[at : end if end >= 0 else None])}",),
     )
 
 
-def _elsewhere(text: str, nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
+def _elsewhere(text: str, found: Sequence[Match], nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
     """List the signs that a log is of another machine or environment than those examined; empty if it may be of one."""
     if not nodes:
         return ()
-    signs = []
+    signs = _of_another_torch(found, nodes)
     text = text[:_SIGNS_WITHIN]
     if (rocm := _ROCM.search(text)) and not any(facts.torch is not None and facts.torch.hip for facts in nodes):
         signs.append(f"ROCm ({rocm[0]})")
@@ -177,6 +189,18 @@ def _elsewhere(text: str, nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
     return tuple(signs)
 
 
+def _of_another_torch(found: Sequence[Match], nodes: Sequence[CudaFacts]) -> list[str]:
+    """List what failures say of torch's own CUDA where no torch here was built with that."""
+    own = {minor(facts.torch.cuda) for facts in nodes if facts.torch is not None}
+    said = [match.groups["torch"] for match in found if "mismatch" in match.known.id and "torch" in match.groups]
+    signs = [f"a torch for CUDA {number}" for number in dict.fromkeys(map(minor, said)) if own and number not in own]
+    if own and "" not in own and any(match.known.id == "torch-without-cuda" for match in found):
+        signs.append("a torch without CUDA")
+    if own == {""} and any(match.known.id in _BY_CUDA_TORCH for match in found):
+        signs.append("a torch with CUDA")
+    return signs
+
+
 def _of_another_machine(signs: Sequence[str]) -> Finding:
     return Finding(
         id=f"{COMMAND}.log.elsewhere",
@@ -186,23 +210,32 @@ def _of_another_machine(signs: Sequence[str]) -> Finding:
     )
 
 
-def _finding(match: Match, here: Sequence[Problem], nodes: Sequence[CudaFacts], *, is_rocm: bool) -> Finding:
+@dataclass(frozen=True)
+class _Here:
+    """What a log may be explained with: the first node, what is wrong on all, and the GPUs that builds are for."""
+
+    facts: CudaFacts | None
+    problems: Sequence[Problem]
+    archs: Sequence[Arch]
+
+
+def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
     """Make a finding; where a check of this machine explains it too, its fix is the better one."""
     known = match.known
-    own = next(
-        (problem for check in known.checks for problem in here if matches(problem.id, check) and problem.to_paste), None
-    )
-    if known.role != "cause":
-        own = None
+    found = (problem for check in known.checks for problem in here.problems if matches(problem.id, check))
+    # A trap that nobody is in yet explains no failure.
+    found = (problem for problem in found if problem.level is Level.FAIL or not problem.id.startswith("toolkit."))
+    own = next((problem for problem in found if problem.to_paste), None) if known.role == "cause" else None
+    compiler = compiler_fix(match, here.facts) if here.facts is not None else None
+    if compiler is not None and (known.id in OF_THE_LOG or own is None):
+        own, (here_too, fix) = None, compiler
+    elif own is not None:
+        here_too, fix = f"on this machine: {own.title}", Fix(text=own.fix, commands=own.to_paste)
+    else:
+        here_too, fix = _generic(match, here)
     level = {"cause": Level.FAIL, "consequence": Level.INFO}.get(known.role, Level.INFO)
     often = f" ({match.count} times)" if match.count > 1 else ""
-    breaks, here_too = f"affects: {match.breaks}", f"on this machine: {own.title}" if own else ""
-    detail = "\n".join(filter(None, (breaks if match.breaks else "", here_too)))
-    fix = (
-        Fix(text=own.fix, commands=own.to_paste)
-        if own
-        else Fix(text=match.fix, commands=_fitting(match.commands, nodes))
-    )
+    detail = "\n".join(filter(None, (f"affects: {match.breaks}" if match.breaks else "", here_too)))
     if is_rocm and any("CUDA_HOME" in words for words in (match.fix, *fix.commands)):
         fix = Fix(
             text="a ROCm build needs no CUDA toolkit: this build looks for one because its torch is not a ROCm build",
@@ -213,27 +246,45 @@ def _finding(match: Match, here: Sequence[Problem], nodes: Sequence[CudaFacts], 
         level=level,
         title=match.means,
         detail=detail,
-        evidence=(f"line {match.line}{often}: {match.quote}", f"see {known.source}"),
+        evidence=(f"line {match.line}{often}: {_at_file(match)}", f"source: {known.source}"),
         fix=fix if fix.text else None,
     )
 
 
-def _fitting(commands: Sequence[str], nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
-    """Keep the commands that fit this machine: for the examined Python, and with no path that is not there."""
-    if not nodes:
-        return tuple(commands)
-    own = fixes.pip(nodes[0])
-    found = [re.sub(r"\b(?:python3? -m )?pip install", lambda _: own, command) for command in commands]
-    set_here = nodes[0].variables.keys()
-    return tuple(
-        command
-        for command in found
-        if all(os.path.exists(path) for path in _PATH.findall(command))
-        and (not command.startswith("unset ") or command.removeprefix("unset ") in set_here)
+def _at_file(match: Match) -> str:
+    """Quote a line, with the file that it is about where that is on the line before, as CMake wraps it."""
+    return match.quote if not match.file or match.file[:40] in match.quote else f"{match.file}: {match.quote}"
+
+
+def _generic(match: Match, here: _Here) -> tuple[str, Fix]:
+    """Return which of this machine's toolkits the fix of a known failure names, if any, and the fix."""
+    commands = fitted(match.commands, here.facts, here.archs)
+    text = match.fix
+    if here.facts is None:
+        return "", Fix(text=text, commands=commands)
+    if not here.archs and any("TORCH_CUDA_ARCH_LIST=" in command for command in match.commands):
+        text += ". --explain LOG --gpu H100 prints the list for those GPUs"
+    toolkits = fixes.usable_toolkits(here.facts)
+    named = [toolkit for toolkit in toolkits if any(f"={toolkit.root}" in command for command in commands)]
+    there = ", ".join(f"CUDA {toolkit.version} in {toolkit.root}" for toolkit in named)
+    if len(named) == 1 and any(f" CUDA_HOME={named[0].root}" in command for command in commands):
+        text = f"use the toolkit in {named[0].root}. In general: {text}"
+    return f"on this machine: {there}" if there else "", Fix(text=text, commands=commands)
+
+
+def _names_archs(match: Match) -> bool:
+    return any("ARCH" in command for command in match.commands)
+
+
+def _gpu_unused(request: Request) -> Finding:
+    return Finding(
+        id=f"{COMMAND}.log.gpu",
+        level=Level.INFO,
+        title=f"--gpu ({', '.join(request.gpus)}) was not used: no fix for this log depends on the GPU",
     )
 
 
-def _nothing(text: str, found: Sequence[Match]) -> Finding:
+def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:
     """Report that no cause is known, and quote what looks like an error; or that nothing looks like one."""
     following = next((match for match in found if match.known.role == "consequence"), None)
     if following is not None:
@@ -242,7 +293,7 @@ def _nothing(text: str, found: Sequence[Match]) -> Finding:
             level=Level.UNKNOWN,
             title=f"the cause is not in this log, or is not a known error: {following.means}",
             evidence=(f"line {following.line}: {following.quote}",),
-            fix=Fix(text=following.fix, commands=following.commands),
+            fix=_generic(following, here)[1],
         )
     errors = [match[0].strip() for match in islice(_LIKE_AN_ERROR.finditer(text), _SHOWN_LINES)]
     if not errors:
@@ -255,6 +306,6 @@ def _nothing(text: str, found: Sequence[Match]) -> Finding:
         id=f"{COMMAND}.log.unknown",
         level=Level.UNKNOWN,
         title="no known error in this log; these lines look most like a cause",
-        evidence=tuple(line[:200] for line in errors),
+        evidence=tuple(shortened(line) for line in errors),
         fix=Fix(text="start at the first error, not the last: later errors are mostly its consequences"),
     )

@@ -48,20 +48,23 @@ def driver_cuda(facts: CudaFacts) -> str:
     return newest_cuda(driver_version(facts)) if driver_version(facts) else ""
 
 
+def python(facts: CudaFacts) -> str:
+    """Return the examined interpreter, to paste."""
+    return shlex.quote(facts.python.executable)
+
+
 def pip(facts: CudaFacts) -> str:
     """Return the command that installs into the examined environment."""
-    python = shlex.quote(facts.python.executable)
     if not facts.python.pip and facts.building.uv:
-        return f"uv pip install --python {python}"
-    return f"{python} -m pip install"
+        return f"uv pip install --python {python(facts)}"
+    return f"{python(facts)} -m pip install"
 
 
 def pip_uninstall(facts: CudaFacts, names: Iterable[str]) -> str:
     """Return the command that removes packages from the examined environment."""
-    python = shlex.quote(facts.python.executable)
     if not facts.python.pip and facts.building.uv:
-        return f"uv pip uninstall --python {python} {' '.join(names)}"
-    return f"{python} -m pip uninstall -y {' '.join(names)}"
+        return f"uv pip uninstall --python {python(facts)} {' '.join(names)}"
+    return f"{python(facts)} -m pip uninstall -y {' '.join(names)}"
 
 
 def reinstall(facts: CudaFacts) -> str:
@@ -111,9 +114,20 @@ def install_torch(
         release, cuda = False, best_build(facts, _newest_builds(facts), archs=archs, prefer=prefer)
     if not cuda or (strict and cuda != prefer):
         return ()
-    again = f"{reinstall(facts)} " if torch is not None else ""
-    wanted = f"torch=={number}" if release else "torch"
-    return (f"{pip(facts)} {again}{wanted} --index-url {_INDEX}/cu{cuda.replace('.', '')}",)
+    build = f"cu{cuda.replace('.', '')}"
+    # Without its +cu130 another index that pip is configured with may give the build for the CPU again.
+    wanted = f"torch=={number}+{build}" if release else "torch"
+    is_there = torch is not None and (not release or wanted == f"torch=={torch.version}")
+    again = f"{reinstall(facts)} " if is_there else ""
+    return (f"{pip(facts)} {again}{wanted} --index-url {_INDEX}/{build}",)
+
+
+def beside_torch(facts: CudaFacts, name: str) -> str:
+    """Return the command that installs a package that is built for each torch, and keeps the torch that is there."""
+    assert facts.torch is not None
+    local = facts.torch.version.partition("+")[2]
+    index = f" --index-url {_INDEX}/{local}" if re.fullmatch(r"cu\d+|cpu", local) else ""
+    return f"{pip(facts)} --upgrade {name} torch=={facts.torch.version}{index}"
 
 
 def builds_of(facts: CudaFacts) -> dict[str, tuple[int, ...]]:
@@ -258,6 +272,14 @@ def compiler_at(facts: CudaFacts, path: str) -> Compiler | None:
     return next((compiler for compiler in facts.compilers.found if path in (compiler.path, compiler.real)), None)
 
 
+def distinct_compilers(facts: CudaFacts) -> list[Compiler]:
+    """List the compilers without those that are there by the same name again: /bin is often /usr/bin."""
+    named: dict[tuple[str, str], Compiler] = {}
+    for compiler in facts.compilers.found:
+        named.setdefault((compiler.real, os.path.basename(compiler.path)), compiler)
+    return list(named.values())
+
+
 def compiler_called(facts: CudaFacts, name: str) -> Compiler | None:
     """Find a compiler by its path or, as a variable may hold it, by its bare name."""
     return compiler_at(facts, name) or next(
@@ -295,14 +317,16 @@ def loader_path_without(facts: CudaFacts, entries: Iterable[str]) -> str:
     return shlex.quote(":".join(dict.fromkeys(entry.text for entry in facts.loader_path if entry.text not in gone)))
 
 
-def allowed_pair(facts: CudaFacts, newest: int) -> tuple[Compiler, Compiler] | None:
-    """Find the newest gcc that a toolkit allows and of which the g++ is installed too."""
+def allowed_pair(facts: CudaFacts, newest: int, oldest: int = 6) -> tuple[Compiler, Compiler] | None:
+    """Find the newest gcc (major versions) that is allowed and of which the g++ is installed too."""
     by_name = {compiler.path: compiler for compiler in facts.compilers.found}
     pairs = []
     for compiler in facts.compilers.found:
         folder, name = os.path.split(compiler.path)
         other = by_name.get(f"{folder}/{name.replace('gcc', 'g++', 1)}")
-        if compiler.family == "gcc" and name.startswith("gcc") and other is not None and 6 <= compiler.major <= newest:
+        if compiler.family != "gcc" or not name.startswith("gcc") or other is None:
+            continue
+        if oldest <= compiler.major <= newest:
             pairs.append((compiler, other))
     # The numbered name says for ever what it is; a plain gcc may be another one after the next upgrade.
     return max(pairs, key=lambda pair: (version(pair[0].version), "-" in os.path.basename(pair[0].path)), default=None)

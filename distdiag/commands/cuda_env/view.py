@@ -8,6 +8,7 @@ from rich.table import Column
 
 from distdiag.cluster.hosts import fold
 from distdiag.commands.cuda_env.diagnose import readiness
+from distdiag.diagnosis.wording import counted
 from distdiag.output import Whole, Wrapped, plain_table
 from distdiag.report import Level
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from distdiag.commands.cuda_env.types import CudaEnv, DifferenceRow, Request, SectionRow
     from distdiag.report import Finding, Report
 
-_WORDS = {"ok": "ok", "skipped": "skip", "fail": "FAIL", "warn": "warn", "info": "info", "unknown": "?"}
+_WORDS = {"skipped": "SKIP"}
+"""Levels whose word on the page is another one: the others are written as they are called."""
 _STYLES = {"fail": "bold red", "warn": "bold yellow", "unknown": "bold yellow", "ok": "green"}
 _EVIDENCE = 4
 _INDENT = 6
@@ -63,10 +65,10 @@ def _about(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType
 
 
 def _consequences(findings: Sequence[Finding]) -> Iterator[RenderableType]:
-    """Quote the lines of a log that only follow from its causes."""
+    """Quote the lines of a log that only follow from its causes, or are no failure."""
     following = [finding for finding in findings if finding.level is Level.INFO and finding.evidence]
     if following:
-        yield Whole("secondary errors (consequences):")
+        yield Whole("related lines, not causes:")
     for finding in reversed(following):
         yield Whole(f"  {finding.evidence[0]}")
 
@@ -75,7 +77,7 @@ def _section(row: SectionRow, findings: Sequence[Finding], nodes: int, *, verbos
     where = f" [{fold(row.hosts)}]" if row.hosts and len(row.hosts) < nodes else ""
     why = f" ({row.skipped})" if row.skipped else ""
     level = "ok" if row.level == "info" else row.level
-    head = f"{_WORDS[level]:<5} {row.name:<11} "
+    head = f"{_WORDS.get(level, level.upper()):<7} {row.name:<11} "
     yield Wrapped(
         head + row.line + why + where, margin=0, hang=len(head), style=_STYLES.get(level, "") if level != "ok" else ""
     )
@@ -88,7 +90,7 @@ def _section(row: SectionRow, findings: Sequence[Finding], nodes: int, *, verbos
             if level == "ok":
                 yield Wrapped(finding.title, margin=len(head))
             continue
-        yield Whole(f"{'':{_INDENT}}{_WORDS[finding.level]} {finding.id}", style=_STYLES.get(finding.level, ""))
+        yield Whole(f"{'':{_INDENT}}{finding.level.upper()}  {finding.id}", style=_STYLES.get(finding.level, ""))
         yield from _finding(finding, margin=_INDENT + 2, verbose=verbose)
 
 
@@ -133,8 +135,9 @@ def _last(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]
     yield Whole("")
     if report.data.log is not None:
         log = report.data.log
-        causes = f"{log.causes} cause{'' if log.causes == 1 else 's'}"
-        yield Whole(f"{report.verdict.upper()}: {causes} identified in {log.lines} lines of the log", style=style)
+        causes = counted(log.causes, "cause") if log.causes else "no cause"
+        found = f"{causes} found in the log ({counted(log.lines, 'line')})"
+        yield Whole(f"{report.verdict.upper()}: {found}", style=style)
         return
     yield Whole(f"{report.verdict.upper()}: {', '.join(parts)}", style=style)
     if not request.only:

@@ -83,7 +83,8 @@ def _to_paste(request: Request, finding: Finding) -> Finding:
 
 
 def _hosts_typed(request: Request) -> str:
-    return "".join(f" {name} {shlex.quote(value)}" for name, value in request.cluster.typed())
+    # The value of a variable may be a secret.
+    return "".join(f" {name} {shlex.quote(value)}" for name, value in request.cluster.typed() if name != "--env")
 
 
 def _unchecked(request: Request, nodes: Sequence[NodeDoctor]) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from distdiag.commands.hang.types import HangClass, Source
 from distdiag.diagnosis import wait_findings
 from distdiag.diagnosis.outliers import JobVerdict, Outcome, judge_job, place, polls, split
 from distdiag.diagnosis.process_index import ProcessIndex
-from distdiag.diagnosis.stack_classes import BUSY, StackClass
-from distdiag.diagnosis.stack_wording import briefly, does, waits, who
+from distdiag.diagnosis.stack_classes import BUSY, StackClass, in_event_loop
+from distdiag.diagnosis.stack_wording import briefly, does, rendezvous_in_words, waits, who
 from distdiag.diagnosis.wait_findings import Case
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
 from distdiag.diagnosis.wait_reasons import Kind, lasting, wait_of
@@ -65,7 +65,8 @@ class Claim:
 class Evidence:
     """All that is known of one job, read once.
 
-    `stale_dumps_s`: the age of the newest dump where all are from before the present wait, and were not judged.
+    `alone`: it is the only job there. `stale_dumps_s`: the age of the newest dump where all are from before the present
+    wait, and were not judged.
     """
 
     request: Request
@@ -82,6 +83,7 @@ class Evidence:
     ras: tuple[RasVerdict, ...] = ()
     advisories: tuple[Advisory, ...] = ()
     bars: tuple[Bar, ...] = ()
+    alone: bool = True
 
     def waited_s(self) -> float | None:
         """Return how long the ranks that wait in a collective have slept; the longest."""
@@ -122,6 +124,7 @@ def gather_evidence(request: Request, nodes: Sequence[NodeHang], job: Job, *, al
         bars=tuple(bar for node in nodes for bar in node.bars),
         ras=_judge_ras(nodes) if alone else (),
         advisories=_advisories(nodes),
+        alone=alone,
     )
     if not alone:
         return evidence
@@ -225,6 +228,9 @@ def of_stacks(evidence: Evidence) -> Claim:
         reasons = Counter(state.thread.reason for state in verdict.unreadable)
         why = next(iter(reasons), "not all ranks were seen")
         return replace(claim, says=f"not all stacks could be read: {why}")
+    if outcome is Outcome.RENDEZVOUS:
+        is_sure = _listens_where_told(evidence)
+        return replace(claim, class_name=HangClass.RENDEZVOUS, says=rendezvous_in_words(evidence.job), is_sure=is_sure)
     if outcome is Outcome.NOT_HUNG:
         moving = [state for state in verdict.states if state.thread.moving] or list(verdict.states)
         return replace(claim, class_name=HangClass.NOT_HUNG, says=f"{briefly(moving)} made progress between samples")
@@ -235,6 +241,28 @@ def of_stacks(evidence: Evidence) -> Claim:
         return _accusing(claim, gone, HangClass.EXITED, f"{who(gone)} exited", is_sure=_is_waited_for(evidence))
     words = "; ".join(f"{briefly(group)}: {_place(group[0])}" for group in split(verdict.waiting)[:3])
     return replace(claim, says=f"no rank stands out: {words}")
+
+
+def _listens_where_told(evidence: Evidence) -> bool:
+    """Return whether rank 0 listens at the port of its environment, and others look for another port of that host.
+
+    A rank that had been given the port of rank 0 since by its script would have found it. Ranks that look for another
+    host may be of another job, whose other hosts were not looked at.
+    """
+    hosts = {place.rpartition(":")[0] for place, _ in evidence.job.rendezvous}
+    ports = {place.rpartition(":")[2]: ranks for place, ranks in evidence.job.rendezvous}
+    first = next((port for port, ranks in ports.items() if 0 in ranks), "")
+    pids = {(member.host, member.pid) for member in evidence.job.members if member.rank == 0}
+    return (
+        len(ports) > 1
+        and len(hosts) == 1
+        and any(
+            (node.host, socket.pid) in pids and socket.state == "LISTEN" and socket.local.rpartition(":")[2] == first
+            for node in evidence.nodes
+            for network in node.networks
+            for socket in network.sockets
+        )
+    )
 
 
 def _slept_s(states: Sequence[RankState]) -> float | None:
@@ -302,6 +330,8 @@ def stack_class(state: RankState, *, only_slow: bool, evidence: Evidence) -> Han
     activity = activity_of(thread.frames)
     if activity in _BY_ACTIVITY:
         return _BY_ACTIVITY[activity]
+    if found is HangClass.LOCK and in_event_loop(thread.frames):
+        found = None
     if found is not None and not (found is HangClass.DATA and activity and thread.moving):
         return found
     is_working = (thread.busy or 0.0) >= BUSY or bool(thread.moving) or thread.runs

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
-from distdiag.commands.hang.claims import watched_nodes
 from distdiag.commands.hang.types import COMMAND, HangClass, Source, Stand
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.outliers import Outcome, split, without
@@ -15,7 +13,6 @@ from distdiag.diagnosis.stack_classes import BUSY, StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, waits, who
 from distdiag.diagnosis.wait_reasons import Kind, lasting
 from distdiag.diagnosis.wording import named
-from distdiag.jobs.roles import find_jobs, of_interest, short_name
 from distdiag.knowledge.activities import activity_of
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -64,17 +61,24 @@ def finding_of(joined: Joined, rows: Sequence[SourceRow]) -> Finding:
     claim, class_name = joined.claim, joined.class_name
     if class_name is HangClass.UNKNOWN or claim is None:
         return _unknown(joined, rows)
-    if class_name in (HangClass.NOT_HUNG, HangClass.NETWORK, HangClass.OUTSIDE, HangClass.RESTART):
+    if class_name in (
+        HangClass.NOT_HUNG,
+        HangClass.NETWORK,
+        HangClass.OUTSIDE,
+        HangClass.RESTART,
+        HangClass.RENDEZVOUS,
+    ):
         return _about_all(joined, claim, rows)
     states = _accused_states(joined)
+    title = _title(joined, claim, states)
     return Finding(
         id=f"{COMMAND}.{class_name}",
         level=joined.level,
-        title=_title(joined, claim, states),
+        title=title,
         detail=" ".join(filter(None, [_pace(joined, states), _waiting(joined), _why(joined)])),
         where=_where(joined, claim, states),
         witnesses=Witnesses(ranks=tuple(sorted(claim.witnesses - joined.accused))),
-        evidence=(*_proof(rows), *claim.evidence)[:_SHOWN],
+        evidence=(*_proof(rows, title), *claim.evidence)[:_SHOWN],
         fix=_fix(joined, claim, states),
     )
 
@@ -188,8 +192,8 @@ def _why(joined: Joined) -> str:
     return joined.claim.detail if joined.claim is not None else ""
 
 
-def _proof(rows: Sequence[SourceRow]) -> tuple[str, ...]:
-    chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES)]
+def _proof(rows: Sequence[SourceRow], title: str) -> tuple[str, ...]:
+    chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES) and row.says not in title]
     disagrees = {Stand.DISAGREES: " disagrees"}
     return tuple(f"{row.source}{disagrees.get(row.stand, '')}: {row.says}" for row in chosen)
 
@@ -204,9 +208,9 @@ def _fix(joined: Joined, claim: Claim, states: Sequence[RankState]) -> Fix | Non
     if claim.fix is not None:
         return claim.fix
     if joined.class_name is HangClass.EXITED:
-        cause = remedies.find_cause_of_death(fold(claim.hosts))
         is_missing = first is not None and _may_never_have_started(first)
-        return replace(cause, text=f"check that its launcher started it; if so, {cause.text}") if is_missing else cause
+        remedy = remedies.find_missing_rank if is_missing else remedies.find_cause_of_death
+        return remedy(fold(claim.hosts))
     if joined.class_name is HangClass.STORAGE and first is not None:
         still = first.standstill
         path = still.path.rpartition("/")[0] if still is not None and still.path.startswith("/") else ""
@@ -229,12 +233,11 @@ def _waits_for_a_reply(joined: Joined, state: RankState) -> bool:
 
 
 def _look_at_its_sockets(joined: Joined, state: RankState) -> Fix:
-    member, request = state.member, joined.evidence.request
+    member, evidence = state.member, joined.evidence
     whom = ("--rank", str(member.rank)) if member.rank is not None else (str(member.pid),)
-    job = ("--job", joined.evidence.job.name) if joined.evidence.job.name and member.rank is not None else ()
     return Fix(
         text="see who is at the other end, and why it does not answer; give the call a timeout",
-        commands=(again(request, "trace", "fds", *whom, *map(shlex.quote, job)),),
+        commands=(again_on(evidence, "trace", "fds", *whom),),
     )
 
 
@@ -242,16 +245,17 @@ def _about_all(joined: Joined, claim: Claim, rows: Sequence[SourceRow]) -> Findi
     evidence = joined.evidence
     titles = {
         HangClass.NOT_HUNG: f"not hung: {claim.says}",
+        HangClass.RENDEZVOUS: claim.says,
         HangClass.NETWORK: _network(joined, claim),
         HangClass.OUTSIDE: f"hung outside of the collectives: {claim.says}",
         HangClass.RESTART: f"elastic restart {evidence.restarts} in progress: ranks are not in a collective yet",
     }
-    stacks = again(evidence.request, "pyspy-all", *_its_job(evidence))
-    slow = f"{stacks} --samples 20"
+    slow = again_on(evidence, "pyspy-all", "--samples", "20")
     fixes = {
+        HangClass.RENDEZVOUS: Fix(text="start all ranks with the same MASTER_ADDR and MASTER_PORT"),
         HangClass.NOT_HUNG: Fix(text="if it is slow, find the rank that the others wait for", commands=(slow,)),
         HangClass.NETWORK: Fix(text="test the network between the nodes", commands=(again(evidence.request, "ports"),)),
-        HangClass.OUTSIDE: Fix(text=_FIXES[HangClass.OUTSIDE], commands=(stacks,)),
+        HangClass.OUTSIDE: Fix(text=_FIXES[HangClass.OUTSIDE], commands=(again_on(evidence, "pyspy-all"),)),
         HangClass.RESTART: Fix(text="read why the attempt before ended", commands=("distdiag logs PATH",)),
     }
     return Finding(
@@ -261,7 +265,7 @@ def _about_all(joined: Joined, claim: Claim, rows: Sequence[SourceRow]) -> Findi
         detail=" ".join(filter(None, [_why(joined)])),
         where=Where(hosts=claim.hosts),
         witnesses=Witnesses(ranks=tuple(sorted(claim.witnesses))),
-        evidence=(*_proof(rows), *claim.evidence)[:_SHOWN],
+        evidence=(*_proof(rows, titles[joined.class_name]), *claim.evidence)[:_SHOWN],
         fix=fixes.get(joined.class_name),
     )
 
@@ -295,7 +299,7 @@ def _unknown(joined: Joined, rows: Sequence[SourceRow]) -> Finding:
         witnesses=Witnesses(
             ranks=tuple(sorted({s.member.rank for s in evidence.stacks.states if s.member.rank is not None}))
         ),
-        evidence=_proof(rows),
+        evidence=_proof(rows, title),
         fix=Fix(text=text, commands=commands),
     )
 
@@ -327,11 +331,11 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
     if evidence.stacks.outcome is Outcome.UNREADABLE:
         if evidence.job.unseen:
             return "look at all hosts of the job", (f"{request.program} hang --hosts LIST",)
-        return "read the stacks as root", (f'sudo env "PATH=$PATH" {again(request, "hang", *_its_job(evidence))}',)
+        return "read the stacks as root", (f'sudo env "PATH=$PATH" {again_on(evidence, "hang")}',)
     if all(state.thread.kind is StackClass.EXITED for state in evidence.stacks.states):
         return "find the first failure in its log", (f"{request.program} logs PATH",)
     if joined.against:
-        return "take it again a minute later: what moved was not stuck", (again(request, "hang", *_its_job(evidence)),)
+        return "take it again a minute later: what moved was not stuck", (again_on(evidence, "hang"),)
     native = [state for state in evidence.stacks.states if state.thread.kind in (StackClass.GIL, StackClass.LOCK)]
     if native and native[0].member.pid is not None:
         whom = () if request.cluster.typed() else ("--pid", str(native[0].member.pid))
@@ -347,12 +351,11 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _its_job(evidence: Evidence) -> tuple[str, ...]:
-    """Return the option that means this job, where one was named or several are running."""
-    jobs = of_interest(find_jobs(watched_nodes(evidence.nodes), whole=False))
-    of_nodes = next((job for job in jobs if job.name == evidence.job.name), evidence.job)
-    name = evidence.request.wanted.job or (short_name(of_nodes, jobs) if len(jobs) > 1 else "")
-    return ("--job", shlex.quote(name)) if name else ()
+def again_on(evidence: Evidence, *words: str) -> str:
+    """Format a command about this job to paste; it is named where there are others."""
+    job = evidence.job.name
+    is_named = job and (evidence.request.wanted.job or not evidence.alone)
+    return again(evidence.request, *words, *(("--job", shlex.quote(job)) if is_named else ()))
 
 
 def again(request: Request, *words: str) -> str:

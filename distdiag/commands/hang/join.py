@@ -59,6 +59,12 @@ def join(evidence: Evidence) -> Joined:
     claims = all_claims(evidence)
     if all(state.thread.kind is StackClass.EXITED for state in evidence.stacks.states):
         return _made(evidence, claims, HangClass.UNKNOWN, Level.UNKNOWN, None, candidates=_ENDED)
+    if Source.STACKS in claims and claims[Source.STACKS].class_name is HangClass.RENDEZVOUS:
+        claim = claims[Source.STACKS]
+        if claim.is_sure:
+            return _made(evidence, claims, HangClass.RENDEZVOUS, Level.FAIL, claim)
+        candidates = (claim.says, "a rank that cannot reach the others")
+        return _made(evidence, claims, HangClass.UNKNOWN, Level.UNKNOWN, None, candidates=candidates)
     moves = Source.STACKS in claims and claims[Source.STACKS].class_name is HangClass.NOT_HUNG
     accusing = [claim for claim in _in_order(claims) if _counts(claim, moves=moves)]
     if accusing:

@@ -86,6 +86,7 @@ class HangClass(StrEnum):
     """What is wrong. The id of the finding is "hang." and this."""
 
     NOT_IN_COLLECTIVE = "not-in-collective"
+    RENDEZVOUS = "rendezvous"
     EXITED = "exited"
     STOPPED = "stopped"
     DIFFERENT_COLLECTIVES = "different-collectives"

@@ -9,7 +9,7 @@ from rich.table import Column
 from rich.text import Text
 
 from distdiag.commands.hang.types import HangClass, Stand
-from distdiag.diagnosis.wording import named
+from distdiag.diagnosis.wording import counted, named
 from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distdiag.commands.hang.types import Hang, HangRank, Request
     from distdiag.report import Report
 
-_FRAMES = 6
+_LINES = 6
 _SHOWN = 4
 _LONG = 300
 
@@ -48,12 +48,28 @@ def _ranks(rows: Sequence[HangRank], *, verbose: bool) -> Iterator[RenderableTyp
     for (stuck, doing, frames), members in ordered if verbose else ordered[:_SHOWN]:
         mark = f"  <- {stuck}" if stuck else ""
         yield Text(f"{_names(members)}: {doing}{_since(members)}{mark}", style="bold" if stuck else "", overflow="fold")
-        yield from (Whole(f"    {frame}") for frame in (frames if verbose else frames[:_FRAMES]))
+        yield from (Whole(f"    {line}") for line in (frames if verbose else list(_folded(frames))[:_LINES]))
         yield ""
     rest = ordered[_SHOWN:]
     if rest and not verbose:
         yield f"... and {sum(len(members) for _, members in rest)} ranks elsewhere (-v shows all)"
         yield ""
+
+
+def _folded(frames: Sequence[str]) -> Iterator[str]:
+    """Yield the innermost frame and those of the user's own files; library frames between them become one line."""
+    skipped = 0
+    for number, frame in enumerate(frames):
+        is_users = " (/" in frame
+        if number and not is_users:
+            skipped += 1
+            continue
+        if skipped:
+            yield f"... {counted(skipped, 'library frame')}"
+        skipped = 0
+        yield frame
+    if skipped:
+        yield f"... {counted(skipped, 'library frame')}"
 
 
 def _names(members: Sequence[HangRank]) -> str:

@@ -43,6 +43,7 @@ _ORDER = (
     Outcome.LEAST_PROGRESS,
     Outcome.CYCLE,
     Outcome.LEFT,
+    Outcome.RENDEZVOUS,
     Outcome.ALL_WAITING,
     Outcome.STANDSTILL,
     Outcome.UNREADABLE,

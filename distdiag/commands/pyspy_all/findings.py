@@ -11,10 +11,11 @@ from distdiag.diagnosis import remedies
 from distdiag.diagnosis.data_workers import ran_lately, stuck_worker
 from distdiag.diagnosis.outliers import ALIVE, Outcome, split
 from distdiag.diagnosis.slow_ranks import ENOUGH
-from distdiag.diagnosis.stack_classes import StackClass, helper_frames
+from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames
 from distdiag.diagnosis.stack_wording import (
     briefly,
     does,
+    rendezvous_in_words,
     samples_in_words,
     spot,
     waits,
@@ -56,6 +57,7 @@ def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStac
         Outcome.CYCLE: _cycle,
         Outcome.LEFT: _left,
         Outcome.ALL_WAITING: _all_waiting,
+        Outcome.RENDEZVOUS: _rendezvous,
         Outcome.STANDSTILL: _standstill,
         Outcome.NOT_HUNG: _not_hung,
         Outcome.ALONE: _alone,
@@ -181,6 +183,25 @@ def _all_waiting(verdict: JobVerdict, request: Request) -> list[Finding]:
     ]
 
 
+def _rendezvous(verdict: JobVerdict, request: Request) -> list[Finding]:
+    return [
+        Finding(
+            id=f"{COMMAND}.rendezvous",
+            level=Level.UNKNOWN,
+            title=rendezvous_in_words(verdict.job),
+            detail="So say the environments with which they were started; the script may have set others since.",
+            where=where(verdict.waiting),
+            fix=Fix(
+                text=f"{_SAME_PLACE}; whether a rank listens there:",
+                commands=(f"{request.program} hang" + (f" --job {request.job}" if request.job else ""),),
+            ),
+        )
+    ]
+
+
+_SAME_PLACE = "start all ranks with the same MASTER_ADDR and MASTER_PORT"
+
+
 def _several_groups(verdict: JobVerdict) -> str:
     most = max((state.thread.groups for state in verdict.waiting), default=0)
     if most <= 1:
@@ -228,16 +249,23 @@ def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
     is_alone = len(slow.slow) == 1
     pronoun = "it" if is_alone else "them"
     place = f", in {spot(slow.frame)} in {slow.at_frame} of {slow.samples} samples" if slow.frame is not None else ""
+    busy = min((state.thread.busy or 0.0 for state in slow.slow), default=0.0)
     often = "all" if slow.others_wait == slow.samples else f"at least {slow.others_wait} of"
-    wait = "waits" if len(slow.others) == 1 else "wait"
-    seldom = f"at most {slow.slow_wait}" if slow.slow_wait else "none"
     return Finding(
         id=f"{COMMAND}.straggler",
         level=Level.WARN,
         title=f"{who(slow.slow)} {'is' if is_alone else 'are'} slower than the others{place}",
-        detail=f"{briefly(slow.others)} {wait} for {pronoun} in {often} {slow.samples} samples; "
-        f"{'it waits' if is_alone else 'they wait'} in {seldom}. " + _shared(verdict, request),
+        detail=f"{briefly(slow.others).capitalize()} {'waits' if len(slow.others) == 1 else 'wait'} for {pronoun} in "
+        f"{often} "
+        f"{slow.samples} samples; {'it waits' if is_alone else 'they wait'} "
+        f"{f'in at most {slow.slow_wait}' if slow.slow_wait else 'in none'}. "
+        + (f"{'It is' if is_alone else 'They are'} computing. " if busy >= BUSY else "")
+        + _shared(verdict, request),
         where=where(slow.slow),
+        fix=Fix(
+            text=f"see what only {'this rank does' if is_alone else 'these ranks do'} at that line: more data, slower "
+            "storage, another branch; if nothing, compare the hosts"
+        ),
     )
 
 
@@ -262,7 +290,7 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
         and verdict.waiting[0].thread.kind is StackClass.COMM
         and not any(state.thread.moving for state in verdict.waiting)
     ):
-        parts.append(f"{briefly(verdict.waiting)} wait{'s' if len(verdict.waiting) == 1 else ''} for them")
+        parts.append(f"{briefly(verdict.waiting)} wait{'s' if len(verdict.waiting) == 1 else ''}")
     more = "If it is slow, look for the rank that the others wait for: --samples 20. "
     return [
         *([_slow(verdict, request, verdict.slow)] if verdict.slow is not None else []),
@@ -271,7 +299,7 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
             level=Level.INFO,
             title=f"no hang seen in {samples_in_words(request.samples, request.interval_s)}: " + ", ".join(parts),
             detail=(more if request.samples < ENOUGH else "")
-            + "If it may be in an endless loop, sample for longer: --interval 30.",
+            + "If you suspect an endless loop, sample for longer: --interval 30.",
             where=where(verdict.states),
         ),
     ]

@@ -65,19 +65,20 @@ def _groups(groups: Sequence[Group], *, verbose: bool) -> Iterator[RenderableTyp
 
 def head(group: Group, *, verbose: bool = False) -> str:
     """Title a group: its ranks, how many, what they do, and whether they are outliers."""
-    moving = movement(group.class_, group.moving)
+    moving = movement(group.class_, group.moving, group.outlier)
     counters = "".join(f", {name} {value}" for name, value in group.counters.items())
     mark = f"  <- {group.outlier}" if group.outlier else ""
     return f"{members(group, verbose=verbose)}: {group.class_}{moving}{counters}{mark}"
 
 
-def movement(class_: str, moving: bool | None) -> str:
+def movement(class_: str, moving: bool | None, outlier: str = "") -> str:
     """Format whether a group moved between the samples; a rank may compute on one line for long."""
     if class_ in ("exited", "stopped", "unreadable") or moving is None:
         return ""
     if moving:
         return ", moving"
-    return ", same line in each sample" if class_ in ("compute", "compile") else ", no progress"
+    waits = class_ in ("communication wait", "GPU wait") or outlier == "stuck"
+    return ", no progress" if waits else ", same line in each sample"
 
 
 def members(group: Group, *, verbose: bool = False) -> str:

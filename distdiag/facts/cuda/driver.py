@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
 _BLOCKED = (4, 17)  # NVML_ERROR_NO_PERMISSION, NVML_ERROR_OPERATING_SYSTEM, nvml.h
+_BROKEN = (8, 10, 15)  # NVML_ERROR_INSUFFICIENT_POWER, NVML_ERROR_IRQ_ISSUE, NVML_ERROR_GPU_IS_LOST
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the class of GPUs
 _LIBRARIES = (
     *("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib"),
@@ -60,6 +61,8 @@ class Answer:
     """GPUs that NVML counts and cannot open, by index."""
     blocked: tuple[int, ...] = ()
     """Those of `lost` that this process may not open: of another job, by a cgroup or the container."""
+    broken: tuple[int, ...] = ()
+    """Those of `lost` of which NVML itself says what is broken: lost from the bus, power cable, interrupts."""
     present: tuple[Gpu, ...] = ()
     visible: tuple[Gpu, ...] = ()
 
@@ -153,6 +156,7 @@ def _read_answer(said: list[dict[str, Any]], done: programs.Done) -> Answer:
         died="" if over or done.timed_out else how_it_died(done),
         lost=tuple(reply["index"] for reply in said if reply["about"] == "nvml-gpu" and reply["status"] != 0),
         blocked=tuple(reply["index"] for reply in said if reply["about"] == "nvml-gpu" and reply["status"] in _BLOCKED),
+        broken=tuple(reply["index"] for reply in said if reply["about"] == "nvml-gpu" and reply["status"] in _BROKEN),
         present=tuple(_gpu(reply) for reply in said if reply["about"] == "nvml-gpu" and reply["status"] == 0),
         visible=tuple(_gpu(reply) for reply in said if reply["about"] == "cuda-gpu"),
     )

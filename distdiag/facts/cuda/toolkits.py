@@ -240,9 +240,9 @@ def _top(plan: str) -> str:
 
 
 def _compiler(plan: str) -> str:
-    """Take the host compiler from the plan: the first command that preprocesses C++."""
-    found = re.search(r'^#\$ ("[^"]+"|\S+) .*-E -x c\+\+', plan, re.MULTILINE)
-    return found[1].strip('"') if found else ""
+    """Take the host compiler from the plan: the first command that preprocesses C++; /bin/gcc is "/bin"/gcc there."""
+    found = re.search(r'^#\$ ((?:"[^"\n]*"|[^\s"])+) .*-E -x c\+\+', plan, re.MULTILINE)
+    return found[1].replace('"', "") if found else ""
 
 
 def with_compiler(nvcc: Nvcc, places: Places) -> Nvcc:
@@ -271,13 +271,13 @@ def torch_use(places: Places) -> Use:
     home = env.get("CUDA_HOME") or env.get("CUDA_PATH")
     nvcc = places.which("nvcc")
     if home == "":
-        return Use("", "", "CUDA_PATH is set and empty, and torch takes it so")
+        return Use("", "", "CUDA_PATH is set but empty, and torch takes it as it is")
     if home is not None:
         rule = "CUDA_HOME" if env.get("CUDA_HOME") else "CUDA_PATH"
     elif nvcc:
         home, rule = os.path.dirname(os.path.dirname(nvcc)), f"above {nvcc}, the first nvcc on PATH"
     elif os.path.exists(places.at("/usr/local/cuda")):
-        home, rule = places.at("/usr/local/cuda"), "its last guess"
+        home, rule = places.at("/usr/local/cuda"), "the default of torch"
     else:
         return Use("", "", "no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda")
     return Use(home, os.path.join(home, "bin", "nvcc"), rule)

@@ -63,20 +63,23 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
             return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
         return Section(name="Arch list", line=f"{shown}: torch would build for {kinds}")
     if not fixes.usable_toolkits(facts):
-        return Section(name="Arch list", line=shown, skipped="no toolkit, no GPU")
+        return Section(name="Arch list", line=shown, skipped="no toolkit and no GPU")
+    if facts.driver.answer.stuck or facts.driver.answer.unasked:
+        return Section(name="Arch list", line=shown, skipped="the driver did not respond: the GPUs are unknown")
     wanted = recommended(facts)
+    count = len(wanted.split(";")) if wanted else 0
     problem = Problem(
         id="archlist.unset-nogpu",
         goals=BUILD,
         level=Level.WARN,
-        title=f"{shown}, and there is no local GPU to detect it from",
-        cause="torch detects the architecture from the local GPUs; without a GPU it fails: IndexError: list "
-        "index out of range.",
+        title=f"{shown}, and no GPU is visible to take the architecture from",
+        cause="A build with torch then fails: IndexError: list index out of range.",
         breaks="building CUDA extensions on this machine; running is fine",
-        fix="set the target architectures (this list covers everything this torch supports)",
+        fix="if the GPUs are elsewhere, name them: distdiag cuda-env --for build --gpu H100"
+        + (f". Or build for all {count} architectures of this torch, in about {count} times the time" if count else ""),
         exports=((_NAME, f'"{wanted}"'),) if wanted else (),
     )
-    return Section(name="Arch list", line=f"{shown}, no GPU", problems=(problem,))
+    return Section(name="Arch list", line=f"{shown}, no GPU visible", problems=(problem,))
 
 
 def _not_asked(shown: str, kinds: str) -> Problem:
@@ -87,7 +90,7 @@ def _not_asked(shown: str, kinds: str) -> Problem:
         level=Level.WARN,
         title=f"{shown}: a build here would not target the requested GPUs ({kinds})",
         breaks="running this build on those GPUs; running programs here is fine",
-        fix="set them",
+        fix=f"set {_NAME}",
         exports=((_NAME, f'"{kinds}"'),),
     )
 
@@ -233,7 +236,7 @@ def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> 
         breaks='running this build on them ("no kernel image is available")' if missing else "",
         **_remedy(facts, refused, _kept(read), gpus)
         if refused
-        else {"fix": "add them", "exports": ((_NAME, f'"{_with(read, more)}"'),)},
+        else {"fix": f"add {names} to {_NAME}", "exports": ((_NAME, f'"{_with(read, more)}"'),)},
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.types import BUILD, Problem, Section
 from distdiag.knowledge.cuda import minor, version
+from distdiag.knowledge.logs import shortened
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def about_compilers(facts: CudaFacts) -> Section:
         if problem
     ]
     details = tuple(
-        f"{compiler.path}: {compiler.family or 'unknown'} {compiler.version}" for compiler in facts.compilers.found
+        f"{compiler.path}: {f'{compiler.family} {compiler.version}'.strip() or 'unknown'}"
+        for compiler in fixes.distinct_compilers(facts)
     )
     return Section(name="Compiler", line="; ".join(parts), problems=tuple(problems), details=details)
 
@@ -115,7 +117,7 @@ def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, too
 
 def _message(complaint: str) -> str:
     """Cut a compiler's message to what it says, without its place and its advice."""
-    return complaint.rpartition("error: ")[2].partition(" The nvcc flag")[0][:160]
+    return shortened(complaint.rpartition("error: ")[2].partition(" The nvcc flag")[0])
 
 
 def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:

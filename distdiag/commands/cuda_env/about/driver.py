@@ -133,7 +133,12 @@ def _why_absent(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
         return f"the kernel has driver {driver.kernel}, but its user-space libraries (libcuda) are missing", text, ()
     if driver.hardware:
         return "an NVIDIA GPU is present, but no driver is loaded", "install the driver, then reboot", ()
-    return "no NVIDIA GPU and no driver found", "run this on a machine with a GPU", ()
+    return (
+        "no NVIDIA GPU and no driver found",
+        "on a login or build node this is expected: check builds only, with --for build. CUDA programs need a node "
+        "with a GPU",
+        (),
+    )
 
 
 def _stub(facts: CudaFacts) -> Problem | None:

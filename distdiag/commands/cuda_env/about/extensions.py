@@ -27,7 +27,7 @@ def about_extensions(facts: CudaFacts) -> Section:
     found = facts.extensions
     skipped = "" if facts.extensions_complete else "not all files were checked in time"
     if not found:
-        return Section(name="Extensions", line="none with GPU code", skipped=skipped)
+        return Section(name="Extensions", line="no compiled CUDA extensions found", skipped=skipped)
     packages = list(dict.fromkeys(_name(extension) for extension in found))
     more = f" and {len(packages) - 3} more" if len(packages) > 3 else ""
     archs = sorted({arch for extension in found for arch in extension.archs}, key=from_nvcc)

@@ -24,10 +24,13 @@ def about_gpus(facts: CudaFacts) -> Section:
     gpus = answer.visible or answer.present
     if not gpus:
         problem = _blocked(facts) if answer.nvml_status in (15, 17) or answer.cuda_status in (100, 101) else None
-        return Section(name="GPUs", line="none", problems=(problem,) if problem else (), skipped="no visible GPU")
+        if problem is not None:
+            return Section(name="GPUs", line="none visible", problems=(problem,))
+        return Section(name="GPUs", line="none visible", skipped="nothing to check")
     checks = (_lost(facts), _visible(facts), _torch_sees(facts), _torch_code(facts), _mig(answer.present))
     problems = [problem for problem in checks if problem]
-    covered = "" if problems or facts.torch is None or not torch_archs(facts) else "; torch has code for them"
+    flawed = any(problem.level is not Level.INFO for problem in problems)
+    covered = "" if flawed or facts.torch is None or not torch_archs(facts) else "; torch has code for them"
     return Section(name="GPUs", line=names(gpus) + covered, problems=tuple(problems))
 
 
@@ -113,18 +116,39 @@ def _misread(facts: CudaFacts, chosen: str) -> Problem:
 
 
 def _lost(facts: CudaFacts) -> Problem | None:
-    """Name GPUs that NVML counts and cannot open."""
-    lost = facts.driver.answer.lost
-    if not lost:
+    """Name GPUs that NVML counts and cannot open; a fault only where NVML itself calls them lost or broken."""
+    answer = facts.driver.answer
+    silent = [index for index in answer.lost if index not in answer.blocked]
+    if not silent:
+        return _share(facts)
+    broken = [index for index in silent if index in answer.broken]
+    names = ", ".join(map(str, broken or silent))
+    return Problem(
+        id="gpu.visible",
+        goals=RUN,
+        level=Level.FAIL if broken else Level.UNKNOWN,
+        title=f"GPU {names} does not respond: NVML reports it as lost or broken"
+        if broken
+        else f"GPU {names} cannot be opened: it does not respond, or this job or container may not use it",
+        breaks="jobs that use it; often every program that queries all GPUs" if broken else "",
+        fix="check the kernel log; a GPU that fell off the bus needs a reset, or the node a reboot"
+        if broken
+        else "check the kernel log of the host: without an Xid error the GPU is only blocked",
+        commands=("dmesg | grep -iE 'nvrm|xid' | tail -20", "nvidia-smi -L"),
+    )
+
+
+def _share(facts: CudaFacts) -> Problem | None:
+    """Report that some of the GPUs are not for this process: that is no fault."""
+    answer = facts.driver.answer
+    if not answer.blocked:
         return None
     return Problem(
         id="gpu.visible",
         goals=RUN,
-        level=Level.FAIL,
-        title=f"GPU {', '.join(map(str, lost))} does not respond: it fell off the bus, or access is blocked",
-        breaks="jobs that use it; often every program that queries all GPUs",
-        fix="check the kernel log; a GPU that fell off the bus needs a reset, or the node a reboot",
-        commands=("dmesg | grep -iE 'nvrm|xid' | tail -20", "nvidia-smi -L"),
+        level=Level.INFO,
+        title=f"{len(answer.present)} of {len(answer.present) + len(answer.blocked)} GPUs may be used here: "
+        "a cgroup or the container blocks the others",
     )
 
 

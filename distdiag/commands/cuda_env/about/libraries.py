@@ -210,9 +210,7 @@ def _fitting(facts: CudaFacts, unmet: Unmet) -> str:
     assert facts.torch is not None
     if unmet.name != "torch":
         return f"{fixes.pip(facts)} --no-deps {shlex.quote(unmet.name + unmet.wants.replace(' ', ''))}"
-    number, _, local = facts.torch.version.partition("+")
-    index = f" --index-url https://download.pytorch.org/whl/{local}" if re.fullmatch(r"cu\d+|cpu", local) else ""
-    return f"{fixes.pip(facts)} --upgrade {unmet.package.partition(' ')[0]} torch=={number}{index}"
+    return fixes.beside_torch(facts, unmet.package.partition(" ")[0])
 
 
 def _doubles(facts: CudaFacts) -> Problem | None:

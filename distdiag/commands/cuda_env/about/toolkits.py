@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.toolkits import Toolkit
 
 _BREAKS = "building CUDA extensions; running is fine"
+_SHOWN = {"nvcc": "plain nvcc"}
 _NO_ROOM = re.compile(r"tmpxft|No space left|Could not open output")
 
 
@@ -41,15 +42,23 @@ def about_toolkits(facts: CudaFacts) -> Section:
 def _line(facts: CudaFacts, used: Toolkit) -> str:
     """Name the toolkit, and who uses it."""
     homes = {name: fixes.toolkit_at(facts, home) for name, home in who_uses(facts).items()}
-    users = [name for name, toolkit in homes.items() if toolkit is not None and toolkit.real == used.real]
-    return f"{used.version} ({used.root})" + (f", used by {', '.join(users)}" if users else "")
+    users = [_SHOWN.get(name, name) for name, toolkit in homes.items() if toolkit and toolkit.real == used.real]
+    by = " and ".join(filter(None, (", ".join(users[:-1]), *users[-1:])))
+    return f"{used.version} ({used.root})" + (f", used by {by}" if users else "")
 
 
 def _details(facts: CudaFacts) -> list[str]:
-    lines = [f"{name} -> {home or 'none'}" for name, home in who_uses(facts).items()]
+    cpu_only = facts.torch is not None and not facts.torch.cuda
+    lines = []
+    for name, home in who_uses(facts).items():
+        none = "none: this torch is built without CUDA" if cpu_only and name != "CMake" and name != "nvcc" else "none"
+        lines.append(f"{_SHOWN.get(name, name)} -> {home or none}")
     for toolkit in facts.toolkits:
         state = toolkit.version or ("does not exist" if not toolkit.exists else "not a toolkit")
-        lines.append(f"{toolkit.root}: {state} (by {', '.join(toolkit.found_by)})")
+        ways = [f"from {way}" for way in toolkit.found_by if way != toolkit.root]
+        link = [f"-> {toolkit.real}"] if toolkit.real != toolkit.root else []
+        more = ", ".join([*link, *ways])
+        lines.append(f"{toolkit.root}: {state}" + (f" ({more})" if more else ""))
     return [*lines, *(f"on PATH but missing: {folder}" for folder in facts.no_path)]
 
 
@@ -191,7 +200,7 @@ def _home(facts: CudaFacts) -> Problem | None:
     chosen = real if real is not None and real.headers else None
     mend = (
         {
-            "fix": f"set CUDA_HOME to the toolkit itself, {chosen.root}",
+            "fix": "set CUDA_HOME to the toolkit itself",
             "exports": (("CUDA_HOME", shlex.quote(chosen.root)),),
         }
         if chosen
@@ -199,13 +208,13 @@ def _home(facts: CudaFacts) -> Problem | None:
     )
     # A torch without CUDA looks at no toolkit: the trap is there, and nobody is in it yet.
     caught = facts.torch is not None and bool(facts.torch.cuda)
-    who = "torch" if caught else "a CUDA build of torch"
+    who = "torch takes" if caught else "a CUDA build of torch would take"
     return _problem(
         "toolkit.home",
         Level.FAIL if caught else Level.WARN,
-        f"{who} would use {use.home} as the toolkit, because {nvcc.path} is {kind}",
-        cause=f"torch uses the parent directory of the first nvcc on PATH; {use.home} has no "
-        "include/cuda_runtime_api.h. The version check passes, then C++ files fail to compile.",
+        f"{who} {use.home} as the CUDA toolkit, because {nvcc.path} is {kind}",
+        cause=f"torch goes up from the first nvcc on PATH. {use.home} has no CUDA headers, so C++ files do not "
+        "compile.",
         evidence=tuple(
             filter(
                 None, (f"{nvcc.path} uses {nvcc.top}" if nvcc.top else "", f"no {use.home}/include/cuda_runtime_api.h")
@@ -403,7 +412,7 @@ def _with_each_other(facts: CudaFacts) -> Problem | None:
             goals=BUILD,
             level=Level.WARN,
             title="builds here use different toolkits: "
-            + ", ".join(f"{name} {number}" for name, number in versions.items()),
+            + ", ".join(f"{_SHOWN.get(name, name)} {number}" for name, number in versions.items()),
             breaks="extensions built partly with one toolkit, partly with another",
             evidence=tuple(f"{name} -> {home}" for name, home in users.items()),
             fix="use the same toolkit for all",

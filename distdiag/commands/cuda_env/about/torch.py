@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.fixes import install_torch
 from distdiag.commands.cuda_env.types import BOTH, RUN, Problem, Section
+from distdiag.knowledge.logs import shortened
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -71,14 +72,14 @@ def _build(facts: CudaFacts) -> Problem:
         cuda = commands[0].rpartition("/cu")[2]
         text = f"install the build for CUDA {cuda[:-1]}.{cuda[-1]}"
     home = facts.variables.get("CUDA_HOME")
-    ignored = f" (here {home})" if home else ""
+    here = f" (here it is {home})" if home else ""
     return Problem(
         id="torch.build",
         goals=BOTH,
         level=Level.FAIL,
         title=f"torch {torch.version} was built without CUDA: it can neither use a GPU nor build CUDA extensions",
-        cause="When building extensions it reports 'CUDA_HOME environment variable is not set' whatever CUDA_HOME is"
-        f"{ignored}: a build without CUDA ignores the variable.",
+        cause="Building a CUDA extension fails with 'CUDA_HOME environment variable is not set'. Setting CUDA_HOME "
+        f"does not help{here}: this torch ignores it.",
         breaks="running on GPUs; building CUDA extensions",
         evidence=(f"{torch.source}: cuda = None",),
         fix=text,
@@ -107,7 +108,7 @@ def _import(facts: CudaFacts) -> Problem | None:
             id="torch.import",
             goals=RUN,
             level=Level.FAIL,
-            title=f"torch imports, but fails when it queries the GPUs: {imported.error[:200]}",
+            title=f"torch imports, but fails when it queries the GPUs: {shortened(imported.error)}",
             breaks="running on GPUs",
             evidence=imported.libraries[:8],
             fix="see Driver: torch calls the driver's libraries at that point",
@@ -119,7 +120,7 @@ def _import(facts: CudaFacts) -> Problem | None:
             id="torch.import",
             goals=BOTH,
             level=Level.FAIL,
-            title=f"torch cannot be imported because of {name}: {imported.error[:200]}",
+            title=f"torch cannot be imported because of {name}: {shortened(imported.error)}",
             cause=f"Without {name} the import works.",
             breaks="every program that imports torch",
             evidence=(f"{name}={facts.variables.get(name, '')}",),
@@ -130,7 +131,7 @@ def _import(facts: CudaFacts) -> Problem | None:
         id="torch.import",
         goals=BOTH,
         level=Level.FAIL,
-        title="torch cannot be imported: " + imported.error[:200],
+        title="torch cannot be imported: " + shortened(imported.error),
         cause="The libraries loaded before the failure are listed below." if imported.libraries else "",
         breaks="every program that imports torch",
         evidence=imported.libraries[:8],

@@ -1,0 +1,270 @@
+"""What fixes a known failure of a log on the machine that is examined: with its compilers, toolkits and GPUs. Pure.
+
+The commands of `knowledge/cuda_logs.toml` name what machines usually have. Of those, only what is here is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env import fixes
+from distdiag.commands.cuda_env.archs import as_list, from_nvcc
+from distdiag.commands.cuda_env.sections import after, sections_of
+from distdiag.commands.cuda_env.types import Goal, Problem
+from distdiag.knowledge.cuda import major, minor, version
+from distdiag.report import Fix, Level
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.commands.cuda_env.archs import Arch
+    from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.facts.cuda.toolkits import Toolkit
+    from distdiag.knowledge.logs import Match
+
+_NEWEST, _OLDEST = 99, 6
+_TOO_NEW = "gcc-too-new-for-nvcc"
+OF_THE_LOG = (_TOO_NEW, "gcc-headers-unreadable", "cxx-too-new-for-torch", "cxx-too-old-for-torch")
+"""The log says which compilers would do: that counts, and not which would do here."""
+_ANY_GCC = (
+    *("cxx-missing-for-torch", "cxx-missing", "cc1plus-missing", "host-compiler-missing"),
+    *("clang-too-new-for-nvcc", "host-compiler-unsupported"),
+)
+_TOOLKIT = re.compile(r"/usr/local/cuda(?:-(\d+\.\d+))?(?![\w.*-])")
+_ARCH_LIST = re.compile(r"(TORCH_CUDA_ARCH_LIST=)'[\d.;]+'")
+_ABSOLUTE = re.compile(r"(?<![\w.$}:/~-])/[\w./+-]++(?![*?$])")
+_INNER = re.compile(r"\$\(.*\)|'[^']*'")
+"""What another program of a command reads: no paths of this machine."""
+_PIP = re.compile(r"(?<![\w/.-])(?:python3? -m )?pip install")
+_PYTHON = re.compile(r"(?<![\w/.-])python3? (?=-)")
+_EXPORT = re.compile(r"^export ((?:\w+=\S+ ?)+)$")
+_SHELL = ("export", "unset", "echo", "distdiag")
+_EXPLORES = re.compile(r"^ls .*(?:/usr/local/cuda\S*|/usr/bin/\S*(?:g\+\+|gcc)\S*)$")
+"""What looks for toolkits and compilers: where they are known, they are named instead."""
+
+
+def compiler_fix(match: Match, facts: CudaFacts) -> tuple[str, Fix] | None:
+    """Return what this machine has of what a failure of the host compiler needs, and the fix; None if it is another."""
+    if match.known.id in _ANY_GCC:
+        toolkit = fixes.target_toolkit(facts)
+        bounds = (_OLDEST, (fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None) or _NEWEST)
+    elif match.known.id in OF_THE_LOG and (said := _bounds(match, facts)) is not None:
+        bounds = said
+    else:
+        return None
+    oldest, newest = bounds
+    pair = fixes.allowed_pair(facts, newest, oldest)
+    if pair is not None:
+        gcc, gxx = pair[0].path, pair[1].path
+        fix = Fix(
+            text=f"use the installed gcc {pair[0].version}",
+            commands=(f"export CC={gcc} CXX={gxx} NVCC_CCBIN={gxx} CUDAHOSTCXX={gxx}",),
+        )
+        return _sentence(f"on this machine: {_gccs(facts)}", _build_used(match, facts)), fix
+    toolkit = _accepting(facts) if match.known.id == _TOO_NEW else None
+    here = f"on this machine: {_gccs(facts)}"
+    if toolkit is not None and toolkit.limit is not None:
+        here += f"; the toolkit in {toolkit.root} ({toolkit.version}) supports gcc up to {toolkit.limit.gcc_max}"
+    return _sentence(here, _build_used(match, facts)), _without_pair(facts, oldest, newest, toolkit)
+
+
+def _sentence(*lines: str) -> str:
+    return "\n".join(filter(None, reversed(lines)))
+
+
+def _bounds(match: Match, facts: CudaFacts) -> tuple[int, int] | None:
+    """Return the oldest and the newest gcc (major versions) that a log allows; None if it does not say."""
+    said = match.groups
+    if match.known.id == _TOO_NEW:
+        return _OLDEST, major(said["max"]) if "max" in said else major(said.get("from", "")) - 1
+    if match.known.id == "cxx-too-old-for-torch":
+        toolkit = fixes.target_toolkit(facts)
+        newest = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
+        return major(said["minimum"]), newest or _NEWEST
+    if match.known.id == "gcc-headers-unreadable":
+        of_gcc = re.search(r"/(?:c\+\+|gcc/[^/]+)/(\d+)", match.file)
+        return (_OLDEST, int(of_gcc[1]) - 1) if of_gcc else None
+    below = re.search(r"<(=?) ?(\d+)((?:\.\d+)*)", said.get("range", ""))
+    if below is None:
+        return None
+    whole = not below[1] and not any(version(below[3]))
+    least = re.search(r">=? ?(\d+)", said["range"])
+    return int(least[1]) if least else _OLDEST, int(below[2]) - whole
+
+
+def _gccs(facts: CudaFacts) -> str:
+    found = {compiler.version for compiler in facts.compilers.found if compiler.family == "gcc" and compiler.version}
+    names = sorted(found, key=version)
+    return f"gcc {', '.join(names)}" + (" only" if len(names) == 1 else "") if names else "no gcc"
+
+
+def _build_used(match: Match, facts: CudaFacts) -> str:
+    """Name the toolkit whose header refused the compiler, and whether it is one of this machine's."""
+    root = toolkit_of(match.file)
+    if match.known.id != _TOO_NEW or not root:
+        return ""
+    there = fixes.toolkit_at(facts, root) if root.startswith("/") else None
+    return f"the build used the toolkit in {root}" + ("" if there else ", which is not one of the toolkits found here")
+
+
+def toolkit_of(header: str) -> str:
+    """Return the directory of the toolkit that one of its headers is in, as the log names it; empty if it is not."""
+    found = re.fullmatch(r"(.+?)(?:/targets/[^/]+)?/include/(?:crt/)?[\w.]+", header)
+    if found is None:
+        return ""
+    root = os.path.normpath(found[1])
+    return root if root.startswith(("/", ".")) else f"./{root}"
+
+
+def _accepting(facts: CudaFacts) -> Toolkit | None:
+    """Return the toolkit for torch if it takes a gcc that is here, and no check fails once it is chosen."""
+    toolkit = fixes.best_toolkit(facts)
+    if toolkit is None or toolkit.limit is None or toolkit.limit.gcc_max is None:
+        return None
+    pair = fixes.allowed_pair(facts, toolkit.limit.gcc_max)
+    return toolkit if pair is not None and _holds(facts, fixes.choose_toolkit(facts, toolkit)) else None
+
+
+def _holds(facts: CudaFacts, exports: Iterable[tuple[str, str]]) -> bool:
+    """Return whether no check of toolkits and compilers fails once these variables are set."""
+    problems = (
+        problem for section in sections_of(after(facts, exports, ()), Goal.BUILD) for problem in section.problems
+    )
+    return not any(problem.level is Level.FAIL and problem.id.startswith(("cc.", "toolkit.")) for problem in problems)
+
+
+def _without_pair(facts: CudaFacts, oldest: int, newest: int, toolkit: Toolkit | None) -> Fix:
+    """Return the fix where no gcc here would do: another toolkit, or a gcc to install."""
+    known = [number for number in facts.compilers.installable if oldest <= number <= newest]
+    wanted = max(known) if known else newest if newest != _NEWEST else 0
+    name = f"gcc {wanted} with its g++" if wanted else f"gcc {oldest} or newer, with its g++"
+    commands = fixes.install_system(facts, apt=f"gcc-{max(known)} g++-{max(known)}") if known else ()
+    unsure = (
+        f" (apt-get install gcc-{wanted} g++-{wanted}, where the distribution has it)"
+        if wanted and not known and facts.building.package_tool == "apt-get"
+        else ""
+    )
+    if toolkit is None:
+        return Fix(text=f"install {name}{unsure}, then set CC and CXX to them", commands=commands)
+    chosen = Problem(id="", goals=frozenset(), level=Level.FAIL, title="", exports=fixes.choose_toolkit(facts, toolkit))
+    return Fix(text=f"use the toolkit in {toolkit.root}; or install {name}{unsure}", commands=chosen.to_paste)
+
+
+def fitted(commands: Sequence[str], facts: CudaFacts | None, archs: Sequence[Arch]) -> tuple[str, ...]:
+    """Keep the commands that fit: for the GPUs that are meant and, if facts are known, for what this machine has."""
+    found = [_for_gpus(command, archs) for command in commands]
+    if facts is None:
+        return tuple(found)
+    fitting = (_on_machine(command, facts, archs) for command in found if not _EXPLORES.match(command))
+    return tuple(command for command in dict.fromkeys(fitting) if command)
+
+
+def _for_gpus(command: str, archs: Sequence[Arch]) -> str:
+    if not archs:
+        return command
+    command = _ARCH_LIST.sub(rf'\g<1>"{as_list(archs)}"', command)
+    numbers = ";".join(dict.fromkeys(f"{arch.major}{arch.minor}" for arch in archs))
+    return re.sub(r"(CMAKE_CUDA_ARCHITECTURES=)\d+", rf'\g<1>"{numbers}"', command)
+
+
+def _on_machine(command: str, facts: CudaFacts, archs: Sequence[Arch]) -> str:
+    """Rewrite a command for what this machine has; empty if it needs what is not here, or changes nothing."""
+    if _ARCH_LIST.search(command) and not archs:
+        return ""
+    for rewrite in (_python, _torch_wheel, _system_package, _toolkits):
+        command = rewrite(command, facts)
+    if not command or not _can_run(command, facts):
+        return ""
+    if command.startswith("unset ") and not set(command.split()[1:]) & facts.variables.keys():
+        return ""
+    if facts.building.root:
+        command = command.removeprefix("sudo ")
+    gone = command.startswith("rm -rf ~") and not os.path.exists(os.path.expanduser(command.split()[-1]))
+    is_there = not gone and all(os.path.exists(path) for path in _ABSOLUTE.findall(_INNER.sub("", command)))
+    return command if is_there and not _names_absent_compiler(command, facts) and _changes(command, facts) else ""
+
+
+def _torch_wheel(command: str, facts: CudaFacts) -> str:
+    """Replace an install of torch by that of the build that fits this machine; empty if that is the one installed."""
+    if re.search(r"pip install .*\btorchvision\b", command):
+        return fixes.beside_torch(facts, "torchvision") if facts.torch is not None else command
+    if not re.search(r"pip install .*\btorch --index-url", command):
+        return command
+    (again, *_) = fixes.install_torch(facts) or ("",)
+    is_there = facts.torch is not None and f" torch=={facts.torch.version} " in again
+    return "" if is_there else again
+
+
+def _system_package(command: str, facts: CudaFacts) -> str:
+    found = re.fullmatch(r"sudo apt-get install (\S+)", command)
+    if found is None:
+        return command
+    return next(iter(fixes.install_system(facts, apt=found[1], dnf=found[1].replace("-dev", "-devel"))), "")
+
+
+def _python(command: str, facts: CudaFacts) -> str:
+    own = fixes.pip(facts)
+    command = _PIP.sub(lambda _: own, command)
+    return _PYTHON.sub(lambda _: f"{fixes.python(facts)} ", command)
+
+
+def _toolkits(command: str, facts: CudaFacts) -> str:
+    """Name this machine's toolkits instead of /usr/local/cuda; empty if there is none of that version."""
+    absent = False
+
+    def root(named: re.Match[str]) -> str:
+        nonlocal absent
+        toolkit = _of_version(facts, named[1]) if named[1] else fixes.best_toolkit(facts)
+        absent = absent or toolkit is None
+        return toolkit.root if toolkit is not None else named[0]
+
+    if "CUDA_HOME" not in facts.variables:
+        command = re.sub(r"\$CUDA_HOME\b(?!=)", "/usr/local/cuda", command)
+    command = _TOOLKIT.sub(root, command)
+    return "" if absent else command
+
+
+def _of_version(facts: CudaFacts, wanted: str) -> Toolkit | None:
+    """Return the toolkit of a version, else the newest of the same major version, which torch accepts."""
+    fitting = [toolkit for toolkit in fixes.usable_toolkits(facts) if major(toolkit.version) == major(wanted)]
+    return max(
+        fitting,
+        key=lambda toolkit: (minor(toolkit.version) == minor(wanted), version(toolkit.version)),
+        default=None,
+    )
+
+
+def _can_run(command: str, facts: CudaFacts) -> bool:
+    words = [word for word in command.split() if not re.match(r"\w+=", word) and word != "sudo"]
+    program = words[0] if words else ""
+    if program == "conda":
+        return bool(facts.variables.get("CONDA_PREFIX"))
+    return program in _SHELL or shutil.which(program) is not None
+
+
+def _names_absent_compiler(command: str, facts: CudaFacts) -> bool:
+    named = re.findall(r"\b(?:CC|CXX|NVCC_CCBIN|CUDAHOSTCXX)=(\S+)", command)
+    return any(fixes.compiler_called(facts, name) is None for name in named)
+
+
+def _changes(command: str, facts: CudaFacts) -> bool:
+    """Return whether an export sets a variable to what it is not yet."""
+    found = _EXPORT.match(command)
+    if found is None:
+        return True
+    pairs = [pair.partition("=")[::2] for pair in found[1].split()]
+    path = facts.variables.get("PATH", "")
+    return any(
+        not path.startswith(value.removesuffix("$PATH")) if name == "PATH" else facts.variables.get(name) != value
+        for name, value in pairs
+    )
+
+
+def archs_of(capabilities: Sequence[str], nodes: Sequence[CudaFacts]) -> list[Arch]:
+    """Return the architectures that are asked for, else those of the GPUs here."""
+    if capabilities:
+        return sorted({from_nvcc(capability.replace(".", "")) for capability in capabilities})
+    return sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
