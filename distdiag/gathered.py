@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -33,6 +34,7 @@ Facts = TypeVar("Facts")
 _SCHEMA = "distdiag-facts/1"
 _MOST_BYTES = 256 * 2**20
 _MOST_REASONS = 3
+_MOST_OTHERS = 6
 _ONE_RUN_S = 3600.0
 """Files of one folder are of one run, or of runs that people made on each node at the same occasion."""
 
@@ -249,8 +251,9 @@ class _Reader(Generic[Asked, Facts]):
     def _nothing(self, paths: Sequence[str]) -> UsageError:
         reasons = [f"{path.name} {why}" for path, (why, _) in self._unread.items()][:_MOST_REASONS]
         more = f" ({'; '.join(reasons)})" if reasons else ""
-        other = next(iter(sorted(self._others)), "")
-        hint = f"they are from another command: distdiag {printable(other[:40])} --from" if other else ""
+        where = " ".join(map(shlex.quote, paths))
+        others = [f"distdiag {printable(name[:40])} --from {where}" for name in sorted(self._others)][:_MOST_OTHERS]
+        hint = f"what is there is read by {' or '.join(others)}" if others else ""
         takes = ", or files of other tools that it reads" if self._foreign is not None else ""
         return UsageError(
             f"no facts from {self._command} in {', '.join(paths)}{more}",

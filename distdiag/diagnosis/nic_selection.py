@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.facts.nics import INTERNAL
-from distdiag.report import quoted
+from distdiag.report import Fix, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -247,3 +247,13 @@ def exports(nic: Nic | None) -> dict[str, str]:
 def export_line(variables: Mapping[str, str]) -> str:
     """Write variables to paste."""
     return "export " + " ".join(f"{name}={quoted(value)}" for name, value in variables.items())
+
+
+def gloo_fix(selection: Selection, variables: Mapping[str, str]) -> Fix:
+    """Return how to make Gloo use the interface that is meant; `variables`: what exports returns, not empty."""
+    by_name = selection.rule.startswith("the host name ")
+    return Fix(
+        text="set the interface explicitly"
+        + (", or give the host name its real address in /etc/hosts on this node" if by_name else ""),
+        commands=(export_line(variables),),
+    )

@@ -70,3 +70,12 @@ def format_duration(seconds: float | None) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def format_age(seconds: float) -> str:
+    """Format how long ago something was: "20 s", "40 min", "3.5 h", "2 days"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 2 * 86400 else f"{seconds / 86400:.0f} days"

@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from distdiag.jobs.types import Helper, Job, Member
+from distdiag.jobs.types import Helper, Job, Member, NodeStacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.jobs.collect import Process, Watched
-    from distdiag.jobs.types import NodeStacks
+    from distdiag.jobs.collect import Process, Processes, Watched
 
 _NO_RANK = ("launcher", "tracker", "compile-worker")
 _SAMPLED_ONCE = ("data-worker", "tracker", "compile-worker")
@@ -137,6 +136,28 @@ def launcher_name(launcher: Process) -> str:
     return "torchrun" if launcher.comm == "pt_elastic" else launcher.comm
 
 
+def of_job(processes: Processes, name: str) -> Processes:
+    """Keep the processes of the job that --job names, all without a name.
+
+    To a job belong its children, launchers and stores, and the siblings that have exited or cannot be read.
+    """
+    if not name:
+        return processes
+    kept = processes.processes
+    own = [job for job in find_jobs([NodeStacks(processes.host, processes, ())], whole=False) if job.name == name]
+    named = {member.process.pid for job in own for member in job.members if member.process is not None}
+    named.update(process.pid for process in kept if answers_to(process.job, name))
+    above = {pid for process in kept if process.pid in named for pid in process.above}
+    parents = {process.parent for process in kept if process.pid in named}
+    return replace(processes, processes=tuple(process for process in kept if _belongs(process, named, parents, above)))
+
+
+def _belongs(process: Process, named: set[int], parents: set[int], above: set[int]) -> bool:
+    is_beside = process.parent in parents and (process.hidden or process.state == "Z")
+    is_above = process.pid in above and (process.kind == "launcher" or process.store)
+    return process.pid in named or bool(named & set(process.above)) or is_beside or is_above
+
+
 def answers_to(job_names: Mapping[str, str], name: str) -> bool:
     """Return whether --job names the job of these variables: by run id, MASTER_ADDR:MASTER_PORT, SLURM job or step."""
     return name in _aliases(job_names)
@@ -149,10 +170,30 @@ def is_called(job: Job, name: str) -> bool:
     )
 
 
+def short_name(job: Job, jobs: Iterable[Job]) -> str:
+    """Return the shortest name that means this one of the jobs to --job; empty if it has none of its own."""
+    aliases = {alias for member in job.members if member.process is not None for alias in _aliases(member.process.job)}
+    others = [other for other in jobs if other is not job]
+    names = {job.name, *aliases} - {"", "none"}  # "none" is what torchrun calls a run without --rdzv-id
+    own = [name for name in names if not any(is_called(other, name) for other in others)]
+    return min(own, key=lambda name: (len(name), name), default="")
+
+
+def is_lone(job: Job) -> bool:
+    """Return whether this is a process with torch and without a rank, alone, such as a notebook."""
+    return len(job.members) == 1 and job.members[0].rank is None
+
+
+def without_lone(processes: Processes) -> Processes:
+    """Drop the processes with torch that are no ranks, and what belongs to them."""
+    lone = [job.members[0] for job in find_jobs([NodeStacks(processes.host, processes, ())]) if is_lone(job)]
+    pids = {pid for member in lone for pid in (member.pid, *(helper.process.pid for helper in member.helpers))}
+    return replace(processes, processes=tuple(each for each in processes.processes if each.pid not in pids))
+
+
 def of_interest(jobs: list[Job]) -> list[Job]:
     """Drop jobs that are hardly meant when no job was named, as long as others remain."""
-    # A lone process with torch, such as a notebook, is of interest where there is nothing else.
-    real = [job for job in jobs if len(job.members) > 1 or job.members[0].rank is not None]
+    real = [job for job in jobs if not is_lone(job)]  # a lone one is of interest where there is nothing else
     # A program that outlived its job still has the rank in its environment.
     alive = [job for job in real if any(member.process is not None and member.process.python for member in job.members)]
     return alive or real or jobs

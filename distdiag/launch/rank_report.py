@@ -277,3 +277,8 @@ def _outliers(shares: Mapping[int, float]) -> list[int]:
 
 def _share(pauses: Sequence[PausedTold], key: Literal["paused_ns", "no_core_ns", "throttled_ns"]) -> float:
     return sum(int(pause[key]) for pause in pauses) / max(1, sum(pause["of_ns"] for pause in pauses))
+
+
+def ran_on(backend: str, device: str) -> str:
+    """Return what was tested, for a summary: "gloo, CPU only: no GPU was tested", "nccl, NVIDIA H100"."""
+    return f"{backend}, CPU only: no GPU was tested" if device == "cpu" else f"{backend}, {device}"

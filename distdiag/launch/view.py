@@ -25,7 +25,7 @@ def rank_table(data: RunFacts) -> Table:
         Column("host", overflow="fold"),
         Column("local rank", overflow="fold"),
         Column("device", overflow="fold"),
-        Column("reached", no_wrap=True),
+        Column("stage", no_wrap=True),
         Column("status", no_wrap=True),
         Column("seconds", justify="right", no_wrap=True),
     )

@@ -103,9 +103,13 @@ def test_secrets_and_names_stay_home_and_the_verdict_travels(tmp_path: Path) -> 
     elsewhere = distdiag("hang", "--from", str(target), "--json")
     assert (elsewhere.code, elsewhere.report["data"]["ranks"]) == (1, [2]), elsewhere.out + elsewhere.err
     assert elsewhere.report["data"]["class_name"] == "not-in-collective"
+    stacks = distdiag("pyspy-all", "--from", str(target), "--json").report
+    assert (stacks["data"]["samples"], stacks["data"]["outliers"][0]["ranks"]) == (16, [2])
+    assert b"--host-timeout" not in whole
     assert distdiag("cuda-env", "--from", str(target), "--json").report["command"] == "cuda-env"
     other = distdiag("core-bt", "--from", str(target))
     assert (other.code, "no facts from core-bt in" in other.err) == (2, True)
+    assert f"distdiag hang --from {target}" in other.err
 
 
 def packed(members: list[tuple[tarfile.TarInfo, bytes]]) -> bytes:

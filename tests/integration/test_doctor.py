@@ -113,7 +113,7 @@ def test_this_machine_alone_and_a_folder_that_it_lacks() -> None:
     done = distdiag("doctor", "--path", "/nonexistent", "--only", "disk-error")
     assert done.code == 0
     assert "/nonexistent: No such file or directory" in done.out
-    assert done.out.splitlines()[-1] == "WARN: 1 node fit with warnings: 1 warning"
+    assert "WARN: 1 node fit, with 1 warning" in done.out
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def judge_doctor(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rend
     request = Request(program="distdiag", cluster=CLUSTER)
     report = diagnose(request, Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals))
     assert metrics(report, 0.0).endswith(b"\n")
-    return report, doctor_view
+    return report, lambda made: doctor_view(made, verbose=True)
 
 
 def judge_cores(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:

@@ -108,7 +108,7 @@ def test_facts_of_another_command_are_named(tmp_path: Path) -> None:
     distdiag("core-bt", "--setup", "--save", str(tmp_path))
     done = distdiag("cuda-env", "--from", str(tmp_path))
     assert done.code == 2
-    assert "hint: they are from another command: distdiag core-bt --from" in done.err
+    assert f"hint: what is there is read by distdiag core-bt --from {tmp_path}" in done.err
 
 
 def test_of_two_folders_the_hosts_are_put_together(tmp_path: Path) -> None:

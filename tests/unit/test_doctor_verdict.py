@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from rich.console import Console
 
 from distdiag.cluster.drift import grouped
 from distdiag.cluster.targets import Cluster
-from distdiag.commands.doctor.collect import Clock, Disks, Gpus, KernelLog, Limit, NodeNetwork, Software, System
+from distdiag.commands.doctor.collect import Clock, Disks, Gpus, Jobs, KernelLog, Limit, NodeNetwork, Software, System
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.paths import NodePaths
 from distdiag.commands.doctor.subcommand import _with_clock
 from distdiag.commands.doctor.types import CHECKS, NodeDoctor, Request
-from distdiag.commands.doctor.view import metrics
+from distdiag.commands.doctor.view import doctor_view, metrics
 from distdiag.facts import gpu_health, kernel_signs, link_counters
 from distdiag.facts.cgroups import Cgroup
 from distdiag.facts.cuda.driver import Answer, Driver, Gpu
@@ -119,7 +121,7 @@ def test_paths_that_were_not_tested_are_not_fit() -> None:
         node("b", paths=NodePaths(address="10.0.0.2", peers=("a",))),
     )
     assert tried.verdict == "unknown"
-    assert found(tried)["paths-untested"].title == "no result of 2 paths between a,b"
+    assert found(tried)["paths-untested"].title == "no result for 2 paths between a,b"
     assert not tried.data.unchecked[0].startswith("connections")
 
 
@@ -127,6 +129,54 @@ def test_a_healthy_node_is_fit() -> None:
     for nodes in ((node(),), (node("a"), node("b"), node("c"))):
         report = judged(*nodes)
         assert (report.verdict, report.data.fit, found(report)) == ("ok", "fit", {})
+
+
+def remarks(report: Report[Doctor]) -> dict[str, Finding]:
+    return {finding.id.removeprefix("doctor."): finding for finding in report.findings if finding.level == "info"}
+
+
+def shown(report: Report[Doctor], *, verbose: bool = False) -> str:
+    screen = io.StringIO()
+    for part in doctor_view(report, verbose=verbose):
+        Console(file=screen, width=80).print(part)
+    return screen.getvalue()
+
+
+def test_a_host_name_that_is_loopback_is_a_remark_of_one_node_and_a_warning_of_several() -> None:
+    lo = Nic("lo", "loopback", ("127.0.0.1/8",), True, True, 65536, None, False)
+    local = network(nics=(lo, *network().nics), names=Names("vm", ("127.0.0.1",), "", "vm"))
+    alone = judged(node(network=local))
+    remark = remarks(alone)["gloo-ifname"]
+    assert remark.title == "Gloo would use lo, which reaches no other node: the host name vm resolves to 127.0.0.1"
+    several = judged(node("a", network=local), node("b"))
+    warning = found(several)["gloo-ifname"]
+    assert (warning.level, warning.title) == ("warn", "a: Gloo would use lo: only loopback: it reaches no other node")
+    for finding in (remark, warning):
+        assert finding.fix is not None
+        assert "/etc/hosts" in finding.fix.text
+        assert finding.fix.commands == ("export NCCL_SOCKET_IFNAME='=eth0' GLOO_SOCKET_IFNAME=eth0",)
+
+
+def test_nodes_without_a_gpu_are_fit_for_cpu_jobs_only() -> None:
+    without = replace(gpus(Health(error="no NVIDIA driver")), driver=replace(gpus(Health()).driver, kernel=""))
+    report = judged(node(gpus=without))
+    assert report.summary == "1 node fit; no NVIDIA GPU here: checked for CPU and Gloo only"
+    assert report.data.unchecked == ("Gloo under load: distdiag gpu-test",)
+    report = judged(node("a", gpus=gpus(h100())), request=replace(ASKED, cluster=Cluster(hosts="a,b[1-2]")))
+    assert report.summary == "1 node fit"
+    assert report.data.unchecked == ("GPUs and NCCL under load: distdiag gpu-test --hosts 'a,b[1-2]'",)
+
+
+def test_what_the_kernel_killed_and_what_runs_is_said_in_words_and_details_by_verbose() -> None:
+    line = kernel_signs.KernelLine("oom", "Memory cgroup out of memory: Killed process 7 (python) total-vm:9kB", 2404.0)
+    report = judged(node(kernel=KernelLog((line,)), jobs=Jobs((11, 12), 3.14)))
+    killed, runs = remarks(report)["log.oom"], remarks(report)["job-running"]
+    assert (
+        killed.title == "the kernel killed a process for lack of memory 40 min ago: pid 7 (python), in a memory cgroup"
+    )
+    assert runs.title.startswith("2 ranks of a job are running here (pids 11, 12), load 3.1 on 64 CPUs")
+    assert (report.data.fit, "dmesg" in shown(report), "dmesg" in shown(report, verbose=True)) == ("fit", False, True)
+    assert "-v: details and fixes of these" in shown(report)
 
 
 # GPU health, from texts of real machines.

@@ -429,6 +429,10 @@ def test_pairs_alone_cannot_tell_whether_all_are_slow() -> None:
     )
 
 
+def test_a_single_pair_has_nothing_to_be_compared_with() -> None:
+    assert exact(*complete((2,), {})).sentence == "1.4 GB/s, and nothing to compare it with"
+
+
 def test_what_is_expected_tells_that_all_are_slow() -> None:
     found = exact(*complete((4, 4), {}), 5e9)
     assert verdict(found) == (Kind.UNIFORMLY_SLOW, {})

@@ -11,6 +11,8 @@ from pyspy_facts import node, process
 from trace_facts import NET, owned, receives, sleeps
 
 from distdiag.cluster.targets import Cluster
+from distdiag.commands.pyspy_all import types as pyspy_all
+from distdiag.commands.pyspy_all.subcommand import _plan as plan_samples
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.nodes import Answers
 from distdiag.commands.trace.sys.collect import Attached, Reply, Traced, arguments
@@ -23,6 +25,7 @@ from distdiag.commands.trace.sys.wording import log_name, parse_log_name
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.socket_owners import Network
 from distdiag.facts.strace.types import Call, ThreadLog
+from distdiag.jobs.roles import of_job
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.trace.sys.types import TraceSys
     from distdiag.facts.blocked_threads import Thread
+    from distdiag.jobs.collect import Process
     from distdiag.report import Finding, Report
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "strace"
@@ -204,6 +208,13 @@ def test_what_is_worth_to_be_looked_at(tmp_path: Path, text: str, id_: str, verd
     assert report.verdict is verdict
 
 
+def test_a_trace_without_findings_gives_no_clean_bill(tmp_path: Path) -> None:
+    report = written(tmp_path, rank_0=line(100, 0.0, "getpid()", "100"))
+    assert (report.findings, report.exit_code()) == ((), 0)
+    assert report.summary.startswith("1 process made 1 system call in ")
+    assert report.summary.endswith("busy-wait seen. What shows a slow rank: distdiag pyspy-all --samples 20")
+
+
 def test_a_log_that_ends_within_a_line_is_said_to_be_cut(tmp_path: Path) -> None:
     report = written(tmp_path, rank_0=line(100, 0.0, "getppid()", "1") + f'100 {EPOCH_S}.000000 read(3</x>, "abc')
     assert "ends early" in only(report, "trace.log-cut").title
@@ -267,7 +278,7 @@ def test_how_long_it_was_blocked_counts_from_before_it_was_traced() -> None:
     assert finding.fix is not None
     assert finding.fix.commands == ("distdiag pyspy-all --pid 101",)
     assert report.exit_code() == 1
-    assert "2 processes are running as before" in only(report, "trace.left-as-found").title
+    assert [finding.id for finding in report.findings] == ["trace.blocked"]
 
 
 def test_a_rank_that_was_left_stopped_is_a_fault() -> None:
@@ -314,6 +325,56 @@ def test_more_processes_than_a_node_can_bear_are_not_traced() -> None:
     finding = only(report, "trace.not-attached")
     assert "rank 64, rank 65, rank 66, rank 67, rank 68 and 1 more were not traced" in finding.title
     assert str(MAX_PROCESSES) in finding.title
+
+
+def of_run(pid: int, rank: int, run_id: str, port: str) -> Process:
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": run_id}
+    launcher = pid // 100 * 10
+    return process(pid, rank, 2, parent=launcher, above=(launcher, 1), job=job)
+
+
+@pytest.mark.parametrize(
+    ("second", "options"),
+    [
+        (of_run(201, 1, "B", "4002"), ("A", "B")),
+        (of_run(201, 1, "A", "4002"), ("localhost:4001", "localhost:4002")),
+        (
+            of_run(201, 1, "A", "4001"),
+            ("'A at localhost:4001 started by pid 10'", "'A at localhost:4001 started by pid 20'"),
+        ),
+    ],
+)
+def test_a_rank_of_several_jobs_is_refused_before_anything_is_attached(
+    second: Process, options: tuple[str, str]
+) -> None:
+    nodes = [node([of_run(100, 0, "A", "4001"), of_run(101, 1, "A", "4001"), second], {})]
+    wanted = ranks.Wanted(ranks=(1,))
+    with pytest.raises(UsageError) as raised:
+        ranks.refuse_several_jobs(ranks.choose(nodes, wanted), wanted)
+    hint = f"name one: --job {options[0]} or --job {options[1]}"
+    assert (str(raised.value), raised.value.hint) == ("rank 1 exists in 2 jobs", hint)
+    name = options[0].strip("'")
+    one = ranks.Wanted(ranks=(1,), job=name)
+    ranks.refuse_several_jobs(ranks.choose(nodes, one), one)
+    assert [each.pid for each in of_job(nodes[0].processes, name).processes] == [100, 101]
+
+
+def test_a_rank_on_two_hosts_under_one_name_is_told_apart_by_pid() -> None:
+    nodes = [node([of_run(101, 1, "A", "4001")], {}), node([of_run(201, 1, "A", "4001")], {}, "n2")]
+    wanted = ranks.Wanted(ranks=(1,))
+    with pytest.raises(UsageError, match="rank 1 exists more than once in job A at localhost:4001") as raised:
+        ranks.refuse_several_jobs(ranks.choose(nodes, wanted), wanted)
+    assert raised.value.hint == "name one: --pid 101 or --pid 201"
+
+
+def test_native_stacks_of_several_jobs_are_refused_as_they_pause_the_ranks() -> None:
+    processes = [of_run(101, 1, "A", "4001"), of_run(201, 1, "B", "4002")]
+    hosts = {"n1": node(processes, {}).processes}
+    request = pyspy_all.Request(program="distdiag", cluster=Cluster(), native=True)
+    with pytest.raises(UsageError) as raised:
+        plan_samples(request, hosts)
+    assert raised.value.hint == "name one: --job A or --job B or --pid PID"
+    assert plan_samples(replace(request, job="B"), hosts).by_host["n1"]["pids"] == [201]
 
 
 def test_names_of_logs_are_read_back() -> None:

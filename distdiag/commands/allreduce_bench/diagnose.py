@@ -253,9 +253,10 @@ def _summary(
     if data.world_size == 1:
         return f"a single rank on {where}: it sends nothing, so busbw is 0 by definition"
     best = max(measured, key=lambda row: (row.size_bytes, row.busbw_bytes_per_s or 0.0))
+    on = rank_report.ran_on(data.backend, data.device_name or data.device)
     warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
     return (
         f"{data.world_size} ranks on {where}: {best.op} of {short(best.size_bytes)} at busbw "
-        f"{speed(best.busbw_bytes_per_s or 0.0, request.unit)} ({data.backend}, {data.device_name or data.device})"
+        f"{speed(best.busbw_bytes_per_s or 0.0, request.unit)} ({on})"
         f"{warnings}"
     )

@@ -47,16 +47,17 @@ def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iter
 
 def _rows(data: Bench, unit: Unit) -> Table:
     right = {"justify": "right", "no_wrap": True}
+    bandwidth = "Gb/s" if unit == "gbps" else "GB/s"
     table = Table(
         Column("size", justify="right", no_wrap=True),
         Column("count", justify="right", no_wrap=True),
         Column("type", no_wrap=True),
         Column("op", no_wrap=True),
-        Column("p50 us", **right),  # type: ignore[arg-type]
-        Column("mean us", **right),  # type: ignore[arg-type]
-        Column("p99 us", **right),  # type: ignore[arg-type]
-        Column("algbw", **right),  # type: ignore[arg-type]
-        Column("busbw", **right),  # type: ignore[arg-type]
+        Column("p50\nus", **right),  # type: ignore[arg-type]
+        Column("mean\nus", **right),  # type: ignore[arg-type]
+        Column("p99\nus", **right),  # type: ignore[arg-type]
+        Column(f"algbw\n{bandwidth}", **right),  # type: ignore[arg-type]
+        Column(f"busbw\n{bandwidth}", **right),  # type: ignore[arg-type]
         Column("#wrong", **right),  # type: ignore[arg-type]
         box=None,
         pad_edge=False,

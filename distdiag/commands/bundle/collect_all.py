@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.bundle.collect import Part
+from distdiag.commands.bundle.find_job import taken_job
 from distdiag.commands.bundle.parts import PARTS
 from distdiag.commands.bundle.types import NodeDetails
-from distdiag.errors import DistdiagError, UsageError
+from distdiag.errors import DistdiagError, Interrupted, UsageError
 from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Processes
-from distdiag.jobs.roles import answers_to, to_sample
+from distdiag.jobs.roles import of_job, to_sample, without_lone
 from distdiag.runner import Asks, Question
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.targets import Cluster
     from distdiag.commands.bundle import parts
-    from distdiag.commands.bundle.types import Request
+    from distdiag.commands.bundle.types import Request, TakenJob
     from distdiag.output import Progress
     from distdiag.report import Report
 
@@ -49,6 +50,20 @@ def agent(request: Request) -> Agent:
     return Agent(collect=_COLLECT, facts=Processes, ask={"pids": [], "user": request.user})
 
 
+def find_job(request: Request, progress: Progress) -> TakenJob | None:
+    """Ask the nodes which job runs there.
+
+    Raises:
+        UsageError: several do; or the options contradict each other.
+        Interrupted: by Ctrl-C.
+        DistdiagError: this machine's own node side failed.
+    """
+    gathered = runner.gather_once(_bounded(request), agent(request), progress)
+    if gathered.interrupted:
+        raise Interrupted
+    return taken_job(request, gathered.facts)
+
+
 def collect(request: Request, progress: Progress) -> tuple[Gathered[NodeDetails], list[Collected]]:
     """Ask the nodes. An interrupt ends it with what is there.
 
@@ -74,10 +89,10 @@ def _bounded(request: Request) -> Cluster:
 
 def _part(part: parts.Part, request: Request, cluster: Cluster, progress: Progress) -> Collected:
     subcommand = part.subcommand()
-    asked = part.request(subcommand.request(program=request.program, cluster=cluster), request)
+    asked = part.request(subcommand.request(program=request.program, cluster=request.cluster), request)
     progress.news(f"collecting the facts of {part.name}")
     try:
-        gathered = subcommand.collect(asked, progress)
+        gathered = subcommand.collect(replace(asked, cluster=cluster), progress)
     except UsageError:
         raise
     except DistdiagError as error:  # the others are worth having without it
@@ -103,18 +118,15 @@ def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
     )
 
 
-def _ask(request: Request, processes: Processes) -> dict[str, Any]:
+def _ask(request: Request, on_host: Processes) -> dict[str, Any]:
     """Name the ranks of the job, and the launchers above them."""
-    sampled = set(to_sample(processes.processes, helpers=False)[0])
-    ranks = [
-        process
-        for process in processes.processes
-        if process.pid in sampled and (not request.job or answers_to(process.job, request.job))
-    ]
+    processes = of_job(without_lone(on_host), request.job).processes
+    sampled = set(to_sample(processes, helpers=False)[0])
+    ranks = [process for process in processes if process.pid in sampled]
     above = {pid for process in ranks for pid in process.above}
     return {
         "ranks": [(process.pid, process.place.rank if process.place else None) for process in ranks],
-        "launchers": [p.pid for p in processes.processes if p.kind == "launcher" and p.pid in above],
+        "launchers": [p.pid for p in processes if p.kind == "launcher" and p.pid in above],
         "logs": list(request.logs),
         "tail": _TAIL_BYTES,
         "most": _ALL_TAILS_BYTES,

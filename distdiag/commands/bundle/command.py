@@ -51,10 +51,13 @@ def bundle(
 ) -> None:
     """Collect all evidence of a job in one redacted file, for a ticket or a colleague.
 
-    Names of hosts and users, addresses, home folders and secrets become placeholders (host-1, 10.0.0.1, user-1). The
-    map stays here, in FILE.map.json. The job is not stopped. Any command reads its part: distdiag hang --from FILE.
+    Takes the ranks of one job and their launchers; if several jobs are running, --job must name one. The job is not
+    stopped. Names of hosts and users, addresses, home folders and secrets become placeholders (host-1, 10.0.0.1,
+    user-1); the map stays here, in FILE.map.json.
 
-    Exit status: 0 written, 2 wrong usage, 3 no host returned facts, 130 interrupted.
+    hang, pyspy-all, doctor and cuda-env read the file, on any machine: distdiag hang --from FILE.
+
+    Exit status: 0 written, 2 wrong usage, or several jobs and no --job, 3 no host returned facts, 130 interrupted.
 
     \b
     Examples:
@@ -121,7 +124,7 @@ def _write(request: Request) -> Report[Bundle]:
     import time
     from dataclasses import replace
 
-    from distdiag.commands.bundle.collect_all import collect
+    from distdiag.commands.bundle.collect_all import collect, find_job
     from distdiag.commands.bundle.compose import compose, packed
     from distdiag.commands.bundle.diagnose import diagnose
     from distdiag.commands.bundle.types import Bundle
@@ -131,9 +134,10 @@ def _write(request: Request) -> Report[Bundle]:
     if is_done_by_another():
         raise typer.Exit(0)
     with Progress() as progress:
-        details, collected = collect(request, progress)
+        job = find_job(request, progress)
+        details, collected = collect(replace(request, job=request.job or (job.name if job else "")), progress)
         progress.news("redacting and packing")
-        composed, redactor = compose(request, details, collected)
+        composed, redactor = compose(request, job, details, collected)
         data = packed(request, composed, redactor, time.time())
     map_file = f"{request.target}.map.json"
     write_whole(map_file, json.dumps(redactor.map, indent=1).encode("utf-8", "replace"))
@@ -151,6 +155,7 @@ def _write(request: Request) -> Report[Bundle]:
         hosts=tuple(map(at_home, composed.hosts)),
         missing=tuple(map(at_home, composed.missing)),
         verdicts=tuple(replace(verdict, summary=here[verdict.command]) for verdict in composed.verdicts),
+        job=job,
         members=composed.members(),
         cut=tuple(composed.cut),
         secrets=redactor.secrets,

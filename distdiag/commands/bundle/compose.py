@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import msgspec  # noqa: TID253 - this module is only imported when there are fac
 from distdiag import __version__
 from distdiag.bundle_file import pack
 from distdiag.cluster.hosts import fold
+from distdiag.commands.bundle.find_job import in_words
 from distdiag.commands.bundle.redact import Known, Redactor, learn
 from distdiag.commands.bundle.types import Member, Verdict
 from distdiag.diagnosis.wording import counted, format_size
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from distdiag.commands.bundle.collect_all import Collected
-    from distdiag.commands.bundle.types import NodeDetails, Request
+    from distdiag.commands.bundle.types import NodeDetails, Request, TakenJob
     from distdiag.gathered import Gathered
     from distdiag.report import Report
 
 MANIFEST = "MANIFEST.txt"
+_WORST = ("fail", "unknown", "warn", "ok")
+_WIDTH = 100
 _SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 """Of the logs' ends, what is kept, tried in turn until the file is small enough."""
 
@@ -44,6 +48,8 @@ class Composed:
     missing: dict[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
+    job: list[str] = field(default_factory=list)
+    """Which job it is of, and which processes were read."""
 
     def add(self, name: str, content: bytes, about: str) -> None:
         """Add a file."""
@@ -58,7 +64,7 @@ class Composed:
 
 
 def compose(
-    request: Request, details: Gathered[NodeDetails], collected: Sequence[Collected]
+    request: Request, job: TakenJob | None, details: Gathered[NodeDetails], collected: Sequence[Collected]
 ) -> tuple[Composed, Redactor]:
     """Make the files.
 
@@ -76,8 +82,12 @@ def compose(
     learn(known, [*own, *(tree for files in raw.values() for _, tree in files)])
     redactor = Redactor(known)
     composed = Composed(hosts=[redactor.text(host, is_host=True) for host in _hosts(details, collected)])
+    if job is not None:
+        processes = [f"{redactor.text(each.host, is_host=True)}: {in_words(each)}" for each in job.processes]
+        composed.job = [redactor.text(job.title), *processes]
     for each in collected:
         _add_part(composed, each, raw[each.part.name], redactor)
+    composed.verdicts = in_order(composed.verdicts, job)
     for node, tree in zip(details.facts, own, strict=True):
         _add_node(composed, node.host, tree, redactor)
     composed.missing = {
@@ -151,6 +161,13 @@ def _add_part(composed: Composed, each: Collected, files: list[tuple[str, Any]],
     )
 
 
+def in_order(verdicts: Sequence[Verdict], job: TakenJob | None) -> list[Verdict]:
+    """Sort verdicts, the worst first; what may not matter to the job comes last."""
+    no_gpu = "no rank has a GPU open" if job is not None and not job.has_gpu else ""
+    marked = [replace(each, aside=no_gpu if each.command == "cuda-env" else "") for each in verdicts]
+    return sorted(marked, key=lambda each: (bool(each.aside), _WORST.index(each.verdict)))
+
+
 def _file_name(text: str) -> str:
     return re.sub(r"[^\w.-]", "_", text)
 
@@ -216,14 +233,16 @@ def _manifest(composed: Composed, redactor: Redactor, at: float) -> str:
     lines = [
         f"Evidence of a distributed PyTorch job, collected by distdiag {__version__} on {day}.",
         "",
+        f"Of {composed.job[0]}" if composed.job else "No rank was found: it has only what the nodes say themselves.",
+        *(f"  {line}" for line in composed.job[1:]),
         f"Hosts: {fold(composed.hosts) or 'none'}",
         *(f"  not complete: {host}: {why}" for host, why in composed.missing.items()),
         *(f"  cut: {sentence}" for sentence in composed.cut),
         "",
         "Verdicts:",
-        *(f"  {each.command}: {each.verdict.upper()}: {each.summary}" for each in composed.verdicts),
+        *(f"  {verdict_in_words(each)}" for each in composed.verdicts),
         "",
-        "To judge it again: distdiag COMMAND --from THIS-FILE",
+        "To read it with distdiag:",
         *(f"  distdiag {each.command} --from FILE" for each in composed.verdicts),
         "",
         "Files:",
@@ -242,4 +261,18 @@ def _manifest(composed: Composed, redactor: Redactor, at: float) -> str:
         "raw recorder dumps (their decoded records are in facts/).",
         "",
     ]
-    return "\n".join(lines)
+    return "".join(f"{folded}\n" for line in lines for folded in _folded(line))
+
+
+def _folded(line: str) -> list[str]:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line, _WIDTH, subsequent_indent=f"{indent}    ", break_long_words=False, break_on_hyphens=False
+    ) or [""]
+
+
+def verdict_in_words(verdict: Verdict) -> str:
+    """Write a verdict as a line; one that may not matter to the job is not shouted."""
+    if verdict.aside:
+        return f"{verdict.command}: {verdict.verdict}, but {verdict.aside}: {verdict.summary}"
+    return f"{verdict.command}: {verdict.verdict.upper()}: {verdict.summary}"

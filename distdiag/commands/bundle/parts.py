@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from distdiag.commands.bundle.types import Request
 
 
+_SAMPLES = 16
+
+
 @dataclass(frozen=True)
 class Part:
     """A command in the bundle. `home`: module below distdiag.commands, and its Subcommand; `about`: of the manifest."""
@@ -35,7 +38,22 @@ class Part:
 
 def _hang(own: Any, asked: Request) -> Any:  # noqa: ANN401 - hang's request
     wanted = replace(own.wanted, job=asked.job, user=asked.user)
-    return replace(own, wanted=wanted, logs=asked.logs, recorder=asked.recorder, timeout_s=asked.timeout_s / 2)
+    timeout_s = asked.timeout_s / 2
+    return replace(own, wanted=wanted, logs=asked.logs, recorder=asked.recorder, timeout_s=timeout_s, ranks_only=True)
+
+
+def _pyspy_all(own: Any, asked: Request) -> Any:  # noqa: ANN401 - pyspy-all's request
+    # As many samples as a straggler takes, in some seconds; none of them pauses a process.
+    timeout_s, interval_s = max(1.0, asked.timeout_s / 20), min(0.4, asked.timeout_s / 150)
+    return replace(
+        own,
+        job=asked.job,
+        user=asked.user,
+        samples=_SAMPLES,
+        interval_s=interval_s,
+        timeout_s=timeout_s,
+        ranks_only=True,
+    )
 
 
 def _cuda_env(own: Any, asked: Request) -> Any:  # noqa: ANN401 - cuda-env's request
@@ -53,6 +71,12 @@ PARTS = (
         "hang.subcommand:SUBCOMMAND",
         "stacks, what every thread waits for, NCCL RAS, recorder dumps, log events, the kernel, versions",
         _hang,
+    ),
+    Part(
+        "pyspy-all",
+        "pyspy_all.subcommand:SUBCOMMAND",
+        f"{_SAMPLES} samples of the stacks: which rank the others wait for, in a job that is slow",
+        _pyspy_all,
     ),
     Part(
         "cuda-env",

@@ -41,12 +41,36 @@ class NodeDetails:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one command says of the facts in the bundle. `same`: so it did before they were redacted."""
+    """What one command says of the facts in the bundle. `same`: so it did before they were redacted.
+
+    `aside`: why it may not matter to this job; empty if it does.
+    """
 
     command: str
     verdict: str
     summary: str
     same: bool
+    aside: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnHost:
+    """The processes of the job on one host that were read."""
+
+    host: str
+    ranks: tuple[int, ...]
+    launchers: tuple[int, ...]
+    """Both are pids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakenJob:
+    """The job in the bundle. `has_gpu`: a rank has a GPU open."""
+
+    name: str
+    title: str
+    processes: tuple[OnHost, ...]
+    has_gpu: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +84,10 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """The bundle that was written. `map_file` stays at home; `cut`: what was left out for want of room."""
+    """The bundle that was written. `map_file` stays at home; `cut`: what was left out for want of room.
+
+    `job`: None if no rank was found.
+    """
 
     file: str
     bytes: int
@@ -68,6 +95,7 @@ class Bundle:
     hosts: tuple[str, ...]
     missing: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
+    job: TakenJob | None
     members: tuple[Member, ...]
     cut: tuple[str, ...]
     secrets: int

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from distdiag.commands.bundle.types import Bundle, Request
     from distdiag.report import Report
 
+_HOSTS = 8
 _FOLDERS = {
     "verdicts": "verdicts",
     "facts": "facts",
@@ -24,12 +25,26 @@ _FOLDERS = {
 
 
 def bundle_view(report: Report[Bundle], request: Request) -> Iterator[RenderableType]:
-    """Show what is in it, the verdicts, and where the map is."""
+    """Show whose job it is of, the verdicts, what is in it, and what to do with it."""
     from rich.table import Column
 
-    from distdiag.output import Whole, plain_table
+    from distdiag.commands.bundle.compose import verdict_in_words
+    from distdiag.commands.bundle.find_job import in_words
+    from distdiag.output import Whole, Wrapped, plain_table
 
     bundle = report.data
+    if bundle.job is not None:
+        yield Wrapped(bundle.job.title, margin=0, hang=2)
+        for each in bundle.job.processes[:_HOSTS]:
+            yield Wrapped(f"{each.host}: {in_words(each)}", margin=2, hang=4)
+        if len(bundle.job.processes) > _HOSTS:
+            yield f"  and {counted(len(bundle.job.processes) - _HOSTS, 'more host')}: MANIFEST.txt lists them"
+    else:
+        yield Wrapped("no rank was found: only what the nodes themselves say is in it", margin=0, hang=2)
+    yield ""
+    for verdict in bundle.verdicts:
+        yield Wrapped(verdict_in_words(verdict), margin=0, hang=2)
+    yield ""
     table = plain_table(
         Column("in the bundle", no_wrap=True), Column("files", justify="right"), Column("size", justify="right")
     )
@@ -39,13 +54,15 @@ def bundle_view(report: Report[Bundle], request: Request) -> Iterator[Renderable
             table.add_row(about, str(len(sizes)), format_size(sum(sizes)))
     yield table
     yield ""
-    for verdict in bundle.verdicts:
-        yield Whole(f"{verdict.command}: {verdict.verdict.upper()}: {verdict.summary}")
-    yield ""
-    yield Whole(
-        f"Redacted: {counted(bundle.stand_ins, 'name')} and {counted(bundle.secrets, 'secret')}. "
-        f"Review it before you send it: tar -xOf {shlex.quote(bundle.file)} distdiag-bundle/MANIFEST.txt"
+    yield Wrapped(
+        f"Replaced in it: {counted(bundle.stand_ins, 'name')} and {counted(bundle.secrets, 'secret')}. The map of "
+        f"placeholders to names, {bundle.map_file}, is not in it: keep it.",
+        margin=0,
     )
-    yield Whole(f"Keep {bundle.map_file}: it maps placeholders to names, and is not in the bundle.")
+    file = shlex.quote(bundle.file)
+    yield "Read it before you send it; MANIFEST.txt lists the files:"
+    yield Whole(f"    tar -xf {file} && less distdiag-bundle/MANIFEST.txt")
+    yield "To read it on another machine:"
     for verdict in bundle.verdicts[:1]:
-        yield Whole(f"Elsewhere: distdiag {verdict.command} --from {shlex.quote(bundle.file.rpartition('/')[2])}")
+        yield Whole(f"    distdiag {verdict.command} --from {shlex.quote(bundle.file.rpartition('/')[2])}")
+    yield ""

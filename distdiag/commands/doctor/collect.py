@@ -32,6 +32,7 @@ from distdiag.facts.link_counters import Counters  # noqa: TC001
 from distdiag.facts.network import Names  # noqa: TC001
 from distdiag.facts.nics import IbPort, Nic  # noqa: TC001
 from distdiag.facts.pcie_types import Pcie
+from distdiag.jobs import collect as processes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -148,6 +149,14 @@ class KernelLog:
 
 
 @dataclass(frozen=True)
+class Jobs:
+    """The ranks that are running here, by pid, and how many threads are ready to run (the load of the last minute)."""
+
+    pids: tuple[int, ...]
+    load: float
+
+
+@dataclass(frozen=True)
 class Clock:
     """By how much its clock is ahead of the clock of who asked, and how uncertain that is: half the round trip."""
 
@@ -170,6 +179,7 @@ class Part:
     software: Software | None = None
     gpus: Gpus | None = None
     kernel: KernelLog | None = None
+    jobs: Jobs | None = None
     late: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -189,6 +199,7 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
         "software": lambda: _software(ask["python"] or sys.executable, ask["timeout_s"]),
         "gpus": lambda: _gpus(ask["timeout_s"]),
         "kernel": _kernel,
+        "jobs": _jobs,
     }
     failed: dict[str, str] = {}
     work = {name: partial(_or_none, name, read, failed) for name, read in parts.items()}
@@ -293,6 +304,13 @@ def _kernel() -> KernelLog:
     lines, error = kernel_signs.kernel_log(_LOG_AGE_S, most=_MOST_LINES)
     newest = {(line.kind, line.text.partition(",")[0] if line.kind == "xid" else ""): line for line in lines}
     return KernelLog(tuple(newest.values())[-_KEPT_LINES:], error)
+
+
+def _jobs() -> Jobs:
+    """Find the ranks: what has a rank in its environment and has loaded torch, without their children."""
+    found = [each for each in processes.facts({"pids": [], "user": ""}).processes if each.place and each.torch]
+    pids = {each.pid for each in found}
+    return Jobs(tuple(each.pid for each in found if not pids.intersection(each.above)), os.getloadavg()[0])
 
 
 def _gpus(timeout_s: float) -> Gpus:

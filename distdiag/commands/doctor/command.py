@@ -25,7 +25,8 @@ def doctor(
         bool, typer.Option("--brief", help="Print one line, for a SLURM prolog or a health check of nodes.")
     ] = False,
     prom: Annotated[
-        str, typer.Option(metavar="FILE", help="Write metrics to FILE.prom for node_exporter's textfile collector.")
+        str,
+        typer.Option(metavar="FILE", help="Write metrics to FILE (NAME.prom) for node_exporter's textfile collector."),
     ] = "",
     only: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Show only these findings: an id or its prefix. Repeatable.")
@@ -35,8 +36,11 @@ def doctor(
         typer.Option(metavar="ID[=REASON]", help="Ignore a finding, with an optional reason. Repeatable."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=2.0, max=600.0, metavar="SECONDS", help="Longest time for a node to read itself.")
+        float, typer.Option(min=2.0, max=600.0, metavar="SECONDS", help="Time limit for reading a node.")
     ] = 20.0,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the details and fixes of INFO findings too.")
+    ] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,
@@ -44,12 +48,12 @@ def doctor(
     *,
     cluster: Cluster,
 ) -> None:
-    """Check before a job whether the nodes are fit to start it, and name the node that differs from the others.
+    """Check, before a job starts, whether the nodes are fit for it, and name the node that differs from the others.
 
     Reads limits inside the launcher's step, disks, clocks, network, GPU health, versions and the kernel's log on all
-    nodes at once. Nothing is changed, and no GPU is put to work.
+    nodes at once. Nothing is changed, and no work is put on a GPU.
 
-    Exit status: 0 fit, also with warnings, 1 not fit, 2 wrong usage, 3 not known of some node, 130 interrupted.
+    Exit status: 0 fit, also with warnings, 1 not fit, 2 wrong usage, 3 unknown for some node, 130 interrupted.
 
     \b
     Examples:
@@ -79,6 +83,7 @@ def doctor(
             only=tuple(chosen(id_, COMMAND, CHECKS) for id_ in only or ()),
             ignore=tuple((chosen(id_, COMMAND, CHECKS), reason.strip()) for id_, _, reason in pairs),
             timeout_s=timeout,
+            verbose=verbose,
         )
 
     def finish(report: Report[Doctor]) -> Report[Doctor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -32,8 +33,6 @@ _MANY_FLAPS, _FLAPS_RATIO = 10, 5
 _ROOM = 60
 _EVIDENCE_LINES = 8
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
-_PATHS_ELSEWHERE = "connections between the nodes: distdiag ports --hosts LIST"
-_TESTED_ELSEWHERE = ("GPUs and NCCL at work: distdiag gpu-test --hosts LIST",)
 
 
 def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]:
@@ -52,7 +51,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
         *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
         *odd,
     ]
-    findings = [finding for finding in all_findings if not _left_out(request, finding.id)]
+    findings = [_to_paste(request, finding) for finding in all_findings if not _left_out(request, finding.id)]
     findings.sort(key=lambda finding: _ORDER.index(finding.level))
     judged = [_node_row(node, findings) for node in nodes]
     unreached = tuple(dict.fromkeys([*gathered.refusals, *(row.host for row in judged if row.fit == UNKNOWN)]))
@@ -66,18 +65,50 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
             nodes=tuple(judged),
             differences=tuple(row for row in rows if not _left_out(request, row.id)),
             silenced=_silenced(request, all_findings),
-            unchecked=_unchecked(nodes),
+            unchecked=_unchecked(request, nodes),
         ),
         findings=tuple(findings),
-        summary=_summary(fit, exclude, findings, judged, unreached),
+        summary=_summary(fit, exclude, findings, judged, unreached) + _for_what(fit, nodes),
         interrupted=gathered.interrupted,
     )
 
 
-def _unchecked(nodes: Sequence[NodeDoctor]) -> tuple[str, ...]:
+def _to_paste(request: Request, finding: Finding) -> Finding:
+    """Put the hosts that were named into the commands of a fix."""
+    typed = _hosts_typed(request)
+    if finding.fix is None or not typed:
+        return finding
+    commands = tuple(command.replace(" --hosts LIST", typed) for command in finding.fix.commands)
+    return replace(finding, fix=replace(finding.fix, commands=commands))
+
+
+def _hosts_typed(request: Request) -> str:
+    # The value of a variable may be a secret.
+    return "".join(f" {name} {shlex.quote(value)}" for name, value in request.cluster.typed() if name != "--env")
+
+
+def _unchecked(request: Request, nodes: Sequence[NodeDoctor]) -> tuple[str, ...]:
     """List what was not tested, and the commands that do."""
+    typed = _hosts_typed(request)
+    work = "Gloo" if _without_gpu(nodes) else "GPUs and NCCL"
+    load = f"{work} under load: distdiag gpu-test{typed}"
     is_open = len(nodes) > 1 and not any(node.paths for node in nodes)
-    return (_PATHS_ELSEWHERE, *_TESTED_ELSEWHERE) if is_open else _TESTED_ELSEWHERE
+    return (f"connections between the nodes: distdiag ports{typed}", load) if is_open else (load,)
+
+
+def _without_gpu(nodes: Sequence[NodeDoctor]) -> bool:
+    """Return whether none of the nodes has a GPU, and this is certain."""
+    return bool(nodes) and all(
+        node.gpus is not None and not (node.gpus.health.gpus or node.gpus.driver.devices or node.gpus.driver.hardware)
+        for node in nodes
+    )
+
+
+def _for_what(fit: str, nodes: Sequence[NodeDoctor]) -> str:
+    """Return what the nodes are fit for, where that is less than one may think."""
+    if fit not in (FIT, WARNED) or not _without_gpu(nodes):
+        return ""
+    return "; no NVIDIA GPU here: checked for CPU and Gloo only"
 
 
 def _said(findings: Iterable[Finding]) -> dict[str, tuple[str, ...]]:
@@ -225,7 +256,7 @@ def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
             Finding(
                 id=f"{COMMAND}.link-flaps",
                 level=Level.INFO if usual is None else Level.WARN,
-                title=f"{host}: {link} went down {count} times since its start"
+                title=f"{host}: {link} went down {count} times since boot"
                 + ("" if usual is None else f", links of the other nodes {usual:g} times"),
                 detail="A link that flaps stalls every collective through it for seconds.",
                 where=Where(hosts=(host,)),
@@ -320,7 +351,7 @@ def _summary(
     nodes = counted(len({*unreached, *(row.host for row in judged)}), "node")
     if fit in (FIT, WARNED):
         warnings = sum(finding.level is Level.WARN for finding in findings)
-        return f"{nodes} {fit}" + (f": {counted(warnings, 'warning')}" if warnings else "")
+        return f"{nodes} fit" + (f", with {counted(warnings, 'warning')}" if warnings else "")
     bad = [finding for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
     if not bad:
         return "no node returned facts"

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.commands.doctor.types import Symptom
-from distdiag.diagnosis.wording import counted, format_duration
+from distdiag.diagnosis.wording import counted, format_age
 from distdiag.knowledge import xids
 from distdiag.knowledge.cuda import tables
 from distdiag.report import Fix, Level
@@ -273,7 +273,7 @@ def _users(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
         level=Level.WARN,
         subject=name,
         title=f"{name} is in use by {', '.join(map(_who, found[:3]))}{' and more' * (len(found) > 3)}",
-        detail="If no job is to run there now, it was left behind: it takes memory and time from the next job.",
+        detail="If no job should be running there, it is left over from one, and takes memory and time from the next.",
         evidence=(f"memory in use: {gpu.memory_used_mib} of {gpu.memory_total_mib} MiB",),
         fix=Fix(text="see whose it is, and end it", commands=(f"ps -o pid,user,lstart,args -p {found[0].pid}",)),
     )
@@ -326,7 +326,7 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             id="log.xid",
             level=_xid_level(parsed, own),
             subject=f"{code} {address}",
-            title=f"{name}: Xid {code}, {means}{wanted}; {format_duration(age_s)} ago",
+            title=f"{name}: Xid {code}, {means}{wanted}; {format_age(age_s)} ago",
             detail="If the GPU was reset since, that fixed it."
             if parsed.xid.blames in ("gpu", "memory") and own
             else "",
@@ -340,7 +340,7 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             yield Symptom(
                 id=f"log.{kind}",
                 level=Level.WARN,
-                title=f"the kernel log has {words}, {format_duration(last.age_s)} ago",
+                title=f"the kernel log has {words}, {format_age(last.age_s)} ago",
                 evidence=(last.text,),
                 fix=Fix(text="see which, and whether it was reset since", commands=(_DMESG, "nvidia-smi")),
             )

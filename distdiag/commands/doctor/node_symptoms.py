@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from distdiag.commands.doctor.types import Symptom
-from distdiag.diagnosis.nic_selection import export_line, exports, gloo_selection, nccl_selection, objection, suggested
-from distdiag.diagnosis.wording import counted, format_duration, format_size
+from distdiag.diagnosis.nic_selection import (
+    export_line,
+    exports,
+    gloo_fix,
+    gloo_selection,
+    nccl_selection,
+    objection,
+    suggested,
+)
+from distdiag.diagnosis.wording import counted, format_age, format_size
 from distdiag.facts.file_systems import NO_ANSWER
 from distdiag.knowledge import advisories
 from distdiag.report import Fix, Level, quoted
@@ -17,6 +26,7 @@ if TYPE_CHECKING:
     from distdiag.commands.doctor.collect import Disks, Limit, System
     from distdiag.commands.doctor.types import NodeDoctor
     from distdiag.facts.file_systems import Space
+    from distdiag.facts.kernel_signs import KernelLine
     from distdiag.facts.nics import IbPort, Nic
 
 _MIB, _GIB = 2**20, 2**30
@@ -38,6 +48,7 @@ _CONGESTION = (
     "roce_adp_retrans",
 )
 """Counters that grow on a busy fabric too."""
+_SHOWN_PIDS = 8
 _LIMIT_NAMES = {"memlock": "-l", "nofile": "-n", "nproc": "-u", "core": "-c", "stack": "-s", "as": "-v"}
 
 
@@ -51,6 +62,7 @@ def node_symptoms(node: NodeDoctor, *, several: bool) -> Iterator[Symptom]:
         yield from _disks(node.disks)
     yield from _network(node, several=several)
     yield from _software(node)
+    yield from _running(node)
     yield from _log(node)
 
 
@@ -137,8 +149,8 @@ def _memory(system: System) -> Iterator[Symptom]:
         yield Symptom(
             id="memory",
             level=Level.WARN,
-            title=f"{format_size(left)} of memory is left",
-            detail="The kernel ends a process that asks for more. Something still runs there, or the limit is small.",
+            title=f"only {format_size(left)} of memory is free",
+            detail="The kernel kills a process that needs more. Something still runs there, or the limit is small.",
             evidence=(f"memory {format_size(total)}, cgroup limit {_size_or_none(cgroup.memory_bytes)}",),
             fix=Fix(text="see what uses it", commands=("ps aux --sort=-rss | head",)),
         )
@@ -152,12 +164,12 @@ def _memory(system: System) -> Iterator[Symptom]:
         yield Symptom(
             id="pids-limit",
             level=Level.WARN,
-            title=f"a cgroup allows {cgroup.pids} processes and threads, and {cgroup.pids_used} are there",
+            title=f"a cgroup allows {cgroup.pids} processes and threads, and {cgroup.pids_used} exist",
             detail="Each rank starts dozens of threads.",
             fix=Fix(text="raise it where the container or job is made; docker: --pids-limit -1"),
         )
     if cgroup.oom_kills:
-        title = f"{counted(cgroup.oom_kills, 'OOM kill')} in this cgroup: the kernel ended what used too much memory"
+        title = f"{counted(cgroup.oom_kills, 'OOM kill')} in this cgroup: the kernel killed what used too much memory"
         yield Symptom(id="oom", level=Level.INFO, title=title)
 
 
@@ -209,7 +221,7 @@ def _disk(space: Space, *, is_written: bool) -> Symptom | None:
             level=Level.FAIL,
             subject=space.path,
             title=f"{space.path} hangs: {space.error}",
-            detail="Whatever opens a file there blocks, mostly beyond any signal: its server or daemon is gone.",
+            detail="Whatever opens a file there blocks, and mostly cannot be killed: its server or daemon is gone.",
             evidence=(f"{space.source} on {space.path} type {space.kind}",),
             fix=Fix(text="restore its server; or unmount it", commands=(f"sudo umount -l {path}",)),
         )
@@ -266,8 +278,7 @@ def _network(node: NodeDoctor, *, several: bool) -> Iterator[Symptom]:
     if network is None:
         return
     yield from _interfaces(network.nics, several=several)
-    if several:
-        yield from _selected(node)
+    yield from _selected(node) if several else _gloo_on_loopback(node)
     for counter in network.counters.links:
         if counter.grown and not counter.name.endswith("dropped"):
             yield Symptom(
@@ -339,8 +350,41 @@ def _selected(node: NodeDoctor) -> Iterator[Symptom]:
             level=Level.WARN,
             title=f"Gloo would use {gloo.names or 'no interface'}: {doubt}",
             detail=f"Selected by: {gloo.rule}." if gloo.rule else "",
-            fix=fix,
+            fix=gloo_fix(gloo, lines) if lines else None,
         )
+
+
+def _gloo_on_loopback(node: NodeDoctor) -> Iterator[Symptom]:
+    """Remark, of a node alone, what would be a fault in a job over several nodes."""
+    network, variables = node.network, node.system.variables if node.system is not None else {}
+    if network is None or network.names is None:
+        return
+    usable = tuple(nic for nic in network.nics if nic.addresses)
+    gloo, lines = gloo_selection(usable, network.names, variables), exports(suggested(usable))
+    if {nic.kind for nic in gloo.nics} != {"loopback"} or not lines:
+        return
+    yield Symptom(
+        id="gloo-ifname",
+        level=Level.INFO,
+        title=f"Gloo would use {gloo.names}, which reaches no other node: {gloo.rule}",
+        detail="A job on this node alone is fine with that; one over several nodes cannot connect.",
+        fix=gloo_fix(gloo, lines),
+    )
+
+
+def _running(node: NodeDoctor) -> Iterator[Symptom]:
+    if node.jobs is None or not node.jobs.pids or node.system is None:
+        return
+    pids = node.jobs.pids
+    one = len(pids) == 1
+    shown = ", ".join(map(str, pids[:_SHOWN_PIDS])) + (" ..." if len(pids) > _SHOWN_PIDS else "")
+    load = f"load {node.jobs.load:.1f} on {counted(node.system.cpus, 'CPU')}"
+    yield Symptom(
+        id="job-running",
+        level=Level.INFO,
+        title=f"{counted(len(pids), 'rank')} of a job {'is' if one else 'are'} running here "
+        f"({'pid' if one else 'pids'} {shown}), {load}: free memory is what they leave",
+    )
 
 
 def _rdma(ports: tuple[IbPort, ...]) -> Iterator[Symptom]:
@@ -412,7 +456,7 @@ _LOG_KINDS = {
     "hardware": (Level.WARN, "hardware errors"),
     "storage": (Level.INFO, "storage errors"),
     "link": (Level.INFO, "a link that went down"),
-    "oom": (Level.INFO, "processes that were ended for lack of memory"),
+    "oom": (Level.INFO, ""),
 }
 
 
@@ -422,11 +466,20 @@ def _log(node: NodeDoctor) -> Iterator[Symptom]:
         lines = [line for line in (node.kernel.lines if node.kernel is not None else ()) if line.kind == kind]
         if lines:
             newest = min(lines, key=lambda line: line.age_s)
+            ago = f"{format_age(newest.age_s)} ago"
             recent = newest.age_s < (_RECENT_S if level is Level.INFO else _DAY_S) and kind != "oom"
             yield Symptom(
                 id=f"log.{kind}",
                 level=Level.WARN if recent else Level.INFO,
-                title=f"the kernel log has {words}, the last {format_duration(newest.age_s)} ago",
+                title=_killed(newest, ago) if kind == "oom" else f"the kernel log has {words}, the last {ago}",
                 evidence=(newest.text,),
                 fix=Fix(text="read the kernel log", commands=("sudo dmesg -T | tail -50",)),
             )
+
+
+def _killed(line: KernelLine, ago: str) -> str:
+    """Format a line of the OOM killer: "the kernel killed a process for lack of memory 40 min ago: pid 7 (python)"."""
+    match = re.search(r"Killed process (\d+) \(([^)]*)\)", line.text)
+    who = f": pid {match[1]} ({match[2]})" if match else ""
+    where = ", in a memory cgroup" if line.text.startswith("Memory cgroup") else ""
+    return f"the kernel killed a process for lack of memory {ago}{who}{where}"

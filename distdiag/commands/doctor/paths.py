@@ -132,7 +132,7 @@ def _untested(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
         Finding(
             id=f"{command}.paths-untested",
             level=Level.UNKNOWN,
-            title=f"no result of {counted(len(left), 'path')} between {fold_within(hosts, 40)}",
+            title=f"no result for {counted(len(left), 'path')} between {fold_within(hosts, 40)}",
             witnesses=Witnesses(hosts=hosts),
             fix=Fix(text="test them with more time", commands=("distdiag ports --hosts LIST",)),
         )

@@ -31,7 +31,7 @@ _AGENT = Agent(
     start_s=10.0,  # a node that is dead costs this much, and the others wait for it
 )
 _SPARE_S = 4.0
-_PARTS = ("system", "disks", "network", "software", "gpus", "kernel")
+_PARTS = ("system", "disks", "network", "software", "gpus", "kernel", "jobs")
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
@@ -88,8 +88,8 @@ SUBCOMMAND = Subcommand(
     facts=NodeDoctor,
     collect=_collect,
     diagnose=diagnose,
-    view=lambda _, __, report: doctor_view(report),
+    view=lambda request, _, report: doctor_view(report, verbose=request.verbose),
     explain=lambda request: runner.explain(request.cluster, _AGENT),
-    shown_as_typed=("only", "ignore"),
+    shown_as_typed=("only", "ignore", "verbose"),
     findings_in_view=True,
 )

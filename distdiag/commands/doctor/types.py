@@ -10,6 +10,7 @@ from distdiag.commands.doctor.collect import (  # noqa: TC001
     Clock,
     Disks,
     Gpus,
+    Jobs,
     KernelLog,
     NodeNetwork,
     Software,
@@ -71,6 +72,7 @@ CHECKS = {
     "gpu.busy": "a GPU is in use before the job starts",
     "gpu.persistence": "persistence mode is off",
     "gpu.power-limit": "the power of a GPU is limited",
+    "job-running": "ranks of a job are running on a node",
     "log.unread": "the kernel log cannot be read",
     "log.xid": "Xid errors in the kernel log",
     "log.gpu-lost": "a GPU that fell off the bus, in the kernel log",
@@ -119,6 +121,7 @@ class Request:
     ignore: tuple[tuple[str, str], ...] = ()
     timeout_s: float = 20.0
     connects: bool = True
+    verbose: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,7 @@ class NodeDoctor:
     software: Software | None = None
     gpus: Gpus | None = None
     kernel: KernelLog | None = None
+    jobs: Jobs | None = None
     paths: NodePaths | None = None
     late: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)

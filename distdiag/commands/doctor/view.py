@@ -26,14 +26,15 @@ _FITS = {FIT: "bold green", WARNED: "bold yellow", UNFIT: "bold red", UNKNOWN: "
 _NUMBERS = {FIT: 1, WARNED: 1, UNFIT: 0}
 
 
-def doctor_view(report: Report[Doctor]) -> Iterator[RenderableType]:
+def doctor_view(report: Report[Doctor], *, verbose: bool) -> Iterator[RenderableType]:
     """Yield the facts folded over nodes, remarks, then findings, the worst last, and the verdict as the last line."""
     yield from _facts(report.data)
     notes = [finding for finding in report.findings if finding.level is Level.INFO]
-    if notes:
+    for finding in notes:
+        yield from _finding(finding, whole=verbose)
+    if any(finding.detail or finding.evidence or finding.fix for finding in notes) and not verbose:
         yield ""
-        for finding in notes:
-            yield Wrapped(f"note: {finding.title}  [{finding.id}]", margin=0, hang=6)
+        yield "-v: details and fixes of these"
     for finding in reversed([finding for finding in report.findings if finding.level is not Level.INFO]):
         yield from _finding(finding)
     if report.data.silenced:
@@ -65,10 +66,12 @@ def _facts(data: Doctor) -> Iterator[RenderableType]:
         yield table
 
 
-def _finding(finding: Finding) -> Iterator[RenderableType]:
+def _finding(finding: Finding, *, whole: bool = True) -> Iterator[RenderableType]:
     yield ""
-    yield Whole(f"{finding.level.upper()}  {finding.id}", style=_STYLES[finding.level])
+    yield Whole(f"{finding.level.upper()}  {finding.id}", style=_STYLES.get(finding.level, ""))
     yield Wrapped(finding.title, margin=2)
+    if not whole:
+        return
     yield Wrapped(finding.detail, margin=2)
     for line in finding.evidence:
         yield Whole(f"    {line}")

@@ -44,13 +44,13 @@ def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> GpuTest
 def _summary(found: list[Finding], scene: Inventory, plan: Plan) -> str:
     if wrong := rank_report.worst_of(found):
         return wrong
-    kind = "GPU" if plan.device is Device.CUDA else "CPU"
+    on = rank_report.ran_on(plan.backend, "GPU" if plan.device is Device.CUDA else plan.device)
     who, tested = ("1 rank", "startup, memory")
     if plan.nproc > 1:
         who, tested = (f"{plan.nproc} ranks", "communication, all_reduce, memory")
     warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
     where = fold_within((place.host for place in scene.places), 160)
-    return f"{who} on {where} passed: {tested} ({plan.backend}, {kind}){warnings}"
+    return f"{who} on {where} passed: {tested} ({on}){warnings}"
 
 
 def _interrupted(data: GpuTest, found: list[Finding]) -> str:

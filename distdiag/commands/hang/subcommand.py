@@ -13,7 +13,7 @@ from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.types import COMMAND, NodeHang, Request
 from distdiag.commands.hang.view import hang_view
 from distdiag.jobs.collect import Processes
-from distdiag.jobs.roles import answers_to, to_sample
+from distdiag.jobs.roles import of_job, to_sample, without_lone
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.node import Node
     from distdiag.gathered import Gathered
-    from distdiag.jobs.collect import Process
     from distdiag.output import Progress
 
 _COLLECT = "distdiag.commands.hang.collect"
@@ -42,7 +41,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeHang]:
     question = Question[Processes, Part, NodeHang](
         part=Part,
         plan=lambda hosts, _: _plan(request, hosts),
-        join=lambda host, first, parts, why: join(host, _only_wanted(first, request), parts, why),
+        join=lambda host, first, parts, why: join(host, _wanted(first, request), parts, why),
         doing="reading /proc" if request.light else _ALL_SOURCES,
         before=_bring,
     )
@@ -57,7 +56,7 @@ def _bring(nodes: Mapping[str, Node]) -> None:
 
 def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
     timeout_s = (1 - _REACH_SHARE) * request.timeout_s
-    asks = {host: _ask(request, _only_wanted(processes, request), timeout_s) for host, processes in hosts.items()}
+    asks = {host: _ask(request, _wanted(processes, request), timeout_s) for host, processes in hosts.items()}
     return Asks(by_host={host: ask for host, ask in asks.items() if ask is not None}, timeout_s=timeout_s)
 
 
@@ -84,21 +83,8 @@ def _ask(request: Request, processes: Processes, timeout_s: float) -> dict[str, 
     }
 
 
-def _only_wanted(facts: Processes, request: Request) -> Processes:
-    """Keep the processes of the job that was asked for, with all that belongs to them."""
-    kept = list(facts.processes)
-    if request.wanted.job:
-        named = {process.pid for process in kept if answers_to(process.job, request.wanted.job)}
-        above = {pid for process in kept if process.pid in named for pid in process.above}
-        parents = {process.parent for process in kept if process.pid in named}
-        kept = [process for process in kept if _belongs(process, named, parents, above)]
-    return replace(facts, processes=tuple(kept))
-
-
-def _belongs(process: Process, named: set[int], parents: set[int], above: set[int]) -> bool:
-    is_beside = process.parent in parents and (process.hidden or process.state == "Z")
-    is_above = process.pid in above and (process.kind == "launcher" or process.store)
-    return process.pid in named or bool(named & set(process.above)) or is_beside or is_above
+def _wanted(processes: Processes, request: Request) -> Processes:
+    return of_job(without_lone(processes) if request.ranks_only else processes, request.wanted.job)
 
 
 def join(host: str, processes: Processes, parts: Sequence[Part], why: str) -> NodeHang:

@@ -33,7 +33,10 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `logs` and `recorder` are paths on the hosts; `light`: read only /proc."""
+    """What was asked for. `logs` and `recorder` are paths on the hosts; `light`: read only /proc.
+
+    `ranks_only`: leave out Python processes that have loaded torch and are no rank.
+    """
 
     program: str
     cluster: Cluster
@@ -43,6 +46,7 @@ class Request:
     timeout_s: float = 30.0
     interval_s: float = 1.0
     light: bool = False
+    ranks_only: bool = False
     verbose: bool = False
 
 

@@ -34,7 +34,11 @@ def ports(
         ),
     ] = None,
     port: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Ports to test or serve: 6000,29500-29510. [default: 29500]")
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Ports to test or serve: 6000,29500-29510; without HOST, who listens here. [default: 29500]",
+        ),
     ] = None,
     sample: Annotated[
         int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to test on each path between nodes.")

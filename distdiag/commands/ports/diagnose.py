@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, fold_within
+from distdiag.cluster.hosts import fold, fold_ranks, fold_within
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.ports.node_findings import node_findings
-from distdiag.commands.ports.port_findings import known_as, port_findings
+from distdiag.commands.ports.port_findings import held_by, known_as, port_findings
 from distdiag.commands.ports.types import (
     COMMAND,
     IbPortRow,
@@ -25,31 +25,40 @@ from distdiag.diagnosis.nic_selection import exports, gloo_selection, nccl_selec
 from distdiag.report import Finding, Level, Report, Where
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from distdiag.cluster.rendezvous_test import NetworkPath
     from distdiag.commands.ports.types import PortsFacts, Request
+
+_SHOWN = 4
 
 
 def diagnose(request: Request, facts: PortsFacts) -> Report[PortsData]:
     """Judge the facts of all nodes."""
     case = Case(command=COMMAND, test=facts.path_test(), head=next(iter(facts.nodes), ""))
     findings = [*port_findings(facts), *path_findings(case), *node_findings(facts)]
-    if facts.doubles:
-        findings.append(
-            Finding(
-                id="hosts.same-machine",
-                level=Level.WARN,
-                title=f"{fold(facts.doubles)}: same machine as another host of the list; tested once",
-                where=Where(hosts=facts.doubles),
-            )
-        )
+    findings += _same_machine(facts)
     findings += host_findings(facts.refusals, facts.rows)
     return Report(
         command=COMMAND,
         data=_data(facts),
         findings=tuple(findings),
-        summary=_summary(facts, findings),
+        summary=_summary(request, facts, findings),
         interrupted=facts.interrupted,
     )
+
+
+def _same_machine(facts: PortsFacts) -> list[Finding]:
+    if not facts.doubles:
+        return []
+    title = f"{fold(facts.doubles)}: same machine as another host of the list; tested once"
+    if len(facts.nodes) == 1:
+        title = (
+            f"{fold([*facts.hosts.values(), *facts.doubles])}: one machine under several names, so no path was tested"
+        )
+    return [
+        Finding(id="hosts.same-machine", level=Level.WARN, title=title, where=Where(hosts=facts.doubles)),
+    ]
 
 
 def _data(facts: PortsFacts) -> PortsData:
@@ -128,7 +137,7 @@ def _exports(facts: PortsFacts) -> dict[str, dict[str, str]]:
     return {"": values[0]} if values and all(value == values[0] for value in values) else each
 
 
-def _summary(facts: PortsFacts, findings: list[Finding]) -> str:
+def _summary(request: Request, facts: PortsFacts, findings: list[Finding]) -> str:
     for level in (Level.FAIL, Level.UNKNOWN, Level.WARN):
         for finding in findings:
             if finding.level is level:
@@ -141,4 +150,18 @@ def _summary(facts: PortsFacts, findings: list[Finding]) -> str:
     if facts.scanned:
         count = sum(map(len, facts.scanned.values()))
         return f"{count} port{'' if count == 1 else 's'} tested, none blocked"
-    return "no network problems found on this node (local checks only)"
+    if facts.nodes and request.ports:
+        return f"{'; '.join(_who_listens(facts, request.ports))}; other nodes were not tried: name a HOST, or --hosts"
+    return "no network problem seen on this node; other nodes were not tried: name a HOST, or --hosts"
+
+
+def _who_listens(facts: PortsFacts, ports: Sequence[int]) -> list[str]:
+    """Write who listens here on the ports that were asked for."""
+    (node, *_) = facts.nodes.values()
+    asked = set(ports)
+    owners = {own.port: own for own in node.listeners if own.port in asked}
+    free = [port for port in ports if port not in owners]
+    words = [f"port {port} is in use here: {held_by(own)}" for port, own in list(owners.items())[:_SHOWN]]
+    more = [f"and {len(owners) - _SHOWN} more"] if len(owners) > _SHOWN else []
+    nothing = f"nothing listens here on port{'s' * (len(free) > 1)} {fold_ranks(free)}"
+    return [*words, *more, *([nothing] if free else [])]

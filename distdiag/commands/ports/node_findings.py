@@ -16,6 +16,7 @@ from distdiag.diagnosis.connectivity import EVIDENCE_LINES, Case, evidence_line,
 from distdiag.diagnosis.nic_selection import (
     export_line,
     exports,
+    gloo_fix,
     gloo_selection,
     nccl_selection,
     objection,
@@ -37,6 +38,8 @@ def node_findings(facts: PortsFacts) -> list[Finding]:
     several = len(facts.nodes) > 1
     for name, node in facts.nodes.items():
         for own in _about(node, several=several):
+            if own.id == f"{COMMAND}.gloo-ifname" and own.level is Level.INFO and facts.scanned:
+                continue  # ports of a host were asked about, not this node
             found.setdefault((own.id, own.level, own.title), (own, []))[1].append(facts.hosts[name])
     together = [_for_hosts(own, hosts, several=several) for own, hosts in found.values()]
     among = [*_dead_interfaces(facts), *_names(facts), *_masters_differ(facts), *_differences(facts)] if several else []
@@ -104,8 +107,17 @@ def _name_it(node: NodePorts) -> Fix | None:
 def _gloo(node: NodePorts, several: bool) -> Finding | None:
     chosen = gloo_selection(node.network.interfaces, node.network.names, node.variables)
     doubt = objection(chosen)
-    if not doubt or (not several and not chosen.error):
+    lines = exports(suggested(node.network.interfaces))
+    if not doubt or (not several and not chosen.error and not ("loopback" in doubt and lines)):
         return None
+    if not several and not chosen.error:
+        return finding(
+            "gloo-ifname",
+            Level.INFO,
+            f"Gloo would use {chosen.names}, which reaches no other node: {chosen.rule}",
+            detail="A job on this node alone is fine with that; one over several nodes cannot connect.",
+            fix=gloo_fix(chosen, lines),
+        )
     is_named = bool(node.variables.get("GLOO_SOCKET_IFNAME"))
     hint = "Gloo takes exact interface names, separated by commas only." if is_named and chosen.error else ""
     return finding(
@@ -113,7 +125,7 @@ def _gloo(node: NodePorts, several: bool) -> Finding | None:
         Level.FAIL if chosen.error or several else Level.WARN,
         f"Gloo would use {chosen.names or 'no interface'}: {doubt}",
         detail=" ".join(filter(None, (f"Selected by: {chosen.rule}." if chosen.rule else "", hint))),
-        fix=_name_it(node),
+        fix=gloo_fix(chosen, lines) if lines else None,
     )
 
 

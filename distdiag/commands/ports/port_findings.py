@@ -15,9 +15,12 @@ from distdiag.report import Finding, Fix, Level, Where
 if TYPE_CHECKING:
     from distdiag.agent.port_scan import PortResult
     from distdiag.commands.ports.types import PortsFacts
+    from distdiag.facts.listeners import Listener
 
 _FEW = 16
 """Up to so many ports of a host, a closed port is a finding: more are a search."""
+_OWN, _WORDS = 6, 3
+_INSTANT_S = 0.05
 
 
 def finding(name: str, level: Level, title: str, **rest: object) -> Finding:
@@ -36,6 +39,14 @@ def known_as(result: PortResult) -> str:
     if result.said.startswith("SSH-"):
         return "ssh"
     return "other" if result.said else "silent"
+
+
+def held_by(listener: Listener) -> str:
+    """Name who listens: "pid 7 (python train.py)"; of a long command line the beginning, without folders."""
+    if listener.pid is None:
+        return "a process of another user"
+    words = [word.rpartition("/")[2] for word in listener.command.split()[:_WORDS]]
+    return f"pid {listener.pid} ({' '.join(words)})"
 
 
 def port_findings(facts: PortsFacts) -> list[Finding]:
@@ -105,22 +116,7 @@ def _judged(facts: PortsFacts, source: str, host: str, state: str, tried: list[P
     if state == "open":
         return _open(where, tried, at)
     if state == "closed":
-        few = len(tried) <= _FEW
-        if not few:
-            return None
-        return finding(
-            "closed",
-            Level.FAIL if facts.checks or facts.named else Level.WARN,
-            f"{where} is reachable, but nothing listens on {plural} {ports}",
-            detail="It refused the connection: the path is open and no firewall needs a change. (A firewall that "
-            'rejects with "port unreachable" looks the same.)',
-            where=at,
-            evidence=evidence,
-            fix=Fix(
-                text="start the program that should listen there; or listen with distdiag on that host, for a test",
-                commands=(f"distdiag ports serve --port {first.port}",),
-            ),
-        )
+        return _closed(facts, where, tried, at) if len(tried) <= _FEW else None
     titles = {
         "filtered": (
             f"no answer from {where} on {plural} {ports}: packets dropped, or host down",
@@ -139,10 +135,45 @@ def _judged(facts: PortsFacts, source: str, host: str, state: str, tried: list[P
     return finding(id_, Level.FAIL, title, detail=detail, where=at, evidence=evidence, fix=fix)
 
 
+def _closed(facts: PortsFacts, where: str, tried: list[PortResult], at: Where) -> Finding:
+    """Report ports that nothing listens on; at this machine itself, with what does listen."""
+    ports = fold_ranks(result.port for result in tried)
+    own = _listening_here(facts, tried[0].address)
+    if facts.checks:
+        fix = Fix(text="start it there", commands=(f"distdiag ports serve --port {tried[0].port}",))
+    elif facts.named:
+        fix = Fix(
+            text="start what should listen there, such as rank 0 of the job; or correct MASTER_ADDR and MASTER_PORT"
+        )
+    else:
+        fix = Fix(text="nothing, before a job runs: rank 0 listens there. To try another port: HOST:PORT")
+    return finding(
+        "closed",
+        Level.FAIL if facts.checks or facts.named else Level.WARN,
+        f"{where} is reachable, but nothing listens on {'ports' if len(tried) > 1 else 'port'} {ports}",
+        detail="It refused the connection: the path is open and no firewall needs a change. (A firewall that "
+        'rejects with "port unreachable" looks the same.)',
+        where=at,
+        evidence=own,
+        fix=fix,
+    )
+
+
+def _listening_here(facts: PortsFacts, address: str) -> tuple[str, ...]:
+    """List the Python processes that listen at an address, if it is one of the node that tried it."""
+    for name in facts.scanned:
+        node = facts.nodes.get(name)
+        nics = node.network.interfaces if node is not None else ()
+        if node is not None and (is_loopback(address) or any(address in nic.plain_addresses for nic in nics)):
+            python = [own for own in node.listeners if "python" in own.command]
+            return tuple(f"listening here: port {own.port}, {held_by(own)}" for own in python[:_OWN])
+    return ()
+
+
 def _evidence(source: str, tried: list[PortResult]) -> tuple[str, ...]:
     return tuple(
-        f"{source} -> {result.address or result.host} port {result.port}: {result.error or result.state} "
-        f"after {result.seconds:.1f} s"
+        f"{source} -> {result.address or result.host} port {result.port}: {result.error or result.state}"
+        + (f" after {result.seconds:.1f} s" if result.seconds >= _INSTANT_S else "")
         for result in tried[:3]
     )
 

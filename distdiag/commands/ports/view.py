@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _MATRIX = 32
 _LISTENERS = 12
 _USUAL = (29400, 29500, 6000, 12355, 1234)
+_ANSWERS = {"silent": "connects, sends nothing first (as torch's store)", "other": "sends"}
 _MARKS = {"ok": ".", "lossy": "~"}
 
 
@@ -34,12 +35,12 @@ def ports_view(report: Report[PortsData], request: Request) -> Iterator[Renderab
     elif data.probes:
         yield from _probes(data.probes, verbose=request.verbose)
     elif data.interfaces:
-        yield from _node(data, verbose=request.verbose)
+        yield from _node(data, request)
     yield from _exports(data)
 
 
-def _node(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
-    yield _interfaces(data, verbose=verbose)
+def _node(data: PortsData, request: Request) -> Iterator[RenderableType]:
+    yield _interfaces(data, verbose=request.verbose)
     if data.ib_ports:
         yield Whole("")
         table = plain_table(
@@ -54,11 +55,11 @@ def _node(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
         nics = ", ".join(f"{nic.name} ({nic.address})" for nic in taken)
         yield Wrapped(f"{name} would use {nics}" if nics else f"{name} would fail: no interface", margin=0, hang=2)
     yield Whole("")
-    yield from _listeners(data, verbose=verbose)
+    yield from _listeners(data, request)
     if data.ephemeral_ports:
         yield Whole(f"ephemeral ports: {data.ephemeral_ports[0]}-{data.ephemeral_ports[1]}")
     if data.free_port:
-        yield Whole(f"free rendezvous port: {data.free_port}")
+        yield Whole(f"free port for a rendezvous: {data.free_port}")
 
 
 def _interfaces(data: PortsData, *, verbose: bool) -> Table:
@@ -83,10 +84,9 @@ def _interfaces(data: PortsData, *, verbose: bool) -> Table:
     return table
 
 
-def _listeners(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
-    shown = [
-        listener for listener in data.listeners if verbose or listener.port in _USUAL or "python" in listener.command
-    ]
+def _listeners(data: PortsData, request: Request) -> Iterator[RenderableType]:
+    wanted, verbose = {*_USUAL, *request.ports}, request.verbose
+    shown = [each for each in data.listeners if verbose or each.port in wanted or "python" in each.command]
     if not shown:
         usual = ", ".join(map(str, _USUAL[:3]))
         yield Wrapped(f"no listener on the usual ports ({usual}); {len(data.listeners)} on other ports (-v)", margin=0)
@@ -103,7 +103,7 @@ def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[Renderable
     groups: dict[tuple[str, ...], list[ProbeRow]] = {}
     for probe in probes:
         quote = f" {probe.said!r}" if probe.said and probe.by != "distdiag" else ""
-        by = f"{probe.by}{quote}" if probe.state == "open" else probe.error
+        by = f"{_ANSWERS.get(probe.by, probe.by)}{quote}" if probe.state == "open" else probe.error
         groups.setdefault((probe.from_, probe.to, probe.address, probe.state, by, probe.interface), []).append(probe)
     several = len({probe.from_ for probe in probes}) > 1
     table = plain_table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,10 @@ from distdiag.commands.pyspy_all import dumps
 from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.types import COMMAND, Request, Threads
 from distdiag.commands.pyspy_all.view import pyspy_all_view
+from distdiag.errors import UsageError
 from distdiag.gathered import Foreign
 from distdiag.jobs.collect import Processes, Watched
-from distdiag.jobs.roles import answers_to, to_sample
+from distdiag.jobs.roles import find_jobs, of_interest, of_job, short_name, to_sample, without_lone
 from distdiag.jobs.types import NodeStacks
 from distdiag.runner import Asks, Question, Subcommand
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from distdiag.cluster.node import Node
     from distdiag.commands.pyspy_all.types import PySpyAll
     from distdiag.gathered import Gathered
-    from distdiag.jobs.collect import Process
     from distdiag.output import Progress
     from distdiag.report import Report
 
@@ -32,6 +33,7 @@ _COLLECT = "distdiag.jobs.sample_stacks"
 _BRING_TO = 256
 """Nodes that py-spy is copied to, 3 MB each; on a cluster it is mostly on a shared file system."""
 _SPARE_S = 20.0
+_NAMED = 4
 
 
 def _agent(request: Request) -> Agent:
@@ -53,6 +55,9 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeStacks]:
 
 
 def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
+    """Choose what to sample. Raises UsageError if that would pause several jobs."""
+    if request.native and not request.pids and not request.job:
+        _refuse_several_jobs(hosts)
     asks = {}
     for host, processes in hosts.items():
         pids, once = to_sample(_only_wanted(processes, request).processes, helpers=request.helpers)
@@ -60,6 +65,17 @@ def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
             asks[host] = _ask(request, pids, once)
     timeout_s = _SPARE_S + (request.samples + 1) * (2 * request.timeout_s + request.interval_s)
     return Asks(by_host=asks, timeout_s=timeout_s)
+
+
+def _refuse_several_jobs(hosts: Mapping[str, Processes]) -> None:
+    """Refuse to pause jobs of which only one may be meant. Raises UsageError."""
+    jobs = of_interest(find_jobs(NodeStacks(host, processes, ()) for host, processes in hosts.items()))
+    if len(jobs) > 1:
+        named = sorted(f"--job {shlex.quote(name)}" for job in jobs if (name := short_name(job, jobs)))
+        raise UsageError(
+            f"--native pauses each process for about a second, and {len(jobs)} jobs are running",
+            hint=f"name one: {' or '.join([*named[:_NAMED], '--pid PID'])}",
+        )
 
 
 def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object]:
@@ -76,35 +92,13 @@ def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object
 
 
 def _only_wanted(facts: Processes, request: Request) -> Processes:
-    """Keep the processes of the requested job or pids, with their children, launchers and stores."""
-    kept = list(facts.processes)
-    if request.job:
-        named = {process.pid for process in kept if answers_to(process.job, request.job)}
-        parents = {process.parent for process in kept if process.pid in named}
-        kept = [
-            process
-            for process in kept
-            if process.pid in named or named & set(process.above) or _is_beside(process, parents)
-        ]
-        kept += [
-            process for process in facts.processes if process.store and process.pid in parents and process not in kept
-        ]
+    """Keep the processes of the requested job or pids, with all that belongs to them."""
+    kept = of_job(without_lone(facts) if request.ranks_only else facts, request.job)
     if request.pids:
         pids = set(request.pids)
-        kept = [process for process in kept if process.pid in pids or pids & set(process.above)]
-    return Processes(
-        host=facts.host,
-        user=facts.user,
-        ptrace_scope=facts.ptrace_scope,
-        may_trace=facts.may_trace,
-        processes=tuple(kept),
-        asked_missing=facts.asked_missing,
-        asked_unseen=facts.asked_unseen,
-    )
-
-
-def _is_beside(process: Process, parents: set[int]) -> bool:
-    return process.parent in parents and (process.hidden or process.state == "Z")
+        own = tuple(process for process in kept.processes if process.pid in pids or pids & set(process.above))
+        kept = replace(kept, processes=own)
+    return kept
 
 
 def _diagnose(request: Request, gathered: Gathered[NodeStacks]) -> Report[PySpyAll]:

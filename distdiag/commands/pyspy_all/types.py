@@ -43,6 +43,8 @@ class Request:
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Parallel groups that the user named: ("tp", (0, 1)), ("tp", (2, 3)), ..."""
     timeout_s: float = 5.0
+    ranks_only: bool = False
+    """Leave out Python processes that have loaded torch and are no rank."""
 
 
 class FrameRow(msgspec.Struct, frozen=True):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.jobs.collect import Process
-from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
+from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, short_name, without_ranks
 from distdiag.options import parse_ranks
 
 if TYPE_CHECKING:
@@ -97,6 +98,35 @@ def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
         for member in job.members
         if not wanted.ranks or member.rank in wanted.ranks
     ]
+
+
+def refuse_several_jobs(chosen: Sequence[Chosen], wanted: Wanted) -> None:
+    """Refuse a rank number that several jobs have, for what slows or pauses the ranks. Raises UsageError."""
+    if not wanted.ranks:
+        return
+    by_rank: dict[int, list[Chosen]] = {}
+    for choice in chosen:
+        if choice.rank is not None and choice.job is not None and choice.process is not None:
+            by_rank.setdefault(choice.rank, []).append(choice)
+    shared = {rank: own for rank, own in by_rank.items() if len(own) > 1}
+    if not shared:
+        return
+    jobs = {choice.job.name: choice.job for own in shared.values() for choice in own if choice.job is not None}
+    options = dict.fromkeys(_option(choice, own, jobs.values()) for own in shared.values() for choice in own)
+    where = f"in {len(jobs)} jobs" if len(jobs) > 1 else f"more than once in job {next(iter(jobs))}"
+    raise UsageError(
+        f"{name_ranks(shared)} {'exists' if len(shared) == 1 else 'exist'} {where}",
+        hint=f"name one: {' or '.join(sorted(options)[:_SHOWN])}",
+    )
+
+
+def _option(choice: Chosen, same: Sequence[Chosen], jobs: Iterable[Job]) -> str:
+    """Format the option that means this one of the processes of a rank: its job, or its pid where it has no other."""
+    assert choice.job is not None
+    assert choice.process is not None
+    alone = sum(other.job is choice.job for other in same) == 1
+    name = short_name(choice.job, jobs) if alone else ""
+    return f"--job {shlex.quote(name)}" if name else f"--pid {choice.process.pid}"
 
 
 def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagError:

@@ -137,4 +137,5 @@ def _summary(
     where = fold_within((place.host for place in scene.places), 160)
     if data.world_size == 1:
         return f"a single rank on {where}: no pair to test"
-    return f"{data.world_size} ranks on {where}, {pairs}: {found.sentence}"
+    on = rank_report.ran_on(data.backend, data.device)
+    return f"{data.world_size} ranks on {where}, {pairs} ({on}): {found.sentence}"

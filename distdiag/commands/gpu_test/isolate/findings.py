@@ -232,12 +232,15 @@ def healthy(case: Case) -> Classification:
     alike = f"no pair is slow, but {len(fast)} are much faster than the others" if fast else "no pair stands out"
     doubt = "" if case.least is not None else "; pairs alone do not show whether that is good"
     unmet = set(case.host_of).difference(*case.good)
+    sentence = f"{alike}: {wording.typical(case, case.typical)}"
+    if len(case.pairs) == 1 and case.least is None:
+        sentence, doubt = f"{wording.typical(case, case.typical)}, and nothing to compare it with", ""
     if unmet:
         doubt = f"; no result for {case.who(unmet)}"
     return Classification(
         kind=Kind.UNDECIDABLE if unmet else Kind.HEALTHY,
         ranks=tuple(sorted(unmet)),
-        sentence=f"{alike}: {wording.typical(case, case.typical)}{doubt}",
+        sentence=f"{sentence}{doubt}",
         reason=wording.evidence(case, fast),
         next=f"rerun, so that {name_ranks(unmet)} {_is_tested(unmet)} with other ranks" if unmet else "",
     )

@@ -91,6 +91,9 @@ def _summary(found: Sequence[Finding]) -> str:
     worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
     if worst is None:
         return "no process was read"
+    jobs = sum(finding.id == "trace.not-hung" for finding in found)
+    if worst.id == "trace.not-hung":
+        return f"no hang seen in {SAMPLED_S:g} s" + (f", in {jobs} jobs" if jobs > 1 else "")
     return worst.title.partition(": ")[0] if worst.level is Level.INFO else worst.title
 
 

@@ -84,6 +84,7 @@ class ProcessRow:
 
     host: str
     rank: int | None
+    job: str
     role: str
     pid: int
     command: str
@@ -183,8 +184,12 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
     replies = [(host, reply) for host, some in answers.replies.items() for reply in some]
     index = index_of(answers)
     opened = {(host, process.pid): process for host, reply in replies for process in reply.processes}
-    keys = [(choice.host, choice.process.pid) for choice in chosen if choice.process is not None]
-    rows = [_row(opened[key], key, index) for key in keys if key in opened]
+    jobs = {
+        (choice.host, choice.process.pid): choice.job.name if choice.job is not None else ""
+        for choice in chosen
+        if choice.process is not None
+    }
+    rows = [_row(opened[key], key, index, job) for key, job in jobs.items() if key in opened]
     found = [finding for row in rows for finding in _of_process(row, request, answers, index)]
     for host, why in answers.missing.items():
         title = f"incomplete facts from {host}: {why}"
@@ -208,13 +213,14 @@ def _summary(rows: Sequence[ProcessRow]) -> str:
     return f"{whose} {total} descriptors open{more}; no problem found in them"
 
 
-def _row(opened: Opened, key: Key, index: ProcessIndex) -> ProcessRow:
+def _row(opened: Opened, key: Key, index: ProcessIndex, job: str) -> ProcessRow:
     host, pid = key
     place, process, person = index.places.get(key), index.processes.get(key), index.persons.get(key)
     counts = Counter(descriptor.kind for descriptor in opened.descriptors)
     return ProcessRow(
         host=host,
         rank=place.rank if place is not None else None,
+        job=job,
         role=index.role(key),
         pid=pid,
         command=process.command if process is not None and process.command else person.command if person else "",
@@ -342,10 +348,12 @@ def trace_fds_view(data: TraceFds) -> Iterator[RenderableType]:
     """Render a table for each process: the number of each kind, then each descriptor, equal rows folded."""
     from distdiag.output import Wrapped
 
+    several = len({row.job for row in data.processes}) > 1
     for number, row in enumerate(data.processes):
         if number:
             yield ""
-        yield Wrapped(_title(row), margin=0)
+        of = f"job {row.job}, " if several and row.job else ""
+        yield Wrapped(f"{of}{_title(row)}", margin=0)
         if not row.descriptors:
             continue
         yield Wrapped(", ".join(_counted(count, kind) for kind, count in row.counts.items()), margin=2)

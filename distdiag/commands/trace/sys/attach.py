@@ -90,6 +90,7 @@ class _Session:
         self.chosen = ranks.choose(nodes, self.request.wanted)
         if not self.chosen and not self.fleet.refusals:
             raise ranks.none_found(nodes, self.request.wanted, f"{self.request.program} trace sys")
+        ranks.refuse_several_jobs(self.chosen, self.request.wanted)
         pids = _pids(self.chosen)
         if not pids:
             return

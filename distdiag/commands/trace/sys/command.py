@@ -35,7 +35,8 @@ def trace_sys(
         typer.Option("--pid", "-p", min=1, metavar="PID", help="Attach to this process; repeatable."),
     ] = None,
     rank: Annotated[
-        list[str] | None, typer.Option(metavar="RANKS", help="Attach to these ranks: 3, or 0-3,7; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="RANKS", help="Attach to these ranks: 3, or 0-3,7; of several jobs, name one by --job."),
     ] = None,
     job: Annotated[
         str,
@@ -79,8 +80,8 @@ def trace_sys(
     Attaches to running ranks for a short time, starts a job under strace (-- COMMAND), or reads strace logs (--from).
 
     While strace is attached, each system call takes 75-190 times as long; computation is not slowed. `trace blocked`
-    shows which rank blocks which at no such cost. --only does not reduce the cost for a running process; a job started
-    with it is hardly slower.
+    shows which rank blocks which without that cost. --only does not reduce the cost for a running process; for a job
+    started with it, it does.
 
     The stdout, stderr and exit status of a started job pass through unchanged; its report goes to stderr at the end.
     With --logs there is no report, but a log for each rank, to be read with --from DIR.

@@ -87,12 +87,12 @@ def _report(
     data = TraceSys(only=request.only, threads=tuple(map(_row, threads)), logs=tuple(logs))
     faults = [finding for finding in found if finding.level is not Level.INFO]
     worst = min(faults, key=lambda finding: _ORDER.index(finding.level), default=None)
-    summary = worst.title if worst is not None else _summary(threads, logs)
+    summary = worst.title if worst is not None else _summary(request, threads, logs)
     return Report(command=COMMAND, data=data, findings=tuple(found), summary=summary)
 
 
-def _summary(threads: Sequence[TracedThread], logs: Sequence[Log]) -> str:
-    """Format the summary of a trace without problems."""
+def _summary(request: Request, threads: Sequence[TracedThread], logs: Sequence[Log]) -> str:
+    """Format the summary of a trace without problems: what was not seen in it, and what it cannot show."""
     calls = sum(thread.n_calls for thread in threads)
     processes = len({thread.key for thread in threads})
     longest = format_duration(max((log.span_s for log in logs), default=0.0))
@@ -104,13 +104,17 @@ def _summary(threads: Sequence[TracedThread], logs: Sequence[Log]) -> str:
         why = "each stayed in the call shown above" if waiting else "computation makes none"
         return f"no system call of {what} returned in {longest}: {why}"
     made = "1 system call" if calls == 1 else f"{calls} system calls"
-    return f"{what} made {made} in {longest}; no problem found in them"
+    return (
+        f"{what} made {made} in {longest}: no blocked rank, serious error, slow file system or busy-wait seen. "
+        f"What shows a slow rank: {request.program} pyspy-all --samples 20"
+    )
 
 
 def _row(thread: TracedThread) -> ThreadRow:
     log = thread.log
     return ThreadRow(
         host=thread.host,
+        job=thread.job,
         rank=thread.rank,
         pid=thread.pid,
         tid=thread.tid,

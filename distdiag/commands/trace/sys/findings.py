@@ -398,7 +398,7 @@ def _name_log(log: Log) -> str:
 
 
 def left(traced: Mapping[Key, Traced], attached: Mapping[Key, Attached], index: ProcessIndex) -> Iterator[Finding]:
-    """Report the processes that strace left stopped or traced; or that there are none."""
+    """Report the processes that strace left stopped or traced, that exited meanwhile, or that were stopped before."""
     wrong = [key for key, process in traced.items() if process.tracer or _was_stopped(process, attached.get(key))]
     for key in wrong:
         by = f"traced by pid {traced[key].tracer}" if traced[key].tracer else "stopped"
@@ -409,19 +409,19 @@ def left(traced: Mapping[Key, Traced], attached: Mapping[Key, Attached], index: 
             where=Where(hosts=(key[0],), pids=(key[1],)),
             fix=Fix(text=f"on {key[0]}, resume it", commands=(f"kill -CONT {key[1]}",)),
         )
-    there = [key for key, process in traced.items() if process.state and key not in wrong]
     gone = [key for key, process in traced.items() if not process.state]
     if gone:
         exited = " and ".join(index.name(key, whole=True) for key in gone[:_SHOWN])
         yield Finding(
             id="trace.exited-while-traced", level=Level.INFO, title=f"{exited} exited while strace was attached"
         )
-    if there:
-        name = index.name(there[0], whole=True) if len(there) == 1 else f"{len(there)} processes"
-        title = f"{name} {'is' if len(there) == 1 else 'are'} running as before: not stopped, not traced"
-        if all(traced[key].state in STOPPED for key in there):
-            title = f"{name} {'is' if len(there) == 1 else 'are'} stopped, as before tracing"
-        yield Finding(id="trace.left-as-found", level=Level.INFO, title=title)
+    still = [key for key, process in traced.items() if process.state in STOPPED and key not in wrong]
+    if still:
+        name = index.name(still[0], whole=True) if len(still) == 1 else f"{len(still)} processes"
+        are = "is" if len(still) == 1 else "are"
+        yield Finding(
+            id="trace.left-as-found", level=Level.INFO, title=f"{name} {are} stopped, as before strace attached"
+        )
 
 
 def _was_stopped(process: Traced, before: Attached | None) -> bool:

@@ -130,6 +130,7 @@ class ThreadRow:
     """One thread. `state`: "blocked", "runs", or how it ended; `kind` and `on` as in trace blocked."""
 
     host: str
+    job: str
     rank: int | None
     pid: int | None
     tid: int | None

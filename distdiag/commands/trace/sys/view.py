@@ -42,8 +42,9 @@ def trace_sys_view(data: TraceSys) -> Iterator[RenderableType]:
 
 
 def _processes(rows: Sequence[ThreadRow]) -> RenderableType:
-    hosts = len({row.host for row in rows}) > 1
+    hosts, jobs = len({row.host for row in rows}) > 1, len({row.job for row in rows}) > 1
     table = plain_table(
+        *([Column("job", overflow="fold")] if jobs else []),
         Column("rank", justify="right", no_wrap=True),
         *([Column("host", overflow="fold")] if hosts else []),
         Column("pid", justify="right", no_wrap=True),
@@ -55,6 +56,7 @@ def _processes(rows: Sequence[ThreadRow]) -> RenderableType:
     )
     for row in rows:
         table.add_row(
+            *([row.job or "-"] if jobs else []),
             "-" if row.rank is None else str(row.rank),
             *([row.host or "-"] if hosts else []),
             str(row.pid if row.pid is not None else row.tid or "-"),
@@ -88,11 +90,12 @@ def _threads(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
     if not busy:
         return
     yield ""
-    idle = len(rows) - len(busy)
+    idle, jobs = len(rows) - len(busy), len({row.job for row in rows}) > 1
     yield "other threads" + (f" ({idle} more made fewer calls or none)" if idle else "")
     for row in busy:
         whose = f"rank {row.rank}" if row.rank is not None else f"pid {row.pid}" if row.pid is not None else row.host
         in_ = f"; in {_call(row)}: {row.on}" if row.state == "blocked" and row.on else f"; {_doing(row)}"
+        whose = f"job {row.job}, {whose}" if jobs and row.job else whose
         name = f"{row.tid} ({row.comm})" if row.comm else f"{row.tid}"
         yield Wrapped(f"{whose}: thread {name}: {row.n_calls} calls{in_}", margin=2, hang=6)
 
@@ -122,7 +125,7 @@ def _calls(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
         times = (format_duration(time_s), format_duration(slowest_s)) if timed else ("?", "?")
         table.add_row(name, f"{count:.0f}", f"{errors:.0f}", *times, *([fold_ranks(owners[name])] if ranks else []))
     yield ""
-    yield "calls that returned, of all threads, by time (including waiting)"
+    yield "system calls that returned; times are summed over all threads, waiting included"
     yield table
     if len(ordered) > _CALLS:
         yield f"({len(ordered) - _CALLS} more calls: --json)"
