@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -212,6 +213,8 @@ class _Reader(Generic[Asked, Facts]):
     def take_content(self, path: Path, load: Callable[[], bytes], *, named: bool) -> None:
         try:
             data = load()
+            if not named and _is_report(data):
+                return
             if self._foreign is not None and b'"schema":"distdiag-' not in data[:60]:
                 self._foreigners += self._foreign.parse(data, path)
             else:
@@ -250,7 +253,8 @@ class _Reader(Generic[Asked, Facts]):
         reasons = [f"{path.name} {why}" for path, (why, _) in self._unread.items()][:_MOST_REASONS]
         more = f" ({'; '.join(reasons)})" if reasons else ""
         other = next(iter(sorted(self._others)), "")
-        hint = f"they are from another command: distdiag {printable(other[:40])} --from" if other else ""
+        again = shlex.join(["distdiag", *printable(other[:40]).split(), "--from", *paths[:_MOST_REASONS]])
+        hint = f"they are from another command: {again}" if other else ""
         takes = ", or files of other tools that it reads" if self._foreign is not None else ""
         return UsageError(
             f"no facts from {self._command} in {', '.join(paths)}{more}",
@@ -268,6 +272,11 @@ def _add(gathered: Gathered[Facts], saved: _Saved[Any, Facts]) -> None:
     gathered.pods += (saved.pod,) if saved.pod is not None else ()
     if saved.facts is not None:
         gathered.facts.append(saved.facts)
+
+
+def _is_report(data: bytes) -> bool:
+    """Return whether a file is what --json writes, which commands keep beside the facts."""
+    return re.match(rb'\s*\{\s*"schema":\s*"distdiag/\d', data[:60]) is not None
 
 
 def _load(path: Path) -> bytes:
