@@ -11,8 +11,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-import typer
-
+from distdiag.errors import UsageError
 from distdiag.facts import programs
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     """Return the command to execute: with this Python before it, if it is a script or an option of Python's.
 
     Raises:
-        typer.BadParameter: there is no such program; `example` is how it is typed.
+        UsageError: there is no such program; `example` is how it is typed.
     """
     first = command[0]
     if first.startswith("-"):
@@ -37,7 +36,7 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     if first.endswith(".py") or (program is None and os.path.isfile(first)):
         return [sys.executable, *command]
     if program is None:
-        raise typer.BadParameter(f"no such script or program: {first!r}", param_hint=example)
+        raise UsageError(f"{first}: no such command or script", hint=example)
     return [program, *command[1:]]
 
 

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sub:
-    """One subcommand. `home`: module below distdiag.commands and function; empty where it only has subcommands."""
+    """One subcommand. `home`: module below distdiag.commands and function; empty where it only has subcommands.
+
+    `starts_job`: its first word that is no option begins another program's command line, with or without `--`.
+    """
 
     name: str
     home: str
@@ -36,6 +39,7 @@ class Sub:
     """Shown on its own page instead of `help`, where it only has subcommands."""
     below: tuple[Sub, ...] = ()
     """Subcommands of it: `distdiag overflow -- train.py`, `distdiag overflow show FILE`."""
+    starts_job: bool = False
 
 
 _SUBCOMMANDS: tuple[Sub, ...] = (
@@ -49,7 +53,12 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "allreduce_bench.command:allreduce_bench",
         "Measure collectives, compare with the expected bandwidth, name late ranks.",
     ),
-    Sub("run", "run.command:run", "Start a job; if it fails, report which rank failed first, and why."),
+    Sub(
+        "run",
+        "run.command:run",
+        "Start a job; if it fails, report which rank failed first, and why.",
+        starts_job=True,
+    ),
     Sub("hang", "hang.command:hang", "Diagnose a stuck job: which rank holds it up, and why, from all evidence."),
     Sub(
         "pyspy-all",
@@ -245,7 +254,8 @@ def _load(subcommand: Sub, words: Sequence[str], typed: _Invocation) -> Any:  # 
     module, _, function = subcommand.home.partition(":")
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
     command = getattr(import_module(f"distdiag.commands.{module}"), function)
-    program.command(subcommand.name)(_interruptible(command, typed))
+    settings = {"allow_interspersed_args": not subcommand.starts_job}
+    program.command(subcommand.name, context_settings=settings)(_interruptible(command, typed))
     return get_command(program)
 
 

@@ -214,6 +214,8 @@ class _Reader(Generic[Asked, Facts]):
     def take_content(self, path: Path, load: Callable[[], bytes], *, named: bool) -> None:
         try:
             data = load()
+            if not named and _is_report(data):
+                return
             if self._foreign is not None and b'"schema":"distdiag-' not in data[:60]:
                 self._foreigners += self._foreign.parse(data, path)
             else:
@@ -271,6 +273,11 @@ def _add(gathered: Gathered[Facts], saved: _Saved[Any, Facts]) -> None:
     gathered.pods += (saved.pod,) if saved.pod is not None else ()
     if saved.facts is not None:
         gathered.facts.append(saved.facts)
+
+
+def _is_report(data: bytes) -> bool:
+    """Return whether a file is what --json writes, which commands keep beside the facts."""
+    return re.match(rb'\s*\{\s*"schema":\s*"distdiag/\d', data[:60]) is not None
 
 
 def _load(path: Path) -> bytes:

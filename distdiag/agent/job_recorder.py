@@ -3,7 +3,8 @@
 A process of its own in a session of its own, so neither Ctrl-C nor the death of distdiag takes it, and with it the
 job's output, away. It ends when nobody can write to the job's stdout and stderr any more.
 
-In its folder: `events.jsonl` (a line for each start and end of a rank), `jobN.*.log` and `rankR.gG.*.log` (output).
+In its folder: `events.jsonl` (a line for each start and end of a rank, and when all were held), `job.*.log` and
+`rankR.gG.*.log` (output).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TAIL_BYTES = 8 * 2**20
 _BLOCK = 1 << 20
 _MOST_RANKS = 4096
 _MOST_FDS = 8
-_FROZEN_S = 20.0
+_HELD_S = 10.0
 _PIDFD_GET_INFO = 0xC040FF0B
 """_IOWR(0xFF, 11, struct pidfd_info) with the first, 64-byte form of it: include/uapi/linux/pidfd.h, Linux 6.15."""
 _PIDFD_INFO_EXIT = 1 << 3
@@ -191,8 +192,8 @@ class Recorder:
         self._control = config["control"]
         self._parent_is_there = True
         self._launcher = 0
-        self._frozen_until = 0.0
-        self._did_freeze = not config["freeze"]
+        self._held_until = 0.0
+        self._did_hold = not config["hold"]
         self._prefix = bool(config["prefix"])
         self._events = private_files.open_file(os.path.join(self._folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
         self._ranks: dict[int, dict[str, Any]] = {}
@@ -214,27 +215,28 @@ class Recorder:
             for fd in (self._listener.fileno(), *self._ranks, *([self._control] if self._parent_is_there else [])):
                 poll.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poll.poll(500)}
-            for fd in ready & self._ranks.keys():
-                self._ended(fd)
+            statuses = {fd: _exit_status(fd, self._ranks[fd]["pid"]) for fd in ready & self._ranks.keys()}
+            for fd, status in statuses.items():
+                self._ended(fd, status)
             if self._listener.fileno() in ready:
                 self._accept()
             if self._control in ready:
                 self._hear()
-            if self._frozen_until and time.monotonic() > self._frozen_until:
-                self._thaw()
+            if self._held_until and time.monotonic() > self._held_until:
+                self._release()
 
     def _hear(self) -> None:
-        """Read what distdiag says: the launcher's pid, "thaw", "ending"; nothing more once it has ended."""
+        """Read what distdiag says: the launcher's pid, "release", "ending"; nothing more once it has ended."""
         data = os.read(self._control, 4096)
         if not data:
             self._parent_is_there = False
-            self._did_freeze = True
-            self._thaw()
+            self._did_hold = True
+            self._release()
         for line in data.decode("ascii", "replace").split():
-            if line == "thaw":
-                self._thaw()
+            if line == "release":
+                self._release()
             elif line == "ending":  # distdiag ends the job itself, and has looked at it before
-                self._did_freeze = True
+                self._did_hold = True
             elif line.isdigit():
                 self._launcher = int(line)
 
@@ -283,27 +285,33 @@ class Recorder:
             os.close(fds[number])
             fds[number] = os.dup(out)
 
-    def _ended(self, fd: int) -> None:
+    def _ended(self, fd: int, status: int | None) -> None:
         about = self._ranks.pop(fd)
-        status = _exit_status(fd, about["pid"])
         os.close(fd)
         is_bad = status != 0
-        if is_bad and not self._did_freeze and self._launcher and self._ranks:
-            # Before all else: a launcher looks every tenth of a second, and then kills the others.
-            self._did_freeze = True
-            self._freeze()
+        self._release()  # it is to see the first death before others
+        if is_bad and not self._did_hold and self._launcher and self._ranks:
+            # Before all else: torchrun looks every tenth of a second, and then ends the others.
+            self._did_hold = True
+            self._hold(about["pid"])
         kills = _oom_kills(about["events_file"])
         oom = kills is not None and about["oom_kills"] is not None and kills > about["oom_kills"]
-        self._tell("end", {**about, "status": status, "oom": oom, "frozen": bool(self._frozen_until)})
+        self._tell("end", {**about, "status": status, "oom": oom})
 
-    def _freeze(self) -> None:
+    def _hold(self, ended: int) -> None:
+        """Stop the launcher, which would end the other ranks: distdiag reads their stacks.
+
+        It wakes up when the launcher stops, so it is told before. The ranks run on: a SIGTERM that finds a rank
+        stopped, or just waking up, may go to a thread where Python overlooks it.
+        """
+        self._tell("held", {"pid": ended})
         with contextlib.suppress(OSError):
             os.kill(self._launcher, signal.SIGSTOP)
-            self._frozen_until = time.monotonic() + _FROZEN_S
+            self._held_until = time.monotonic() + _HELD_S
 
-    def _thaw(self) -> None:
-        if self._frozen_until:
-            self._frozen_until = 0.0
+    def _release(self) -> None:
+        if self._held_until:
+            self._held_until = 0.0
             with contextlib.suppress(OSError):
                 os.kill(self._launcher, signal.SIGCONT)
 

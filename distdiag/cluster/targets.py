@@ -17,7 +17,7 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import programs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 THIS_NODE = Host(name="this node")
 _SLURM_TIMEOUT_S = 10.0
@@ -112,6 +112,26 @@ def find_targets(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
     if cluster.slurm_job:
         return _job(cluster.slurm_job)
     return _surrounding(cluster, environ)
+
+
+def check_paths(cluster: Cluster, paths: Iterable[str]) -> None:
+    """Refuse a path that is not there, where this machine alone reads it. "-" is no path.
+
+    Raises:
+        UsageError: it does not exist. As `find_targets`.
+    """
+    if cluster.typed() or find_targets(cluster, os.environ).launcher is not None:
+        return
+    for path in paths:
+        try:
+            if path != "-":
+                os.stat(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UsageError(
+                f"{path}: no such file or folder", hint="name files of this machine; --hosts LIST reads them on nodes"
+            ) from error
+        except OSError:  # the report says what hinders
+            continue
 
 
 def _check(cluster: Cluster) -> None:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.diagnosis.data_workers import state_of, stuck_worker
-from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, in_event_loop, user_frame
+from distdiag.diagnosis.stack_classes import (
+    BUSY,
+    StackClass,
+    classify_stack,
+    helper_frames,
+    in_event_loop,
+    user_frame,
+)
 from distdiag.diagnosis.wording import format_members, named
 
 if TYPE_CHECKING:
@@ -23,6 +30,14 @@ def spot(frame: Frame) -> str:
     """Format a place in the code: "`load_batch` train.py:26"; of a script's own lines "train.py:26"."""
     place = os.path.basename(frame.file) + (f":{frame.line}" if frame.line else "")
     return place if frame.function == "<module>" else f"`{frame.function}` {place}"
+
+
+def place(frames: Sequence[Frame]) -> str:
+    """Format where a stack is: "`train_step` train.py:25 (in `all_reduce`)"."""
+    kind, operation = classify_stack(frames)
+    within = f" (in `{operation}`)" if operation and kind not in (StackClass.PYTHON, StackClass.DEBUGGER) else ""
+    own = user_frame(frames)
+    return spot(frames[0] if own is None else own) + (within if own is not None else "")
 
 
 def samples_in_words(samples: int, interval_s: float) -> str:

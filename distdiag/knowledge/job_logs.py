@@ -50,6 +50,28 @@ def known_lines() -> dict[str, KnownLine]:
     return {row.id: row for row in (*own, *torch)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class KnownException:
+    """What the text of an exception that ended a rank means, and what to check. Of a mere line it proves nothing."""
+
+    pattern: str
+    means: str
+    fix: str
+    source: str
+
+
+def known_exception(text: str) -> KnownException | None:
+    """Return the row that fits the text of an exception, its type first."""
+    return next((row for row in _exceptions() if re.search(row.pattern, text)), None)
+
+
+@cache
+def _exceptions() -> tuple[KnownException, ...]:
+    import msgspec
+
+    return tuple(msgspec.convert(_read("logs.toml")["exception"], list[KnownException]))
+
+
 def for_nodes() -> list[tuple[str, str, tuple[str, ...]]]:
     """Return what a node needs to find these lines: id, pattern and words of each."""
     return [(row.id, row.pattern, row.words) for row in known_lines().values()]

@@ -108,3 +108,24 @@ def test_logs_are_read_where_they_lie(tmp_path: Path) -> None:
 
 def test_no_log_is_wrong_usage() -> None:
     assert distdiag("logs").code == 2
+
+
+@pytest.mark.parametrize("command", ["logs", "core-bt", "flight-recorder"])
+def test_a_path_that_is_not_here_is_wrong_usage_and_on_a_node_is_not(command: str) -> None:
+    done = distdiag(command, "/nowhere/job.log")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines()[0] == f"distdiag {command}: /nowhere/job.log: no such file or folder"
+    assert distdiag(command, "/nowhere/job.log", "--hosts", "a", "--via", "env HOST={host}").code == 3
+
+
+def test_the_cause_is_the_first_row_and_a_timeline_fits_the_width(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_bytes(RAISE)
+    lines = distdiag("logs", str(path), "--timeline").out.splitlines()
+    assert lines[1].split() == ["ranks", "role", "exit", "reports"]
+    assert lines[2].startswith("2      cause")
+    assert all(len(line) <= 80 for line in lines if not line.startswith("    /"))
+    assert "This is typically caused by" not in "".join(lines)
+    assert (
+        "2 of 2 files read" in distdiag("logs", str(path), str(RECORDED / "tree" / ".." / "torchrun-kill.log.gz")).out
+    )

@@ -58,7 +58,9 @@ def _wait_for(happened: Any) -> None:  # noqa: ANN401 - a callable
     ("kind", "statuses", "words"),
     [("raise", {1, -6}, "ValueError: label 1000"), ("kill", {-9}, "SIGKILL")],  # -6: Gloo's threads at the exit, rarely
 )
-def test_the_rank_that_failed_first_is_named(tmp_path: Path, kind: str, statuses: set[int], words: str) -> None:
+def test_the_rank_that_failed_first_is_named_and_where_the_others_were(
+    tmp_path: Path, kind: str, statuses: set[int], words: str
+) -> None:
     job = _launch(["--save", str(tmp_path)], ["fails_in_many_ways.py", kind])
     _, err = job.communicate(timeout=_LATE_S)
     assert job.returncode == 1
@@ -66,13 +68,67 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, kind: str, statuses
     finding = report["findings"][0]
     assert (finding["level"], finding["where"]["ranks"]) == ("fail", [2])
     assert words in finding["title"]
-    assert [line for line in finding["evidence"] if line.startswith("order of deaths: rank 2 ")]
+    names_another = [line for line in finding["evidence"] if line.startswith("the launcher names rank")]
+    assert names_another or re.search(rb"Root Cause.*?\n  rank +: 2 ", err, re.DOTALL)
+    assert [line for line in finding["evidence"] if line.startswith("where the others were: rank")]
+    (stacks,) = report["data"]["stacks"]
+    assert [stack["rank"] for stack in stacks["ranks"]] == [0, 1]
     assert report["data"]["ranks"][0]["pid"]
     assert {rank["rank"]: rank["status"] for rank in report["data"]["ranks"]}[2] in statuses
     assert finding["title"].split(":")[0].encode() in b" ".join(err.split())
     again = subprocess.run([PROGRAM, "run", "--from", tmp_path, "--json"], capture_output=True, check=False)
     assert again.returncode == 1
     assert json.loads(again.stdout)["findings"] == report["findings"]
+
+
+_LAUNCHER = """
+import os, subprocess, sys, time
+ranks = [subprocess.Popen([sys.executable, "-c", sys.argv[1]],
+         env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+         for rank in range(2)]
+while ranks[1].poll() is None: time.sleep(0.1)
+ranks[0].terminate()
+sys.exit(ranks[1].returncode if ranks[0].wait(60) == 0 else 99)
+"""
+_SAVES_ON_SIGTERM = """
+import os, signal, sys, threading, time
+if os.environ["RANK"] == "1": sys.exit(time.sleep(1) or 3)
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(0)))
+for _ in range(8): threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+time.sleep(300)
+"""
+
+
+def test_stacks_are_read_and_then_a_handler_of_sigterm_runs(tmp_path: Path) -> None:
+    job = [PROGRAM, "run", "--save", str(tmp_path), sys.executable, "-c", _LAUNCHER, _SAVES_ON_SIGTERM]
+    done = subprocess.run(job, capture_output=True, timeout=_LATE_S, check=False)
+    assert (done.returncode, done.stdout) == (3, b"saved\n")
+    (stacks,) = _report(tmp_path)["data"]["stacks"]
+    assert [(stack["rank"], stack["frames"][0]["function"]) for stack in stacks["ranks"]] == [(0, "<module>")]
+    dumps = f"{tmp_path}/stacks.{os.uname().nodename}"
+    shown = subprocess.run([PROGRAM, "pyspy-all", "--from", dumps], capture_output=True, check=False)
+    assert b"rank 0" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "no command given"),
+        (("--", "torchrn", "train.py"), "torchrn: no such command or script"),
+        (("--on-stall", "wait", "true"), "--on-stall 'wait' is not known"),
+    ],
+)
+def test_wrong_usage(words: tuple[str, ...], message: str) -> None:
+    done = subprocess.run([PROGRAM, "run", *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"distdiag run: {message}")
+
+
+def test_the_first_word_that_is_no_option_begins_the_job() -> None:
+    code = "import sys; print(sys.argv[1:])"
+    job = [PROGRAM, "run", "--stall", "0", sys.executable, "-c", code, "--save", "x", "--", "--json"]
+    done = subprocess.run(job, capture_output=True, text=True, check=True)
+    assert done.stdout == "['--save', 'x', '--', '--json']\n"
 
 
 def test_a_healthy_job_writes_the_same_and_ends_the_same(tmp_path: Path) -> None:

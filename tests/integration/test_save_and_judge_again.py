@@ -111,6 +111,15 @@ def test_facts_of_another_command_are_named(tmp_path: Path) -> None:
     assert f"hint: what is there is read by distdiag core-bt --from {tmp_path}" in done.err
 
 
+def test_a_report_beside_the_facts_is_passed_over(tmp_path: Path) -> None:
+    first = distdiag("hang", "--user", "nobody", "--save", str(tmp_path), "--json")
+    (tmp_path / "report.json").write_text(first.out)
+    second = distdiag("hang", "--from", str(tmp_path), "--json").report
+    assert second["findings"] == first.report["findings"]
+    assert "report.json" not in json.dumps(second)
+    assert distdiag("hang", "--from", str(tmp_path / "report.json")).code == 2
+
+
 def test_of_two_folders_the_hosts_are_put_together(tmp_path: Path) -> None:
     for name in ("a", "b"):
         distdiag("core-bt", "--setup", "--save", str(tmp_path / name))

@@ -400,7 +400,7 @@ os.write(writes, b"{SECRET} " * 20)
         (("--report", "x", "-p", "1"), "--report requires -- COMMAND"),
         (("--from", "/nonexistent"), "no such file"),
         (("--from", "/tmp", "-p", "1"), "--from analyzes existing logs"),
-        (("--", "no-such-program"), "no such script or program: 'no-such-program'"),
+        (("--", "no-such-program"), "no-such-program: no such command or script"),
     ],
 )
 def test_wrong_usage_is_told_and_nothing_is_traced(arguments: tuple[str, ...], says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from distdiag.diagnosis.job_logs.types import Logs, Request
 from distdiag.facts.job_logs.collect import Reader
 from distdiag.facts.job_logs.demux import Demux
 from distdiag.gathered import Gathered
-from distdiag.knowledge.job_logs import for_nodes, known_lines
+from distdiag.knowledge.job_logs import for_nodes, known_exception, known_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +45,16 @@ def test_case(case: Case, tmp_path: Path) -> None:
     else:
         assert (found.id, found.where.ranks) == (f"logs.{case.id}", case.ranks), text
     assert not case.forced or case.also in found.title + found.detail
+    _check_line_numbers(case.text, found.evidence)
+
+
+def _check_line_numbers(text: bytes, evidence: tuple[str, ...]) -> None:
+    """Each line that is quoted has its own number; "the log ends in a traceback" is no quote."""
+    lines = text.decode("utf-8", "replace").split("\n")
+    for quoted in evidence:
+        match = re.match(r"\S+/job\.log:(\d+): (?:\[ranks [\d,-]+\] )?(.{1,30})", quoted)
+        if match and not match[2].startswith("the log ends"):
+            assert match[2] in lines[int(match[1]) - 1], quoted
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.ranks == (2,)], ids=lambda case: case.name)
@@ -71,6 +82,77 @@ def test_equal_tracebacks_are_one_and_their_differences_shown(tmp_path: Path) ->
     found = judged(path).findings[0]
     assert found.where.ranks == (0, 1, 2, 3)
     assert "rank 3: ValueError: optimizer got no parameter list" in found.detail
+
+
+def test_ranks_that_the_launcher_ended_are_consequences_and_an_error_says_what_to_check(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_bytes(_ENDED_BY_TORCHRUN)
+    report = judged(path)
+    assert report.findings[0].title.endswith("2 other ranks ended because of it")
+    assert [(end.rank, end.role, end.what) for end in report.data.ranks] == [
+        (0, "consequence", "ended by the launcher"),
+        (1, "cause", "IndexError: index out of range in self"),
+        (2, "consequence", "ended by the launcher"),
+    ]
+    assert report.findings[0].fix is not None
+    assert "num_embeddings" in report.findings[0].fix.text
+    path.write_bytes(_ENDED_BY_TORCHRUN.replace(b"index out of range in self", b"sample 7"))
+    assert judged(path).findings[0].fix is None
+
+
+_ENDED_BY_TORCHRUN = b"""\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/job/train.py", line 13, in forward
+[rank1]: IndexError: index out of range in self
+Traceback (most recent call last):
+  File "/venv/bin/torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-24_12:25:09
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 30521)  (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 30521
+[2]:
+  time      : 2026-11-24_12:25:09
+  host      : localhost
+  rank      : 2 (local_rank: 2)
+  exitcode  : -15 (pid: 30523)  (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 30523
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-24_12:25:09
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 30522)
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("IndexError: Target 1000 is out of bounds.", "number of classes"),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x2)", "in_features"),
+        ("RuntimeError: stack expects each tensor to be equal size, but got [2] at entry 0", "collate_fn"),
+        ("ValueError: Default process group has not been initialized, please make sure", "init_process_group"),
+        ("RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central", "cut off"),
+    ],
+)
+def test_texts_of_exceptions_are_known(text: str, words: str) -> None:
+    found = known_exception(text)
+    assert found is not None
+    assert words in found.means + found.fix
+    assert known_exception("ValueError: sample 7") is None
 
 
 def streams(text: bytes) -> dict[str, bytes]:

@@ -72,10 +72,12 @@ def core_bt(
       distdiag core-bt --setup --hosts gpu[01-08]  # would a crash leave a core?
     """
     from distdiag import runner
+    from distdiag.cluster.targets import check_paths
 
     def request() -> Request:
         if sum((bool(cores), bool(pid), setup)) > 1:
             raise UsageError("CORE, --pid and --setup are mutually exclusive", hint="pass one of them")
+        check_paths(cluster, cores or ())
         return Request(
             program=called_as(),
             cluster=cluster,

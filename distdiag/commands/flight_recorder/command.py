@@ -58,6 +58,7 @@ def flight_recorder(
       distdiag flight-recorder --hosts node[1-64] /tmp/fr
     """
     from distdiag import runner
+    from distdiag.cluster.targets import check_paths
     from distdiag.commands.flight_recorder.subcommand import SUBCOMMAND
     from distdiag.output import deliver_lines
 
@@ -71,6 +72,8 @@ def flight_recorder(
             raise UsageError(
                 "no dumps given", hint="give a directory or files; flight-recorder --how shows how to get them"
             )
+        if not trigger:
+            check_paths(cluster, paths or ())
         if html:
             from distdiag.commands.flight_recorder.html_report import check_place
 

@@ -56,8 +56,8 @@ def logs(
     With --hosts the paths are read on each host, and only what is found is sent. With --kube and no path: what
     kubectl logs has of all containers, before their last restart too.
 
-    Exit status: 0 warnings only, 1 failure explained, 2 wrong usage, 3 the logs do not show the first failure (a hang
-    leaves no line at all), 130 interrupted.
+    Exit status: 0 no failure, at most warnings, 1 failure explained, 2 wrong usage, 3 the logs do not show the first
+    failure (a hang leaves no line at all), 130 interrupted.
 
     \b
     Examples:
@@ -66,6 +66,7 @@ def logs(
       distdiag logs --hosts node[1-64] /tmp/job/logs    # read on each host
     """
     from distdiag import runner
+    from distdiag.cluster.targets import check_paths
     from distdiag.commands.logs import separate
     from distdiag.diagnosis.job_logs.types import Request
 
@@ -79,6 +80,7 @@ def logs(
             raise UsageError(
                 "--follow reads logs of this machine", hint="leave out --hosts, or log in and follow there"
             )
+        check_paths(cluster, paths or ())
         return Request(program=called_as(), cluster=cluster, paths=tuple(paths or ()), timeline=timeline, follow=follow)
 
     runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
@@ -98,7 +100,7 @@ def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
         facts=NodeLogs,
         collect=_collect,
         diagnose=diagnose,
-        view=lambda request, _, report: logs_view(report.data, timeline=request.timeline),
+        view=lambda request, _, report: logs_view(report, timeline=request.timeline),
         explain=lambda request: runner.explain(request.cluster, _agent()),
         shown_as_typed=("timeline",),
     )

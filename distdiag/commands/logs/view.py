@@ -2,56 +2,67 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks_within
 from distdiag.diagnosis.wording import counted, format_size
-from distdiag.output import Whole, Wrapped, plain_table
+from distdiag.output import Wrapped, plain_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
+    from rich.table import Table
 
     from distdiag.diagnosis.job_logs.types import Logs
+    from distdiag.report import Report
 
 _RANKS, _TIMELINE, _WHAT = 40, 200, 160
 
 
-def logs_view(data: Logs, *, timeline: bool) -> Iterator[RenderableType]:
-    """Draw a line for the files, a row for each way in which ranks ended."""
-    yield Wrapped(_sources(data), margin=0)
-    if data.ranks:
+def logs_view(report: Report[Logs], *, timeline: bool) -> Iterator[RenderableType]:
+    """Draw what was read unless it is one whole file, and a row for each way in which ranks ended, the cause first."""
+    data = report.data
+    if not _is_plain(data):
+        yield Wrapped(_sources(data), margin=0)
         yield ""
-        table = plain_table(
-            Column("ranks", overflow="fold"),
-            Column("role", no_wrap=True),
-            Column("exit", no_wrap=True),
-            Column("reports", overflow="fold"),
-        )
-        groups: dict[tuple[str, str, str], list[int]] = {}
-        for end in data.ranks:
-            groups.setdefault((end.role, end.exit, _shape(end.what)), []).append(end.rank)
-        what = {_shape(end.what): end.what for end in reversed(data.ranks)}
-        for (role, exit_, shape), ranks in groups.items():
-            table.add_row(
-                fold_ranks_within(ranks, _RANKS), role or "-", exit_ or "-", _cut(_short(what[shape])) or "no failure"
-            )
-        yield table
+    if data.ranks:
+        yield _ends(data, report.findings[0].where.ranks if report.findings else ())
     if timeline:
         yield ""
         for line in _timeline(data):
-            yield Whole(line)
+            yield Wrapped(line, margin=0, hang=4)
+
+
+def _ends(data: Logs, first: Sequence[int]) -> Table:
+    table = plain_table(
+        Column("ranks", overflow="fold"),
+        Column("role", no_wrap=True),
+        Column("exit", no_wrap=True),
+        Column("reports", overflow="fold"),
+    )
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for end in data.ranks:
+        groups.setdefault((end.role, end.exit, _shape(end.what)), []).append(end.rank)
+    what = {_shape(end.what): end.what for end in reversed(data.ranks)}
+
+    def order(group: tuple[tuple[str, str, str], list[int]]) -> tuple[bool, bool]:
+        return not set(group[1]) & {*first}, group[0][0] != "cause"
+
+    for (role, exit_, shape), ranks in sorted(groups.items(), key=order):
+        reports = _cut(_short(what[shape])) or "no error"
+        table.add_row(fold_ranks_within(ranks, _RANKS), role or "-", exit_ or "-", reports)
+    return table
 
 
 def _short(text: str) -> str:
-    """Leave out where in the source of torch a message comes from."""
-    import re
-
+    """Leave out where in the source of torch a message comes from, and its advice."""
     text = re.sub(r"^\[[EWIF]\d{4} [^\]]*\] ", "", text)
-    return re.sub(r"\[\S*/[\w.-]+\.(?:cc|cpp|h|cu):\d+\] ", "", text)
+    text = re.sub(r"\[\S*/[\w.-]+\.(?:cc|cpp|h|cu):\d+\] ", "", text)
+    return text.partition(". This is typically caused by")[0]
 
 
 def _cut(text: str) -> str:
@@ -60,9 +71,14 @@ def _cut(text: str) -> str:
 
 
 def _shape(text: str) -> str:
-    import re
-
     return re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+
+
+def _is_plain(data: Logs) -> bool:
+    """Return whether one file was read, to its end, and as it is."""
+    (*others, source) = data.sources or (None,)
+    is_whole = source is not None and not (source.error or source.cut or source.joined or others)
+    return is_whole and not data.dropped
 
 
 def _sources(data: Logs) -> str:
@@ -92,8 +108,10 @@ def _timeline(data: Logs) -> Iterator[str]:
     if not timed and len(data.sources) > 1:
         yield "order: by file and line; not every line has a time, so files are not merged"
     for failure in ordered[:_TIMELINE]:
+        clock = f"{_clock(failure.at):12}  " if any(failure.at is not None for failure in ordered) else ""
         who = f"rank {failure.rank}" if failure.rank is not None else "-"
-        yield f"{_clock(failure.at)}  {who:9} {failure.role:12} {failure.file}:{failure.line}  {_cut(failure.what)}"
+        place = f"{failure.file}:{failure.line}" if len(data.sources) > 1 else f"line {failure.line}"
+        yield f"{clock}{who:9} {failure.role:12} {place}  {_cut(_short(failure.what))}"
 
 
 def _clock(at: float | None) -> str:

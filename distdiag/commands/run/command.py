@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 def run(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- LAUNCHER ARGS...", help="The command that starts the job today."),
+        typer.Argument(metavar="-- LAUNCHER ARGS...", help="The command that starts the job."),
     ] = None,
     save: Annotated[
         str, typer.Option("--save", metavar="DIR", help="Keep the output of each rank and all facts there.")
     ] = "",
     stall: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Run hang once no rank has written for so long; 0: never.")
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", help="If no rank writes anything for this long, diagnose with hang; 0: never."
+        ),
     ] = 300.0,
     on_stall: Annotated[str, typer.Option(metavar="report|kill", help="What to do with a job that hangs.")] = "report",
     pictures: Annotated[
         bool,
-        typer.Option(help="Run hang before the launcher ends the other ranks, and before SIGTERM is passed on."),
+        typer.Option(help="Record where ranks are: stacks when a rank dies, hang before SIGTERM is passed on."),
     ] = True,
     sync: Annotated[
         bool, typer.Option("--sync", help="CUDA_LAUNCH_BLOCKING=1: errors at the right line. Slow; hides races.")
@@ -56,7 +59,7 @@ def run(
     ] = False,
     sanitizer: Annotated[
         str,
-        typer.Option(metavar="TOOL", help="Run each rank below compute-sanitizer: memcheck, racecheck... Very slow."),
+        typer.Option(metavar="TOOL", help="Run each rank under compute-sanitizer: memcheck, racecheck... Very slow."),
     ] = "",
     ranks: Annotated[
         str, typer.Option(metavar="LIST", help="Apply the switches above to these ranks only: 3, or 0,4-7.")
@@ -74,7 +77,7 @@ def run(
     """Start a job as you do now, and learn which rank failed first, why, and where the others were.
 
     stdout, stderr, stdin, signals and the exit status are the job's own; the verdict follows on stderr if it fails.
-    Below srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then judges all nodes.
+    Under srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then judges all nodes.
 
     Exit status: the job's own.
 
@@ -94,7 +97,7 @@ def run(
         if on_stall not in ("report", "kill"):
             raise UsageError(f"--on-stall {on_stall!r} is not known", hint="write --on-stall report or kill")
         if as_json and not print_env:
-            raise UsageError("--json: stdout is the job's", hint="--save DIR writes DIR/report.json")
+            raise UsageError("--json: stdout is the job's", hint="--save DIR, and then: distdiag run --json --from DIR")
         switches = Switches(
             sync=sync,
             gpus=parse(gpus, r"none|[\w.,-]+", "--gpus", "use --gpus none, or --gpus 0,2"),
@@ -110,7 +113,7 @@ def run(
         if print_env:
             _print_variables(switches, save, as_json=as_json)
         if not command:
-            raise UsageError("no job named", hint=f"{called_as()} run -- torchrun --nproc-per-node 8 train.py")
+            raise UsageError("no command given", hint=f"{called_as()} run -- torchrun --nproc-per-node 8 train.py")
         _run(command, switches, save, stall_s=stall, on_stall=on_stall, pictures=pictures, prefix=prefix)
     except UsageError as error:
         fail("run", error, as_json=as_json)
@@ -158,6 +161,8 @@ def _run(
     pictures: bool,
     prefix: bool,
 ) -> NoReturn:
+    import glob
+
     from distdiag import child_job
     from distdiag.commands.run import supervise
     from distdiag.commands.run.switches import LINES_FOLDER, environment, sanitizer_words, variables
@@ -185,6 +190,8 @@ def _run(
         prefix=prefix,
     )
     node = supervise.run(plan, say=say)
+    if switches.recorder and not glob.glob(os.path.join(glob.escape(folder), "recorder_*")):
+        say("distdiag run: --recorder: no dump and no pipe: PyTorch records NCCL's collectives only")
     wrote = switches.nccl_debug or switches.recorder or switches.trace_py or switches.sanitizer
     _report(node, program, folder, keep=bool(save or wrote))
     if wrote and not save:
@@ -222,7 +229,7 @@ def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
         say(f"distdiag run: {error}")
     if not is_fine:
         with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):  # stdout is the job's
-            deliver(COMMAND, lambda: report, lambda made: run_view(made.data), Output())
+            deliver(COMMAND, lambda: report, lambda made: run_view(made.data, program), Output())
 
 
 def _judge_again(paths: list[str], *, as_json: bool, strict: bool) -> NoReturn:
@@ -245,7 +252,7 @@ def subcommand() -> Subcommand[Request, NodeRun, Run]:
     from distdiag.errors import UsageError
 
     def nothing(*_: object) -> NoReturn:
-        raise UsageError("no job named", hint="distdiag run -- torchrun train.py")
+        raise UsageError("no command given", hint="distdiag run -- torchrun train.py")
 
     return runner.Subcommand(
         name=COMMAND,
@@ -253,6 +260,6 @@ def subcommand() -> Subcommand[Request, NodeRun, Run]:
         facts=NodeRun,
         collect=nothing,
         diagnose=diagnose,
-        view=lambda _, __, report: run_view(report.data),
+        view=lambda request, _, report: run_view(report.data, request.program),
         explain=nothing,
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import calendar
+import os
 import shlex
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.commands.run.types import COMMAND, NodeRun, Picture, RankRun, Run
+from distdiag.commands.run.types import COMMAND, NodeRun, Picture, RankRun, RankStack, Run
 from distdiag.diagnosis.job_logs import diagnose as logs_diagnose
 from distdiag.diagnosis.job_logs.types import Request as LogsRequest
+from distdiag.diagnosis.job_logs.types import number_in
+from distdiag.diagnosis.stack_wording import place
 from distdiag.diagnosis.wording import counted, format_duration, format_ranks
 from distdiag.facts.job_logs.scan import Event, Stream
 from distdiag.facts.programs import signal_name
@@ -35,7 +38,7 @@ def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
     found += _sanitized(nodes)
     found += host_findings(gathered.refusals, gathered.rows)
     found.sort(key=lambda finding: _ORDER.index(finding.level))
-    ranks = tuple(rank for node in nodes for rank in node.ranks)
+    ranks = tuple(_of_one_clock(rank, nodes) for node in nodes for rank in node.ranks)
     statuses = [node.status for node in nodes]
     status = next((status for status in statuses if status), 0) if statuses else None
     world = len({rank.rank for rank in ranks})
@@ -51,8 +54,11 @@ def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
             world=world,
             ranks=ranks,
             pictures=tuple(picture for node in nodes for picture in node.pictures),
+            stacks=tuple(node.stacks for node in nodes if node.stacks is not None),
+            first=found[0].where.ranks if found else (),
             launcher_says=next(filter(None, (_launcher_says(node.logs) for node in nodes)), ""),
             folder=request.folder,
+            hosts=tuple(node.host for node in nodes),
         ),
         findings=tuple(found),
         summary=summary,
@@ -79,12 +85,12 @@ def _judge(request: Request, nodes: Sequence[NodeRun]) -> Iterator[Finding]:
     )
     first = report.findings[0] if report.findings else None
     if first is not None and first.level is Level.FAIL:
-        yield replace(first, evidence=(*first.evidence, *_order(deaths, nodes), *_pictured(nodes)))
+        yield replace(first, evidence=(*first.evidence, *_about_the_end(first.where.ranks, deaths, nodes)))
         yield from report.findings[1:]
     elif deaths:
         yield _died_first(deaths, nodes, first)
     else:
-        yield _unexplained(nodes)
+        yield _unexplained(request.folder, nodes)
     if not is_bad:
         yield _restarted(deaths)
 
@@ -97,6 +103,14 @@ def _deaths(nodes: Sequence[NodeRun]) -> list[RankRun]:
         for rank in node.ranks
         if rank.ended_s is not None and rank.status not in (0, None, -15, -2, -1)
     ]
+
+
+def _of_one_clock(rank: RankRun, nodes: Sequence[NodeRun]) -> RankRun:
+    """Count the times of a rank from the begin of the node that began first."""
+    node = next(node for node in nodes if rank in node.ranks)
+    later_s = node.began_at - min(node.began_at for node in nodes)
+    ended_s = None if rank.ended_s is None else round(rank.ended_s + later_s, 3)
+    return replace(rank, started_s=round(rank.started_s + later_s, 3), ended_s=ended_s)
 
 
 def _unix(rank: RankRun, nodes: Sequence[NodeRun]) -> float:
@@ -157,19 +171,51 @@ def _status(status: int | None) -> str:
     return signal_name(-status) if status < 0 else f"exit status {status}"
 
 
-def _order(deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> Iterator[str]:
-    """Yield in which order ranks ended, and torchrun's own opinion."""
-    if deaths:
-        start = _unix(deaths[0], nodes)
-        shown = [
-            f"rank {rank.rank} {_status(rank.status)}{' (out of memory)' if rank.oom else ''}"
-            + (f" +{_unix(rank, nodes) - start:.3f} s" if number else f" at {rank.ended_s:.2f} s")
-            for number, rank in enumerate(deaths[:_SHOWN])
-        ]
-        yield f"order of deaths: {', '.join(shown)}"
+def _about_the_end(first: Sequence[int], deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> Iterator[str]:
+    """Yield what was recorded of the end: the last line of output, the order of the ends, and where the others were."""
+    failed = next((rank for rank in deaths if rank.rank in first), None)
+    if failed is not None and failed.last_line and len(first) == 1:
+        yield f"last line of its output: {failed.last_line}"
+    if len(deaths) > 1:
+        shown = [_ended(_of_one_clock(rank, nodes)) for rank in deaths[:_SHOWN]]
+        more = f", and {len(deaths) - _SHOWN} more" if len(deaths) > _SHOWN else ""
+        yield f"ranks ended in this order: {', '.join(shown)}{more}"
+    yield from _where_others_were(nodes)
     for node in nodes:
-        if says := _launcher_says(node.logs):
-            yield f"the launcher says: {says}"
+        named = _launcher_names(node.logs)
+        if named is not None and first and named not in first:
+            yield f"the launcher names rank {named}, which it saw first; rank {first[0]} failed before"
+    yield from _pictured(nodes)
+
+
+def _ended(rank: RankRun) -> str:
+    memory = ", out of memory" if rank.oom else ""
+    return f"rank {rank.rank} ({_status(rank.status)}{memory}) at {rank.ended_s or 0.0:.2f} s"
+
+
+def _where_others_were(nodes: Sequence[NodeRun]) -> Iterator[str]:
+    """Yield where the ranks were that lived when the first one of their node had ended."""
+    for node in nodes:
+        if node.stacks is None:
+            continue
+        on = f" on {node.host}" if len(nodes) > 1 else ""
+        places: dict[str, list[int]] = {}
+        for stack in node.stacks.ranks:
+            places.setdefault(_place(stack), []).append(stack.rank)
+        words = "; ".join(f"{format_ranks(ranks)} {place}" for place, ranks in places.items())
+        yield f"where the others were{on}: {words or 'not recorded, they had ended'}"
+
+
+def _place(stack: RankStack) -> str:
+    if stack.error:
+        return f"not known ({stack.error})"
+    return f"at {place(stack.frames)}" if stack.frames else "exiting (no Python frames left)"
+
+
+def _launcher_names(logs: NodeLogs) -> int | None:
+    """Return the rank that a launcher names as the first that failed."""
+    first = next((event for event in logs.events if event.id == "exit" and event.groups.get("first")), None)
+    return None if first is None else number_in(first.groups.get("rank"))
 
 
 def _launcher_says(logs: NodeLogs) -> str:
@@ -183,8 +229,8 @@ def _launcher_says(logs: NodeLogs) -> str:
 def _pictured(nodes: Sequence[NodeRun]) -> Iterator[str]:
     for node in nodes:
         for picture in node.pictures:
-            if picture.verdict == "fail" or (picture.summary and picture.reason == "SIGTERM"):
-                yield f"hang at {picture.at_s:.1f} s ({picture.reason}): {picture.summary}"
+            if picture.verdict == "fail" or picture.error or (picture.summary and picture.reason == "SIGTERM"):
+                yield f"hang at {picture.at_s:.1f} s ({picture.reason}): {picture.summary or picture.error}"
 
 
 def _stalled(picture: Picture, *, killed: bool) -> Finding:
@@ -225,12 +271,12 @@ def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Findi
         title=title,
         detail=logs.title if logs is not None else "",
         where=Where(ranks=(rank.rank,), hosts=(rank.host,), pids=(rank.pid,)),
-        evidence=(*_order(deaths, nodes), *_pictured(nodes)),
+        evidence=tuple(_about_the_end((rank.rank,), deaths, nodes)),
         fix=fix,
     )
 
 
-def _unexplained(nodes: Sequence[NodeRun]) -> Finding:
+def _unexplained(folder: str, nodes: Sequence[NodeRun]) -> Finding:
     node = next(node for node in nodes if node.status)
     ranks = [rank for rank in node.ranks]
     what = f"{counted(len(ranks), 'rank')} started, none failed" if ranks else "no rank started"
@@ -239,7 +285,10 @@ def _unexplained(nodes: Sequence[NodeRun]) -> Finding:
         level=Level.UNKNOWN,
         title=f"the launcher ended with {_status(node.status)}; {what}",
         evidence=tuple(_pictured(nodes)),
-        fix=Fix(text="read what the launcher wrote: job.*.log in the folder of --save"),
+        fix=Fix(
+            text="read what the launcher wrote",
+            commands=(f"tail -n 50 {shlex.quote(os.path.join(folder, f'output.{node.host}'))}/job.*.log",),
+        ),
     )
 
 

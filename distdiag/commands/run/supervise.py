@@ -1,4 +1,4 @@
-"""Runs the job with a recorder beside it, and takes hang's picture when it stalls, a rank dies or SIGTERM comes."""
+"""Runs the job with a recorder beside it; reads stacks when a rank dies, and runs hang on a stall and on SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,22 +16,30 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import child_job
 from distdiag.commands.run.switches import SANITIZER_LOG
-from distdiag.commands.run.types import NodeRun, Picture, RankRun, SanitizerLog
+from distdiag.commands.run.types import NodeRun, Picture, RankRun, RankStack, SanitizerLog, Stacks
+from distdiag.diagnosis.stack_classes import thread_at_work
 from distdiag.facts import machine, private_files, procs, programs
 from distdiag.facts.core.setup import PatternKind, read_pattern
 from distdiag.facts.job_logs.collect import Reader
+from distdiag.facts.job_logs.demux import plain
+from distdiag.facts.stack_sampler import SampleOptions, take_samples
+from distdiag.facts.text import printable
 from distdiag.training import recorded_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-_HANG_S = 15.0
-"""For hang's whole diagnosis; a death freezes the launcher for at most as long, see agent/job_recorder."""
+    from distdiag.facts.stack_types import Sample
+
+_HANG_S = 30.0
 _HANG_ON_TERM_S = 8.0
+_STACKS_S = 3.0
+"""For one stack; the recorder holds the launcher for 10 s at most, and until a second rank ends."""
 _DRAIN_S = 5.0
 _STILL = 0.01
 """A main thread that ran for less than this share of the time makes no progress."""
 _MOST_LOGS = 8192
+_LAST_BYTES = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +106,7 @@ class _Job:
     _read_to: int = 0
     _control: int = -1
     _stall: _Stall | None = None
-    _did_die: bool = False
+    _stacks: Stacks | None = None
 
     def start(self, mask: set[signal.Signals | int], stack: contextlib.ExitStack) -> None:
         """Start the recorder, then the job, whose output goes through it."""
@@ -123,7 +131,7 @@ class _Job:
             "listener": listener.fileno(),
             "control": control,
             "streams": streams,
-            "freeze": self.plan.pictures,
+            "hold": self.plan.pictures,
             "prefix": self.plan.prefix,
         }
         self.recorder = child_job.start_recorder(config, keep)
@@ -152,19 +160,34 @@ class _Job:
     def turn(self) -> None:
         """Look, once a second: has a rank died, does the job stall?"""
         self._read()
-        frozen = next((event for event in self._events if event.get("frozen")), None)
-        if frozen is not None and not self._did_die:
-            self._did_die = True
-            if self._living():
-                self._picture("death", _HANG_S)
-            os.write(self._control, b"thaw\n")
+        held = next((event for event in self._events if event["event"] == "held"), None)
+        if held is not None and self._stacks is None:
+            self._read_stacks(held["at"])
         living = self._living()
         if self.plan.stall_s and living and self._stall is not None and self._stall.came(living):
             self._stalled()
 
+    def _read_stacks(self, held_at: float) -> None:
+        """Read where the ranks are that live, and let the launcher go, which the recorder holds since then."""
+        ranks = {event["pid"]: event["rank"] for event in self._events if event["event"] == "start"}
+        samples = take_samples(self._living(), SampleOptions(timeout_s=_STACKS_S, counters=False))
+        os.write(self._control, b"release\n")
+        held_s = time.time() - held_at
+        found = sorted((_rank_stack(ranks[pid], pid, sample) for pid, sample in samples.items()), key=lambda s: s.rank)
+        folder = os.path.join(self.plan.folder, f"stacks.{machine.host_name()}")
+        with contextlib.suppress(OSError):
+            private_files.make_folder(folder)
+            for stack in found:
+                if stack.frames:
+                    path = os.path.join(folder, f"rank{stack.rank}.txt")
+                    private_files.write_whole(path, _as_dump(stack).encode())
+        self._stacks = Stacks(
+            at_s=round(held_at - self.began_at, 2), held_s=round(held_s, 2), ranks=tuple(found), folder=folder
+        )
+
     def _stalled(self) -> None:
         assert self._stall is not None
-        picture = self._picture("stall", 2 * _HANG_S)
+        picture = self._picture("stall", _HANG_S)
         if picture.verdict in ("ok", "warn"):
             self._stall.again()
             return
@@ -184,7 +207,7 @@ class _Job:
         words += ["--job", masters.pop()] if len(masters) == 1 else []
         words += ["--logs", self.output]
         code = (
-            "import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, ()); sys.argv[0] = 'distdiag'; "
+            f"import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, ()); sys.argv[0] = {sys.argv[0]!r}; "
             "from distdiag.__main__ import main; main()"
         )
         done = programs.run([sys.executable, "-c", code, *words], timeout_s=limit_s + 5, env=_without_rank())
@@ -219,7 +242,7 @@ class _Job:
                 self._events.append(json.loads(line))
 
     def _living(self) -> list[int]:
-        ended = {event["pid"] for event in self._events if event["event"] == "end"}
+        ended = {event["pid"] for event in self._events if event["event"] != "start"}
         return [event["pid"] for event in self._events if event["event"] == "start" and event["pid"] not in ended]
 
     def drain(self) -> None:
@@ -248,7 +271,16 @@ class _Job:
             signals=tuple(self.signals),
             killed=self.killed,
             sanitizer=tuple(_sanitizer_logs(self.plan.folder)),
+            stacks=self._stacks or self._no_stacks(),
         )
+
+    def _no_stacks(self) -> Stacks | None:
+        """Return that there was nobody left to look at, where a rank of several failed and nothing else was asked."""
+        bad = [event for event in self._events if event["event"] == "end" and event["status"] != 0]
+        ranks = {event["rank"] for event in self._events if event["event"] == "start"}
+        if not (self.plan.pictures and bad and len(ranks) > 1) or self.pictures or self.signals:
+            return None
+        return Stacks(at_s=round(bad[0]["at"] - self.began_at, 2))
 
     def _rank(self, start: dict[str, Any], end: dict[str, Any] | None) -> RankRun:
         return RankRun(
@@ -262,7 +294,32 @@ class _Job:
             ended_s=None if end is None else round(end["at"] - self.began_at, 3),
             status=None if end is None else end["status"],
             oom=bool(end and end["oom"]),
+            last_line="" if end is None or end["status"] == 0 else self._last_line(start),
         )
+
+    def _last_line(self, start: dict[str, Any]) -> str:
+        name = "output" if "output" in start["streams"] else "stdout"
+        path = os.path.join(self.output, f"rank{start['rank']}.g{start['generation']}.{name}.log")
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            before, *_ = re.split(rb"^.*Traceback \(most recent", file.read(), maxsplit=1, flags=re.MULTILINE)
+            return printable(plain(before.strip().split(b"\n")[-1]).decode("utf-8", "replace").strip())[:200]
+        return ""
+
+
+def _rank_stack(rank: int, pid: int, sample: Sample) -> RankStack:
+    """Keep the thread that does the job's work; without one, why there is none."""
+    tid = thread_at_work(sample)
+    thread = next((thread for thread in sample.threads if tid in (None, thread.os_thread_id)), None)
+    if thread is None:
+        return RankStack(rank=rank, pid=pid, error=sample.reason or "no Python frames")
+    return RankStack(rank=rank, pid=pid, thread=thread.name, frames=thread.frames)
+
+
+def _as_dump(stack: RankStack) -> str:
+    """Format a stack as `py-spy dump` does, for pyspy-all."""
+    frames = "".join(f"    {frame.function} ({frame.file}:{frame.line})\n" for frame in stack.frames)
+    return f'Process {stack.pid}: rank {stack.rank}\n\nThread {stack.pid} (idle): "{stack.thread}"\n{frames}'
 
 
 class _Stall:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - saved requests are decoded by it
 from distdiag.facts.job_logs.collect import NodeLogs  # noqa: TC001
+from distdiag.facts.stack_types import Frame  # noqa: TC001
 
 COMMAND = "run"
 
@@ -27,6 +28,7 @@ class RankRun:
     `world`: as its launcher says. `status`: exit status, negative for a signal;
     None if it is not known. `ended_s`: None if nobody saw it end. `oom`:
     the kernel counted a kill for lack of memory in its cgroup between its start and its end.
+    `last_line`: of its stdout; of one stream with stderr, the last before a traceback.
     """
 
     rank: int
@@ -39,11 +41,12 @@ class RankRun:
     ended_s: float | None = None
     status: int | None = None
     oom: bool = False
+    last_line: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """What `hang` reported of the job at one moment. `reason`: stall, death or SIGTERM; `error`: why it has nothing."""
+    """What `hang` reported of the job at one moment. `reason`: stall or SIGTERM; `error`: why it has nothing."""
 
     reason: str
     at_s: float
@@ -54,6 +57,31 @@ class Picture:
     class_name: str = ""
     folder: str = ""
     error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStack:
+    """Where a rank was when the first one had ended. `error`: why there are no frames, which are innermost first."""
+
+    rank: int
+    pid: int
+    thread: str = ""
+    frames: tuple[Frame, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """The stacks of the ranks that lived when the first one had ended. No ranks: the others had ended too.
+
+    `held_s`: the reading took so long; the launcher was held meanwhile, or until another rank ended. `folder`: where
+    they are, for pyspy-all.
+    """
+
+    at_s: float
+    held_s: float = 0.0
+    ranks: tuple[RankStack, ...] = ()
+    folder: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +99,7 @@ class NodeRun:
     """What was recorded on one node. `began_at`: Unix time. `status`: the launcher's; None while it runs.
 
     `signals`: those that were sent to distdiag and passed on, as (name, second). `killed`: by --on-stall kill.
+    `stacks`: None if no rank failed before the job was ended, or --no-pictures was given.
     """
 
     host: str
@@ -84,11 +113,15 @@ class NodeRun:
     signals: tuple[tuple[str, float], ...] = ()
     killed: bool = False
     sanitizer: tuple[SanitizerLog, ...] = ()
+    stacks: Stacks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The facts of the answer. `folders`: where each node's output is kept."""
+    """The facts of the answer. Times of ranks of all nodes count from the same moment.
+
+    `first`: the ranks that failed first. `folder`: where everything is kept; `hosts`: of the nodes.
+    """
 
     argv: tuple[str, ...]
     status: int | None
@@ -97,5 +130,8 @@ class Run:
     world: int
     ranks: tuple[RankRun, ...]
     pictures: tuple[Picture, ...]
+    stacks: tuple[Stacks, ...] = ()
+    first: tuple[int, ...] = ()
     launcher_says: str = ""
     folder: str = ""
+    hosts: tuple[str, ...] = ()

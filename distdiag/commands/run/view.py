@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from rich.table import Column
@@ -15,35 +16,53 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import RenderableType
+    from rich.table import Table
 
     from distdiag.commands.run.types import RankRun, Run
 
 
-def run_view(data: Run) -> Iterator[RenderableType]:
+def run_view(data: Run, program: str) -> Iterator[RenderableType]:
     """Draw the job's end, its ranks folded by how they ended, and the folder."""
     status = "still running" if data.status is None else status_text(data.status)
     restarts = f", {counted(data.generations - 1, 'restart')}" if data.generations > 1 else ""
     yield Wrapped(f"{counted(data.world, 'rank')}, {format_duration(data.took_s)}, {status}{restarts}", margin=0)
     if data.ranks:
         yield ""
-        table = plain_table(
-            Column("ranks", overflow="fold"),
-            Column("hosts", overflow="fold"),
-            Column("generation", justify="right"),
-            Column("ended with", no_wrap=True),
-            Column("at", justify="right", no_wrap=True),
-        )
-        groups: dict[tuple[int, str], list[RankRun]] = {}
-        for rank in sorted(data.ranks, key=lambda rank: (rank.generation, rank.ended_s or 1e18)):
-            groups.setdefault((rank.generation, _end(rank)), []).append(rank)
-        for (generation, end), ranks in groups.items():
-            at = "" if ranks[0].ended_s is None else f"{ranks[0].ended_s:.2f} s"
-            hosts = fold({rank.host for rank in ranks})
-            table.add_row(fold_ranks(rank.rank for rank in ranks), hosts, str(generation), end, at)
-        yield table
+        yield _ranks(data)
     if data.folder:
         yield ""
-        yield Whole(f"output of each rank: {data.folder}/output.HOST")
+        host = f"/output.{data.hosts[0]}" if len(data.hosts) == 1 else ""
+        yield Whole(f"output of each rank: {data.folder}{host}")
+        yield Whole(f"read again: {program} run --from {data.folder}")
+        if os.path.basename(os.path.dirname(data.folder)).startswith("distdiag-run-"):  # without --save
+            yield Whole("it is a temporary folder: --save DIR keeps it elsewhere")
+
+
+def _ranks(data: Run) -> Table:
+    """Draw a row for those that failed first, then for each other way in which ranks ended, in order."""
+    several = data.generations > 1
+    columns = [Column("ranks", overflow="fold"), Column("hosts", overflow="fold")]
+    columns += [Column("start", no_wrap=True)] if several else []
+    columns += [Column("ended with", no_wrap=True), Column("at", justify="right", no_wrap=True)]
+    table = plain_table(*columns)
+    began = min((rank.generation for rank in data.ranks if rank.rank in data.first), default=0)
+    groups: dict[tuple[int, bool, str], list[RankRun]] = {}
+    for rank in sorted(data.ranks, key=lambda rank: rank.ended_s or 1e18):
+        is_first = rank.rank in data.first and rank.generation == began and rank.status != 0
+        groups.setdefault((rank.generation, not is_first, _end(rank)), []).append(rank)
+    for (generation, is_later, end), ranks in sorted(groups.items(), key=lambda group: group[0][:2]):
+        ends = [rank.ended_s for rank in ranks if rank.ended_s is not None]
+        row = [fold_ranks(rank.rank for rank in ranks), fold({rank.host for rank in ranks})]
+        row += [f"restart {generation}" if generation else "first"] if several else []
+        table.add_row(*row, end + ("" if is_later else "  <- failed first"), _times(ends))
+    return table
+
+
+def _times(ends: list[float]) -> str:
+    if not ends:
+        return ""
+    first, last = f"{ends[0]:.2f}", f"{ends[-1]:.2f}"
+    return f"{first} s" if first == last else f"{first}-{last} s"
 
 
 def status_text(status: int) -> str:

@@ -9,7 +9,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from distdiag.child_job import argv_of, watched
+from distdiag.errors import UsageError
 from distdiag.options import called_as
+from distdiag.output import fail
 from distdiag.training.line_trace.session import LINES, THREADS, VARIABLE, Settings
 
 
@@ -58,7 +60,10 @@ def trace_py(
 
     folder = os.path.abspath(dir_ or default_folder())
     settings = Settings(folder, lines, threads, tuple(_names(include)), tuple(_names(exclude)))
-    argv = argv_of(command, example=f"{called_as()} trace py -- train.py")
+    try:
+        argv = argv_of(command, example=f"{called_as()} trace py -- train.py")
+    except UsageError as error:
+        fail("trace py", error, as_json=False)
     for name in settings.include:
         if why := _unknown(name, argv[0]):
             typer.echo(f"distdiag trace: {why}", err=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.job_logs.types import Failure, number_in
-from distdiag.knowledge.job_logs import known_lines
+from distdiag.knowledge.job_logs import known_exception, known_lines
 from distdiag.knowledge.logs import read_log
 
 if TYPE_CHECKING:
@@ -312,8 +312,11 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         role, means, fix, commands = row.role, row.meaning(event.groups), row.remedy(event.groups), row.commands
     elif event.id == "exception":
         match = next((match for match in read_log(event.text) if match.known.role == "cause"), None)
+        exception = known_exception(event.text)
         if match is not None:
             means, fix, commands = match.means, match.fix, match.commands
+        elif exception is not None:
+            means, fix = exception.means, exception.fix
     what = event.text.partition("\n")[0][:300]
     return Failure(
         role=role,

@@ -447,8 +447,8 @@ def _ends(round_: Round) -> list[RankEnd]:
         what = told.what if told else watching[0].text[:200] if watching else ""
         role = told.role if told else "consequence" if watching else ""
         status = (exit_.signal or f"exit {exit_.code}") if exit_ else ""
-        if not role and status and exit_ and not exit_.by_launcher:
-            role = "cause"
+        if not role and status and exit_:
+            role = "ended" if exit_.by_launcher else "cause"
         ends.append(
             RankEnd(
                 rank=rank,
@@ -459,4 +459,11 @@ def _ends(round_: Round) -> list[RankEnd]:
                 lines=round_.book.ranks[rank],
             )
         )
-    return ends
+    return _with_ended(ends)
+
+
+def _with_ended(ends: Sequence[RankEnd]) -> list[RankEnd]:
+    """Call it a consequence that the launcher ended a rank without an error of its own, where there is a cause."""
+    has_cause = any(end.role == "cause" for end in ends)
+    role, what = ("consequence", "ended by the launcher") if has_cause else ("", "")
+    return [replace(end, role=role, what=what) if end.role == "ended" else end for end in ends]

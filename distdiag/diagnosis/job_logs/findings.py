@@ -137,7 +137,7 @@ def first_failure(
     else:
         title, id_ = f"{_ranks(ranks, book)} failed alike: {reason}", "logs.same-failure"
     if others and blames and ranks:
-        followers = [rank for rank in others if any(one.role == "consequence" for one in round_.of(rank))]
+        followers = [rank for rank in others if _followed(rank, round_)]
         if followers:
             title += f"; {_count(len(followers), 'other rank')} ended because of it"
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
@@ -155,6 +155,12 @@ def first_failure(
         evidence=_evidence(group),
         fix=_fix(failure, round_),
     )
+
+
+def _followed(rank: int, round_: Round) -> bool:
+    """Return whether a rank lost its peer, or was ended by the launcher."""
+    lost = any(failure.role == "consequence" for failure in round_.of(rank))
+    return lost or any(exit_.is_bad and exit_.by_launcher for exit_ in round_.exits_of(rank))
 
 
 def _paths(group: Sequence[Failure], book: Book) -> tuple[str, tuple[str, ...]]:
@@ -238,8 +244,6 @@ def _fix(failure: Failure, round_: Round) -> Fix | None:
         )
     if kind in _FIRST_STEPS:
         return Fix(text=_FIRST_STEPS[kind])
-    if failure.place:
-        return Fix(text=f"see {failure.place.partition(' in ')[0]}")
     return None
 
 

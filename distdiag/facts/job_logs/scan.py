@@ -127,7 +127,7 @@ class _Traceback:
     """A traceback that is being read.
 
     `named`: its lines begin with `[rank3]:`, as torch's excepthook writes what nothing caught; `last`: the exception,
-    and after it.
+    and after it; `last_line`: its line.
     """
 
     line: int
@@ -136,6 +136,7 @@ class _Traceback:
     named: bool = False
     frames: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
+    last_line: int = 0
     chain: list[str] = field(default_factory=list)
     end: int = 0
     went_on: bool = False
@@ -477,6 +478,7 @@ class FileScan:
             traceback.broken = True
             return False
         traceback.last.append(text)
+        traceback.last_line = self.lines
         if text.rstrip().endswith("ChildFailedError:"):
             self._end_traceback(number)
             self._summary, self._summary_of, self._root = {}, number, False
@@ -518,7 +520,7 @@ class FileScan:
                 break
         self._scan.add(
             Event(
-                "exception", number, traceback.line, _cut(text), traceback.at, traceback.generation,
+                "exception", number, traceback.last_line, _cut(text), traceback.at, traceback.generation,
                 self._scan.streams[number].rank, groups, tuple(traceback.frames[-_FRAMES:]),
             )
         )  # fmt: skip
@@ -568,6 +570,8 @@ class FileScan:
             if field_[1] == "time":
                 self._end_summary(more=True)
             self._summary[field_[1]] = field_[2].strip()
+            if field_[1] == "traceback":
+                self._summary["line"] = str(self.lines)
         elif text.startswith("Root Cause"):
             self._end_summary(more=True)
             self._root = True
@@ -597,15 +601,16 @@ class FileScan:
         round_ = max(self._rounds.values(), default=self.generation)
         self._scan.add(Event("exit", self._stream(b"", None), self.lines, _cut(text), when, round_, None, groups))
         if rest:
-            self._recorded(int(rank[1]), rest, round_)
+            self._recorded(int(rank[1]), rest, int(fields["line"]), round_)
 
-    def _recorded(self, rank: int, text: str, round_: int) -> None:
+    def _recorded(self, rank: int, text: str, line_before: int, round_: int) -> None:
         """Read the traceback that @record kept of a rank."""
-        number = self._stream(b"", rank)
+        number, read = self._stream(b"", rank), self.lines
         self._tracebacks[number] = _Traceback(self.lines, round_, None, True)
-        for line in text.split("\n"):
+        for self.lines, line in enumerate(text.split("\n"), line_before + 1):
             if number in self._tracebacks:
                 self._goes_on(number, line.encode(), named=True)
+        self.lines = read
         if number in self._tracebacks:
             self._end_traceback(number)
 

@@ -1,0 +1,123 @@
+"""What run makes of recorded ends: the first failure, the order, where the others were, and how it is drawn."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from distdiag.cluster.targets import Cluster
+from distdiag.commands.run.diagnose import diagnose
+from distdiag.commands.run.types import NodeRun, RankRun, RankStack, Request, Run, Stacks
+from distdiag.commands.run.view import run_view
+from distdiag.facts.job_logs.collect import Reader
+from distdiag.facts.stack_types import Frame
+from distdiag.gathered import Gathered
+from distdiag.knowledge.job_logs import for_nodes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from distdiag.report import Report
+
+_TRACEBACK = (
+    'Traceback (most recent call last):\n  File "/job/train.py", line 13, in forward\n'
+    "IndexError: index out of range in self\n"
+)
+_FOLDER = "/tmp/distdiag-run-1000/abc"
+_ENDS = ((1, 1, 6.94), (0, 1, 7.67), (2, -15, 8.08))
+_STACKS = Stacks(
+    at_s=6.94,
+    ranks=(
+        RankStack(rank=0, pid=11, frames=(Frame("<module>", "/job/train.py", 16),)),
+        RankStack(rank=2, pid=13),
+    ),
+)
+
+
+def node(folder: Path, ends: tuple[tuple[int, int, float], ...] = _ENDS) -> NodeRun:
+    log = folder / "rank1.g0.stderr.log"
+    log.write_text(
+        'Traceback (most recent call last):\n  File "/job/train.py", line 13\nIndexError: index out of range in self\n'
+    )
+    reader = Reader({"patterns": for_nodes()})
+    reader.read_output(str(log), str(log), 1)
+    ranks = tuple(
+        RankRun(
+            rank=rank,
+            local=rank,
+            generation=0,
+            host="vm",
+            pid=11 + rank,
+            started_s=0.1,
+            world=3,
+            ended_s=at_s,
+            status=status,
+        )
+        for rank, status, at_s in ends
+    )
+    return NodeRun(host="vm", argv=("torchrun",), began_at=0.0, took_s=9.1, status=1, ranks=ranks, logs=reader.found())
+
+
+def report(*nodes: NodeRun) -> Report[Run]:
+    return diagnose(Request(program="distdiag", cluster=Cluster(), folder=_FOLDER), Gathered(facts=list(nodes)))
+
+
+def drawn(made: Report[Run]) -> list[str]:
+    written = io.StringIO()
+    console = Console(width=100, file=written)
+    for part in run_view(made.data, "distdiag"):
+        console.print(part)
+    return [line.rstrip() for line in written.getvalue().splitlines()]
+
+
+def test_the_first_failure_the_order_and_where_the_others_were(tmp_path: Path) -> None:
+    recorded = node(tmp_path)
+    first = replace(recorded.ranks[0], last_line="rank 1 step 5 loss 0.73")
+    made = report(replace(recorded, stacks=_STACKS, ranks=(first, *recorded.ranks[1:])))
+    found = made.findings[0]
+    assert (found.id, found.where.ranks) == ("logs.first-failure", (1,))
+    assert "IndexError: index out of range in self" in found.title
+    assert found.evidence[0].endswith("rank1.g0.stderr.log:3: IndexError: index out of range in self")
+    assert found.evidence[1:] == (
+        "last line of its output: rank 1 step 5 loss 0.73",
+        "ranks ended in this order: rank 1 (exit status 1) at 6.94 s, rank 0 (exit status 1) at 7.67 s",
+        "where the others were: rank 0 at `<module>` train.py:16; rank 2 exiting (no Python frames left)",
+    )
+    assert found.fix is not None
+    assert "num_embeddings" in found.fix.text
+
+
+def test_nothing_is_said_of_an_order_of_one_and_all_is_said_of_no_stacks(tmp_path: Path) -> None:
+    made = report(replace(node(tmp_path, ((1, 1, 6.94), (0, -15, 7.2), (2, -15, 7.2))), stacks=Stacks(at_s=6.94)))
+    evidence = made.findings[0].evidence
+    assert not [line for line in evidence if "order" in line]
+    assert evidence[-1] == "where the others were: not recorded, they had ended"
+    assert not [line for line in report(node(tmp_path)).findings[0].evidence if "where the others" in line]
+
+
+def test_the_cause_is_the_first_row_and_paths_paste(tmp_path: Path) -> None:
+    lines = drawn(report(node(tmp_path)))
+    rows = [" ".join(line.split()) for line in lines]
+    assert rows[2:6] == [
+        "ranks hosts ended with at",
+        "1 vm exit status 1 <- failed first 6.94 s",
+        "0 vm exit status 1 7.67 s",
+        "2 vm SIGTERM 8.08 s",
+    ]
+    assert f"output of each rank: {_FOLDER}/output.vm" in lines
+    assert f"read again: distdiag run --from {_FOLDER}" in lines
+
+
+def test_restarts_have_a_column_and_nodes_one_clock(tmp_path: Path) -> None:
+    first = node(tmp_path)
+    again = tuple(replace(rank, generation=1, ended_s=20.0, status=0) for rank in first.ranks)
+    later = replace(
+        first, host="vm2", began_at=2.0, ranks=tuple(replace(rank, host="vm2", rank=rank.rank + 3) for rank in again)
+    )
+    made = report(replace(first, ranks=(*first.ranks, *again)), later)
+    lines = drawn(made)
+    assert any("restart 1" in line and "22.00 s" in line for line in lines)
+    assert f"output of each rank: {_FOLDER}" in lines
