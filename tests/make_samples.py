@@ -314,8 +314,7 @@ def overflow(folder: Path) -> str:
     """A feed-forward that overflows float16."""
     shutil.copy(SCRIPTS / "overflows.py", folder / "train.py")
     shown = "distdiag overflow --frames 3 -- train.py 1e6"
-    text = run(folder, shown, typed=f"exec 2>&1; {shown}")
-    return re.sub(r"Traceback .*?\n(?=distdiag overflow: )", "...\n", text, flags=re.DOTALL)
+    return run(folder, shown, typed=f"exec 2>&1; {shown}")
 
 
 @sample

@@ -14,7 +14,7 @@ from support import distdiag, wait_until
 
 PROGRAM = str(PROGRAMS / "overflows.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-HERE = "in `output` of `scale` (Scale). Inputs were finite; this module produced it."
+HERE = "in `output` of `scale` (Scale). Inputs were finite; this module produced it (`mul`)."
 
 
 CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
@@ -42,7 +42,7 @@ def test_one_rank_overflows_and_all_end_alike_with_one_report(told: Path, case: 
     wrote = [(told / f"{case}.{rank}").read_text() for rank in range(2)]
     for text in wrote:
         assert f"OverflowDetected: DebugUnderflowOverflow: rank 1 ({os.uname().nodename.partition('.')[0]}), " in text
-        assert "batch 1 (step 1): 15 inf and 17 -inf " + HERE in text
+        assert "batch 1: 15 inf and 17 -inf " + HERE in text
         assert [line for line in text.splitlines() if line.endswith("done")] == ["batch 0 done"]
     assert "Detected inf/nan" not in wrote[0]
     assert wrote[1].count("Detected inf/nan during batch_number=1") == 1
@@ -65,7 +65,7 @@ def test_ranks_that_go_on_have_the_weights_they_would_have_had(told: Path, how: 
         assert statuses[case]["exit"] == [0, 0], (told / f"{case}.0").read_text()
         texts = [(told / f"{case}.{rank}").read_text() for rank in range(2)]
         weights.append([line for text in texts for line in text.splitlines() if line.startswith("weights ")])
-        assert ("batch 1 (step 1)" in "".join(texts)) == case.startswith("goes-on")
+        assert ("batch 1: " in "".join(texts)) == case.startswith("goes-on")
     assert len(weights[0]) == 2
     assert weights[0] == weights[1]
 
@@ -75,7 +75,7 @@ def test_a_loss_that_is_nan_on_one_rank_is_named_on_both(told: Path) -> None:
     for rank in range(2):
         text = (told / f"ddp:backward.{rank}").read_text()
         assert "rank 0 (" in text
-        assert "batch 2 (step 2): 1 nan in the loss that backward was called on. All module inputs and outputs" in text
+        assert "batch 2: 1 nan in the loss that backward was called on. All module inputs and outputs" in text
 
 
 @pytest.mark.parametrize("case", HEALTHY)
@@ -94,12 +94,12 @@ def test_in_an_evaluation_each_rank_is_on_its_own(told: Path) -> None:
 def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
     result = distdiag("overflow", "--json", "--save", str(tmp_path), "--", PROGRAM, "none:bare", "forward")
     assert (result.code, result.report["verdict"]) == (1, "fail")
-    assert result.findings["detected"]["title"] == "batch 1 (step 1): 15 inf and 17 -inf " + HERE
+    assert result.findings["detected"]["title"] == "batch 1: 15 inf and 17 -inf " + HERE
     (process,) = result.report["data"]["processes"]
     (model,) = process["models"]
-    assert (model["model"], model["batches"], model["steps"], model["found"]) == ("Model", 2, 1, 1)
+    assert (model["model"], model["batches"], model["steps"], model["began"]) == ("Model", 2, 1, 1)
     assert (model["aborted"], model["off"], model["unread"], model["warnings"]) == (False, "", 0, [])
-    assert "Detected inf/nan during batch_number=1" in result.err
+    assert "The last 2 frames of batch 1, up to the detection:" in result.err
     (frames,) = tmp_path.glob("frames-*.jsonl")
     kinds = [json.loads(line)["kind"] for line in frames.read_text().splitlines()]
     assert kinds == ["head", "frame", "frame", "detection"]
@@ -160,7 +160,9 @@ second(torch.ones(1, 2))
 def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
     result = distdiag("overflow", "--trace-batches", "1", "--abort-after", "1", "--", PROGRAM, "none:bare", "never")
     assert result.code == 0
-    assert result.out.count("*** Starting batch number=1 ***") == 1
+    assert result.out.count("Frames of batch 1:\n") == 1
+    assert "Traceback" not in result.err
+    assert "distdiag overflow: stopped at " in result.err
     assert "the job was stopped after the batch of --abort-after" in result.err
     assert [line for line in result.out.splitlines() if line.startswith("batch")] == ["batch 0 done"]
 
@@ -168,25 +170,41 @@ def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
 def test_the_job_goes_on_where_that_is_asked() -> None:
     result = distdiag("overflow", "--go-on", "--grads", "step", "--", PROGRAM, "none:bare", "weights")
     assert result.code == 1
-    assert result.out.count("Detected inf/nan") == 1
+    assert result.out.count("frames of batch 2, up to the detection") == 1
     assert "batch 3 done" in result.out
 
 
-@pytest.mark.parametrize("place", ["around", "nproc"])
-def test_under_torchrun(place: str) -> None:
+def test_below_torchrun_the_rank_where_it_began_reports() -> None:
+    words = ("-m", "distdiag", "overflow", "--", PROGRAM, "none:ddp", "forward")
     torchrun = (TORCHRUN, "--standalone", "--nproc-per-node", "2")
-    if place == "nproc":
-        result = distdiag("overflow", "--nproc", "2", "--", PROGRAM, "none:ddp", "forward")
-    else:
-        words = ("-m", "distdiag", "overflow", "--", PROGRAM, "none:ddp", "forward")
-        done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False, timeout=100)
-        assert done.returncode == 1
-        assert done.stdout.count("Detected inf/nan") == 1
-        assert done.stderr.count("rank 1 (") >= 2
-        return
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    assert done.stdout.count("frames of batch 1, up to the detection") == 1
+    assert done.stderr.count("FAIL  overflow.detected") == 1
+    assert done.stderr.count("distdiag overflow: FAIL: rank 1 (") == 1  # rank 0
+
+
+def test_as_ranks_it_ends_in_one_line_a_rank_and_its_frames_are_shown_once(tmp_path: Path) -> None:
+    folder = tmp_path / "frames"
+    words = ("--nproc", "2", "--trace-batches", "1", "--save", str(folder))
+    result = distdiag("overflow", *words, "--", PROGRAM, "none:ddp", "forward")
     assert result.code == 1
-    assert result.out.count("Detected inf/nan") == 1
+    assert result.out.count("frames of batch 1, up to the detection") == 1
     assert result.err.count("FAIL  overflow.detected") == 1
+    for word in ("Traceback", "Root Cause", "exitcode"):
+        assert word not in result.err
+    stopped = sorted(line for line in result.err.splitlines() if "stopped at" in line)
+    assert [line.partition(f" stopped at {PROGRAM}:")[0] for line in stopped] == [
+        f"[rank{rank}]: distdiag overflow:" for rank in range(2)
+    ]
+    assert [line.endswith("detected on rank 1") for line in stopped] == [True, False]
+    rows = [line.split() for line in result.err.splitlines() if " Model " in line]
+    assert [(row[0], row[-1]) for row in rows] == [("0", "0"), ("1", "1")]
+    assert f" overflow show {folder}\n" in result.err
+    shown = distdiag("overflow", "show", str(folder))
+    assert (shown.code, shown.out.count("FAIL  overflow.detected"), "more below" in shown.out) == (1, 1, False)
+    assert "rank 1, batch 1, module by module:" in shown.out or "rank 1, module by module:" in shown.out
+    assert f" overflow show {folder} --batch 1 --all" in shown.out
 
 
 def test_wrong_words() -> None:

@@ -789,7 +789,7 @@ def test_of_accumulated_forwards_only_the_last_is_called_finite(how: Any) -> Non
     [
         (
             lambda y: (y * 1000).softmax(-1).log(),
-            "`output` of the model (Does) is not a mask: log produced it from finite",
+            "`output` of the model (Does) is not a mask: `log` of a tensor with min 0 produced it from finite",
         ),
         (lambda y: {"x": y.masked_fill(y > 1, -INF), "y": (y - 1).relu().log()}, "`output['y']` of the model (Does)"),
         (lambda y: y.masked_fill(y < y.max(), -INF), ""),
@@ -813,7 +813,105 @@ def test_what_went_in_and_may_be_a_mask_is_not_called_finite() -> None:
     model = Then(a=Does(lambda x: x.masked_fill(x > 1, -INF)), b=Does(lambda x: x.abs()))
     told = must_find(model, torch.tensor([1.0, 2.0]))
     assert (told.place.module, told.origin) == ("b", "here")
-    assert "Inputs were finite except for -inf in `input[0]`, as in masks; this module produced it." in told.sentence
+    assert (
+        "Inputs were finite except for -inf in `input[0]`, as in masks; this module produced it (`abs`)."
+        in told.sentence
+    )
+
+
+class LogScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(x * self.gain)
+
+
+def _logs(**between: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    block = Then(fc=nn.Linear(8, 8), act=nn.ReLU(), scale=LogScale())
+    return Then(block=block, **between, last=nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("between", [{}, {"twice": Does(lambda x: x.reshape(4, 8) * 2)}])
+def test_minus_inf_of_a_log_is_where_the_nan_of_a_later_module_began(mode: Any, between: dict[str, nn.Module]) -> None:
+    told = must_find(_logs(**between), torch.randn(4, 8), mode=mode)
+    assert (told.place.module, told.place.kind, told.tensor, told.origin) == (
+        "block.scale",
+        "LogScale",
+        "output",
+        "here",
+    )
+    assert (told.operation, told.made_by.module) == ("log", "block.scale")
+    assert told.became is not None
+    assert (told.became.place.module, told.became.tensor) == ("last", "output")
+    assert (
+        " -inf in `output` of `block.scale` (LogScale). Inputs were finite; this module produced it " in told.sentence
+    )
+    assert "(`log` of a tensor with min 0), and `last` (Linear) turned it into " in told.sentence
+    assert told.fix == "`log` read 0: clamp its input, or add an epsilon"
+
+
+def test_without_a_second_run_the_frames_lead_back_to_the_module_that_made_minus_inf() -> None:
+    model = Then(changes=Does(lambda x: x.mul_(1)), rest=_logs())
+    told = must_find(model, torch.randn(4, 8), mode="full")
+    assert (told.place.module, told.origin, told.operation) == ("rest.block.scale", "here", "")
+    assert told.became is not None
+    assert (told.became.place.module, "float32" in told.fix) == ("rest.last", False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_minus_inf_between_two_modules_is_of_the_module_around_them(mode: Any) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.last = nn.ReLU(), nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.last(torch.log(self.act(x)))
+
+    told = must_find(Then(around=Around()), torch.randn(4, 8), mode=mode)
+    assert (told.place.module, told.tensor, told.origin) == ("around.last", "input[0]", "between")
+    assert (told.made_by.module, told.operation) == ("around", "log")
+    assert "passed it on, and `around.last` (Linear) turned it into" in told.sentence
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_minus_inf_that_becomes_nothing_is_no_fault_whoever_made_it(mode: Any) -> None:
+    logs = Then(act=nn.ReLU(), scale=LogScale())
+    for after in (nn.Softmax(-1), nn.ReLU(), nn.ReLU(inplace=True), Does(torch.exp)):
+        assert found(Then(logs=logs, after=after), torch.randn(4, 8).abs() * torch.arange(8), mode=mode) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_softmax_of_a_row_that_is_all_masked_is_named_and_not_the_mask(mode: Any) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.soft = nn.Linear(8, 8), nn.Softmax(-1)
+
+        def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> Any:
+            q = self.q(x)
+            return self.soft((q @ q.T).masked_fill(hidden, -INF)) @ q
+
+    hidden = torch.ones(4, 4).triu(1).bool()
+    assert found(Attends(), torch.randn(4, 8), hidden, mode=mode) is None
+    hidden[2] = True
+    told = must_find(Attends(), torch.randn(4, 8), hidden, mode=mode)
+    assert (told.place.module, told.tensor, told.origin, told.became) == ("soft", "output", "here", None)
+    assert "as in masks; this module produced it (`softmax` of a row that is all -inf)." in told.sentence
+    assert told.fix.startswith("leave at least one position unmasked in each row")
+
+
+def test_two_masks_of_the_least_number_that_add_up_to_minus_inf_are_no_calculation() -> None:
+    least = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), torch.finfo(torch.float32).min)
+    add = Does(lambda x: x + least + least).eval()
+    assert found(Then(add=add, soft=nn.Softmax(-1)), torch.randn(4, 4)) is None
+    with torch.no_grad(), DebugUnderflowOverflow(add) as detector:
+        add(torch.randn(4, 4))
+        assert (detector.counts.forwards, detector.counts.warnings) == (1, [])
 
 
 def test_what_is_not_known_of_the_forward_is_not_said() -> None:
@@ -841,7 +939,8 @@ def test_log_of_a_softmax_that_underflows_is_named_where_the_loss_shows_it() -> 
     with DebugUnderflowOverflow(model), pytest.raises(OverflowDetected) as error:
         nn.functional.nll_loss(model(torch.ones(1, 2).half()).float(), torch.tensor([1])).backward()
     assert (
-        "finite, except for -inf in `output` of `log` (Does), as in masks or from log(0)"
+        "finite, except for -inf in `output` of `log` (Does), which `log` of a tensor with min 0 produced from finite "
+        "values: it came from there, or the script produced it between there and the loss."
         in error.value.detection.sentence
     )
 
@@ -905,5 +1004,22 @@ def test_a_run_that_diverges_has_its_losses_told() -> None:
     assert "lower the learning rate" in error.value.detection.hints[-1]
 
 
+@pytest.mark.parametrize(
+    ("does", "dtype", "fix"),
+    [
+        (lambda x: (x - 2).sqrt(), torch.float32, "an input of `sqrt` out of its range? clamp it"),
+        (lambda x: x / (x - 1), torch.float32, "`div` by 0? clamp the divisor, or add an epsilon"),
+        (lambda x: x * 1e30 * 1e30, torch.float32, "check the formula of this module and the size of its inputs"),
+        (
+            lambda x: x * 60000 * 2,
+            torch.float16,
+            "if the inputs of this module are near 65504, run it in bfloat16",
+        ),
+    ],
+)
+def test_the_fix_fits_the_operation_and_the_dtype(does: Callable[..., Any], dtype: torch.dtype, fix: str) -> None:
+    assert must_find(Then(a=Does(does)), torch.ones(2, dtype=dtype)).fix.startswith(fix)
+
+
 def test_a_batch_of_an_evaluation_is_said_to_be_one() -> None:
-    assert "batch 0 (step 0, evaluation): " in must_find(Then(a=Sub()).eval(), torch.ones(1)).sentence
+    assert "batch 0 (evaluation): " in must_find(Then(a=Sub()).eval(), torch.ones(1)).sentence

@@ -186,3 +186,25 @@ def test_frames_of_a_model_of_transformers_are_those_of_its_own_detector(capsys:
     assert all("inv_freq" in line or "input['" in line or "output[" in line for line in missing), missing
     wrong = [line for line in frames[1] if line not in frames[0]]
     assert all(line.endswith((" not a tensor output", " not a tensor output[1]")) for line in wrong), wrong
+
+
+def test_masks_of_a_model_of_transformers_are_no_fault_until_a_row_has_nothing_else() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes["attn_implementation"] = "eager"
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).train()
+    words, padding = torch.arange(16).reshape(2, 8), torch.ones(2, 8, dtype=torch.long)
+    padding[0, :3] = 0
+    mask = torch.full((2, 1, 8, 8), -INF).triu(1)
+    with DebugUnderflowOverflow(model) as detector:
+        for masked in (None, padding, mask):
+            model(input_ids=words, labels=words, attention_mask=masked, use_cache=False).loss.backward()
+        assert (detector.found, detector.counts.warnings) == (0, [])
+        mask[0, 0, 2] = -INF
+        with pytest.raises(OverflowDetected) as error:
+            model(input_ids=words, attention_mask=mask, use_cache=False)
+    told = error.value.detection
+    assert (told.made_by.module, told.operation) == ("model.layers.0.self_attn", "softmax")
+    assert "(`softmax` of a row that is all -inf)" in told.sentence

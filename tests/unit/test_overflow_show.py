@@ -265,6 +265,25 @@ def test_a_detection_is_a_fault_and_the_growth_before_it_is_told() -> None:
     assert report.data.growth[0].through[-1].module == "block.1.wo"
 
 
+def test_what_all_ranks_have_in_their_files_is_one_finding_with_the_frames_of_the_rank_it_names() -> None:
+    known = {"rank": 2, "module": "block.1.wo", "made_by": "block.1.wo", "fix": "check its formula"}
+    records = []
+    for rank in range(4):
+        calls = model(2.0)
+        calls[6] = call(6, "block.1.wo", 12.0, Out("-inf") if rank == 2 else 2.0)
+        found = Detection("rank 2, batch 0: 3 -inf", 0, **known)  # type: ignore[arg-type]
+        records.append(recording(forward(*calls), rank=rank, detections=(found,)))
+    report = judged(*records)
+    (found_once,) = [one for one in report.findings if one.id == "overflow.detected"]
+    assert found_once.where.ranks == (2,)
+    assert found_once.fix is not None
+    assert found_once.fix.commands[0].endswith(" overflow show f.jsonl --batch 0 --module 'block.1*' --all")
+    assert report.data.answer[0] == "rank 2, batch 0: 3 -inf"
+    assert [row.abs_max for row in report.data.rows if row.is_bad] == ["-inf"]
+    report = judged(*records, request=Request(paths=("f.jsonl",), module="emb*"))
+    assert report.data.answer[1] == "the largest value is outside the modules of --module 'emb*'"
+
+
 def test_near_the_limit_is_a_warning_and_far_from_it_is_fine() -> None:
     report = judged(recording(forward(*model())))
     assert [(one.id, one.level) for one in report.findings] == [("overflow.near-limit", Level.WARN)]

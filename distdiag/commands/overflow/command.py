@@ -36,7 +36,9 @@ def overflow(
     abort_after: Annotated[
         int | None, typer.Option(min=0, metavar="BATCH", help="Stop the job after this batch.")
     ] = None,
-    frames: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Frames to show at a detection.")] = 21,
+    frames: Annotated[
+        int, typer.Option(min=1, max=100_000, metavar="N", help="Frames (module calls) to show at a detection.")
+    ] = 21,
     full: Annotated[
         bool, typer.Option("--full", help="Read every tensor of every module: for forwards that cannot be replayed.")
     ] = False,
@@ -58,15 +60,13 @@ def overflow(
     nproc: Annotated[
         int | None, typer.Option(min=1, max=4096, metavar="N", help="Run the script as N ranks, under torchrun.")
     ] = None,
-    save: Annotated[
-        str, typer.Option(metavar="DIR", help="Save the frames there, for `overflow show DIR/frames-*.jsonl`.")
-    ] = "",
+    save: Annotated[str, typer.Option(metavar="DIR", help="Save the frames there, for `overflow show DIR`.")] = "",
     as_json: JsonOpt = False,
 ) -> None:
     """Run a script and report where its first nan or inf appears: rank, batch, module and tensor.
 
     Models are found when they are called; nothing they compute changes. Under torchrun, srun or mpirun put
-    `-m distdiag overflow --` before the script. `distdiag overflow show FILE` reads the frames that --save wrote.
+    `-m distdiag overflow --` before the script. `distdiag overflow show DIR` reads the frames that --save wrote.
 
     Exit status: 1 nan or inf detected, else that of the script; 3 no model was called. With --json, that of the
     verdict; the script's own is data.status.
@@ -95,6 +95,7 @@ def overflow(
             gradients=grads,
             ignore=tuple(pattern.strip() for pattern in ignore.split(",") if pattern.strip()),
             on_detect="report" if go_on else "raise",
+            quiet=True,
         )
         outcome = job.run(argv, settings, save, quiet=as_json)
     except UsageError as error:

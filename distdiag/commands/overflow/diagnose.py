@@ -33,7 +33,7 @@ def _summary(outcome: Overflow) -> str:
         return outcome.detections[0].sentence
     if _saw_nothing(outcome):
         return _NOTHING
-    found = sum(model.found for model in outcome.models)
+    found = sum(model.began for model in outcome.models)
     if found:
         return f"{found:,} detections, but their details could not be saved"
     blind = [finding for finding in (*_gave_up(outcome), *_unread(outcome)) if finding.level is Level.UNKNOWN]
@@ -57,7 +57,7 @@ def _findings(outcome: Overflow, program: str) -> Iterator[Finding]:
             title=detection.sentence,
             where=_where(detection),
             evidence=detection.hints,
-            fix=_fix(outcome, program),
+            fix=_fix(outcome, detection, program),
         )
     if _saw_nothing(outcome):
         yield Finding(
@@ -94,9 +94,13 @@ def _findings(outcome: Overflow, program: str) -> Iterator[Finding]:
 
 def _gave_up(outcome: Overflow) -> Iterator[Finding]:
     """Report where nobody looked, or not to the end: what was not found there says nothing."""
+    unwatched: dict[str, list[WatchedProcess]] = {}
     for process in outcome.processes:
         for why in process.left_out:
-            yield _blind("not-watched", f"part of the job was not checked: {why}", process)
+            unwatched.setdefault(why, []).append(process)
+    for why, processes in unwatched.items():
+        yield _blind("not-watched", f"part of the job was not checked: {why}", *processes)
+    for process in outcome.processes:
         for model in process.models:
             if model.off:
                 yield _blind("gave-up", f"the detector of {model.model} stopped: {model.off}", process)
@@ -116,9 +120,12 @@ def _unread(outcome: Overflow) -> Iterator[Finding]:
                 )
 
 
-def _blind(name: str, title: str, process: WatchedProcess) -> Finding:
-    ranks = () if process.rank is None else (process.rank,)
-    where = Where(hosts=(process.host,), ranks=ranks, pids=(process.pid,))
+def _blind(name: str, title: str, *processes: WatchedProcess) -> Finding:
+    where = Where(
+        hosts=tuple(dict.fromkeys(process.host for process in processes)),
+        ranks=tuple(process.rank for process in processes if process.rank is not None),
+        pids=tuple(process.pid for process in processes),
+    )
     return Finding(id=f"overflow.{name}", level=Level.UNKNOWN, title=title, where=where)
 
 
@@ -149,8 +156,9 @@ def _where(detection: Detection) -> Where:
     return Where(hosts=(detection.host,) if detection.host else (), ranks=ranks)
 
 
-def _fix(outcome: Overflow, program: str) -> Fix | None:
+def _fix(outcome: Overflow, detection: Detection, program: str) -> Fix | None:
     if not outcome.frames:
-        return None
-    shown = shlex.join(outcome.frames[:_MOST_FILES])
-    return Fix(text="show the frames before the detection", commands=(f"{program} overflow show {shown}",))
+        return Fix(text=detection.fix) if detection.fix else None
+    shown = shlex.join([outcome.folder] if outcome.folder else outcome.frames[:_MOST_FILES])
+    text = f"{detection.fix}; the frames before it:" if detection.fix else "show the frames before the detection"
+    return Fix(text=text, commands=(f"{program} overflow show {shown}",))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ from distdiag.training.overflow.session import VARIABLE, Settings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from distdiag.facts.rank_identity import Identity
     from distdiag.report import Report
 
 Record = TypeVar("Record")
@@ -48,13 +48,15 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
             # The job may be a launcher: only by SIGTERM its ranks go with it.
             child = child_job.start(argv, mask, env=env, stdout=out, dies_by=signal.SIGTERM)
             status = child_job.wait(child, child_job.send)
-        new = [path for path in glob.glob(os.path.join(folder, "*")) if os.path.basename(path) not in before]
+        new = [os.path.join(folder, name) for name in os.listdir(folder) if name not in before]
+        frames = tuple(sorted(path for path in new if _has_frames(path))) if keep else ()
         return Overflow(
             argv=tuple(argv),
             status=status,
             processes=tuple(sorted(_watched(new), key=lambda process: (process.rank or 0, process.pid))),
             detections=tuple({found.sentence: found for found in _detections(new)}.values()),
-            frames=tuple(sorted(path for path in new if _has_frames(path))) if keep else (),
+            frames=frames,
+            folder=keep if not any(name.endswith(".jsonl") for name in before) else "",
         )
 
 
@@ -71,11 +73,20 @@ def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoRet
         status = report.exit_code()  # the document and the process agree; data.status is the job's own
         with contextlib.suppress(typer.Exit):
             emit(json.dumps(document(report), indent=2) + "\n")
-    elif not as_json and (is_first or outcome.detections):
+    elif not as_json and _is_mine(outcome, identity):
         # stdout is the job's.
         with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):
             deliver(COMMAND, lambda: report, overflow_view, Output())
+    elif not as_json and is_first:
+        sys.stderr.write(f"distdiag overflow: {report.verdict.upper()}: {report.summary}\n")
     child_job.leave_like(status)
+
+
+def _is_mine(outcome: Overflow, identity: Identity | None) -> bool:
+    """Return whether it is for this process to report: below a launcher each rank has a distdiag of its own."""
+    if identity is None or not outcome.detections:
+        return identity is None or identity.rank == 0
+    return any(found.rank in (None, identity.rank) for found in outcome.detections)
 
 
 def _status(report: Report[Overflow], outcome: Overflow) -> int:

@@ -11,6 +11,7 @@ COMMAND = "overflow"
 class WatchedModel:
     """One model that was watched: its class, how many forwards and optimizer steps were seen, and what was found.
 
+    `found` counts detections that this process was stopped by or reported, `began` those that began in it.
     `off`: why the detector gave up. Of `unread` forwards no output could be read; the last was a `kind`.
     """
 
@@ -18,6 +19,7 @@ class WatchedModel:
     batches: int
     steps: int
     found: int
+    began: int
     aborted: bool
     off: str = ""
     unread: int = 0
@@ -54,18 +56,24 @@ class Detection:
     origin: str
     made_by: str
     other_ranks: tuple[int, ...] = ()
+    operation: str = ""
     hints: tuple[str, ...] = ()
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """What came of a job. `status`: its own exit status, negative for a signal; `frames`: the files that were kept."""
+    """What came of a job. `status`: its own exit status, negative for a signal.
+
+    `frames`: the files that were kept; `folder`, as it was typed, where it has no other frames.
+    """
 
     argv: tuple[str, ...]
     status: int
     processes: tuple[WatchedProcess, ...]
     detections: tuple[Detection, ...]
     frames: tuple[str, ...] = ()
+    folder: str = ""
 
     @property
     def models(self) -> list[WatchedModel]:

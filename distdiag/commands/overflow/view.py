@@ -30,6 +30,6 @@ def overflow_view(report: Report[Overflow]) -> Iterator[RenderableType]:
     for process in report.data.processes:
         for model in process.models:
             rank = "-" if process.rank is None else str(process.rank)
-            counts = (model.batches, model.steps, model.found)
+            counts = (model.batches, model.steps, model.began)
             table.add_row(rank, process.host, str(process.pid), model.model, *[f"{count:,}" for count in counts])
     yield table

@@ -10,20 +10,18 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from distdiag.facts import private_files
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
-from distdiag.training.overflow import extrema, ranks
-from distdiag.training.overflow.recorder import HEADING, NEAR, Reading, finite_or_text
+from distdiag.training.overflow import ranks
+from distdiag.training.overflow.recorder import COLUMNS, HEADING, MODEL, batch_head, finite_or_text
 from distdiag.training.printflock import printflock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.training.overflow.extrema import Tally
-    from distdiag.training.overflow.recorder import Frame, Line
+    from distdiag.training.overflow.recorder import Frame
 
 
 HERE, BETWEEN, GIVEN, WEIGHTS = "here", "between", "given", "weights"
@@ -33,19 +31,19 @@ the model was called; before this forward, in the weights; by the script, on the
 the backward; or that could not be seen."""
 
 
-_MEND = "Run that part in bfloat16 or float32."
-_LOSS_GREW = 2.0
-
-
 class OverflowDetected(ValueError):
     """nan or inf was detected. `detection` has the details; of several ranks all raise it for the same tensor."""
 
-    def __init__(self, detection: Detection) -> None:
-        super().__init__(f"DebugUnderflowOverflow: {detection.sentence}")
-        self.detection = detection
+    def __init__(self, detection: Detection, by: str = "DebugUnderflowOverflow") -> None:
+        super().__init__(f"{by}: {detection.sentence}")
+        self.detection, self._by = detection, by
 
-    def __reduce__(self) -> tuple[type, tuple[Detection]]:
-        return type(self), (self.detection,)
+    def __reduce__(self) -> tuple[type, tuple[Detection, str]]:
+        return type(self), (self.detection, self._by)
+
+
+class Aborted(ValueError):
+    """The batch of `abort_after_batch_num` is over."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Place:
     kind: str
 
     def __str__(self) -> str:
-        return f"`{self.module}` ({self.kind})" if self.module else f"the model ({self.kind})"
+        return f"`{self.module}` ({self.kind})" if self.module else f"{MODEL} ({self.kind})"
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,28 @@ class When:
     unit: str
     phase: str = "training"
 
+    def __str__(self) -> str:
+        parts = [] if self.step == self.batch else [f"optimizer step {self.step}"]
+        parts += ["evaluation"] if self.phase == "evaluation" else []
+        return f"batch {self.batch}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+@dataclass(frozen=True)
+class Became:
+    """Where -inf, which may have been meant, became nan or inf: `what` that is."""
+
+    place: Place
+    tensor: str
+    what: str
+
 
 @dataclass(frozen=True)
 class Detection:
-    """The first bad tensor, of the module at `place`; `made_by` is the module whose code made it."""
+    """The first bad tensor, of the module at `place`; `made_by` is the module whose code made it.
+
+    `operation` is what made it of finite numbers, where that was seen, in words `how`; `became`: what came of it, where
+    it is -inf. `kinds` says which of nan, inf and -inf there are where they cannot be counted any more.
+    """
 
     when: When
     place: Place
@@ -89,7 +105,12 @@ class Detection:
     number: int = 0
     """Which frame of the forward it was: of several ranks the lowest was the first."""
     seen: str = ""
-    """What is known of the forward and of the other gradients, where it was not made in a module."""
+    """What is known of what came before: of inputs, of outputs, of the forward, of other gradients."""
+    operation: str = ""
+    how: str = ""
+    became: Became | None = None
+    kinds: str = ""
+    fix: str = ""
     frames: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -100,43 +121,50 @@ class Detection:
         if self.other_ranks:
             others = f" (also on rank{'s' if len(self.other_ranks) > 1 else ''} {_ranks(self.other_ranks)})"
         where = "the loss that backward was called on" if self.origin == LOSS else f"`{self.tensor}` of {self.place}"
-        phase = ", evaluation" if self.when.phase == "evaluation" else ""
-        at = f"batch {self.when.batch} (step {self.when.step}{phase})"
-        return f"{who}{at}: {self.what} in {where}{others}. {self.why}".rstrip()
+        return f"{who}{self.when}: {self.what} in {where}{others}. {self.why}".rstrip()
 
     @property
     def what(self) -> str:
         """Name the kinds of bad numbers."""
-        if self.tally is None:
-            return "nan or inf"
-        kinds = (("nan", self.tally.nan), ("inf", self.tally.inf), ("-inf", self.tally.minus_inf))
-        return " and ".join(f"{count:,} {kind}" for kind, count in kinds if count) or "nan or inf"
+        return kinds(self.tally) or self.kinds or "nan or inf"
 
     @property
     def why(self) -> str:
-        """Describe where it was made."""
+        """Describe where it was made, and what became of it."""
+        how = f" ({self.how})" if self.how else ""
+        then = "" if self.became is None else f", and {self.became.place} turned it into {self.became.what}"
+        before = self.seen or "All outputs before it were finite"
         return {
-            HERE: f"{self.seen or 'Inputs were finite'}; this module produced it.",
-            BETWEEN: f"All outputs before it were finite: the forward of {self.made_by} produced it and passed it on.",
+            HERE: f"{self.seen or 'Inputs were finite'}; this module produced it{how}{then}.",
+            BETWEEN: f"{before}: the forward of {self.made_by} produced it{how} and passed it on{then}.",
             GIVEN: "It was in the model's input: check the data, or the code before the model.",
             WEIGHTS: "It was there before the forward: an optimizer step produced it, or the checkpoint contains it.",
-            LOSS: f"{self.seen}: the script produced it between there and the loss.",
+            LOSS: self.seen,
             BACKWARD: self.seen,
             UNSEEN: "",
         }[self.origin]
 
-    def text(self) -> str:
-        """Write the report: frames as transformers' detector has them, then the answer."""
+    def text(self, *, classic: bool = True) -> str:
+        """Write the report: the frames, then the answer; `classic`: as transformers' detector has the frames."""
         lines = []
         if self.frames:
+            count = len(self.frames)
             lines += [
-                f"\nDetected inf/nan during batch_number={self.when.batch}",
-                f"Last {len(self.frames)} forward frames:",
-                HEADING,
-                *map(str, self.frames),
+                "",
+                *(
+                    [
+                        f"Detected inf/nan during batch_number={self.when.batch}",
+                        f"Last {count} forward frames:",
+                        HEADING,
+                    ]
+                    if classic
+                    else [f"The last {count} frames of batch {self.when.batch}, up to the detection:", COLUMNS]
+                ),
+                *(frame.text(classic=classic) for frame in self.frames),
                 "",
             ]
         lines += [f"distdiag: {self.sentence}", *_of_tally(self.tally), *self.hints]
+        lines += [f"fix: {self.fix}"] if self.fix else []
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> dict[str, Any]:
@@ -145,111 +173,19 @@ class Detection:
         fields |= {**asdict(self.when), "rank": self.rank, "host": self.host}
         fields |= {"module": self.place.module, "class": self.place.kind, "tensor": self.tensor, "origin": self.origin}
         fields |= {"made_by": self.made_by.module, "made_by_class": self.made_by.kind}
-        fields |= {"other_ranks": list(self.other_ranks), "hints": list(self.hints)}
+        fields |= {"operation": self.operation, "became": None if self.became is None else asdict(self.became)}
+        fields |= {"other_ranks": list(self.other_ranks), "hints": list(self.hints), "fix": self.fix}
         if self.tally is None:
             return {**fields, "tally": None}
         return {**fields, "tally": {**asdict(self.tally), "abs_max": finite_or_text(self.tally.abs_max)}}
 
 
-def taken_for_mask(masks: Sequence[Line]) -> str:
-    """Name the first output of a module that has -inf, which may be a mask, or log(0); empty if there is none."""
-    line = next((mask for mask in masks if mask.phase == "output"), None)
-    return "" if line is None else f"-inf in `{line.label}` of {_place(line)}, as in masks or from log(0)"
-
-
-def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when: When) -> Detection:
-    """Describe what the first line that went wrong means, from the frames that lead up to it."""
-    frame, parent = bad.frame, bad.frame.parent
-    origin, made = HERE, frame
-    if bad.phase in ("weight", "buffer"):
-        origin = WEIGHTS
-    elif bad.phase == "input":
-        origin, made = (GIVEN, frame) if parent is None else (BETWEEN, parent)
-    reading = bad.what
-    tensor = reading.source if isinstance(reading, Reading) and reading.unchanged() else None
-    return Detection(
-        when=when,
-        place=Place(frame.name, frame.kind),
-        tensor=bad.label,
-        origin=origin,
-        made_by=Place(made.name, made.kind),
-        tally=None if tensor is None else extrema.tally(tensor),
-        hints=tuple(_hints(bad, frames, masks)),
-        number=max(frame.number, 0),
-        seen=_went_in(bad) if origin == HERE else "",
-        frames=tuple(frames),
-    )
-
-
-def _went_in(bad: Line) -> str:
-    """Return a hint where what went in was not all finite, and was taken for a mask."""
-    masks = [f"`{line.label}`" for line in bad.frame.lines if line.phase == "input" and _is_bad(line)]
-    return f"Inputs were finite except for -inf in {', '.join(masks)}, as in masks" if masks else ""
-
-
-def _is_bad(line: Line) -> bool:
-    return isinstance(line.what, Reading) and line.what.is_bad
-
-
-def diverges(losses: Sequence[float]) -> list[str]:
-    """Return a hint where the last losses grew, the oldest first."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    if len(finite) < 3 or finite[-1] < _LOSS_GREW * abs(finite[0]):
-        return []
-    shown = ", ".join(f"{loss:.3g}" for loss in losses)
-    return [f"The loss was growing ({shown}): lower the learning rate, use warm-up, or clip the gradients."]
-
-
-def _in_float32(bad: Line) -> list[str]:
-    """Write what lets a module that overflows under autocast run without it; its weights are in float32 there."""
-    weights = [line.what for line in bad.frame.lines if line.phase == "weight" and isinstance(line.what, Reading)]
-    what = bad.what
-    if not isinstance(what, Reading) or what.dtype is not torch.float16 or bad.phase != "output" or what.source is None:
-        return []
-    if any(weight.dtype is torch.float16 for weight in weights):
-        return []
-    return [in_float32(bad.frame.name, what.source.device.type)]
-
-
-def in_float32(name: str, device: str) -> str:
-    """Write what lets a module run without autocast."""
-    module = f"model.get_submodule({name!r})" if name else "model"
-    return (
-        f"In float32, without autocast: m = {module}; "
-        "m.register_forward_pre_hook(lambda m, a: tuple(x.float() if x.is_floating_point() else x for x in a)); "
-        f'm.forward = torch.autocast("{device}", enabled=False)(m.forward)'
-    )
-
-
-def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> list[str]:
-    hints = []
-    if bad.phase == "output":
-        rows = [mask for mask in masks if _has_masked_row(mask.what)]
-        hints += [
-            f"A whole row of the mask `{mask.label}` of {_place(mask)} is -inf: its softmax is nan."
-            for mask in rows[-1:]
-        ]
-    lines = [line for frame in frames for line in frame.lines if line is not bad and isinstance(line.what, Reading)]
-    near = max(lines, key=_share, default=None)
-    if near is not None and _share(near) >= NEAR:
-        hints.append(f"Before it: {_near_limit(near.what)}, `{near.label}` of {_place(near)}. {_MEND}")
-    return hints + _in_float32(bad)
-
-
-def _has_masked_row(what: Reading | str) -> bool:
-    if isinstance(what, str) or what.numbers is None or not what.unchanged():
-        return False
-    return extrema.has_masked_row(what.numbers)
-
-
-def _share(line: Line) -> float:
-    return line.what.share_of_limit if isinstance(line.what, Reading) else 0.0
-
-
-def _near_limit(what: Reading | str) -> str:
-    assert isinstance(what, Reading)
-    dtype = str(what.dtype)[len("torch.") :]
-    return f"{what.abs_max:.2e} = {100 * what.share_of_limit:.0f}% of {dtype} max"
+def kinds(tally: Tally | None) -> str:
+    """Count nan, inf and -inf: "15 inf and 17 -inf"; empty without a tally."""
+    if tally is None:
+        return ""
+    counts = ((tally.nan, "nan"), (tally.inf, "inf"), (tally.minus_inf, "-inf"))
+    return " and ".join(f"{count:,} {kind}" for count, kind in counts if count)
 
 
 def _of_tally(tally: Tally | None) -> list[str]:
@@ -266,10 +202,6 @@ def _of_tally(tally: Tally | None) -> list[str]:
     return lines
 
 
-def _place(line: Line) -> Place:
-    return Place(line.frame.name, line.frame.kind)
-
-
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
@@ -284,18 +216,22 @@ class ReportWriter:
     def __init__(self, path: str, model: str) -> None:
         self._path, self._model = path, model
         self._begun = False
+        self.classic = True
+        """Whether frames read as those of transformers' detector do, which the script asked for by its name."""
 
-    def frames(self, heading: str, batch: int, frames: Iterable[Frame]) -> None:
-        """Print and keep the frames of a batch that is traced."""
+    def frames(self, batch: int, frames: Iterable[Frame]) -> None:
+        """Print and keep the frames of a batch that is traced, below a heading before its first."""
         frames = list(frames)
-        _print("\n".join([*([heading] if heading else []), *map(str, frames)]))
+        is_first = bool(frames) and frames[0].number == 0
+        heading = [batch_head(batch, classic=self.classic)] if is_first else []
+        _print("\n".join([*heading, *(frame.text(classic=self.classic) for frame in frames)]))
         self._keep([frame.to_json(batch) for frame in frames])
 
     def detection(self, found: Detection, *, show: bool) -> None:
         """Keep what was found, and print it if it is for this rank to do so."""
         self._keep([*(frame.to_json(found.when.batch) for frame in found.frames), found.to_json()])
         if show:
-            _print(found.text())
+            _print(found.text(classic=self.classic))
 
     def note(self, text: str) -> None:
         """Print something that is no fault."""

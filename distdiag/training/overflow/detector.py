@@ -21,11 +21,12 @@ from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import backward, extrema, modules, nested, ranks
 from distdiag.training.overflow.backward import NO_GRADIENTS, GradientReader
-from distdiag.training.overflow.detection import BACKWARD, LOSS, WEIGHTS, OverflowDetected, ReportWriter, When, diverges
+from distdiag.training.overflow.cause import diverges
+from distdiag.training.overflow.detection import BACKWARD, LOSS, WEIGHTS, Aborted, OverflowDetected, ReportWriter, When
 from distdiag.training.overflow.half_precision import Glance, Growth, Underflow, is_due
 from distdiag.training.overflow.judge import Forward, Judge, Loss, Seen, losses_of, outputs_of
 from distdiag.training.overflow.modules import Hook, ddp_in, innermost, within_ddp
-from distdiag.training.overflow.recorder import TracedBatches, batch_head
+from distdiag.training.overflow.recorder import TracedBatches
 from distdiag.training.overflow.replay import Call, State, Terms
 from distdiag.training.overflow.short_sums import ShortSums, ranks_of
 
@@ -60,12 +61,15 @@ _order = itertools.count(1)
 class Counts:
     """What a detector has seen: forwards, steps of the optimizer, hits; `aborted`: by `abort_after_batch_num`.
 
+    `began`: of the hits those on this rank; the others it was told of.
+
     `off`: why it gave up. Of `unread` forwards no output could be read; the last was a `kind`. `warnings`: as said.
     """
 
     forwards: int = 0
     steps: int = 0
     found: int = 0
+    began: int = 0
     aborted: bool = False
     off: str = ""
     unread: int = 0
@@ -190,6 +194,7 @@ class DebugUnderflowOverflow:
         self.counts = Counts()
         self.gives_way = False
         """Whether another detector may take its place: one that the script did not ask for."""
+        self._by = type(self).__name__
         self._steps_of: dict[int, int] = {}
         self._underflow, self._glance, self._growth = Underflow(), Glance(self._model), Growth()
         self._short_sums = ShortSums(self._model)
@@ -215,6 +220,10 @@ class DebugUnderflowOverflow:
     def found(self) -> int:
         """How often something was found."""
         return self.counts.found
+
+    def serve_command(self) -> None:
+        """Give way to a detector that the script asks for by its name, and write as `distdiag overflow` does."""
+        self.gives_way, self._by, self._output.classic = True, "distdiag overflow", False
 
     def detach(self) -> None:
         """Remove all hooks and restore the model. Safe to call repeatedly."""
@@ -472,7 +481,7 @@ class DebugUnderflowOverflow:
         if recorder.failed:
             raise RuntimeError(recorder.failed)
         if self.batch in self._traced:
-            self._output.frames(batch_head(self.batch), self.batch, recorder.frames)
+            self._output.frames(self.batch, recorder.frames)
         at_end = recorder.masks and any(mask.phase == "output" and mask.frame.parent is None for mask in recorder.masks)
         outputs = outputs_of(output) if at_end and not torch.is_grad_enabled() else ()
         return Forward(self._when(), call, outputs, found=self._judge.of_recorder(recorder, self._when()))
@@ -542,6 +551,7 @@ class DebugUnderflowOverflow:
         rank = own_rank()
         if found.rank is None and rank is not None:
             found = replace(found, rank=rank, host=host_name())
+        self.counts.began += found.rank == rank or rank in found.other_ranks
         if found.origin in (WEIGHTS, LOSS, BACKWARD):
             found = replace(found, hints=(*found.hints, *diverges(extrema.fetch(list(self._recent)))))
         if self.counts.found == 1 or self._on_detect == "raise":
@@ -549,7 +559,7 @@ class DebugUnderflowOverflow:
         if callable(self._on_detect):
             self._on_detect(found)
         elif self._on_detect == "raise" and not at_end and found.when.batch >= self._traced.last:
-            raise OverflowDetected(found)
+            raise OverflowDetected(found, self._by)
 
     def _warn(self, what: str) -> None:
         self.counts.warnings.append(what)
@@ -559,7 +569,7 @@ class DebugUnderflowOverflow:
         if unit == self._unit and self._last is not None and done > self._last:
             self.counts.aborted = True
             why = f"aborting after {done} batches due to `abort_after_batch_num={self._last}` arg"
-            raise ValueError(f"DebugUnderflowOverflow: {why}")
+            raise Aborted(f"{self._by}: {why}")
 
 
 def _check(name: str, given: object, *known: str) -> None:

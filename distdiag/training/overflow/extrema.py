@@ -197,9 +197,9 @@ def may_be_masked(least: float, greatest: float, dtype: torch.dtype) -> bool:
     return least == -math.inf < greatest <= limit(dtype) / 100
 
 
-def has_masked_row(tensor: Tensor) -> bool:
+def has_masked_row(tensor: Tensor, dim: int = -1) -> bool:
     """Return whether a row of a mask is -inf from end to end: its softmax is nan."""
-    return tensor.dim() > 0 and bool((tensor == -math.inf).all(-1).any())
+    return tensor.dim() > 0 and bool((tensor == -math.inf).all(dim).any())
 
 
 def tally(tensor: Tensor) -> Tally | None:

@@ -18,6 +18,7 @@ from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
 from distdiag.training.overflow.modules import innermost, is_watched, kind_of, within_ddp
+from distdiag.training.overflow.quiet_end import end_quietly
 
 if TYPE_CHECKING:
     from typing import Any
@@ -58,6 +59,8 @@ class Finder:
 
         nn.Module.__call__ = call_and_look  # type: ignore[method-assign]
         atexit.register(self._end)
+        if self._settings.quiet:
+            end_quietly(self._settings.folder)
 
     def meet(self, module: nn.Module) -> None:
         """Watch a model that is called, unless it is watched already or has nothing to learn."""
@@ -90,7 +93,7 @@ class Finder:
             sys.stderr.write(f"distdiag: {type(module).__name__} is not checked: {why}\n")
             self._leave_out(f"{type(module).__name__}: {why}")
             return
-        detector.gives_way = True
+        detector.serve_command()
         self._watched.append((kind_of(innermost(module)), detector.counts))
         self._detectors.append(weakref.ref(detector))
         self._tell()
@@ -127,6 +130,7 @@ class Finder:
                 "batches": counts.forwards,
                 "steps": counts.steps,
                 "found": counts.found,
+                "began": counts.began,
                 "aborted": counts.aborted,
                 "off": counts.off,
                 "unread": counts.unread,

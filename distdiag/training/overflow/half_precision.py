@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from distdiag.training.overflow import extrema, nested
-from distdiag.training.overflow.detection import Place, in_float32
+from distdiag.training.overflow.detection import Place
+from distdiag.training.overflow.fixes import in_float32
 from distdiag.training.overflow.modules import Hook, kind_of, named
 
 if TYPE_CHECKING:

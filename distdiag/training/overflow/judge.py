@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import os
 import sys
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, nested, ranks
-from distdiag.training.overflow.detection import BACKWARD, LOSS, UNSEEN, Detection, Place, from_frames, taken_for_mask
+from distdiag.training.overflow.cause import except_for_masks, from_frames, how
+from distdiag.training.overflow.detection import BACKWARD, LOSS, UNSEEN, Detection, Place
+from distdiag.training.overflow.fixes import fix_of
 from distdiag.training.overflow.modules import kind_of, named
+from distdiag.training.overflow.origins import Origins
 from distdiag.training.overflow.recorder import Recorder
 from distdiag.training.overflow.replay import Terms
+from distdiag.training.overflow.script import is_of_script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from types import FrameType
 
@@ -37,10 +37,6 @@ _FIRST = 1_000_000
 _IN_LOSS, _IN_GRADIENTS = 2, 1
 _NOT_EACH = "With gradients='each' the first bad gradient is named, before clipping spreads it."
 _OPERATIONS = 8
-_NOT_THE_SCRIPT = (
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-    os.path.dirname(os.__file__),
-)
 _MASKED = "masked: "
 _INSTEAD = {"log": "Where it is of a softmax: log_softmax."}
 _FINITE = "All module inputs and outputs in the forward were finite"
@@ -153,23 +149,23 @@ class Judge:
     def _minus_inf(self, forward: Forward, labels: Sequence[str]) -> str:
         """Run it again to see whether -inf in an output was filled in; say so if not, or that it is not known."""
         when, model = forward.when, Place("", kind_of(self.model))
-        where = f"batch {when.batch} (step {when.step}, {when.phase}): -inf in `{labels[0]}` of {model}"
-        recorder, makers = self.recorder(exact=True), MinusInfOrigins()
+        where = f"{when}: -inf in `{labels[0]}` of {model}"
+        recorder = self.recorder(exact=True)
+        origins = Origins(recorder)
         if forward.call is None:
             return ""
         with self.alone_in_it() as crowded:
-            why = crowded or forward.call.again(recorder, self._terms(None), makers)
+            why = crowded or forward.call.again(recorder, self._terms(None), origins)
         if why:
             return (
                 f"{where}: it is unknown whether it is intended, as in masks: the forward cannot be replayed ({why})."
             )
         for label, tensor in nested.tensors(recorder.output, "output"):
-            maker = makers.maker_of(tensor) if label in labels else ""
-            if maker:
+            maker = origins.maker_of(tensor) if label in labels else None
+            if maker is not None:
                 where = where.replace(f"`{labels[0]}`", f"`{label}`")
-                return (
-                    f"{where} is not a mask: {maker} produced it from finite values. {_INSTEAD.get(maker, '')}"
-                ).rstrip()
+                instead = _INSTEAD.get(maker.operation, "")
+                return f"{where} is not a mask: {how(maker)} produced it from finite values. {instead}".rstrip()
         return ""
 
     def together(self, seen: Seen, group: Any) -> Detection | None:  # noqa: ANN401
@@ -217,11 +213,12 @@ class Judge:
         if forward is None or forward.call is None:
             return None, "the model no longer exists"
         recorder = self.recorder(exact=True)
+        origins = Origins(recorder)
         with self.alone_in_it() as crowded:
-            why = crowded or forward.call.again(recorder, terms)
+            why = crowded or forward.call.again(recorder, terms, origins)
         if why or recorder.bad is not None:
-            return (None, why) if why else (self.of_recorder(recorder, forward.when), "")
-        masked = taken_for_mask(recorder.masks)
+            return (None, why) if why else (self.of_recorder(recorder, forward.when, origins), "")
+        masked = except_for_masks(recorder.masks, origins)
         return None, masked and f"{_MASKED}{masked}"
 
     def _of_forward(self, forward: Forward, found: Detection | None, why: str, *, asked: bool) -> Detection | None:
@@ -246,16 +243,18 @@ class Judge:
         masked = why.removeprefix(_MASKED) if why.startswith(_MASKED) else ""
         why = "" if masked else why
         if detection.origin == LOSS:
-            return replace(detection, seen="The model's output was finite" if why else _finite(1, masked))
+            return replace(
+                detection, seen=_of_loss("The model's output was finite" if why else _finite(1, masked), masked)
+            )
         return replace(
             detection, seen=_of_backward(_finite(seen.since_step, masked), seen.since_step, why, detection.number == 0)
         )
 
-    def of_recorder(self, recorder: Recorder, when: When) -> Detection | None:
+    def of_recorder(self, recorder: Recorder, when: When, origins: Origins | None = None) -> Detection | None:
         """Describe what a recorder has seen in a forward."""
         if recorder.bad is None:
             return None
-        return from_frames(recorder.bad, recorder.frames, recorder.masks, when)
+        return from_frames(recorder.bad, recorder.frames, recorder.masks, when, origins)
 
     def _is_bad(self, forward: Forward) -> bool:
         return forward.found is not None or any(self._is_bad_output(output) for output in forward.outputs)
@@ -292,7 +291,8 @@ class Judge:
 
     def _bare(self, when: When, tensor: str, origin: str, hint: str) -> Detection:
         root = Place("", kind_of(self.model))
-        return Detection(when, root, tensor, origin, made_by=root, tally=None, hints=(hint,) if hint else ())
+        fix = fix_of(origin, None, None, root, root)
+        return Detection(when, root, tensor, origin, made_by=root, tally=None, hints=(hint,) if hint else (), fix=fix)
 
     def _first_of(self, mine: Detection | None, group: Any) -> Detection | None:  # noqa: ANN401
         """Choose, of what the ranks have found, what came first; of equals the lowest rank's."""
@@ -318,6 +318,12 @@ def _finite(forwards: int, masked: str) -> str:
     """Describe what is known to be finite: what modules do between is not seen, nor other forwards than the last."""
     text = _FINITE if forwards < 2 else f"{_FINITE}, in the last of {forwards} forwards since the last step"
     return f"{text}, except for {masked}" if masked else text
+
+
+def _of_loss(finite: str, masked: str) -> str:
+    """Describe where a loss that is not finite may have been made."""
+    made = "the script produced it between there and the loss"
+    return f"{finite}: it came from there, or {made}." if masked else f"{finite}: {made}."
 
 
 def _of_backward(finite: str, forwards: int, why: str, is_first: bool) -> str:
@@ -349,7 +355,7 @@ def _place_of_call() -> list[str]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_SCRIPT) and f"{os.sep}site-packages{os.sep}" not in file:
+        if is_of_script(file):
             return [f"backward is called in {frame.f_code.co_name}, {file}:{frame.f_lineno}."]
         frame = frame.f_back
     return []
@@ -375,43 +381,3 @@ def _bad_gradients(gradients: Sequence[Gradient]) -> list[Gradient]:
     values = extrema.fetch([value for gradient in gradients for value in gradient.extrema])
     judged = zip(gradients, values[::2], values[1::2])
     return [gradient for gradient, least, greatest in judged if extrema.is_bad(least, greatest)]
-
-
-_FILL = ("fill", "where", "scatter", "index", "copy", "lift", "put", "tri", "clone", "detach", "pad")
-"""Operations that write -inf which somebody chose, or numbers as they are; a conversion is no calculation either."""
-
-
-class MinusInfOrigins(TorchDispatchMode):
-    """Sees each operation of a forward, and keeps of each tensor with -inf which operation made that."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, tuple[Tensor, str]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204
-        """Carry out an operation, and look at what goes in and comes out."""
-        inputs = [tensor for _, tensor in nested.tensors((args, kwargs), "")]
-        given = [tensor for tensor in inputs if _has_minus_inf(tensor)]  # before it writes into them
-        made = func(*args, **(kwargs or {}))
-        name = str(getattr(func, "_schema", func)).partition("(")[0].partition("::")[2].partition(".")[0].strip("_")
-        for tensor in _with_minus_inf(made):
-            known = [self._made[id(before)][1] for before in given if id(before) in self._made]
-            calculates = inputs and not given and not any(part in name for part in _FILL)
-            operation = known[0] if known else name if calculates else ""
-            self._made[id(tensor)] = (tensor, operation)
-        return made
-
-    def maker_of(self, tensor: Tensor) -> str:
-        """Name the operation that made the -inf of a tensor out of finite numbers; empty if none did."""
-        return self._made.get(id(tensor), (tensor, ""))[1]
-
-
-def _with_minus_inf(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
-    return (tensor for _, tensor in nested.tensors(value, "") if _has_minus_inf(tensor))
-
-
-def _has_minus_inf(tensor: Tensor) -> bool:
-    if not tensor.dtype.is_floating_point:
-        return False
-    found = extrema.start(tensor)
-    return not isinstance(found, str) and extrema.fetch(found[1][:1]) == [-math.inf]

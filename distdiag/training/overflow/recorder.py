@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 
 HEADING = "abs min  abs max  metadata"
+"""As transformers' detector has it; COLUMNS says the same in words."""
+COLUMNS = "abs min  abs max  module, class, and its tensors"
+MODEL = "the model"
+"""The outermost module, which has no name."""
 _MARGIN = " " * 17
 _UNKNOWN = "?"
 NEAR = 0.5
@@ -57,6 +61,14 @@ class Reading:
     def is_bad(self) -> bool:
         """Whether there is nan or inf in it."""
         return extrema.is_bad(self.least, self.greatest)
+
+    @property
+    def not_finite(self) -> str:
+        """Which of nan, inf and -inf are in it; nan hides the others."""
+        if math.isnan(self.greatest):
+            return "nan"
+        kinds = ["inf"] if self.greatest == math.inf else []
+        return ",".join([*kinds, *(["-inf"] if self.least == -math.inf else [])])
 
     @property
     def abs_max(self) -> float:
@@ -101,13 +113,14 @@ class Line(NamedTuple):
     label: str
     what: Reading | str
 
-    def text(self) -> str:
-        """Write it: `3.18e-04 6.27e+04 output`."""
+    def text(self, *, classic: bool) -> str:
+        """Write it: `3.18e-04 6.27e+04 output`; -inf is inf where it is `classic`."""
         if isinstance(self.what, str):
             return f"{self.what:>17} {self.label}"
         least = self.what.abs_min()
         shown = f"{_UNKNOWN:>8}" if least is None else f"{least:8.2e}"
-        return f"{shown} {self.what.abs_max:8.2e} {self.label}"
+        most = f"{self.what.abs_max:8.2e}" if classic else f"{self.what.not_finite or f'{self.what.abs_max:.2e}':>8}"
+        return f"{shown} {most} {self.label}"
 
 
 class Frame:
@@ -126,8 +139,10 @@ class Frame:
         """What was read of it."""
         return [Line(self, *raw) for raw in self.raw]
 
-    def __str__(self) -> str:
-        return "\n".join([f"{_MARGIN} {self.name} {self.kind}", *[line.text() for line in self.lines]])
+    def text(self, *, classic: bool) -> str:
+        """Write its lines; where it is `classic`, as transformers' detector does."""
+        name = self.name if classic else self.name or MODEL
+        return "\n".join([f"{_MARGIN} {name} {self.kind}", *[line.text(classic=classic) for line in self.lines]])
 
     def to_json(self, batch: int) -> dict[str, Any]:
         """Write for a file of frames; numbers that JSON lacks become "inf" and "nan", an unknown one null."""
@@ -143,7 +158,8 @@ def _line_to_json(line: Line) -> dict[str, Any]:
     if isinstance(what, str):
         return {**fields, "text": what}
     fields |= {"dtype": str(what.dtype)[len("torch.") :], "shape": list(what.shape)}
-    return {**fields, "abs_min": finite_or_text(what.abs_min()), "abs_max": finite_or_text(what.abs_max)}
+    fields |= {"abs_min": finite_or_text(what.abs_min()), "abs_max": finite_or_text(what.abs_max)}
+    return {**fields, "not_finite": what.not_finite} if what.not_finite else fields
 
 
 def finite_or_text(value: float | None) -> float | str | None:
@@ -151,9 +167,11 @@ def finite_or_text(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def batch_head(number: int) -> str:
+def batch_head(number: int, *, classic: bool) -> str:
     """Write what stands before the first frame of a batch that is traced."""
-    return f"\n\n{_MARGIN} *** Starting batch number={number} ***\n{HEADING}"
+    if classic:
+        return f"\n\n{_MARGIN} *** Starting batch number={number} ***\n{HEADING}"
+    return f"\nFrames of batch {number}:\n{COLUMNS}"
 
 
 def version_of(tensor: Tensor) -> int:
@@ -218,12 +236,17 @@ class Recorder:
         self._last, self._most = -1, self._keep
         self._any_bad, self.runs, self._grad = self._bad_weights, False, True
 
+    @property
+    def current(self) -> Frame | None:
+        """The call that is running now, the innermost; only with `exact` are all of them known before they end."""
+        return self._stack[-1] if self._stack else None
+
     def attach(self) -> None:
         """Put the hooks on."""
         for module in self._names:
             if module is self._model or isinstance(module, torch.jit.ScriptModule):
                 continue
-            if _leaves_inputs_alone(module):
+            if not self.exact and _leaves_inputs_alone(module):
                 self._handles.append(module.register_forward_hook(Hook(self._around), with_kwargs=True))
                 continue
             before = module.register_forward_pre_hook(Hook(self._before), with_kwargs=True)
@@ -510,6 +533,6 @@ class TracedBatches:
 
     def _new(self, batch: int) -> Recorder:
         def show(frame: Frame) -> None:
-            self._output.frames("" if frame.number else batch_head(batch), batch, [frame])
+            self._output.frames(batch, [frame])
 
         return Recorder(self._model, 1, ("*",), exact=True, on_frame=show)

@@ -281,7 +281,7 @@ def _eagerly() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem")
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem")
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
 """Operations that write into their running mean and variance, of which torch's schemas say nothing."""
 
@@ -318,7 +318,7 @@ class Guard(TorchDispatchMode):
         return made
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
-        if getattr(func, "namespace", "") in _COLLECTIVES and not _ranks_of_collective(args, kwargs) <= self._ranks:
+        if getattr(func, "namespace", "") in COLLECTIVES and not _ranks_of_collective(args, kwargs) <= self._ranks:
             self._refuse("it communicates with other ranks, which do not replay it")
         if self._writes:
             return

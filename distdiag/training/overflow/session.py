@@ -22,7 +22,10 @@ VARIABLE = "DISTDIAG_OVERFLOW"
 
 @dataclass(frozen=True)
 class Settings:
-    """`folder`: where each process tells what it watched and found; the others are the detector's arguments."""
+    """`folder`: where each process tells what it watched and found; the others are the detector's arguments.
+
+    `quiet`: who started the job reports what was found; else the error and its traceback do.
+    """
 
     folder: str
     frames: int = 21
@@ -33,6 +36,7 @@ class Settings:
     gradients: str = "each"
     ignore: tuple[str, ...] = ()
     on_detect: str = "raise"
+    quiet: bool = False
 
     def to_text(self) -> str:
         """Write for the variable."""

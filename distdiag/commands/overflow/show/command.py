@@ -24,7 +24,11 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 def overflow_show(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help='Frame files of the detector: save="frames-{rank}.jsonl".')
+        list[str],
+        typer.Argument(
+            metavar="FILE|DIR...",
+            help="Frame files (*.jsonl) that the detector saved, or a directory of them.",
+        ),
     ],
     module: Annotated[str, typer.Option(metavar="PATTERN", help="Show only modules whose names match: '*.wo'.")] = "",
     batch: Annotated[
@@ -42,13 +46,14 @@ def overflow_show(
 ) -> None:
     """Show what was detected, where a model's values grow, and where two batches or two ranks start to diverge.
 
-    Read the frames that DebugUnderflowOverflow(model, save=...) wrote. No code in the files is executed.
+    Read the frames that `distdiag overflow --save DIR` or DebugUnderflowOverflow(model, save=...) wrote. No code in the
+    files is executed.
 
     Exit status: 0 nothing detected, 1 nan or inf detected, 2 wrong usage, 3 unknown, 130 interrupted.
 
     \b
     Examples:
-      distdiag overflow show frames/frames-0.jsonl
+      distdiag overflow show frames                         # all ranks: what `overflow --save frames` wrote
       distdiag overflow show frames-0.jsonl frames-1.jsonl  # compare two ranks
       distdiag overflow show frames-0.jsonl --batch 0,3     # compare two batches
     """

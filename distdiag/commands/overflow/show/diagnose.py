@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
@@ -24,15 +25,7 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".jsonl"
 _SHOWN = 8
-_FIXES = {
-    "here": "check its inputs: if they are near the dtype's limit, run this module in bfloat16 or float32; else "
-    "check its formula",
-    "between": "check the forward of {by} before it calls {module}: a division, log, exp or scale",
-    "given": "check the batch: the data, or the code before the model",
-    "weights": "check the previous step: clip gradients, lower the learning rate, skip steps whose gradients are bad",
-    "backward": "check the loss and its scale; gradients='each' names the first bad gradient",
-}
-"""By where it was made, in the detector's words."""
+_FLOAT8 = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz")
 
 
 class FileRead(msgspec.Struct, frozen=True):
@@ -181,7 +174,7 @@ def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
 
 
 def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
-    found = wording.in_order(selection)
+    found = selection.detections
     for recording, detection in found[:_SHOWN]:
         rank = detection.rank if detection.rank is not None else recording.rank
         host = detection.host or recording.host
@@ -200,12 +193,20 @@ def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
 
 
 def _fix(request: Request, detection: Detection) -> Fix | None:
-    if detection.origin not in _FIXES:
+    if not detection.fix:
         return None
-    around = detection.made_by or detection.module
-    text = _FIXES[detection.origin].replace("{by}", wording.named(detection.made_by))
-    text = text.replace("{module}", wording.named(detection.module))
-    return Fix(text=text, commands=(request.again("--module", f"{around}*", "--all"),) if around else ())
+    around = _around(detection)
+    words = ("--module", f"{around}*") if around else ()
+    command = request.again("--batch", str(detection.batch), *words, "--all")
+    return Fix(text=f"{detection.fix}; what leads up to it:", commands=(command,))
+
+
+def _around(detection: Detection) -> str:
+    """Return the module around the one that made it, and around where it became nan; empty for all of the model."""
+    names = [detection.made_by or detection.module]
+    names += [detection.became.module] if detection.became is not None else []
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _tally(detection: Detection) -> Iterator[str]:
@@ -258,8 +259,14 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
         title=lines[0] + (more if len(ordered) > 1 else ""),
         where=_where([recording for _, _, recording in ordered]),
         evidence=tuple(lines[1:]),
-        fix=Fix(text="run these modules in bfloat16 or float32, or scale down their inputs"),
+        fix=Fix(text=_scale_down([at for at, _, _ in ordered])),
     )
+
+
+def _scale_down(near: Sequence[At]) -> str:
+    if all(at.dtype in ("float16", *_FLOAT8) for at in near):
+        return "run these modules in bfloat16 or float32, or scale down their inputs"
+    return "scale down the inputs of these modules"
 
 
 def _of_limit(at: At) -> str:

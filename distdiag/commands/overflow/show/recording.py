@@ -65,6 +65,7 @@ class Line(msgspec.Struct):
     shape: _Shape | None = None
     abs_min: _Magnitude = None
     abs_max: _Magnitude = None
+    not_finite: Literal["", "nan", "inf", "-inf", "inf,-inf"] = ""
     text: _Name = ""
 
 
@@ -102,6 +103,15 @@ class Tally(msgspec.Struct):
     abs_max: _Magnitude = None
 
 
+class Became(msgspec.Struct, rename=_RENAMED):
+    """Where -inf, which may have been meant, became nan or inf: `what` that is."""
+
+    module: _Name = ""
+    class_: _Name = ""
+    tensor: _Name = ""
+    what: _Name = ""
+
+
 class Detection(msgspec.Struct, tag_field="kind", tag="detection", rename=_RENAMED):
     """What the detector said. `origin`: where it was made, see the detector; `made_by` the module whose code did."""
 
@@ -118,6 +128,9 @@ class Detection(msgspec.Struct, tag_field="kind", tag="detection", rename=_RENAM
     origin: _Name = ""
     made_by: _Name = ""
     made_by_class: _Name = ""
+    operation: _Name = ""
+    became: Became | None = None
+    fix: _Sentence = ""
     other_ranks: Annotated[list[_Count], msgspec.Meta(max_length=100_000)] = []
     hints: Annotated[list[_Sentence], msgspec.Meta(max_length=16)] = []
     tally: Tally | None = None
@@ -165,7 +178,9 @@ class Given(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, rename=_RENAMED):
-    """One output of a module, or (`text`) what stands in its place; `abs_max` is "inf" or "nan" if there is one in it.
+    """One output of a module, or (`text`) what stands in its place.
+
+    `abs_max` is "nan", "inf", "-inf" or "inf,-inf" if there is one in it.
 
     `share_of_limit`: how much of what its dtype can hold the greatest magnitude is, 0 where that says nothing.
     `growth`: times the greatest input of floats; None where that says nothing.
@@ -408,7 +423,7 @@ class Reader:
         # Names are the same in each batch, and kept once.
         names, about = (frame.module, frame.class_, line.label), (line.dtype, line.shape, line.text)
         names, about = self._names.setdefault(names, names), self._about.setdefault(about, about)
-        return row_of(of, frame.number, names, about, (line.abs_min, line.abs_max), given)
+        return row_of(of, frame.number, names, about, (line.abs_min, line.not_finite or line.abs_max), given)
 
 
 class _Growing:
@@ -435,7 +450,8 @@ class _Growing:
         assert self._forward is not None
         for line in frame.lines:
             if line.abs_max in ("inf", "nan") and len(self._forward.not_finite) < _MOST_NOT_FINITE:
-                at = At(frame.module, frame.class_, line.label, frame.number, str(line.abs_max), line.dtype)
+                what = line.not_finite or str(line.abs_max)
+                at = At(frame.module, frame.class_, line.label, frame.number, what, line.dtype)
                 self._forward.not_finite.append(at)
         self._forward.calls.append(call)
 

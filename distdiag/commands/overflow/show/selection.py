@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from distdiag.commands.overflow.show.growth import Growth
-    from distdiag.commands.overflow.show.recording import Forward, ForwardId, Recording, Row
+    from distdiag.commands.overflow.show.recording import Detection, Forward, ForwardId, Recording, Row
 
 COMMAND = "overflow show"
 FEW = 24
@@ -90,6 +90,9 @@ class Selection:
     main: Forward | None
     growth: tuple[Growth, ...]
     names: Names
+    detections: tuple[tuple[Recording, Detection], ...] = ()
+    """The earliest first, each once, though each rank has it in its file."""
+    module: str = ""
 
     @property
     def forwards(self) -> list[Forward]:
@@ -117,8 +120,9 @@ def select(request: Request, recordings: Sequence[Recording]) -> Selection:
     owned = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
     forwards = [forward for _, forward in owned]
     highest = sorted(forwards, key=lambda forward: -forward.peak())[:_MOST_GROWTH]
-    found = {(id(recording), each.batch) for recording in recordings for each in recording.detections}
-    detected = [forward for recording, forward in owned if (id(recording), forward.id.batch) in found]
+    detections = _distinct(ordered)
+    found = [(id(recording), each.batch) for recording, each in detections]
+    detected = [forward for key in found for recording, forward in owned if (id(recording), forward.id.batch) == key]
     wanted = {id(forward) for forward in (*highest, *detected[:1])}
     fits = matches(request.module)
     growth = (growth_of(forward) for forward in forwards if id(forward) in wanted)
@@ -128,7 +132,20 @@ def select(request: Request, recordings: Sequence[Recording]) -> Selection:
         main=next(iter((*detected, *highest)), None),
         growth=tuple(each for each in growth if each is not None and fits(each.end.module)),
         names=Names([forward.id for forward in forwards]),
+        detections=tuple(detections),
+        module=request.module,
     )
+
+
+def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detection]]:
+    """List what was detected, the earliest first; what several ranks kept once, from the file of the rank it names."""
+    found: dict[tuple[object, ...], tuple[Recording, Detection]] = {}
+    for recording in recordings:
+        for each in recording.detections:
+            key = (each.sentence, *(() if each.rank is not None else (recording.path, recording.rank)))
+            if key not in found or recording.rank == each.rank:
+                found[key] = (recording, each)
+    return sorted(found.values(), key=lambda pair: (pair[1].step, pair[1].batch))
 
 
 def matches(pattern: str) -> Callable[[str], bool]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.commands.overflow.show.divergence import ratio
 from distdiag.commands.overflow.show.recording import NEAR
 from distdiag.commands.overflow.show.selection import Names
-from distdiag.commands.overflow.show.wording import magnitude, named, percent, times
+from distdiag.commands.overflow.show.wording import MODEL, count, magnitude, named, percent, times
 from distdiag.output import Whole, Wrapped
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from distdiag.commands.overflow.show.growth import Growth
     from distdiag.commands.overflow.show.recording import Row
     from distdiag.report import Report
-
-_MODEL = "(model)"
 
 
 def overflow_show_view(report: Report[OverflowShow]) -> Iterator[RenderableType]:
@@ -61,11 +59,12 @@ def _batches(numbers: Sequence[int]) -> str:
 
 def _forwards(growth: Sequence[Growth], names: Names) -> Iterator[RenderableType]:
     """The greatest number of each forward."""
+    yield Wrapped("largest value of each forward, in tensors that are all finite:", margin=0)
     labels = [names.of(each.of) for each in growth]
     width = max(len("forward"), *map(len, labels))
-    yield Whole(f"{'forward':<{width}}  {'abs max':>8}  {'limit':>5}  {'growth':>7}  in", style="bold")
+    yield Whole(f"{'forward':<{width}}  {'abs max':>8}  {'of max':>6}  {'grew':>8}  up to", style="bold")
     for each, label in zip(growth, labels, strict=True):
-        numbers = f"{magnitude(each.end.abs_max)}  {percent(each.share_of_limit):>5}  {times(each.factor):>7}"
+        numbers = f"{magnitude(each.end.abs_max)}  {percent(each.share_of_limit):>6}  {times(each.factor):>7}x"
         style = "yellow" if each.share_of_limit >= NEAR else ""
         yield Whole(f"{label:<{width}}  {numbers}  {named(each.end.module)}", style=style)
 
@@ -77,13 +76,13 @@ class _Rows:
         self._rows = rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        head = f"{'abs min':>8}  {'abs max':>8}  {'limit':>5}  {'growth':>7}"
+        head = f"{'abs min':>8}  {'abs max':>8}  {'of max':>6}  {'out/in':>7}"
         yield Whole(f"{head}  module, class, tensor", style="bold")
         for before, row in zip([None, *self._rows], self._rows, strict=False):
             yield from _gap(before, row)
             share = "-" if row.share_of_limit == 0 else percent(row.share_of_limit)
             value = f"{row.text:>18}" if row.text else f"{magnitude(row.abs_min):>8}  {magnitude(row.abs_max):>8}"
-            numbers = f"{value}  {share:>5}  {'-' if row.growth is None else times(row.growth):>7}"
+            numbers = f"{value}  {share:>6}  {'-' if row.growth is None else times(row.growth):>7}"
             style = "bold red" if row.is_bad else "yellow" if row.share_of_limit >= NEAR else ""
             for text in _beside(numbers, row, options.max_width):
                 yield Whole(text, style=style)
@@ -112,9 +111,10 @@ class _SideBySide:
 
 
 def _gap(before: Row | None, row: Row) -> Iterator[Whole]:
-    """Mark that calls between two rows are left out (--all shows them)."""
-    if row.number > (before.number + 1 if before is not None else 0):
-        yield Whole(f"{'...':>8}")
+    """Mark that calls between two rows are left out, or were not kept."""
+    left_out = row.number - (before.number + 1 if before is not None else 0)
+    if left_out > 0:
+        yield Whole(f"{'...':>8}  {count(left_out, 'call')} not shown")
 
 
 def _times(row: Row, other: Row) -> str:
@@ -127,7 +127,7 @@ def _times(row: Row, other: Row) -> str:
 
 def _beside(numbers: str, row: Row, width: int) -> list[str]:
     """Put numbers and names in one line, or where that is too long the class and the tensor below the module."""
-    module, about = row.module or _MODEL, f"{row.class_}  {row.tensor}"
+    module, about = row.module or MODEL, f"{row.class_}  {row.tensor}"
     if len(numbers) + len(module) + len(about) + 4 <= width:
         return [f"{numbers}  {module}  {about}"]
     return [f"{numbers}  {module}", " " * (len(numbers) + 4) + about]

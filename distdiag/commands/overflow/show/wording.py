@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.overflow.show.divergence import Mismatch, ratio
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from distdiag.commands.overflow.show.recording import At, Detection, Recording, Row
     from distdiag.commands.overflow.show.selection import Selection
 
+MODEL = "the model"
+"""The outermost module, which has no name."""
 _GREW = 10.0
 """What grows by less than this on its path is worth no word: a layer does that."""
 
 
 def named(module: str) -> str:
     """Name a module in a sentence."""
-    return f"`{module}`" if module else "the model"
+    return f"`{module}`" if module else MODEL
 
 
 def count(number: int, thing: str) -> str:
@@ -45,19 +48,13 @@ def percent(share: float) -> str:
 
 def answer(selection: Selection, comparison: Comparison | None) -> Iterator[str]:
     """Return a few sentences: what was detected, how the numbers grew, where two forwards diverge."""
-    detections = in_order(selection)
+    detections = selection.detections
     if detections:
         more = len(detections) - 1
         yield sentence(selection, *detections[0]) + (f" ({more} more below)" if more else "")
     yield grew(selection)
     if comparison is not None:
         yield diverged(comparison)
-
-
-def in_order(selection: Selection) -> list[tuple[Recording, Detection]]:
-    """List what was detected, the earliest first."""
-    found = [(recording, detection) for recording in selection.recordings for detection in recording.detections]
-    return sorted(found, key=lambda pair: (pair[1].step, pair[1].batch))
 
 
 def sentence(selection: Selection, recording: Recording, detection: Detection) -> str:
@@ -71,17 +68,28 @@ def grew(selection: Selection) -> str:
     """Describe where the numbers grew most: of all forwards that of the answer, else the nearest to a limit."""
     growth = selection.growth_of(selection.main)
     if growth is None or selection.main is None:
-        return "the frames have no finite values" if selection.forwards else "no frames were saved"
+        return _without_growth(selection)
     where = selection.names.within(selection.main.id)
     start, end = growth.start, growth.end
     limit = f"{percent(end.share)} of {end.dtype} max"
     if growth.factor < _GREW:
-        text = "no growth from module to module before it" if in_order(selection) else "values do not grow"
-        return f"{text}: the largest finite value is {magnitude(end.abs_max)}, from {_at(end)} {where} ({limit})"
+        text = "values do not grow: the largest finite value"
+        if selection.detections:
+            text = "in tensors that are all finite, values do not grow: the largest"
+        return f"{text} is {magnitude(end.abs_max)}, from {_at(end)} {where} ({limit})"
     return (
         f"abs max grows {times(growth.factor)}x from {_at(start)} to {_at(end)} "
         f"({magnitude(start.abs_max)} -> {magnitude(end.abs_max)}, {limit}) {where}"
     )
+
+
+def _without_growth(selection: Selection) -> str:
+    if not selection.forwards:
+        return "no frames were saved"
+    peak = selection.main.peak() if selection.main is not None else 0.0
+    if peak and selection.module:
+        return f"the largest value is outside the modules of --module {shlex.quote(selection.module)}"
+    return "the frames have no floating-point tensor that is all finite"
 
 
 def _at(at: At) -> str:
