@@ -92,6 +92,5 @@ def test_a_signal_of_sbatch_is_reported_as_an_end_from_outside(slurm: Slurm, tmp
     wait_until(lambda: any(kept.glob("report.*.json")), _LATE_S, lambda: "no report")
     report = _judge(kept)
     assert report["findings"][0]["id"] == "run.terminated"
-    assert report["findings"][0]["where"]["ranks"] == []
     (picture,) = report["data"]["pictures"]
-    assert picture["reason"] == "SIGTERM"
+    assert (picture["reason"], picture["ranks_seen"]) == ("SIGTERM", 3)

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.run.diagnose import diagnose
-from distdiag.commands.run.types import NodeRun, RankRun, RankStack, Request, Run, Stacks
+from distdiag.commands.run.types import TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Request, Run, Stacks
 from distdiag.commands.run.view import run_view
-from distdiag.facts.job_logs.collect import Reader
+from distdiag.facts.job_logs.collect import NodeLogs, Reader
 from distdiag.facts.stack_types import Frame
 from distdiag.gathered import Gathered
 from distdiag.knowledge.job_logs import for_nodes
@@ -84,7 +84,7 @@ def test_the_first_failure_the_order_and_where_the_others_were(tmp_path: Path) -
     assert found.evidence[1:] == (
         "last line of its output: rank 1 step 5 loss 0.73",
         "ranks ended in this order: rank 1 (exit status 1) at 6.94 s, rank 0 (exit status 1) at 7.67 s",
-        "where the others were: rank 0 at `<module>` train.py:16; rank 2 exiting (no Python frames left)",
+        "where the others were: rank 0 at train.py:16; rank 2 exiting (no Python frames left)",
     )
     assert found.fix is not None
     assert "num_embeddings" in found.fix.text
@@ -121,3 +121,20 @@ def test_restarts_have_a_column_and_nodes_one_clock(tmp_path: Path) -> None:
     lines = drawn(made)
     assert any("restart 1" in line and "22.00 s" in line for line in lines)
     assert f"output of each rank: {_FOLDER}" in lines
+
+
+def test_a_job_that_hung_before_it_was_ended_from_outside_says_so(tmp_path: Path) -> None:
+    made = replace(node(tmp_path, ((0, -15, 70.4), (1, -15, 70.4))), logs=NodeLogs(host="vm"), signals=(("SIGTERM", 70.3),))
+    late = Picture(reason="SIGTERM", at_s=70.3, took_s=0.6, verdict="unknown", summary="no rank was found on vm")
+    fine = Picture(reason=TIME_LIMIT, at_s=44.1, took_s=3.8, verdict="ok", summary="not hung", ranks_seen=2)
+    (first,) = report(replace(made, pictures=(fine, late))).findings
+    assert (first.level, first.where.ranks) == ("unknown", ())
+    assert first.title.endswith("after 70 s; no rank had failed")
+    assert first.evidence == (
+        "hang at 44.1 s (before the time limit): not hung",
+        "vm: the ranks got the signal too, and had ended before they could be looked at",
+    )
+    hung = replace(fine, verdict="fail", summary="rank 1 is not in the collective", ranks=(1,))
+    (first,) = report(replace(made, pictures=(hung, late))).findings
+    assert (first.level, first.where.ranks) == ("fail", (1,))
+    assert first.title.endswith("after 70 s; it hung: rank 1 is not in the collective")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.commands.run.types import COMMAND, NodeRun, Picture, RankRun, RankStack, Run
+from distdiag.commands.run.types import COMMAND, TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Run
 from distdiag.diagnosis.job_logs import diagnose as logs_diagnose
 from distdiag.diagnosis.job_logs.types import Request as LogsRequest
 from distdiag.diagnosis.job_logs.types import number_in
@@ -229,8 +229,13 @@ def _launcher_says(logs: NodeLogs) -> str:
 def _pictured(nodes: Sequence[NodeRun]) -> Iterator[str]:
     for node in nodes:
         for picture in node.pictures:
-            if picture.verdict == "fail" or picture.error or (picture.summary and picture.reason == "SIGTERM"):
-                yield f"hang at {picture.at_s:.1f} s ({picture.reason}): {picture.summary or picture.error}"
+            if picture.reason == "SIGTERM" and not picture.error and not picture.ranks_seen:
+                yield f"{node.host}: the ranks got the signal too, and had ended before they could be looked at"
+            elif picture.verdict or picture.error:
+                when = {"SIGTERM": "at SIGTERM", TIME_LIMIT: "before the time limit"}.get(
+                    picture.reason, picture.reason
+                )
+                yield f"hang at {picture.at_s:.1f} s ({when}): {picture.summary or picture.error}"
 
 
 def _stalled(picture: Picture, *, killed: bool) -> Finding:
@@ -246,11 +251,14 @@ def _stalled(picture: Picture, *, killed: bool) -> Finding:
 
 
 def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
+    hung = next((picture for node in nodes for picture in node.pictures if picture.verdict == "fail"), None)
+    before = f"it hung: {hung.summary}" if hung is not None else "no rank had failed"
     return Finding(
         id=f"{COMMAND}.terminated",
-        level=Level.UNKNOWN,
-        title=f"the job was ended from outside: {name} after {format_duration(at_s)}; no rank had failed",
+        level=Level.UNKNOWN if hung is None else Level.FAIL,
+        title=f"the job was ended from outside, by {name} after {format_duration(at_s)}; {before}",
         detail="It was a time limit, a preemption or a user.",
+        where=Where(ranks=hung.ranks if hung is not None else ()),
         evidence=tuple(_pictured(nodes)),
         fix=Fix(text="in SLURM, see why", commands=("sacct -j $SLURM_JOB_ID --format=State,Elapsed,Timelimit",)),
     )

@@ -1,4 +1,4 @@
-"""Runs the job with a recorder beside it; reads stacks when a rank dies, and runs hang on a stall and on SIGTERM."""
+"""Runs the job with a recorder beside it, and looks at its ranks: when one dies, on a stall, before it is ended."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distdiag import child_job
+from distdiag.commands.run import time_limit
 from distdiag.commands.run.switches import SANITIZER_LOG
-from distdiag.commands.run.types import NodeRun, Picture, RankRun, RankStack, SanitizerLog, Stacks
+from distdiag.commands.run.types import TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, SanitizerLog, Stacks
 from distdiag.diagnosis.stack_classes import thread_at_work
 from distdiag.facts import machine, private_files, procs, programs
 from distdiag.facts.core.setup import PatternKind, read_pattern
@@ -107,6 +108,7 @@ class _Job:
     _control: int = -1
     _stall: _Stall | None = None
     _stacks: Stacks | None = None
+    _look_at: float | None = None
 
     def start(self, mask: set[signal.Signals | int], stack: contextlib.ExitStack) -> None:
         """Start the recorder, then the job, whose output goes through it."""
@@ -145,6 +147,7 @@ class _Job:
             os.close(fd)
         os.write(self._control, f"{self.child}\n".encode())
         self._stall = _Stall(self.plan.stall_s, self.output)
+        self._look_at = time_limit.look_at(time.time()) if self.plan.pictures else None
 
     def pass_on(self, child: int, number: int) -> None:
         """Pass a signal on to the job; before the first SIGTERM the picture is taken."""
@@ -164,6 +167,9 @@ class _Job:
         if held is not None and self._stacks is None:
             self._read_stacks(held["at"])
         living = self._living()
+        if self._look_at is not None and time.time() >= self._look_at and living:
+            self._look_at = None
+            self._picture(TIME_LIMIT, _HANG_ON_TERM_S)
         if self.plan.stall_s and living and self._stall is not None and self._stall.came(living):
             self._stalled()
 
@@ -214,6 +220,7 @@ class _Job:
         answer: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
             answer = json.loads(done.stdout)
+        data: dict[str, Any] = answer.get("data") or {}
         where: list[int] = next((finding["where"]["ranks"] for finding in answer.get("findings", ())), [])
         picture = Picture(
             reason=reason,
@@ -222,7 +229,8 @@ class _Job:
             verdict=answer.get("verdict", ""),
             summary=answer.get("summary", ""),
             ranks=tuple(where),
-            class_name=(answer.get("data") or {}).get("class_name", ""),
+            ranks_seen=len([row for row in data.get("processes", ()) if row["pid"] is not None]),
+            class_name=data.get("class_name", ""),
             folder=folder,
             error="" if answer else f"hang did not answer: {done.stderr[-300:].decode('utf-8', 'replace')}",
         )

@@ -44,9 +44,16 @@ class RankRun:
     last_line: str = ""
 
 
+TIME_LIMIT = "time limit"
+"""The reason of a picture shortly before SLURM ends the job."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """What `hang` reported of the job at one moment. `reason`: stall or SIGTERM; `error`: why it has nothing."""
+    """What `hang` reported of the job at one moment. `reason`: stall, SIGTERM or TIME_LIMIT.
+
+    `ranks`: whom it names; `ranks_seen`: how many it found; `error`: why it has nothing.
+    """
 
     reason: str
     at_s: float
@@ -54,6 +61,7 @@ class Picture:
     verdict: str = ""
     summary: str = ""
     ranks: tuple[int, ...] = ()
+    ranks_seen: int = 0
     class_name: str = ""
     folder: str = ""
     error: str = ""
