@@ -296,8 +296,11 @@ def readers() -> dict[str, Reader]:
     from distdiag.jobs.collect import Watched
 
     def trace(command: str, more: type[Any], modules: tuple[str, str, str], *options: str) -> Reader:
-        arguments = ("trace", command, "--rank", "0,1", *options)
+        arguments = ("trace", command, *(options or ("--rank", "0,1")))
         return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command, modules))
+
+    # By pid: both hosts are this machine, and of ranks that are there twice strace attaches to none.
+    attach = ("--pid", "{rank_0}", "--pid", "{rank_1}", "--for", "1")
 
     return {
         "ports": Reader(arguments=("ports",), facts=NodePorts, more=None, judge=judge_ports),
@@ -310,7 +313,7 @@ def readers() -> dict[str, Reader]:
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
         "blocked": trace("blocked", blocked.Reply, ("types", "diagnose", "view")),
         "fds": trace("fds", fds.Reply, ("command", "command", "command")),
-        "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), "--for", "1"),
+        "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), *attach),
     }
 
 
@@ -362,7 +365,8 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
     core = make_core("dies_by_segv", tmp_path_factory.mktemp("core"))
     with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--")) as job:
         job.wait_still()
-        yield Recorder(folder, {"core": str(core), "lines": str(lines)})
+        pids = {f"rank_{rank}": str(process.pid) for rank, process in enumerate(job.processes)}
+        yield Recorder(folder, {"core": str(core), "lines": str(lines), **pids})
 
 
 def streams_of_a_liar(stream: bytes) -> Iterator[tuple[str, bytes]]:

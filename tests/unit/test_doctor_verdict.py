@@ -174,7 +174,7 @@ def test_what_the_kernel_killed_and_what_runs_is_said_in_words_and_details_by_ve
     assert (
         killed.title == "the kernel killed a process for lack of memory 40 min ago: pid 7 (python), in a memory cgroup"
     )
-    assert runs.title.startswith("2 ranks of a job are running here (pids 11, 12), load 3.1 on 64 CPUs")
+    assert runs.title.startswith("2 ranks are running here (pids 11, 12), load 3.1 on 64 CPUs")
     assert (report.data.fit, "dmesg" in shown(report), "dmesg" in shown(report, verbose=True)) == ("fit", False, True)
     assert "-v: details and fixes of these" in shown(report)
 

@@ -382,7 +382,7 @@ def _running(node: NodeDoctor) -> Iterator[Symptom]:
     yield Symptom(
         id="job-running",
         level=Level.INFO,
-        title=f"{counted(len(pids), 'rank')} of a job {'is' if one else 'are'} running here "
+        title=f"{counted(len(pids), 'rank')} {'is' if one else 'are'} running here "
         f"({'pid' if one else 'pids'} {shown}), {load}: free memory is what they leave",
     )
 
