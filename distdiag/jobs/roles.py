@@ -136,10 +136,11 @@ def launcher_name(launcher: Process) -> str:
     return "torchrun" if launcher.comm == "pt_elastic" else launcher.comm
 
 
-def of_job(processes: Processes, name: str) -> Processes:
+def of_job(processes: Processes, name: str, *, strict: bool = False) -> Processes:
     """Keep the processes of the job that --job names, all without a name.
 
-    To a job belong its children, launchers and stores, and the siblings that have exited or cannot be read.
+    To a job belong its children, launchers and stores, and the siblings that have exited or cannot be read; unless
+    `strict`, also ranks that it lacks and that the same program has with another rendezvous: they may be its own.
     """
     if not name:
         return processes
@@ -147,9 +148,27 @@ def of_job(processes: Processes, name: str) -> Processes:
     own = [job for job in find_jobs([NodeStacks(processes.host, processes, ())], whole=False) if job.name == name]
     named = {member.process.pid for job in own for member in job.members if member.process is not None}
     named.update(process.pid for process in kept if answers_to(process.job, name))
+    named.update(() if strict else _lacked(kept, named))
     above = {pid for process in kept if process.pid in named for pid in process.above}
     parents = {process.parent for process in kept if process.pid in named}
     return replace(processes, processes=tuple(process for process in kept if _belongs(process, named, parents, above)))
+
+
+def _lacked(processes: Sequence[Process], named: set[int]) -> list[int]:
+    """List the ranks of the same program that a job lacks."""
+    own = [process for process in processes if process.pid in named and process.place is not None]
+    ranks = {process.place.rank for process in own if process.place is not None}
+    alike = {_program(process) for process in own}
+    return [
+        process.pid
+        for process in processes
+        if process.place is not None and process.place.rank not in ranks and _program(process) in alike
+    ]
+
+
+def _program(process: Process) -> tuple[object, ...]:
+    place = process.place
+    return (process.command, place.launcher, place.world_size) if place is not None else ()
 
 
 def _belongs(process: Process, named: set[int], parents: set[int], above: set[int]) -> bool:
@@ -196,7 +215,13 @@ def of_interest(jobs: list[Job]) -> list[Job]:
     real = [job for job in jobs if not is_lone(job)]  # a lone one is of interest where there is nothing else
     # A program that outlived its job still has the rank in its environment.
     alive = [job for job in real if any(member.process is not None and member.process.python for member in job.members)]
-    return alive or real or jobs
+    # A shell's child may have RANK from elsewhere; one that is starting has no torch yet.
+    sure = [job for job in alive if len(job.members) > 1 or any(map(_has_torch, job.members))]
+    return sure or alive or real or jobs
+
+
+def _has_torch(member: Member) -> bool:
+    return member.process is not None and (member.process.torch or member.process.gpu)
 
 
 def _aliases(names: Mapping[str, str]) -> set[str]:

@@ -76,7 +76,7 @@ class JobSummary:
         what = "rank" if (self.world_size or self.ranks) == 1 else "ranks"
         # Ranks that nothing but RANK and WORLD_SIZE tell have no launcher to name.
         launcher = f" ({self.launcher})" if self.launcher != "environment" else ""
-        name = f"job {self.job}{launcher}" if self.job else self.launcher
+        name = f"job {self.job}{launcher}" if self.job else launcher.strip(" ()") or "ranks without MASTER_ADDR"
         hosts = f" on {fold_within(self.hosts, _ROOM)}" if any(self.hosts) else ""
         return f"{name}: {self.ranks}{of} {what}{hosts}"
 

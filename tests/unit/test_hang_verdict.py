@@ -28,6 +28,7 @@ from distdiag.facts.rank_identity import Identity
 from distdiag.facts.socket_owners import Network, Owned
 from distdiag.facts.stack_types import Counter, Frame
 from distdiag.gathered import Gathered
+from distdiag.jobs.roles import of_job
 from distdiag.knowledge.activities import activity_of
 from distdiag.output import document
 from distdiag.report import Verdict
@@ -454,3 +455,13 @@ def test_a_rank_that_waits_at_a_socket_is_shown_with_the_command_for_its_other_e
     assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (1,))
     assert report.findings[0].fix is not None
     assert report.findings[0].fix.commands == ("distdiag trace fds --rank 1",)
+
+
+def test_job_also_looks_at_the_ranks_that_it_lacks_and_that_meet_elsewhere() -> None:
+    first, second = meeting(0, 29611), meeting(1, 29612)
+    own, other = first.processes.processes[0], second.processes.processes[0]
+    same_host = replace(first.processes, processes=(own, other))
+    assert of_job(same_host, "127.0.0.1:29611").processes == (own, other)
+    assert of_job(same_host, "127.0.0.1:29611", strict=True).processes == (own,)
+    again = replace(other, place=own.place)
+    assert of_job(replace(same_host, processes=(own, again)), "127.0.0.1:29611").processes == (own,)

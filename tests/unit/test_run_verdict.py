@@ -124,7 +124,9 @@ def test_restarts_have_a_column_and_nodes_one_clock(tmp_path: Path) -> None:
 
 
 def test_a_job_that_hung_before_it_was_ended_from_outside_says_so(tmp_path: Path) -> None:
-    made = replace(node(tmp_path, ((0, -15, 70.4), (1, -15, 70.4))), logs=NodeLogs(host="vm"), signals=(("SIGTERM", 70.3),))
+    made = replace(
+        node(tmp_path, ((0, -15, 70.4), (1, -15, 70.4))), logs=NodeLogs(host="vm"), signals=(("SIGTERM", 70.3),)
+    )
     late = Picture(reason="SIGTERM", at_s=70.3, took_s=0.6, verdict="unknown", summary="no rank was found on vm")
     fine = Picture(reason=TIME_LIMIT, at_s=44.1, took_s=3.8, verdict="ok", summary="not hung", ranks_seen=2)
     (first,) = report(replace(made, pictures=(fine, late))).findings

@@ -120,7 +120,7 @@ def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
 
 def _ask(request: Request, on_host: Processes) -> dict[str, Any]:
     """Name the ranks of the job, and the launchers above them."""
-    processes = of_job(without_lone(on_host), request.job).processes
+    processes = of_job(without_lone(on_host), request.job, strict=True).processes
     sampled = set(to_sample(processes, helpers=False)[0])
     ranks = [process for process in processes if process.pid in sampled]
     above = {pid for process in ranks for pid in process.above}

@@ -48,9 +48,10 @@ def diagnose(request: Request, gathered: Gathered[NodeHang]) -> Report[Hang]:
     found: list[Finding] = []
     for joined in judged:
         finding = finding_of(joined, source_rows(joined))
-        prefix = f"job {joined.evidence.job.name}: " if len(judged) > 1 else ""
-        found.append(replace(finding, title=prefix + finding.title))
-        found += unseen_ranks(joined.evidence.job, f"{COMMAND}.unseen")
+        name = joined.evidence.job.name
+        prefix = f"{f'job {name}' if name else 'ranks without MASTER_ADDR'}: " if len(judged) > 1 else ""
+        own = [finding, *unseen_ranks(joined.evidence.job, f"{COMMAND}.unseen")]
+        found += [replace(each, title=prefix + each.title) for each in own]
     if not jobs and (nodes or not gathered.refusals):
         found.append(_no_job(request, nodes))
     found += [_incomplete(node) for node in nodes if node.missing]

@@ -151,6 +151,8 @@ def _waiting(joined: Joined) -> str:
         return ""
     group = max(split(waiting), key=len)
     seconds = joined.evidence.waited_s()
+    # One that polls, as in a rendezvous, wakes again and again: for how long it has waited is not known.
+    seconds = seconds if seconds is not None and seconds >= 1 else None
     is_one = len(group) == 1
     verb = ("waits" if is_one else "wait") if seconds is None else ("has waited" if is_one else "have waited")
     since = f" for {lasting(seconds)}" if seconds is not None else ""

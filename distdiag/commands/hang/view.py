@@ -36,7 +36,8 @@ def hang_view(report: Report[Hang], request: Request) -> Iterator[RenderableType
             yield from _sources(data, verbose=request.verbose)
     if len(data.jobs) > 1:
         yield f"{len(data.jobs)} jobs were found. To diagnose one, with its log and flight recorder:"
-        yield Whole(f"    {request.program} hang --job {shlex.quote(data.jobs[0].job)}")
+        for name in [job.job for job in data.jobs if job.job][:_LINES]:
+            yield Whole(f"    {request.program} hang --job {shlex.quote(name)}")
         yield ""
 
 

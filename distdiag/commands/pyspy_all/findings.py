@@ -257,14 +257,14 @@ def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
         title=f"{who(slow.slow)} {'is' if is_alone else 'are'} slower than the others{place}",
         detail=f"{briefly(slow.others).capitalize()} {'waits' if len(slow.others) == 1 else 'wait'} for {pronoun} in "
         f"{often} "
-        f"{slow.samples} samples; {'it waits' if is_alone else 'they wait'} "
+        f"{slow.samples} samples; {briefly(slow.slow)} {'waits' if is_alone else 'wait'} for others "
         f"{f'in at most {slow.slow_wait}' if slow.slow_wait else 'in none'}. "
         + (f"{'It is' if is_alone else 'They are'} computing. " if busy >= BUSY else "")
         + _shared(verdict, request),
         where=where(slow.slow),
         fix=Fix(
-            text=f"see what only {'this rank does' if is_alone else 'these ranks do'} at that line: more data, slower "
-            "storage, another branch; if nothing, compare the hosts"
+            text=f"find out why only {briefly(slow.slow)} {'does' if is_alone else 'do'} this work; if all ranks do, "
+            "compare the hosts: clocks, load, storage"
         ),
     )
 
@@ -299,7 +299,7 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
             level=Level.INFO,
             title=f"no hang seen in {samples_in_words(request.samples, request.interval_s)}: " + ", ".join(parts),
             detail=(more if request.samples < ENOUGH else "")
-            + "If you suspect an endless loop, sample for longer: --interval 30.",
+            + ("If you suspect an endless loop, sample for longer: --interval 30." if verdict.slow is None else ""),
             where=where(verdict.states),
         ),
     ]

@@ -93,7 +93,7 @@ def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object
 
 def _only_wanted(facts: Processes, request: Request) -> Processes:
     """Keep the processes of the requested job or pids, with all that belongs to them."""
-    kept = of_job(without_lone(facts) if request.ranks_only else facts, request.job)
+    kept = of_job(without_lone(facts) if request.ranks_only else facts, request.job, strict=request.native)
     if request.pids:
         pids = set(request.pids)
         own = tuple(process for process in kept.processes if process.pid in pids or pids & set(process.above))
