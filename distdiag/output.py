@@ -415,7 +415,8 @@ def _render(
         return _tidy(page.getvalue())
     # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
     findings = sorted(reversed(report.findings), key=_least_first)
-    worst = findings.pop() if findings and findings[-1].level in (Level.FAIL, Level.UNKNOWN) else None
+    is_last = findings and (findings[-1].level in (Level.FAIL, Level.UNKNOWN) or findings[-1].title == report.summary)
+    worst = findings.pop() if is_last else None
     for finding in findings:
         _print_finding(console, finding, finding.level, finding.title)
     if worst is not None:
@@ -437,7 +438,7 @@ def _least_first(finding: Finding) -> int:
 
 def _print_finding(console: Console, finding: Finding, level: str, title: str) -> None:
     console.print()
-    console.print(f"{level.upper()}  {finding.id}", style=_style(finding.level))
+    console.print(f"{level.upper()}  {finding.id}", style=_style(level.lower()))
     _print_text(console, title)
     _print_text(console, finding.detail)
     for line in finding.evidence:

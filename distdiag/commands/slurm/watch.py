@@ -88,7 +88,7 @@ class Watch:
 
 
 def watch(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB...", help="Names or ids of jobs.")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Names or ids of jobs.")] = None,
     user: Annotated[str, typer.Option(metavar="NAME", help="Whose jobs. [default: yours]")] = "",
     save: SaveOpt = "",
     from_: FromOpt = None,
@@ -97,8 +97,8 @@ def watch(
 ) -> None:
     """Check that each job is running, or pending and able to start.
 
-    A job in neither state, a held job and a job whose dependency can never be met are failures: run this from
-    `distdiag slurm cron` with --sbatch=--mail-type=FAIL, and SLURM mails you.
+    A job in neither state, a held job and a job whose dependency can never be met are failures. Run this from
+    `distdiag slurm cron`, and SLURM mails you: see the last example.
 
     Exit status: 0 every job is running or pending, 1 a job is not, 2 wrong usage, 3 SLURM did not answer,
     130 interrupted.
@@ -107,6 +107,8 @@ def watch(
     Examples:
       distdiag slurm watch train-7b
       distdiag slurm watch 4711 --user alice --json
+      distdiag slurm cron --name is-alive --every 1h --time 5 \\
+        --sbatch=--mail-type=FAIL -- distdiag slurm watch train-7b
     """
     from distdiag import runner
     from distdiag.errors import UsageError
