@@ -6,9 +6,10 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait, lasting
+from distdiag.diagnosis.wording import format_hosts, format_ranks
 from distdiag.facts.machine import STOPPED
 from distdiag.jobs.sample_waits import SAMPLED_S
 from distdiag.report import Finding, Fix, Level, Where
@@ -124,8 +125,7 @@ def of_gone(case: Case) -> list[Finding]:
     others = [key for key in case.keys if _kind(case, key) is not Kind.ENDED]
     if gone and others:
         ranks = [member.rank for member in gone if member.rank is not None]
-        who = name_ranks(ranks) if ranks else "a process"
-        hosts = fold(dict.fromkeys(member.host for member in gone))
+        hosts = list(dict.fromkeys(member.host for member in gone))
         waits = [root_wait(case, key) for key in others]
         rest = what_they_do(others, waits, case.index)
         # Where no rank sleeps in what may be a collective, the job may just be ending.
@@ -133,13 +133,15 @@ def of_gone(case: Case) -> list[Finding]:
         unseen = all(member.process is None for member in gone)
         has, it = ("has", "it") if len(gone) == 1 else ("have", "they")
         ended = f"{has} no process: {it} exited or never started" if unseen else f"{has} exited"
+        who = format_ranks(ranks, hosts) if ranks else f"a process ({format_hosts(hosts)})"
+        remedy = remedies.find_missing_rank if unseen else remedies.find_cause_of_death
         found.append(
             Finding(
                 id="trace.exited",
                 level=Level.FAIL if awaited else Level.UNKNOWN,
-                title=f"{who} ({hosts}) {ended}; {rest}",
-                where=Where(hosts=tuple(dict.fromkeys(member.host for member in gone)), ranks=tuple(ranks)),
-                fix=remedies.find_missing_rank(hosts) if unseen else remedies.find_cause_of_death(hosts),
+                title=f"{who} {ended}; {rest}",
+                where=Where(hosts=tuple(hosts), ranks=tuple(ranks)),
+                fix=remedy(hosts, len(gone)),
             )
         )
     return found
@@ -153,7 +155,7 @@ def unreadable(case: Case, user: int) -> list[Finding]:
     owners = sorted({case.index.processes[key].user for key in keys if key in case.index.processes})
     of = f" of user {', '.join(map(str, owners))}" if owners and owners != [user] else ""
     name = several(keys, case.index)
-    names = f"{name}{of} on {fold(dict.fromkeys(host for host, _ in keys))}"
+    names = f"{name}{of} on {format_hosts(host for host, _ in keys)}"
     return [
         _finding(
             "unreadable",
@@ -322,7 +324,7 @@ def _lasted_s(tree: WaitTree, wait: Wait) -> float | None:
 
 def _fix(case: Case, keys: Sequence[Key], wait: Wait, why: str = "") -> Fix | None:
     host, pid = keys[0]
-    hosts = fold(dict.fromkeys(key[0] for key in keys))
+    hosts = format_hosts(key[0] for key in keys)
     place = f"on {hosts}"
     if wait.thaws:
         return remedies.thaw(hosts, wait.thaws)
@@ -382,8 +384,7 @@ def _finding(
 
 def again(request: Request, *words: str) -> str:
     """Format a command to paste: this program with the same hosts."""
-    typed = [part for name, value in request.cluster.typed() for part in (name, shlex.quote(value))]
-    return " ".join([request.program, *words, *typed])
+    return remedies.again(request.program, request.cluster, *words)
 
 
 def several(keys: Iterable[Key], index: ProcessIndex, *, whole: bool = False) -> str:

@@ -31,7 +31,7 @@ def estimate(
     step_time: Annotated[float, typer.Option(min=1e-6, max=1e7, metavar="SECONDS", help="Time of one optimizer step.")],
     gpus: Annotated[int, typer.Option(min=1, max=10**7, metavar="N", help="GPUs on all nodes.")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU model, to compare with its peak: 'A100 SXM'.")] = "",
-    recompute: Annotated[bool, typer.Option("--recompute", help="Activations are recomputed in the backward pass.")] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Activations are recomputed in backward.")] = False,
     hidden: Annotated[int, typer.Option(min=0, max=10**7, metavar="N", help="Hidden size.")] = 0,
     layers: Annotated[int, typer.Option(min=0, max=10**6, metavar="N", help="Transformer layers.")] = 0,
     vocab: Annotated[int, typer.Option(min=0, max=10**8, metavar="N", help="Vocabulary size.")] = 0,
@@ -46,7 +46,9 @@ def estimate(
     bench: Annotated[
         str, typer.Option(metavar="PATH", help="Measured busbw: folder of allreduce-bench --save, or its --json.")
     ] = "",
-    busbw: Annotated[float, typer.Option(min=0, max=1e6, metavar="GB/s", help="The same as a number, if you know it.")] = 0.0,
+    busbw: Annotated[
+        float, typer.Option(min=0, max=1e6, metavar="GB/s", help="Busbw as a number, if you know it.")
+    ] = 0.0,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:

@@ -155,8 +155,8 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
         yield Finding(
             id="estimate.above-peak",
             level=Level.FAIL,
-            title=f"{speed.hardware:.1f} TFLOPS per GPU is {speed.hardware / peak.tflops:.0%} of the peak of {peak.name} "
-            f"({peak.tflops:g}): the numbers cannot be right",
+            title=f"{speed.hardware:.1f} TFLOPS per GPU is {speed.hardware / peak.tflops:.0%} of the peak of "
+            f"{peak.name} ({peak.tflops:g}): the numbers cannot be right",
             evidence=(
                 *speed.steps,
                 f"{peak.tflops:g} is dense; {peak.sparse_tflops:g}, with sparsity, is out of reach of training"
@@ -164,8 +164,8 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
                 else f"{peak.tflops:g} is dense",
             ),
             fix=Fix(
-                text="check the numbers: --batch is global (all GPUs), --step-time is one optimizer step, --gpus counts "
-                "all nodes"
+                text="check the numbers: --batch is global (all GPUs), --step-time is one optimizer step, --gpus "
+                "counts all nodes"
             ),
         )
     elif peak is not None and speed.hardware < ABOUT * GOOD_SHARE * peak.tflops:
@@ -227,8 +227,8 @@ def _network(estimate: Estimate) -> Iterator[Finding]:
         yield Finding(
             id="estimate.network-too-slow",
             level=Level.FAIL,
-            title=f"the traffic of a step takes {seconds:.3g} s, longer than the step itself ({step:g} s): the busbw, the "
-            "layout or the step time is not that of this run",
+            title=f"the traffic of a step takes {seconds:.3g} s, longer than the step itself ({step:g} s): the busbw, "
+            "the layout or the step time is not that of this run",
             evidence=evidence,
             fix=Fix(text="check --busbw or --bench, --zero, --tp, --pp and --step-time"),
         )

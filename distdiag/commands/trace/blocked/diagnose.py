@@ -91,7 +91,7 @@ def _summary(found: Sequence[Finding]) -> str:
     worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
     if worst is None:
         return "no process was read"
-    return worst.title.partition(": ")[0] if worst.level is Level.INFO else worst.title
+    return worst.title
 
 
 def _waits_of(process: Blocked, key: Key, index: ProcessIndex) -> tuple[Wait, ...]:

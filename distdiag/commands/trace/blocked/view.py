@@ -29,7 +29,7 @@ def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
         if number:
             yield ""
         if job.world_size is not None or job.ranks > 1:
-            yield Text(job.title(), overflow="fold")
+            yield Wrapped(job.title(), margin=0, hang=2)
         yield from _table([row for row in data.threads if row.job == job.job])
     rest = [row for row in data.threads if row.job not in {job.job for job in data.jobs}]
     if rest:
