@@ -34,7 +34,9 @@ def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
     commands = {host: " ".join(["kill -CONT", *pids]) for host, pids in by_host.items()}
     if len(commands) > 1:
         lines = tuple(f"{command}  # on {host}" for host, command in commands.items())
-        return Fix(text="resume them, each on its host, and find out what stopped them", commands=lines[:_HOSTS])
+        some = f" (the first {_HOSTS} of {len(lines)} hosts)" if len(lines) > _HOSTS else ""
+        text = f"resume them, each on its host, and find out what stopped them{some}"
+        return Fix(text=text, commands=lines[:_HOSTS])
     return Fix(
         text=f"on {format_hosts(commands)}, resume it and find out what stopped it", commands=tuple(commands.values())
     )

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _ROOM = 160
 """Characters of a list of hosts in a sentence; the finding's `where` has all of them."""
+_CELL = 24
+"""Characters of a host in a table."""
 _NAMED = 4
 """Processes to list; the rest are only counted."""
 _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -19,6 +21,19 @@ _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 def format_hosts(hosts: Iterable[str]) -> str:
     """Format hosts in a sentence: "node[07-08]"; of very many the first: "125 hosts (node0001,...)"."""
     return fold_within(hosts, _ROOM)
+
+
+def shorten_hosts(hosts: Iterable[str]) -> str:
+    """Format hosts for a cell of a table: one by its first label, cut in its middle if that is long; several counted.
+
+    The host of a row is then known by its ranks: the findings and --json have whole names.
+    """
+    names = list(dict.fromkeys(hosts))
+    folded = fold_within(names, _CELL)
+    if len(names) != 1 or len(folded) <= _CELL:
+        return folded.partition(" (")[0]
+    label = names[0].partition(".")[0]
+    return label if len(label) <= _CELL else f"{label[: _CELL // 2 - 2]}...{label[1 - _CELL // 2 :]}"
 
 
 def format_ranks(ranks: Collection[int], hosts: Iterable[str] = (), pid: int | None = None) -> str:

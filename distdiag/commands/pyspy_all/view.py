@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.cluster.hosts import fold_ranks, fold_ranks_within, fold_within
+from distdiag.cluster.hosts import fold_ranks, fold_ranks_within
 from distdiag.diagnosis.stack_wording import samples_in_words
-from distdiag.diagnosis.wording import named
+from distdiag.diagnosis.wording import named, shorten_hosts
 from distdiag.knowledge.frames import is_native, library_path
 from distdiag.output import Whole, Wrapped, plain_table
 
@@ -34,8 +34,7 @@ _LINES = 10
 _FEW_ROWS = 8
 """Processes with a row of their own; of more, those of which the same is to be said share one."""
 _CELL = 20
-_HOSTS = 100
-"""Characters of ranks, and of hosts, in a cell of a table."""
+"""Characters of ranks in a cell of a table."""
 _ROOM = 80
 """Characters of a set of ranks in the call tree."""
 
@@ -203,7 +202,7 @@ def _special(processes: Sequence[ProcessRow], *, all_ranks: bool, helpers: bool)
         role = f"{first.role} of " if first.role == "helper" else ""
         table.add_row(
             role + (fold_ranks_within(ranks, _CELL) if ranks else "-"),
-            fold_within((process.host for process in group), _HOSTS),
+            shorten_hosts(process.host for process in group),
             "-" if not pids else str(pids[0]) if len(pids) == 1 else f"{pids[0]}, ...",
             first.state or "-",
             first.class_ or "-",
