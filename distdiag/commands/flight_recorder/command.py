@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -71,6 +72,9 @@ def flight_recorder(
             raise UsageError(
                 "no dumps given", hint="give a directory or files; flight-recorder --how shows how to get them"
             )
+        if paths and not (from_ or trigger or any(map(os.path.exists, paths))) and _is_local(cluster):
+            hint = "how to get dumps: distdiag flight-recorder --how"
+            raise UsageError(f"{paths[0]}: no such file or directory", hint=hint)
         if html:
             from distdiag.commands.flight_recorder.html_report import check_place
 
@@ -93,3 +97,9 @@ def flight_recorder(
         return report
 
     runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
+
+
+def _is_local(cluster: Cluster) -> bool:
+    from distdiag.cluster.targets import find_targets
+
+    return not cluster.typed() and find_targets(cluster, os.environ).launcher is None
