@@ -76,6 +76,8 @@ def core_bt(
     def request() -> Request:
         if sum((bool(cores), bool(pid), setup)) > 1:
             raise UsageError("CORE, --pid and --setup are mutually exclusive", hint="pass one of them")
+        if cores and not from_ and not any(map(os.path.exists, cores)) and _is_local(cluster):
+            raise UsageError(f"{cores[0]}: no such file or directory", hint="give a core file, or its directory")
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -113,7 +115,12 @@ def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
         def plan(hosts: Mapping[str, NodeCores], local: bool) -> Asks:
             return _plan(request, hosts, local=local)
 
-        return runner.Question(part=NodeCores, plan=plan, join=_join, doing="reading")
+        return runner.Question(
+            part=NodeCores,
+            plan=plan,
+            join=_join,
+            doing="reading processes" if request.pids else "checking the setup" if request.setup else "reading cores",
+        )
 
     return runner.Subcommand(
         name=COMMAND,
@@ -125,6 +132,12 @@ def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
         explain=lambda request: runner.explain(request.cluster, agent),
         shown_as_typed=("all_threads",),
     )
+
+
+def _is_local(cluster: Cluster) -> bool:
+    from distdiag.cluster.targets import find_targets
+
+    return not cluster.typed() and find_targets(cluster, os.environ).launcher is None
 
 
 def _check_working_directory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -201,20 +202,23 @@ def _findings(watched: Watched, program: str) -> Iterator[Finding]:
             id="slurm.not-in-queue",
             level=Level.FAIL,
             title=f"{asked} is neither running nor pending{ended}",
-            detail="" if last else "SLURM forgets a job some minutes after its end; sacct remembers it, if enabled",
+            detail="" if last else "SLURM forgets a job some minutes after its end; sacct remembers it, if enabled.",
             evidence=tuple(f"job {job.id}: {job.state}, reason {job.reason}" for job in watched.jobs[-5:]),
             fix=Fix(text="find out why it ended, and submit it again", commands=(f"{program} logs FILE",)),
         )
     elif watched.state == "will-not-start":
         job = next(job for job in watched.jobs if _state(job) == "will-not-start")
         held = _never(job) == "it is held"
-        text = f"release it: scontrol release {job.id}" if held else "cancel it, and submit it again with other limits"
+        release = Fix(text="release it", commands=(f"scontrol release {shlex.quote(job.id)}",))
+        other = Fix(
+            text="cancel it, and submit it again with other limits", commands=(f"scancel {shlex.quote(job.id)}",)
+        )
         yield Finding(
             id="slurm.will-not-start",
             level=Level.FAIL,
             title=f"{asked} is pending and will not start: {_never(job)}",
             evidence=(f"job {job.id}: {job.state}, reason {job.reason}",),
-            fix=Fix(text=text),
+            fix=release if held else other,
         )
     elif watched.state == "suspended":
         job = next(job for job in watched.jobs if _state(job) == "suspended")
@@ -222,7 +226,7 @@ def _findings(watched: Watched, program: str) -> Iterator[Finding]:
             id="slurm.suspended",
             level=Level.WARN,
             title=f"{asked} is suspended: job {job.id} keeps its allocation but does not run",
-            fix=Fix(text=f"resume it, or ask who suspended it: scontrol resume {job.id}"),
+            fix=Fix(text="ask who suspended it, or resume it", commands=(f"scontrol resume {shlex.quote(job.id)}",)),
         )
 
 

@@ -320,7 +320,7 @@ def notes(
     job: Job, nodes: Sequence[NodeDumps], gathered: Gathered[NodeDumps], accused: set[int], request: Request
 ) -> Iterator[Finding]:
     """Report what could not be read, and who left no dump."""
-    yield from _of_files(nodes)
+    yield from _of_files(nodes, any_read=bool(job.dumps))
     yield from _of_pipes(nodes)
     damaged = [rank for rank, dump in sorted(job.dumps.items()) if dump.unreadable]
     if damaged:
@@ -368,21 +368,24 @@ def notes(
         )
 
 
-def _of_files(nodes: Sequence[NodeDumps]) -> Iterator[Finding]:
+def _of_files(nodes: Sequence[NodeDumps], *, any_read: bool) -> Iterator[Finding]:
     """Report the files that could not be read; those with one reason are one finding."""
-    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     for node in nodes:
         for unread in node.unread:
-            groups.setdefault((unread.kind, unread.why), []).append((node.host, unread.path))
-    for (kind, why), files in groups.items():
+            alike = unread.kind, unread.why.partition(":")[0]
+            groups.setdefault(alike, []).append((node.host, unread.path, unread.why))
+    for (kind, _), unsorted in groups.items():
+        files = sorted(unsorted, key=lambda file: file[1])
+        why = files[0][2]
         is_refused = " is refused" if kind == "code" else ""
         more = f"; {len(files) - 1} more files likewise" if len(files) > 1 else ""
         yield Finding(
             id=f"{COMMAND}.{kind}",
-            level=Level.WARN if kind == "truncated" else Level.UNKNOWN,
+            level=Level.WARN if kind == "truncated" and any_read else Level.UNKNOWN,
             title=f"{printable(files[0][1])}{is_refused}: {printable(why)}{more}",
-            where=Where(hosts=tuple(dict.fromkeys(host for host, _ in files))),
-            evidence=tuple(printable(path) for _, path in files[1:_SHOWN]),
+            where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files))),
+            evidence=tuple(printable(path) for _, path, _ in files[1:_SHOWN]),
         )
 
 
