@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from distdiag.errors import UsageError
 from distdiag.program_name import called_as as called_as  # the commands import it from here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
 
@@ -138,6 +139,20 @@ def _kube(selector: str, namespace: str, context: str, container: str, debug_ima
 
 def _given(text: str | None) -> str:
     return "" if text is None else text or " "
+
+
+def check_paths(paths: Sequence[str], cluster: Cluster, *, hint: str) -> None:
+    """Refuse paths of which none exists, where they are those of this machine.
+
+    Raises:
+        UsageError: none of them exists.
+    """
+    if not paths or any(map(os.path.exists, paths)) or cluster.typed():
+        return
+    from distdiag.cluster.targets import find_targets
+
+    if find_targets(cluster, os.environ).launcher is None:
+        raise UsageError(f"{paths[0]}: no such file or directory", hint=hint)
 
 
 def on_hosts(command: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.core_bt.types import COMMAND, Request, Threads
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, check_paths, on_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,8 +76,8 @@ def core_bt(
     def request() -> Request:
         if sum((bool(cores), bool(pid), setup)) > 1:
             raise UsageError("CORE, --pid and --setup are mutually exclusive", hint="pass one of them")
-        if cores and not from_ and not any(map(os.path.exists, cores)) and _is_local(cluster):
-            raise UsageError(f"{cores[0]}: no such file or directory", hint="give a core file, or its directory")
+        if not from_:
+            check_paths(cores or (), cluster, hint="give a core file, or its directory")
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -132,12 +132,6 @@ def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
         explain=lambda request: runner.explain(request.cluster, agent),
         shown_as_typed=("all_threads",),
     )
-
-
-def _is_local(cluster: Cluster) -> bool:
-    from distdiag.cluster.targets import find_targets
-
-    return not cluster.typed() and find_targets(cluster, os.environ).launcher is None
 
 
 def _check_working_directory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.diagnosis.flight_recorder.types import COMMAND, Request
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, check_paths, on_hosts
 
 if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.types import FlightRecorder
@@ -72,9 +71,8 @@ def flight_recorder(
             raise UsageError(
                 "no dumps given", hint="give a directory or files; flight-recorder --how shows how to get them"
             )
-        if paths and not (from_ or trigger or any(map(os.path.exists, paths))) and _is_local(cluster):
-            hint = "how to get dumps: distdiag flight-recorder --how"
-            raise UsageError(f"{paths[0]}: no such file or directory", hint=hint)
+        if not (from_ or trigger):
+            check_paths(paths or (), cluster, hint="how to get dumps: distdiag flight-recorder --how")
         if html:
             from distdiag.commands.flight_recorder.html_report import check_place
 
@@ -97,9 +95,3 @@ def flight_recorder(
         return report
 
     runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
-
-
-def _is_local(cluster: Cluster) -> bool:
-    from distdiag.cluster.targets import find_targets
-
-    return not cluster.typed() and find_targets(cluster, os.environ).launcher is None

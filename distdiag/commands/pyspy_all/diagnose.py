@@ -66,9 +66,10 @@ def diagnose(
     watched_s = (request.samples - 1) * request.interval_s
     verdicts = sorted((judge_job(job, watched_s) for job in jobs), key=lambda verdict: _ORDER.index(verdict.outcome))
     found = [finding for verdict in verdicts for finding in _of_job(verdict, request, nodes, several=len(jobs) > 1)]
-    found += [*_asked_for(nodes), *_unseen(nodes)]
+    not_there = [*_asked_for(nodes), *_unseen(nodes)]
+    found += not_there
     found += _not_looked(nodes)
-    if not jobs and not any(node.processes.asked_unseen for node in nodes):
+    if not jobs and not not_there:
         found.append(_no_job(request, nodes))
     found += _left_stopped(nodes)
     found += host_findings(refusals or {}, rows)

@@ -9,7 +9,7 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.trace.show.types import Request
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, check_paths, on_hosts
 
 
 @on_hosts
@@ -57,6 +57,8 @@ def trace_show(
     from distdiag.commands.trace.show.check import SUBCOMMAND
 
     def request() -> Request:
+        if not from_:
+            check_paths(paths or (), cluster, hint="give what `distdiag trace py` wrote, or leave it out")
         return Request(
             program=called_as(),
             cluster=cluster,

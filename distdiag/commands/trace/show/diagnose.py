@@ -33,7 +33,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceSho
     shown = runs if request.all_runs else newest(runs)
     verdicts = [classify_run(run) for run in shown]
     findings = [finding for verdict in verdicts for finding in _of_run(request, verdict)]
-    if not runs and nodes:
+    if not runs and nodes and not any(node.unread for node in nodes):
         findings.append(_nothing_recorded(request, nodes))
     findings += [*_unread(nodes), *_of_other_users(request, nodes)]
     findings += host_findings(gathered.refusals, gathered.rows)
