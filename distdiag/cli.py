@@ -106,7 +106,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "floatcmp.command:floatcmp",
         "Compare two tensor files up to rounding; show where they first differ.",
     ),
-    Sub("sync-check", "sync_check:sync_check", "Name the first value that differs over ranks, and the ranks."),
+    Sub("sync-check", "sync_check:sync_check", "Name the first value that differs between ranks, and the ranks."),
     Sub(
         "kill-switch",
         "",
