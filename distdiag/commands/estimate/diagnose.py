@@ -17,6 +17,7 @@ from distdiag.commands.estimate.arithmetic import (
     traffic,
     zero3_break_even_bits_per_s,
 )
+from distdiag.diagnosis.wording import format_duration
 from distdiag.knowledge.bandwidth import GB
 from distdiag.knowledge.peaks import Peak  # noqa: TC001 - msgspec reads the annotations
 from distdiag.report import Finding, Fix, Level, Report
@@ -220,15 +221,15 @@ def _network(estimate: Estimate) -> Iterator[Finding]:
     rate = f"{network.busbw_bytes_per_s / GB:.3g} GB/s ({network.origin})"
     evidence = tuple(
         f"{row.kind}: {_groups(row)}{row.bytes_per_step / GB:.4g} GB / {rate} = "
-        f"{row.node_bytes_per_step / network.busbw_bytes_per_s:.3g} s"
+        f"{format_duration(row.node_bytes_per_step / network.busbw_bytes_per_s)}"
         for row in in_use
     )
     if seconds > step:
         yield Finding(
             id="estimate.network-too-slow",
             level=Level.FAIL,
-            title=f"the traffic of a step takes {seconds:.3g} s, longer than the step itself ({step:g} s): the busbw, "
-            "the layout or the step time is not that of this run",
+            title=f"the traffic of a step takes {format_duration(seconds)}, longer than the step itself "
+            f"({step:g} s): the busbw, the layout or the step time is not that of this run",
             evidence=evidence,
             fix=Fix(text="check --busbw or --bench, --zero, --tp, --pp and --step-time"),
         )
@@ -236,7 +237,7 @@ def _network(estimate: Estimate) -> Iterator[Finding]:
         yield Finding(
             id="estimate.network-bound",
             level=Level.WARN,
-            title=f"the network is the likely limit: {seconds:.3g} s of traffic in a step of {step:g} s",
+            title=f"the network is the likely limit: {format_duration(seconds)} of traffic in a step of {step:g} s",
             evidence=evidence,
             fix=Fix(text="raise the batch per GPU, use a lower ZeRO stage, or measure the overlap with a profiler"),
         )

@@ -218,7 +218,7 @@ def _several_groups(verdict: JobVerdict) -> str:
 def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
     """Report that ranks have ended and nobody is seen to wait for them: the end of the job, or of a part of it."""
     gone = [state for state in verdict.states if state.thread.kind is StackClass.EXITED]
-    parts = [f"{briefly(group)}: {does(group[0])}" for group in split(verdict.waiting)[:3]]
+    parts = _each_does(split(verdict.waiting))
     return [
         Finding(
             id=f"{COMMAND}.exited",
@@ -234,7 +234,7 @@ def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
 
 def _standstill(verdict: JobVerdict, request: Request) -> list[Finding]:
     groups = split(verdict.waiting)
-    parts = [f"{briefly(group)}: {does(group[0])}" for group in groups[:4]]
+    parts = _each_does(groups)
     one_sample = all(state.thread.moving is None for state in verdict.waiting)
     return [
         Finding(
@@ -249,6 +249,12 @@ def _standstill(verdict: JobVerdict, request: Request) -> list[Finding]:
             fix=Fix(text="join the stacks with all other evidence", commands=(_again(request, "hang"),)),
         )
     ]
+
+
+def _each_does(groups: Sequence[Sequence[RankState]]) -> list[str]:
+    parts = [f"{briefly(group)}: {does(group[0])}" for group in groups[:_PLACES]]
+    rest = sum(map(len, groups[_PLACES:]))
+    return [*parts, *([f"{rest} more are elsewhere"] if rest else [])]
 
 
 def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
