@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from distdiag import __version__, interrupts, limits
@@ -115,7 +115,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "floatcmp.command:floatcmp",
         "Compare two tensor files up to rounding; show where they first differ.",
     ),
-    Sub("sync-check", "sync_check:sync_check", "Name the first value that differs over ranks, and the ranks."),
+    Sub("sync-check", "sync_check:sync_check", "Name the first value that differs between ranks, and the ranks."),
     Sub(
         "kill-switch",
         "",
@@ -167,7 +167,7 @@ _SYMPTOMS = (
     ("NCCL or torchrun won't connect", "ports --hosts LIST"),
     ("is this cluster fit to start?", "doctor --hosts LIST"),
     ("do its GPUs and NCCL work?", "gpu-test"),
-    ("I must stop a job that is not mine", "kill-switch on PATH"),
+    ("I must end a job that I may not cancel", "kill-switch on PATH"),
     ("is this training speed good?", "estimate"),
     ("I must file a ticket, or ask a colleague", "bundle --job ID"),
     ("the logs of many ranks are unreadable", "logs FILE..."),
@@ -248,6 +248,14 @@ def _group(subcommands: Sequence[Sub]) -> type[TyperGroup]:
     return Group
 
 
+class _Command(TyperCommand):
+    """A command whose usage names what is required as manuals do: A B, not {A} {B}."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401
+        pieces = super().collect_usage_pieces(ctx)
+        return [piece[1:-1] if piece[:1] + piece[-1:] == "{}" else piece for piece in pieces]
+
+
 def _load(subcommand: Sub, words: Sequence[str], typed: _Invocation) -> Any:  # noqa: ANN401 - Typer's command is private
     if not subcommand.home or (words and words[0] in [below.name for below in subcommand.below]):
         return get_command(_listing(subcommand.name, subcommand.below, subcommand.about or subcommand.help))
@@ -255,7 +263,7 @@ def _load(subcommand: Sub, words: Sequence[str], typed: _Invocation) -> Any:  # 
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
     command = getattr(import_module(f"distdiag.commands.{module}"), function)
     settings = {"allow_interspersed_args": not subcommand.starts_job}
-    program.command(subcommand.name, context_settings=settings)(_interruptible(command, typed))
+    program.command(subcommand.name, cls=_Command, context_settings=settings)(_interruptible(command, typed))
     return get_command(program)
 
 

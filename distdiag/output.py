@@ -35,6 +35,8 @@ Data = TypeVar("Data")
 SCHEMA = "distdiag/1"
 _WIDEST = 100
 _LONGEST = 5000
+_ROOM = 160
+"""Characters of a list of hosts that could be used; the others are all named."""
 _MOVES = re.compile(
     r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\x1b(?!\[(?:0|1|(?:1;)?3[0-7])m)"
 )
@@ -222,7 +224,7 @@ def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
     from rich.table import Column
 
     from distdiag.cluster.host_results import HostState
-    from distdiag.cluster.hosts import fold
+    from distdiag.cluster.hosts import fold, fold_within
 
     groups: dict[tuple[str, str], list[HostResult]] = {}
     for row in rows:
@@ -238,7 +240,9 @@ def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
     )
     for (state, stage), group in groups.items():
         slowest = max(row.seconds for row in group)
-        table.add_row(fold(row.host for row in group), str(len(group)), state, stage, f"{slowest:.1f}")
+        names = [row.host for row in group]
+        hosts = fold_within(names, _ROOM) if state == HostState.OK else fold(names)
+        table.add_row(hosts, str(len(group)), state, stage, f"{slowest:.1f}")
     yield table
     yield ""
 
@@ -415,7 +419,8 @@ def _render(
         return _tidy(page.getvalue())
     # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
     findings = sorted(reversed(report.findings), key=_least_first)
-    worst = findings.pop() if findings and findings[-1].level in (Level.FAIL, Level.UNKNOWN) else None
+    is_last = findings and (findings[-1].level in (Level.FAIL, Level.UNKNOWN) or findings[-1].title == report.summary)
+    worst = findings.pop() if is_last else None
     for finding in findings:
         _print_finding(console, finding, finding.level, finding.title)
     if worst is not None:
@@ -437,7 +442,7 @@ def _least_first(finding: Finding) -> int:
 
 def _print_finding(console: Console, finding: Finding, level: str, title: str) -> None:
     console.print()
-    console.print(f"{level.upper()}  {finding.id}", style=_style(finding.level))
+    console.print(f"{level.upper()}  {finding.id}", style=_style(level.lower()))
     _print_text(console, title)
     _print_text(console, finding.detail)
     for line in finding.evidence:

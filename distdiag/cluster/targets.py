@@ -114,7 +114,10 @@ def find_targets(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
     return _surrounding(cluster, environ)
 
 
-def check_paths(cluster: Cluster, paths: Iterable[str]) -> None:
+_FILES_HERE = "name files of this machine; --hosts LIST reads them on nodes"
+
+
+def check_paths(cluster: Cluster, paths: Iterable[str], *, hint: str = _FILES_HERE) -> None:
     """Refuse a path that is not there, where this machine alone reads it. "-" is no path.
 
     Raises:
@@ -127,9 +130,7 @@ def check_paths(cluster: Cluster, paths: Iterable[str]) -> None:
             if path != "-":
                 os.stat(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise UsageError(
-                f"{path}: no such file or folder", hint="name files of this machine; --hosts LIST reads them on nodes"
-            ) from error
+            raise UsageError(f"{path}: no such file or folder", hint=hint) from error
         except OSError:  # the report says what hinders
             continue
 

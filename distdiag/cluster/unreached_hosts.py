@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.host_results import HostError, HostResult, HostState
-from distdiag.cluster.hosts import fold
+from distdiag.cluster.hosts import fold, fold_within
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _EVIDENCE_LINES = 8
+_ROOM = 160
+"""Characters of a list of hosts in a title; `where` has all of them."""
 _WORDS = {
     HostState.UNKNOWN_NAME: "cannot be resolved",
     HostState.FILTERED: "does not respond",
@@ -66,7 +68,9 @@ def _finding(hosts: list[str], refusals: list[HostError]) -> Finding:
     words = _WORDS[refusal.state]
     text = refusal.hint or _REMEDIES.get(refusal.state, "")
     commands = tuple(dict.fromkeys(command for own in refusals for command in own.commands))
-    title = f"{fold(hosts)} {words}" if len(hosts) == 1 else f"{len(hosts)} hosts, {fold(hosts)}: each {words}"
+    folded = fold(hosts)
+    several = f"{len(hosts)} hosts, {folded}" if len(folded) <= _ROOM else fold_within(hosts, _ROOM)
+    title = f"{folded} {words}" if len(hosts) == 1 else f"{several}: each {words}"
     return Finding(
         id=f"hosts.{refusal.state}",
         level=Level.UNKNOWN,

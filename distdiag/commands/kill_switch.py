@@ -16,6 +16,8 @@ from distdiag.options import JsonOpt, called_as
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.console import RenderableType
+
     from distdiag.report import Report
 
 _Path = Annotated[str, typer.Argument(metavar="PATH", help="The file that the job watches.")]
@@ -46,7 +48,7 @@ def on(
       distdiag kill-switch on /shared/train-7b.stop --reason maintenance
       distdiag kill-switch off /shared/train-7b.stop    # before the next job
     """
-    _deliver("on", lambda: _turn_on(os.path.abspath(path), reason), as_json=as_json)
+    _deliver("on", path, lambda whole: _turn_on(whole, reason), as_json=as_json)
 
 
 def off(path: _Path, as_json: JsonOpt = False) -> None:
@@ -58,7 +60,7 @@ def off(path: _Path, as_json: JsonOpt = False) -> None:
     Examples:
       distdiag kill-switch off /shared/train-7b.stop
     """
-    _deliver("off", lambda: _turn_off(os.path.abspath(path)), as_json=as_json)
+    _deliver("off", path, _turn_off, as_json=as_json)
 
 
 def status(path: _Path, as_json: JsonOpt = False) -> None:
@@ -70,27 +72,29 @@ def status(path: _Path, as_json: JsonOpt = False) -> None:
     Examples:
       distdiag kill-switch status /shared/train-7b.stop
     """
-    _deliver("status", lambda: _state(os.path.abspath(path)), as_json=as_json)
+    _deliver("status", path, _state, as_json=as_json)
 
 
-def _deliver(action: str, act: Callable[[], Switch], *, as_json: bool) -> None:
+def _deliver(action: str, path: str, act: Callable[[str], Switch], *, as_json: bool) -> None:
     from distdiag.errors import DistdiagError
-    from distdiag.output import Output, deliver
-    from distdiag.report import Report
+    from distdiag.output import Output, Whole, deliver
+    from distdiag.report import Report, quoted
 
     name = f"kill-switch {action}"
 
     def report() -> Report[Switch]:
         try:
-            switch = act()
+            switch = act(os.path.abspath(path))
         except OSError as error:
-            raise DistdiagError(f"{error.filename}: {error.strerror}", hint="check the path and its folder") from error
+            raise DistdiagError(f"{path}: {error.strerror}", hint="check the path and its folder") from error
         because = f": {switch.reason}" if switch.on and switch.reason else ""
-        hint = f"; {called_as()} kill-switch off {switch.path}" if switch.on and action == "status" else ""
-        return Report(command=name, data=switch, findings=(), summary=f"{'on' if switch.on else 'off'}{because}{hint}")
+        return Report(command=name, data=switch, findings=(), summary=f"{'on' if switch.on else 'off'}{because}")
 
-    def view(_: Report[Switch]) -> Iterator[str]:
-        return iter(())
+    def view(report: Report[Switch]) -> Iterator[RenderableType]:
+        yield Whole(report.data.path)
+        if report.data.on:
+            yield "The job stops at its next step, on all ranks. Before the next job starts:"
+            yield Whole(f"    {called_as()} kill-switch off {quoted(report.data.path)}")
 
     deliver(name, report, view, Output(json=as_json))
 

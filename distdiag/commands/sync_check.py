@@ -37,12 +37,12 @@ def sync_check(
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
-    """Show the first value that differs over ranks, and the ranks that differ.
+    """Show the first value that differs between ranks, and the ranks that differ.
 
     In the training script, on every rank: distdiag.sync_check(model, optimizer, step=step, save="DIR").
 
-    Exit status: 0 all ranks hold the same, 1 they differ, 2 wrong usage, 3 files of ranks are missing,
-    130 interrupted.
+    Exit status: 0 all ranks hold the same values, 1 they differ, 2 wrong usage, 3 files of ranks are
+    missing, 130 interrupted.
 
     \b
     Examples:
@@ -109,12 +109,13 @@ def diagnose(by_rank: Mapping[int, Sequence[Entry]], world_size: int) -> Report[
         sharded=sharded,
         differing=len(differences),
     )
-    findings = tuple(_findings(differences, len(by_rank), world_size))
+    findings = tuple(_findings(differences, data.ranks, world_size))
     summary = findings[0].title if findings else "all ranks hold the same state"
     return Report(command=COMMAND, data=data, findings=findings, summary=summary)
 
 
-def _findings(differences: Sequence[Difference], ranks: int, world_size: int) -> Iterator[Finding]:
+def _findings(differences: Sequence[Difference], ranks: Sequence[int], world_size: int) -> Iterator[Finding]:
+    from distdiag.diagnosis.wording import format_ranks
     from distdiag.report import Finding, Fix, Level, Where
 
     faults = [difference for difference in differences if not difference.expected]
@@ -130,12 +131,12 @@ def _findings(differences: Sequence[Difference], ranks: int, world_size: int) ->
                 text="load one checkpoint on all ranks; then call sync_check earlier to find the step that diverges"
             ),
         )
-    if ranks < world_size:
+    if len(ranks) < world_size:
         yield Finding(
             id="sync-check.ranks-missing",
             level=Level.UNKNOWN,
-            title=f"files of {world_size - ranks} of {world_size} ranks are missing",
-            fix=Fix(text="give the files of all ranks"),
+            title=f"files of {world_size - len(ranks)} of {world_size} ranks are missing; given: {format_ranks(ranks)}",
+            fix=Fix(text="give the files of all ranks; a rank without one did not reach sync_check(save=...)"),
         )
     if expected:
         yield Finding(

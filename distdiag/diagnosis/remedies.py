@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, name_ranks
+from distdiag.cluster.hosts import name_ranks
+from distdiag.diagnosis.wording import format_hosts
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from distdiag.cluster.targets import Cluster
     from distdiag.jobs.types import Job
 
 _KILLED = "dmesg -T | grep -iE 'out of memory|killed process|segfault' | tail -n 3"
 _HOSTS = 8
 """Hosts to write a command for; the pids of all are in the finding."""
+
+
+def again(program: str, cluster: Cluster, *words: str) -> str:
+    """Format a command to paste: this program with the same hosts."""
+    typed = [part for name, value in cluster.typed() for part in (name, shlex.quote(value))]
+    return " ".join([program, *words, *typed])
 
 
 def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
@@ -25,8 +34,12 @@ def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
     commands = {host: " ".join(["kill -CONT", *pids]) for host, pids in by_host.items()}
     if len(commands) > 1:
         lines = tuple(f"{command}  # on {host}" for host, command in commands.items())
-        return Fix(text="resume them, each on its host, and find out what stopped them", commands=lines[:_HOSTS])
-    return Fix(text=f"on {fold(commands)}, resume it and find out what stopped it", commands=tuple(commands.values()))
+        some = f" (the first {_HOSTS} of {len(lines)} hosts)" if len(lines) > _HOSTS else ""
+        text = f"resume them, each on its host, and find out what stopped them{some}"
+        return Fix(text=text, commands=lines[:_HOSTS])
+    return Fix(
+        text=f"on {format_hosts(commands)}, resume it and find out what stopped it", commands=tuple(commands.values())
+    )
 
 
 def thaw(hosts: str, command: str) -> Fix:
@@ -34,19 +47,22 @@ def thaw(hosts: str, command: str) -> Fix:
     return Fix(text=f"on {hosts}, thaw its cgroup: docker unpause CONTAINER, or as root", commands=(command,))
 
 
-def find_cause_of_death(hosts: str) -> Fix:
-    """Return where to find out why a rank exited."""
+def find_cause_of_death(hosts: Iterable[str], ranks: int = 1) -> Fix:
+    """Return where to find out why ranks exited."""
+    log, them = ("that rank's log", "it") if ranks == 1 else ("the logs of these ranks", "them")
     return Fix(
-        text=f"read the end of that rank's log, and check whether the kernel killed it on {hosts}",
+        text=f"read the end of {log}, and check whether the kernel killed {them} on {format_hosts(hosts)}",
         commands=(_KILLED,),
     )
 
 
-def find_missing_rank(hosts: str) -> Fix:
-    """Return where to find out why a rank has no process."""
+def find_missing_rank(hosts: Iterable[str], ranks: int = 1) -> Fix:
+    """Return where to find out why ranks have no process."""
+    its, it, log = ("its", "it", "log") if ranks == 1 else ("their", "them", "logs")
     return Fix(
-        text="check that its launcher started it, with the MASTER_ADDR and MASTER_PORT of the others; if it ran, read "
-        f"the end of its log, and check whether the kernel killed it on {hosts}",
+        text=f"check that {its} launcher started {it}, with the MASTER_ADDR and MASTER_PORT of the others; if "
+        f"{'it' if ranks == 1 else 'they'} ran, read the end of {its} {log}, and check whether the kernel killed {it} "
+        f"on {format_hosts(hosts)}",
         commands=(_KILLED,),
     )
 
@@ -68,7 +84,7 @@ def unseen_ranks(job: Job, finding_id: str) -> list[Finding]:
     """Report the ranks that were found on none of the hosts."""
     if not job.unseen:
         return []
-    hosts = fold(dict.fromkeys(member.host for member in job.members))
+    hosts = format_hosts(member.host for member in job.members)
     return [
         Finding(
             id=finding_id,

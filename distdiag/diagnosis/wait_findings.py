@@ -6,9 +6,10 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait, lasting
+from distdiag.diagnosis.wording import format_hosts, format_ranks
 from distdiag.facts.machine import STOPPED
 from distdiag.jobs.sample_waits import SAMPLED_S
 from distdiag.report import Finding, Fix, Level, Where
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _NAMED = 8
 _PARTS = 4
+_TREES = 6
+"""Processes that block others, with a finding of their own."""
 _FOR = {"r": "its data", "w": "it to read"}
 LONG_S = 5.0
 """A thread that has not run for so long counts as stuck; less may be a training step."""
@@ -91,8 +94,23 @@ def root_wait(case: Case, key: Key) -> Wait:
 
 def of_trees(case: Case, trees: Sequence[WaitTree]) -> list[Finding]:
     """Report the processes that block others."""
-    found = [_of_tree(case, tree) for tree in trees]
-    return [finding for finding in found if finding is not None]
+    found = [finding for tree in trees if (finding := _of_tree(case, tree)) is not None]
+    return [*found[:_TREES], *_more(found[_TREES:])]
+
+
+def _more(found: Sequence[Finding]) -> list[Finding]:
+    """Fold the findings about processes that block others, where they are many: the chains have all of them."""
+    if len(found) < 2:
+        return list(found)
+    worst = min(found, key=lambda finding: (Level.FAIL, Level.WARN).index(finding.level))
+    hosts, ranks, pids = (
+        tuple(dict.fromkeys(name for finding in found for name in getattr(finding.where, field)))
+        for field in ("hosts", "ranks", "pids")
+    )
+    where = Where(hosts=hosts, ranks=tuple(sorted(ranks)), pids=pids)
+    of = f", {format_ranks(ranks, hosts)}" if ranks else f" on {format_hosts(hosts)}"
+    title = f"{len(found)} more processes block others{of} (--json has all)"
+    return [Finding(id=worst.id, level=worst.level, title=title, where=where)]
 
 
 def of_themselves(case: Case, trees: Sequence[WaitTree]) -> list[Finding]:
@@ -124,8 +142,7 @@ def of_gone(case: Case) -> list[Finding]:
     others = [key for key in case.keys if _kind(case, key) is not Kind.ENDED]
     if gone and others:
         ranks = [member.rank for member in gone if member.rank is not None]
-        who = name_ranks(ranks) if ranks else "a process"
-        hosts = fold(dict.fromkeys(member.host for member in gone))
+        hosts = list(dict.fromkeys(member.host for member in gone))
         waits = [root_wait(case, key) for key in others]
         rest = what_they_do(others, waits, case.index)
         # Where no rank sleeps in what may be a collective, the job may just be ending.
@@ -133,13 +150,15 @@ def of_gone(case: Case) -> list[Finding]:
         unseen = all(member.process is None for member in gone)
         has, it = ("has", "it") if len(gone) == 1 else ("have", "they")
         ended = f"{has} no process: {it} exited or never started" if unseen else f"{has} exited"
+        who = format_ranks(ranks, hosts) if ranks else f"a process ({format_hosts(hosts)})"
+        remedy = remedies.find_missing_rank if unseen else remedies.find_cause_of_death
         found.append(
             Finding(
                 id="trace.exited",
                 level=Level.FAIL if awaited else Level.UNKNOWN,
-                title=f"{who} ({hosts}) {ended}; {rest}",
-                where=Where(hosts=tuple(dict.fromkeys(member.host for member in gone)), ranks=tuple(ranks)),
-                fix=remedies.find_missing_rank(hosts) if unseen else remedies.find_cause_of_death(hosts),
+                title=f"{who} {ended}; {rest}",
+                where=Where(hosts=tuple(hosts), ranks=tuple(ranks)),
+                fix=remedy(hosts, len(gone)),
             )
         )
     return found
@@ -153,7 +172,7 @@ def unreadable(case: Case, user: int) -> list[Finding]:
     owners = sorted({case.index.processes[key].user for key in keys if key in case.index.processes})
     of = f" of user {', '.join(map(str, owners))}" if owners and owners != [user] else ""
     name = several(keys, case.index)
-    names = f"{name}{of} on {fold(dict.fromkeys(host for host, _ in keys))}"
+    names = f"{name}{of} on {format_hosts(host for host, _ in keys)}"
     return [
         _finding(
             "unreadable",
@@ -286,7 +305,9 @@ def _asleep(case: Case, keys: list[Key], waits: list[Wait], words: str) -> Findi
 
 def _of_tree(case: Case, tree: WaitTree) -> Finding | None:
     wait = root_wait(case, tree.root)
-    root = case.index.name(tree.root, whole=True)
+    root = case.index.name(
+        tree.root, whole=True, seen_from=_ELSEWHERE if len({host for host, _ in case.keys}) > 1 else ""
+    )
     rest = waiting(tree, case.index)
     # A rank that only waits is no culprit; a root that is not a rank is named with the ranks that wait for it.
     is_rank = case.index.rank(tree.root) is not None
@@ -308,6 +329,8 @@ def _of_tree(case: Case, tree: WaitTree) -> Finding | None:
     return _finding("waits-for", level, f"{root} {wait.does}; {rest}", keys, case, fix=fix)
 
 
+_ELSEWHERE = "-"
+"""No host has this name, so that a process that is no rank is named with its host."""
 _CYCLE = "Each reads what the other has to send first: a deadlock, unless another thread of these ranks sends it."
 
 
@@ -322,7 +345,7 @@ def _lasted_s(tree: WaitTree, wait: Wait) -> float | None:
 
 def _fix(case: Case, keys: Sequence[Key], wait: Wait, why: str = "") -> Fix | None:
     host, pid = keys[0]
-    hosts = fold(dict.fromkeys(key[0] for key in keys))
+    hosts = format_hosts(key[0] for key in keys)
     place = f"on {hosts}"
     if wait.thaws:
         return remedies.thaw(hosts, wait.thaws)
@@ -335,7 +358,7 @@ def _fix(case: Case, keys: Sequence[Key], wait: Wait, why: str = "") -> Fix | No
     if wait.kind is Kind.STORAGE and wait.on.startswith("/"):
         path = wait.on.removesuffix(" (D)").rpartition("/")[0] or "/"
         commands = (f"timeout 5 stat -f {shlex.quote(path)}", "dmesg -T | tail -n 20")
-        return Fix(text=f"{place}, check whether its file system answers, and the kernel log", commands=commands)
+        return Fix(text=f"{place}, check whether the file system answers, and read the kernel log", commands=commands)
     if wait.kind in (Kind.SLEEP, Kind.FILE, Kind.CHILD) and (host, pid) in case.index.processes:
         return Fix(text="show where in the program that is", commands=(_stack_of(case, pid),))
     return None
@@ -382,8 +405,7 @@ def _finding(
 
 def again(request: Request, *words: str) -> str:
     """Format a command to paste: this program with the same hosts."""
-    typed = [part for name, value in request.cluster.typed() for part in (name, shlex.quote(value))]
-    return " ".join([request.program, *words, *typed])
+    return remedies.again(request.program, request.cluster, *words)
 
 
 def several(keys: Iterable[Key], index: ProcessIndex, *, whole: bool = False) -> str:
@@ -436,7 +458,8 @@ def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex
         words = _ALIKE[first.kind] if len(group) > 1 else first.does
         since = _since([wait for _, wait in group])
         parts.append(
-            f"{several(members, index, whole=whole)} {words}" + (f" ({first.call}, {since})" if len(group) > 1 else "")
+            f"{several(members, index, whole=whole)} {words}"
+            + (f" ({first.call}, {since})" if len(group) > 1 and first.kind is not Kind.RUNS else "")
         )
     rest = sum(len(group) for group in list(groups.values())[_PARTS:])
     return "; ".join([*parts, *([f"{rest} more wait elsewhere"] if rest else [])])

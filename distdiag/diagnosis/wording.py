@@ -11,15 +11,42 @@ if TYPE_CHECKING:
 
 _ROOM = 160
 """Characters of a list of hosts in a sentence; the finding's `where` has all of them."""
+_CELL = 24
+"""Characters of a host in a table."""
 _NAMED = 4
 """Processes to list; the rest are only counted."""
 _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
+def format_hosts(hosts: Iterable[str]) -> str:
+    """Format hosts in a sentence: "node[07-08]"; of very many the first: "125 hosts (node0001,...)"."""
+    return fold_within(hosts, _ROOM)
+
+
+def shorten_hosts(hosts: Iterable[str]) -> str:
+    """Format hosts for a cell of a table: one by its first label, cut in its middle if that is long; several counted.
+
+    The host of a row is then known by its ranks: the findings and --json have whole names.
+    """
+    names = list(dict.fromkeys(hosts))
+    folded = fold_within(names, _CELL)
+    if len(names) != 1 or len(folded) <= _CELL:
+        return folded.partition(" (")[0]
+    label = names[0].partition(".")[0]
+    return label if len(label) <= _CELL else f"{label[: _CELL // 2 - 2]}...{label[1 - _CELL // 2 :]}"
+
+
 def format_ranks(ranks: Collection[int], hosts: Iterable[str] = (), pid: int | None = None) -> str:
     """Format ranks and where they run: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "rank 2"."""
-    place = [part for part in (fold_within(hosts, _ROOM), "" if pid is None else f"pid {pid}") if part]
-    return name_ranks(ranks) + (f" ({', '.join(place)})" if place else "")
+    return _at(name_ranks(ranks), format_hosts(hosts), pid)
+
+
+def _at(who: str, hosts: str, pid: int | None) -> str:
+    """Add where they run; behind a list that was cut, which ends with a bracket, in words."""
+    if hosts and (who.endswith(")") or hosts.endswith(")")):
+        return f"{who} on {hosts}"
+    place = [part for part in (hosts, "" if pid is None else f"pid {pid}") if part]
+    return who + (f" ({', '.join(place)})" if place else "")
 
 
 def format_members(members: Sequence[tuple[int | None, int | None, str]]) -> str:
@@ -29,13 +56,12 @@ def format_members(members: Sequence[tuple[int | None, int | None, str]]) -> str
     """
     ranks = [rank for rank, _, _ in members if rank is not None]
     pids = [pid for _, pid, _ in members if pid is not None]
-    hosts = fold_within((host for _, _, host in members if host), _ROOM)
+    hosts = format_hosts(host for _, _, host in members if host)
     if len(ranks) < len(members):
         shown = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
         more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
-        return f"{shown}{more}" + (f" ({hosts})" if hosts else "")
-    place = ", ".join([part for part in (hosts, f"pid {pids[0]}" if len(pids) == 1 else "") if part])
-    return named(ranks) + (f" ({place})" if place else "")
+        return _at(f"{shown}{more}", hosts, None)
+    return _at(named(ranks), hosts, pids[0] if len(pids) == 1 else None)
 
 
 def named(ranks: Sequence[int], room: int = 60) -> str:

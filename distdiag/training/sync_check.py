@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 FORMAT = "distdiag-sync/1"
 MISSING = "missing"
+_GROUPS = 4
+"""Groups of ranks that agree, to name in a sentence."""
+_ROOM = 60
+"""Characters of a list of ranks in a sentence; `ranks` and `groups` have all of them."""
 _COLUMNS = 1024
 _ROW_WEIGHT, _COLUMN_WEIGHT = 0x9E3779B97F4A7C1, 0x2545F4914F6CDD1
 """Odd, so that a swap of two values in one row or column changes the sum."""
@@ -75,9 +79,12 @@ class Difference:
 
     def __str__(self) -> str:
         """Format it: "parameter fc.weight: rank 2 differs from ranks 0-1,3 (values)"."""
-        others = " and ".join(map(_ranks, self.groups[:1] if self.ranks else self.groups))
         if not self.ranks:
+            shown = list(map(_ranks, self.groups[:_GROUPS]))
+            rest = sum(map(len, self.groups[_GROUPS:]))
+            others = " and ".join([*shown, *([f"{rest} more ranks"] if rest else [])])
             return f"{self.kind} {self.name}: {others} differ ({self.why})"
+        others = _ranks(self.groups[0])
         verb = "differs" if len(self.ranks) == 1 else "differ"
         return f"{self.kind} {self.name}: {_ranks(self.ranks)} {verb} from {others} ({self.why})"
 
@@ -182,7 +189,7 @@ def _difference(key: tuple[str, str], states: Mapping[int, str], held: Mapping[i
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Format ranks: "rank 2", "ranks 0-1,3"."""
+    """Format ranks: "rank 2", "ranks 0-1,3"; of very many the first: "143 ranks (3,10,17,...)"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -190,6 +197,8 @@ def _ranks(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank, rank])
     text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    if len(text) > _ROOM:
+        return f"{len(ranks)} ranks ({text[: text.rfind(',', 0, _ROOM - 20)]},...)"
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 

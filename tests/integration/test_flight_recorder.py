@@ -419,7 +419,15 @@ def test_how_names_the_variables_of_this_torch_first() -> None:
 def test_no_dumps_is_wrong_usage_or_unknown_and_never_fine(tmp_path: Path) -> None:
     assert distdiag("flight-recorder").code == 2
     assert distdiag("flight-recorder", str(tmp_path)).code == 3
-    assert distdiag("flight-recorder", str(tmp_path / "missing")).code == 3
+    assert distdiag("flight-recorder", str(tmp_path / "missing")).code == 2
+    for rank in range(9):
+        (tmp_path / f"rank_{rank}").write_bytes(b'{"entries": [' + b" " * rank)
+    (only,) = judge(read(tmp_path)).findings
+    assert (only.id, only.level, "8 more files likewise" in only.title) == (
+        "flight-recorder.truncated",
+        "unknown",
+        True,
+    )
 
 
 def test_a_running_job_is_asked_for_its_dumps_by_pipes(tmp_path: Path) -> None:

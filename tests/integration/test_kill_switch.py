@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 import pytest
@@ -72,7 +73,15 @@ def test_on_off_and_status(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = distdiag("kill-switch", "on", str(tmp_path / "nothing" / "switch"))
     assert result.code == 3
-    assert "No such file or directory" in result.err
+    assert f"{tmp_path}/nothing/switch: No such file or directory" in result.err
+    assert f"{tmp_path}: Is a directory" in distdiag("kill-switch", "status", str(tmp_path)).err
+
+
+def test_the_command_that_turns_it_off_pastes(tmp_path: Path) -> None:
+    path = str(tmp_path / "a name")
+    (command,) = [line for line in distdiag("kill-switch", "on", path).out.splitlines() if "kill-switch off" in line]
+    assert distdiag(*shlex.split(command)[1:]).code == 0
+    assert not os.path.exists(path)
 
 
 def test_a_switch_that_cannot_be_read_does_not_end_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,6 +247,17 @@ def test_a_rank_is_read_as_it_is(tmp_path: Path, started: Callable[..., subproce
         assert limit.fix.commands[0].startswith(f"for pid in {process.pid}; do prlimit ")
 
 
+def test_of_several_nodes_those_at_fault_are_named(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    process = started(tmp_path, (0, resource.RLIM_INFINITY))
+    facts = setup.read([process.pid])
+    found = [one for one in setup_findings({"n1": facts, "n2": facts}) if one.id == "core-bt.setup-limit"]
+    healthy = replace(facts, ranks=tuple(replace(one, limits=None) for one in facts.ranks))
+    alone = [one for one in setup_findings({"n1": facts, "n2": healthy}) if one.id == "core-bt.setup-limit"]
+    assert [one.title.partition(":")[0] for one in (*found, *alone)] == ["all 2 hosts", "n1"][: len(found) + len(alone)]
+
+
 def test_the_command_that_is_given_raises_the_limit(
     tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]]
 ) -> None:

@@ -285,7 +285,7 @@ def test_an_inactive_nvlink_is_judged_beside_the_other_gpus() -> None:
 def test_a_gpu_that_does_not_answer_or_is_missing() -> None:
     lost = Answer(nvml_status=0, lost=(3,), present=(Gpu(0, "H100", "9.0"),))
     in_a_job = found(judged(node(gpus=gpus(h100(), answer=lost))))["gpu.missing"]
-    assert (in_a_job.level, in_a_job.title) == ("unknown", "GPU 3 does not respond, or may not be used")
+    assert (in_a_job.level, in_a_job.title) == ("unknown", "GPU 3 does not respond, or is not for this job")
     broken = found(judged(node(gpus=gpus(h100(), answer=replace(lost, broken=(3,))))))["gpu.missing"]
     assert (broken.level, broken.title) == ("fail", "GPU 3 does not respond")
     seven = gpus(h100(count=7), hardware=8)

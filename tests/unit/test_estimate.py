@@ -96,6 +96,9 @@ def test_zero3_at_400_gbps() -> None:
     assert not diagnose(run, None, Network(busbw_bytes_per_s=50e9, origin="")).findings
     slow = diagnose(run, None, Network(busbw_bytes_per_s=12.5e9, origin="")).findings
     assert [finding.id for finding in slow] == ["estimate.network-bound"]
+    too_slow = diagnose(run, None, Network(busbw_bytes_per_s=1e9, origin=""))
+    assert too_slow.summary == too_slow.findings[-1].title
+    assert too_slow.summary.startswith("the traffic of a step takes 1054 s, longer than the step itself (105.22 s)")
 
 
 IDEFICS = Run(params=80e9, batch=3584, seq=1024, step_s=49, gpus=512, zero=3, recompute=True)

@@ -141,7 +141,7 @@ def test_two_dtypes_are_compared_in_the_coarser_one() -> None:
     pair = pair_of(exact.bfloat16(), exact)
     assert (pair.likeness, pair.unit, pair.counts.converted) == (Likeness.ROUNDING, "bfloat16", 1)
     assert any("compared in bfloat16" in note for note in pair.notes)
-    assert "equal once both are bfloat16, 1 number only by that rounding" in str(floatcmp(exact.bfloat16(), exact))
+    assert "equal once both are bfloat16 (1 number rounded by the conversion)" in str(floatcmp(exact.bfloat16(), exact))
 
 
 def test_what_is_equal_only_once_converted_is_never_identical() -> None:

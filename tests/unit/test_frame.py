@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,6 +117,19 @@ def test_a_warning_is_told_before_the_verdict(capsys: pytest.CaptureFixture[str]
         "",
         "WARN: a sentence",
     ]
+
+
+def test_a_finding_that_is_the_summary_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for level, verdict in ((Level.INFO, "OK"), (Level.WARN, "WARN")):
+        report = report_with(level)
+        _, out = delivered(replace(report, summary=report.findings[0].title), capsys, as_json=False)
+        assert out.splitlines()[-4:] == [f"{verdict}  test.0", "  [rank0] is [red]odd[/red]", "  fix: wait", "    true"]
+
+
+def test_the_usage_names_what_is_required_without_braces() -> None:
+    usage = distdiag("floatcmp", "--help").out.splitlines()[0]
+    assert usage.startswith("Usage: ")
+    assert usage.endswith(" floatcmp [OPTIONS] A B")
 
 
 def test_a_bug_keeps_its_traceback() -> None:

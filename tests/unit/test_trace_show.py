@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from distdiag.commands.trace.show.classify import find_runs
 from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Thread
 from distdiag.commands.trace.show.diagnose import diagnose
 from distdiag.commands.trace.show.types import Request
+from distdiag.commands.trace.show.view import trace_show_view
 from distdiag.gathered import Gathered
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ def test_the_rank_that_is_not_in_the_collective(state: str) -> None:
     assert (
         "rank 1 (node1, pid 1001) is not in the collective: at `step` train.py:20 (`time.sleep(60)`)" in finding.title
     )
-    assert "ranks 0,2-3 (node1) wait in `all_reduce` called from `step` train.py:21" in finding.title
+    assert "ranks 0,2-3 wait in `all_reduce` called from `step` train.py:21" in finding.title
 
 
 def test_a_line_that_is_young_may_only_be_slow_and_a_job_whose_lines_are_all_young_goes_on() -> None:
@@ -162,6 +164,33 @@ def test_a_rank_that_waits_for_its_worker_says_where_that_is() -> None:
     report = judged(*others, process(1, LOADER), worker, idle)
     assert report.data.outliers == (1,)
     assert "its worker, pid 2001, is at `step` train.py:55 (`image = read(path)`)" in report.summary
+
+
+def test_what_to_do_next_is_a_command_that_can_help() -> None:
+    all_alike = judged(*ranks(dict.fromkeys(range(4), REDUCE), state="running")).findings[0].fix
+    assert all_alike is not None
+    assert all_alike.commands[0] == "distdiag trace show --count all_reduce"
+    raised = [
+        process(1, SLEEP, state="raised", error="ValueError: no"),
+        *ranks({0: REDUCE, 2: REDUCE}, state="running"),
+    ]
+    fix = judged(*raised).findings[0].fix
+    assert fix is not None
+    assert fix.commands == ()  # a Python error leaves no core
+    died = [process(1, SLEEP, state="died"), *ranks({0: REDUCE, 2: REDUCE}, state="running")]
+    fix = judged(*died).findings[0].fix
+    assert fix is not None
+    assert fix.commands == ("distdiag core-bt",)
+
+
+def test_of_many_places_the_first_are_shown() -> None:
+    many = [process(rank, ("dist.barrier()", rank), world_size=40) for rank in range(40)]
+    lines = [NodeLines("node1", tuple(many))]
+    request = Request(program="distdiag", cluster=Cluster(), paths=("/t",))
+    view = [getattr(part, "_text", part) for part in trace_show_view(request, lines)]
+    assert view[-1] == "  ... and 28 more places, 28 ranks (-v shows all)"
+    assert sum("running" in str(text) or "killed" in str(text) for text in view) == 12
+    assert len([*trace_show_view(replace(request, verbose=True), lines)]) > 80
 
 
 def test_ranks_that_are_absent_are_told() -> None:

@@ -77,7 +77,8 @@ def core_bt(
     def request() -> Request:
         if sum((bool(cores), bool(pid), setup)) > 1:
             raise UsageError("CORE, --pid and --setup are mutually exclusive", hint="pass one of them")
-        check_paths(cluster, cores or ())
+        if not from_:
+            check_paths(cluster, cores or (), hint="give a core file, or its folder")
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -115,7 +116,12 @@ def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
         def plan(hosts: Mapping[str, NodeCores], local: bool) -> Asks:
             return _plan(request, hosts, local=local)
 
-        return runner.Question(part=NodeCores, plan=plan, join=_join, doing="reading")
+        return runner.Question(
+            part=NodeCores,
+            plan=plan,
+            join=_join,
+            doing="reading processes" if request.pids else "checking the setup" if request.setup else "reading cores",
+        )
 
     return runner.Subcommand(
         name=COMMAND,

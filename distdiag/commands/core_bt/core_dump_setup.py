@@ -7,6 +7,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from distdiag.commands.core_bt.types import COMMAND
+from distdiag.diagnosis.wording import format_hosts
 from distdiag.facts.core.setup import PatternKind
 from distdiag.knowledge.crashes import core_limit
 from distdiag.report import Finding, Fix, Level, Where
@@ -71,15 +72,16 @@ def setup_findings(setups: Mapping[str, SetupFacts]) -> list[Finding]:
     for host, facts in setups.items():
         for found in _of_node(facts, alone=len(setups) == 1):
             folded.setdefault((found.id, found.level, found.title, found.detail, found.fix), []).append((host, found))
-    return [_joined(same) for same in folded.values()]
+    return [_joined(same, len(setups)) for same in folded.values()]
 
 
-def _joined(same: Sequence[tuple[str, Finding]]) -> Finding:
+def _joined(same: Sequence[tuple[str, Finding]], nodes: int) -> Finding:
     ranks = sorted({rank for _, found in same for rank in found.where.ranks})
     first = same[0][1]
     evidence = tuple(dict.fromkeys(line for _, found in same for line in found.evidence))[:_MAX_EVIDENCE]
     where = Where(hosts=tuple(host for host, _ in same), ranks=tuple(ranks), pids=first.where.pids)
-    return replace(first, where=where, evidence=evidence)
+    names = f"all {nodes} hosts" if len(same) == nodes else format_hosts(where.hosts)
+    return replace(first, title=f"{names}: {first.title}" if nodes > 1 else first.title, where=where, evidence=evidence)
 
 
 def _of_node(facts: SetupFacts, *, alone: bool) -> Iterator[Finding]:

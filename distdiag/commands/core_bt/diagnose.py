@@ -129,8 +129,10 @@ def _live(facts: LiveFacts, host: str) -> Core:
         address=None,
         message="",
         mapped="",
-        meaning=f"a live process, in state {facts.state_before or '?'} before it was read, "
-        f"{facts.state_after or '?'} afterwards",
+        meaning=f"a live process, in state {facts.state_before} before it was read, "
+        f"{facts.state_after or '?'} afterwards"
+        if facts.state_before
+        else "",
         signature=None,
         role=None,
         crash_thread=main,
@@ -208,8 +210,8 @@ def _fix(request: Request, core: Core, known: Crash | None) -> Fix:
     if core.crash_thread is None:
         return Fix(text="; ".join(core.tools) or "nothing could read its stacks")
     return Fix(
-        text="look at the innermost frames; keep this report for an issue, without secrets",
-        commands=(request.again(core.path, "--threads", "all", "--text", "report.txt"),),
+        text="look at the innermost frames; for an issue, write this report to a file, with secrets redacted",
+        commands=(request.again(shlex.quote(core.path), "--threads", "all", "--text", "report.txt"),),
     )
 
 

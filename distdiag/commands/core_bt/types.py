@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -34,7 +35,7 @@ class Request:
 
     def again(self, *words: str) -> str:
         """Format the command with other arguments."""
-        where = [f"{name} {value}" for name, value in self.cluster.typed()]
+        where = [f"{name} {shlex.quote(value)}" for name, value in self.cluster.typed()]
         return " ".join([self.program, COMMAND, *where, *words])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.commands.core_bt.wording import format_frame, who
+from distdiag.diagnosis.wording import counted
 from distdiag.facts.machine import redacted
 from distdiag.output import Whole, Wrapped
 
@@ -22,9 +23,12 @@ _MAX_FRAMES, _LAST_FRAMES, _MAX_MESSAGE_LINES = 40, 12, 6
 def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[RenderableType]:
     """Format every core: the process, the crashed thread with its stack, the other threads."""
     for core in report.data.cores:
+        if not (core.meaning or core.path):  # a process that is not there
+            continue
         yield ""
         yield Wrapped(who(core), margin=0, hang=2, style="bold")
-        yield Wrapped(f"{core.signal_name}: {core.meaning}" if core.signal else core.meaning, margin=2)
+        if core.meaning:
+            yield Wrapped(f"{core.signal_name}: {core.meaning}" if core.signal else core.meaning, margin=2)
         yield from (
             Wrapped(f"message: {line.strip()}", margin=2) for line in core.message.splitlines()[:_MAX_MESSAGE_LINES]
         )
@@ -57,7 +61,7 @@ def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
     for thread in core.threads:
         groups.setdefault(tuple(format_frame(frame) for frame in thread.frames), []).append(thread)
     if groups and not all_threads:
-        yield f"  {len(core.threads)} other threads:"
+        yield f"  {counted(len(core.threads), 'other thread')}:"
     for frames, group in sorted(groups.items(), key=lambda item: (-_python(item[1]), -len(item[1]))):
         names = f"{len(group)} threads" if len(group) > 1 else _named(group[0])
         if all_threads:

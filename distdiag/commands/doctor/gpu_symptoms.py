@@ -153,7 +153,8 @@ def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
         # Without a word of NVML that it is broken, this job or container may only not be allowed to open it.
         is_sure = not lost or any(index in answer.broken for index in lost) or not _is_shared(node, gpus)
         level = Level.FAIL if is_sure else Level.UNKNOWN
-        yield Symptom(id="gpu.missing", level=level, title=title + ("" if is_sure else ", or may not be used"), fix=fix)
+        title += "" if is_sure else ", or is not for this job"
+        yield Symptom(id="gpu.missing", level=level, title=title, fix=fix)
     elif fewer > 0:
         title = f"{here} of {driver.hardware} GPUs are visible: the share of a job or container"
         yield Symptom(id="gpu.share", level=Level.INFO, title=title)

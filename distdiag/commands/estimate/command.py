@@ -28,10 +28,10 @@ def estimate(
     params: Annotated[str, typer.Option(metavar="N", help="Parameters of the model: 7B, 350M.")],
     batch: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="Global batch: sequences per step.")],
     seq: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="Tokens per sequence.")],
-    step_time: Annotated[float, typer.Option(min=1e-6, max=1e7, metavar="SECONDS", help="Time of one step.")],
+    step_time: Annotated[float, typer.Option(min=1e-6, max=1e7, metavar="SECONDS", help="Time of one optimizer step.")],
     gpus: Annotated[int, typer.Option(min=1, max=10**7, metavar="N", help="GPUs on all nodes.")],
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="The card, to compare with its peak: 'A100 SXM'.")] = "",
-    recompute: Annotated[bool, typer.Option("--recompute", help="Activations are recomputed in the backward.")] = False,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU model, to compare with its peak: 'A100 SXM'.")] = "",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Activations are recomputed in backward.")] = False,
     hidden: Annotated[int, typer.Option(min=0, max=10**7, metavar="N", help="Hidden size.")] = 0,
     layers: Annotated[int, typer.Option(min=0, max=10**6, metavar="N", help="Transformer layers.")] = 0,
     vocab: Annotated[int, typer.Option(min=0, max=10**8, metavar="N", help="Vocabulary size.")] = 0,
@@ -40,13 +40,15 @@ def estimate(
     zero: Annotated[int, typer.Option(min=0, max=3, metavar="STAGE", help="ZeRO stage (FSDP is 3); 0 is DDP.")] = 0,
     micro_batches: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Gradient accumulation steps.")] = 1,
     bytes_per_value: Annotated[
-        int, typer.Option(min=1, max=8, metavar="N", help="Bytes of a value that is sent: 2 for bfloat16.")
+        int, typer.Option(min=1, max=8, metavar="N", help="Bytes per value sent: 2 for bfloat16.")
     ] = 2,
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="GPUs of one node.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="GPUs per node.")] = 8,
     bench: Annotated[
         str, typer.Option(metavar="PATH", help="Measured busbw: folder of allreduce-bench --save, or its --json.")
     ] = "",
-    busbw: Annotated[float, typer.Option(min=0, max=1e6, metavar="GB/s", help="Busbw, if you know it.")] = 0.0,
+    busbw: Annotated[
+        float, typer.Option(min=0, max=1e6, metavar="GB/s", help="Busbw as a number, if you know it.")
+    ] = 0.0,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
@@ -55,7 +57,7 @@ def estimate(
     With --hidden and --layers, count operations from the shape of the model, and add the traffic of TP and PP and the
     init std.
 
-    Exit status: 0 computed, 1 the figures cannot be true or the network is too slow, 2 wrong usage, 3 --bench cannot
+    Exit status: 0 computed, 1 the numbers cannot be right, or the network is too slow, 2 wrong usage, 3 --bench cannot
     be judged, 130 interrupted.
 
     \b

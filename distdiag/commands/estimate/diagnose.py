@@ -17,12 +17,13 @@ from distdiag.commands.estimate.arithmetic import (
     traffic,
     zero3_break_even_bits_per_s,
 )
+from distdiag.diagnosis.wording import format_duration
 from distdiag.knowledge.bandwidth import GB
 from distdiag.knowledge.peaks import Peak  # noqa: TC001 - msgspec reads the annotations
 from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 COMMAND = "estimate"
 
@@ -96,7 +97,7 @@ def diagnose(run: Run, peak: Peak | None, network: Network | None) -> Report[Est
         zero3=_break_even(run, GOOD_SHARE * peak.tflops) if peak and run.zero == 3 and run.spans_nodes else None,
     )
     findings = tuple(_findings(estimate))
-    return Report(command=COMMAND, data=estimate, findings=findings, summary=_summary(estimate))
+    return Report(command=COMMAND, data=estimate, findings=findings, summary=_summary(estimate, findings))
 
 
 def _speed(run: Run, peak: Peak | None) -> Speed:
@@ -136,7 +137,11 @@ def _break_even(run: Run, tflops: float) -> BreakEven:
     )
 
 
-def _summary(estimate: Estimate) -> str:
+def _summary(estimate: Estimate, findings: Sequence[Finding]) -> str:
+    for level in (Level.FAIL, Level.UNKNOWN):
+        for finding in findings:
+            if finding.level is level:
+                return finding.title
     speed, peak = estimate.speed, estimate.peak
     recompute = " with recomputation" if estimate.run.recompute else ""
     text = f"{speed.hardware:.1f} TFLOPS per GPU{recompute}"
@@ -151,21 +156,25 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
         yield Finding(
             id="estimate.above-peak",
             level=Level.FAIL,
-            title=f"{speed.hardware:.0f} TFLOPS exceeds the peak of {peak.name} ({peak.tflops:g}): check the input",
+            title=f"{speed.hardware:.1f} TFLOPS per GPU is {speed.hardware / peak.tflops:.0%} of the peak of "
+            f"{peak.name} ({peak.tflops:g}): the numbers cannot be right",
             evidence=(
                 *speed.steps,
                 f"{peak.tflops:g} is dense; {peak.sparse_tflops:g}, with sparsity, is out of reach of training"
                 if peak.sparse_tflops
                 else f"{peak.tflops:g} is dense",
             ),
-            fix=Fix(text="--batch is global (all GPUs), --step-time is one optimizer step, --gpus counts all nodes"),
+            fix=Fix(
+                text="check the numbers: --batch is global (all GPUs), --step-time is one optimizer step, --gpus "
+                "counts all nodes"
+            ),
         )
     elif peak is not None and speed.hardware < ABOUT * GOOD_SHARE * peak.tflops:
         yield Finding(
             id="estimate.below-half-of-peak",
             level=Level.INFO,
             title=f"{speed.hardware / peak.tflops:.0%} of peak: a well-tuned large run reaches about half",
-            evidence=(f"half of {peak.tflops:g} = {GOOD_SHARE * peak.tflops:.0f} TFLOPS ({peak.source})",),
+            evidence=(f"half of {peak.tflops:g} = {GOOD_SHARE * peak.tflops:g} TFLOPS ({peak.source})",),
         )
     if run.tp_spans_nodes:
         fits = max(size for size in range(1, run.tp) if run.gpus_per_node % size == 0)
@@ -173,7 +182,7 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
             id="estimate.tp-spans-nodes",
             level=Level.WARN,
             title=f"TP={run.tp} spans nodes of {run.gpus_per_node} GPUs: every layer waits for the network",
-            detail="tensor parallelism all_reduces four times per layer, and nothing hides that time",
+            detail="Tensor parallelism runs four all_reduces per layer, and no computation hides them.",
             fix=Fix(text=f"use --tp {fits}, and more pipeline or data parallelism"),
         )
     yield from _network(estimate)
@@ -212,21 +221,23 @@ def _network(estimate: Estimate) -> Iterator[Finding]:
     rate = f"{network.busbw_bytes_per_s / GB:.3g} GB/s ({network.origin})"
     evidence = tuple(
         f"{row.kind}: {_groups(row)}{row.bytes_per_step / GB:.4g} GB / {rate} = "
-        f"{row.node_bytes_per_step / network.busbw_bytes_per_s:.3g} s"
+        f"{format_duration(row.node_bytes_per_step / network.busbw_bytes_per_s)}"
         for row in in_use
     )
     if seconds > step:
         yield Finding(
             id="estimate.network-too-slow",
             level=Level.FAIL,
-            title=f"the traffic takes {seconds:.3g} s, more than the step of {step:g} s: check busbw and layout",
+            title=f"the traffic of a step takes {format_duration(seconds)}, longer than the step itself "
+            f"({step:g} s): the busbw, the layout or the step time is not that of this run",
             evidence=evidence,
+            fix=Fix(text="check --busbw or --bench, --zero, --tp, --pp and --step-time"),
         )
     elif seconds > step / 2:
         yield Finding(
             id="estimate.network-bound",
             level=Level.WARN,
-            title=f"the network is the likely limit: {seconds:.3g} s of traffic in a step of {step:g} s",
+            title=f"the network is the likely limit: {format_duration(seconds)} of traffic in a step of {step:g} s",
             evidence=evidence,
             fix=Fix(text="raise the batch per GPU, use a lower ZeRO stage, or measure the overlap with a profiler"),
         )

@@ -33,7 +33,7 @@ def estimate_view(report: Report[Estimate]) -> Iterator[RenderableType]:
         sparse = f"; the data sheet prints {card.sparse_tflops:g}, with sparsity" if card.sparse_tflops else ""
         yield Wrapped(f"{peak}{sparse} ({card.source})", margin=2, hang=4)
     if estimate.compute_s is not None:
-        yield Wrapped(f"at half of the peak this step computes for {estimate.compute_s:.3g} s", margin=2)
+        yield Wrapped(f"at half of the peak, this step would compute for {estimate.compute_s:.3g} s", margin=2)
     yield ""
     yield from _traffic(estimate)
     if estimate.init_std:
@@ -55,9 +55,9 @@ def _traffic(estimate: Estimate) -> Iterator[RenderableType]:
         Column("arithmetic", overflow="fold"),
     )
     for row in estimate.traffic:
-        rate = "-" if row.within_node else f"{row.node_bytes_per_step * 8 / estimate.run.step_s / GB:.3g}"
+        rate = "-" if row.within_node else _short(row.node_bytes_per_step * 8 / estimate.run.step_s / GB)
         seconds = (
-            f"{row.node_bytes_per_step / network.busbw_bytes_per_s:.3g}" if network and not row.within_node else "-"
+            _short(row.node_bytes_per_step / network.busbw_bytes_per_s) if network and not row.within_node else "-"
         )
         mark = "* " if row.in_use else "  "
         table.add_row(mark + row.kind, f"{row.bytes_per_step / GB:.4g}", rate, seconds, row.steps)
@@ -65,7 +65,7 @@ def _traffic(estimate: Estimate) -> Iterator[RenderableType]:
     yield Wrapped(
         "* in this run; sources: " + ", ".join(dict.fromkeys(row.source for row in estimate.traffic)), margin=2
     )
-    yield Wrapped("node Gb/s: what a node must send to be done within the step", margin=2)
+    yield Wrapped("node Gb/s: what a node must send to finish within the step", margin=2)
     inside = [row.kind for row in estimate.traffic if row.within_node and row.in_use]
     if inside:
         stays = f"{', '.join(inside)} stays within a node of {estimate.run.gpus_per_node} GPUs"
@@ -80,3 +80,8 @@ def _traffic(estimate: Estimate) -> Iterator[RenderableType]:
         yield Wrapped(f"seconds at {network.busbw_bytes_per_s / GB:.3g} GB/s busbw, {network.origin}", margin=2)
     else:
         yield Wrapped("no busbw known: add --bench DIR (from allreduce-bench --save) or --busbw GB/s", margin=2)
+
+
+def _short(number: float) -> str:
+    """Format a figure with three digits, and a large one whole: 0.926, 14, 1,404; no 1.4e+03."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"

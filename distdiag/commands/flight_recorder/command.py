@@ -72,8 +72,8 @@ def flight_recorder(
             raise UsageError(
                 "no dumps given", hint="give a directory or files; flight-recorder --how shows how to get them"
             )
-        if not trigger:
-            check_paths(cluster, paths or ())
+        if not (from_ or trigger):
+            check_paths(cluster, paths or (), hint="how to get dumps: distdiag flight-recorder --how")
         if html:
             from distdiag.commands.flight_recorder.html_report import check_place
 

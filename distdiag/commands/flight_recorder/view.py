@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.hosts import fold_ranks_within
 from distdiag.output import plain_table
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.diagnosis.flight_recorder.types import CallRow, FlightRecorder, RankRow
+
+
+_ROOM = 24
+"""Characters that the ranks of a row may take."""
 
 
 def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[RenderableType]:
@@ -41,7 +45,13 @@ def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[Ren
         first = rows[0]
         call = first.waiting or first.last
         mark = "" if not first.accused else "<- suspect" if first.status.endswith("dump") else "<- stuck"
-        table.add_row(fold_ranks(row.rank for row in rows), mark, first.status, name(call) or "-", site(call) or "-")
+        table.add_row(
+            fold_ranks_within((row.rank for row in rows), _ROOM),
+            mark,
+            first.status,
+            name(call) or "-",
+            site(call) or "-",
+        )
     yield table
 
 

@@ -45,7 +45,7 @@ def floatcmp(
         str,
         typer.Option(metavar="NAME", help="Compute this operation with the settings A and B: cpu cuda,tf32."),
     ] = "",
-    size: Annotated[int, typer.Option(min=1, max=2**20, metavar="N", help="With --op: terms of a sum.")] = 1024,
+    size: Annotated[int, typer.Option(min=1, max=2**20, metavar="N", help="With --op: terms in each sum.")] = 1024,
     timeout: Annotated[
         float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Give up after this time.")
     ] = 600.0,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distdiag.commands.floatcmp.compare_files import FloatCmp, Request
     from distdiag.training.floatcmp.result import Pair
 
-_SHOWN, _LINES = 8, 12
+_SHOWN, _LINES = 3, 12
 
 
 def diagnose(request: Request, found: FloatCmp) -> Report[FloatCmp]:
@@ -62,7 +62,10 @@ def _faults(request: Request, found: FloatCmp) -> Iterator[Finding]:
             level=Level.FAIL,
             title=f"NaN or Inf in one file only: {_some(one_sided)}",
             evidence=(*_list(one_sided), *(line.strip() for line in places)),
-            fix=Fix(text="find the module that first produces it, in that run: distdiag overflow -- SCRIPT"),
+            fix=Fix(
+                text="rerun the side that has it under overflow, which names the module that first produces it",
+                commands=(f"{request.program} overflow -- train.py",),
+            ),
         )
     if far:
         yield _far(request, far)

@@ -93,7 +93,9 @@ def _damaged(path: str, error: Exception) -> Unreadable:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    """Say what the reader says; not what torch recommends then: to load the file with all code in it."""
+    text = (str(error).splitlines() or [""])[0].partition("Weights only load failed")[0][:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _read_torch(path: str, *, mapped: bool) -> object:

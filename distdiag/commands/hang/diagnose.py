@@ -6,7 +6,6 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.hang.claims import gather_evidence, watched_nodes
 from distdiag.commands.hang.findings import again, finding_of, next_experiment
@@ -15,6 +14,7 @@ from distdiag.commands.hang.types import COMMAND, Hang, HangClass, HangRank, Nod
 from distdiag.diagnosis.outliers import mark
 from distdiag.diagnosis.remedies import unseen_ranks
 from distdiag.diagnosis.stack_classes import StackClass
+from distdiag.diagnosis.wording import format_hosts
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
 from distdiag.jobs.types import summarize
@@ -77,7 +77,7 @@ def _incomplete(node: NodeHang) -> Finding:
 
 
 def _no_job(request: Request, nodes: Sequence[NodeHang]) -> Finding:
-    hosts = fold(node.host for node in nodes)
+    hosts = format_hosts(node.host for node in nodes)
     launchers = without_ranks(watched_nodes(nodes))
     if launchers and not request.wanted.job:
         host, launcher = launchers[0]

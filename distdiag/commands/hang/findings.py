@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold
 from distdiag.commands.hang.types import COMMAND, HangClass, Source, Stand
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.outliers import Outcome, split, without
@@ -46,7 +45,7 @@ _FIXES = {
     HangClass.SIZE_MISMATCH: "make the tensors equal on all ranks: pad uneven batches, or gather their sizes first",
     HangClass.BEHIND: "compare how many steps each rank makes: dataset length, drop_last, early stopping",
     HangClass.DEADLOCK: "use one order of groups on all ranks; let one of a pair send while the other receives",
-    HangClass.DATA: "look at what its DataLoader workers wait for; set DataLoader(timeout=...) to get an error",
+    HangClass.DATA: "see what the DataLoader workers wait for; set DataLoader(timeout=...) to get an error",
     HangClass.LOCK: "see which thread holds it; take locks in one order, and none around a collective",
     HangClass.DEBUGGER: "continue it, or leave the debugger; distdiag.breakpoint() holds all ranks at once",
     HangClass.COMPILE: "compile before the first collective on all ranks, or raise the timeout",
@@ -195,9 +194,14 @@ def _why(joined: Joined) -> str:
 
 
 def _proof(rows: Sequence[SourceRow], title: str) -> tuple[str, ...]:
-    chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES) and row.says not in title]
+    chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES) and not _is_said(row.says, title)]
     disagrees = {Stand.DISAGREES: " disagrees"}
     return tuple(f"{row.source}{disagrees.get(row.stand, '')}: {row.says}" for row in chosen)
+
+
+def _is_said(says: str, title: str) -> bool:
+    """Return whether a title tells it all: who, and what they do."""
+    return all(part in title for part in says.split(": "))
 
 
 def _fix(joined: Joined, claim: Claim, states: Sequence[RankState]) -> Fix | None:
@@ -212,7 +216,7 @@ def _fix(joined: Joined, claim: Claim, states: Sequence[RankState]) -> Fix | Non
     if joined.class_name is HangClass.EXITED:
         is_missing = first is not None and _may_never_have_started(first)
         remedy = remedies.find_missing_rank if is_missing else remedies.find_cause_of_death
-        return remedy(fold(claim.hosts))
+        return remedy(claim.hosts, len(states) or len(claim.ranks) or 1)
     if joined.class_name is HangClass.STORAGE and first is not None:
         still = first.standstill
         path = still.path.rpartition("/")[0] if still is not None and still.path.startswith("/") else ""
@@ -362,5 +366,4 @@ def again_on(evidence: Evidence, *words: str) -> str:
 
 def again(request: Request, *words: str) -> str:
     """Format a command to paste: this program with the same hosts."""
-    typed = [part for name, value in request.cluster.typed() for part in (name, shlex.quote(value))]
-    return " ".join([request.program, *words, *typed])
+    return remedies.again(request.program, request.cluster, *words)

@@ -108,5 +108,5 @@ SUBCOMMAND = Subcommand(
     diagnose=diagnose,
     view=lambda request, _, report: hang_view(report, request),
     explain=lambda request: runner.explain(request.cluster, _agent(request)),
-    shown_as_typed=("verbose",),
+    shown_as_typed=("wanted", "verbose"),
 )

@@ -6,7 +6,6 @@ import shlex
 from typing import TYPE_CHECKING
 
 from rich.table import Column
-from rich.text import Text
 
 from distdiag.commands.hang.types import HangClass, Stand
 from distdiag.diagnosis.wording import counted, named
@@ -29,7 +28,7 @@ def hang_view(report: Report[Hang], request: Request) -> Iterator[RenderableType
     """Draw the job, its ranks folded by what they do, the stuck ones first with their stacks, and the sources."""
     data = report.data
     for number, job in enumerate(data.jobs):
-        yield Text(job.title(), overflow="fold")
+        yield Wrapped(job.title(), margin=0, hang=2)
         yield ""
         yield from _ranks([row for row in data.processes if row.job == job.job], verbose=request.verbose)
         if number == 0 and data.sources:
@@ -48,7 +47,8 @@ def _ranks(rows: Sequence[HangRank], *, verbose: bool) -> Iterator[RenderableTyp
     ordered = sorted(groups.items(), key=lambda item: (not item[0][0], len(item[1])))
     for (stuck, doing, frames), members in ordered if verbose else ordered[:_SHOWN]:
         mark = f"  <- {stuck}" if stuck else ""
-        yield Text(f"{_names(members)}: {doing}{_since(members)}{mark}", style="bold" if stuck else "", overflow="fold")
+        head = f"{_names(members)}: {doing}{_since(members)}{mark}"
+        yield Wrapped(head, margin=0, hang=2, style="bold" if stuck else "")
         yield from (Whole(f"    {line}") for line in (frames if verbose else list(_folded(frames))[:_LINES]))
         yield ""
     rest = ordered[_SHOWN:]

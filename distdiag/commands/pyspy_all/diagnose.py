@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.pyspy_all import findings
 from distdiag.commands.pyspy_all.types import (
@@ -21,6 +20,7 @@ from distdiag.commands.pyspy_all.types import (
 )
 from distdiag.diagnosis.outliers import Outcome, judge_job, mark, split
 from distdiag.diagnosis.stack_classes import classify_stack, helper_frames
+from distdiag.diagnosis.wording import format_hosts
 from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
 from distdiag.jobs.types import summarize
 from distdiag.knowledge.frames import library_path
@@ -66,9 +66,10 @@ def diagnose(
     watched_s = (request.samples - 1) * request.interval_s
     verdicts = sorted((judge_job(job, watched_s) for job in jobs), key=lambda verdict: _ORDER.index(verdict.outcome))
     found = [finding for verdict in verdicts for finding in _of_job(verdict, request, nodes, several=len(jobs) > 1)]
-    found += [*_asked_for(nodes), *_unseen(nodes)]
+    not_there = [*_asked_for(nodes), *_unseen(nodes)]
+    found += not_there
     found += _not_looked(nodes)
-    if not jobs and not any(node.processes.asked_unseen for node in nodes):
+    if not jobs and not not_there:
         found.append(_no_job(request, nodes))
     found += _left_stopped(nodes)
     found += host_findings(refusals or {}, rows)
@@ -101,7 +102,7 @@ def _summary(found: Sequence[Finding]) -> str:
 
 
 def _no_job(request: Request, nodes: Sequence[NodeStacks]) -> Finding:
-    hosts = fold(node.host for node in nodes)
+    hosts = format_hosts(node.host for node in nodes)
     filtered = f" of job {request.job}" if request.job else f" of user {request.user}" if request.user else ""
     if not filtered and (launchers := without_ranks(nodes)):
         host, launcher = launchers[0]
@@ -137,7 +138,7 @@ def _asked_for(nodes: Sequence[NodeStacks]) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.exited",
             level=Level.FAIL,
-            title=f"process {pid} not found on {fold(node.host for node in nodes)}: it exited or never started",
+            title=f"process {pid} not found on {format_hosts(node.host for node in nodes)}: it exited or never started",
             where=Where(pids=(pid,)),
         )
         for pid in everywhere

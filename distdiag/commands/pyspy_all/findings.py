@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 _SHOWN = 6
 _PLACES = 3
-_WHAT_DECIDES = (
-    "To decide: sample again later (--interval 30: does anything move?), use the flight recorder (start the job with "
-    "TORCH_FR_BUFFER_SIZE=2000, for NCCL also TORCH_NCCL_DUMP_ON_TIMEOUT=1), or add --native to see the C frames."
-)
 _REMEDIES = {
     "not-python": "pass the pid of its Python child: --pid",
     "timeout": "increase the limit: --timeout 30; or run py-spy dump --nonblocking on it",
@@ -120,7 +117,7 @@ def _outliers(verdict: JobVerdict, request: Request) -> list[Finding]:
             detail=(slow + _shared(verdict, request)).strip(),
             where=where(verdict.outliers),
             evidence=kernel_words(verdict.outliers),
-            fix=_fix(verdict.outliers),
+            fix=_fix(verdict.outliers, request),
         )
     ]
 
@@ -173,11 +170,20 @@ def _all_waiting(verdict: JobVerdict, request: Request) -> list[Finding]:
             detail=_several_groups(verdict)
             + ("No rank is missing: a" if verdict.job.world_size else "If these are all the ranks, a")
             + " message was lost, an earlier collective differs, or a link or a GPU is stuck. "
-            f"Stacks do not show which. {_WHAT_DECIDES}",
+            "Stacks do not show which.",
             where=where(verdict.waiting),
             evidence=(
                 *(_each_waits(places[:_SHOWN]) if len(places) > 2 else ()),
                 *(_at_counters(by_counters) if len(by_counters) > 1 else ()),
+            ),
+            fix=Fix(
+                text="join the stacks with all other evidence, or see whether anything moves within 30 s; the next run "
+                "can record what each rank called",
+                commands=(
+                    _again(request, "hang"),
+                    _again(request, "pyspy-all", "--interval", "30"),
+                    f"{request.program} flight-recorder --how",
+                ),
             ),
         )
     ]
@@ -193,7 +199,7 @@ def _rendezvous(verdict: JobVerdict, request: Request) -> list[Finding]:
             where=where(verdict.waiting),
             fix=Fix(
                 text=f"{_SAME_PLACE}; whether a rank listens there:",
-                commands=(f"{request.program} hang" + (f" --job {request.job}" if request.job else ""),),
+                commands=(_again(request, "hang"),),
             ),
         )
     ]
@@ -212,7 +218,7 @@ def _several_groups(verdict: JobVerdict) -> str:
 def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
     """Report that ranks have ended and nobody is seen to wait for them: the end of the job, or of a part of it."""
     gone = [state for state in verdict.states if state.thread.kind is StackClass.EXITED]
-    parts = [f"{briefly(group)}: {does(group[0])}" for group in split(verdict.waiting)[:3]]
+    parts = _each_does(split(verdict.waiting))
     return [
         Finding(
             id=f"{COMMAND}.exited",
@@ -221,14 +227,14 @@ def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
             + "; ".join(parts),
             detail="This can be a normal end of the job: rank 0 may still be writing its last checkpoint.",
             where=where(gone),
-            fix=_fix(gone),
+            fix=_fix(gone, request),
         )
     ]
 
 
 def _standstill(verdict: JobVerdict, request: Request) -> list[Finding]:
     groups = split(verdict.waiting)
-    parts = [f"{briefly(group)}: {does(group[0])}" for group in groups[:4]]
+    parts = _each_does(groups)
     one_sample = all(state.thread.moving is None for state in verdict.waiting)
     return [
         Finding(
@@ -240,8 +246,15 @@ def _standstill(verdict: JobVerdict, request: Request) -> list[Finding]:
             + "; ".join(parts),
             detail="One sample cannot distinguish moving from stuck: use --samples 2." if one_sample else "",
             where=where(verdict.waiting),
+            fix=Fix(text="join the stacks with all other evidence", commands=(_again(request, "hang"),)),
         )
     ]
+
+
+def _each_does(groups: Sequence[Sequence[RankState]]) -> list[str]:
+    parts = [f"{briefly(group)}: {does(group[0])}" for group in groups[:_PLACES]]
+    rest = sum(map(len, groups[_PLACES:]))
+    return [*parts, *([f"{rest} more are elsewhere"] if rest else [])]
 
 
 def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
@@ -291,16 +304,19 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
         and not any(state.thread.moving for state in verdict.waiting)
     ):
         parts.append(f"{briefly(verdict.waiting)} wait{'s' if len(verdict.waiting) == 1 else ''}")
-    more = "If it is slow, look for the rank that the others wait for: --samples 20. "
+    slow = ("if it is slow, find the rank that the others wait for", _again(request, "pyspy-all", "--samples", "20"))
+    loops = ("if it may be in an endless loop, sample for longer", _again(request, "pyspy-all", "--interval", "30"))
+    next_ = [slow, loops] if request.samples < ENOUGH else [loops]
     return [
         *([_slow(verdict, request, verdict.slow)] if verdict.slow is not None else []),
         Finding(
             id=f"{COMMAND}.not-hung",
             level=Level.INFO,
             title=f"no hang seen in {samples_in_words(request.samples, request.interval_s)}: " + ", ".join(parts),
-            detail=(more if request.samples < ENOUGH else "")
-            + ("If you suspect an endless loop, sample for longer: --interval 30." if verdict.slow is None else ""),
             where=where(verdict.states),
+            fix=Fix(text="; ".join(text for text, _ in next_), commands=tuple(command for _, command in next_))
+            if verdict.slow is None
+            else None,
         ),
     ]
 
@@ -318,6 +334,7 @@ def _alone(verdict: JobVerdict, request: Request) -> list[Finding]:
             else f"{who([state])}: {does(state)}",
             detail="It is the only rank: no other to compare it with.",
             where=where([state]),
+            fix=_fix([state], request),
         )
     ]
 
@@ -375,7 +392,12 @@ def _worker_stack(frames: Sequence[Frame]) -> tuple[str, ...]:
     return tuple(f"{frame.function} ({library_path(frame.file) or frame.file}{_line(frame)})" for frame in own)
 
 
-def _fix(members: Sequence[RankState]) -> Fix | None:
+def _again(request: Request, *words: str) -> str:
+    job = ("--job", shlex.quote(request.job)) if request.job else ()
+    return remedies.again(request.program, request.cluster, *words, *job)
+
+
+def _fix(members: Sequence[RankState], request: Request) -> Fix:
     first = members[0]
     host, thread = first.member.host, first.thread
     if thread.kind is StackClass.STOPPED and thread.status == "stopped":
@@ -383,7 +405,18 @@ def _fix(members: Sequence[RankState]) -> Fix | None:
         return remedies.resume((member.host, member.pid) for member in stopped)
     if thread.status == "frozen":
         return remedies.thaw(host, thread.reason.partition(": ")[2])
-    return remedies.find_cause_of_death(host) if thread.kind is StackClass.EXITED else None
+    if thread.kind is StackClass.EXITED:
+        gone = [state.member.host for state in members if state.thread.kind is StackClass.EXITED]
+        return remedies.find_cause_of_death(gone, len(gone))
+    if thread.moving or (thread.busy or 0.0) >= BUSY:
+        return Fix(text="see why only it runs that line: a branch on the rank, uneven batches, a retry loop")
+    member = first.member
+    whom = ("--rank", str(member.rank)) if member.rank is not None else ("--pid", str(member.pid))
+    it = "it waits" if len(members) == 1 else "they wait"
+    return Fix(
+        text=f"see which file, lock, process or socket {it} for",
+        commands=(_again(request, "trace", "blocked", *whom),),
+    )
 
 
 def _counters(state: RankState) -> str:

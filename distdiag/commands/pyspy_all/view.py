@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.table import Column
-from rich.text import Text
 
-from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.hosts import fold_ranks, fold_ranks_within
 from distdiag.diagnosis.stack_wording import samples_in_words
-from distdiag.diagnosis.wording import named
+from distdiag.diagnosis.wording import named, shorten_hosts
 from distdiag.knowledge.frames import is_native, library_path
-from distdiag.output import Whole, plain_table
+from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +31,10 @@ _NATIVE = 6
 """Innermost C frames to show."""
 _LINES = 10
 """Frames of a stack to show."""
+_FEW_ROWS = 8
+"""Processes with a row of their own; of more, those of which the same is to be said share one."""
+_CELL = 20
+"""Characters of ranks in a cell of a table."""
 _ROOM = 80
 """Characters of a set of ranks in the call tree."""
 
@@ -186,26 +189,39 @@ def _special(processes: Sequence[ProcessRow], *, all_ranks: bool, helpers: bool)
     if not rows:
         return
     table = plain_table(
-        Column("rank", justify="right", no_wrap=True),
+        Column("rank", justify="right", overflow="fold"),
         Column("host", overflow="fold"),
         Column("pid", justify="right", no_wrap=True),
         Column("state", no_wrap=True),
         Column("class", overflow="fold"),
         Column("note", overflow="fold"),
     )
-    for process in rows:
-        rank = "-" if process.rank is None else str(process.rank)
-        role = f"{process.role} of " if process.role == "helper" else ""
+    for group in _alike(rows, all_ranks=all_ranks):
+        first, pids = group[0], [process.pid for process in group if process.pid is not None]
+        ranks = [process.rank for process in group if process.rank is not None]
+        role = f"{first.role} of " if first.role == "helper" else ""
         table.add_row(
-            f"{role}{rank}",
-            process.host,
-            "-" if process.pid is None else str(process.pid),
-            process.state or "-",
-            process.class_ or "-",
-            process.reason or "-",
+            role + (fold_ranks_within(ranks, _CELL) if ranks else "-"),
+            shorten_hosts(process.host for process in group),
+            "-" if not pids else str(pids[0]) if len(pids) == 1 else f"{pids[0]}, ...",
+            first.state or "-",
+            first.class_ or "-",
+            first.reason or "-",
         )
     yield table
     yield ""
+
+
+def _alike(rows: Sequence[ProcessRow], *, all_ranks: bool) -> Iterator[list[ProcessRow]]:
+    """Group ranks of which the same is to be said, if there are many; each helper is a row of its own."""
+    if all_ranks or len(rows) <= _FEW_ROWS:
+        yield from ([process] for process in rows)
+        return
+    groups: dict[tuple[object, ...], list[ProcessRow]] = {}
+    for process in rows:
+        own = process.pid if process.role == "helper" else None
+        groups.setdefault((own, process.role, process.state, process.class_, process.reason), []).append(process)
+    yield from groups.values()
 
 
 def _all_threads(processes: Sequence[ProcessRow], *, verbose: bool) -> Iterator[RenderableType]:
@@ -222,8 +238,8 @@ def _all_threads(processes: Sequence[ProcessRow], *, verbose: bool) -> Iterator[
         yield ""
 
 
-def _line(text: str, style: str = "") -> Text:
-    return Text(text, style=style, overflow="fold")
+def _line(text: str, style: str = "") -> Wrapped:
+    return Wrapped(text, margin=0, hang=2, style=style)
 
 
 def _frame(text: str) -> Whole:

@@ -15,6 +15,8 @@ from distdiag.options import JsonOpt, called_as
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rich.console import RenderableType
+
     from distdiag.commands.slurm.queue import Job
     from distdiag.report import Report
 
@@ -22,6 +24,7 @@ COMMAND = "slurm cron"
 LOG_BYTES = 10 * 2**20
 _UNITS = {"m": 60, "h": 3600, "d": 86400}
 _SUBMIT_S = 60.0
+_FOLDER = "distdiag-cron"
 _LONGEST_S = 366 * 86400
 
 
@@ -62,7 +65,7 @@ def cron(  # noqa: PLR0913 - an option is an argument
     ] = None,
     folder: Annotated[
         str, typer.Option(metavar="DIR", help="Folder for script and logs, on a file system that all nodes share.")
-    ] = "distdiag-cron",
+    ] = _FOLDER,
     keep: Annotated[
         int, typer.Option(min=1, max=100_000, metavar="N", help="Logs to keep; older logs are deleted.")
     ] = 30,
@@ -86,7 +89,7 @@ def cron(  # noqa: PLR0913 - an option is an argument
         --sbatch=--mail-type=FAIL -- distdiag slurm watch train
       distdiag slurm cron --stop clean
     """
-    from distdiag.output import Output, deliver, deliver_lines
+    from distdiag.output import Output, Whole, deliver, deliver_lines
 
     def plan() -> Plan:
         return _plan(command or [], name, every, time, sbatch or [], folder, keep)
@@ -97,8 +100,13 @@ def cron(  # noqa: PLR0913 - an option is an argument
     def report() -> Report[Cron]:
         return _stop(stop, folder) if stop else _start(plan())
 
-    def view(_: Report[Cron]) -> Iterator[str]:
-        return iter(())
+    def view(report: Report[Cron]) -> Iterator[RenderableType]:
+        yield Whole(f"script and logs: {report.data.folder}")
+        if report.data.job:
+            elsewhere = "" if folder == _FOLDER else f" --folder {shlex.quote(folder)}"
+            yield "To see whether it is alive, and to stop it:"
+            yield Whole(f"    {called_as()} slurm watch {report.data.name}")
+            yield Whole(f"    {called_as()} slurm cron --stop {report.data.name}{elsewhere}")
 
     deliver(COMMAND, report, view, Output(json=as_json))
 
@@ -208,8 +216,7 @@ def _start(plan: Plan) -> Report[Cron]:
     if match is None:
         raise DistdiagError(f"sbatch printed no job: {answer.strip()[:200]}", hint=f"squeue --name={plan.name}")
     made = Cron(name=plan.name, folder=plan.folder, every_s=plan.every_s, job=int(match[1]))
-    watch = f"{called_as()} slurm watch {plan.name}"
-    summary = f"{plan.name} runs every {_period(plan.every_s)}: first run is job {made.job}; check with: {watch}"
+    summary = f"{plan.name} runs every {_period(plan.every_s)}: the first run is job {made.job}"
     return Report(command=COMMAND, data=made, findings=(), summary=summary)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -88,7 +89,7 @@ class Watch:
 
 
 def watch(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB...", help="Names or ids of jobs.")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Names or ids of jobs.")] = None,
     user: Annotated[str, typer.Option(metavar="NAME", help="Whose jobs. [default: yours]")] = "",
     save: SaveOpt = "",
     from_: FromOpt = None,
@@ -97,8 +98,8 @@ def watch(
 ) -> None:
     """Check that each job is running, or pending and able to start.
 
-    A job in neither state, a held job and a job whose dependency can never be met are failures: run this from
-    `distdiag slurm cron` with --sbatch=--mail-type=FAIL, and SLURM mails you.
+    A job in neither state, a held job and a job whose dependency can never be met are failures. Run this from
+    `distdiag slurm cron`, and SLURM mails you: see the last example.
 
     Exit status: 0 every job is running or pending, 1 a job is not, 2 wrong usage, 3 SLURM did not answer,
     130 interrupted.
@@ -107,6 +108,8 @@ def watch(
     Examples:
       distdiag slurm watch train-7b
       distdiag slurm watch 4711 --user alice --json
+      distdiag slurm cron --name is-alive --every 1h --time 5 \\
+        --sbatch=--mail-type=FAIL -- distdiag slurm watch train-7b
     """
     from distdiag import runner
     from distdiag.errors import UsageError
@@ -199,20 +202,23 @@ def _findings(watched: Watched, program: str) -> Iterator[Finding]:
             id="slurm.not-in-queue",
             level=Level.FAIL,
             title=f"{asked} is neither running nor pending{ended}",
-            detail="" if last else "SLURM forgets a job some minutes after its end; sacct remembers it, if enabled",
+            detail="" if last else "SLURM forgets a job some minutes after its end; sacct remembers it, if enabled.",
             evidence=tuple(f"job {job.id}: {job.state}, reason {job.reason}" for job in watched.jobs[-5:]),
             fix=Fix(text="find out why it ended, and submit it again", commands=(f"{program} logs FILE",)),
         )
     elif watched.state == "will-not-start":
         job = next(job for job in watched.jobs if _state(job) == "will-not-start")
         held = _never(job) == "it is held"
-        text = f"release it: scontrol release {job.id}" if held else "cancel it, and submit it again with other limits"
+        release = Fix(text="release it", commands=(f"scontrol release {shlex.quote(job.id)}",))
+        other = Fix(
+            text="cancel it, and submit it again with other limits", commands=(f"scancel {shlex.quote(job.id)}",)
+        )
         yield Finding(
             id="slurm.will-not-start",
             level=Level.FAIL,
             title=f"{asked} is pending and will not start: {_never(job)}",
             evidence=(f"job {job.id}: {job.state}, reason {job.reason}",),
-            fix=Fix(text=text),
+            fix=release if held else other,
         )
     elif watched.state == "suspended":
         job = next(job for job in watched.jobs if _state(job) == "suspended")
@@ -220,7 +226,7 @@ def _findings(watched: Watched, program: str) -> Iterator[Finding]:
             id="slurm.suspended",
             level=Level.WARN,
             title=f"{asked} is suspended: job {job.id} keeps its allocation but does not run",
-            fix=Fix(text=f"resume it, or ask who suspended it: scontrol resume {job.id}"),
+            fix=Fix(text="ask who suspended it, or resume it", commands=(f"scontrol resume {shlex.quote(job.id)}",)),
         )
 
 

@@ -70,7 +70,8 @@ def trace_py(
     if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
         shown = "" if folder == default_folder() else f" {folder}"
         typer.echo(
-            f"distdiag trace: each thread's last lines go to {folder}; to read them: {called_as()} trace show{shown}",
+            f"distdiag trace py: the last lines of each thread go to {folder}; to read them: "
+            f"{called_as()} trace show{shown}",
             err=True,
         )
     _become(argv, watched(VARIABLE, settings.to_text()))

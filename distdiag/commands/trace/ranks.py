@@ -6,7 +6,8 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.diagnosis.wording import format_hosts
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.jobs.collect import Process
 from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, short_name, without_ranks
@@ -131,7 +132,7 @@ def _option(choice: Chosen, same: Sequence[Chosen], jobs: Iterable[Job]) -> str:
 
 def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagError:
     """Return the error of an empty selection. `again`: the command without options, to paste."""
-    hosts = fold(node.host for node in nodes)
+    hosts = format_hosts(node.host for node in nodes)
     place = f" on {hosts}" if hosts else ""
     if wanted.pids:
         pids = ", ".join(map(str, wanted.pids))

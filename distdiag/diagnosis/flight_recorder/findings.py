@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.cluster.hosts import name_ranks
+from distdiag.diagnosis import remedies
 from distdiag.diagnosis.flight_recorder.causes import Kind
 from distdiag.diagnosis.flight_recorder.types import COMMAND
 from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.causes import Cause
     from distdiag.diagnosis.flight_recorder.matching import Call, Job
     from distdiag.diagnosis.flight_recorder.types import Request
-    from distdiag.facts.flight_recorder.collect import NodeDumps
+    from distdiag.facts.flight_recorder.collect import NodeDumps, Pipe
     from distdiag.gathered import Gathered
 
 _SHOWN = 8
@@ -48,7 +49,8 @@ def finding_of(cause: Cause, job: Job, request: Request, gone: Collection[int] =
             f"The dumps are not all of one moment, so this may have passed. {_is_outdated(tuple(job.outdated), job)}"
         )
     evidence = [_line(call, job) for call in cause.calls[:_SHOWN]]
-    evidence += [_last(job, rank) for rank in cause.ranks[:_SHOWN] if all(call.rank != rank for call in cause.calls)]
+    others = [rank for rank in cause.ranks if all(call.rank != rank for call in cause.calls)]
+    evidence += _each_last(job, others)[:_SHOWN]
     return Finding(
         id=f"{COMMAND}.{cause.kind}",
         level=level,
@@ -106,18 +108,26 @@ def _line(call: Call, job: Job) -> str:
     return f"rank {call.rank}: {call_name(call, job)}{shape}{_at(call)}"
 
 
+def _each_last(job: Job, ranks: Iterable[int]) -> list[str]:
+    """Say what ranks did last; those of which the same is to be said share a line."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(_last(job, rank), []).append(rank)
+    return [f"{name_ranks(members)}: {words}" for words, members in groups.items()]
+
+
 def _last(job: Job, rank: int) -> str:
     dump, last = job.dumps.get(rank), job.last.get(rank)
     if dump is None:
-        return f"rank {rank}: no dump"
+        return "no dump"
     if dump.truncated:
-        return f"rank {rank}: truncated dump {printable(dump.path)}"
+        return f"truncated dump {printable(dump.path)}"
     if dump.unreadable:
-        return f"rank {rank}: {dump.unreadable} unreadable entries in {printable(dump.path)}"
+        return f"{dump.unreadable} unreadable entries in {printable(dump.path)}"
     if last is None:
-        return f"rank {rank}: no operation recorded"
+        return "no operation recorded"
     state = {FAILED: "failed", ENDED: "ended"}.get(last.state, "not ended")
-    return f"rank {rank}: last call {call_name(last, job)}, {state}{_at(last)}"
+    return f"last call {call_name(last, job)}, {state}{_at(last)}"
 
 
 def _does(ranks: Sequence[int], one: str, several: str) -> str:
@@ -131,7 +141,7 @@ def _mismatch(cause: Cause, job: Job) -> tuple[str, str]:
     group = printable(cause.group.label)
     number = f"collective #{cause.seq} of {group}"
     if not cause.ranks:
-        who = f"ranks {fold_ranks(cause.waiting)} disagree on {number}"
+        who = f"{name_ranks(cause.waiting)} disagree on {number}"
         detail = "Neither side has the majority, so the dumps do not show which side is wrong."
         return f"{who}: {what} against {other}", detail
     wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
@@ -162,7 +172,9 @@ def _never_called(cause: Cause, job: Job) -> tuple[str, str]:
     waiting = _does(cause.waiting, "waits", "wait")
     return (
         f"{name_ranks(cause.ranks)} never called {call_name(call, job)}; {waiting} in it{_at(call)}",
-        "It is busy or stuck outside the collectives: its stack shows where.",
+        "It is busy or stuck outside the collectives: its stack shows where."
+        if len(cause.ranks) == 1
+        else "They are busy or stuck outside the collectives: their stacks show where.",
     )
 
 
@@ -222,7 +234,7 @@ def _order(cause: Cause, job: Job) -> tuple[str, str]:
     if cause.ranks:
         wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
         return f"{wrong} {second} before {first}; {rest} them in the opposite order", _ORDER_DETAIL
-    who = f"ranks {fold_ranks(cause.waiting)} call {first} and {second}"
+    who = f"{name_ranks(cause.waiting)} call {first} and {second}"
     return f"{who} in opposite orders", _ORDER_DETAIL
 
 
@@ -276,33 +288,48 @@ _TITLES = {
 
 
 def _fix(cause: Cause, request: Request) -> Fix | None:
+    stacks = remedies.again(request.program, request.cluster, "pyspy-all")
+    is_one = len(cause.ranks) == 1
     if cause.kind in (Kind.NEVER_CALLED, Kind.ONLY_SOME_CALLED, Kind.NO_COUNTERPART):
-        return Fix(text="while the job hangs, show the stack of the rank", commands=(f"{request.program} pyspy-all",))
+        whose = "the stack of the rank" if is_one else "the stacks"
+        return Fix(text=f"while the job hangs, show {whose}", commands=(stacks,))
     if cause.kind is Kind.NO_DUMP:
-        return Fix(
-            text="check whether the rank is alive, and show its stack", commands=(f"{request.program} pyspy-all",)
-        )
+        whose = "the rank is alive, and show its stack" if is_one else "the ranks are alive, and show their stacks"
+        return Fix(text=f"check whether {whose}", commands=(stacks,))
     if cause.kind is Kind.DEVICE_STUCK:
         return Fix(
             text="look for Xid errors on the host of the rank, then rerun with CUDA_LAUNCH_BLOCKING=1",
             commands=("dmesg | grep -i xid",),
         )
     if cause.kind is Kind.IN_FLIGHT:
-        return Fix(text="test the network and the GPUs without the job", commands=(f"{request.program} gpu-test",))
-    return None
+        again = remedies.again(request.program, request.cluster, "gpu-test")
+        return Fix(text="test the network and the GPUs without the job", commands=(again,))
+    return Fix(text=_FIXES[cause.kind]) if cause.kind in _FIXES else None
+
+
+_FIXES = {
+    Kind.OP: "find the branch on the rank before that line: all ranks need the same calls",
+    Kind.SIZE: "make the tensors equal on all ranks: pad uneven batches, or gather their sizes first",
+    Kind.DTYPE: "use one dtype on all ranks: compare autocast, and the dtype of what each rank loads",
+    Kind.ORDER: "issue these calls in one order on all ranks",
+    Kind.DEADLOCK: "use one order of groups on all ranks; let one of a pair send while the other receives",
+}
 
 
 def notes(
     job: Job, nodes: Sequence[NodeDumps], gathered: Gathered[NodeDumps], accused: set[int], request: Request
 ) -> Iterator[Finding]:
     """Report what could not be read, and who left no dump."""
-    for node in nodes:
-        yield from _of_files(node)
-    for rank, dump in sorted(job.dumps.items()):
-        if dump.unreadable:
-            title = f"{dump.unreadable} of {dump.unreadable + dump.count} entries of rank {rank} are unreadable"
-            shown = f"{title} (format {printable(dump.version) or 'unknown'}): {printable(dump.path)}"
-            yield Finding(id=f"{COMMAND}.unreadable", level=Level.WARN, title=shown, where=Where(ranks=(rank,)))
+    yield from _of_files(nodes, any_read=bool(job.dumps))
+    yield from _of_pipes(nodes)
+    damaged = [rank for rank, dump in sorted(job.dumps.items()) if dump.unreadable]
+    if damaged:
+        dump = job.dumps[damaged[0]]
+        title = f"{dump.unreadable} of {dump.unreadable + dump.count} entries of rank {damaged[0]} are unreadable"
+        shown = f"{title} (format {printable(dump.version) or 'unknown'}): {printable(dump.path)}"
+        more = f"; so are entries of {name_ranks(damaged[1:])}" if damaged[1:] else ""
+        where = Where(ranks=tuple(damaged))
+        yield Finding(id=f"{COMMAND}.unreadable", level=Level.WARN, title=f"{shown}{more}", where=where)
     for host, why in gathered.missing.items():
         title = f"{host} answered only in part: {why}"
         yield Finding(id=f"{COMMAND}.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
@@ -341,21 +368,39 @@ def notes(
         )
 
 
-def _of_files(node: NodeDumps) -> Iterator[Finding]:
-    for unread in node.unread:
-        is_refused = " is refused" if unread.kind == "code" else ""
+def _of_files(nodes: Sequence[NodeDumps], *, any_read: bool) -> Iterator[Finding]:
+    """Report the files that could not be read; those with one reason are one finding."""
+    groups: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    for node in nodes:
+        for unread in node.unread:
+            alike = unread.kind, unread.why.partition(":")[0]
+            groups.setdefault(alike, []).append((node.host, unread.path, unread.why))
+    for (kind, _), unsorted in groups.items():
+        files = sorted(unsorted, key=lambda file: file[1])
+        why = files[0][2]
+        is_refused = " is refused" if kind == "code" else ""
+        more = f"; {len(files) - 1} more files likewise" if len(files) > 1 else ""
         yield Finding(
-            id=f"{COMMAND}.{unread.kind}",
-            level=Level.WARN if unread.kind == "truncated" else Level.UNKNOWN,
-            title=f"{printable(unread.path)}{is_refused}: {printable(unread.why)}",
-            where=Where(hosts=(node.host,)),
+            id=f"{COMMAND}.{kind}",
+            level=Level.WARN if kind == "truncated" and any_read else Level.UNKNOWN,
+            title=f"{printable(files[0][1])}{is_refused}: {printable(why)}{more}",
+            where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files))),
+            evidence=tuple(printable(path) for _, path, _ in files[1:_SHOWN]),
         )
-    for pipe in node.pipes:
-        if pipe.answer != "dumped":
-            why = f"{printable(pipe.path)}: {printable(pipe.answer)}"
-            title = f"rank {pipe.rank} wrote no dump when triggered: {why}"
-            where = Where(hosts=(node.host,), ranks=(pipe.rank,))
-            yield Finding(id=f"{COMMAND}.no-answer", level=Level.WARN, title=title, where=where)
+
+
+def _of_pipes(nodes: Sequence[NodeDumps]) -> Iterator[Finding]:
+    """Report the ranks that did not answer their trigger."""
+    groups: dict[str, list[tuple[str, Pipe]]] = {}
+    for node in nodes:
+        for pipe in node.pipes:
+            if pipe.answer != "dumped":
+                groups.setdefault(pipe.answer, []).append((node.host, pipe))
+    for answer, pipes in groups.items():
+        ranks = tuple(sorted({pipe.rank for _, pipe in pipes}))
+        title = f"{name_ranks(ranks)} wrote no dump when triggered: {printable(pipes[0][1].path)}: {printable(answer)}"
+        where = Where(hosts=tuple(dict.fromkeys(host for host, _ in pipes)), ranks=ranks)
+        yield Finding(id=f"{COMMAND}.no-answer", level=Level.WARN, title=title, where=where)
 
 
 def undecided(ranks: Sequence[int]) -> Finding:

@@ -287,7 +287,7 @@ def verdict(pair: Pair) -> str:
     if not pair.unit:
         return f"differs: {_times(pair.counts.differing)} of {pair.counts.size:,} are not equal"
     if pair.likeness == Likeness.ROUNDING and not pair.counts.differing:
-        how = f", {_times(pair.counts.converted)} only by that rounding" if pair.counts.converted else ""
+        how = f" ({_times(pair.counts.converted)} rounded by the conversion)" if pair.counts.converted else ""
         return f"equal once both are {pair.unit}{how}"
     near = f"{_ulp(pair.max_scaled_ulp)} of {pair.unit}"
     if pair.max_scaled_ulp < pair.counts.max_ulp:

@@ -94,7 +94,7 @@ def _summary(found: Sequence[Finding]) -> str:
     jobs = sum(finding.id == "trace.not-hung" for finding in found)
     if worst.id == "trace.not-hung":
         return f"no hang seen in {SAMPLED_S:g} s" + (f", in {jobs} jobs" if jobs > 1 else "")
-    return worst.title.partition(": ")[0] if worst.level is Level.INFO else worst.title
+    return worst.title
 
 
 def _waits_of(process: Blocked, key: Key, index: ProcessIndex) -> tuple[Wait, ...]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 from rich.text import Text
 
-from distdiag.cluster.hosts import fold, fold_ranks_within
+from distdiag.cluster.hosts import fold_ranks_within
 from distdiag.diagnosis.wait_reasons import Kind, lasting
+from distdiag.diagnosis.wording import shorten_hosts
 from distdiag.output import Wrapped, plain_table
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _COMMS = 3
 _ROOM = 24
-"""Characters that the ranks, and the hosts, of a row may take."""
+"""Characters that the ranks of a row may take."""
 
 
 def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
@@ -29,7 +30,7 @@ def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
         if number:
             yield ""
         if job.world_size is not None or job.ranks > 1:
-            yield Text(job.title(), overflow="fold")
+            yield Wrapped(job.title(), margin=0, hang=2)
         yield from _table([row for row in data.threads if row.job == job.job])
     rest = [row for row in data.threads if row.job not in {job.job for job in data.jobs}]
     if rest:
@@ -113,9 +114,7 @@ def _ranks(group: Sequence[ThreadRow]) -> str:
 
 
 def _hosts(group: Sequence[ThreadRow]) -> str:
-    hosts = dict.fromkeys(row.host for row in group)
-    folded = fold(hosts)
-    return folded if len(hosts) == 1 or len(folded) <= _ROOM else f"{len(hosts)} hosts"
+    return shorten_hosts(row.host for row in group)
 
 
 def _pids(group: Sequence[ThreadRow]) -> str:

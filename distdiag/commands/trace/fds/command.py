@@ -104,7 +104,7 @@ class TraceFds:
 @on_hosts
 def fds(
     pid: Annotated[
-        list[int] | None, typer.Argument(min=1, metavar="PID", help="Processes to read.", show_default=False)
+        list[int] | None, typer.Argument(min=1, metavar="[PID]...", help="Processes to read.", show_default=False)
     ] = None,
     more_pids: Annotated[
         list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; repeatable.")

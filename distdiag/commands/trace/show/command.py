@@ -54,9 +54,12 @@ def trace_show(
       distdiag trace show --count 'all_reduce'       # calls per rank
     """
     from distdiag import runner
+    from distdiag.cluster.targets import check_paths
     from distdiag.commands.trace.show.check import SUBCOMMAND
 
     def request() -> Request:
+        if not from_:
+            check_paths(cluster, paths or (), hint="give what `distdiag trace py` wrote, or leave it out")
         return Request(
             program=called_as(),
             cluster=cluster,

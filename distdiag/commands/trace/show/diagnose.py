@@ -9,7 +9,8 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace.show.classify import COMM, Outcome, are_young, by_place, classify_run, find_runs, newest
 from distdiag.commands.trace.show.types import COMMAND, Group, Ring, TraceShow
-from distdiag.commands.trace.show.wording import does, end_of, spot, waits, who
+from distdiag.commands.trace.show.wording import briefly, does, end_of, spot, waits, who
+from distdiag.diagnosis import remedies
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceSho
     shown = runs if request.all_runs else newest(runs)
     verdicts = [classify_run(run) for run in shown]
     findings = [finding for verdict in verdicts for finding in _of_run(request, verdict)]
-    if not runs and nodes:
+    if not runs and nodes and not any(node.unread for node in nodes):
         findings.append(_nothing_recorded(request, nodes))
     findings += [*_unread(nodes), *_of_other_users(request, nodes)]
     findings += host_findings(gathered.refusals, gathered.rows)
@@ -80,7 +81,7 @@ def _outside(request: Request, verdict: RunVerdict) -> Finding:
         title="; ".join([*parts, _wait(verdict.others)]),
         detail="It may only be slower than the others: run this again in a minute." if is_slow else "",
         where=_where(verdict.outliers),
-        fix=_stacks(request, verdict),
+        fix=_stacks(request, verdict.outliers),
     )
 
 
@@ -92,10 +93,7 @@ def _gone(request: Request, verdict: RunVerdict) -> Finding:
         level=Level.FAIL,
         title=f"{who(verdict.outliers)} {what}, last {does(first)}; {_wait(verdict.others)}",
         where=_where(verdict.outliers),
-        fix=Fix(
-            text="read the end of its log; if it left a core, find out what crashed",
-            commands=(f"{request.program} core-bt",),
-        ),
+        fix=_end_of_log(request, verdict.outliers),
     )
 
 
@@ -105,14 +103,27 @@ def _left_first(request: Request, verdict: RunVerdict) -> Finding:
     ]
     largest = by_place(verdict.others)[-1:]
     parts += [f"then {who(group)} {_ended(group[0])}" for group in largest]
-    core = Fix(text="if it left a core, find out what crashed", commands=(f"{request.program} core-bt",))
     return Finding(
         id="trace.exited-first",
         level=Level.FAIL,
         title="; ".join(parts),
         where=_where(verdict.outliers),
-        fix=core if verdict.outliers[0].state == "died" else None,
+        fix=_end_of_log(request, verdict.outliers),
     )
+
+
+def _end_of_log(request: Request, positions: Sequence[Position]) -> Fix:
+    log = "its log" if len(positions) == 1 else "their logs"
+    if all(position.state == "raised" for position in positions):
+        return Fix(text=f"read the traceback at the end of {log}")
+    return Fix(
+        text=f"read the end of {log}; if there is a core, find out what crashed",
+        commands=(f"{request.program} core-bt",),
+    )
+
+
+def _again(request: Request, *words: str) -> str:
+    return remedies.again(request.program, request.cluster, *words)
 
 
 def _ended(position: Position) -> str:
@@ -134,7 +145,7 @@ def _elsewhere(request: Request, verdict: RunVerdict) -> Finding:
         level=Level.WARN if may_be_fine else Level.FAIL,
         title=f"{place}: {does(outliers[0])}; {_wait(others)}",
         where=_where(outliers),
-        fix=_stacks(request, verdict),
+        fix=_stacks(request, verdict.outliers),
     )
 
 
@@ -142,27 +153,32 @@ def _same_place(request: Request, verdict: RunVerdict) -> Finding:
     first = verdict.others[0]
     if first.kind == COMM:
         title = f"the last lines cannot decide: all ranks are {waits(first)}"
-        detail = (
-            "No rank is elsewhere: a message was lost, an earlier collective differs, or a link or a GPU is stuck. To "
-            f"decide: count how often each rank got there ({request.program} trace show --count 'PATTERN'), or "
-            "record the lines of torch too (trace py --include torch)."
+        detail = "No rank is elsewhere: a message was lost, an earlier collective differs, or a link or a GPU is stuck."
+        fix: Fix | None = Fix(
+            text="count how often each rank called it; in the next run, record the lines of torch too",
+            commands=(
+                _again(request, "trace", "show", "--count", shlex.quote(first.operation)),
+                f"{request.program} trace py --include torch -- train.py",
+            ),
         )
     else:
         title = f"all ranks are {waits(first)}, which is not a collective"
         detail = "" if first.state == "died" else "It may just be a slow line: run this again in a minute."
+        fix = _stacks(request, verdict.others)
     where = _where(verdict.others)
-    return Finding(id="trace.same-place", level=Level.UNKNOWN, title=title, detail=detail, where=where)
+    return Finding(id="trace.same-place", level=Level.UNKNOWN, title=title, detail=detail, where=where, fix=fix)
 
 
 def _undecided(request: Request, verdict: RunVerdict) -> Finding:
     groups = by_place(verdict.others)
-    parts = [f"{who(group)} {does(group[0])}" for group in groups[:4]]
+    parts = [f"{briefly(group)} {does(group[0])}" for group in groups[:4]]
     more = f"; {len(groups) - 4} more places" if len(groups) > 4 else ""
     return Finding(
         id="trace.undecided",
         level=Level.UNKNOWN,
         title="the last lines cannot decide which rank is stuck: " + "; ".join(parts) + more,
         where=_where(verdict.others),
+        fix=_stacks(request, verdict.others),
     )
 
 
@@ -175,6 +191,7 @@ def _last_line(request: Request, verdict: RunVerdict) -> Finding:
         title=f"{who([position])} {f'{_ended(position)}, last' if is_gone else 'is'} {does(position)}",
         detail="" if is_gone else "It is the only process: no other to compare it with.",
         where=_where([position]),
+        fix=_end_of_log(request, verdict.others) if is_gone else _stacks(request, verdict.others),
     )
 
 
@@ -209,9 +226,9 @@ def _wait(positions: Sequence[Position]) -> str:
     """Format where the others wait, the most at one place first."""
     groups = by_place(positions)[::-1]
     parts = [
-        f"{who(group)} {'waits' if len(group) == 1 else 'wait'} {waits(group[0])}"
+        f"{briefly(group)} {'waits' if len(group) == 1 else 'wait'} {waits(group[0])}"
         if group[0].operation
-        else f"{who(group)} {_are(group)} {waits(group[0])}"
+        else f"{briefly(group)} {_are(group)} {waits(group[0])}"
         for group in groups[:2]
     ]
     rest = sum(map(len, groups[2:]))
@@ -292,9 +309,9 @@ def _of_other_users(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Fi
         )
 
 
-def _stacks(request: Request, verdict: RunVerdict) -> Fix | None:
-    if all(position.state == "running" for position in verdict.outliers):
-        return Fix(text="the job is still running: show the whole stacks", commands=(f"{request.program} pyspy-all",))
+def _stacks(request: Request, positions: Sequence[Position]) -> Fix | None:
+    if all(position.state == "running" for position in positions):
+        return Fix(text="the job is still running: show the whole stacks", commands=(_again(request, "pyspy-all"),))
     return None
 
 
@@ -352,9 +369,10 @@ def _group(group: Sequence[Position]) -> Group:
 
 
 def _summary(verdicts: Sequence[RunVerdict], findings: Sequence[Finding]) -> str:
-    for finding in findings:
-        if finding.level in (Level.FAIL, Level.UNKNOWN, Level.WARN):
-            return finding.title
+    for level in (Level.FAIL, Level.UNKNOWN, Level.WARN):
+        for finding in findings:
+            if finding.level is level:
+                return finding.title
     if not verdicts:
         return "no recorded lines"
     newest_run = verdicts[-1]

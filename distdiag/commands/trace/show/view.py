@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.trace.show.classify import Outcome, by_place, classify_run, find_runs, newest
 from distdiag.commands.trace.show.wording import clock, shortened, spot, state_of, who
+from distdiag.diagnosis.wording import counted
 from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ _MARKS = {
     Outcome.LEFT_FIRST: "exited first",
     Outcome.ELSEWHERE: "elsewhere",
 }
-_FEW = 4
+_FEW, _MOST = 4, 12
+"""Places of which the last lines are shown too; places to show."""
 _SOURCE = 30
 """Characters of a line's source: the row fits into 80 columns where the place is short."""
 
@@ -59,7 +61,7 @@ def _run(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
 def _places(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
     outliers = set(map(id, verdict.outliers))
     groups = sorted(by_place(verdict.positions), key=lambda group: id(group[0]) not in outliers)
-    for group in groups:
+    for group in groups if request.verbose else groups[:_MOST]:
         first = group[0]
         mark = f"  <- {_MARKS[verdict.outcome]}" if id(first) in outliers else ""
         yield Wrapped(f"{who(group)}: {state_of(first)}{mark}", margin=2, hang=2)
@@ -73,6 +75,10 @@ def _places(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
             yield Whole(f"    inside {spot(first.library)}")
         if request.verbose or id(first) in outliers or len(groups) <= _FEW:
             yield from _last_lines(request, group[:1] if not request.verbose else group)
+    rest = [] if request.verbose else groups[_MOST:]
+    if rest:
+        ranks = sum(map(len, rest))
+        yield f"  ... and {counted(len(rest), 'more place')}, {counted(ranks, 'rank')} (-v shows all)"
 
 
 def _notes(line: Line) -> str:

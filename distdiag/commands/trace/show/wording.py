@@ -30,6 +30,13 @@ def who(positions: Sequence[Position]) -> str:
     return format_members([(of.member.rank, of.member.process.pid, of.member.host) for of in positions])
 
 
+def briefly(positions: Sequence[Position]) -> str:
+    """Format members without their hosts: "ranks 0-1,3"."""
+    return format_members(
+        [(of.member.rank, None if of.member.rank is not None else of.member.process.pid, "") for of in positions]
+    )
+
+
 def does(position: Position) -> str:
     """Format a member's last line: its place, its source, how long ago; and the worker that it waits for."""
     line = position.line
