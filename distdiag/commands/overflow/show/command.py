@@ -53,7 +53,7 @@ def overflow_show(
 
     \b
     Examples:
-      distdiag overflow show frames                         # all ranks: what `overflow --save frames` wrote
+      distdiag overflow show frames        # what `overflow --save frames` wrote
       distdiag overflow show frames-0.jsonl frames-1.jsonl  # compare two ranks
       distdiag overflow show frames-0.jsonl --batch 0,3     # compare two batches
     """
