@@ -419,7 +419,7 @@ def test_how_names_the_variables_of_this_torch_first() -> None:
 def test_no_dumps_is_wrong_usage_or_unknown_and_never_fine(tmp_path: Path) -> None:
     assert distdiag("flight-recorder").code == 2
     assert distdiag("flight-recorder", str(tmp_path)).code == 3
-    assert distdiag("flight-recorder", str(tmp_path / "missing")).code == 3
+    assert distdiag("flight-recorder", str(tmp_path / "missing")).code == 2
 
 
 def test_a_running_job_is_asked_for_its_dumps_by_pipes(tmp_path: Path) -> None:
