@@ -199,9 +199,10 @@ def test_what_is_no_core_is_said(tmp_path: Path, content: bytes) -> None:
     assert (result.code, list(result.findings)) == (3, ["unreadable"])
 
 
-def test_a_program_and_a_file_that_is_not_there(tmp_path: Path) -> None:
-    result = core_bt(sys.executable, str(tmp_path / "absent"))
-    assert (result.code, len(result.report["data"]["unread"])) == (3, 2)
+def test_a_program_is_no_core_and_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
+    result = core_bt(sys.executable)
+    assert (result.code, len(result.report["data"]["unread"])) == (3, 1)
+    assert core_bt(sys.executable, str(tmp_path / "absent")).code == 2
 
 
 def test_packed_cores_are_read(segv: Path, tmp_path: Path) -> None:

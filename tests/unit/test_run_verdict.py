@@ -111,6 +111,14 @@ def test_the_cause_is_the_first_row_and_paths_paste(tmp_path: Path) -> None:
     assert f"read again: distdiag run --from {_FOLDER}" in lines
 
 
+def test_a_rank_that_hung_did_not_fail(tmp_path: Path) -> None:
+    picture = Picture(reason="stall", at_s=5.0, took_s=2.0, verdict="fail", summary="rank 1 sleeps", ranks=(1,))
+    hung = replace(node(tmp_path, ((0, -15, 9.0), (1, -15, 9.0))), pictures=(picture,), killed=True)
+    made = report(hung)
+    assert (made.findings[0].id, made.data.first) == ("run.stalled", ())
+    assert not [line for line in drawn(made) if "failed first" in line]
+
+
 def test_restarts_have_a_column_and_nodes_one_clock(tmp_path: Path) -> None:
     first = node(tmp_path)
     again = tuple(replace(rank, generation=1, ended_s=20.0, status=0) for rank in first.ranks)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distdiag.facts.job_logs.collect import NodeLogs
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_OF_FIRST = ("logs.first-failure", "logs.same-failure", f"{COMMAND}.died-first")
 _SHOWN = 8
 
 
@@ -55,7 +56,7 @@ def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
             ranks=ranks,
             pictures=tuple(picture for node in nodes for picture in node.pictures),
             stacks=tuple(node.stacks for node in nodes if node.stacks is not None),
-            first=found[0].where.ranks if found else (),
+            first=next((finding.where.ranks for finding in found if finding.id in _OF_FIRST), ()),
             launcher_says=next(filter(None, (_launcher_says(node.logs) for node in nodes)), ""),
             folder=request.folder,
             hosts=tuple(node.host for node in nodes),
