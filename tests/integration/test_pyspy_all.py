@@ -122,7 +122,7 @@ def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
         assert (result.code, outliers(result), result.report["verdict"]) == (3, [], "unknown")
         found = result.findings["all-waiting"]
         assert found["title"].startswith("stacks cannot decide")
-        assert "flight recorder" in found["detail"]
+        assert any("flight-recorder --how" in command for command in found["fix"]["commands"])
 
 
 def test_pipeline_stages_stand_at_different_places_rightly() -> None:

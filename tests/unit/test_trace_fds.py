@@ -111,6 +111,18 @@ def test_connections_that_are_not_closed() -> None:
     assert (found.id, found.level) == ("trace.close-wait", "warn")
 
 
+def test_connections_to_nobody_that_were_closed_share_a_row() -> None:
+    sockets = [
+        Socket(9000 + fd, "tcp", "CLOSE_WAIT", local="10.0.0.1:7", remote=f"10.9.9.9:{fd}") for fd in range(100, 130)
+    ]
+    found = [
+        Descriptor(one.inode - 9000, "socket", "socket:[1]", "rw", 2, inode=one.inode, socket=one) for one in sockets
+    ]
+    shown = lines(judge(*found))
+    assert any(line.startswith("100-129 rw socket 30 x tcp 10.0.0.1:7 -> 10.9.9.9:100, ...") for line in shown), shown
+    assert len(shown) < 8
+
+
 def test_a_file_system_that_does_not_answer() -> None:
     (found,) = judge(Descriptor(3, "unknown", "/nfs/x", "r", 0, silent=True)).findings
     assert (found.id, found.evidence) == ("trace.storage", ("fd 3: /nfs/x",))

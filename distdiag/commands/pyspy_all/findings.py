@@ -394,7 +394,8 @@ def _worker_stack(frames: Sequence[Frame]) -> tuple[str, ...]:
 
 def _again(request: Request, *words: str) -> str:
     job = ("--job", shlex.quote(request.job)) if request.job else ()
-    return remedies.again(request.program, request.cluster, *words, *job)
+    pids = [word for pid in request.pids for word in ("--pid", str(pid))] if words[0] == COMMAND else []
+    return remedies.again(request.program, request.cluster, *words, *job, *pids)
 
 
 def _fix(members: Sequence[RankState], request: Request) -> Fix:

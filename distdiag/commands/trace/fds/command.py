@@ -395,8 +395,9 @@ def _folded(rows: Sequence[DescriptorRow]) -> list[list[DescriptorRow]]:
     """Group equal descriptors: all own pipes, all eventfds, all connections to the same process."""
     groups: dict[tuple[object, ...], list[DescriptorRow]] = {}
     for row in rows:
-        # A connection whose other end is known says no more by its addresses.
-        target = row.target.partition(" ")[0] if row.kind == "socket" and row.who else _plain(row)
+        # A connection whose other end is known says no more by its addresses; nor do many that the peer has closed.
+        is_closed = row.state == "CLOSE_WAIT"
+        target = row.target.partition(" ")[0] if row.kind == "socket" and (row.who or is_closed) else _plain(row)
         # Both ends of a connection of a process with itself are shown.
         ends = row.fd if row.kind == "socket" and row.who == "itself" else None
         groups.setdefault((row.kind, row.mode, target, row.who, row.state, row.deleted, ends), []).append(row)
@@ -417,7 +418,7 @@ def _shown_target(group: Sequence[DescriptorRow]) -> str:
     facts += [_size(sum(sizes.values())) + (" in total" if len(sizes) > 1 else "")] if sizes else []
     facts += ["deleted"] if row.deleted else []
     facts += ["its file system does not answer"] if row.silent else []
-    more = ", ..." if count > 1 and row.kind == "socket" and row.who else ""
+    more = ", ..." if count > 1 and row.kind == "socket" and (row.who or row.state == "CLOSE_WAIT") else ""
     return f"{target}{more}" + (f" ({', '.join(facts)})" if facts else "")
 
 
