@@ -104,7 +104,7 @@ def test_the_watcher_in_a_series_fails_when_the_job_is_gone(slurm: Slurm, tmp_pa
     assert (good.code, good.report["findings"]) == (0, [])
     waits = on(slurm, "watch", "train", "held", "--json")
     assert [finding["id"] for finding in waits.report["findings"]] == ["slurm.will-not-start"]
-    assert waits.report["findings"][0]["fix"]["text"] == f"release it: scontrol release {held}"
+    assert waits.report["findings"][0]["fix"] == {"text": "release it", "commands": [f"scontrol release {held}"]}
 
     folder = tmp_path / "cron"
     watch = (PROGRAM, "slurm", "watch", "train")
