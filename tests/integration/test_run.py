@@ -92,16 +92,20 @@ sys.exit(ranks[1].returncode if ranks[0].wait(60) == 0 else 99)
 """
 _SAVES_ON_SIGTERM = """
 import os, signal, sys, threading, time
-if os.environ["RANK"] == "1": sys.exit(time.sleep(1) or 3)
+if os.environ["RANK"] == "1":
+    while not os.path.exists(os.environ["READY"]): time.sleep(0.05)
+    sys.exit(3)
 signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(0)))
 for _ in range(8): threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+open(os.environ["READY"], "w").close()
 time.sleep(300)
 """
 
 
 def test_stacks_are_read_and_then_a_handler_of_sigterm_runs(tmp_path: Path) -> None:
     job = [PROGRAM, "run", "--save", str(tmp_path), sys.executable, "-c", _LAUNCHER, _SAVES_ON_SIGTERM]
-    done = subprocess.run(job, capture_output=True, timeout=_LATE_S, check=False)
+    env = {**os.environ, "READY": str(tmp_path / "ready")}
+    done = subprocess.run(job, capture_output=True, timeout=_LATE_S, check=False, env=env)
     assert (done.returncode, done.stdout) == (3, b"saved\n")
     (stacks,) = _report(tmp_path)["data"]["stacks"]
     assert [(stack["rank"], stack["frames"][0]["function"]) for stack in stacks["ranks"]] == [(0, "<module>")]
