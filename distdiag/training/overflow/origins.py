@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _FILL = ("fill", "where", "scatter", "index", "copy", "lift", "put", "tri", "clone", "detach", "pad")
-"""Operations that write -inf which somebody chose, or numbers as they are; a conversion is no calculation either."""
+"""Operations that write an -inf that the program chose, or move numbers unchanged; a conversion calculates nothing."""
 _LEAST = {torch.finfo(dtype).min for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 """Masks are made of these, too; two of them added up are -inf."""
 
