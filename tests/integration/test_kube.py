@@ -192,7 +192,7 @@ def test_each_pod_has_a_row(tmp_path: Path) -> None:
     pods[6].enter = ["sh", "-c", "exit 137"]
     pods[7].silent = True
     with case(tmp_path, pods) as api:
-        result = blocked("--kube", "job-name=train", "--host-timeout", "4", api=api)
+        result = blocked("--kube", "job-name=train", "--host-timeout", "10", api=api)
         assert states(result) == {
             "pull": "not-running",
             "wait": "not-running",
