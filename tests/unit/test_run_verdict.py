@@ -147,4 +147,7 @@ def test_a_job_that_hung_before_it_was_ended_from_outside_says_so(tmp_path: Path
     hung = replace(fine, verdict="fail", summary="rank 1 is not in the collective", ranks=(1,))
     (first,) = report(replace(made, pictures=(hung, late))).findings
     assert (first.level, first.where.ranks) == ("fail", (1,))
-    assert first.title.endswith("after 70 s; it hung: rank 1 is not in the collective")
+    assert first.title.endswith("after 70 s; at 44 s it hung: rank 1 is not in the collective")
+    went_on = replace(late, verdict="ok", summary="not hung", ranks_seen=2)
+    (first,) = report(replace(made, pictures=(hung, went_on))).findings
+    assert (first.level, first.where.ranks) == ("unknown", ())

@@ -252,8 +252,11 @@ def _stalled(picture: Picture, *, killed: bool) -> Finding:
 
 
 def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
-    hung = next((picture for node in nodes for picture in node.pictures if picture.verdict == "fail"), None)
-    before = f"it hung: {hung.summary}" if hung is not None else "no rank had failed"
+    # What was seen last counts: a job that hung before may have gone on.
+    seen = [picture for node in nodes for picture in node.pictures if picture.ranks_seen]
+    last = max(seen, key=lambda picture: picture.at_s, default=None)
+    hung = last if last is not None and last.verdict == "fail" else None
+    before = f"at {format_duration(hung.at_s)} it hung: {hung.summary}" if hung is not None else "no rank had failed"
     return Finding(
         id=f"{COMMAND}.terminated",
         level=Level.UNKNOWN if hung is None else Level.FAIL,
