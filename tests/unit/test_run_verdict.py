@@ -140,10 +140,15 @@ def test_a_job_that_hung_before_it_was_ended_from_outside_says_so(tmp_path: Path
     (first,) = report(replace(made, pictures=(fine, late))).findings
     assert (first.level, first.where.ranks) == ("unknown", ())
     assert first.title.endswith("after 70 s; no rank had failed")
+    assert first.fix is None
     assert first.evidence == (
         "hang at 44.1 s (before the time limit): not hung",
         "vm: the ranks got the signal too, and had ended before they could be looked at",
     )
+    in_slurm = replace(made, pictures=(fine, late), slurm_job="4711")
+    (fix,) = (finding.fix for finding in report(in_slurm).findings)
+    assert fix is not None
+    assert fix.commands == ("sacct -j 4711 --format=State,Elapsed,Timelimit",)
     hung = replace(fine, verdict="fail", summary="rank 1 is not in the collective", ranks=(1,))
     (first,) = report(replace(made, pictures=(hung, late))).findings
     assert (first.level, first.where.ranks) == ("fail", (1,))

@@ -252,6 +252,7 @@ def _stalled(picture: Picture, *, killed: bool) -> Finding:
 
 
 def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
+    job = next(filter(None, (node.slurm_job for node in nodes)), "")
     # What was seen last counts: a job that hung before may have gone on.
     seen = [picture for node in nodes for picture in node.pictures if picture.ranks_seen]
     last = max(seen, key=lambda picture: picture.at_s, default=None)
@@ -261,10 +262,14 @@ def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
         id=f"{COMMAND}.terminated",
         level=Level.UNKNOWN if hung is None else Level.FAIL,
         title=f"the job was ended from outside, by {name} after {format_duration(at_s)}; {before}",
-        detail="It was a time limit, a preemption or a user.",
+        detail="It was a time limit, a preemption or a user."
+        if name != "SIGINT"
+        else "It was interrupted, as by Ctrl-C.",
         where=Where(ranks=hung.ranks if hung is not None else ()),
         evidence=tuple(_pictured(nodes)),
-        fix=Fix(text="in SLURM, see why", commands=("sacct -j $SLURM_JOB_ID --format=State,Elapsed,Timelimit",)),
+        fix=Fix(text="see why", commands=(f"sacct -j {shlex.quote(job)} --format=State,Elapsed,Timelimit",))
+        if job
+        else None,
     )
 
 

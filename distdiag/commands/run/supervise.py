@@ -280,6 +280,7 @@ class _Job:
             killed=self.killed,
             sanitizer=tuple(_sanitizer_logs(self.plan.folder)),
             stacks=self._stacks or self._no_stacks(),
+            slurm_job=os.environ.get("SLURM_JOB_ID", ""),
         )
 
     def _no_stacks(self) -> Stacks | None:

@@ -107,7 +107,7 @@ class NodeRun:
     """What was recorded on one node. `began_at`: Unix time. `status`: the launcher's; None while it runs.
 
     `signals`: those that were sent to distdiag and passed on, as (name, second). `killed`: by --on-stall kill.
-    `stacks`: None if no rank failed before the job was ended, or --no-pictures was given.
+    `stacks`: None if no rank failed before the job was ended, or --no-pictures was given. `slurm_job`: its id, if any.
     """
 
     host: str
@@ -122,6 +122,7 @@ class NodeRun:
     killed: bool = False
     sanitizer: tuple[SanitizerLog, ...] = ()
     stacks: Stacks | None = None
+    slurm_job: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
