@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 from rich.text import Text
 
-from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.cluster.hosts import fold, fold_ranks_within, fold_within
 from distdiag.output import plain_table
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from distdiag.launch.types import RankResult, RunFacts
 
+_ROOM = 100
+"""Characters of a list of ranks or hosts; of longer ones their number and the first."""
 _COLOURS = {"ok": "green", "failed": "red", "died": "red", "missing": "red", "lost": "red", "waiting": "yellow"}
 
 
@@ -39,9 +41,9 @@ def rank_table(data: RunFacts) -> Table:
         seconds = sorted(rank.elapsed_s for rank in group)
         low, high = f"{seconds[0]:.1f}", f"{seconds[-1]:.1f}"
         table.add_row(
-            fold_ranks(rank.rank for rank in group),
-            fold(dict.fromkeys(rank.host for rank in group)),
-            fold_ranks(rank.local_rank for rank in group),
+            fold_ranks_within((rank.rank for rank in group), _ROOM),
+            fold_within((rank.host for rank in group), _ROOM),
+            fold_ranks_within((rank.local_rank for rank in group), _ROOM),
             device,
             stage,
             Text(status, style=_COLOURS[status]),

@@ -156,3 +156,19 @@ def test_a_job_that_hung_before_it_was_ended_from_outside_says_so(tmp_path: Path
     went_on = replace(late, verdict="ok", summary="not hung", ranks_seen=2)
     (first,) = report(replace(made, pictures=(hung, went_on))).findings
     assert (first.level, first.where.ranks) == ("unknown", ())
+
+
+def test_a_thousand_ranks_are_three_rows(tmp_path: Path) -> None:
+    hosts = [f"gpu-node-{n:03d}-rack-{n // 8:02d}-row-b-hall-2-datacenter-frankfurt-west-eu" for n in range(125)]
+    first = node(tmp_path)
+    nodes = []
+    for number, host in enumerate(hosts):
+        ranks = tuple(
+            replace(first.ranks[0], rank=8 * number + i, host=host, world=1000, status=1, ended_s=7.5) for i in range(8)
+        )
+        nodes.append(replace(first, host=host, ranks=ranks, logs=NodeLogs(host=host)))
+    lines = drawn(report(*nodes))
+    table = lines[lines.index("") + 1 :]
+    table = table[: table.index("")]
+    assert len(table) <= 8, table
+    assert any("125 hosts" in line for line in table), table

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.cluster.hosts import fold
+from distdiag.cluster.hosts import fold_within
 from distdiag.commands.cuda_env.diagnose import readiness
 from distdiag.diagnosis.wording import counted
 from distdiag.output import Whole, Wrapped, plain_table
@@ -24,6 +24,8 @@ _WORDS = {"skipped": "SKIP"}
 """Levels whose word on the page is another one: the others are written as they are called."""
 _STYLES = {"fail": "bold red", "warn": "bold yellow", "unknown": "bold yellow", "ok": "green"}
 _EVIDENCE = 4
+_ROOM = 100
+"""Characters of a list of hosts; of longer ones their number and the first."""
 _INDENT = 6
 
 
@@ -74,7 +76,7 @@ def _consequences(findings: Sequence[Finding]) -> Iterator[RenderableType]:
 
 
 def _section(row: SectionRow, findings: Sequence[Finding], nodes: int, *, verbose: bool) -> Iterator[RenderableType]:
-    where = f" [{fold(row.hosts)}]" if row.hosts and len(row.hosts) < nodes else ""
+    where = f" [{fold_within(row.hosts, _ROOM)}]" if row.hosts and len(row.hosts) < nodes else ""
     why = f" ({row.skipped})" if row.skipped else ""
     level = "ok" if row.level == "info" else row.level
     head = f"{_WORDS.get(level, level.upper()):<7} {row.name:<11} "
@@ -116,7 +118,7 @@ def _differences(rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
     )
     for row in rows:
         for number, (value, hosts) in enumerate(row.values.items()):
-            table.add_row(row.fact if not number else "", value, fold(hosts))
+            table.add_row(row.fact if not number else "", value, fold_within(hosts, _ROOM))
     yield Whole("")
     yield table
 

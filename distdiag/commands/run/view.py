@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.cluster.hosts import fold_ranks_within, fold_within
 from distdiag.diagnosis.wording import counted, format_duration
 from distdiag.facts.programs import signal_name
 from distdiag.output import Whole, Wrapped, plain_table
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from distdiag.commands.run.types import RankRun, Run
+
+_ROOM = 100
+"""Characters of a list of ranks or hosts; of longer ones their number and the first."""
 
 
 def run_view(data: Run, program: str) -> Iterator[RenderableType]:
@@ -52,7 +55,10 @@ def _ranks(data: Run) -> Table:
         groups.setdefault((rank.generation, not is_first, _end(rank)), []).append(rank)
     for (generation, is_later, end), ranks in sorted(groups.items(), key=lambda group: group[0][:2]):
         ends = [rank.ended_s for rank in ranks if rank.ended_s is not None]
-        row = [fold_ranks(rank.rank for rank in ranks), fold({rank.host for rank in ranks})]
+        row = [
+            fold_ranks_within((rank.rank for rank in ranks), _ROOM),
+            fold_within(sorted({rank.host for rank in ranks}), _ROOM),
+        ]
         row += [f"restart {generation}" if generation else "first"] if several else []
         table.add_row(*row, end + ("" if is_later else "  <- failed first"), _times(ends))
     return table
