@@ -15,11 +15,12 @@ def why_unreadable(pid: int, complaint: str) -> tuple[str, str]:
     if not denied and not procs.is_python(pid, words):
         return "not-python", f"not a Python program: {machine.command_line(pid) or 'unknown'}"
     if denied:
-        return "denied", _why_denied(pid)
+        return "denied", why_denied(pid)
     return "failed", f"py-spy: {last[:200]}" if last else "py-spy found no Python frames"
 
 
-def _why_denied(pid: int) -> str:
+def why_denied(pid: int) -> str:
+    """Return why a process may not be read or traced: the user, yama, a capability."""
     theirs, mine = procs.owner(pid), os.geteuid()
     if mine != 0 and theirs != mine:
         return f"it runs as another user (uid {theirs}, we are {mine})"
