@@ -27,7 +27,7 @@ _STATES = (
 _TIMERS = ("", "retransmit", "keepalive", "time-wait", "zero-window-probe")
 _UNIX_STATES = ("FREE", "UNCONNECTED", "CONNECTING", "ESTABLISHED", "DISCONNECTING")  # include/uapi/linux/net.h
 _UNIX_LISTENS = 0x10000
-_MAPPED = bytes(10) + b"\xff\xff"
+MAPPED = bytes(10) + b"\xff\xff"
 """The prefix of an IPv4-mapped IPv6 address."""
 _TABLES = ("tcp", "tcp6", "udp", "udp6")
 # include/uapi/linux/netlink.h, sock_diag.h and unix_diag.h
@@ -145,19 +145,44 @@ def parse_addresses(fib_trie: str, if_inet6: str) -> tuple[str, ...]:
 def unix_peers() -> dict[int, int]:
     """Ask the kernel which unix sockets of our own network namespace are connected: inode to inode, both ways."""
     query = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW_PEER, 0, 0)
-    header = struct.pack("=IHHII", 16 + len(query), _BY_FAMILY, _DUMP_REQUEST, 1, 0)
     found = {}
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
-            kernel.settimeout(1.0)
-            kernel.send(header + query)
-            for message in _messages(kernel):
-                peer = _attribute(message[16:], _PEER)
-                if peer is not None:
-                    found[struct.unpack_from("=I", message, 4)[0]] = struct.unpack("=I", peer)[0]
-    except OSError:  # a kernel without unix_diag, or a sandbox without netlink
-        return {}
-    return found
+    with contextlib.suppress(OSError), diag_socket() as kernel:
+        for message in dump(kernel, query):
+            peer = attribute(message[16:], _PEER)
+            if peer is not None:
+                found[struct.unpack_from("=I", message, 4)[0]] = struct.unpack("=I", peer)[0]
+        return found
+    return {}  # a kernel without unix_diag, or a sandbox without netlink
+
+
+def diag_socket() -> socket.socket:
+    """Open a sock_diag(7) socket in the calling thread's network namespace. Raises OSError in some sandboxes."""
+    kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
+    kernel.settimeout(1.0)
+    return kernel
+
+
+def dump(kernel: socket.socket, query: bytes) -> Iterator[bytes]:
+    """Send a dump request of sock_diag(7) and yield the answers without their netlink headers. Raises OSError."""
+    kernel.send(struct.pack("=IHHII", 16 + len(query), _BY_FAMILY, _DUMP_REQUEST, 1, 0) + query)
+    while True:
+        data = kernel.recv(65536)
+        while len(data) >= 16:
+            length, kind = struct.unpack_from("=IH", data)
+            if kind in _DONE or length < 16:
+                return
+            yield data[16:length]
+            data = data[(length + 3) & ~3 :]
+
+
+def attribute(data: bytes, wanted: int) -> bytes | None:
+    """Find the payload of one netlink attribute; None if absent."""
+    while len(data) >= 4:
+        length, kind = struct.unpack_from("=HH", data)
+        if kind == wanted:
+            return data[4:length]
+        data = data[(max(length, 4) + 3) & ~3 :]
+    return None
 
 
 def _read(pid: int, *, ours: bool) -> Namespace:
@@ -199,8 +224,8 @@ def _end(text: str, *, always: bool = False) -> str:
     if int(port, 16) == 0 and not always:
         return ""
     words = struct.pack(f"={len(address) // 8}I", *(int(address[at : at + 8], 16) for at in range(0, len(address), 8)))
-    if words.startswith(_MAPPED):
-        words = words[len(_MAPPED) :]
+    if words.startswith(MAPPED):
+        words = words[len(MAPPED) :]
     if len(words) == 4:
         return f"{socket.inet_ntop(socket.AF_INET, words)}:{int(port, 16)}"
     return f"[{socket.inet_ntop(socket.AF_INET6, words)}]:{int(port, 16)}"
@@ -208,24 +233,3 @@ def _end(text: str, *, always: bool = False) -> str:
 
 def _name(names: tuple[str, ...], number: int) -> str:
     return names[number] if number < len(names) else str(number)
-
-
-def _messages(kernel: socket.socket) -> Iterator[bytes]:
-    """Receive what the kernel answers, message by message without their headers, to the end."""
-    while True:
-        data = kernel.recv(65536)
-        while len(data) >= 16:
-            length, kind = struct.unpack_from("=IH", data)
-            if kind in _DONE or length < 16:
-                return
-            yield data[16:length]
-            data = data[(length + 3) & ~3 :]
-
-
-def _attribute(data: bytes, wanted: int) -> bytes | None:
-    while len(data) >= 4:
-        length, kind = struct.unpack_from("=HH", data)
-        if kind == wanted:
-            return data[4:length]
-        data = data[(max(length, 4) + 3) & ~3 :]
-    return None
