@@ -211,6 +211,39 @@ def test_a_spin_is_fast_and_gets_nothing_done(
         assert spin.per_s == pytest.approx(1e6 / step_us, rel=0.01)
 
 
+_SLEEP = "clock_nanosleep(CLOCK_REALTIME, 0, {tv_sec=1}, NULL) = 0 <1.0>"
+_OLD_SLEEP = "select(0, NULL, NULL, NULL, {tv_sec=1}) = 0 (Timeout) <1.0>"
+
+
+@pytest.mark.parametrize(
+    ("tries", "between", "polls"),
+    [
+        (["/data/READY ENOENT"] * 3, _SLEEP, [("/data/READY", False, 3, 2.0)]),
+        (["/data/READY ENOENT"] * 3, _OLD_SLEEP, [("/data/READY", False, 3, 2.0)]),
+        (["/data/READY ENOENT"] * 2, _SLEEP, []),
+        (["/data/READY ENOENT"] * 9, 'read(3</x>, "a", 1) = 1 <1.0>', []),
+        ([f"/lib/{at}/train.yaml ENOENT" for at in range(9)], _SLEEP, []),
+        (["/usr/lib/python312.zip ENOENT"] * 9, _SLEEP, []),
+        ([*["/data/READY ENOENT"] * 5, "/data/READY"], _SLEEP, []),
+        (["/data/config.yaml"] * 5, _SLEEP, []),
+        (["/cache/fused/lock"] * 5, _SLEEP, [("/cache/fused/lock", True, 5, 4.0)]),
+        (["/cache/x.lock EEXIST"] * 5, _SLEEP, [("/cache/x.lock", True, 5, 4.0)]),
+        ([*["/cache/fused/lock"] * 5, "/cache/fused/lock ENOENT"], _SLEEP, []),
+    ],
+)
+def test_a_poll_is_one_path_and_sleeps_in_between(
+    tries: list[str], between: str, polls: list[tuple[str, bool, int, float]], tmp_path: Path
+) -> None:
+    calls = []
+    for path, _, error in (one.partition(" ") for one in tries):
+        result = f"-1 {error} (So)" if error else "0"
+        # Two calls of one try: as where stat is followed by open.
+        calls += [f'stat("{path}", 0x7f00) = {result} <0.1>', f'access("{path}", F_OK) = {result} <0.1>', between]
+    text = "".join(f"170000{at:04d}.000000 {call}\n" for at, call in enumerate(calls[:-1]))
+    thread = only(read(text, tmp_path))
+    assert [(one.target, one.exists, one.tries, one.slept_s) for one in thread.polls] == polls
+
+
 @pytest.mark.parametrize(("count", "spins"), [(10_000, [("sched_yield", 10_000, None)]), (9_999, [])])
 def test_without_times_a_spin_is_many_calls(count: int, spins: list[tuple[str, int, None]], tmp_path: Path) -> None:
     text = "sched_yield() = 0\n" * count + 'read(3</data/x>, "a", 1) = 1\n' * 20_000

@@ -293,6 +293,7 @@ def _thread(tally: Tally, clock: _Clock, newest_s: float | None) -> ThreadLog:
         spins=tally.spins(),
         signals=tuple(tally.signals.items()),
         programs=tuple(tally.programs),
+        polls=tuple(tally.polls.found()),
     )
 
 

@@ -6,6 +6,7 @@ import re
 
 from distdiag.facts.strace import descriptors, lines
 from distdiag.facts.strace.errors import Errors
+from distdiag.facts.strace.polls import Polls
 from distdiag.facts.strace.types import ARGUMENTS, Call, Count, Place, Spin
 
 TYPE_CHECKING = False
@@ -32,6 +33,9 @@ _SO_ERROR = re.compile(rb"SOL_SOCKET, SO_ERROR, \[(E[A-Z0-9]+)\]")
 _FINDS = re.compile(
     rb"open(?:at2?)?|f?stat(?:x|at|64)*|newfstatat|l?stat|f?access(?:at2?)?|execve(?:at)?|readlink(?:at)?"
 )
+_SLEEPS = frozenset({b"nanosleep", b"clock_nanosleep"})
+_SELECTS, _OF_NOTHING = frozenset({b"select", b"_newselect", b"pselect6"}), b"0, NULL, NULL, NULL"
+"""How Python before 3.11 sleeps."""
 _LEARNT_FROM = frozenset({b"execve", b"execveat", b"prctl", b"clone", b"clone3", b"fork", b"vfork", b"getsockopt"})
 
 _PER_S, _SPAN_S, _UNTIMED = 1000.0, 0.1, 10_000
@@ -69,6 +73,7 @@ class Tally:
         self.children: dict[int, bool] = {}
         """By id of what it started: whether that is a thread."""
         self.errors = Errors()
+        self.polls = Polls()
         self.slowest: list[Call] = []
         self._connecting: dict[bytes, str] = {}
         self._loops: dict[Key, _Loop] = {}
@@ -129,6 +134,10 @@ class Tally:
             and (len(self.slowest) < _SLOWEST or took > (self.slowest[-1].time_s or 0.0))
         ):
             self.slowest = sorted([*self.slowest, as_call(line)], key=lambda call: -(call.time_s or 0.0))[:_SLOWEST]
+        if total.finds:
+            self.polls.tried(total.target, line.error.decode())
+        elif line.name in _SLEEPS or (line.name in _SELECTS and line.args.startswith(_OF_NOTHING)):
+            self.polls.slept(took)
         if line.error:
             self._fail(line, total)
         elif line.name in _LEARNT_FROM:
@@ -139,7 +148,7 @@ class Tally:
             self._fold()
             self._loops = {key: loop for key, loop in self._loops.items() if loop.is_likely}
         total = self._heads[key] = _Sum(*key)
-        if total.target and not total.error and _FINDS.fullmatch(total.call):
+        if total.finds and not total.error:
             self.errors.found(total.target)
         if total.call in _NOTHING or total.call in _ALWAYS or total.error in _AGAIN:
             may_spin = total.error in _AGAIN or not total.error
@@ -192,6 +201,7 @@ class _Sum:
         self.error = error
         self.target = descriptors.about(self.call, args)[1]
         self.is_file = self.target.startswith("/")
+        self.finds = bool(self.target) and _FINDS.fullmatch(self.call) is not None
         self.needs_zero = not error and self.call in _NOTHING
         self.loop: _Loop | None = None
         self.count = self.errors = self.slow = 0

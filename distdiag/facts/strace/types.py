@@ -84,6 +84,20 @@ class Spin:
 
 
 @dataclass(frozen=True)
+class Poll:
+    """One path that a thread looks for again and again, asleep in between; all `tries` had the same result.
+
+    `exists`: it was there each time, as a lock that is not released. Several calls between two sleeps are one try.
+    `slept_s`: spent asleep since the first try; None without -T.
+    """
+
+    target: str
+    exists: bool
+    tries: int
+    slept_s: float | None
+
+
+@dataclass(frozen=True)
 class ThreadLog:
     """What the log says of one thread.
 
@@ -91,7 +105,8 @@ class ThreadLog:
     strace left; "returned" from it; "exited 1"; "killed SIGSEGV"; "superseded" by another thread's execve; "cut": the
     file ends inside its last line. `blocked_s`: how long its last call had lasted at the newest time in all logs that
     were read together. `n_unread`: lines that strace did not write, counted with the first thread of a file.
-    `slowest`: the slowest calls on files. `programs`: what it executed. Counts and places come by time, errors by
+    `slowest`: the slowest calls on files. `programs`: what it executed. `polls`: the
+    paths that it waits for. Counts and places come by time, errors by
     weight.
     """
 
@@ -113,6 +128,7 @@ class ThreadLog:
     spins: tuple[Spin, ...]
     signals: tuple[tuple[str, int], ...]
     programs: tuple[str, ...]
+    polls: tuple[Poll, ...] = ()
 
 
 @dataclass(frozen=True)

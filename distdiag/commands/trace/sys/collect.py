@@ -336,4 +336,5 @@ def _without_crowd(log: ThreadLog) -> ThreadLog:
         slowest=log.slowest[:_FEW],
         spins=log.spins[:_FEW],
         programs=log.programs[:_FEW],
+        polls=log.polls[:_FEW],
     )

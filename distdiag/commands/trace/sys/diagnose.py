@@ -71,6 +71,7 @@ def _common(request: Request, threads: Sequence[TracedThread], logs: Sequence[Lo
         *findings.errors(threads),
         *findings.slow_storage(threads),
         *findings.spins(request, threads),
+        *findings.polls(threads),
         *findings.cut(logs),
     ]
 

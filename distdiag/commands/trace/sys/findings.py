@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.sys.collect import Attached, Traced
     from distdiag.commands.trace.sys.types import Log, Refused, Request, TracedThread
     from distdiag.diagnosis.process_index import Key, ProcessIndex
-    from distdiag.facts.strace.types import CallError, Spin
+    from distdiag.facts.strace.types import CallError, Poll, Spin
     from distdiag.jobs.collect import Processes
 
 _LONG_S = 5.0
@@ -51,6 +51,8 @@ _REFUSALS = {
     "too-many": f"at most {MAX_PROCESSES} processes per node are traced at a time",
 }
 _REPEATED = 3
+_ASLEEP = 0.5
+"""A thread that sleeps less of the time between its tries has other work, too."""
 # What an error means, how to fix it, and commands.
 _GRAVE: dict[str, tuple[str, ...]] = {
     "ENOSPC": ("no space left on device", "free some space, or write elsewhere", "df -h {folder}", "df -i {folder}"),
@@ -356,6 +358,38 @@ def spins(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding
             f"without success{rate}",
             where=where_of(thread for thread, _ in rows),
             fix=Fix(text="show which thread of the program that is", commands=(f"{request.program} pyspy-all{pid}",)),
+        )
+
+
+def polls(threads: Sequence[TracedThread]) -> Iterator[Finding]:
+    """Report the paths that main threads wait for, asleep between their tries."""
+    groups: dict[tuple[str, bool], list[tuple[TracedThread, Poll]]] = defaultdict(list)
+    for thread in threads:
+        for poll in thread.log.polls if thread.log is not None and thread.is_main else ():
+            if poll.slept_s is None or poll.slept_s >= _ASLEEP * thread.span_s:
+                groups[poll.target, poll.exists].append((thread, poll))
+    for (path, exists), rows in groups.items():
+        most, poll = max(rows, key=lambda row: row[1].tries)
+        s = "s" if len(rows) == 1 else ""
+        waits = (
+            f"wait{s} for {path} to be removed: it still exists"
+            if exists
+            else f"poll{s} for {path}, which does not exist"
+        )
+        yield Finding(
+            id="trace.polled-path",
+            level=Level.WARN,
+            title=f"{name_processes(thread for thread, _ in rows)} {waits} "
+            f"({poll.tries} of {poll.tries} tries in {format_duration(most.span_s)})",
+            where=where_of(thread for thread, _ in rows),
+            fix=Fix(
+                text="find the process that has this lock; if it was killed, remove the file"
+                if exists
+                else "find out which process should make it, and whether it failed or wrote elsewhere",
+                commands=(
+                    f"ls -l {shlex.quote(path)}" if exists else f"ls -ld {shlex.quote(path.rpartition('/')[0] or '/')}",
+                ),
+            ),
         )
 
 

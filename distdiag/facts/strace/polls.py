@@ -1,0 +1,73 @@
+"""Paths that a thread looks for again and again, asleep in between: it waits for a file to appear or to vanish."""
+
+from __future__ import annotations
+
+import os
+
+from distdiag.facts.strace import errors
+from distdiag.facts.strace.types import Poll
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FEWEST = 3
+"""Tries, each after a sleep: fewer may be chance."""
+_MAX_HELD = 4000
+"""More paths are not kept at a time."""
+_NO_FILES = ("/proc/", "/sys/")
+
+
+class Polls:
+    """The paths that one thread looked for."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Path] = {}
+        self._sleeps = 0
+        self._slept_s: float | None = None
+
+    def slept(self, took_s: float | None) -> None:
+        """Count a sleep; its length is None in a log without -T."""
+        self._sleeps += 1
+        if took_s is not None:
+            self._slept_s = (self._slept_s or 0.0) + took_s
+
+    def tried(self, target: str, error: str) -> None:
+        """Count a call that looked for a path; another result than before begins anew."""
+        exists = error in ("", "EEXIST")
+        if not (_is_lock(target) if exists else _is_missing(target, error)):
+            self._held.pop(target, None)
+            return
+        path = self._held.get(target)
+        if path is None or path.exists != exists:
+            if len(self._held) >= _MAX_HELD:
+                self._held = {name: held for name, held in self._held.items() if held.tries >= FEWEST}
+            path = self._held[target] = _Path(exists, self._slept_s)
+        if path.sleeps != self._sleeps:
+            path.tries += 1
+            path.sleeps = self._sleeps
+
+    def found(self) -> Iterator[Poll]:
+        """List the paths that were polled, the most tries first."""
+        for target, path in sorted(self._held.items(), key=lambda item: -item[1].tries):
+            if path.tries >= FEWEST:
+                slept_s = None if self._slept_s is None else self._slept_s - (path.slept_s or 0.0)
+                yield Poll(target, path.exists, path.tries, slept_s)
+
+
+class _Path:
+    def __init__(self, exists: bool, slept_s: float | None) -> None:
+        self.exists = exists
+        self.slept_s = slept_s
+        self.tries = 0
+        self.sleeps = -1
+
+
+def _is_lock(target: str) -> bool:
+    """Return whether a file is likely one that another process removes: torch's FileBaton, SoftFileLock."""
+    return "lock" in os.path.basename(target).lower()
+
+
+def _is_missing(target: str, error: str) -> bool:
+    """Return whether a path is missing that no import and no loader of libraries looks for by itself."""
+    return error in ("ENOENT", "ENOTDIR") and not target.startswith(_NO_FILES) and errors.weight("", error, target) > 1
