@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -123,6 +124,20 @@ def _add_files(
             key = status.st_dev, status.st_ino
             names.setdefault(key, (target, link))
             owners.setdefault(key, []).append(pid)
+
+
+def sizes(files: Iterable[OutputFile]) -> dict[str, int]:
+    """Return the size in bytes of each file that still exists, by path."""
+    found = {}
+    for file in files:
+        with contextlib.suppress(OSError):
+            found[file.path] = os.stat(file.open_as).st_size
+    return found
+
+
+def grown(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the paths that grew between two calls of `sizes`. Repeated warnings grow a file as progress does."""
+    return tuple(path for path, size in after.items() if size > before.get(path, size))
 
 
 def last_bar(file: OutputFile, now_s: float) -> Bar | None:

@@ -1,4 +1,4 @@
-"""What the kernel and the GPUs of one node say of a job: OOM kills, Xid, links, D states, data nobody acknowledges."""
+"""What the kernel of one node says of a job: OOM kills, Xid, links, D states, data nobody acknowledges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import time
 from dataclasses import dataclass
 
-from distdiag.facts import machine, procs, programs
+from distdiag.facts import machine
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False
@@ -21,7 +21,6 @@ _MOST_LINES = 40
 _MOST_RECORDS = 100_000
 _RETRANSMITS = 3
 """A segment that was sent so often again, each time after twice the pause, has been lost for seconds."""
-_GPU_S = 5.0
 _LINES = (
     ("oom", re.compile(r"(?:Out of memory|Memory cgroup out of memory).*Killed process (?P<pid>\d+)")),
     ("xid", re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<code>\d+)")),
@@ -57,39 +56,23 @@ class Unacknowledged:
 
 
 @dataclass(frozen=True)
-class GpuLoad:
-    """One GPU: share of time it was busy (percent), its power in watts, and the processes on it."""
-
-    index: int
-    busy_percent: int | None
-    power_w: float | None
-    limit_w: float | None
-    pids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class KernelSigns:
-    """What was read. `oom_kills` by cgroup of the job; `log_error`, `gpu_error`: why there is nothing of these."""
+    """What was read. `oom_kills` by cgroup of the job; `log_error`: why the log was not read."""
 
     lines: tuple[KernelLine, ...] = ()
     log_error: str = ""
     oom_kills: tuple[tuple[str, int], ...] = ()
     unacknowledged: tuple[Unacknowledged, ...] = ()
-    gpus: tuple[GpuLoad, ...] = ()
-    gpu_error: str = ""
 
 
 def read(pids: Sequence[int], *, since_s: float) -> KernelSigns:
     """Read all of it for some processes. Kernel lines older than `since_s` seconds are left out. Never raises."""
     lines, log_error = kernel_log(since_s)
-    gpus, gpu_error = _gpus()
     return KernelSigns(
         lines=lines,
         log_error=log_error,
         oom_kills=_oom_kills(pids),
         unacknowledged=tuple(_unacknowledged(pids)),
-        gpus=gpus,
-        gpu_error=gpu_error,
     )
 
 
@@ -190,49 +173,3 @@ def _address(text: str) -> str:
     if len(address) != 8:
         return f"port {int(port, 16)}"
     return ".".join(str(byte) for byte in bytes.fromhex(address)[::-1]) + f":{int(port, 16)}"
-
-
-def _gpus() -> tuple[tuple[GpuLoad, ...], str]:
-    """Ask nvidia-smi, whose answer is of fixed columns."""
-    query = "index,uuid,utilization.gpu,power.draw,enforced.power.limit"
-    try:
-        done = programs.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s=_GPU_S)
-    except programs.CannotRun:
-        return (), "nvidia-smi is not on this node's PATH"
-    if done.timed_out:
-        return (), f"nvidia-smi did not answer within {_GPU_S:g} s: the driver may be wedged"
-    if done.status != 0:
-        return (), f"nvidia-smi ended with status {done.status}"
-    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.decode("utf-8", "replace").splitlines()]
-    users = _gpu_users()
-    return tuple(
-        GpuLoad(
-            index=int(row[0]),
-            busy_percent=int(row[2]) if row[2].isdigit() else None,
-            power_w=_number(row[3]),
-            limit_w=_number(row[4]),
-            pids=users.get(row[1], ()),
-        )
-        for row in rows
-        if len(row) == 5 and row[0].isdigit()
-    ), ""
-
-
-def _gpu_users() -> dict[str, tuple[int, ...]]:
-    """List the processes on each GPU, by its UUID, as this process numbers them; none in most containers."""
-    found: dict[str, tuple[int, ...]] = {}
-    with contextlib.suppress(programs.CannotRun):
-        command = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
-        done = programs.run(command, timeout_s=_GPU_S)
-        for line in done.stdout.decode("utf-8", "replace").splitlines():
-            uuid, _, pid = line.partition(",")
-            if pid.strip().isdigit() and procs.read(int(pid)) is not None:
-                found[uuid.strip()] = (*found.get(uuid.strip(), ()), int(pid))
-    return found
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
