@@ -114,8 +114,9 @@ class ProcessIndex:
         on_host = f" on {host}" if seen_from and host != seen_from else ""
         if place is None:
             return self._stranger(key) + on_host
-        owner = f"rank {place.rank}" if place.rank is not None else f"pid {_pid(place.member)}"
-        if place.is_rank and place.rank is not None:
+        title = place.member.title
+        owner = f"rank {place.rank}" if place.rank is not None else title or f"pid {_pid(place.member)}"
+        if place.is_rank and (place.rank is not None or title):
             return f"{owner} ({host}, pid {pid})" if whole else owner + on_host
         if place.is_rank:
             return f"pid {pid} ({host})" if whole else f"pid {pid}{on_host}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, fold_within, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
+
+    from distdiag.jobs.collect import Processes
 
 _ROOM = 160
 """Characters of a list of hosts in a sentence; the finding's `where` has all of them."""
@@ -49,19 +52,50 @@ def _at(who: str, hosts: str, pid: int | None) -> str:
     return who + (f" ({', '.join(place)})" if place else "")
 
 
-def format_members(members: Sequence[tuple[int | None, int | None, str]]) -> str:
+def format_members(members: Sequence[tuple[int | None, int | None, str]], titles: Sequence[str] = ()) -> str:
     """Format processes, each (rank, pid, host): "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])".
 
-    By pids where a rank is unknown: "pid 812 (node07)". Long lists of ranks are counted.
+    By titles, if every one has its own, or by pids where a rank is unknown: "sglang::scheduler_TP1 (node07, pid 4711)",
+    "pid 812 (node07)". Long lists of ranks are counted.
     """
     ranks = [rank for rank, _, _ in members if rank is not None]
     pids = [pid for _, pid, _ in members if pid is not None]
     hosts = format_hosts(host for _, _, host in members if host)
-    if len(ranks) < len(members):
-        shown = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
-        more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
-        return _at(f"{shown}{more}", hosts, None)
-    return _at(named(ranks), hosts, pids[0] if len(pids) == 1 else None)
+    pid = pids[0] if len(pids) == 1 else None
+    if len(ranks) == len(members):
+        return _at(named(ranks), hosts, pid)
+    if members and len(titles) == len(members) and all(titles):
+        return _at(format_titles(titles, pids), hosts, pid)
+    return _at(f"pid{'s' if len(pids) > 1 else ''} {listed(pids)}", hosts, None)
+
+
+def format_titles(titles: Sequence[str], pids: Sequence[int] = ()) -> str:
+    """Format titles: "VLLM::Worker_TP0, VLLM::Worker_TP1"; "ray::train (pids 812, 813)" for several of one title."""
+    own = sorted(set(titles), key=lambda title: [int(part) if part.isdigit() else part for part in _parts(title)])
+    if len(own) == len(titles):
+        return listed(own)
+    return f"{listed(own)} (pids {listed(pids)})" if pids else f"{len(titles)} processes {listed(own)}"
+
+
+def _parts(title: str) -> list[str]:
+    """Split "scheduler_DP10" at its numbers, which sort by value: text and digits alternate."""
+    return re.split(r"(\d+)", title)
+
+
+def listed(items: Sequence[int | str]) -> str:
+    """Format a list in a sentence: "812, 813, 814, 815 and 12 more"."""
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join(map(str, items[:_NAMED])) + more
+
+
+def no_rank_seen(nodes: Iterable[Processes]) -> str:
+    """Describe what was looked for where no rank was found, and on which of these nodes /proc hides processes."""
+    closed = [node.host for node in nodes if not node.shows_others]
+    hidden = f" On {format_hosts(closed)}, /proc is mounted with hidepid: this user sees no process of other users."
+    return (
+        "A rank is a process with RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or similar in its environment, or "
+        "a Python process that has loaded torch. Only root can see those of other users." + (hidden if closed else "")
+    )
 
 
 def named(ranks: Sequence[int], room: int = 60) -> str:

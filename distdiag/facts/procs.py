@@ -1,7 +1,7 @@
 """The processes of this machine as facts: who they are, what they may be in a job, how they stand still.
 
 Everything is read from /proc, see proc(5); nothing is stopped, signalled or attached to. Of an environment only the
-variables that name a place in a job are ever looked at.
+variables that name a place in a job, or the GPUs of a process, are ever looked at.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ _WANTED_FAMILIES = (
     *("SLURM_STEP_NUM_TASKS=", "SLURM_STEP_TASKS_PER_NODE=", "SLURM_NODEID=", "PMIX_NAMESPACE=", "OMPI_COMM_WORLD_"),
     *("OMPI_MCA_ess_base_jobid=", "MV2_COMM_WORLD_", "JSM_NAMESPACE_", "FLUX_TASK_", "FLUX_JOB_", "PMI_RANK="),
     *("PMI_SIZE=", "MPI_LOCALRANKID=", "MPI_LOCALNRANKS=", "NODE_RANK="),
+    *("TORCHELASTIC_RESTART_COUNT=", "TORCHELASTIC_MAX_RESTARTS="),
+    *("CUDA_VISIBLE_DEVICES=", "HIP_VISIBLE_DEVICES=", "ROCR_VISIBLE_DEVICES="),
 )
 _WANTED = tuple(name.encode() for name in (*_WANTED_PREFIXES, *_WANTED_FAMILIES))
+_CACHE_FOLDERS = (b"HOME=", b"XDG_CACHE_HOME=", b"TORCH_EXTENSIONS_DIR=")
+"""Only for polled_path, which looks there for the locks of torch's builds."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ON_DESCRIPTOR = (
     *("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ioctl", "flock"),
@@ -52,7 +56,6 @@ class Proc:
 
 
 _MOST_CONNECTIONS = 1024
-_MOST_DESCENDANTS = 256
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,7 @@ class Task:
 class Standstill:
     """Why a process does not go on, as far as the kernel tells: function, system call, since how many seconds.
 
-    `path`: what the call is about: a file, or in words a pipe, the address of a socket, a child. `child_cpu_s`: of a
-    child that it waits for, and of the child's own, the processor seconds until now.
+    `path`: what the call is about: a file, or in words a pipe, the address of a socket, a child.
     """
 
     tid: int
@@ -79,7 +81,6 @@ class Standstill:
     syscall: str
     path: str
     since_s: float | None
-    child_cpu_s: float | None = None
 
 
 def table() -> dict[int, Proc]:
@@ -121,12 +122,22 @@ def command_words(pid: int) -> list[str]:
 
 def variables(pid: int) -> dict[str, str] | None:
     """Read the variables that tell a place in a job, as at the start of the program; None if not ours to read."""
+    entries = _environment(pid)
+    return None if entries is None else wanted(entries)
+
+
+def cache_folders(pid: int) -> dict[str, str]:
+    """Read the variables that name the folders of a process's caches; empty if not ours to read."""
+    entries = (entry for entry in _environment(pid) or () if entry.startswith(_CACHE_FOLDERS))
+    return dict(entry.decode("utf-8", "surrogateescape").split("=", 1) for entry in entries)
+
+
+def _environment(pid: int) -> list[bytes] | None:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            data = file.read()
+            return file.read().split(b"\0")
     except OSError:
         return None
-    return wanted(data.split(b"\0"))
 
 
 def wanted(entries: Iterable[bytes]) -> dict[str, str]:
@@ -181,6 +192,12 @@ def switches(pid: int, tid: int | None = None) -> int:
     return -1
 
 
+def ran_s(pid: int) -> float | None:
+    """Return the processor seconds of the main thread, to the nanosecond; None if the kernel does not count them."""
+    words = machine.read_text(f"/proc/{pid}/task/{pid}/schedstat").split()
+    return int(words[0]) / 1e9 if words and words[0].isdigit() else None
+
+
 def thaws_by(pid: int) -> str:
     """Return the command that lets a process go on whose cgroup is frozen; empty for one whose is not.
 
@@ -197,8 +214,18 @@ def thaws_by(pid: int) -> str:
     return ""
 
 
-def uses_gpu(pid: int) -> bool:
-    """Tell whether a process has a GPU open: NVIDIA, AMD, or WSL's."""
+_GPU_DRIVERS = re.compile(
+    r"/(libcuda\.so|libamdhip64|libhsa-runtime64|libze_intel_gpu|libascendcl|libmusa\.so|libmusart)"
+)
+
+
+def uses_gpu(pid: int, mapped: str | None = None) -> bool:
+    """Return whether a process has a GPU open (NVIDIA, AMD, WSL's), or a GPU driver's library mapped.
+
+    Containers may hand devices over under other names, so the library counts as well. `mapped`: its maps, if read.
+    """
+    if _GPU_DRIVERS.search((maps(pid) if mapped is None else mapped) or ""):
+        return True
     try:
         for entry in os.listdir(f"/proc/{pid}/fd"):
             target = os.readlink(f"/proc/{pid}/fd/{entry}")
@@ -261,26 +288,7 @@ def standstill(pid: int, tid: int, clocks: dict[int, float]) -> Standstill:
         syscall=name,
         path=path,
         since_s=off_cpu.seconds(pid, [tid], clocks).get(tid),
-        child_cpu_s=_child_cpu(name, path),
     )
-
-
-def _child_cpu(call: str, path: str) -> float | None:
-    """Return the processor seconds of the child that a call waits for, with its descendants; None without a child."""
-    if call not in _ON_PROCESS and not path.startswith("a pipe from "):
-        return None
-    match = re.search(r"\(pid (\d+)\)$", path)
-    if match is None:
-        return None
-    left, total = [int(match[1])], 0.0
-    for _ in range(_MOST_DESCENDANTS):
-        if not left:
-            break
-        pid = left.pop()
-        process = read(pid)
-        total += process.cpu_s if process is not None else 0.0
-        left += _children(pid)
-    return total
 
 
 def is_python(pid: int, words: list[str]) -> bool:

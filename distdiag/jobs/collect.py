@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from dataclasses import dataclass, replace
 
 from distdiag.facts import deadlines, machine, procs, ptrace_permission
+from distdiag.facts.activity import Activity  # noqa: TC001 - decoded by its annotations
 from distdiag.facts.rank_identity import Identity, identify
-from distdiag.facts.stack_types import Sample  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.stack_types import Sample  # noqa: TC001
+from distdiag.facts.thread_places import Places  # noqa: TC001
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ class Process:
     the variables that distinguish jobs of its launcher. `above`: ancestors, the nearest first. `started_s`: after boot.
     `network` names its network namespace; `asked`: its pid was requested. `store`: it has no rank, started ranks, and
     has a connection at their MASTER_PORT. `connections`: of a process with torch and no rank, see procs.connections.
+    `visible_gpus`: the values of its *_VISIBLE_DEVICES, each a choice from the one before.
     """
 
     pid: int
@@ -47,6 +52,7 @@ class Process:
     asked: bool = False
     store: bool = False
     connections: tuple[str, ...] = ()
+    visible_gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Processes:
     """The processes of one node.
 
     `asked_missing` are requested pids that do not exist; `asked_unseen` exist, but /proc hides them from this user (it
-    is mounted with hidepid, or belongs to another PID namespace).
+    is mounted with hidepid, or belongs to another PID namespace). `shows_others`: /proc has no hidepid for this user.
+    `uptime_s`: the time since boot at which this was read.
     """
 
     host: str
@@ -64,6 +71,8 @@ class Processes:
     processes: tuple[Process, ...]
     asked_missing: tuple[int, ...]
     asked_unseen: tuple[int, ...] = ()
+    shows_others: bool = True
+    uptime_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,17 @@ class Watched:
     """All samples of one process, in order of time.
 
     `hints`: (file, line, "gpu" or "comm") where the source line of an innermost frame waits for a GPU, or for a Work.
+    `places`: where in the libraries its threads were, at the first and the last sample. `activity`: what moved between
+    them beside its main thread; None after one sample. `build_locks`: lock files of torch's C++ extensions, where it
+    waits for one.
     """
 
     pid: int
     samples: tuple[Sample, ...]
-    hints: tuple[tuple[str, int, str], ...]
+    hints: tuple[tuple[str, int, str], ...] = ()
+    places: tuple[Places, ...] = ()
+    activity: Activity | None = None
+    build_locks: tuple[str, ...] = ()
 
 
 def facts(ask: dict[str, Any]) -> Processes:
@@ -96,6 +111,7 @@ def facts(ask: dict[str, Any]) -> Processes:
     found = {pid: process for pid, process in read.items() if process is not None}
     locked = [_locked(table[pid], table) for pid in (*mute, *late)]
     _add_neighbours(found, table, children, {*ours, *mute, *late})
+    _add_hidden(found, table, children, {*ours, *mute, *late})
     parents = {process.parent for process in found.values() if process.place is not None}
     found.update((process.pid, process) for process in locked if process.parent in parents or process.pid in requested)
     found.update((process.pid, replace(process, store=True)) for process in _with_store(found))
@@ -110,6 +126,8 @@ def facts(ask: dict[str, Any]) -> Processes:
         processes=tuple(found.values()),
         asked_missing=tuple(sorted(pid for pid in requested - table.keys() if not _is_alive(pid))),
         asked_unseen=tuple(sorted(pid for pid in requested - table.keys() if _is_alive(pid))),
+        shows_others=os.path.exists("/proc/1/stat"),  # with hidepid=1 the folder is there, and closed
+        uptime_s=time.clock_gettime(time.CLOCK_BOOTTIME),
     )
 
 
@@ -195,13 +213,14 @@ def _read(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) 
         return None  # a kernel thread
     variables = procs.variables(proc.pid)
     place = place_of(variables or {})
-    kind = kind_of(words, proc.comm)
+    kind = _kind(proc, words)
     python = proc.state != "Z" and procs.is_python(proc.pid, words)
+    mapped = (procs.maps(proc.pid) or "") if python else ""
     # Of the processes of a rank, the rank itself is the one that has loaded torch.
-    torch = python and "libtorch" in (procs.maps(proc.pid) or "")
-    if place is None and not asked and not torch and kind != "launcher":
+    torch = "libtorch" in mapped
+    if place is None and not (asked or torch or kind == "launcher" or _is_titled(words)):
         return None
-    process = _process(proc, table, words, variables, kind=kind, python=python, torch=torch)
+    process = _process(proc, table, words, variables, kind=kind, python=python, mapped=mapped)
     without_rank = place is None and torch and kind == ""
     return replace(process, asked=asked, connections=procs.connections(proc.pid) if without_rank else ())
 
@@ -214,7 +233,7 @@ def _process(
     *,
     kind: str,
     python: bool,
-    torch: bool,
+    mapped: str,
 ) -> Process:
     owner = procs.owner(proc.pid)
     return Process(
@@ -227,14 +246,21 @@ def _process(
         command=machine.command_line(proc.pid) or proc.comm,
         kind=kind,
         python=python,
-        torch=torch,
-        gpu=procs.uses_gpu(proc.pid) if python else False,
+        torch="libtorch" in mapped,
+        gpu=python and procs.uses_gpu(proc.pid, mapped),
         hidden=variables is None and proc.state != "Z",
         place=place_of(variables or {}),
         job={name: value for name, value in (variables or {}).items() if name in _JOB_NAMES},
         started_s=proc.started / os.sysconf("SC_CLK_TCK"),
         network=machine.network_namespace(proc.pid),
+        visible_gpus=_visible_gpus(variables or {}),
     )
+
+
+def _visible_gpus(variables: dict[str, str]) -> tuple[str, ...]:
+    """ROCR_VISIBLE_DEVICES applies first; HIP reads CUDA's variable where its own is unset."""
+    of_runtime = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in variables else "CUDA_VISIBLE_DEVICES"
+    return tuple(variables[name] for name in ("ROCR_VISIBLE_DEVICES", of_runtime) if name in variables)
 
 
 def place_of(variables: dict[str, str]) -> Identity | None:
@@ -251,26 +277,87 @@ def place_of(variables: dict[str, str]) -> Identity | None:
 
 _JOB_NAMES = (
     *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"),
-    "OMPI_MCA_ess_base_jobid",
+    *("OMPI_MCA_ess_base_jobid", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
 )
 
 
 def _add_neighbours(
     found: dict[int, Process], table: dict[int, Proc], children: dict[int, list[int]], ours: set[int]
 ) -> None:
-    """Add siblings of ranks that have exited or cannot be read: the same parent, and a Python by its command line."""
-    for parent in {process.parent for process in found.values() if process.place is not None and process.parent > 1}:
+    """Add siblings of ranks that have exited or cannot be read, and those that have not loaded torch yet.
+
+    A Python by its command line counts; without torch, only one that multiprocessing has spawned beside ranks.
+    """
+    ranks = [process for process in found.values() if process.parent > 1]
+    placed = {process.parent for process in ranks if process.place is not None}
+    spawning = {process.parent for process in ranks if process.kind == "spawned" and process.torch}
+    for parent in placed | spawning:
         for pid in children.get(parent, ()):
             if pid in found or pid in ours:
                 continue
             words = procs.command_words(pid)
-            is_python = bool(words) and os.path.basename(words[0]).startswith("python")
-            if table[pid].state == "Z" or (is_python and procs.variables(pid) is None):
-                kind = kind_of(words, table[pid].comm)
-                process = _process(
-                    table[pid], table, words, procs.variables(pid), kind=kind, python=is_python, torch=False
+            kind, variables = _kind(table[pid], words), procs.variables(pid)
+            is_dead = table[pid].state == "Z" and parent in placed
+            is_unread = _is_python(words) and variables is None and parent in placed
+            if is_dead or is_unread or (kind == "spawned" and parent in spawning):
+                found[pid] = _process(
+                    table[pid], table, words, variables, kind=kind, python=_is_python(words), mapped=""
                 )
-                found[pid] = process
+
+
+def _add_hidden(
+    found: dict[int, Process], table: dict[int, Proc], children: dict[int, list[int]], ours: set[int]
+) -> None:
+    """Add the processes below launchers that this user may not read: the topmost Pythons of each child's tree.
+
+    A child without any counts itself below torchrun and its like; below slurmstepd it is a step's shell or sleep.
+    """
+    for launcher in [process for process in found.values() if process.kind == "launcher"]:
+        for child in children.get(launcher.pid, ()):
+            if child in ours or not _is_unread(child, table):
+                continue
+            tree = _tree(child, children)
+            if any(pid in found for pid in tree):  # a nested launcher, or readable after all
+                continue
+            pythons = [pid for pid in tree if _is_python(procs.command_words(pid)) and _is_unread(pid, table)]
+            tops = [pid for pid in pythons if not set(pythons).intersection(_above(pid, table))]
+            for pid in tops or ([child] if launcher.python else []):
+                words = procs.command_words(pid)
+                kind = kind_of(words, table[pid].comm)
+                found[pid] = _process(table[pid], table, words, None, kind=kind, python=_is_python(words), mapped="")
+
+
+def _tree(root: int, children: dict[int, list[int]]) -> list[int]:
+    found, left = [], [root]
+    while left:
+        pid = left.pop()
+        found.append(pid)
+        left += children.get(pid, ())
+    return found
+
+
+def _is_unread(pid: int, table: dict[int, Proc]) -> bool:
+    is_closed = table[pid].state != "Z" and procs.variables(pid) is None
+    return is_closed and os.path.exists(f"/proc/{pid}")  # it may have exited in between
+
+
+def _is_python(words: list[str]) -> bool:
+    return bool(words) and os.path.basename(words[0]).startswith("python")
+
+
+def _is_titled(words: list[str]) -> bool:
+    """Return whether setproctitle wrote this command line, as "sglang::scheduler_TP1"."""
+    return bool(words) and _TITLE.match(words[0]) is not None
+
+
+_TITLE = re.compile(r"[A-Za-z][\w-]*::\w")
+
+
+def _kind(proc: Proc, words: list[str]) -> str:
+    """Classify a process; those that a fork server has forked still have its command line."""
+    kind = kind_of(words, proc.comm)
+    is_forked = kind == "tracker" and "forkserver" in " ".join(words[:8]) and procs.command_words(proc.parent) == words
+    return "spawned" if is_forked else kind
 
 
 def kind_of(words: list[str], comm: str) -> str:

@@ -7,15 +7,19 @@ with one exception: the process that started the other ranks of its host and con
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from distdiag.jobs.servers import find_servers
 from distdiag.jobs.types import Helper, Job, Member, NodeStacks
+from distdiag.knowledge.process_titles import read_title
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from distdiag.jobs.collect import Process, Processes, Watched
+    from distdiag.jobs.servers import Server
 
 _NO_RANK = ("launcher", "tracker", "compile-worker")
 _SAMPLED_ONCE = ("data-worker", "tracker", "compile-worker")
@@ -60,7 +64,7 @@ def _is_worth_sampling(process: Process, pythons: set[tuple[str, int] | None], *
         return False
     if process.kind in ("tracker", "compile-worker"):
         return helpers
-    if process.python or process.hidden or process.state == "Z":
+    if process.python or process.hidden or process.asked or process.state == "Z":
         return True
     # A shell around the rank, or a program it runs, is of interest only where there is no Python.
     return process.place is not None and _place_of(process) not in pythons
@@ -151,7 +155,27 @@ def of_job(processes: Processes, name: str, *, strict: bool = False) -> Processe
     named.update(() if strict else _lacked(kept, named))
     above = {pid for process in kept if process.pid in named for pid in process.above}
     parents = {process.parent for process in kept if process.pid in named}
+    if own and name.startswith("pid "):
+        named.add(int(name.split()[1]))  # what started the ranks: without it, the job would have another name
     return replace(processes, processes=tuple(process for process in kept if _belongs(process, named, parents, above)))
+
+
+def known_of(processes: Processes, kept: Processes) -> Processes:
+    """Return what a node keeps of its processes for a job: all if it has nothing of it, to name the jobs it has."""
+    return kept if kept.processes else processes
+
+
+def with_job_of(hosts: Mapping[str, Processes], pids: Collection[int]) -> dict[str, Processes]:
+    """Keep on all hosts the processes of the jobs that these pids belong to."""
+    asked = [process for processes in hosts.values() for process in processes.processes if process.pid in pids]
+    nodes = [NodeStacks(host, processes, ()) for host, processes in hosts.items()]
+    jobs = of_pids(find_jobs(nodes, whole=False), pids, asked)
+    found = {}
+    for host, processes in hosts.items():
+        kept = {process.pid for job in jobs for process in of_job(processes, job.name).processes}
+        own = tuple(process for process in processes.processes if process.pid in kept)
+        found[host] = replace(processes, processes=own)
+    return found
 
 
 def _lacked(processes: Sequence[Process], named: set[int]) -> list[int]:
@@ -199,8 +223,14 @@ def short_name(job: Job, jobs: Iterable[Job]) -> str:
 
 
 def is_lone(job: Job) -> bool:
-    """Return whether this is a process with torch and without a rank, alone, such as a notebook."""
-    return len(job.members) == 1 and job.members[0].rank is None
+    """Return whether this is a process with torch, alone and neither rank nor server, such as a notebook."""
+    only = job.members[0] if len(job.members) == 1 else None
+    return only is not None and only.rank is None and not (only.title or _is_hidden(only))
+
+
+def is_closed(job: Job) -> bool:
+    """Return whether this user may read none of the processes of a job: it belongs to another user."""
+    return bool(job.members) and all(map(_is_hidden, job.members))
 
 
 def without_lone(processes: Processes) -> Processes:
@@ -212,16 +242,87 @@ def without_lone(processes: Processes) -> Processes:
 
 def of_interest(jobs: list[Job]) -> list[Job]:
     """Drop jobs that are hardly meant when no job was named, as long as others remain."""
-    real = [job for job in jobs if not is_lone(job)]  # a lone one is of interest where there is nothing else
+    readable = [job for job in jobs if not is_closed(job)] or jobs
+    real = [job for job in readable if not is_lone(job)]  # a lone one is of interest where there is nothing else
     # A program that outlived its job still has the rank in its environment.
-    alive = [job for job in real if any(member.process is not None and member.process.python for member in job.members)]
+    alive = [job for job in real if any(map(_is_alive, job.members))]
     # A shell's child may have RANK from elsewhere; one that is starting has no torch yet.
     sure = [job for job in alive if len(job.members) > 1 or any(map(_has_torch, job.members))]
-    return sure or alive or real or jobs
+    return sure or alive or real or readable
+
+
+def _is_alive(member: Member) -> bool:
+    return member.process is not None and (member.process.python or bool(member.title) or member.process.hidden)
 
 
 def _has_torch(member: Member) -> bool:
-    return member.process is not None and (member.process.torch or member.process.gpu)
+    return member.process is not None and (member.process.torch or member.process.gpu or bool(member.title))
+
+
+def _is_hidden(member: Member) -> bool:
+    return member.process is not None and member.process.hidden
+
+
+def of_pids(jobs: Sequence[Job], pids: Collection[int], asked: Sequence[Process] = ()) -> list[Job]:
+    """Keep the jobs that these processes belong to: as rank or helper, else above the ranks, else below or beside.
+
+    `asked`: the processes of `pids`, with their ancestors. One that is in no job stands for itself.
+    """
+    found = [job for job in jobs if any(pid in _pids(member) for member in job.members for pid in pids)]
+    real = [job for job in found if not is_lone(job)]
+    above = [job for job in jobs if any(pid in pids for member in job.members for pid in _above(member))]
+    return real or above or [job for job in jobs if _is_near(job, asked)] or found
+
+
+def _is_near(job: Job, asked: Sequence[Process]) -> bool:
+    """Return whether an asked process runs below a rank, or is a helper of the same server, such as its HTTP server."""
+    if is_lone(job):
+        return False
+    ranks = {member.pid for member in job.members}
+    above = {pid for member in job.members for pid in _above(member)}
+    return any(
+        not ranks.isdisjoint(process.above) or (process.parent in above and read_title(process.command) is not None)
+        for process in asked
+    )
+
+
+def _pids(member: Member) -> set[int | None]:
+    return {member.pid, *(helper.process.pid for helper in member.helpers)}
+
+
+def _above(member: Member) -> tuple[int, ...]:
+    return member.process.above if member.process is not None else ()
+
+
+def job_options(jobs: Sequence[Job]) -> list[str]:
+    """Return what names each of these jobs on a command line, to paste: "--job 127.0.0.1:29500"."""
+    return sorted({f"--job {shlex.quote(name)}" for job in jobs if (name := short_name(job, jobs))})
+
+
+def restart_loop(job: Job, nodes: Iterable[NodeStacks]) -> tuple[int, float] | None:
+    """Return how often torchrun has restarted this job, and the mean seconds that a round lasted; else None.
+
+    Two restarts are the least, and the ranks must be as young as another round: a job that trains for longer than
+    its failed rounds has left the loop.
+    """
+    by_host = {node.host: node.processes for node in nodes}
+    for member in job.members:
+        facts, process = by_host.get(member.host), member.process
+        count = process.job.get("TORCHELASTIC_RESTART_COUNT", "") if process is not None else ""
+        if facts is None or process is None or not count.isdecimal() or int(count) < _LOOP:
+            continue
+        launchers = {each.pid: each for each in facts.processes if each.kind == "launcher"}
+        launcher = next((launchers[pid] for pid in process.above if pid in launchers), None)
+        if launcher is None:
+            continue
+        round_s = (process.started_s - launcher.started_s) / int(count)
+        if facts.uptime_s - process.started_s <= _YOUNG * round_s:
+            return int(count), round_s
+    return None
+
+
+_LOOP = 2
+_YOUNG = 2.0
 
 
 def _aliases(names: Mapping[str, str]) -> set[str]:
@@ -248,9 +349,12 @@ def job_name(launcher: str, names: Mapping[str, str]) -> str:
 
 
 def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
+    served = find_servers(processes)
+    yield from (_server_part(server, host, processes, watched) for server in served.servers)
+    processes = [process for process in processes if process.pid not in served.pids]
     labelled: dict[tuple[str, int], list[Process]] = {}
     for process in processes:
-        if process.place is not None and process.kind not in _NO_RANK:
+        if process.place is not None and process.kind not in _NO_RANK and not _has_pod_rank(process):
             key = (job_name(process.place.launcher, process.job), process.place.rank)
             labelled.setdefault(key, []).append(process)
     parts: dict[str, _Part] = {}
@@ -277,15 +381,46 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
     for part in parts.values():
         above = {pid for member in part.members if member.process is not None for pid in member.process.above}
         part.without_rank = sum(process.torch and process.kind == "" and process.pid in above for process in others)
+    parents = {member.process.parent for part in parts.values() for member in part.members if member.process}
     yield from _with_dead(parts, host, others)
+    yield from _unreadable(host, [process for process in others if process.parent not in parents], watched)
     rest = [
         process
         for process in processes
         if process.pid not in used
-        and (process.torch or process.asked)
+        and (process.torch or process.asked or process.kind == "spawned")
         and process.kind not in ("tracker", "compile-worker")
     ]
     yield from _unlabelled(host, rest, watched)
+
+
+def _has_pod_rank(process: Process) -> bool:
+    """Return whether this is an actor of Ray in a pod whose variables number the pod and not the actor."""
+    title = read_title(process.command)
+    return title is not None and process.place is not None and process.place.launcher == "environment"
+
+
+def _server_part(server: Server, host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> _Part:
+    ranks = {process.pid for process in server.ranks}
+    part = _Part(server.name, server.kind, None)
+    for process in server.ranks:
+        below = [other for other in processes if process.pid in other.above and other.pid not in ranks]
+        part.members.append(_member(host, process, None, None, below, watched))
+    return part
+
+
+def _unreadable(host: str, others: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
+    """Group processes that this user may not read by the launcher above: these are ranks, or start them."""
+    launchers = {process.pid: process for process in others if process.kind == "launcher"}
+    parts: dict[int, _Part] = {}
+    for process in others:
+        launcher = next((launchers[pid] for pid in process.above if pid in launchers), None)
+        if launcher is None or not process.hidden or process.kind not in ("", "spawned", "locked") or process.torch:
+            continue
+        name = launcher_name(launcher)
+        part = parts.setdefault(launcher.pid, _Part(f"pid {launcher.pid} {name}", name, None))
+        part.members.append(_member(host, process, None, None, (), watched))
+    return parts.values()
 
 
 def _add_starter(part: _Part, host: str, others: Sequence[Process], watched: Mapping[int, Watched]) -> list[int]:
@@ -373,12 +508,14 @@ def _member(
     helpers: Sequence[Process],
     watched: Mapping[int, Watched],
 ) -> Member:
+    title = read_title(process.command) if process is not None else None
     return Member(
         host=host,
         rank=rank,
         local_rank=local_rank,
         process=process,
         watched=watched.get(process.pid) if process is not None else None,
+        title=title.name if title is not None and rank is None else "",
         helpers=tuple(Helper(process=helper, watched=watched.get(helper.pid)) for helper in helpers),
     )
 
@@ -415,7 +552,7 @@ def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, W
         ranks = [
             process
             for process in below
-            if process not in workers and process.parent == top.pid and process.kind != "launcher"
+            if process not in workers and process.kind != "launcher" and _started_by(top, process, mine.keys())
         ]
         if top.kind == "launcher" and not ranks:
             continue
@@ -441,6 +578,12 @@ def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, W
         yield part
 
 
+def _started_by(top: Process, process: Process, known: Collection[int]) -> bool:
+    """Return whether `top` started this process itself, or through multiprocessing's fork server."""
+    nearest = next((pid for pid in process.above if pid in known), None)
+    return process.parent == top.pid or (process.kind == "spawned" and nearest == top.pid)
+
+
 def _connected(processes: Sequence[Process]) -> list[list[Process]]:
     """Group the processes of a parent that have connections to each other, directly or through others."""
     groups: list[tuple[int, set[str], list[Process]]] = []
@@ -457,8 +600,9 @@ def _connected(processes: Sequence[Process]) -> list[list[Process]]:
 
 
 def _script(process: Process) -> str:
-    if process.command.startswith("ray::"):
-        return process.command.split()[0]
+    title = read_title(process.command)
+    if title is not None:
+        return title.name
     words = [word for word in process.command.split()[1:] if not word.startswith("-") and word != "..."]
     return words[0].rpartition("/")[2] if words else ""
 

@@ -1,0 +1,33 @@
+"""Roles of processes that inference servers and Ray name by a title, as data (process_titles.toml)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Title:
+    """The title of one process: `name` is "sglang::scheduler_TP1", `role` one of the four of the table."""
+
+    name: str
+    server: str
+    role: str
+
+
+def read_title(command: str) -> Title | None:
+    """Return the title that a command line is; None for a command."""
+    name = command.partition(" ")[0]
+    if "::" not in name:
+        return None
+    row = next((row for row in _rows() if row[0].match(name)), None)
+    return Title(name=name, server=row[1], role=row[2]) if row is not None else None
+
+
+@cache
+def _rows() -> tuple[tuple[re.Pattern[str], str, str], ...]:
+    text = resources.files(__package__).joinpath("process_titles.toml").read_text("utf-8")
+    return tuple((re.compile(row["pattern"]), row["server"], row["role"]) for row in tomllib.loads(text)["title"])
