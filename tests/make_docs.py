@@ -434,7 +434,6 @@ _BUILT = {
     "gpu-test.split": "--isolate: groups of ranks that work inside and not across",
     "gpu-test.undecidable": "--isolate: the pairs do not decide what is at fault",
     "gpu-test.uniformly-slow": "--isolate: all pairs are slower than this hardware should be",
-    "hang.no-job": "no rank of a job was found",
     "logs.nccl-interface": "NCCL's network interface differs between hosts",
     "logs.nccl-network": "NCCL's network differs between hosts",
     "logs.nccl-transport": "NCCL's transport differs between hosts",
@@ -447,21 +446,42 @@ _BUILT = {
     "overflow.warning": "a warning of the detector",
     "ports.address-unresolved": "an address does not resolve",
     "ports.denied": "this user may not test it",
-    "pyspy-all.not-hung": "ranks moved or computed between the samples",
-    "pyspy-all.stuck-rank": "a rank is not in the collective in which the others wait",
     "run.stalled": "no rank made progress while the job ran",
     "sync-check.out-of-sync": "a value differs between ranks, or is missing on a rank",
     "trace.blocked": "a rank is blocked, and on what",
     "trace.elsewhere": "a rank waits for something outside of the job",
     "trace.exited-first": "a rank exited before the others",
     "trace.last-line": "the last line that a rank executed",
-    "trace.lock-held": "a lock is held by another process or thread",
     "trace.no-answer": "a node did not answer in time",
-    "trace.no-job": "no rank of a job was found",
     "trace.other-user": "a process of another user, whose state cannot be read",
     "trace.straggler": "a rank works while the others wait",
     "trace.stuck-rank": "a rank is outside of the collectives in which the others wait",
 }
+_STUCK = {
+    "not-in-collective": ("fail", "a rank is outside of the collective in which the others wait, and does not move"),
+    "rendezvous": ("fail", "ranks wait in init_process_group for different addresses or ports"),
+    "exited": ("fail", "a rank exited while the others wait for it"),
+    "stopped": ("fail", "a rank is stopped: by a signal, a debugger or a frozen cgroup"),
+    "different-collectives": ("fail, warn", "a rank waits in another collective than the others"),
+    "size-mismatch": ("fail", "ranks call a collective with different sizes or dtypes"),
+    "behind": ("fail, warn", "all ranks wait in one collective, and the loop counters of some are behind"),
+    "deadlock": ("fail", "ranks wait for each other"),
+    "device-stuck": ("fail", "a rank waits for a GPU or its driver, which does not answer"),
+    "network": ("fail", "the network loses data, or no rank is at fault"),
+    "storage": ("fail", "a rank waits for a file system that does not answer"),
+    "data-loading": ("fail", "a rank waits for its data"),
+    "compile": ("warn", "a rank compiles while the others wait"),
+    "busy-rank": ("warn", "a rank works outside of the collective while the others wait"),
+    "lock": ("fail", "a rank waits for a lock, or another process holds the lock that it waits for"),
+    "debugger": ("fail", "a rank is in a debugger"),
+    "elastic-restart": ("fail, unknown", "the ranks are started again, or again and again"),
+    "slow": ("warn", "a rank is outside of the collective, and the others have not waited for long"),
+    "outside-the-job": ("unknown", "all collectives have ended, and no rank moves"),
+    "process": ("unknown", "a process of no job, and what it waits for"),
+    "not-hung": ("info", "ranks made progress between the samples"),
+    "unknown": ("unknown", "the sources do not decide, or disagree; the fix names what would decide"),
+}
+"""The kinds of faults of hang, pyspy-all and `trace blocked`: their levels, and what they report."""
 _LEVELS = {"info", "warn", "fail", "unknown"}
 _MAKERS = {
     "Finding": ("id", "level", "title"),
@@ -491,6 +511,8 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
         found[f"ports.{id_}"].sentences.append(words)
     for name, words in _BUILT.items():
         found[name].sentences.append(words)
+    for name, (levels, words) in _STUCK.items():
+        found[f"hang.{name}"] = Entry({levels}, [words])
     for id_, words in CHECKS.items():
         found[f"doctor.{id_}"].sentences.insert(0, words)
     # Where the parts of an id are not in the call: these ids are in _BUILT.

@@ -10,8 +10,10 @@ from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.types import Request
 from distdiag.facts.rank_identity import Identity
 from distdiag.facts.stack_types import Counter, Frame, Sample, Thread
+from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Process, Processes, Watched
-from distdiag.jobs.types import NodeStacks
+from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.types import NodePicture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,11 +78,16 @@ def look(
 
 
 def twice(
-    stack: Sequence[Frame], *, cpu: float = 0.0, later: Sequence[Frame] | None = None, **more: object
+    stack: Sequence[Frame],
+    *,
+    cpu: float = 0.0,
+    later: Sequence[Frame] | None = None,
+    apart_s: float = 6.0,
+    **more: object,
 ) -> tuple[Sample, ...]:
-    """Look twice, a second apart; `cpu` is the share of a core used meanwhile."""
+    """Sample twice, for longer than a step takes; `cpu` is the share of a core used in between."""
     first = look(stack, **more)  # type: ignore[arg-type]
-    last = look(stack if later is None else later, main_cpu_s=cpu, at_s=1.0, **more)  # type: ignore[arg-type]
+    last = look(stack if later is None else later, main_cpu_s=cpu * apart_s, at_s=apart_s, **more)  # type: ignore[arg-type]
     return first, last
 
 
@@ -115,12 +122,13 @@ def node(
     *,
     user: int = 7,
     scope: int | None = None,
-) -> NodeStacks:
+) -> NodePicture:
     facts = Processes(host, user, scope, may_trace=False, processes=tuple(processes), asked_missing=())
-    return NodeStacks(host, facts, tuple(Watched(pid, tuple(seen), ()) for pid, seen in looks.items()))
+    watched = tuple(Watched(pid, tuple(seen), ()) for pid, seen in looks.items())
+    return NodePicture(host=host, processes=facts, watched=watched, ended=(SourceEnd("stacks", 1.0),))
 
 
-def job(*stacks: Sequence[Sample]) -> NodeStacks:
+def job(*stacks: Sequence[Sample]) -> NodePicture:
     """Make one node with a rank for each entry."""
     size = len(stacks)
     return node(
@@ -129,8 +137,8 @@ def job(*stacks: Sequence[Sample]) -> NodeStacks:
     )
 
 
-def judge(*nodes: NodeStacks, **request: object) -> Report[PySpyAll]:
-    return diagnose(replace(REQUEST, **request), nodes)  # type: ignore[arg-type]
+def judge(*nodes: NodePicture, **request: object) -> Report[PySpyAll]:
+    return diagnose(replace(REQUEST, **request), Gathered(facts=list(nodes)))  # type: ignore[arg-type]
 
 
 def ids(report: Report[PySpyAll]) -> list[str]:

@@ -11,19 +11,19 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.blocked.diagnose import diagnose
 from distdiag.commands.trace.blocked.types import Request, Threads
-from distdiag.commands.trace.nodes import Answers
 from distdiag.facts.blocked_threads import Blocked, Futex, Lock, Target, Thread
 from distdiag.facts.descriptors import Descriptor, End
 from distdiag.facts.socket_owners import Network, Owned, Person
 from distdiag.facts.sockets import Socket
-from distdiag.jobs.sample_waits import Reply
+from distdiag.gathered import Gathered
+from distdiag.jobs.picture import SourceEnd
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.commands.trace.blocked.types import TraceBlocked
     from distdiag.jobs.collect import Process
-    from distdiag.jobs.types import NodeStacks
+    from distdiag.jobs.types import NodePicture
     from distdiag.report import Report
 
 NET = "net:[1]"
@@ -94,21 +94,22 @@ def judge(
     own = [pid for pid in threads if pid not in helpers]
     size = len(own) if size is None else size
     processes = [*(process(pid, pid - 100, size, gpu=gpu) for pid in own), *others]
-    nodes = [node([replace(one, network=NET) for one in processes], {})]
+    facts = node([replace(one, network=NET) for one in processes], {})
     looked = []
     for pid, some in threads.items():
         them = (some,) if isinstance(some, Thread) else tuple(some)
         state = (states or {}).get(pid, them[0].state)
         looked.append(Blocked(pid, state, None, them, tuple(one.tid for one in them if one.tid in moved)))
-    told = Reply(tuple(looked), (Network(NET, ("10.0.0.1",), tuple(sockets)),), tuple(people))
-    return judge_nodes(nodes, {"n1": [told]}, request)
+    networks = (Network(NET, ("10.0.0.1",), tuple(sockets)),)
+    read = replace(facts, blocked=tuple(looked), networks=networks, people=tuple(people), ended=BOTH)
+    return judge_nodes([read], request)
 
 
-def judge_nodes(
-    nodes: list[NodeStacks], told: dict[str, list[Reply]], request: Request = REQUEST
-) -> Report[TraceBlocked]:
-    answers = Answers[Reply](nodes=nodes, replies=told)
-    return diagnose(request, answers, ranks.choose(nodes, request.wanted))
+BOTH = (SourceEnd("stacks", 1.0, "no Python"), SourceEnd("waits", 1.0))
+
+
+def judge_nodes(nodes: list[NodePicture], request: Request = REQUEST) -> Report[TraceBlocked]:
+    return diagnose(request, Gathered(facts=nodes))
 
 
 def all_threads() -> Request:

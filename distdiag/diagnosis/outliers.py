@@ -1,10 +1,11 @@
 """Which ranks of a job are stuck or slow, and when the stacks cannot decide. Pure.
 
-An outlier is not the rare stack: it is the rank that is not in communication while others are. Pipeline stages wait in
-different functions and are all in communication. Where all ranks wait in one place, loop counters may decide, or the
-peers of their `send` and `recv`. A rank in a different collective is named only if there is a single process group:
-with several (tensor and data parallel) it may wait in one of them for a rank that went on to another. Everything else
-is undecided.
+An outlier is not the rare stack: it is the rank outside of communication while others wait in it, for other ranks or
+for their GPUs. Pipeline stages wait in different functions and are all in communication. Ranks that wait for their GPUs
+at different lines are no outliers either: kernels are launched ahead, and each rank stops at the line whose result it
+needs first. Where all ranks wait in one Gloo collective, loop counters may decide, or the peers of their `send` and
+`recv`. A rank in a different collective is named only if there is a single process group: with several (tensor and data
+parallel) it may wait in one of them for a rank that went on to another. Everything else is undecided.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from distdiag.diagnosis.data_workers import ran_lately
+from distdiag.diagnosis.data_workers import ran_lately, stuck_worker
+from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.slow_ranks import find_slow
-from distdiag.diagnosis.stack_classes import BUSY, RankState, StackClass, rank_states
+from distdiag.diagnosis.stack_classes import RankState, StackClass, rank_states
 from distdiag.jobs.roles import in_rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+    from distdiag.diagnosis.process_index import Key
     from distdiag.diagnosis.slow_ranks import SlowRanks
     from distdiag.jobs.types import Job
 
@@ -30,20 +33,11 @@ Rank = TypeVar("Rank")
 _MINORITY = 1 / 3
 """Ranks in a different collective are named up to this share of the job; a larger group may be the correct side."""
 
-ALIVE = 0.03
-"""Where no rank waits for another, this small a share of a core already shows activity."""
-_FROM_OTHERS = (
-    *("read", "readv", "recvfrom", "recvmsg", "accept", "accept4", "connect", "poll", "ppoll", "write", "writev"),
-    *("sendto", "sendmsg", "open", "openat", "flock"),
-)
-"""Calls that wait for another process when they sleep and are not stuck in the kernel."""
-_WOKE = 2
-"""A signal may wake a thread once, and it waits on."""
-_LONG_S = 5.0
-_MUCH_LONGER_S = 10.0
-"""A rank that waits for so long in one collective waits for something that does not come."""
-_PATIENT_S = 30.0
-"""For how long the others may wait for a rank that wakes up from time to time, before it is called stuck."""
+LONG_S = 5.0
+"""Ranks that have waited for so long wait for something that does not happen in a usual step."""
+PATIENT_S = 300.0
+"""The same where the rank that they wait for sleeps and looks again: nothing here shows whether the file or the batch
+that it looks for will appear."""
 
 
 class Outcome(StrEnum):
@@ -67,7 +61,8 @@ class Outcome(StrEnum):
 class JobVerdict:
     """One job, judged. `outliers` are the stuck or slow ranks, `waiting` those that wait for them.
 
-    `only_slow`: the outliers may only be slower than the others, which have not been seen to wait for long.
+    `only_slow`: the outliers work, or the others have not been seen to wait for long. `stepping`: of a job that is not
+    hung, the ranks whose progress was seen.
     """
 
     job: Job
@@ -77,16 +72,18 @@ class JobVerdict:
     waiting: tuple[RankState, ...] = ()
     unreadable: tuple[RankState, ...] = ()
     only_slow: bool = False
+    stepping: tuple[RankState, ...] = ()
     slow: SlowRanks | None = None
     """Of a job that is not hung: the ranks that hold up the others, if there are enough samples to see them."""
 
 
-def judge_job(job: Job, watched_s: float) -> JobVerdict:
-    """Judge one job, whose first and last samples were taken `watched_s` seconds apart."""
+def judge_job(job: Job, awaits: Mapping[Key, Key] | None = None) -> JobVerdict:
+    """Judge one job. `awaits`: which process each one waits for according to /proc, both by host and pid."""
     states = rank_states(job.members)
     unreadable = _of(states, StackClass.UNREADABLE)
-    outcome, outliers, waiting = _decide(job, without(states, unreadable), unreadable)
-    slow = find_slow(without(states, unreadable)) if outcome is Outcome.NOT_HUNG else None
+    known = without(states, unreadable)
+    outcome, outliers, waiting = _decide(job, known, unreadable, awaits or {})
+    slow = find_slow(known) if outcome is Outcome.NOT_HUNG else None
     return JobVerdict(
         job=job,
         states=states,
@@ -94,7 +91,8 @@ def judge_job(job: Job, watched_s: float) -> JobVerdict:
         outliers=slow.slow if slow is not None else tuple(outliers),
         waiting=tuple(waiting),
         unreadable=tuple(unreadable),
-        only_slow=slow is not None or _may_only_be_slow(outcome, outliers, waiting, watched_s),
+        only_slow=slow is not None or _may_only_be_slow(outcome, outliers, waiting),
+        stepping=tuple(state for state in known if state.thread.moving) if outcome is Outcome.NOT_HUNG else (),
         slow=slow,
     )
 
@@ -104,68 +102,89 @@ def _of(states: Iterable[RankState], *kinds: StackClass) -> list[RankState]:
 
 
 def _decide(
-    job: Job, known: list[RankState], unreadable: Sequence[RankState]
+    job: Job, known: list[RankState], unreadable: Sequence[RankState], awaits: Mapping[Key, Key]
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
     """Return the outcome of the readable ranks, the outliers among them, and the waiting ranks."""
     still = _of(known, StackClass.EXITED, StackClass.STOPPED)
     live = without(known, still)
-    waiting = _of(live, StackClass.COMM) or _of(live, StackClass.CUDA_SYNC)
-    outside = _outside(live, waiting)
+    waiting = _of(live, StackClass.COMM, StackClass.GPU)
+    outside = without(live, waiting)
     if not known:
         return Outcome.UNREADABLE, [], []
     if len(job.rendezvous) > 1 and not job.unseen and all(in_rendezvous(state.member) for state in known):
         return Outcome.RENDEZVOUS, [], known
-    if not still and waiting and (any(state.thread.moving for state in waiting) or _all_go_round(waiting, outside)):
-        return Outcome.NOT_HUNG, [], waiting
+    stepping = [state for state in waiting if state.thread.moving]
+    if not still and stepping:
+        return _some_step(stepping, without(waiting, stepping), outside)
     if live and not waiting and still and len(_of(still, StackClass.EXITED)) == len(still):
         return Outcome.LEFT, [], live
     if still:
         return Outcome.OUTLIERS, [*still, *([] if len(outside) > len(waiting) else outside)], waiting
     if waiting and outside:
-        return _some_are_outside(live, waiting, outside)
+        return _some_are_outside(waiting, outside, awaits)
     if not waiting:
-        return _nobody_waits(job, live)
+        return _none_waits(job, live)
     if unreadable or job.unseen:
         return Outcome.UNREADABLE, [], waiting
     return _all_wait(waiting)
 
 
-def _outside(live: Sequence[RankState], waiting: Sequence[RankState]) -> list[RankState]:
-    """List the ranks that are not in communication. A rank that waits for its GPU may wait for a collective on it."""
-    on_gpu = _of(live, StackClass.CUDA_SYNC)
-    outside = without(live, [*_of(live, StackClass.COMM), *on_gpu])
-    is_comm = bool(waiting) and waiting[0].thread.kind is StackClass.COMM
-    return on_gpu if is_comm and not outside and len(on_gpu) <= _MINORITY * len(live) else outside
+def _some_step(
+    stepping: list[RankState], unmoved: list[RankState], outside: list[RankState]
+) -> tuple[Outcome, list[RankState], list[RankState]]:
+    """Judge a job of which ranks go from one wait to the next: it runs, unless most ranks have long waited for these.
+
+    One rank that evaluates on its GPU waits for it again and again, while the others wait for that rank.
+    """
+    if len(stepping) >= len(unmoved) or waited_s(unmoved) <= LONG_S:
+        return Outcome.NOT_HUNG, [], [*stepping, *unmoved]
+    return Outcome.OUTLIERS, [*stepping, *outside], unmoved
 
 
 def _some_are_outside(
-    live: Sequence[RankState], waiting: list[RankState], outside: list[RankState]
+    waiting: list[RankState], outside: list[RankState], awaits: Mapping[Key, Key]
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
-    if len(outside) * 2 >= len(live) and all(map(goes_on, outside)):
-        return Outcome.NOT_HUNG, [], waiting
-    # A rank that moves is not the cause while another does not move; nor is a rank that waits for data or polls for
-    # something that another rank may have to provide.
+    """Name the ranks that hold up the others: of those outside, the ones that wait for no other rank outside.
+
+    A rank that makes progress is not the cause while another makes none; nor is one that waits for such a rank.
+    """
+    # Waiting ranks that wake up may have made a step that their frames do not show.
+    is_brief = 0.0 < waited_s(waiting) <= LONG_S < _watched_s(waiting)
+    if (is_brief or len(outside) >= len(waiting)) and all(map(works, outside)):
+        is_moving = any(state.thread.moving for state in outside)
+        return (Outcome.NOT_HUNG if is_moving else Outcome.STANDSTILL), [], [*waiting, *outside]
     unmoved = stuck_of(outside, lambda state: bool(state.thread.moving))
-    return Outcome.OUTLIERS, [state for state in unmoved if not _may_wait_for_a_rank(state)] or unmoved, waiting
+    keys = {_key(state) for state in [*outside, *waiting]}
+    first = [state for state in unmoved if awaits.get(_key(state)) not in keys]
+    return Outcome.OUTLIERS, first or unmoved, waiting
 
 
-def _nobody_waits(job: Job, live: Sequence[RankState]) -> tuple[Outcome, list[RankState], list[RankState]]:
-    """Judge a job where no rank is in communication: it runs, or every rank is stuck elsewhere."""
-    if len(live) == 1 and job.world_size in (None, 1):
-        state = live[0]
-        return (Outcome.ALONE if not goes_on(state) else Outcome.NOT_HUNG), [], [state]
-    asleep = [state for state in live if not (goes_on(state) or _wakes(state) or (state.thread.busy or 0.0) >= ALIVE)]
-    # Frames show no wait for a rank, yet a rank that sleeps for long beside a running rank most likely waits for it.
-    if len(asleep) < len(live) and not any(_slept_s(state) > _LONG_S for state in asleep):
+def _key(state: RankState) -> Key:
+    return state.member.host, state.member.pid or 0
+
+
+def _none_waits(job: Job, live: Sequence[RankState]) -> tuple[Outcome, list[RankState], list[RankState]]:
+    """Judge a job where no rank is in communication: it makes progress, or nothing proves that it does."""
+    moving = [state for state in live if state.thread.moving]
+    # Frames show no wait for a rank, yet a rank that sleeps for long beside a moving one most likely waits for it.
+    if moving and not any(_sleeps_long(state) for state in live):
         return Outcome.NOT_HUNG, [], list(live)
-    return Outcome.STANDSTILL, [], list(live)
+    return (Outcome.ALONE if len(live) == 1 and job.world_size in (None, 1) else Outcome.STANDSTILL), [], list(live)
+
+
+def _sleeps_long(state: RankState) -> bool:
+    return state.thread.motion is Motion.STILL and state.thread.still_s > LONG_S
 
 
 def _all_wait(waiting: list[RankState]) -> tuple[Outcome, list[RankState], list[RankState]]:
+    if _of(waiting, StackClass.GPU):
+        return Outcome.ALL_WAITING, [], waiting
     if any(state.thread.location.is_p2p for state in waiting):
         cycle = _cycle(waiting)
         if cycle:
             return Outcome.CYCLE, cycle, without(waiting, cycle)
+        if unmatched := _unmatched(waiting):
+            return Outcome.OTHER_COLLECTIVE, unmatched, without(waiting, unmatched)
         return Outcome.ALL_WAITING, [], waiting  # a pipeline: its stages wait at different places by design
     if len({place(state) for state in waiting}) > 1:
         outliers = _in_another_collective(waiting)
@@ -207,6 +226,17 @@ def _in_another_collective(members: Sequence[RankState]) -> list[RankState]:
     for state in members:
         groups.setdefault(state.thread.location.operation, []).append(state)
     return minority_of(list(groups.values()))
+
+
+def _unmatched(members: Sequence[RankState]) -> list[RankState]:
+    """Find the few ranks in a `send` or `recv` whose peer waits in a collective of the one group, for them as well."""
+    ranks = {state.member.rank: state for state in members}
+    peers = {id(state): ranks.get(state.thread.peer) for state in members if state.thread.location.is_p2p}
+    found = [
+        state for state in members if (peer := peers.get(id(state))) is not None and not peer.thread.location.is_p2p
+    ]
+    is_one_group = all(state.thread.groups == 1 for state in members)
+    return found if is_one_group and len(found) <= _MINORITY * len(members) else []
 
 
 def _cycle(members: Sequence[RankState]) -> list[RankState]:
@@ -251,106 +281,45 @@ def without(members: Iterable[RankState], others: Iterable[RankState]) -> list[R
     return [state for state in members if id(state) not in left_out]
 
 
-_RUNS = 0.1
-"""Share of a core that a rank uses which computes although it is also blocked at times."""
+def works(state: RankState) -> bool:
+    """Return whether a rank makes progress, computes, or waits for children, threads or files of its own that move."""
+    return state.thread.motion in (Motion.MOVES, Motion.COMPUTES, Motion.WORKS)
 
 
-def goes_on(state: RankState) -> bool:
-    """Return whether a rank computes (or is runnable), or moved between the samples."""
-    if state.thread.moving or state.thread.runs or (state.thread.busy is not None and state.thread.busy >= BUSY):
-        return True
-    sample = state.last_sample
-    is_running = sample is not None and sample.state == "R"
-    return is_running and (state.thread.busy or 0.0) >= _RUNS  # on a busy machine, or between reads of a disk
+def waited_s(waiting: Iterable[RankState]) -> float:
+    """Return for how long the longest of the waiting ranks is known to have waited, at least."""
+    return max((state.thread.still_s for state in waiting if not state.thread.moving), default=0.0)
 
 
-def woke_again(state: RankState) -> bool:
-    """Return whether it went to sleep several times between the samples: a wait that never ends does not wake up.
-
-    A rank that polls with sleeps wakes up too, without progress; so do waits for a GPU and for NCCL's kernels.
-    """
-    process = state.member.process
-    return state.thread.woke >= _WOKE and not polls(state) and not (process is not None and process.gpu)
-
-
-def polls(state: RankState) -> bool:
-    """Return whether it sleeps and looks again, as whoever waits at a FileStore: that it wakes is no progress."""
-    still = state.standstill
-    return still is not None and "sleep" in still.syscall
-
-
-def _waited_s(waiting: Sequence[RankState]) -> float:
-    """Return for how long the longest of the waiting ranks has slept; 0 where that is not known."""
-    stills = [state.standstill for state in waiting]
-    return max((still.since_s for still in stills if still is not None and still.since_s is not None), default=0.0)
-
-
-def _all_go_round(waiting: Sequence[RankState], outside: Sequence[RankState]) -> bool:
-    """Return whether the waiting ranks were released and waited again, and no other rank slept all the time."""
-    return all(map(woke_again, waiting)) and all(goes_on(state) or state.thread.woke >= _WOKE for state in outside)
-
-
-def _wakes(state: RankState) -> bool:
-    """Return whether it keeps waking up, and not only to check whether another process still holds a lock."""
-    return state.thread.woke >= _WOKE and state.thread.kind is not StackClass.LOCK
-
-
-def _may_wait_for_a_rank(state: RankState) -> bool:
-    still = state.standstill
-    if still is None or still.state != "S" or goes_on(state):
-        return False
-    return still.syscall in _FROM_OTHERS or ("sleep" in still.syscall and state.thread.woke >= _WOKE)
-
-
-def _slept_s(state: RankState) -> float:
-    still = state.standstill
-    return (still.since_s or 0.0) if still is not None and state.thread.woke == 0 else 0.0
-
-
-def _may_only_be_slow(
-    outcome: Outcome, outliers: Sequence[RankState], waiting: Sequence[RankState], watched_s: float
-) -> bool:
-    """Return whether the outliers compute or move, and the others have not been seen to wait for long."""
+def _may_only_be_slow(outcome: Outcome, outliers: Sequence[RankState], waiting: Sequence[RankState]) -> bool:
+    """Return whether the outliers work, or the others have not been seen to wait for long."""
     if outcome not in (Outcome.OUTLIERS, Outcome.OTHER_COLLECTIVE, Outcome.LEAST_PROGRESS):
         return False
-    if _has_just_begun(outliers, waiting):
-        return True
-    if outcome is Outcome.LEAST_PROGRESS:
-        return False
-    if outcome is Outcome.OUTLIERS and waiting and all(state.thread.woke for state in waiting):
-        # They were released and waited again; or look again and again: how long they have waited is not known then.
-        return not any(map(polls, waiting)) or not all(_slept_s(state) > _LONG_S for state in outliers)
-    if outcome is Outcome.OUTLIERS and all(map(ran_lately, outliers)) and 0.0 < _waited_s(waiting) <= _PATIENT_S:
-        return True
-    return watched_s < _MUCH_LONGER_S and all(map(_may_compute, outliers))
-
-
-def _child_works(state: RankState) -> bool:
-    """Return whether it waits for a child that used the processor between the samples: an evaluation, a compiler."""
-    samples = state.member.watched.samples if state.member.watched is not None else ()
-    stills = [sample.standstill[0] for sample in samples if sample.standstill]
-    if len(stills) < 2 or stills[0].path != stills[-1].path:
-        return False
-    before, after = stills[0].child_cpu_s, stills[-1].child_cpu_s
-    passed_s = samples[-1].at_s - samples[0].at_s
-    return before is not None and after is not None and after - before >= _RUNS * passed_s > 0
-
-
-def _may_compute(state: RankState) -> bool:
-    # A compiler works in processes and threads of its own, while the rank sleeps.
-    kind = state.thread.kind
-    if _child_works(state):
-        return True
-    return goes_on(state) or kind is StackClass.COMPILE or (state.thread.busy is None and kind is StackClass.COMPUTE)
-
-
-def _has_just_begun(outliers: Sequence[RankState], waiting: Sequence[RankState]) -> bool:
-    """Return whether no rank has waited for longer than a step may take: then the outliers may only be slower."""
     if any(state.thread.kind in (StackClass.STOPPED, StackClass.EXITED) for state in outliers):
         return False
-    stills = [state.standstill for state in waiting if state.thread.woke == 0]
-    waited = [still.since_s for still in stills if still is not None and still.since_s is not None]
-    return bool(waited) and len(waited) == len(stills) and max(waited) <= _LONG_S
+    if not any(state.standstill or state.thread.moving is not None for state in [*waiting, *outliers]):
+        return all(state.thread.kind in (StackClass.COMPILE, StackClass.COMPUTE) for state in outliers)  # a pasted dump
+    if not waiting or outcome is not Outcome.OUTLIERS:
+        return 0.0 < waited_s([*waiting, *outliers]) <= LONG_S
+    if all(map(works, outliers)):
+        return True
+    stuck = [state for state in outliers if not works(state)]
+    needed_s = PATIENT_S if all(map(_looks_again, stuck)) else LONG_S
+    return waited_s(waiting) <= needed_s or waited_s(stuck) <= LONG_S
+
+
+def _looks_again(state: RankState) -> bool:
+    """Return whether a rank, or the DataLoader worker that it waits for, sleeps and wakes up."""
+    if state.member.watched is not None and state.member.watched.build_locks:
+        return False  # the process that would remove that lock is gone
+    worker = stuck_worker(state)
+    return state.thread.motion is Motion.POLLS or (worker is not None and ran_lately(state))
+
+
+def _watched_s(states: Iterable[RankState]) -> float:
+    """Return for how long ranks were sampled; the longest."""
+    seen = [state.member.watched.samples for state in states if state.member.watched is not None]
+    return max((samples[-1].at_s - samples[0].at_s for samples in seen if samples), default=0.0)
 
 
 def mark(verdict: JobVerdict, outlier: RankState) -> str:

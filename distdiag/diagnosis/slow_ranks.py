@@ -27,7 +27,7 @@ _GAP = 0.3
 _SURE = 3.2
 """How many standard errors the two shares differ by: equal ranks do so once in 1,400 times."""
 _MINORITY = 1 / 3
-_WAITS = (StackClass.COMM, StackClass.CUDA_SYNC)
+_WAITS = (StackClass.COMM, StackClass.GPU)
 _HINTS = ("comm", "gpu")
 
 

@@ -8,25 +8,22 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from distdiag.diagnosis.gpu_place import autograd_runs, gpu_place, is_located
+from distdiag.diagnosis.motion import BUSY, Motion, busy_share, has_moved, motion_of, still_s
 from distdiag.facts.stack_types import leaves_work_to_threads
 from distdiag.knowledge.frames import is_native, kind_of, library_path
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
 
+    from distdiag.diagnosis.gpu_place import GpuPlace
     from distdiag.facts.procs import Standstill
     from distdiag.facts.stack_types import Frame, Sample, Thread
     from distdiag.jobs.collect import Watched
     from distdiag.jobs.types import Member
 
-BUSY = 0.5
-"""Share of a core from which on a thread counts as computing, not as waiting."""
 _P2P = re.compile(r"i?(send|recv)(_object_list)?|batch_isend_irecv|_?(forward|backward)?_?(recv|send)\w*")
 _HIDDEN = re.compile(r"_.*|wrapper|.*<locals>.*")
-_DATA_NAME = re.compile(
-    r"(.*[._])?(__getitem__|__getitems__|collate\w*|(load|fetch|get|next|read|prefetch)_(\w+_)?(batch|data|sample|shard|example)\w*)"
-)
-_CHECKPOINT_NAME = re.compile(r"(.*[._])?(\w*checkpoint\w*|save_(state|model|weights|ckpt)\w*|\w*_ckpt)")
 _HELD = ("stopped", "frozen")
 _UNREAD = ("denied", "not-python", "failed", "timeout")
 
@@ -39,7 +36,7 @@ class StackClass(StrEnum):
     STORAGE = "storage"
     NETWORK = "network"
     COMPUTE = "compute"
-    CUDA_SYNC = "cuda sync"
+    GPU = "gpu wait"
     COMPILE = "compile"
     CHECKPOINT = "checkpoint"
     LOCK = "lock"
@@ -66,25 +63,30 @@ class StackLocation:
 class ThreadState:
     """What the samples of one process show of the thread that does the job's work.
 
-    `moving`: it changed between the samples, None after one; `busy`: the share of a core that it used. `woke`: how
-    often it went to wait between the samples; `runs`: it was running or runnable in all of them. `name`: of
-    the thread, empty for the main one. `peer`: the rank that the `send` or `recv` it is in names. `groups`: how many
-    process groups it is in, 0 where that is not known. `status`, `reason`: of the last sample, see Sample.
+    `motion`: what changed between the samples; `still_s`: for how long it is known not to have moved, at least; `busy`:
+    the share of a core that it used. `name`: of the thread, empty for the main one. `peer`: the rank that the `send` or
+    `recv` it is in names. `groups`: how many process groups it is in, 0 where that is not known. `gpu`: its place in a
+    GPU's libraries. `status`, `reason`: of the last sample, see Sample.
     """
 
     kind: StackClass
     location: StackLocation = StackLocation()
     frames: tuple[Frame, ...] = ()
-    moving: bool | None = None
+    motion: Motion = Motion.UNKNOWN
+    still_s: float = 0.0
     busy: float | None = None
     counters: tuple[tuple[str, int], ...] = ()
     status: str = "ok"
     reason: str = ""
-    woke: int = 0
-    runs: bool = False
     name: str = ""
     peer: int | None = None
     groups: int = 0
+    gpu: GpuPlace | None = None
+
+    @property
+    def moving(self) -> bool | None:
+        """Whether it made progress between the samples; None after one."""
+        return None if self.motion is Motion.UNKNOWN else self.motion is Motion.MOVES
 
 
 @dataclass(frozen=True)
@@ -102,20 +104,9 @@ class RankState:
 
     @property
     def standstill(self) -> Standstill | None:
-        """What the kernel said in the last sample of the thread that is judged.
-
-        Its clock leaves out what a hypervisor took: a thread that slept through all samples has slept for their time.
-        """
+        """What the kernel reported in the last sample of the thread that is judged."""
         sample = self.last_sample
-        still = sample.standstill[0] if sample is not None and sample.standstill else None
-        if sample is None or still is None or still.since_s is None or self.member.watched is None:
-            return still
-        first = self.member.watched.samples[0]
-        before = first.standstill[0] if first.standstill else None
-        slept_on = before is not None and before.tid == still.tid and first.switches == sample.switches >= 0
-        if before is None or before.since_s is None or not slept_on or still.state not in _ASLEEP:
-            return still
-        return replace(still, since_s=max(still.since_s, before.since_s + sample.at_s - first.at_s))
+        return sample.standstill[0] if sample is not None and sample.standstill else None
 
 
 def rank_states(members: Iterable[Member]) -> tuple[RankState, ...]:
@@ -212,34 +203,22 @@ def thread_state(watched: Watched) -> ThreadState:
             return _bare(StackClass.STOPPED, last.status, last.reason)
         reason = last.reason or "py-spy found no Python frames"
         return _bare(StackClass.UNREADABLE, last.status if last.status in _UNREAD else "failed", reason)
-    busy = _busy(watched)
-    first = watched.samples[0]
-    kind, location = _locate(last, frames, watched, busy)
+    kind, location = _locate(last, frames, watched)
+    is_wait = kind in (StackClass.COMM, StackClass.GPU)
     return ThreadState(
         kind=kind,
         location=location,
         frames=frames,
-        moving=_moving(watched.samples),
-        busy=busy,
+        motion=motion_of(watched, waits=is_wait),
+        still_s=still_s(watched.samples),
+        busy=busy_share(watched.samples),
         counters=_counters(last),
         status=last.status,
         reason=last.reason,
-        runs=len(watched.samples) > 1 and all(sample.state == "R" for sample in watched.samples),
-        woke=_woke(first, last),
         peer=last.threads[0].peer,
         groups=last.groups,
+        gpu=gpu_place(watched.places),
     )
-
-
-def _woke(first: Sample, last: Sample) -> int:
-    """Count how often it went to wait between two samples. Who pauses it, as --native or a tracer, wakes it as well."""
-    was_paused = any(sample.native or sample.tracer is not None for sample in (first, last))
-    is_known = first.switches >= 0 and _same_thread(first, last)
-    return last.switches - first.switches if is_known and not was_paused else 0
-
-
-def _same_thread(first: Sample, second: Sample) -> bool:
-    return bool(first.threads and second.threads) and first.threads[0].os_thread_id == second.threads[0].os_thread_id
 
 
 def _not_sampled(member: Member) -> ThreadState:
@@ -247,12 +226,12 @@ def _not_sampled(member: Member) -> ThreadState:
         locked = "its memory map is locked by a thread stuck in the kernel; `ps` would hang on it too"
         reason = locked if member.process.kind == "locked" else "it was not sampled"
         return _bare(StackClass.UNREADABLE, "failed", reason)
-    reason = "no process found: it exited or never started"
+    reason = "no process found: exited or never started"
     if member.process is not None:
-        reason = "it exited and is a zombie, not yet reaped by its parent"
+        reason = "exited and is a zombie, not yet reaped by its parent"
     elif member.helpers:
         left = ", ".join(str(helper.process.pid) for helper in member.helpers[:4])
-        reason = f"it exited, but its children are still running (pid {left})"
+        reason = f"exited, but its children are still running (pid {left})"
     return _bare(StackClass.EXITED, "gone", reason)
 
 
@@ -325,45 +304,54 @@ def _bare(kind: StackClass, status: str, reason: str) -> ThreadState:
     return ThreadState(kind=kind, status=status, reason=reason)
 
 
-def _locate(
-    sample: Sample, frames: tuple[Frame, ...], watched: Watched, busy: float | None
-) -> tuple[StackClass, StackLocation]:
+def _locate(sample: Sample, frames: tuple[Frame, ...], watched: Watched) -> tuple[StackClass, StackLocation]:
     frame = user_frame(frames)
+    if sample.status in _HELD:
+        return StackClass.STOPPED, StackLocation(operation=classify_stack(frames)[1], frame=frame)
+    kind, operation = _kind_of(sample, frames, watched)
+    is_p2p = kind is StackClass.COMM and bool(_P2P.fullmatch(operation))
+    return kind, StackLocation(operation=operation, frame=frame, is_p2p=is_p2p)
+
+
+def _kind_of(sample: Sample, frames: tuple[Frame, ...], watched: Watched) -> tuple[StackClass, str]:
+    """Return the class of a thread, and the operation that it is in."""
     kind, operation = classify_stack(frames)
     main = sample.standstill[0] if sample.standstill else None
-    if sample.status in _HELD:
-        return StackClass.STOPPED, StackLocation(operation=operation, frame=frame)
-    is_busy = busy is not None and busy >= BUSY
+    is_busy = (busy_share(watched.samples) or 0.0) >= BUSY
+    by_library = _by_library(gpu_place(watched.places), kind, operation)
+    if by_library is not None:
+        return by_library
+    if operation == "backward" and not is_busy and sample.state != "R" and not autograd_runs(watched.places):
+        # DDP and FSDP reduce gradients inside of it, in C++: a rank that does not compute there waits for the others.
+        return StackClass.COMM, "backward"
     hint = next((hint for file, line, hint in watched.hints if (file, line) == (frames[0].file, frames[0].line)), "")
-    if operation == "backward" and not is_busy and sample.state != "R":
-        # DDP and FSDP reduce gradients inside of it, in C++: who does not compute there waits for the others.
-        return StackClass.COMM, StackLocation(operation="backward", frame=frame)
     if kind is None and hint == "comm" and not (main is not None and _is_no_work(main.syscall)):
-        kind, operation = StackClass.COMM, "Work.wait"
-    if kind is None and hint == "gpu":
-        kind, operation = StackClass.CUDA_SYNC, "a call that waits for the GPU"
+        return StackClass.COMM, "Work.wait"
+    if kind is None and hint == "gpu" and not is_located(watched.places):
+        return StackClass.GPU, "a call that waits for the GPU"
     if kind is None or kind is StackClass.LOCK:
-        kind = _by_name(frames) or _by_kernel(watched, main.syscall if main else "", busy=is_busy) or kind
-    if main is not None and main.state == "D" and kind is not StackClass.COMM:
+        kind = _by_kernel(watched, main.syscall if main else "", busy=is_busy) or kind
+    if main is not None and main.state == "D" and kind not in (StackClass.COMM, StackClass.GPU):
         kind = StackClass.STORAGE
-    is_p2p = kind is StackClass.COMM and bool(_P2P.fullmatch(operation))
-    return kind or StackClass.PYTHON, StackLocation(operation=operation, frame=frame, is_p2p=is_p2p)
+    return kind or StackClass.PYTHON, operation
+
+
+def _by_library(place: GpuPlace | None, kind: StackClass | None, operation: str) -> tuple[StackClass, str] | None:
+    """Return the class of a thread that is in a GPU's libraries; None where its frames say more, or it is in none."""
+    if place is None or kind is StackClass.COMM:
+        return None
+    if place.meaning in ("init", "abort"):
+        return StackClass.COMM, place.call
+    if place.meaning == "loads":
+        return StackClass.COMPUTE, place.call
+    if kind in (StackClass.TEARDOWN, StackClass.DEBUGGER):
+        return None
+    return StackClass.GPU, "backward" if operation == "backward" else place.call
 
 
 def _is_no_work(syscall: str) -> bool:
     """Return whether the kernel knows better than a source line with `.wait(` in it."""
     return "sleep" in syscall or syscall in ("read", "readv", "pread64", "write", "wait4", "waitid", "openat")
-
-
-def _by_name(frames: Sequence[Frame]) -> StackClass | None:
-    """Classify by the names people give to their own functions, weak evidence: the innermost two of their frames."""
-    own = [frame for frame in frames if library_path(frame.file) is None][:2]
-    for frame in own:
-        if _DATA_NAME.fullmatch(frame.function):
-            return StackClass.DATA
-        if _CHECKPOINT_NAME.fullmatch(frame.function):
-            return StackClass.CHECKPOINT
-    return None
 
 
 def _by_kernel(watched: Watched, syscall: str, *, busy: bool) -> StackClass | None:
@@ -387,7 +375,7 @@ def _is_stuck_on_gil(watched: Watched) -> bool:
     if samples[-1].gil_holder != samples[-1].threads[0].os_thread_id:
         return samples[-1].gil_holder is not None
     kept = all(sample.threads and sample.gil_holder == sample.threads[0].os_thread_id for sample in samples)
-    return kept and _moving(samples) is False
+    return kept and len(samples) > 1 and not has_moved(samples, waits=False)
 
 
 def _operation(frames: Sequence[Frame], found: Frame) -> str:
@@ -408,57 +396,6 @@ def _plain(function: str) -> str:
 
 def _frames(sample: Sample) -> tuple[Frame, ...]:
     return sample.threads[0].frames if sample.threads else ()
-
-
-def _busy(watched: Watched) -> float | None:
-    """Return the share of a core that the main thread used between the first sample and the last."""
-    first, last = watched.samples[0], watched.samples[-1]
-    elapsed = last.at_s - first.at_s
-    if not _same_thread(first, last) and last.threads:
-        return None
-    return (last.main_cpu_s - first.main_cpu_s) / elapsed if elapsed > 0.05 else None
-
-
-def _moving(samples: Sequence[Sample]) -> bool | None:
-    """Return whether the user's own lines or loop counters changed between two samples; None after one sample."""
-    if len(samples) < 2 or not samples[0].threads or not samples[-1].threads:
-        return None
-    if _slept_through(samples[0], samples[-1]):
-        return False
-    # One in the middle may have come to nothing.
-    return any(_differ(first, second) for first, second in itertools.pairwise(filter(lambda s: s.threads, samples)))
-
-
-def _slept_through(first: Sample, last: Sample) -> bool:
-    """Return whether the kernel says that the thread did not run between two samples, whatever was read of its frames.
-
-    It went to wait as often at the end as at the beginning, and sleeps for longer than lies between them.
-    """
-    still = last.standstill[0] if last.standstill else None
-    is_asleep = first.state in _ASLEEP and last.state in _ASLEEP and first.switches == last.switches >= 0
-    return is_asleep and still is not None and still.since_s is not None and still.since_s > last.at_s - first.at_s
-
-
-_ASLEEP = ("S", "D")
-
-
-def _differ(first: Sample, second: Sample) -> bool:
-    """Compare the lines of the user's own, and those counters that both have: py-spy tells none of a module's."""
-    if _own_lines(first) != _own_lines(second):
-        return True
-    before, after = _counters_by_place(first), _counters_by_place(second)
-    return any(before[place] != after[place] for place in before.keys() & after.keys())
-
-
-def _counters_by_place(sample: Sample) -> dict[tuple[int, str, str], int]:
-    counters = sample.threads[0].counters
-    return {(counter.depth, counter.function, counter.name): counter.value for counter in counters}
-
-
-def _own_lines(sample: Sample) -> tuple[tuple[str, str, int], ...]:
-    frames = _frames(sample)
-    own = tuple((frame.function, frame.file, frame.line) for frame in frames if library_path(frame.file) is None)
-    return own or tuple((frame.function, frame.file, frame.line) for frame in frames)
 
 
 def _counters(sample: Sample) -> tuple[tuple[str, int], ...]:

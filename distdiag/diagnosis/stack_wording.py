@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.diagnosis.data_workers import state_of, stuck_worker
+from distdiag.diagnosis.motion import BUSY, Motion
 from distdiag.diagnosis.stack_classes import (
-    BUSY,
     StackClass,
     classify_stack,
     helper_frames,
     in_event_loop,
     user_frame,
 )
-from distdiag.diagnosis.wording import format_members, named
+from distdiag.diagnosis.wording import counted, format_hosts, format_members, format_titles, named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,8 @@ def samples_in_words(samples: int, interval_s: float) -> str:
 
 def who(members: Sequence[RankState]) -> str:
     """Format members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
-    return format_members([(state.member.rank, state.member.pid, state.member.host) for state in members])
+    places = [(state.member.rank, state.member.pid, state.member.host) for state in members]
+    return format_members(places, [state.member.title for state in members])
 
 
 def briefly(members: Sequence[RankState]) -> str:
@@ -56,7 +57,21 @@ def briefly(members: Sequence[RankState]) -> str:
     if len(ranks) == len(members):
         return named(ranks)
     pids = [state.member.pid for state in members if state.member.pid is not None]
+    titles = [state.member.title for state in members]
+    if titles and all(titles):
+        return format_titles(titles, pids)
     return f"pids {fold_ranks(pids)}" if len(pids) > 1 else f"pid {pids[0]}" if pids else "a process"
+
+
+def unread_in_words(job: Job) -> str:
+    """Describe a job that this user may not read: "4 processes of uid 1000 below torchrun (pid 4711 on node07)"."""
+    processes = [member.process for member in job.members if member.process is not None]
+    users = sorted({process.user for process in processes})
+    owners = " and ".join("root" if user == 0 else f"uid {user}" for user in users if user >= 0) or "another user"
+    hosts = format_hosts(member.host for member in job.members)
+    _, pid, name = job.name.split(" ", 2) if job.name.startswith("pid ") else ("", "", "")
+    below = f" below {name} (pid {pid} on {hosts})" if pid else f" on {hosts}"
+    return f"{counted(len(processes), 'process', 'processes')} of {owners}{below} cannot be read"
 
 
 def rendezvous_in_words(job: Job) -> str:
@@ -76,10 +91,10 @@ def waits(state: RankState, *, alone: bool = False) -> str:
     """
     frame = state.thread.location.frame
     called = f" called from {spot(frame)}" if frame is not None else ""
-    if state.thread.location.operation == "backward":
+    if state.thread.location.operation == "backward" and state.thread.kind is StackClass.COMM:
         return f"in `backward`{called}"
-    if state.thread.kind is StackClass.CUDA_SYNC:
-        return f"for the GPU, in {spot(frame)}" if frame is not None else "for the GPU"
+    if state.thread.kind is StackClass.GPU:
+        return f"for {'its GPU' if alone else 'their GPUs'}{_in_call(state)}{f' at {spot(frame)}' if frame else ''}"
     peer = (
         f" {_DIRECTIONS['recv' in state.thread.location.operation]} rank {state.thread.peer}"
         if alone and _has_peer(state)
@@ -90,6 +105,12 @@ def waits(state: RankState, *, alone: bool = False) -> str:
         if state.thread.location.operation
         else f"in {_where(state)}"
     )
+
+
+def _in_call(state: RankState) -> str:
+    """Name the call into a GPU library, where it is known; an operation in words is none."""
+    operation = state.thread.location.operation
+    return f", in `{operation}`" if operation and " " not in operation else ""
 
 
 _DIRECTIONS = {True: "from", False: "to"}
@@ -127,12 +148,12 @@ def _where(state: RankState) -> str:
 def _doing(state: RankState) -> str:
     if state.thread.kind in (StackClass.STOPPED, StackClass.EXITED):
         return ""
-    if state.thread.runs and (state.thread.busy or 0.0) < BUSY and state.thread.kind is not StackClass.COMPILE:
-        share = "" if state.thread.busy is None else f", gets {state.thread.busy:.0%} of one"
-        return f"waiting for a CPU core{share}"
-    if state.thread.busy is not None and state.thread.busy >= BUSY and state.thread.kind is not StackClass.COMPILE:
-        moves = "moving between samples" if state.thread.moving else "on the same line in each sample"
-        return f"computing ({state.thread.busy:.0%} of a core, {moves})"
+    if state.thread.motion is Motion.COMPUTES and state.thread.kind is not StackClass.COMPILE:
+        busy = state.thread.busy
+        if busy is not None and busy < BUSY:
+            return f"on the same line in each sample, gets {busy:.0%} of a core"
+        share = "" if busy is None else f"{busy:.0%} of a core, "
+        return f"computing ({share}on the same line in each sample)"
     main = state.standstill
     words = in_kernel(main) if main is not None else ""
     kind = {
@@ -143,16 +164,20 @@ def _doing(state: RankState) -> str:
         StackClass.GIL: _gil_wait(state),
         StackClass.LOCK: _waits_for(state, main),
         StackClass.DEBUGGER: "in the debugger, waiting for input",
-        StackClass.CUDA_SYNC: "waiting for its GPU",
+        StackClass.GPU: "waiting for its GPU",
         StackClass.TEARDOWN: "shutting down",
         StackClass.IMPORT: "importing",
     }.get(state.thread.kind, "")
     if state.thread.moving:
         words = "moving between samples"
+    elif state.thread.motion is Motion.POLLS:
+        words = "sleeping and looking again"
     return ", ".join(part for part in (kind, words) if part)
 
 
 def _waits_for(state: RankState, main: Standstill | None) -> str:
+    if state.thread.motion is Motion.POLLS:
+        return "waiting for a lock"
     if main is not None and main.syscall in ("wait4", "waitid"):
         return "" if main.path else "waiting for a child process"
     if in_event_loop(state.thread.frames):

@@ -56,7 +56,7 @@ class Wait:
 
     `end`: what it has in common with them: "10.0.0.2:51916", "a pipe", a locked file. `wants`: "r" data, "w" that they
     read. `does`: the end of a sentence about it: "sleeps (nanosleep, 214 s)". `again`: it polls with
-    a timeout, so `since_s` is not how long it has waited.
+    a timeout, so `since_s` is not how long it has waited. `woke`: it ran between the samples, without such a timeout.
     """
 
     kind: Kind
@@ -69,6 +69,7 @@ class Wait:
     end: str = ""
     wants: str = ""
     again: bool = False
+    woke: bool = False
     thaws: str = ""
 
 
@@ -79,23 +80,20 @@ def wait_of(thread: Thread, process: Blocked, host: str, index: ProcessIndex) ->
     if process.thaws:
         found = _wait(thread, Kind.STOPPED, "a frozen cgroup", "is frozen with its cgroup", thread.state)
         return replace(found, thaws=process.thaws)
-    if thread.state in STOPPED:
+    if thread.state in STOPPED and not (thread.state == "t" and thread.tid in process.moved):
         by = f" by its tracer, {index.name((host, process.tracer))}" if process.tracer else ""
         return _wait(thread, Kind.STOPPED, f"stopped{by}", f"is stopped{by}", thread.state)
-    if thread.state == "S" and not thread.hidden and _has_timeout(thread):
-        found = _asleep(thread, (host, process.pid), index)
-        if found.kind is Kind.PEER or thread.tid not in process.moved:
-            return replace(found, again=True)
-    if thread.state == "R" or thread.tid in process.moved:
-        again = "woke up between samples" if thread.state != "R" else "running or runnable"
-        return _wait(
-            thread, Kind.RUNS, again, "runs" if thread.state == "R" else f"wakes up from time to time{_of(thread)}"
-        )
+    if thread.state == "R":
+        return _wait(thread, Kind.RUNS, "running or runnable", "runs")
     if thread.hidden:
         return _wait(thread, Kind.UNREADABLE, "permission denied", "cannot be read", thread.state)
     if thread.state == "D":
         return _in_kernel(thread)
-    return _asleep(thread, (host, process.pid), index)
+    found = _asleep(thread, (host, process.pid), index)
+    wakes = thread.tid in process.moved
+    if _has_timeout(thread):
+        return replace(found, again=True)
+    return replace(found, woke=True, on=f"{found.on}; it woke up between samples") if wakes else found
 
 
 def _has_timeout(thread: Thread) -> bool:
@@ -141,7 +139,8 @@ def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
         return _wait(thread, Kind.SLEEP, "a timeout only", "sleeps", call)
     why = f" ({thread.unread})" if thread.unread else ""
     on = f"unknown{why}" if not thread.wait_channel else f"{thread.wait_channel} in the kernel{why}"
-    return _wait(thread, Kind.KERNEL, on, f"waits for {on}", call)
+    does = f"waits for {on}" if thread.wait_channel else f"waits in the kernel{why}"
+    return _wait(thread, Kind.KERNEL, on, does, call)
 
 
 def _for_targets(thread: Thread, key: Key, index: ProcessIndex) -> Wait:

@@ -1,9 +1,9 @@
 """Stacks of many processes at once, each by its state, each with its own deadline, and none of them harmed.
 
-Who waits, as nearly all ranks of a hung job do, is read from its memory here (see `resting`), which costs a tenth of a
+A rank that waits, asleep or in a GPU driver, is read from its memory (see waiting_stacks), which costs a tenth of a
 start of py-spy. The others are read by py-spy, without being paused: it would wait for ever to pause one that is
-stopped or has a thread in the kernel (D), and fail on one that is traced. Whatever was done, a check follows whether
-the process was left as found.
+stopped or has a thread in the kernel (D), and fail on one that is traced. Afterwards each process is checked to be as
+it was found.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class SampleOptions:
 
     timeout_s: float
     native: bool = False
-    counters: bool = True
     all_threads: bool = False
 
 
@@ -76,7 +75,7 @@ def take_samples(pids: Sequence[int], options: SampleOptions) -> dict[int, Sampl
 
 
 def _resting(processes: Sequence[_Before], options: SampleOptions) -> dict[int, Sample]:
-    """Read those whose main thread waits, and no other thread is stuck in the kernel: that may hold up any reader.
+    """Read the main threads from memory, except where a thread is stuck in the kernel: that may hold up any reader.
 
     All in turn, so all together have no more than a moment: where memory has to come back from a disk first, py-spy
     reads many at the same time.
@@ -87,7 +86,7 @@ def _resting(processes: Sequence[_Before], options: SampleOptions) -> dict[int, 
         if time.monotonic() > deadline:
             return None
         try:
-            return process.at_rest(waiting_stacks.main_thread(process.pid, LOCALS if options.counters else None))
+            return process.at_rest(waiting_stacks.main_thread(process.pid, LOCALS))
         except waiting_stacks.Unclear:
             return None
 
@@ -96,7 +95,7 @@ def _resting(processes: Sequence[_Before], options: SampleOptions) -> dict[int, 
 
 
 def _dump(tool: str, processes: Mapping[int, _Before], options: SampleOptions, *, native: bool) -> dict[int, Sample]:
-    found = py_spy.dump(tool, tuple(processes), timeout_s=options.timeout_s, native=native, locals_too=options.counters)
+    found = py_spy.dump(tool, tuple(processes), timeout_s=options.timeout_s, native=native, locals_too=True)
     return {dump.pid: processes[dump.pid].after(dump, options, native=native) for dump in found}
 
 
@@ -108,6 +107,7 @@ class _Before:
         self._clocks = clocks
         self.at_s = time.monotonic()
         self.switches = procs.switches(pid)
+        self.ran_s = procs.ran_s(pid)
         self.proc = procs.read(pid)
         self.tasks = procs.tasks(pid)
         self.tracer = procs.tracer(pid)
@@ -125,7 +125,7 @@ class _Before:
 
     def how_it_ended(self) -> str:
         """Return how a process ended that is gone."""
-        return "it has exited" if self.proc is None else "it exited and is a zombie"
+        return "exited" if self.proc is None else "exited and is a zombie"
 
     def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Sample:
         """Return a sample without stacks: why there are none, and what the kernel says instead."""
@@ -140,12 +140,14 @@ class _Before:
         thread = Thread(
             os_thread_id=self.pid,
             name=MAIN,
-            active=False,
+            active=bool(self.proc and self.proc.state == "R"),
             owns_gil=main.gil_holder == self.pid,
             state=next((task.state for task in self.tasks if task.tid == self.pid), ""),
             frames=tuple(Frame(frame.function, frame.file, frame.line) for frame in main.frames),
             counters=counters,
             peer=peer,
+            digests=tuple(frame.digest for frame in main.frames),
+            reader="memory",
         )
         return self._sample(status, reason, (thread,), native=False, left_stopped=False, gil_holder=main.gil_holder)
 
@@ -169,7 +171,7 @@ class _Before:
             )
         now = procs.read(self.pid)
         if now is None or now.state in "ZX":
-            return self.failed("gone", "it exited while it was sampled")
+            return self.failed("gone", "exited while it was sampled")
         if done.timed_out:
             return self.failed(
                 "timeout", f"py-spy did not answer within {done.elapsed_s:.1f} s", left_stopped=left_stopped
@@ -186,10 +188,12 @@ class _Before:
         state = self.proc.state if self.proc else ""
         if self.tracer is not None:
             return "traced", f"traced by {machine.command_line(self.tracer) or 'a program'} (pid {self.tracer})"
+        if state == "t":  # its tracer has left since
+            return "traced", "a tracer held it for a moment"
         if state in machine.STOPPED:
             return "stopped", machine.why_it_stands_still(state)
         if thaws := procs.thaws_by(self.pid):
-            return "frozen", f"its cgroup is frozen (docker pause, a freezer): {thaws}"
+            return "frozen", f"frozen with its cgroup (docker pause, a freezer): {thaws}"
         if self.blocked:
             return (
                 "kernel",
@@ -215,6 +219,7 @@ class _Before:
         gil_holder: int | None = None,
     ) -> Sample:
         main = next((task for task in self.tasks if task.tid == self.pid), None)
+        in_ticks_s = main.cpu_s if main else 0.0
         # The main thread first, whoever is stuck in the kernel, and those that may be at the job's work.
         known = {task.tid for task in self.tasks}
         others = [thread.os_thread_id for thread in threads[1 : 1 + _MOST_OTHERS] if thread.os_thread_id in known]
@@ -225,7 +230,7 @@ class _Before:
             state=self.proc.state if self.proc else "",
             tracer=self.tracer,
             cpu_s=self.proc.cpu_s if self.proc else 0.0,
-            main_cpu_s=main.cpu_s if main else 0.0,
+            main_cpu_s=in_ticks_s if self.ran_s is None else self.ran_s,
             threads=threads,
             standstill=tuple(
                 deadlines.each(stuck, self._standstill, patience_s=_PATIENCE_S)[0].values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass
 
 from distdiag.facts import procs  # noqa: TC001 - decoding reads it
@@ -63,7 +64,8 @@ class Thread:
     """One thread's frames, innermost first. `active`: it was not idle, as py-spy sees it.
 
     `cpu_s`: processor time so far; `switches`: how often it went to wait so far, -1 where that was not asked.
-    `peer`: the rank that the `send` or `recv` it is in names.
+    `peer`: the rank that the `send` or `recv` it is in names. `digests`: of each frame a checksum of its local
+    variables, 0 where that is not known; comparable between samples of one `reader` ("memory" or "py-spy").
     """
 
     os_thread_id: int
@@ -76,6 +78,8 @@ class Thread:
     cpu_s: float = 0.0
     switches: int = -1
     peer: int | None = None
+    digests: tuple[int, ...] = ()
+    reader: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,10 @@ def read_threads(answer: Sequence[Mapping[str, Any]], tasks: Mapping[int, procs.
         tid = int(thread.get("os_thread_id") or 0)
         task = tasks.get(tid)
         name = str(thread.get("thread_name") or "") or (task.comm if task else "")
-        frames = tuple(
-            Frame(printable(str(f["name"])), printable(str(f["filename"])), int(f["line"]))
-            for f in thread["frames"]
-            if not str(f["name"]).startswith("0x")  # an address without a name differs in every process
-        )
+        named = [
+            f for f in thread["frames"] if not str(f["name"]).startswith("0x")
+        ]  # addresses differ in every process
+        frames = tuple(Frame(printable(str(f["name"])), printable(str(f["filename"])), int(f["line"])) for f in named)
         counters, peer = counters_and_peer([_numbers(frame) for frame in thread["frames"]])
         found.append(
             Thread(
@@ -130,6 +133,8 @@ def read_threads(answer: Sequence[Mapping[str, Any]], tasks: Mapping[int, procs.
                 counters=counters,
                 cpu_s=task.cpu_s if task else 0.0,
                 peer=peer,
+                digests=tuple(map(_digest, named)),
+                reader="py-spy",
             )
         )
     pid = int(answer[0]["pid"]) if answer else 0
@@ -144,6 +149,12 @@ def _numbers(frame: Mapping[str, Any]) -> tuple[str, str, Numbers]:
         str(frame["filename"]),
         tuple((name, int(text)) for name, text in found if LOCALS.fullmatch(name) and WHOLE.fullmatch(text)),
     )
+
+
+def _digest(frame: Mapping[str, Any]) -> int:
+    """Return a checksum of the local variables of a frame, as py-spy prints them; 0 if it printed none."""
+    text = "\n".join(f"{local['name']}={local['repr']}" for local in frame.get("locals") or ())
+    return zlib.crc32(text.encode()) or 1 if text else 0
 
 
 def counters_and_peer(frames: Sequence[tuple[str, str, Numbers]]) -> tuple[tuple[Counter, ...], int | None]:

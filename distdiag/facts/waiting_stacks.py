@@ -1,9 +1,10 @@
-"""The Python frames of a main thread that waits, read from its memory: nobody is paused, no program is started.
+"""The Python frames of a main thread, read from its memory: no process is paused, no program is started.
 
-What a thread has on its stack changes only while it runs. So its state and its switches (how often it went to wait)
-are read before and after: if it waits in the end and never went to wait in between, it did not run, and what was read
-is as true as if it had been stopped. Of all else (it runs, another Python, an object that is not of the type it
-has to be) nothing is said: py-spy is there for it.
+A stack changes only while its thread runs. So the state and the number of switches (how often the thread went to sleep)
+are read before and after: a thread asleep both times with no switch in between did not run, and the frames are as
+reliable as if it had been stopped. A thread that runs in C, such as one that spins in a GPU driver, does not touch its
+Python frames: it is read twice, and equal readings count. Everything else (it runs Python, an unknown version, an
+object of an unexpected type) is left to py-spy.
 
 Where things are in CPython 3.11 to 3.13: Include/internal/pycore_{runtime,interp,frame}.h and Include/cpython/*.h of
 these versions; 3.13 tells the places in the interpreter itself (_Py_DebugOffsets). Lines: Objects/locations.md.
@@ -16,6 +17,7 @@ import os
 import re
 import struct
 import time
+import zlib
 from typing import NamedTuple
 
 from distdiag.facts import elf, machine, procs
@@ -32,19 +34,26 @@ _LONGEST_TEXT, _LONGEST_TABLE, _MOST_NAMES = 4096, 1 << 20, 4096
 _MOST_TEXT = 2 << 20
 """Letters of all frames together: what a node sends about a process is one line, which may not be longer than 4 MiB."""
 _MOST_S = 0.5
+_MOST_DIGESTED = 64
+"""Local variables of a frame that count: more would cost more than they prove."""
 
 
 class Unclear(Exception):
-    """It runs, or is no Python that we know, or not ours to read."""
+    """It runs Python code, is no Python that we know, or not ours to read."""
 
 
 class Frame(NamedTuple):
-    """One frame; `whole_numbers` are those of its local variables that were asked for and have one."""
+    """One frame; `whole_numbers`: the local variables asked for that hold an int.
+
+    `digest`: a checksum of all local variables: ints and floats by value, other objects by address. It differs once
+    the frame has assigned one. 0 where it is not known, as of a module, whose variables any thread may assign.
+    """
 
     function: str
     file: str
     line: int
     whole_numbers: tuple[tuple[str, int], ...]
+    digest: int = 0
 
 
 class Main(NamedTuple):
@@ -121,29 +130,35 @@ def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
         Unclear: nothing can be said this way.
     """
     before = _state_and_switches(pid)
+    runs = before[0] == "R"
     try:
         fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise Unclear from error
     try:
-        main = _Process(pid, fd, wanted).main()
+        process = _Process(pid, fd, wanted)
+        main = process.main()
+        if runs and process.main() != main:
+            raise Unclear
     except (OSError, ValueError, OverflowError, IndexError, struct.error, elf.Malformed) as error:
         raise Unclear from error
     finally:
         os.close(fd)
-    # The kernel looks whether it is off its processors: a state of "S" alone it has shortly before that, too.
+    if runs:
+        return main
+    # The kernel checks that it is off its processors: shortly before that, a thread is already in state "S".
     if machine.read_text(f"/proc/{pid}/syscall").startswith("running") or _state_and_switches(pid) != before:
         raise Unclear
     return main
 
 
 def _state_and_switches(pid: int) -> tuple[str, str]:
-    """Return the state of a main thread that does not run, and how often it went to wait."""
+    """Return the state of a main thread, and how often it went to sleep."""
     text = machine.read_text(f"/proc/{pid}/status")
     found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("State:", "NSpid:", "voluntary")))
     state, switches = found.get("State", "").split(), found.get("voluntary_ctxt_switches", "").strip()
     # In a container, Python knows its threads by other numbers than we do.
-    if not state or state[0] not in "SDTt" or not switches or len(found.get("NSpid", "").split()) > 1:
+    if not state or state[0] not in "RSDTt" or not switches or len(found.get("NSpid", "").split()) > 1:
         raise Unclear
     return state[0], switches
 
@@ -176,13 +191,14 @@ def _interpreter(pid: int) -> dict[str, int]:
 
 
 class _Code(NamedTuple):
-    """What a frame takes from its code object; `wanted` are the places of the local variables asked for."""
+    """What a frame takes from its code object. `variables`: how many local; `wanted`: places of those asked for."""
 
     function: str
     file: str
     first_line: int
     lines: bytes
     instructions: int
+    variables: int
     wanted: tuple[tuple[int, str], ...]
 
 
@@ -194,7 +210,7 @@ class _Process:
         self._at = _interpreter(pid)
         self._until = time.monotonic() + _MOST_S
         self._texts: dict[int, str] = {}
-        self._types: dict[int, bool] = {}
+        self._types: dict[int, str] = {}
         self._codes: dict[int, _Code] = {}
         version = self._word(self._at["Py_Version"]) >> 16
         if version not in _LAYOUTS:
@@ -276,7 +292,8 @@ class _Process:
                 numbers = self._whole_numbers(frame, data, its.wanted)
                 if its.function == "<module>" and self._wanted is not None:
                     numbers = self._globals(struct.unpack_from("<Q", data, self._layout.namespace)[0])
-                yield Frame(its.function, its.file, line, tuple(numbers))
+                digest = 0 if its.function == "<module>" else self._digest(frame, data, its.variables)
+                yield Frame(its.function, its.file, line, tuple(numbers), digest)
             (frame,) = struct.unpack_from("<Q", data, self._layout.previous)
         raise Unclear
 
@@ -284,7 +301,9 @@ class _Process:
         known = self._codes.get(address)
         if known is None:
             data = self._typed(address, "PyCode_Type", _CODE_BYTES)
-            (first_line,) = struct.unpack_from("<i", data, self._layout.first_line)
+            first_line, variables = struct.unpack_from("<ii", data, self._layout.first_line)
+            if not 0 <= variables <= _MOST_NAMES:
+                raise Unclear
             file, name, lines = (struct.unpack_from("<Q", data, at)[0] for at in (_FILE, _QUALIFIED_NAME, _LINES))
             (names,) = struct.unpack_from("<Q", data, _NAMES)
             known = self._codes[address] = _Code(
@@ -293,6 +312,7 @@ class _Process:
                 first_line,
                 self._bytes(lines),
                 address + self._layout.instructions,
+                variables,
                 tuple(self._wanted_of(names)),
             )
         return known
@@ -331,16 +351,40 @@ class _Process:
     def _whole_number(self, address: int) -> int | None:
         """Read an int of up to two digits of 30 bits; None for any other object, and for True and False."""
         kind, size, digits = struct.unpack("<8xQqQ", self._read(address, 32))
-        if kind not in self._types:
-            (flags,) = struct.unpack("<Q", self._read(kind + _TYPE_FLAGS, 8))
-            self._types[kind] = bool(flags & _IS_INT) and self._read(self._word(kind + _TYPE_NAME), 5) != b"bool\0"
-        if not self._types[kind]:
+        if self._type_of(kind) != "int":
             return None
         count, negative = (size >> 3, size & 3 == 2) if self._layout.sign_in_tag else (abs(size), size < 0)
         if count > 2:
             return None
         value = (digits & 0x3FFFFFFF if count else 0) | (digits >> 32 << 30 if count == 2 else 0)
         return -value if negative else value
+
+    def _type_of(self, address: int) -> str:
+        """Return "int" or "float" for these types, and "" for all others."""
+        if address not in self._types:
+            (flags,) = struct.unpack("<Q", self._read(address + _TYPE_FLAGS, 8))
+            name = self._read(self._word(address + _TYPE_NAME), 6)
+            is_int = bool(flags & _IS_INT) and name[:5] != b"bool\0"
+            self._types[address] = "int" if is_int else "float" if name == b"float\0" else ""
+        return self._types[address]
+
+    def _digest(self, frame: int, data: bytes, variables: int) -> int:
+        """Return a checksum of a frame's local variables, see Frame."""
+        variables = min(variables, _MOST_DIGESTED)
+        end = _LOCALS + variables * 8
+        local = data[_LOCALS:end] if end <= len(data) else self._read(frame + _LOCALS, variables * 8)
+        values = [self._value_of(word) for (word,) in struct.iter_unpack("<Q", local)]
+        return zlib.crc32(b"".join(values)) or 1
+
+    def _value_of(self, address: int) -> bytes:
+        """Return an int's or a float's bytes: a new object may lie where the last one was freed."""
+        word = address.to_bytes(8, "little")
+        try:
+            head = os.pread(self._fd, 32, address) if address else b""
+            kind = self._type_of(int.from_bytes(head[8:16], "little")) if len(head) == 32 else ""
+        except (OSError, OverflowError, Unclear):
+            return word
+        return head[16:24] if kind == "float" else head[16:] if kind == "int" else word
 
     def _text(self, address: int) -> str:
         text = self._texts.get(address)

@@ -1,85 +1,217 @@
-"""Facts of one node: the processes that may belong to a job, and their stacks. Nothing is judged here."""
+"""Facts of one node: the stacks of processes over time, and what else moves for them. Nothing is judged here."""
 
 from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 
-from distdiag.facts import deadlines, procs, stack_sampler
+from distdiag.facts import deadlines, polled_path, procs, stack_sampler, thread_places
+from distdiag.facts.activity import Meter
 from distdiag.facts.stack_sampler import SampleOptions
-from distdiag.jobs.collect import Watched, facts
+from distdiag.jobs.collect import Watched
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable
     from typing import Any
 
-    from distdiag.facts.stack_types import Sample
-
-__all__ = ["facts", "more"]
+    from distdiag.facts.activity import Activity
+    from distdiag.facts.stack_types import Sample, Thread
+    from distdiag.facts.thread_places import Places
 
 _PATIENCE_S = 1.0
 _LONG_S = 3.0
 _SURE_S = 5.5
-"""Who has slept for so long, a little more than the verdict asks for, is not waiting for a usual step any more."""
+"""A little more than the verdict asks for: a thread that slept for so long is not waiting for a usual step."""
+_SPINS_S = 10.5
+"""The same for threads that run at one place: how long they did before the first sample is not known."""
+_BESIDE_S = 10.5
+"""The same for threads that may wait for children or threads of their own, which may pause between two downloads."""
+_STEP_S = 2.5
+_BATON = "/torch/utils/file_baton.py"
+"""How torch waits for another process that builds the same C++ extension."""
+_FOR_OTHERS = (
+    *("futex", "poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait", "epoll_pwait2", "wait4", "waitid"),
+    "restart_syscall",
+)
+_COLLECTIVE, _INNER = "/torch/distributed/", 8
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d|^<")
 _WAITS_FOR_GPU = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize|is_nonzero)\(|\.to\(|torch\.equal\(")
-"""Calls that make Python wait until the GPU has done all that it was given."""
+"""Calls that make Python wait until the GPU is idle."""
 _WAITS_FOR_WORK = re.compile(r"\.wait\(")
 """What waits in C without a frame of its own; all of Python's own waits have frames."""
 
 
 def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
-    """Sample processes, and tell of each one when its last sample is taken; before a long wait also of the first.
+    """Sample processes, and send each one after its last sample; before a long pause also after the first.
 
-    Where a thread slept all the while, but not for long yet, there is one more sample of all: a slow step is over by
-    then, and so is a slow sample of a DataLoader worker.
+    Where a process has not moved between the samples, and not for long enough to be called stuck, sampling goes on
+    for at most `longest_s`. No age of the kernel's is needed for that: a tracer resets it. With "native" only the last
+    sample has C frames, for which the process is paused.
 
-    {"pids", "once": those of which one sample is enough, "samples", "interval_s", "timeout_s" of one sample of one
-    process, "native", "counters", "all_threads"}
+    {"pids", "once": those of which one sample is enough, "ranks": whose surroundings are measured, "samples",
+    "interval_s", "timeout_s" of one sample of one process, "native", "all_threads", "longest_s", "left_s": until the
+    deadline, "libraries": names of GPU libraries, see thread_places}
     """
-    options = SampleOptions(
-        timeout_s=ask["timeout_s"], native=ask["native"], counters=ask["counters"], all_threads=ask["all_threads"]
-    )
-    pids, once = list(ask["pids"]), set(ask["once"])
-    taken: dict[int, list[Sample]] = {pid: [] for pid in pids}
-    began = time.monotonic()
-
-    def sample_all(once: Container[int]) -> None:
-        todo = [pid for pid in pids if not taken[pid] or _worth_another_sample(taken[pid], pid in once)]
-        for pid, sample in stack_sampler.take_samples(todo, options).items():
-            taken[pid].append(sample)
-
-    for number in range(ask["samples"]):
+    options = SampleOptions(timeout_s=ask["timeout_s"], all_threads=ask["all_threads"])
+    look = _Look(list(ask["pids"]), set(ask["once"]), ask["ranks"], ask["libraries"], options)
+    for number in range(ask["samples"] - ask["native"]):
         if number:
-            time.sleep(max(0.0, began + number * ask["interval_s"] - time.monotonic()))
-        sample_all(once)
+            time.sleep(max(0.0, look.began_s + number * ask["interval_s"] - time.monotonic()))
+        look.sample(every=number == 0)
         if number == 0 and ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:
-            for pid, samples in taken.items():  # whoever is interrupted in a long wait has this at least
-                tell(Watched(pid, tuple(samples), ()))
-    if (missing_s := _missing_s(taken, once)) > 0:
-        time.sleep(missing_s)
-        sample_all(())
-    hints, _ = deadlines.each(pids, lambda pid: _hints(pid, taken[pid]), patience_s=_PATIENCE_S)
-    for pid, samples in taken.items():
-        tell(Watched(pid, tuple(samples), hints.get(pid, ())))
+            for watched in look.watched():  # an interrupt in a long pause keeps this at least
+                tell(watched)
+    if ask["samples"] > 1:
+        until = look.began_s + min(ask["longest_s"], ask["left_s"])
+        while (pause_s := min(look.missing_s(ask["longest_s"]), until - time.monotonic())) > 0:
+            time.sleep(min(pause_s, _STEP_S))
+            look.sample()
+    if ask["native"]:
+        look.sample(every=True, native=True)
+    look.end()
+    for watched in look.watched():
+        tell(watched)
 
 
-def _missing_s(taken: dict[int, list[Sample]], once: set[int]) -> float:
-    """Return how much longer the youngest sleep has to last to be no usual step; 0 where that decides nothing."""
-    young = [since for pid, samples in taken.items() if pid not in once and (since := _slept_s(samples)) is not None]
-    is_clear = any(samples and samples[-1].status in ("stopped", "frozen", "gone") for samples in taken.values())
-    return _SURE_S - min(young) if young and not is_clear else 0.0
+class _Look:
+    """The samples of all processes of a node."""
+
+    def __init__(
+        self, pids: list[int], once: set[int], ranks: list[int], libraries: list[str], options: SampleOptions
+    ) -> None:
+        self._pids, self._once, self._options, self._libraries = pids, once, options, libraries
+        self._named = [re.compile(name) for name in libraries]
+        self._ranks = [pid for pid in ranks if pid in set(pids)]
+        self._taken: dict[int, list[Sample]] = {pid: [] for pid in pids}
+        self._places: dict[int, list[Places]] = {}
+        self._activity: dict[int, Activity] = {}
+        self.began_s = time.monotonic()
+        self._meter = Meter(self._ranks)
+
+    def sample(self, *, every: bool = False, native: bool = False) -> None:
+        """Sample all processes; without `every`, not those of which one sample is enough."""
+        todo = [
+            pid
+            for pid in self._pids
+            if not self._taken[pid] or _worth_another_sample(self._taken[pid], pid in self._once and not every)
+        ]
+        for pid, sample in stack_sampler.take_samples(todo, replace(self._options, native=native)).items():
+            self._taken[pid].append(sample)
+        if every:
+            self._locate()
+
+    def end(self) -> None:
+        """Take the last readings."""
+        if any(len(samples) > 1 for samples in self._taken.values()):
+            self._locate()
+            self._activity = {each.pid: each for each in self._meter.read()}
+
+    def _locate(self) -> None:
+        for found in thread_places.read(self._ranks, self._libraries):
+            self._places.setdefault(found.pid, []).append(found)
+
+    def missing_s(self, longest_s: float) -> float:
+        """Return how much longer to look until each process has moved, or has not for long enough."""
+        own = {pid: samples for pid, samples in self._taken.items() if pid in self._ranks and len(samples) > 1}
+        ranks = list(own.values())
+        unmoved = [
+            samples
+            for pid, samples in own.items()
+            if samples[-1].threads and not _has_moved(samples, waits=_is_in_collective(samples) or self._spins(pid))
+        ]
+        asleep = [samples for samples in unmoved if samples[-1].state != "R"]
+        if not unmoved or any(samples[-1].status in ("stopped", "frozen") for samples in ranks):
+            return 0.0
+        oldest = max((_still_s(samples) for samples in asleep if not _polls(samples)), default=0.0)
+        missing = [_SURE_S - _still_s(samples) for samples in asleep]
+        # Whatever the kernel noted before, what moves beside a thread is only known since the first sample.
+        watched_s = time.monotonic() - self.began_s
+        may_wait = filter(_may_wait_for_others, asleep)
+        missing += [(_BESIDE_S if self._has_others(samples) else _SURE_S) - watched_s for samples in may_wait]
+        spun = [_still_s(samples) for samples in unmoved if samples[-1].state == "R"]
+        if len(spun) == len(ranks):
+            return longest_s - min(spun)  # nothing but progress decides
+        if spun and (oldest < _SURE_S or any(map(self._spins, own))):
+            missing.append(_SPINS_S - min(spun))
+        return max(missing)
+
+    def _has_others(self, samples: list[Sample]) -> bool:
+        """Return whether a process has children, or other threads that run Python."""
+        still = samples[-1].standstill[0] if samples[-1].standstill else None
+        return len(samples[-1].threads) > 1 or (still is not None and self._meter.has_children(still.tid))
+
+    def _spins(self, pid: int) -> bool:
+        """Return whether a rank runs in a GPU library: then it may wait for its GPU."""
+        last = self._places.get(pid, [])[-1:]
+        inner = [thread.inner[0][0] for found in last for thread in found.threads if thread.inner]
+        return any(pattern.fullmatch(library) for pattern in self._named for library in inner)
+
+    def watched(self) -> list[Watched]:
+        """Return what was seen of every process so far."""
+        hints, _ = deadlines.each(self._pids, lambda pid: _hints(pid, self._taken[pid]), patience_s=_PATIENCE_S)
+        return [
+            Watched(
+                pid=pid,
+                samples=tuple(samples),
+                hints=hints.get(pid, ()),
+                places=tuple(self._places.get(pid, ())),
+                activity=self._activity.get(pid),
+                build_locks=tuple(polled_path.stale_build_locks(pid)) if _waits_for_build(samples) else (),
+            )
+            for pid, samples in self._taken.items()
+        ]
 
 
-def _slept_s(samples: list[Sample]) -> float | None:
-    """Return the time that a process's youngest sleep has lasted that lasts since before the first sample."""
-    watched_s = samples[-1].at_s - samples[0].at_s
-    slept = [still.since_s for still in samples[-1].standstill if still.state == "S" and still.since_s is not None]
-    return min((seconds for seconds in slept if seconds > watched_s), default=None) if len(samples) > 1 else None
+def _has_moved(samples: list[Sample], *, waits: bool) -> bool:
+    """Return whether the Python frames changed as a step changes them; the verdict asks the same, see motion."""
+    seen = [sample.threads[0] for sample in samples if sample.threads]
+    return any(_differ(first, last, waits=waits) for first, last in zip(seen, seen[1:]))
+
+
+def _differ(first: Thread, last: Thread, *, waits: bool) -> bool:
+    own = [[frame for frame in thread.frames if not _LIBRARY.search(frame.file)] for thread in (first, last)]
+    if own[0] != own[1] or first.counters != last.counters:
+        return True
+    if first.reader != last.reader or len(first.digests) != len(last.digests):
+        return False
+    start = next((at for at, frame in enumerate(last.frames) if not _LIBRARY.search(frame.file)), 0)
+    start += 0 if waits else 1  # a loop that looks again and again assigns its own variables
+    return first.digests[start:] != last.digests[start:]
+
+
+def _still_s(samples: list[Sample]) -> float:
+    """Return for how long an unmoved process is known to be so: it was seen, or the kernel has noted it."""
+    slept = samples[-1].standstill[0].since_s if samples[-1].standstill and samples[-1].state == "S" else None
+    return max(samples[-1].at_s - samples[0].at_s, slept or 0.0)
+
+
+def _polls(samples: list[Sample]) -> bool:
+    """Return whether a thread sleeps, and wakes up in between."""
+    still = samples[-1].standstill[0] if samples[-1].standstill else None
+    return still is not None and "sleep" in still.syscall and samples[-1].switches > samples[0].switches >= 0
+
+
+def _may_wait_for_others(samples: list[Sample]) -> bool:
+    """Return whether a thread outside of the collectives is in a call that children or other threads may end."""
+    still = samples[-1].standstill[0] if samples[-1].standstill else None
+    return still is not None and still.syscall in _FOR_OTHERS and not _is_in_collective(samples)
+
+
+def _is_in_collective(samples: list[Sample]) -> bool:
+    inner = samples[-1].threads[0].frames[:_INNER]
+    return any(_COLLECTIVE in frame.file for frame in inner)
+
+
+def _waits_for_build(samples: list[Sample]) -> bool:
+    return any(
+        frame.file.endswith(_BATON) for sample in samples[-1:] for each in sample.threads[:1] for frame in each.frames
+    )
 
 
 def _worth_another_sample(samples: list[Sample], once: bool) -> bool:
-    """Whoever could not be read in time would only cost its deadline again."""
+    """A process that could not be read in time would only cost its deadline again."""
     return not once and samples[-1].status not in ("timeout", "gone", "denied", "not-python")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.jobs.collect import Processes, Watched  # noqa: TC001 - decoded by their annotations
+from distdiag.jobs.picture import Part
 
 if TYPE_CHECKING:
     from distdiag.jobs.collect import Process, Watched
@@ -29,6 +30,7 @@ class Member:
     """One rank of a job. `rank` is None if unknown; `process` is None for a rank that has exited.
 
     `deduced`: its environment has no rank; it started the others, connects to them, and this rank is unaccounted for.
+    `title`: of a rank without a number, as its server names it: "sglang::scheduler_DP6_TP6".
     """
 
     host: str
@@ -38,6 +40,7 @@ class Member:
     watched: Watched | None
     helpers: tuple[Helper, ...] = ()
     deduced: bool = False
+    title: str = ""
 
     @property
     def pid(self) -> int | None:
@@ -96,3 +99,17 @@ class NodeStacks:
     processes: Processes
     watched: tuple[Watched, ...]
     missing: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePicture(Part):
+    """The facts of one node about its ranks, of all sources that were read; `missing`: why they are not complete."""
+
+    host: str
+    processes: Processes
+    missing: str = ""
+
+    @property
+    def stacks(self) -> NodeStacks:
+        """What jobs and their ranks are found in."""
+        return NodeStacks(self.host, self.processes, self.watched, self.missing)

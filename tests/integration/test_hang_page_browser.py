@@ -7,10 +7,11 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from hang_facts import judge
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from support import need
-from unit.test_hang_verdict import job_of, judge
+from unit.test_hang_verdict import job_of
 
 from distdiag.commands.hang.html_report import make_page
 from distdiag.output import document
@@ -50,7 +51,7 @@ def test_every_rank_is_a_square_on_one_screen_and_a_click_shows_its_stack(
     squares = browser.find_elements(By.CSS_SELECTOR, ".hosts button.rank")
     assert len(squares) == ranks
     stuck = browser.find_elements(By.CSS_SELECTOR, ".hosts button.stuck")
-    assert [square.text for square in stuck] == ["D"]
+    assert [square.text for square in stuck] == ["P"]
     last_row = browser.execute_script("return document.querySelector('.hosts').getBoundingClientRect().bottom")
     assert last_row <= browser.execute_script("return innerHeight")
     assert f"rank {ranks - 2} on" in browser.find_element(By.CSS_SELECTOR, ".detail h3").text

@@ -34,7 +34,8 @@ from distdiag.cluster.transports import Transport
 from distdiag.commands.trace.ranks import Wanted
 from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Processes
-from distdiag.jobs.types import NodeStacks
+from distdiag.jobs.pictures import merge
+from distdiag.jobs.types import NodePicture, NodeStacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -196,35 +197,43 @@ def judge_cuda(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Render
     return diagnose(request, told.gathered()), lambda report: cuda_env_view(report, request)
 
 
+def pictures_of(told: Told) -> Gathered[NodePicture]:
+    """Join what each node sent of its ranks."""
+    rows, refusals, missing = told.reached
+    nodes = [
+        merge(node.host, node.told, told.more.get(node.name, ()), missing.get(node.name, "")) for node in told.machines
+    ]
+    return Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals)
+
+
 def judge_stacks(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.pyspy_all.diagnose import diagnose
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.commands.pyspy_all.view import pyspy_all_view
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True, tree=True)
-    rows, refusals, missing = told.reached
-    nodes = [
-        NodeStacks(node.host, node.told, tuple(told.more.get(node.name, ())), missing.get(node.name, ""))
-        for node in told.machines
-    ]
-    return diagnose(request, nodes, rows=rows, refusals=refusals), lambda report: pyspy_all_view(report, request)
+    return diagnose(request, pictures_of(told)), lambda report: pyspy_all_view(report, request)
 
 
 def judge_hang(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.hang.diagnose import diagnose
     from distdiag.commands.hang.html_report import make_page
-    from distdiag.commands.hang.subcommand import join
     from distdiag.commands.hang.types import Request
     from distdiag.commands.hang.view import hang_view
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
-    rows, refusals, missing = told.reached
-    nodes = [
-        join(node.host, node.told, told.more.get(node.name, ()), missing.get(node.name, "")) for node in told.machines
-    ]
-    report = diagnose(request, Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals))
+    report = diagnose(request, pictures_of(told))
     assert make_page(output.document(report)).isascii()
     return report, lambda report: hang_view(report, request)
+
+
+def judge_blocked(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+    from distdiag.commands.trace.blocked.diagnose import diagnose
+    from distdiag.commands.trace.blocked.types import Request
+    from distdiag.commands.trace.blocked.view import trace_blocked_view
+
+    report = diagnose(Request(program="distdiag", cluster=CLUSTER, wanted=ALL), pictures_of(told))
+    return report, lambda report: trace_blocked_view(report.data)
 
 
 def judge_doctor(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
@@ -287,13 +296,11 @@ def readers() -> dict[str, Reader]:
     from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
     from distdiag.commands.doctor.collect import Arrived as DoctorArrived
     from distdiag.commands.doctor.collect import Part as DoctorPart
-    from distdiag.commands.hang.collect import Part
     from distdiag.commands.ports.collect import NodePorts, ScanBatch
     from distdiag.commands.trace.fds import collect as fds
     from distdiag.commands.trace.show.collect import NodeLines
     from distdiag.commands.trace.sys import collect as sys_
-    from distdiag.jobs import sample_waits as blocked
-    from distdiag.jobs.collect import Watched
+    from distdiag.jobs.picture import Part
 
     def trace(command: str, more: type[Any], modules: tuple[str, str, str], *options: str) -> Reader:
         arguments = ("trace", command, *(options or ("--rank", "0,1")))
@@ -306,12 +313,14 @@ def readers() -> dict[str, Reader]:
         "ports": Reader(arguments=("ports",), facts=NodePorts, more=None, judge=judge_ports),
         "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=judge_tried),
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
-        "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Watched, judge=judge_stacks),
+        "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Part, judge=judge_stacks),
         "hang": Reader(arguments=("hang", "--timeout", "10"), facts=Processes, more=Part, judge=judge_hang),
         "doctor": Reader(arguments=("doctor",), facts=DoctorArrived, more=DoctorPart, judge=judge_doctor),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
-        "blocked": trace("blocked", blocked.Reply, ("types", "diagnose", "view")),
+        "blocked": Reader(
+            arguments=("trace", "blocked", "--rank", "0,1"), facts=Processes, more=Part, judge=judge_blocked
+        ),
         "fds": trace("fds", fds.Reply, ("command", "command", "command")),
         "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), *attach),
     }

@@ -94,8 +94,8 @@ def test_pods_give_the_answer_that_via_gives(job: tuple[Network, KubeApi]) -> No
     by_kube = distdiag("pyspy-all", "--json", "--kube", "pytorchjob/train", *SOON, env=api.env)
     assert (by_via.code, by_kube.code) == (1, 1), by_kube.out + by_kube.err
     assert outliers(by_kube) == outliers(by_via) == [([2], "load_batch")]
-    assert by_kube.findings["stuck-rank"]["where"]["hosts"] == ["train-2"]
-    assert "train-2 is on node gpu02" in by_kube.findings["stuck-rank"]["evidence"]
+    assert by_kube.findings["not-in-collective"]["where"]["hosts"] == ["train-2"]
+    assert "train-2 is on node gpu02" in by_kube.findings["not-in-collective"]["evidence"]
 
 
 def test_hang_names_the_stuck_rank_and_the_pod_that_was_killed_first(
@@ -105,7 +105,7 @@ def test_hang_names_the_stuck_rank_and_the_pod_that_was_killed_first(
     by_via = distdiag("hang", "--json", "--hosts", network.hosts, "--via", network.via)
     by_kube = distdiag("hang", "--json", "--kube", "job-name=train", "--save", str(tmp_path), env=api.env)
     of = [(one.report["data"]["class_name"], one.report["data"]["ranks"]) for one in (by_via, by_kube)]
-    assert of[0] == of[1] == ("data-loading", [2]), by_kube.out + by_kube.err
+    assert of[0] == of[1] == ("not-in-collective", [2]), by_kube.out + by_kube.err
     killed = by_kube.findings["oom-killed"]
     assert (killed["level"], killed["where"]["hosts"]) == ("fail", ["train-1"])
     assert by_kube.report["summary"].startswith("train-1 was OOM-killed 2 min ago; ")

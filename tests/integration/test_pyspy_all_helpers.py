@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,15 @@ def test_a_stuck_dataloader_worker_is_named_under_its_rank() -> None:
             rows = result.report["data"]["processes"]
             assert [row["rank"] for row in rows if row["role"] == "rank"] == list(range(size))
             workers = {row["pid"]: row for row in rows if row["role"] == "helper"}
-            found = result.findings["helper-stuck"]
-            (worker,) = found["where"]["pids"]
-            assert workers[worker]["rank"] == size - 1
-            assert found["title"].endswith(f"opens {job.folder}/sample")
-            assert (
-                f"waiting for its DataLoader worker {worker}, which is in `Samples.__getitem__`"
-                in result.report["summary"]
+            found = result.findings["data-loading"]
+            named = re.search(
+                r"waiting for its DataLoader worker (\d+), which is in `Samples.__getitem__`", found["title"]
             )
+            assert named is not None, found["title"]
+            assert workers[int(named[1])]["rank"] == size - 1
+            assert found["title"].endswith(f"opens {job.folder}/sample")
+            assert found["evidence"][0].startswith("worker: Samples.__getitem__ ("), found["evidence"]
+            assert found["fix"]["commands"][0].endswith(f"trace blocked --pid {named[1]}")
             assert len(workers) >= 2 * size
 
 
@@ -62,7 +64,7 @@ def test_rank_0_that_started_the_others_is_found_though_nothing_names_it(how: st
         assert sorted(rows) == [0, 1, 2]
         assert rows[0] == job.pid(0)
         assert outliers(result) == [([0], "load_batch")]
-        assert [one["id"] for one in result.report["findings"]] == ["pyspy-all.stuck-rank", "pyspy-all.rank-deduced"]
+        assert [one["id"] for one in result.report["findings"]] == ["hang.not-in-collective", "hang.rank-deduced"]
 
 
 def test_who_has_the_store_and_started_all_ranks_is_none_of_them() -> None:
@@ -89,7 +91,7 @@ def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None
         assert ([2], "load_batch") in outliers(both)
         healthy = well.look()  # not so soon: on a busy machine a rank may not run for 0.3 s
         assert (healthy.code, healthy.report["verdict"], outliers(healthy)) == (0, "ok", [])
-        assert healthy.report["findings"][0]["id"] == "pyspy-all.not-hung"
+        assert healthy.report["findings"][0]["id"] == "hang.not-hung"
         assert json.loads(healthy.out)["data"]["jobs"][0]["world_size"] == 2
 
 

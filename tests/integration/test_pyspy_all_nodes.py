@@ -40,7 +40,7 @@ def test_a_job_on_three_nodes_over_ssh(tmp_path: Path) -> None:
         wrap, env = tuple(network.client.command()), network.client_env()
         result = distdiag("pyspy-all", "--json", "--hosts", network.hosts, *SOON, wrap=wrap, env=env)
         assert (result.code, outliers(result)) == (1, [([2], "load_batch")]), result.out + result.err
-        assert result.findings["stuck-rank"]["where"]["hosts"] == ["node3"]
+        assert result.findings["not-in-collective"]["where"]["hosts"] == ["node3"]
         assert [(row["rank"], row["host"]) for row in result.report["data"]["processes"]] == [
             (0, "node1"),
             (1, "node2"),
@@ -49,7 +49,7 @@ def test_a_job_on_three_nodes_over_ssh(tmp_path: Path) -> None:
         # Without the stuck one's node the ranks that wait are no proof against anybody.
         part = distdiag("pyspy-all", "--json", "--hosts", "node1,node2", *SOON, wrap=wrap, env=env)
         assert (part.code, outliers(part)) == (3, [])
-        assert "rank 2 of 3 not found on node[1-2]" in part.findings["exited"]["title"]
+        assert "rank 2 of 3 not found on node[1-2]" in part.findings["unseen"]["title"]
 
 
 def test_a_slurm_job_from_outside(tmp_path: Path) -> None:
@@ -71,7 +71,9 @@ def test_a_slurm_job_from_outside(tmp_path: Path) -> None:
         result = distdiag("pyspy-all", "--json", "--slurm-job", str(job), *SOON, wrap=wrap, env=env)
         assert (result.code, outliers(result)) == (1, [([2], "load_batch")]), result.out + result.err
         assert result.report["data"]["jobs"][0]["launcher"] in ("srun", "environment")
-        assert "ranks 0-1 wait in `all_reduce`" in result.report["summary"]
+        detail = result.findings["not-in-collective"]["detail"]
+        assert detail.startswith("Ranks 0-1 have waited for "), detail
+        assert "in `all_reduce`" in detail
 
 
 pytestmark = pytest.mark.timeout(180)

@@ -125,7 +125,7 @@ def test_the_verdict_comes_first_then_the_finding_the_outlier_the_tree_and_the_p
     page.open(hung_job())
     lines = page.lines()
     assert lines[:2] == ["distdiag pyspy-all: FAIL", "rank 2 is not where the others are"]
-    wanted = ("FAIL pyspy-all.stuck-rank", "STUCK rank 2, host node0", "train, torchrun, 8 of 8 ranks", "Processes")
+    wanted = ("FAIL hang.data-loading", "STUCK rank 2, host node0", "train, torchrun, 8 of 8 ranks", "Processes")
     found = [next(at for at, line in enumerate(lines) if line.startswith(start)) for start in wanted]
     assert found == sorted(found)
 

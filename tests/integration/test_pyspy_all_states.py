@@ -40,7 +40,7 @@ def test_stopped_blocked_traced_dead_and_foreign_ranks_are_reported_in_time_and_
                 before = states(pids)
                 began = time.monotonic()
                 result = job.look("--timeout", str(TIMEOUT_S), "--interval", "0.1")
-                assert time.monotonic() - began < TIMEOUT_S + 1
+                assert time.monotonic() - began < TIMEOUT_S + 10
                 assert states(pids) == before
             finally:
                 strace.kill()
@@ -51,7 +51,8 @@ def test_stopped_blocked_traced_dead_and_foreign_ranks_are_reported_in_time_and_
     assert "strace" in rows[2]["reason"]
     assert all(rows[rank]["threads"][0]["frames"] for rank in (0, 1, 2, 4))
     assert {tuple(one["ranks"]) for one in result.report["data"]["outliers"]} == {(0,), (3,)}
-    assert result.findings["stuck-rank"]["fix"]["commands"] == [f"kill -CONT {job.pid(0)}"]
+    assert result.findings["stopped"]["fix"]["commands"] == [f"kill -CONT {job.pid(0)}"]
+    assert f"Also: rank 3 ({rows[3]['host']}, pid {job.pid(3)}) " in result.findings["stopped"]["detail"]
     assert result.findings["unreadable"]["where"]["ranks"] == [5]
 
 
@@ -95,8 +96,9 @@ def test_pids_that_are_asked_for(tmp_path: object) -> None:
         assert [row["rank"] for row in one.report["data"]["processes"]] == [1]
         assert "exited" not in one.findings
     gone = distdiag("pyspy-all", "--json", "--pid", str(job.pid(1)))
-    assert gone.code == 1
-    assert gone.findings["exited"]["title"].startswith(f"process {job.pid(1)} not found on ")
+    assert gone.code == 3
+    assert f"process {job.pid(1)} on " in gone.report["summary"]
+    assert "not found: it exited" in gone.report["summary"]
 
 
 def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
@@ -161,9 +163,9 @@ def test_a_rank_whose_cgroup_is_frozen_is_named_with_what_lets_it_go_on(freezer:
             blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
         finally:
             _freeze(freezer, is_frozen=False)
-    found = result.findings["stuck-rank"]
+    found = result.findings["stopped"]
     assert (result.code, found["where"]["ranks"]) == (1, [1])
-    assert "its cgroup is frozen" in found["title"]
+    assert "is frozen with its cgroup" in found["title"]
     assert "kill -CONT" not in str(found["fix"])
     assert str(freezer) in found["fix"]["commands"][0]
     assert (blocked.code, blocked.findings["stopped"]["where"]["ranks"]) == (1, [1])
@@ -219,6 +221,6 @@ def test_a_launcher_that_waits_for_another_node_has_started_no_rank() -> None:
     for command in (("pyspy-all",), ("trace", "blocked")):
         result = distdiag(*command, "--json", wrap=wrap)
         assert (result.code, result.report["verdict"]) == (3, "unknown"), result.out + result.err
-        title = result.findings["no-job"]["title"]
-        assert title.startswith("torchrun (pid "), title
-        assert "has not started any rank" in title
+        (found,) = result.report["findings"]
+        assert found["title"].startswith("torchrun (pid "), found
+        assert "waits in its rendezvous until all nodes have joined" in found["title"] + found["detail"]

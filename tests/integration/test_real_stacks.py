@@ -21,22 +21,24 @@ class Case:
     fault: str
     verdict: str
     words: str
-    """What pyspy-all says, in its summary or the evidence for it."""
+    """What pyspy-all says, in its first finding."""
     ranks: tuple[int, ...] = (2,)
 
 
 HUNG = [
     Case("fsdp2", "sleep", "fail", "is not in the collective: `sleep_in_step`"),
-    Case("tensor-parallel", "sleep", "fail", "ranks 0-1,3 wait in `"),
+    Case("tensor-parallel", "sleep", "fail", "Ranks 0-1,3 have waited for "),
     Case("thread", "sleep", "fail", "(thread trainer)"),
     Case("module", "debugger", "fail", "in the debugger, waiting for input"),
     Case("checkpoint", "sleep", "fail", "`write_shard`"),
-    Case("module", "compile", "warn", "compiling"),
+    Case("module", "compile", "fail", "`slow_backend`"),
     Case("module", "barrier", "fail", "rank 2"),
     Case("mesh", "barrier-of-one-group", "unknown", "`barrier`", ()),
-    Case("pairs", "circle", "fail", "rank 2 in `recv` from rank 3", (2, 3)),
+    Case("pairs", "circle", "fail", "rank 2 waits in `recv` from rank 3", (2, 3)),
 ]
 HEALTHY = ["fsdp2", "tensor-parallel", "asyncio", "mesh", "pairs", "module", "pause"]
+OF_A_MODULE = ("module", "pause")
+"""Loops outside of functions: the variables of a module are not compared, so that progress may not be seen."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,8 @@ def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case, ser
         result = job.look()
         blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
     assert (result.report["verdict"], named(result)) == (case.verdict, set(case.ranks)), result.out
-    assert case.words in "\n".join([result.report["summary"], *result.report["findings"][0]["evidence"]])
+    first = result.report["findings"][0]
+    assert case.words in "\n".join([first["title"], first["detail"], *first["evidence"]])
     # By /proc alone it is often unknown; it may not be somebody else.
     assert named(blocked) <= set(case.ranks), blocked.out
 
@@ -74,7 +77,7 @@ def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer) -> Non
         results.append(distdiag("trace", "blocked", "--json", "--job", job.name))
     for result in results:
         assert named(result) == set(), result.report["summary"]
-    assert verdict == "ok", results
+    assert verdict in (("ok", "unknown") if stack in OF_A_MODULE else ("ok",)), results
 
 
 def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow(server: JobServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -162,6 +163,35 @@ def test_root_sees_the_job_of_another_user(shared: Path, tmp_path: Path) -> None
     (path,) = (shared / "his").glob("*.lines")
     assert not distdiag("trace", "show", "--json", str(shared)).report["data"]["rings"]
     assert distdiag("trace", "show", "--json", str(path)).report["data"]["rings"]
+
+
+# What another user runs: its ranks may not be read, and are ranks all the same.
+
+LAUNCHES = (
+    "import ctypes, subprocess, sys; ctypes.CDLL(None).prctl(15, b'pt_elastic', 0, 0, 0); "
+    "ranks = [subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1) for _ in range(2)]; input('ready\\n')"
+)
+LOOKS = (
+    "import json, os, pwd; from dataclasses import asdict; from distdiag.jobs.collect import facts; "
+    "os.setgroups([]); os.setgid(65534); os.setuid(65534); "
+    "print(json.dumps(asdict(facts({'pids': [], 'user': ''}))))"
+)
+
+
+def test_ranks_of_another_user_are_below_their_launcher_though_they_cannot_be_read(tmp_path: Path) -> None:
+    script = tmp_path / "torchrun"
+    script.write_text(LAUNCHES)
+    with subprocess.Popen([sys.executable, str(script)], stdin=-1, stdout=-1) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"ready\n"
+        done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, check=True, timeout=60)
+        launcher.communicate(b"\n", timeout=20)
+    found = [one for one in json.loads(done.stdout)["processes"] if launcher.pid in (one["pid"], one["parent"])]
+    assert [(one["kind"], one["hidden"], one["user"]) for one in found] == [
+        ("launcher", True, 0),
+        ("", True, 0),
+        ("", True, 0),
+    ]
 
 
 # What is kept: --save, --html, --plot, --report.

@@ -66,7 +66,7 @@ def test_our_own_code_and_what_dataclasses_and_named_tuples_make_are_left_out() 
         ("for batch in loader:", "data loading", "loader"),
         ("batch = next(data_iter)", "data loading", "next"),
         ("torch.save(state, path)", "checkpoint", "torch.save"),
-        ("value = loss.item()", "cuda sync", "item"),
+        ("value = loss.item()", "gpu wait", "item"),
         ("time.sleep(60)  # before dist.barrier()", "", ""),
         ("log('dist.barrier() next')", "", ""),
         ("loss = model(batch)", "", ""),

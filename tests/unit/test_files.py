@@ -45,7 +45,7 @@ def test_a_truncated_file_costs_its_own_host_alone(tmp_path: Path) -> None:
     (tmp_path / "n2.json").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     report = distdiag("pyspy-all", "--json", "--from", str(tmp_path)).report
     assert [one["ranks"] for one in report["data"]["outliers"]] == [[1]]
-    assert [one["id"] for one in report["findings"]] == ["pyspy-all.stuck-rank", "pyspy-all.unreadable"]
+    assert [one["id"] for one in report["findings"]] == ["hang.not-in-collective", "hang.incomplete"]
     assert "n2.json was not written by --save" in report["findings"][1]["title"]
 
 

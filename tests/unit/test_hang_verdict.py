@@ -5,72 +5,52 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyspy_facts as facts
 import pytest
+from hang_facts import ASLEEP, LONG, REQUEST, fix_of, judge, node, told, waiting
 from pyspy_facts import loads, process, twice, waits
-from trace_facts import at_futex, sleeps, thread
+from trace_facts import at_futex, connection, sleeps, thread
 
-from distdiag.cluster.targets import Cluster
-from distdiag.commands.hang.collect import SourceEnd
 from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.html_report import make_page
-from distdiag.commands.hang.types import HangClass, NodeHang, Request, Source, Stand, Wanted
+from distdiag.commands.hang.types import Wanted
+from distdiag.diagnosis.stuck.types import Source, Stand, StuckKind
 from distdiag.facts import job_output, kernel_signs
+from distdiag.facts.activity import Activity, Moved
 from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.job_logs.collect import NodeLogs
 from distdiag.facts.job_output import OutputFile
 from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
 from distdiag.facts.nccl_ras import RasFacts, Reading
-from distdiag.facts.procs import Proc, Standstill
+from distdiag.facts.procs import Proc
 from distdiag.facts.rank_identity import Identity
 from distdiag.facts.socket_owners import Network, Owned
 from distdiag.facts.stack_types import Counter, Frame
 from distdiag.gathered import Gathered
+from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.roles import of_job
+from distdiag.jobs.types import NodePicture
 from distdiag.knowledge.activities import activity_of
 from distdiag.output import document
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from distdiag.commands.hang.types import Hang
     from distdiag.facts.stack_types import Sample
-    from distdiag.report import Report
-
-REQUEST = Request(program="distdiag", cluster=Cluster())
-LONG = Standstill(1, "S", "futex_wait", "futex", "", 214.0)
-ASLEEP = Standstill(1, "S", "hrtimer_nanosleep", "clock_nanosleep", "", 214.0)
-
-
-def waiting(**more: Any) -> tuple[Sample, ...]:  # noqa: ANN401 - whatever a sample has
-    return twice(waits(), still=LONG, groups=1, **more)
-
-
-def node(*stacks: Sequence[Sample], **more: Any) -> NodeHang:  # noqa: ANN401 - the other fields
-    found = facts.job(*stacks)
-    ended = tuple(SourceEnd(name, 1.0) for name in ("stacks", "kernel", "ras"))
-    return replace(
-        NodeHang(host=found.host, processes=found.processes, watched=found.watched, ended=ended),
-        **more,
-    )
-
-
-def judge(*nodes: NodeHang) -> Report[Hang]:
-    return diagnose(REQUEST, Gathered(facts=list(nodes)))
 
 
 def test_a_rank_outside_of_the_collective_is_named_with_who_waits_and_since_when() -> None:
     report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting()))
     assert report.verdict is Verdict.FAIL
-    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
-    assert report.findings[0].title.startswith("rank 2 (n1, pid 102) waits for data: `load_batch` train.py:26")
-    assert "Ranks 0-1,3 have waited for 214 s in `all_reduce`" in report.findings[0].detail
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (2,))
+    assert report.summary == "rank 2 (n1, pid 102) is not in the collective: `load_batch` train.py:26, sleeping"
+    # 214 s before the first sample, and 6 s until the last.
+    assert "Ranks 0-1,3 have waited for 220 s in `all_reduce`" in report.findings[0].detail
     missing = {row.source for row in report.data.sources if row.stand is Stand.NOT_AVAILABLE}
-    assert missing == {Source.WAITS, Source.RECORDER, Source.LOG, Source.VERSIONS}
+    assert missing == {Source.WAITS, Source.GPU, Source.RECORDER, Source.LOG, Source.VERSIONS}
 
 
 def test_counters_that_only_one_of_two_readers_tells_are_no_progress() -> None:
@@ -94,36 +74,42 @@ def test_a_thread_that_did_not_run_made_no_progress_whatever_was_read_of_its_fra
 
 
 def test_a_rank_that_wakes_up_is_not_called_stuck_before_the_others_have_waited_for_long() -> None:
-    """Its DataLoader may be slow in every step, and the step take longer than others do."""
+    """Each of its steps may take longer than those of others do."""
     sleeps_a_little = facts.frames(("fetch_batch", "/home/me/train.py", 7))
-    for waited_s, verdict in ((12.0, Verdict.WARN), (60.0, Verdict.FAIL)):
+    for waited_s, verdict, kind in (
+        (12.0, Verdict.WARN, StuckKind.SLOW),
+        (360.0, Verdict.FAIL, StuckKind.NOT_IN_COLLECTIVE),
+    ):
         others = [twice(waits(), still=replace(LONG, since_s=waited_s), groups=1) for _ in range(2)]
-        report = judge(node(*others, twice(sleeps_a_little, still=replace(ASLEEP, since_s=1.0))))
-        assert (report.verdict, report.data.class_name, report.data.ranks) == (verdict, HangClass.DATA, (2,))
+        wakes = twice(sleeps_a_little, still=replace(ASLEEP, since_s=1.0))
+        wakes = tuple(replace(each, switches=7 + 5 * number) for number, each in enumerate(wakes))
+        report = judge(node(*others, wakes))
+        assert (report.verdict, report.data.class_name, report.data.ranks) == (verdict, kind, (2,))
 
 
 def test_ranks_that_poll_for_one_that_sleeps_for_long_do_not_make_it_slow_only() -> None:
     """As at a FileStore, where a rank that never joins is waited for."""
     polls = [
-        tuple(replace(each, switches=7 + 100 * number) for number, each in enumerate(twice(waits(), still=still)))
-        for still in (replace(ASLEEP, since_s=0.01),) * 2
+        tuple(replace(each, switches=7 + 100 * number) for number, each in enumerate(seen))
+        for seen in (twice(waits(), still=replace(ASLEEP, since_s=0.01)),) * 2
     ]
     sleeps_long = facts.frames(("sit", "/home/me/train.py", 7))
     report = judge(node(*polls, twice(sleeps_long, still=replace(ASLEEP, since_s=20.0))))
     assert (report.verdict, report.data.class_name, report.data.ranks) == (
-        *(Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE),
+        *(Verdict.FAIL, StuckKind.NOT_IN_COLLECTIVE),
         (2,),
     )
-    report = judge(node(*polls, twice(sleeps_long, still=replace(ASLEEP, since_s=2.0))))
-    assert (report.verdict, report.data.class_name) == (Verdict.WARN, HangClass.SLOW)
+    polls = [(first, replace(last, at_s=1.0)) for first, last in polls]
+    report = judge(node(*polls, twice(sleeps_long, still=replace(ASLEEP, since_s=2.0), apart_s=1.0)))
+    assert (report.verdict, report.data.class_name) == (Verdict.WARN, StuckKind.SLOW)
 
 
 def test_a_rank_for_which_the_others_have_waited_for_a_moment_is_slow_and_no_failure() -> None:
-    short = replace(LONG, since_s=4.0)
+    short = replace(LONG, since_s=3.0)
     sleeps = facts.frames(("pause", "/home/me/train.py", 7))
-    others = [twice(waits(), still=short, groups=1) for _ in range(2)]
-    report = judge(node(*others, twice(sleeps, still=replace(ASLEEP, since_s=4.0))))
-    assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.WARN, HangClass.SLOW, (2,))
+    others = [twice(waits(), still=short, groups=1, apart_s=1.0) for _ in range(2)]
+    report = judge(node(*others, twice(sleeps, still=replace(ASLEEP, since_s=3.0), apart_s=1.0)))
+    assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.WARN, StuckKind.SLOW, (2,))
     assert report.findings[0].title.startswith("rank 2 (n1, pid 102) holds up the others: `pause` train.py:7")
 
 
@@ -137,10 +123,11 @@ def test_the_time_of_the_samples_counts_where_the_clock_of_a_shared_processor_is
 
     sits = facts.frames(("sit", "/home/me/train.py", 7))
     report = judge(node(asleep(waits(), 7, 7), asleep(waits(), 9, 9), asleep(sits, 5, 5)))
-    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE)
+    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, StuckKind.NOT_IN_COLLECTIVE)
     assert "have waited for 6.0 s" in report.findings[0].detail
+    # What wakes a thread once may be a tracer.
     report = judge(node(asleep(waits(), 7, 8), asleep(waits(), 9, 10), asleep(sits, 5, 6)))
-    assert (report.verdict, report.data.class_name) == (Verdict.WARN, HangClass.SLOW)
+    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, StuckKind.NOT_IN_COLLECTIVE)
 
 
 def test_inner_counters_are_not_compared_where_the_outer_ones_are_not_known_of_all() -> None:
@@ -153,7 +140,7 @@ def test_inner_counters_are_not_compared_where_the_outer_ones_are_not_known_of_a
     report = judge(node(at(outer, inner), at(replace(outer, value=1), late), at(inner)))
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
     report = judge(node(at(outer, inner), at(outer, late), at(outer, inner)))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.BEHIND, (1,))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.BEHIND, (1,))
 
 
 def test_ranks_that_all_wait_accuse_nobody_and_the_next_experiment_is_named() -> None:
@@ -176,26 +163,30 @@ def test_a_rank_that_proc_leaves_over_is_not_blamed_where_its_stack_is_that_of_t
     assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
 
 
-@pytest.mark.parametrize(
-    ("state", "verdict", "class_name"),
-    [("R", Verdict.WARN, HangClass.BUSY), ("S", Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE)],
-)
-def test_a_rank_whose_child_computes_is_busy(state: str, verdict: Verdict, class_name: HangClass) -> None:
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_rank_whose_child_computes_is_busy(moves: bool) -> None:
     """An evaluation in a process of its own, while the others wait in a barrier."""
     runs = facts.frames(("Popen._try_wait", "/usr/lib/python3.11/subprocess.py", 1), ("score", "/home/me/train.py", 9))
-    child = Proc(pid=900, parent=102, state=state, comm="python", cpu_s=9.0, started=1)
-    waits_for_it = thread(102, "wait4", children=(child,))
-    blocked = tuple(Blocked(each.tid, "S", None, (each,), ()) for each in (at_futex(100), at_futex(101), waits_for_it))
+    child = Proc(pid=900, parent=102, state="R", comm="python", cpu_s=9.0, started=1)
     stack = twice(runs, still=replace(LONG, syscall="wait4", wait_channel="do_wait"))
-    ended = (SourceEnd("stacks", 1.0), SourceEnd("waits", 1.0))
-    report = judge(node(waiting(), waiting(), stack, blocked=blocked, ended=ended))
-    assert (report.verdict, report.data.class_name, report.data.ranks) == (verdict, class_name, (2,))
+    moved = (Moved("cpu", 900, "python", "child", "score.py", 5.4),) if moves else ()
+    report = judge(
+        told(node(waiting(), waiting(), stack), thread(102, "wait4", children=(child,)), Activity(102, 6.0, moved))
+    )
+    assert report.data.ranks == (2,)
+    if moves:
+        assert (report.verdict, report.data.class_name) == (Verdict.WARN, StuckKind.BUSY)
+        assert report.summary.startswith("rank 2 (n1, pid 102) runs another program: `score` train.py:9")
+        assert report.findings[0].detail.startswith("Its child score.py (pid 900) computes (90 % of a core).")
+        return
+    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, StuckKind.NOT_IN_COLLECTIVE)
+    assert fix_of(report) == ("next: see what its child python waits for", ("distdiag trace blocked --pid 900",))
 
 
 def test_data_that_nobody_acknowledges_is_the_network_and_no_rank() -> None:
     lost = Unacknowledged(101, "10.0.0.1:4000", "10.0.0.2:5000", 65_536, 9)
     report = judge(node(waiting(), waiting(), waiting(), kernel=(KernelSigns(unacknowledged=(lost,)),)))
-    assert report.data.class_name is HangClass.NETWORK
+    assert report.data.class_name is StuckKind.NETWORK
     assert report.findings[0].where.ranks == ()
     assert "10.0.0.2:5000" in report.findings[0].title
 
@@ -204,7 +195,7 @@ def test_a_rank_killed_for_lack_of_memory_is_said_to_be() -> None:
     gone = facts.look((), status="gone", reason="it ended while it was sampled")
     line = KernelLine("oom", "Out of memory: Killed process 102 (python)", 30.0, 102)
     report = judge(node(waiting(), waiting(), (gone, gone), kernel=(KernelSigns(lines=(line,)),)))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.EXITED, (2,))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.EXITED, (2,))
     assert report.findings[0].title == "rank 2 (n1, pid 102) exited, killed by the kernel: out of memory"
 
 
@@ -212,7 +203,7 @@ def test_ranks_that_leave_one_after_the_other_are_not_blamed_for_it() -> None:
     """The first to leave is gone from its node, and not seen; the next is found gone, and the last is leaving."""
     gone = facts.look((), status="gone", reason="it exited while it was sampled")
     brief = replace(LONG, since_s=0.2)
-    leaving = twice(waits(), still=brief, groups=1)
+    leaving = twice(waits(), still=brief, groups=1, apart_s=1.0)
     report = judge(node(leaving, (gone, gone)))
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
     report = judge(node(waiting(), (gone, gone)))
@@ -221,7 +212,7 @@ def test_ranks_that_leave_one_after_the_other_are_not_blamed_for_it() -> None:
     samples = {100: waiting(), 101: (gone, gone)}
     found = facts.node(unseen, samples)
     ended = (SourceEnd("stacks", 1.0),)
-    some = NodeHang(host=found.host, processes=found.processes, watched=found.watched, ended=ended)
+    some = NodePicture(host=found.host, processes=found.processes, watched=found.watched, ended=ended)
     report = judge(some)
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
 
@@ -240,7 +231,7 @@ def test_a_job_of_which_all_ranks_have_ended_is_not_called_hung_for_it() -> None
 
 
 def test_no_job_is_unknown_and_says_what_to_give() -> None:
-    report = judge(NodeHang(host="n1", processes=facts.node([], {}).processes))
+    report = judge(NodePicture(host="n1", processes=facts.node([], {}).processes))
     assert report.verdict is Verdict.UNKNOWN
     assert report.findings[0].id == "hang.no-job"
 
@@ -266,13 +257,13 @@ def ras(host: str, *lagging: int) -> RasFacts:
 
 def test_ras_and_stacks_that_accuse_the_same_rank_agree() -> None:
     report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=(ras("n1", 2),)))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (2,))
     assert {row.source: row.stand for row in report.data.sources}[Source.RAS] is Stand.AGREES
 
 
 def test_ras_decides_where_all_stacks_are_alike() -> None:
     report = judge(node(waiting(), waiting(), waiting(), waiting(), ras=(ras("n1", 3),)))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (3,))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (3,))
 
 
 def test_sure_sources_that_accuse_different_ranks_blame_nobody_and_name_both() -> None:
@@ -290,20 +281,20 @@ def test_sure_sources_that_accuse_different_ranks_blame_nobody_and_name_both() -
 def test_a_single_node_whose_ras_answer_differs_does_not_change_the_verdict() -> None:
     answers = (ras("n1", 2), ras("n1", 2), ras("n1", 0))
     report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=answers))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (2,))
 
 
 def test_a_stopped_rank_is_a_fact_whatever_another_source_says() -> None:
     held = twice(waits(), status="stopped", state="T", reason="stopped (SIGSTOP)")
     report = judge(node(waiting(), waiting(), held, waiting(), ras=(ras("n1", 0),)))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.STOPPED, (2,))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.STOPPED, (2,))
 
 
 def test_a_busy_rank_only_warns_and_its_activity_is_named() -> None:
     tokenizes = facts.frames(("encode_batch", facts.SITE + "tokenizers/implementations/base.py", 9))
     report = judge(node(waiting(), waiting(), twice(tokenizes, cpu=1.0, state="R")))
     assert report.verdict is Verdict.WARN
-    assert report.data.class_name is HangClass.BUSY
+    assert report.data.class_name is StuckKind.BUSY
     assert "rank 2 (n1, pid 102) tokenizes" in report.findings[0].title
 
 
@@ -314,8 +305,7 @@ def test_a_busy_rank_only_warns_and_its_activity_is_named() -> None:
         (("http_get", facts.SITE + "huggingface_hub/file_download.py", 1), "downloads"),
         (("_save", facts.SITE + "torch/serialization.py", 1), "saves a checkpoint"),
         (("_load", facts.SITE + "torch/serialization.py", 1), "loads a checkpoint"),
-        (("validate_epoch", "/home/me/train.py", 1), "evaluates"),
-        (("forward", "/home/me/model.py", 1), ""),
+        (("validate_epoch", "/home/me/train.py", 1), ""),
     ],
 )
 def test_activities(frame: tuple[str, str, int], does: str) -> None:
@@ -347,7 +337,7 @@ def test_the_last_progress_bar_of_a_log_is_read(tmp_path: Path) -> None:
     assert (bar.spent_s, bar.left_s) == (45.0, 75.0)
 
 
-def job_of(ranks: int, hosts: int, stuck: int) -> list[NodeHang]:
+def job_of(ranks: int, hosts: int, stuck: int) -> list[NodePicture]:
     """Make a job of which one rank is stuck."""
     each = ranks // hosts
     waits_here, sleeps = waiting(), twice(loads(), still=ASLEEP)
@@ -358,7 +348,7 @@ def job_of(ranks: int, hosts: int, stuck: int) -> list[NodeHang]:
         samples = {100 + rank % each: sleeps if rank == stuck else waits_here for rank in numbers}
         found = facts.node(processes, samples, f"n{host:04}")
         nodes.append(
-            NodeHang(
+            NodePicture(
                 host=found.host,
                 processes=found.processes,
                 watched=found.watched,
@@ -371,7 +361,7 @@ def job_of(ranks: int, hosts: int, stuck: int) -> list[NodeHang]:
 
 def test_one_stuck_rank_of_1024_is_found() -> None:
     report = judge(*job_of(1024, 128, 777))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (777,))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (777,))
     page = make_page(document(report, strict=False))
     assert len(page) < 400_000
 
@@ -383,7 +373,7 @@ def test_names_in_the_page_are_text() -> None:
     assert hostile not in make_page(document(report, strict=False))
 
 
-def meeting(rank: int, port: int, *, at: str = "127.0.0.1", listens: bool = False, size: int = 2) -> NodeHang:
+def meeting(rank: int, port: int, *, at: str = "127.0.0.1", listens: bool = False, size: int = 2) -> NodePicture:
     """Make a node with one rank that waits in init_process_group, started with this MASTER_PORT."""
     torch = "/opt/venv/lib/python3.11/site-packages/torch/distributed/"
     stack = (
@@ -396,7 +386,7 @@ def meeting(rank: int, port: int, *, at: str = "127.0.0.1", listens: bool = Fals
     own = process(100 + rank, rank, size, place=plain, job=names)
     found = facts.node([own], {own.pid: twice(stack, still=ASLEEP)}, f"n{rank}")
     sockets = (Owned(own.pid, 9, "tcp6", "LISTEN", f"[::]:{port}", ""),) if listens else ()
-    return NodeHang(
+    return NodePicture(
         host=found.host,
         processes=found.processes,
         watched=found.watched,
@@ -407,7 +397,7 @@ def meeting(rank: int, port: int, *, at: str = "127.0.0.1", listens: bool = Fals
 
 def test_ranks_that_wait_in_different_places_are_one_job_and_none_of_them_has_exited() -> None:
     report = judge(meeting(0, 29611, listens=True), meeting(1, 29612))
-    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, HangClass.RENDEZVOUS)
+    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, StuckKind.RENDEZVOUS)
     assert [(job.ranks, job.world_size) for job in report.data.jobs] == [(2, 2)]
     assert "127.0.0.1:29611 for rank 0, 127.0.0.1:29612 for rank 1" in report.summary
 
@@ -416,7 +406,7 @@ def test_ranks_that_wait_in_different_places_are_one_job_and_none_of_them_has_ex
 def test_where_rank_0_does_not_listen_or_others_look_for_another_host_it_cannot_tell(listens: bool, at: str) -> None:
     """The script may have set another port since; the rank may be of another job."""
     report = judge(meeting(0, 29611, listens=listens), meeting(1, 29612, at=at))
-    assert (report.verdict, report.data.class_name) == (Verdict.UNKNOWN, HangClass.UNKNOWN)
+    assert (report.verdict, report.data.class_name) == (Verdict.UNKNOWN, StuckKind.UNKNOWN)
     assert ":29612 for rank 1" in report.summary
 
 
@@ -432,7 +422,7 @@ def test_a_job_that_is_not_there_is_told_from_those_that_are() -> None:
     wanted = replace(REQUEST, wanted=Wanted(job="4711"))
     report = diagnose(wanted, Gathered(facts=[node(waiting(), waiting())]))
     assert report.verdict is Verdict.UNKNOWN
-    assert report.findings[0].detail == "Jobs that run there: 10.0.0.1:29500."
+    assert report.findings[0].detail == "Jobs found: --job 10.0.0.1:29500."
     assert report.findings[0].fix is not None
     assert report.findings[0].fix.commands == ("distdiag hang --job 10.0.0.1:29500",)
 
@@ -444,17 +434,18 @@ def test_an_event_loop_is_no_lock() -> None:
     )
     waits_in_loop = replace(ASLEEP, syscall="epoll_wait", wait_channel="ep_poll")
     report = judge(node(waiting(), twice(loop, still=waits_in_loop), waiting()))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (1,))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (1,))
     assert "waiting in an event loop" in report.summary
 
 
 def test_a_rank_that_waits_at_a_socket_is_shown_with_the_command_for_its_other_end() -> None:
     at_socket = replace(ASLEEP, syscall="recvfrom", wait_channel="wait_woken", path="TCP 127.0.0.1:44869")
     uploads = facts.frames(("upload", "/home/me/train.py", 8))
-    report = judge(node(waiting(), twice(uploads, still=at_socket), waiting()))
-    assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (1,))
-    assert report.findings[0].fix is not None
-    assert report.findings[0].fix.commands == ("distdiag trace fds --rank 1",)
+    at_its_end = thread(101, "recvfrom", targets=(connection(101, "127.0.0.1:44869"),))
+    report = judge(told(node(waiting(), twice(uploads, still=at_socket), waiting()), at_its_end))
+    assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (1,))
+    text = "give the call a timeout; next: see which process is at the other end"
+    assert fix_of(report) == (text, ("distdiag trace fds --rank 1",))
 
 
 def test_job_also_looks_at_the_ranks_that_it_lacks_and_that_meet_elsewhere() -> None:

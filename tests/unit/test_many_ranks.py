@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspy_facts import REQUEST, frames, judge, loads, node, process, twice, waits
 from rich.console import Console
-from trace_facts import judge_nodes, reads_pipe
+from trace_facts import BOTH, judge_nodes, reads_pipe
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.flight_recorder.view import flight_recorder_view
-from distdiag.commands.hang.collect import SourceEnd
 from distdiag.commands.hang.diagnose import diagnose as diagnose_hang
-from distdiag.commands.hang.types import NodeHang
 from distdiag.commands.hang.types import Request as HangRequest
 from distdiag.commands.hang.view import hang_view
 from distdiag.commands.pyspy_all.view import pyspy_all_view
@@ -27,7 +25,8 @@ from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.procs import Standstill
 from distdiag.facts.socket_owners import Network
 from distdiag.gathered import Gathered
-from distdiag.jobs.sample_waits import Reply
+from distdiag.jobs.picture import SourceEnd
+from distdiag.jobs.types import NodePicture
 from distdiag.output import as_page
 from distdiag.training.sync_check import Entry, compare
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.facts.stack_types import Sample
-    from distdiag.jobs.types import NodeStacks
     from distdiag.report import Report
 
 RANKS, EACH = 1000, 8
@@ -50,7 +48,7 @@ def host(number: int) -> str:
     return f"pod-{number * 7919 % 99991:05}-".ljust(64, "abcdefghij"[number % 10])
 
 
-def nodes(stack: Callable[[int], tuple[Sample, ...]], gone: Collection[int] = ()) -> list[NodeStacks]:
+def nodes(stack: Callable[[int], tuple[Sample, ...]], gone: Collection[int] = ()) -> list[NodePicture]:
     found = []
     for number in range(RANKS // EACH):
         ranks = [rank for rank in range(number * EACH, (number + 1) * EACH) if rank not in gone]
@@ -96,12 +94,14 @@ def test_stacks(gone: Collection[int]) -> None:
     view = shown(pyspy_all_view(report, REQUEST))
     assert_is_short(report, view, lines=38)
     assert report.findings[0].title.startswith("143 ranks (3,10,17,")
-    assert f" on 125 hosts ({host(0)},...) are " in report.findings[0].title
+    what = ": no process found: exited or never started" if gone else " are not in the collective: `load_batch` "
+    assert f" on 125 hosts ({host(0)},...){what}" in report.findings[0].title
     assert "143 ranks (3,10," in "\n".join(view)
 
 
 def test_each_stack_finding_says_what_to_do_next() -> None:
-    for stack in (stuck, waiting, lambda _: twice(waits(), later=waits(line=9))):
+    assert "`load_batch` train.py:26, sleeping" in judge(*nodes(stuck)).findings[0].title  # the line to look at
+    for stack in (waiting, lambda _: twice(waits(), later=waits(line=9))):
         fix = judge(*nodes(stack)).findings[0].fix
         assert fix is not None
         assert fix.commands
@@ -110,7 +110,7 @@ def test_each_stack_finding_says_what_to_do_next() -> None:
 def hang(stack: Callable[[int], tuple[Sample, ...]], gone: Collection[int] = ()) -> Report[Any]:
     ended = tuple(SourceEnd(name, 1.0) for name in ("stacks", "kernel", "ras"))
     facts = [
-        NodeHang(host=each.host, processes=each.processes, watched=each.watched, ended=ended)
+        NodePicture(host=each.host, processes=each.processes, watched=each.watched, ended=ended)
         for each in nodes(stack, gone)
     ]
     return diagnose_hang(HangRequest(program="distdiag", cluster=Cluster()), Gathered(facts=facts))
@@ -124,23 +124,24 @@ def test_hang(gone: Collection[int]) -> None:
     (finding,) = report.findings
     assert finding.evidence == ()  # the title has said it
     assert len(finding.where.ranks) == len(SEVENTH)
-    fix = finding.fix
-    assert fix is not None
     if gone:
+        fix = finding.fix
+        assert fix is not None
         assert f"check whether the kernel killed them on 125 hosts ({host(0)},...)" in fix.text
 
 
 def test_processes_that_block_others_on_every_node_fold() -> None:
-    stacks, told = [], {}
+    read = []
     for each in nodes(waiting):
         processes = [replace(one, network="net:[1]") for one in each.processes.processes]
-        stacks.append(node(processes, {}, each.host))
-        looked = tuple(Blocked(one.pid, "S", None, (reads_pipe(one.pid, 99),), ()) for one in processes)
-        told[each.host] = [Reply(looked, (Network("net:[1]", (), ()),), ())]
-    report = judge_nodes(stacks, told)
-    assert len(report.findings) == 7
-    assert f"pid 99 on {host(0)} has exited" in report.findings[0].title
-    assert report.findings[-1].title.startswith("119 more processes block others, ranks 48-999 on 119 hosts")
+        blocked = tuple(Blocked(one.pid, "S", None, (reads_pipe(one.pid, 99),), ()) for one in processes)
+        networks = (Network("net:[1]", (), ()),)
+        read.append(replace(node(processes, {}, each.host), blocked=blocked, networks=networks, ended=BOTH))
+    report = judge_nodes(read)
+    (found,) = report.findings
+    assert found.title.startswith(f"pid 99 on {host(0)} has exited; ranks 0-7 wait for its data: read on a pipe")
+    assert found.title.endswith(f"; 124 more such processes, with ranks 8-999 on 124 hosts ({host(1)},...)")
+    assert len(found.where.ranks) == RANKS
     assert len(report.data.chains) == RANKS // EACH
     assert len(shown(trace_blocked_view(report.data))) < 10
 

@@ -69,7 +69,7 @@ def report(groups: list[list[dict[str, Any]]], *others: dict[str, Any], outlier:
     }
     finding = {
         **{
-            "id": "pyspy-all.stuck-rank",
+            "id": "hang.data-loading",
             "level": "fail",
             "title": "one rank is elsewhere",
             "detail": "the others wait",

@@ -34,7 +34,7 @@ def judge(*descriptors: Descriptor, limit: int | None = 1024, unread: str = "", 
     processes = [replace(process(100 + rank, rank, 2), network=NET) for rank in range(2)]
     sockets = Network(NET, ("10.0.0.1",), owned((100, 101)))
     told = Reply((Opened(100, limit, descriptors, unread),), (sockets,), (Person(900, "sh", "sh -c x", "S"),))
-    answers = Answers[Reply](nodes=[node(processes, {}, user=user)], replies={"n1": [told]})
+    answers = Answers[Reply](nodes=[node(processes, {}, user=user).stacks], replies={"n1": [told]})
     return diagnose(REQUEST, answers, ranks.choose(answers.nodes, REQUEST.wanted))
 
 

@@ -12,7 +12,7 @@ from trace_facts import NET, owned, receives, sleeps
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.pyspy_all import types as pyspy_all
-from distdiag.commands.pyspy_all.subcommand import _plan as plan_samples
+from distdiag.commands.pyspy_all.subcommand import _choose as choose_to_sample
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.nodes import Answers
 from distdiag.commands.trace.sys.collect import Attached, Reply, Traced, arguments
@@ -25,7 +25,7 @@ from distdiag.commands.trace.sys.wording import log_name, parse_log_name
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.socket_owners import Network
 from distdiag.facts.strace.types import Call, ThreadLog
-from distdiag.jobs.roles import of_job
+from distdiag.jobs.roles import of_job, to_sample
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
@@ -181,6 +181,16 @@ def test_the_other_end_of_many_connections_is_found_by_the_connection_alone(tmp_
             "did not find /usr/lib/libnccl.so.2",
         ),
         (
+            "".join(
+                line(100, at, 'stat("/data/READY", 0x7f00)', "-1 ENOENT (No such file)")
+                + line(100, at + 0.1, "clock_nanosleep(CLOCK_REALTIME, 0, {tv_sec=1}, NULL)", "0", 0.9)
+                for at in range(5)
+            ),
+            "trace.polled-path",
+            Verdict.WARN,
+            "rank 0 (n0, pid 100) polls for /data/READY, which does not exist (5 of 5 tries in 4.1 s)",
+        ),
+        (
             "".join(line(100, at / 10, 'read(3</mnt/nfs/a/b>, ""..., 9)', "9", 0.05) for at in range(9)),
             "trace.slow-storage",
             Verdict.WARN,
@@ -206,6 +216,15 @@ def test_what_is_worth_to_be_looked_at(tmp_path: Path, text: str, id_: str, verd
     assert says in only(report, id_).title
     assert only(report, id_).where.ranks == (0,)
     assert report.verdict is verdict
+
+
+def test_a_look_at_a_path_now_and_then_is_no_wait_for_it(tmp_path: Path) -> None:
+    text = "".join(
+        line(100, at, 'stat("/data/STOP", 0x7f00)', "-1 ENOENT (No such file)")
+        + line(100, at + 0.1, "clock_nanosleep(CLOCK_REALTIME, 0, {tv_nsec=1}, NULL)", "0", 0.1)
+        for at in range(9)
+    )
+    assert "trace.polled-path" not in [one.id for one in written(tmp_path, rank_0=text).findings]
 
 
 def test_a_trace_without_findings_gives_no_clean_bill(tmp_path: Path) -> None:
@@ -252,7 +271,7 @@ def seen(pid: int, threads: Sequence[Thread], logs: Sequence[ThreadLog], **more:
 
 
 def two_ranks(*told: Reply, **more: object) -> Report[TraceSys]:
-    nodes = [node([process(100, 0, 2), process(101, 1, 2)], {})]
+    nodes = [node([process(100, 0, 2), process(101, 1, 2)], {}).stacks]
     network = Network(NET, ("10.0.0.1",), owned((100, 101)))
     answers = Answers[Reply](nodes=nodes, replies={"n1": [Reply(networks=(network,)), *told]}, **more)  # type: ignore[arg-type]
     return diagnose(REQUEST, answers, ranks.choose(nodes, ranks.Wanted()))
@@ -319,7 +338,7 @@ def test_who_was_not_traced_and_what_works_instead(why: str, words: str, says: s
 
 
 def test_more_processes_than_a_node_can_bear_are_not_traced() -> None:
-    nodes = [node([process(100 + rank, rank, 70) for rank in range(70)], {})]
+    nodes = [node([process(100 + rank, rank, 70) for rank in range(70)], {}).stacks]
     answers = Answers[Reply](nodes=nodes, replies={"n1": []})
     report = diagnose(REQUEST, answers, ranks.choose(nodes, ranks.Wanted()))
     finding = only(report, "trace.not-attached")
@@ -347,7 +366,7 @@ def of_run(pid: int, rank: int, run_id: str, port: str) -> Process:
 def test_a_rank_of_several_jobs_is_refused_before_anything_is_attached(
     second: Process, options: tuple[str, str]
 ) -> None:
-    nodes = [node([of_run(100, 0, "A", "4001"), of_run(101, 1, "A", "4001"), second], {})]
+    nodes = [node([of_run(100, 0, "A", "4001"), of_run(101, 1, "A", "4001"), second], {}).stacks]
     wanted = ranks.Wanted(ranks=(1,))
     with pytest.raises(UsageError) as raised:
         ranks.refuse_several_jobs(ranks.choose(nodes, wanted), wanted)
@@ -360,7 +379,7 @@ def test_a_rank_of_several_jobs_is_refused_before_anything_is_attached(
 
 
 def test_a_rank_on_two_hosts_under_one_name_is_told_apart_by_pid() -> None:
-    nodes = [node([of_run(101, 1, "A", "4001")], {}), node([of_run(201, 1, "A", "4001")], {}, "n2")]
+    nodes = [node([of_run(101, 1, "A", "4001")], {}).stacks, node([of_run(201, 1, "A", "4001")], {}, "n2").stacks]
     wanted = ranks.Wanted(ranks=(1,))
     with pytest.raises(UsageError, match="rank 1 exists more than once in job A at localhost:4001") as raised:
         ranks.refuse_several_jobs(ranks.choose(nodes, wanted), wanted)
@@ -372,9 +391,10 @@ def test_native_stacks_of_several_jobs_are_refused_as_they_pause_the_ranks() -> 
     hosts = {"n1": node(processes, {}).processes}
     request = pyspy_all.Request(program="distdiag", cluster=Cluster(), native=True)
     with pytest.raises(UsageError) as raised:
-        plan_samples(request, hosts)
+        choose_to_sample(request, hosts)
     assert raised.value.hint == "name one: --job A or --job B or --pid PID"
-    assert plan_samples(replace(request, job="B"), hosts).by_host["n1"]["pids"] == [201]
+    chosen = choose_to_sample(replace(request, job="B"), hosts)["n1"]
+    assert to_sample(chosen.processes, helpers=False)[0] == [201]
 
 
 def test_names_of_logs_are_read_back() -> None:

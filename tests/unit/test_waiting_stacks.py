@@ -140,11 +140,11 @@ def test_a_stopped_process_is_read_and_stays_stopped() -> None:
         wait_for_state(pid, "T")
 
 
-def test_of_one_that_runs_nothing_is_said() -> None:
+def test_of_one_that_runs_only_what_two_readings_agree_on_is_told() -> None:
     with _running("runs") as (pid, _):
-        for _ in range(100):
-            with pytest.raises(waiting_stacks.Unclear):
-                waiting_stacks.main_thread(pid, stack_types.COUNTERS)
+        for _ in range(20):
+            frames = _read(pid).frames
+            assert [one.function for one in frames] == ["run", "<module>"]
 
 
 def test_one_that_goes_on_is_read_whole_or_not_at_all() -> None:
@@ -163,8 +163,10 @@ def test_one_that_goes_on_is_read_whole_or_not_at_all() -> None:
             numbers = {value for one in main.frames for _, value in one.whole_numbers}
             names = [one.function for one in main.frames][-5:]
             assert names[-2:] == ["alternate", "<module>"], main
-            assert len(numbers) == 1, main
             inner = names[:-2][::-1]
+            if not inner:  # it runs, between two calls or before the first step
+                continue
+            assert len(numbers) == 1, main
             first = "one" if numbers.pop() % 2 else "other"
             assert inner in ([first], [first, f"{first}_within"]), main
             seen[first == "one"].update(inner)

@@ -31,11 +31,9 @@ COMMANDS = {
     "core-bt": ("distdiag.commands.core_bt.collect",),
     "bundle": ("distdiag.commands.bundle.collect",),
     "doctor": ("distdiag.commands.doctor.collect", "distdiag.facts.cuda"),
-    "hang": ("distdiag.commands.hang.collect",),
+    "hang": ("distdiag.jobs.picture",),
     "logs": ("distdiag.facts.job_logs.collect",),
-    "pyspy-all": ("distdiag.jobs.sample_stacks",),
     "trace-sys": ("distdiag.commands.trace.sys.collect",),
-    "trace blocked": ("distdiag.jobs.sample_waits",),
     "trace fds": ("distdiag.commands.trace.fds.collect",),
     "trace show": ("distdiag.commands.trace.show.collect",),
 }

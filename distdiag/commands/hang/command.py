@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 @on_hosts
 def hang(
+    process: Annotated[
+        list[int] | None,
+        typer.Argument(min=1, metavar="PID", help="Only the job of this process: its launcher, a rank or a helper."),
+    ] = None,
+    pid: Annotated[
+        list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable.")
+    ] = None,
     job: Annotated[
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
     ] = "",
@@ -34,10 +41,13 @@ def hang(
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Longest time for the whole diagnosis.")
-    ] = 30.0,
+    ] = 60.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Sample twice, and do not go on while ranks have not moved.")
+    ] = False,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Read /proc every minute; diagnose once no rank makes progress any more."),
+        typer.Option("--watch", help="Read /proc every minute; diagnose once the job hangs."),
     ] = False,
     every: Annotated[
         float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Time between the readings of --watch.")
@@ -53,14 +63,15 @@ def hang(
 ) -> None:
     """Diagnose a stuck job: name the rank that holds it up, from all evidence on all nodes.
 
-    Joins stacks, /proc, NCCL RAS, flight recorder dumps, the job's log, the kernel and known bugs of versions. The job
-    needs no preparation and is not stopped.
+    Joins stacks, /proc, GPU load, NCCL RAS, flight recorder dumps, the job's log, the kernel and known bugs of
+    versions; samples for up to 31 s while ranks do not move. The job needs no preparation and is not stopped.
 
     Exit status: 0 not hung or only slow, 1 hung, and why, 2 wrong usage, 3 the evidence cannot decide, 130 interrupted.
 
     \b
     Examples:
       distdiag hang                                    # the job on this node
+      distdiag hang 4711                               # the job of process 4711
       distdiag hang --slurm-job 4711 --html hang.html  # all nodes of a SLURM job
       distdiag hang --watch --save facts               # when it hangs, tonight
     """
@@ -71,15 +82,16 @@ def hang(
     def request() -> Request:
         if html:
             html_report.check_place(html)
-        if watch and (from_ or save):
-            raise UsageError("--watch looks at a running job", hint="leave out --from and --save")
+        if watch and from_:
+            raise UsageError("--watch looks at a running job", hint="leave out --from")
         return Request(
             program=called_as(),
             cluster=cluster,
-            wanted=Wanted(job=job, user=user),
+            wanted=Wanted(job=job, pids=(*(process or ()), *(pid or ())), user=user),
             logs=tuple(logs or ()),
             recorder=tuple(recorder or ()),
             timeout_s=timeout,
+            quick=quick,
             verbose=verbose,
         )
 
@@ -89,7 +101,7 @@ def hang(
         return report
 
     if watch and not cluster.explain:
-        from distdiag.commands.hang.watch import wait_until_still
+        from distdiag.commands.hang.watch import wait_until_hung
 
-        wait_until_still(request, every, as_json=as_json)
+        wait_until_hung(request, every, as_json=as_json)
     runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)

@@ -22,7 +22,7 @@ _LETTERS = {
     "storage": "S",
     "network": "N",
     "compute": "R",
-    "cuda sync": "G",
+    "gpu wait": "G",
     "compile": "J",
     "checkpoint": "K",
     "lock": "L",
@@ -106,7 +106,7 @@ def _edges(processes: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, str]]:
             continue
         if process["waits_for"] is not None:
             groups.setdefault((f"rank {process['waits_for']}", process["doing"]), []).append(process["rank"])
-        elif not process["stuck"] and process["doing"] in ("communication wait", "cuda sync") and stuck:
+        elif not process["stuck"] and process["doing"] in ("communication wait", "gpu wait") and stuck:
             held_by = fold_ranks(other["rank"] for other in stuck if other["rank"] is not None)
             to = f"rank{'s' if len(stuck) > 1 else ''} {held_by}"
             groups.setdefault((to, process["doing"]), []).append(process["rank"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.commands.hang.types import HangClass, Stand
+from distdiag.diagnosis.stuck.types import Stand, StuckKind
 from distdiag.diagnosis.wording import counted, named
 from distdiag.output import Whole, Wrapped, plain_table
 
@@ -88,7 +88,7 @@ def _since(members: Iterable[HangRank]) -> str:
 def _sources(data: Hang, *, verbose: bool) -> Iterator[RenderableType]:
     """Draw what each source says; of a verdict, its evidence shows those that say something about it."""
     silent = [row for row in data.sources if row.stand in (Stand.CANNOT_TELL, Stand.NOT_AVAILABLE)]
-    if data.class_name is not HangClass.UNKNOWN and not verbose:
+    if data.class_name is not StuckKind.UNKNOWN and not verbose:
         if silent:
             yield Wrapped(f"no verdict from: {', '.join(row.source for row in silent)} (-v: why)", margin=0)
             yield ""

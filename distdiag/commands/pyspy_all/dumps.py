@@ -17,7 +17,7 @@ from distdiag.facts.text import printable
 from distdiag.files import as_text
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.roles import DUMPED
-from distdiag.jobs.types import NodeStacks
+from distdiag.jobs.types import NodePicture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +109,7 @@ def _by_label(text: str) -> dict[str, list[str]]:
     return lines
 
 
-def as_nodes(dumps: Sequence[Dump]) -> list[NodeStacks]:
+def as_nodes(dumps: Sequence[Dump]) -> list[NodePicture]:
     """Return dumps as nodes: with ranks where labels name them; other labels are assumed to be host names."""
     ranks = _ranks(dumps)
     size = max((rank for rank in ranks if rank is not None), default=-1) + 1
@@ -221,7 +221,7 @@ def _json(text: str, name: str) -> list[Dump]:
     return [Dump(name, False, pid, "", read_threads(own, {}), "") for pid, own in by_pid.items()]
 
 
-def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> NodeStacks:
+def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> NodePicture:
     processes, watched = [], []
     samples: dict[int, tuple[Sample, ...]] = {}
     for number, (dump, rank) in enumerate(dumps):
@@ -232,7 +232,7 @@ def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> Nod
             samples[id(dump.threads)] = (_sample(dump),)
         watched.append(Watched(pid, samples[id(dump.threads)], ()))
     facts = Processes(host, -1, None, may_trace=True, processes=tuple(processes), asked_missing=())
-    return NodeStacks(host, facts, tuple(watched))
+    return NodePicture(host=host, processes=facts, watched=tuple(watched))
 
 
 def _process(pid: int, command: str, place: Identity | None) -> Process:

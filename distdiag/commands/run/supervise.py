@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from distdiag.facts.stack_types import Sample
 
-_HANG_S = 30.0
+_HANG_S = 60.0
 _HANG_ON_TERM_S = 8.0
 _STACKS_S = 3.0
 """For one stack; the recorder holds the launcher for 10 s at most, and until a second rank ends."""
@@ -176,7 +176,7 @@ class _Job:
     def _read_stacks(self, held_at: float) -> None:
         """Read where the ranks are that live, and let the launcher go, which the recorder holds since then."""
         ranks = {event["pid"]: event["rank"] for event in self._events if event["event"] == "start"}
-        samples = take_samples(self._living(), SampleOptions(timeout_s=_STACKS_S, counters=False))
+        samples = take_samples(self._living(), SampleOptions(timeout_s=_STACKS_S))
         os.write(self._control, b"release\n")
         held_s = time.time() - held_at
         found = sorted((_rank_stack(ranks[pid], pid, sample) for pid, sample in samples.items()), key=lambda s: s.rank)

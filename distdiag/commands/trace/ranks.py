@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.diagnosis.wording import format_hosts
+from distdiag.diagnosis.wording import format_hosts, listed
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.jobs.collect import Process
-from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, short_name, without_ranks
+from distdiag.jobs.roles import find_jobs, is_called, job_options, launcher_name, of_interest, short_name, without_ranks
 from distdiag.options import parse_ranks
 
 if TYPE_CHECKING:
@@ -163,11 +163,13 @@ def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> Distd
             hint="check that it runs on all nodes and that they can reach the rendezvous endpoint: "
             "distdiag ports --hosts NODES",
         )
-    known = ", ".join(job.name for job in find_jobs(nodes)[:_SHOWN] if job.name) if wanted.job else ""
+    options = job_options(of_interest(find_jobs(nodes, whole=False))) if wanted.job else []
+    if options:
+        return DistdiagError(f"no rank{of} was found{place}", hint=f"jobs found: {listed(options)}")
     return DistdiagError(
-        f"no rank{of} found{place}: no process has RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or similar "
+        f"no rank{of} was found{place}: no process has RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or similar "
         "in its environment, and no Python process has loaded torch; only root can see those of other users",
-        hint=f"jobs found: {known}" if known else f"name the process: {again} --pid PID",
+        hint=f"name the process: {again} --pid PID",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
@@ -17,12 +16,15 @@ from distdiag.commands.trace.blocked.types import (
     TraceBlocked,
     Waiter,
 )
-from distdiag.commands.trace.nodes import Answers, index_of
-from distdiag.diagnosis import wait_findings as findings
-from distdiag.diagnosis.remedies import unseen_ranks
-from distdiag.diagnosis.wait_findings import Case, root_wait
+from distdiag.diagnosis import remedies
+from distdiag.diagnosis.process_index import ProcessIndex
+from distdiag.diagnosis.stuck.judge import job_findings, judge_jobs
+from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked
+from distdiag.diagnosis.stuck.waits import root_wait
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
+from distdiag.jobs.pictures import all_nodes
+from distdiag.jobs.roles import of_interest
 from distdiag.jobs.sample_waits import SAMPLED_S
 from distdiag.jobs.types import summarize
 from distdiag.report import Finding, Fix, Level, Report, Where
@@ -31,70 +33,100 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.commands.trace.ranks import Chosen
-    from distdiag.diagnosis.process_index import Key, ProcessIndex
+    from distdiag.diagnosis.process_index import Key
     from distdiag.diagnosis.wait_graph import WaitTree
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.facts.blocked_threads import Blocked, Thread
-    from distdiag.jobs.sample_waits import Reply
-    from distdiag.jobs.types import Job
-
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+    from distdiag.gathered import Gathered
+    from distdiag.jobs.types import Job, NodePicture
 
 
-def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceBlocked]:
-    """Judge what every selected thread waits for, and find the processes that others wait for."""
-    index = index_of(answers)
-    sampled = {
-        (host, process.pid): process
-        for host, replies in answers.replies.items()
-        for reply in replies
-        for process in reply.processes
-    }
+def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[TraceBlocked]:
+    """Judge the jobs of the selected processes, and list what each selected thread waits for."""
+    nodes = all_nodes(gathered)
+    stacks = [node.stacks for node in nodes]
+    chosen = ranks.choose(stacks, request.wanted)
+    sampled = {(node.host, process.pid): process for node in nodes for process in node.blocked}
+    index = ProcessIndex(stacks, {node.host: (node.networks, node.people) for node in nodes})
     graph = WaitGraph({key: _waits_of(process, key, index) for key, process in sampled.items()}, index)
     keys = tuple((choice.host, choice.process.pid) for choice in chosen if choice.process is not None)
-    found_trees = [tree for tree in wait_trees(graph) if _is_about(tree, keys)]
-    cases = [Case(request, job, own, graph) for job, own in _cases(chosen)]
-    user = answers.nodes[0].processes.user if answers.nodes else 0
-    found = [finding for case in cases for finding in _of_case(case, found_trees, user, several=len(cases) > 1)]
-    if not chosen and not answers.refusals and not answers.interrupted:
-        found.append(_no_process(request, answers))
-    found += _missing(answers)
-    found += host_findings(answers.refusals, answers.rows)
+    jobs = list({id(choice.job): choice.job for choice in chosen if choice.job is not None}.values())
+    trees = [tree for tree in wait_trees(graph) if _is_about(tree, keys)]
+    found = list(_findings(request, gathered, nodes, jobs, chosen, graph))
     shown = [*keys, *_awaited_helpers(keys, graph)]
     data = TraceBlocked(
         interval_s=SAMPLED_S,
-        jobs=tuple(summarize(job) for job, _ in _cases(chosen) if job is not None),
+        jobs=tuple(summarize(job) for job in jobs),
         threads=tuple(row for key in shown for row in _rows(key, sampled, graph, all_threads=_shows_all(request))),
-        chains=tuple(_chain(tree, cases[0], index) for tree in found_trees) if cases else (),
-        helpers=sum(
-            len(choice.member.helpers) for choice in chosen if choice.member is not None and not choice.is_helper
-        )
+        chains=tuple(_chain(tree, graph) for tree in trees),
+        helpers=sum(len(each.member.helpers) for each in chosen if each.member is not None and not each.is_helper)
         - (len(shown) - len(keys)),
     )
-    return Report(
-        command=COMMAND, data=data, findings=tuple(found), summary=_summary(found), interrupted=answers.interrupted
+    summary = found[0].title if found else "no process was read"
+    return Report(command=COMMAND, data=data, findings=tuple(found), summary=summary, interrupted=gathered.interrupted)
+
+
+def _findings(
+    request: Request,
+    gathered: Gathered[NodePicture],
+    nodes: Sequence[NodePicture],
+    jobs: Sequence[Job],
+    chosen: Sequence[Chosen],
+    graph: WaitGraph,
+) -> Iterator[Finding]:
+    """Yield what is found of whole jobs; of selected processes without a job, what each of them does."""
+    wanted = request.wanted
+    asked = Asked(
+        program=request.program,
+        cluster=request.cluster,
+        command=COMMAND,
+        job=wanted.job,
+        user=wanted.user,
+        sources=OF_PROCESSES,
+    )
+    if not chosen and not gathered.refusals and not gathered.interrupted:
+        yield _no_process(request, nodes)
+    if not chosen:
+        yield from host_findings(gathered.refusals, gathered.rows)
+        return
+    alone = [choice for choice in chosen if choice.job is None and choice.process is not None]
+    for choice in alone:
+        yield _about_process(asked, choice, graph)
+    if jobs or not alone:
+        judged = judge_jobs(asked, nodes, jobs if wanted.pids else of_interest(list(jobs)))
+        yield from job_findings(asked, judged, nodes, gathered)
+
+
+def _about_process(asked: Asked, choice: Chosen, graph: WaitGraph) -> Finding:
+    """Report a process of no job: it has no other to compare with."""
+    assert choice.process is not None
+    key = (choice.host, choice.process.pid)
+    wait = root_wait(graph, key)
+    where = Where(hosts=(choice.host,), pids=(choice.process.pid,))
+    name = graph.index.name(key, whole=True)
+    if wait.kind is Kind.UNREADABLE:
+        title = f"{name} cannot be read: permission denied"
+        fix = remedies.as_other_user(asked.again("trace", "blocked", "--pid", str(choice.process.pid)))
+        return Finding(id="hang.unreadable", level=Level.UNKNOWN, title=title, where=where, fix=fix)
+    is_stopped = wait.kind is Kind.STOPPED
+    return Finding(
+        id="hang.stopped" if is_stopped else "hang.process",
+        level=Level.FAIL if is_stopped else Level.UNKNOWN,
+        title=f"{name} {wait.does}",
+        where=where,
+        fix=remedies.resume([key]) if is_stopped else None,
     )
 
 
-def _no_process(request: Request, answers: Answers[Reply]) -> Finding:
-    why = ranks.none_found(answers.nodes, request.wanted, f"{request.program} trace blocked")
+def _no_process(request: Request, nodes: Sequence[NodePicture]) -> Finding:
+    why = ranks.none_found([node.stacks for node in nodes], request.wanted, f"{request.program} trace blocked")
     return Finding(
-        id="trace.no-job",
+        id="hang.no-job",
         level=Level.UNKNOWN,
         title=str(why),
-        where=Where(hosts=tuple(node.host for node in answers.nodes)),
+        where=Where(hosts=tuple(node.host for node in nodes)),
         fix=Fix(text=why.hint) if why.hint else None,
     )
-
-
-def _summary(found: Sequence[Finding]) -> str:
-    worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
-    if worst is None:
-        return "no process was read"
-    jobs = sum(finding.id == "trace.not-hung" for finding in found)
-    if worst.id == "trace.not-hung":
-        return f"no hang seen in {SAMPLED_S:g} s" + (f", in {jobs} jobs" if jobs > 1 else "")
-    return worst.title
 
 
 def _waits_of(process: Blocked, key: Key, index: ProcessIndex) -> tuple[Wait, ...]:
@@ -103,45 +135,9 @@ def _waits_of(process: Blocked, key: Key, index: ProcessIndex) -> tuple[Wait, ..
     return tuple(wait_of(thread, process, key[0], index) for thread in ordered)
 
 
-def _cases(chosen: Sequence[Chosen]) -> Iterator[tuple[Job | None, tuple[Key, ...]]]:
-    """Group the selected processes by job, with all other ranks of the job, which they may wait for."""
-    by_job: dict[int, tuple[Job | None, dict[Key, None]]] = {}
-    for choice in chosen:
-        _, keys = by_job.setdefault(id(choice.job), (choice.job, {}))
-        members = choice.job.members if choice.job is not None and not choice.is_helper else [choice]
-        keys.update(((other.host, other.process.pid), None) for other in members if other.process is not None)
-    for job, own in by_job.values():
-        yield job, tuple(own)
-
-
 def _is_about(tree: WaitTree, keys: Sequence[Key]) -> bool:
     """Return whether a selected process waits in it, or is waited for."""
     return not {tree.root, *(edge.waiter for edge in tree.edges)}.isdisjoint(keys)
-
-
-def _of_case(case: Case, found_trees: Sequence[WaitTree], user: int, *, several: bool) -> Iterator[Finding]:
-    own = [tree for tree in found_trees if _is_about(tree, case.keys)]
-    found = [*findings.of_trees(case, own), *findings.of_themselves(case, own), *findings.of_gone(case)]
-    unread = findings.unreadable(case, user)
-    if not found:
-        found += findings.by_exclusion(case)
-    if not found:
-        found += findings.undecided(case)
-    if all(finding.level is not Level.INFO for finding in found):
-        found += unseen_ranks(case.job, "trace.unseen") if case.job is not None else []
-    for finding in [*found, *unread]:
-        named = several and case.job is not None and case.job.name
-        yield (
-            replace(finding, title=f"job {case.job.name}: {finding.title}")
-            if named and case.job is not None
-            else finding
-        )
-
-
-def _missing(answers: Answers[Reply]) -> Iterator[Finding]:
-    for host, why in answers.missing.items():
-        title = f"incomplete facts from {host}: {why}"
-        yield Finding(id="trace.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
 
 
 def _shows_all(request: Request) -> bool:
@@ -196,8 +192,8 @@ def _last(thread: Thread, wait: Wait, index: ProcessIndex) -> Last:
     )
 
 
-def _chain(tree: WaitTree, case: Case, index: ProcessIndex) -> Chain:
-    wait = root_wait(case, tree.root)
+def _chain(tree: WaitTree, graph: WaitGraph) -> Chain:
+    wait, index = root_wait(graph, tree.root), graph.index
     place = index.places.get(tree.root)
     return Chain(
         job=place.job.name if place is not None else "",

@@ -1,4 +1,7 @@
-"""Facts of one node for hang: every source is asked at the same time, each with its own deadline. Nothing is judged."""
+"""Facts of one node about its ranks: all sources are read at the same time, each with its own deadline.
+
+hang reads all sources, pyspy-all and `trace blocked` those that the processes themselves have. Nothing is judged here.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import threading
 import time
 from dataclasses import dataclass
 
-from distdiag.facts import job_output, kernel_signs, mapped_versions, nccl_ras, procs
+from distdiag.facts import gpu_use, job_output, kernel_signs, mapped_versions, nccl_ras, procs
 from distdiag.facts.blocked_threads import Blocked  # noqa: TC001 - decoded by its annotations
 from distdiag.facts.flight_recorder import collect as recorder
 from distdiag.facts.flight_recorder.collect import NodeDumps  # noqa: TC001
+from distdiag.facts.gpu_use import GpuReadings  # noqa: TC001
 from distdiag.facts.job_logs.collect import NodeLogs, Reader
 from distdiag.facts.job_output import Bar  # noqa: TC001
 from distdiag.facts.kernel_signs import KernelSigns  # noqa: TC001
@@ -30,6 +34,7 @@ __all__ = ["facts", "more"]
 _LOG_TAIL = 32 * 2**20
 _LOG_BYTES = 512 * 2**20
 _SHIPPED_EVENTS = 2000
+_SPARE_S = 1.0
 _DUMP_VARIABLES = (
     b"TORCH_FR_DUMP_TEMP_FILE",
     b"TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
@@ -41,7 +46,7 @@ _PIPES = (b"TORCH_FR_DEBUG_INFO_PIPE_FILE", b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 
 @dataclass(frozen=True)
 class SourceEnd:
-    """How asking one source ended here. `why`: why it told nothing, or not all; `hint`: what would change that.
+    """How reading one source ended here. `why`: why nothing was read, or not all; `hint`: what would change that.
 
     `at_s`: when, by the node's clock, in seconds since 1970.
     """
@@ -55,7 +60,7 @@ class SourceEnd:
 
 @dataclass(frozen=True)
 class Part:
-    """What is sent at a time: of one source, all or a part; `ended` says which source is done."""
+    """What is sent at a time: all or a part of one source; `ended` names the sources that are done."""
 
     watched: tuple[Watched, ...] = ()
     blocked: tuple[Blocked, ...] = ()
@@ -66,6 +71,7 @@ class Part:
     dumps: tuple[NodeDumps, ...] = ()
     ras: tuple[RasFacts, ...] = ()
     kernel: tuple[KernelSigns, ...] = ()
+    gpus: tuple[GpuReadings, ...] = ()
     versions: tuple[MappedVersions, ...] = ()
     ended: tuple[SourceEnd, ...] = ()
 
@@ -79,17 +85,17 @@ class Unavailable(Exception):
 
 
 def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
-    """Ask all sources: {"pids", "once", "ranks": rank by pid, "launchers", "logs", "recorder": paths, "patterns",
-    "interval_s", "timeout_s": for all of it, "light": /proc alone}.
-    """  # fmt: skip
+    """Read the sources {"sources": names of Source, "pids", "ranks": rank by pid, "timeout_s": for all of them}.
+
+    Options of single sources: stacks: see sample_stacks; log: {"launchers", "logs": paths, "patterns"}; recorder:
+    {"recorder": paths}; ras: {"ras_s"}.
+    """
     run = _Run(ask, tell)
-    if ask["light"]:
-        run.ask_all({"waits": run.waits})
-        return
-    at_once = {"waits": run.waits, "log": run.log, "kernel": run.kernel, "ras": run.ras, "versions": run.versions}
-    run.ask_all({"stacks": run.stacks, **at_once})
-    # Last, and alone: its readers are forked, and a rank that writes its dump moves.
-    run.ask_all({"recorder": run.recorder})
+    at_once = {name: getattr(run, name) for name in ask["sources"] if name != "recorder"}
+    run.read_all(at_once)
+    if "recorder" in ask["sources"]:
+        # Last, and alone: its readers are forked, and a rank that writes its dump moves.
+        run.read_all({"recorder": run.recorder})
 
 
 class _Run:
@@ -101,11 +107,11 @@ class _Run:
         self._pids: list[int] = list(ask["pids"])
         self._ranks: dict[int, int | None] = {int(pid): rank for pid, rank in ask["ranks"]}
 
-    def ask_all(self, sources: dict[str, Callable[[], None]]) -> None:
-        """Ask these at the same time. A late source is left behind, and what it finds later is dropped."""
+    def read_all(self, sources: dict[str, Callable[[], None]]) -> None:
+        """Read these at the same time. A late source is left behind, and its later answers are dropped."""
         began = time.monotonic()
         threads = [
-            threading.Thread(target=self._ask_one, args=(name, source, began), daemon=True)
+            threading.Thread(target=self._read_one, args=(name, source, began), daemon=True)
             for name, source in sources.items()
         ]
         for thread in threads:
@@ -113,9 +119,9 @@ class _Run:
         for thread in threads:
             thread.join(max(0.0, self._began + self._ask["timeout_s"] - time.monotonic()))
         for name in sources:
-            self._end(name, began, "it did not answer in time", "increase --timeout, e.g. --timeout 120")
+            self._end(name, began, "it did not answer in time", "increase --timeout")
 
-    def _ask_one(self, name: str, source: Callable[[], None], began: float) -> None:
+    def _read_one(self, name: str, source: Callable[[], None], began: float) -> None:
         try:
             source()
         except Unavailable as error:
@@ -139,32 +145,31 @@ class _Run:
                 self._tell(part)
 
     def stacks(self) -> None:
-        """Sample the stacks of all ranks and their helpers twice."""
+        """Sample the stacks of all ranks and their helpers, and what moves beside them."""
         if not self._pids:
             raise Unavailable("no process of a job on this node")
-        ask = {
-            "pids": self._pids,
-            "once": self._ask["once"],
-            "samples": 2,
-            "interval_s": self._ask["interval_s"],
-            "timeout_s": min(5.0, self._ask["timeout_s"] / 3),
-            "native": False,
-            "counters": True,
-            "all_threads": False,
-        }
+        left = self._began + self._ask["timeout_s"] - time.monotonic() - _SPARE_S
+        ask = {**self._ask["stacks"], "pids": self._pids, "left_s": max(0.0, left)}
         sample_stacks.more(ask, lambda watched: self._send("stacks", Part(watched=(watched,))))
 
     def waits(self) -> None:
         """Read from /proc what every thread waits for."""
         if not self._pids:
             raise Unavailable("no process of a job on this node")
-        ask = {"pids": self._pids, "interval_s": sample_waits.SAMPLED_S}
+        ask = {"pids": self._ask.get("waits_of") or self._pids, "interval_s": sample_waits.SAMPLED_S}
         sample_waits.more(
             ask,
             lambda reply: self._send(
                 "waits", Part(blocked=reply.processes, networks=reply.networks, people=reply.people)
             ),
         )
+
+    def gpu(self) -> None:
+        """Ask the GPUs how busy they are, twice."""
+        found = gpu_use.read()
+        self._send("gpu", Part(gpus=(found,)))
+        if not found.gpus:
+            raise Unavailable(found.error)
 
     def log(self) -> None:
         """Read the ends of the files that the job writes to, and those that were named."""
@@ -197,7 +202,7 @@ class _Run:
             self._send("log", Part(logs=(part,)))
 
     def kernel(self) -> None:
-        """Read the kernel's log, OOM counters, unacknowledged data and what the GPUs do."""
+        """Read the kernel's log, OOM counters and unacknowledged data."""
         self._send("kernel", Part(kernel=(kernel_signs.read(self._pids, since_s=self._age_s()),)))
 
     def _age_s(self) -> float:

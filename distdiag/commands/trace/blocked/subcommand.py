@@ -1,0 +1,63 @@
+"""trace blocked from its request to its report: read all processes of jobs, judge the ranks as hang does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag import runner
+from distdiag.commands.trace.blocked.diagnose import diagnose
+from distdiag.commands.trace.blocked.types import COMMAND, Request
+from distdiag.commands.trace.blocked.view import trace_blocked_view
+from distdiag.commands.trace.ranks import choose
+from distdiag.diagnosis.stuck.types import OF_PROCESSES
+from distdiag.jobs import pictures
+from distdiag.jobs.pictures import Sampling, Wish
+from distdiag.jobs.types import NodePicture, NodeStacks
+from distdiag.runner import Subcommand
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from distdiag.cluster.start_fleet import Agent
+    from distdiag.gathered import Gathered
+    from distdiag.jobs.collect import Processes
+    from distdiag.output import Progress
+
+_LONGEST_S = 11.0
+"""For how long ranks that have not moved are sampled, at most."""
+_SPARE_S = 20.0
+
+
+def _agent(request: Request) -> Agent:
+    return pictures.agent(request.wanted.pids, request.wanted.user)
+
+
+def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
+    sampling = Sampling(longest_s=_LONGEST_S)
+    wish = Wish(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling, waits_of_all=True)
+    return pictures.gather(
+        request.cluster,
+        _agent(request),
+        wish,
+        lambda hosts: _chosen(request, hosts),
+        progress,
+        doing="reading the processes",
+    )
+
+
+def _chosen(request: Request, hosts: Mapping[str, Processes]) -> Mapping[str, Processes]:
+    """Read all processes of jobs where one is selected: it may wait for any of them."""
+    nodes = [NodeStacks(host, processes, ()) for host, processes in hosts.items()]
+    return hosts if choose(nodes, request.wanted) else {}
+
+
+SUBCOMMAND = Subcommand(
+    name=COMMAND,
+    request=Request,
+    facts=NodePicture,
+    collect=_collect,
+    diagnose=diagnose,
+    view=lambda _, __, report: trace_blocked_view(report.data),
+    explain=lambda request: runner.explain(request.cluster, _agent(request)),
+    shown_as_typed=("threads",),
+)

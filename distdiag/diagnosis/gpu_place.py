@@ -1,0 +1,84 @@
+"""Whether a rank waits in a GPU driver or a communication library, from where its threads are. Pure.
+
+CUDA's waits run at full speed in the driver, below the user's own line: no Python frame and no system call shows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.knowledge.gpu_libraries import kind_of_library, meaning_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.facts.thread_places import Places, ThreadPlace
+
+_NEARLY_ALL = 0.8
+"""Share of the samples in a library from which a thread is called waiting there."""
+_AUTOGRAD = "pt_autograd_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuPlace:
+    """Where in a GPU's libraries a thread is. `meaning` of its call: waits, launches, loads, init or abort.
+
+    `call`: the exported function, empty where none is known; `thread`: its name, empty for the main one.
+    """
+
+    library: str
+    meaning: str
+    call: str = ""
+    thread: str = ""
+
+
+def gpu_place(places: Sequence[Places]) -> GpuPlace | None:
+    """Return where in a GPU's libraries the main thread is, or else autograd's, in all readings; None if in none."""
+    if not places:
+        return None
+    last = places[-1].threads
+    for thread in [*last[:1], *(other for other in last[1:] if other.comm.startswith(_AUTOGRAD))]:
+        seen = [_same(each, thread.tid) for each in places]
+        found = [_place(each) for each in seen if each is not None]
+        known = [each for each in found if each is not None]
+        if known and len(known) == len(found):
+            is_main = thread is last[0]
+            place = known[-1]
+            return GpuPlace(
+                library=place.library,
+                meaning=place.meaning,
+                call=place.call,
+                thread="" if is_main else thread.comm,
+            )
+    return None
+
+
+def is_located(places: Sequence[Places]) -> bool:
+    """Return whether the main thread's place is known at all."""
+    return bool(places) and any(each.threads and each.threads[0].method for each in places)
+
+
+def autograd_runs(places: Sequence[Places]) -> bool:
+    """Return whether a thread of autograd's was running, in any library."""
+    return any(thread.comm.startswith(_AUTOGRAD) and thread.state == "R" for each in places for thread in each.threads)
+
+
+def _same(places: Places, tid: int) -> ThreadPlace | None:
+    return next((thread for thread in places.threads if thread.tid == tid), None)
+
+
+def _place(thread: ThreadPlace) -> GpuPlace | None:
+    if not thread.inner or not thread.samples:
+        return None
+    inside = [(library, count) for library, count in thread.inner if kind_of_library(library)]
+    if sum(count for _, count in inside) < _NEARLY_ALL * thread.samples:
+        return None
+    meanings = [(str(meaning_of(call)), call) for call in thread.calls if meaning_of(call)]
+    # A collective's init waits in the driver as well: the call shows more than the library.
+    known = dict(reversed(meanings))
+    first = meanings[0][0] if meanings else "waits"
+    strong = [name for name in ("init", "abort", "loads") if name in known]
+    library = inside[0][0]
+    meaning = "loads" if kind_of_library(library) == "compiler" else strong[0] if strong else first
+    return GpuPlace(library=library, meaning=meaning, call=known.get(meaning, ""))

@@ -1,0 +1,214 @@
+"""Whether a rank makes progress, from its samples over time and from what moves beside it. Pure.
+
+Progress is what changes in its Python frames as a step changes them: the user's own lines, loop counters, the local
+variables of the functions that called a wait. CPU time is none, nor is waking up: a wait for a GPU runs at full speed,
+and a tracer wakes a sleeping thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from distdiag.knowledge.frames import kind_of, library_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.facts.stack_types import Frame, Sample, Thread
+    from distdiag.jobs.collect import Watched
+
+BUSY = 0.5
+"""Share of a core from which a thread counts as computing, not as waiting."""
+RUNS = 0.1
+"""The same for a thread that is also blocked at times, as between reads of a disk."""
+_WOKE = 2
+"""A signal may wake a thread once, and it waits on."""
+_STEP_CPU_S = 75e-6
+"""Per wake-up. Seen on a small machine: 150 us in an all_reduce of four numbers, 22 us below `py-spy dump`."""
+_ASLEEP = ("S", "D")
+_WAIT = "communication wait"
+_FOR_ANY = (
+    *(
+        "futex",
+        "poll",
+        "ppoll",
+        "select",
+        "pselect6",
+        "epoll_wait",
+        "epoll_pwait",
+        "epoll_pwait2",
+        "wait4",
+        "waitid",
+        "",
+    ),
+    "restart_syscall",
+)
+"""Calls in which a thread may wait for its own threads, and for several descriptors at once."""
+
+
+class Motion(StrEnum):
+    """What changed for a rank between its samples; the first that holds."""
+
+    MOVES = "moves"
+    """Its Python frames changed: progress."""
+    COMPUTES = "computes"
+    """It used a processor at one place, which may be a long operation or an endless loop."""
+    WORKS = "works"
+    """Its children, other threads, files or connections moved."""
+    POLLS = "polls"
+    """It slept and looked again, at one place."""
+    STILL = "still"
+    """Nothing changed."""
+    UNKNOWN = "unknown"
+    """There is one sample."""
+
+
+def motion_of(watched: Watched, *, waits: bool) -> Motion:
+    """Return what changed. `waits`: it is in a call that waits for other ranks or its GPU."""
+    samples = watched.samples
+    if len(samples) < 2 or not samples[0].threads or not samples[-1].threads:
+        return Motion.UNKNOWN
+    if has_moved(samples, waits=waits):
+        return Motion.MOVES
+    busy = busy_share(samples) or 0.0
+    is_running = all(sample.state == "R" for sample in samples) or (samples[-1].state == "R" and busy >= RUNS)
+    if not waits and (busy >= BUSY or is_running):
+        return Motion.COMPUTES
+    if not waits and works_beside(watched):
+        return Motion.WORKS
+    return Motion.POLLS if polls(samples) else Motion.STILL
+
+
+def works_beside(watched: Watched) -> bool:
+    """Return whether its children, threads, files or connections moved, and it may be waiting for them.
+
+    A thread that slept through all samples in a sleep, or in a call about one file, waits for no thread of its own:
+    whatever they do (a monitor, a recorder) is not its work.
+    """
+    if watched.activity is None:
+        return False
+    still = watched.samples[-1].standstill[0] if watched.samples[-1].standstill else None
+    is_alone = still is not None and still.syscall not in _FOR_ANY and _slept_through(watched.samples)
+    return any(moved.role != "self" or not is_alone for moved in watched.activity.moved)
+
+
+def has_moved(samples: Sequence[Sample], *, waits: bool) -> bool:
+    """Return whether the Python frames of the judged thread changed between two samples."""
+    if len(samples) < 2 or not samples[0].threads or not samples[-1].threads or _slept_through(samples):
+        return False
+    # One in the middle may have failed.
+    return any(
+        _differ(first, last, waits=waits) for first, last in itertools.pairwise(filter(lambda s: s.threads, samples))
+    )
+
+
+def _slept_through(samples: Sequence[Sample]) -> bool:
+    """Return whether the thread did not run between the first sample and the last, whatever was read of its frames."""
+    first, last = samples[0], samples[-1]
+    still = last.standstill[0] if last.standstill else None
+    is_asleep = first.state in _ASLEEP and last.state in _ASLEEP and first.switches == last.switches >= 0
+    return is_asleep and still is not None and still.since_s is not None and still.since_s > last.at_s - first.at_s
+
+
+def _differ(first: Sample, last: Sample, *, waits: bool) -> bool:
+    before, after = first.threads[0], last.threads[0]
+    if _own_lines(before.frames, waits=waits) != _own_lines(after.frames, waits=waits):
+        return True
+    # py-spy reads no counters of a module: those that both readings have count.
+    counters, later = _counters(before), _counters(after)
+    if any(counters[place] != later[place] for place in counters.keys() & later.keys()):
+        return True
+    return _callers_changed(before, after, waits=waits)
+
+
+def _callers_changed(before: Thread, after: Thread, *, waits: bool) -> bool:
+    """Return whether a function that called the present one has assigned a variable: then the call was another one.
+
+    Of a rank that waits, the function that called the wait counts too. Elsewhere that function may be a loop which
+    looks at something again and again, and its callers count alone.
+    """
+    if before.reader != after.reader or len(before.frames) != len(after.frames):
+        return False
+    own = _own(after.frames)
+    start = own if waits else own + 1
+    pairs = zip(before.digests[start:], after.digests[start:], strict=False)
+    return any(one and other and one != other for one, other in pairs)
+
+
+def _own(frames: Sequence[Frame]) -> int:
+    """Return the index of the innermost frame of the user's own code, behind the last one if there is none."""
+    return next((at for at, frame in enumerate(frames) if library_path(frame.file) is None), len(frames))
+
+
+def _counters(thread: Thread) -> dict[tuple[int, str, str], int]:
+    return {(counter.depth, counter.function, counter.name): counter.value for counter in thread.counters}
+
+
+def _own_lines(frames: Sequence[Frame], *, waits: bool) -> tuple[tuple[str, str, int], ...]:
+    """Return the user's own lines; in a server, which has none, the lines that called the wait, or all."""
+    own = tuple((frame.function, frame.file, frame.line) for frame in frames if library_path(frame.file) is None)
+    inside = [at for at, frame in enumerate(frames) if kind_of(frame.function, frame.file)[0] == _WAIT]
+    callers = frames[inside[-1] + 1 :] if waits and inside else frames
+    return own or tuple((frame.function, frame.file, frame.line) for frame in callers)
+
+
+def busy_share(samples: Sequence[Sample]) -> float | None:
+    """Return the share of a core that the judged thread used between the first sample and the last."""
+    first, last = samples[0], samples[-1]
+    elapsed = last.at_s - first.at_s
+    if not same_thread(first, last) and last.threads:
+        return None
+    return (last.main_cpu_s - first.main_cpu_s) / elapsed if elapsed > 0.05 else None
+
+
+def same_thread(first: Sample, last: Sample) -> bool:
+    """Return whether two samples are of one thread."""
+    return bool(first.threads and last.threads) and first.threads[0].os_thread_id == last.threads[0].os_thread_id
+
+
+def woke(samples: Sequence[Sample]) -> int:
+    """Count how often the thread went to sleep between the samples. A tracer, as --native is one, wakes it as well."""
+    first, last = samples[0], samples[-1]
+    was_paused = any(sample.native or sample.tracer is not None for sample in samples)
+    is_known = first.switches >= 0 and same_thread(first, last)
+    return last.switches - first.switches if is_known and not was_paused else 0
+
+
+def polls(samples: Sequence[Sample]) -> bool:
+    """Return whether it sleeps and looks again, as a rank at a FileStore does."""
+    still = samples[-1].standstill[0] if samples[-1].standstill else None
+    return still is not None and "sleep" in still.syscall and (len(samples) < 2 or woke(samples) >= _WOKE)
+
+
+def still_s(samples: Sequence[Sample]) -> float:
+    """Return for how long a rank that has not moved is known to be at its place, at least.
+
+    The kernel's note of when a thread last ran is a lower bound: a tracer, or a signal, resets it.
+    """
+    if not samples:
+        return 0.0
+    first, last = samples[0], samples[-1]
+    if _may_have_moved_unseen(samples):
+        still = last.standstill[0] if last.standstill else None
+        return (still.since_s or 0.0) if still is not None else 0.0
+    watched_s = last.at_s - first.at_s
+    known = [watched_s]
+    for sample in (first, last):
+        still = sample.standstill[0] if sample.standstill else None
+        if still is not None and still.since_s is not None and still.state in _ASLEEP:
+            known.append(still.since_s + (watched_s if sample is first else 0.0))
+    return max(known)
+
+
+def _may_have_moved_unseen(samples: Sequence[Sample]) -> bool:
+    """Return whether a thread woke up again and again, and its frames could not have shown a new call at one place.
+
+    A loop of a script's own lines, outside of functions, has no local variables to compare. A thread that polls wakes
+    up in any case, and so does one that a tracer stops, which costs it less than a step does.
+    """
+    times = woke(samples)
+    if times < _WOKE or polls(samples) or samples[-1].main_cpu_s - samples[0].main_cpu_s < times * _STEP_CPU_S:
+        return False
+    return not any(any(thread.digests[_own(thread.frames) :]) for sample in samples for thread in sample.threads[:1])

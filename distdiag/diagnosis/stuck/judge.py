@@ -1,0 +1,268 @@
+"""From the facts of all nodes to the findings on their jobs: the same for hang, pyspy-all and `trace blocked`. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.diagnosis import remedies
+from distdiag.diagnosis.outliers import Outcome, split
+from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
+from distdiag.diagnosis.stuck.evidence import gather_evidence
+from distdiag.diagnosis.stuck.findings import findings_of
+from distdiag.diagnosis.stuck.join import join, source_rows
+from distdiag.diagnosis.stuck.types import Source, StuckKind
+from distdiag.diagnosis.wording import format_hosts, listed, no_rank_seen
+from distdiag.jobs.roles import (
+    find_jobs,
+    is_called,
+    is_closed,
+    job_options,
+    launcher_name,
+    of_interest,
+    of_pids,
+    without_ranks,
+)
+from distdiag.report import Finding, Fix, Level, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from distdiag.diagnosis.outliers import JobVerdict
+    from distdiag.diagnosis.stack_classes import RankState
+    from distdiag.diagnosis.stuck.join import Joined
+    from distdiag.diagnosis.stuck.types import Asked
+    from distdiag.gathered import Gathered
+    from distdiag.jobs.types import Job, NodePicture
+
+_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_SHOWN = 4
+_PLACES = 3
+_REMEDIES = {
+    "not-python": "pass the pid of its Python child: --pid",
+    "timeout": "increase the limit: --timeout 30; or run py-spy dump --nonblocking on it",
+    "failed": "try again: a process that is starting or exiting cannot be read",
+}
+
+
+def judge(asked: Asked, nodes: Sequence[NodePicture]) -> list[Joined]:
+    """Find the jobs that were asked for and judge each; the worst first."""
+    stacks = [node.stacks for node in nodes]
+    jobs = find_jobs(stacks, whole=not (asked.user or (asked.pids and asked.command != "hang")))
+    jobs = [job for job in jobs if not asked.job or is_called(job, asked.job)]
+    if asked.pids:
+        named = [each for node in nodes for each in node.processes.processes if each.pid in asked.pids]
+        jobs = of_pids(jobs, asked.pids, named)
+    else:
+        jobs = of_interest(jobs)
+    return judge_jobs(asked, nodes, jobs)
+
+
+def judge_jobs(asked: Asked, nodes: Sequence[NodePicture], jobs: Sequence[Job]) -> list[Joined]:
+    """Judge jobs; the worst first."""
+    alone = len(jobs) == 1 and not asked.pids
+    judged = [join(gather_evidence(asked, nodes, job, alone=alone)) for job in jobs]
+    return sorted(judged, key=lambda joined: _ORDER.index(joined.level))
+
+
+def job_findings(
+    asked: Asked, judged: Sequence[Joined], nodes: Sequence[NodePicture], gathered: Gathered[NodePicture]
+) -> list[Finding]:
+    """Write what was found of all jobs, and which ranks and hosts could not be read."""
+    found: list[Finding] = []
+    for joined in judged:
+        name = joined.evidence.job.name
+        prefix = f"{f'job {name}' if name else 'ranks without MASTER_ADDR'}: " if len(judged) > 1 else ""
+        found += [replace(each, title=prefix + each.title) for each in _of_job(asked, joined, nodes)]
+    if not judged and (nodes or not gathered.refusals):
+        found.append(no_job(asked, nodes))
+    found += [_incomplete(node) for node in nodes if node.missing]
+    return [*found, *_left_stopped(nodes), *host_findings(gathered.refusals, gathered.rows)]
+
+
+def _of_job(asked: Asked, joined: Joined, nodes: Sequence[NodePicture]) -> list[Finding]:
+    verdict = joined.evidence.stacks
+    is_decided = joined.level in (Level.FAIL, Level.WARN)
+    by_stacks = not is_decided or joined.claim is None or joined.claim.source is Source.STACKS
+    is_wanted = by_stacks or asked.command == "pyspy-all"  # there, a stack that is missing is worth its line
+    unread = _unreadable(verdict, asked, nodes) if is_wanted else []
+    if is_closed(verdict.job):
+        unread = [replace(finding, title=unread_in_words(verdict.job)) for finding in unread[:1]]
+    unseen = remedies.unseen_ranks(verdict.job, "hang.unseen")
+    is_clear = verdict.outcome is Outcome.UNREADABLE and joined.kind is StuckKind.UNKNOWN and not joined.against
+    if is_clear and unread:
+        unread[0] = replace(unread[0], detail=_from_proc(joined))
+    found = [] if is_clear and (unread or unseen) else findings_of(joined, source_rows(joined))
+    return [*found, *unread, *unseen, *_deduced(verdict)]
+
+
+def _from_proc(joined: Joined) -> str:
+    """Return the waits that /proc shows of ranks whose stacks are unknown; without the right to read, it has none."""
+    waits = joined.claims.get(Source.WAITS)
+    is_denied = all(state.thread.status == "denied" for state in joined.evidence.stacks.unreadable)
+    return f"From /proc: {waits.says}." if waits is not None and not is_denied else ""
+
+
+def _incomplete(node: NodePicture) -> Finding:
+    title = f"not all of {node.host} is known: {node.missing}"
+    return Finding(id="hang.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(node.host,)))
+
+
+def _left_stopped(nodes: Sequence[NodePicture]) -> Iterator[Finding]:
+    """Report what should never happen."""
+    for node in nodes:
+        for watched in node.watched:
+            if any(sample.left_stopped for sample in watched.samples):
+                yield Finding(
+                    id="hang.left-stopped",
+                    level=Level.WARN,
+                    title=f"pid {watched.pid} on {node.host} was stopped after sampling; distdiag resumed it",
+                    where=Where(hosts=(node.host,), pids=(watched.pid,)),
+                )
+
+
+def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
+    """Report that no rank was found: what was looked for, and which jobs there are."""
+    hosts = format_hosts(node.host for node in nodes)
+    launchers = without_ranks([node.stacks for node in nodes])
+    if asked.pids:
+        return _no_process(asked, nodes, hosts)
+    if launchers and not asked.job:
+        host, launcher = launchers[0]
+        return Finding(
+            id="hang.no-rank",
+            level=Level.UNKNOWN,
+            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) runs, but none of its ranks does",
+            detail="torchrun waits in its rendezvous until all nodes have joined; srun and mpirun wait for resources. "
+            "If it had ranks before, they have just ended.",
+            where=Where(hosts=tuple(dict.fromkeys(host for host, _ in launchers)), pids=(launcher.pid,)),
+            fix=Fix(
+                text="check that it runs on all nodes, and that they reach its endpoint",
+                commands=(asked.again("ports"),),
+            ),
+        )
+    others = find_jobs([node.stacks for node in nodes], whole=False) if asked.job else []
+    options = job_options(of_interest(others))
+    if options:
+        return Finding(
+            id="hang.no-job",
+            level=Level.UNKNOWN,
+            title=f"no rank of job {asked.job} was found on {hosts}",
+            detail=f"Jobs found: {listed(options)}.",
+            fix=Fix(
+                text="name one of these, or the hosts of the job",
+                commands=tuple(asked.again(asked.command, option) for option in options[:_SHOWN]),
+            ),
+        )
+    of = f" of job {asked.job}" if asked.job else f" of user {asked.user}" if asked.user else ""
+    return Finding(
+        id="hang.no-job",
+        level=Level.UNKNOWN,
+        title=f"no rank{of} was found" + (f" on {hosts}" if hosts else ""),
+        detail=no_rank_seen(node.processes for node in nodes),
+        fix=Fix(text="name the hosts of the job", commands=(f"{asked.program} {asked.command} --hosts LIST",)),
+    )
+
+
+def _no_process(asked: Asked, nodes: Sequence[NodePicture], hosts: str) -> Finding:
+    """Report pids that belong to no job: on several hosts, each is meant for one of them."""
+    pids = ", ".join(map(str, asked.pids))
+    is_hidden = any(node.processes.asked_unseen for node in nodes)
+    is_gone = all(set(asked.pids) <= set(node.processes.asked_missing) for node in nodes)
+    why = (
+        "alive, but /proc hides it from this user"
+        if is_hidden
+        else "not found: it exited, or runs on another host"
+        if is_gone
+        else "belongs to no job, and it is no Python process that has loaded torch"
+    )
+    fix = Fix(text="run it as root or as that user") if is_hidden else None
+    title = f"process {pids} on {hosts}: {why}"
+    return Finding(id="hang.no-job", level=Level.UNKNOWN, title=title, where=Where(), fix=fix)
+
+
+def _unreadable(verdict: JobVerdict, asked: Asked, nodes: Sequence[NodePicture]) -> list[Finding]:
+    """Name the processes that could not be read, why, and what gives the right to."""
+    by_reason: dict[tuple[str, str], list[RankState]] = {}
+    for state in verdict.unreadable:
+        by_reason.setdefault((state.thread.status, state.thread.reason), []).append(state)
+    return [_cannot_read(members, asked, _node_of(members[0], nodes)) for members in by_reason.values()]
+
+
+def _node_of(state: RankState, nodes: Sequence[NodePicture]) -> NodePicture | None:
+    return next((node for node in nodes if node.host == state.member.host), None)
+
+
+def _cannot_read(members: list[RankState], asked: Asked, node: NodePicture | None) -> Finding:
+    status, reason = members[0].thread.status, members[0].thread.reason
+    remedy = Fix(text=_REMEDIES[status]) if status in _REMEDIES else None
+    return Finding(
+        id="hang.unreadable",
+        level=Level.UNKNOWN,
+        title=f"{who(members)} could not be read: {reason}",
+        where=where_of(members),
+        evidence=kernel_words(members) or _not_sampled(node),
+        fix=_rights(members[0], asked, node) if status == "denied" else remedy,
+    )
+
+
+def _not_sampled(node: NodePicture | None) -> tuple[str, ...]:
+    ends = node.ended if node is not None else ()
+    return tuple(f"stacks: {end.why}" for end in ends if end.source == Source.STACKS and end.why)
+
+
+def _rights(state: RankState, asked: Asked, node: NodePicture | None) -> Fix:
+    """Return how to get the right to read a process; in order of effort, and only what helps there."""
+    scope = node.processes.ptrace_scope if node is not None else None
+    as_root = node is not None and node.processes.user == 0
+    theirs = state.member.process.user if state.member.process is not None else -1
+    as_other_user = remedies.as_other_user(f"{asked.program} {asked.command}")
+    if node is not None and not as_root and theirs != node.processes.user:
+        return as_other_user
+    if scope in (1, 2) and not as_root:
+        text = "run it as root, or allow users to read their own processes until the next reboot"
+        commands = (*as_other_user.commands, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope")
+        return Fix(text=text, commands=commands)
+    if scope == 3:
+        return Fix(
+            text="kernel.yama.ptrace_scope is 3: no process can be read until this host is rebooted with a lower value"
+        )
+    return remedies.ptrace_in_container()
+
+
+def _deduced(verdict: JobVerdict) -> list[Finding]:
+    """List the processes whose rank only follows from the other ranks."""
+    return [
+        Finding(
+            id="hang.rank-deduced",
+            level=Level.INFO,
+            title=f"pid {member.process.pid} on {member.host} is assumed to be rank {member.rank}",
+            detail="Its environment does not set a rank. It started the other ranks of its host, has a connection on "
+            "their MASTER_PORT, and this is the only rank unaccounted for. Lightning starts ranks this way.",
+            where=Where(hosts=(member.host,), ranks=(member.rank,), pids=(member.process.pid,)),
+        )
+        for member in verdict.job.members
+        if member.deduced and member.rank is not None and member.process is not None
+    ]
+
+
+def where_of(members: Iterable[RankState]) -> Where:
+    """Return the hosts, ranks and pids of some ranks."""
+    members = list(members)
+    return Where(
+        hosts=tuple(dict.fromkeys(state.member.host for state in members if state.member.host)),
+        ranks=tuple(sorted({state.member.rank for state in members if state.member.rank is not None})),
+        pids=tuple(state.member.pid for state in members if state.member.pid is not None),
+    )
+
+
+def kernel_words(members: Sequence[RankState]) -> tuple[str, ...]:
+    """Format what the kernel reports of the first rank of each place."""
+    lines = []
+    for group in split(members)[:_PLACES]:
+        still = group[0].standstill
+        if still is not None:
+            facts = [f"state {still.state}", still.syscall, still.wait_channel, still.path]
+            lines.append(f"{briefly(group)}: " + ", ".join(fact for fact in facts if fact))
+    return tuple(lines)

@@ -1,0 +1,32 @@
+"""What the accused ranks have in common that not all ranks have: a node, a local rank, a parallel group. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.diagnosis.outliers import JobVerdict
+    from distdiag.diagnosis.stack_classes import RankState
+
+
+def common_to(outliers: Sequence[RankState], verdict: JobVerdict, groups: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    """Describe what these ranks have in common that not all ranks have: a node, a local rank, a parallel group."""
+    count = len(outliers)
+    parts = []
+    hosts = {state.member.host for state in outliers}
+    if count > 1 and len(hosts) == 1 and len({state.member.host for state in verdict.states}) > 1:
+        there = sum(state.member.host in hosts for state in verdict.states)
+        parts.append(f"all on {next(iter(hosts))}" + (", all of its ranks" if there == count else ""))
+    locals_ = {state.member.local_rank for state in outliers}
+    if count > 1 and len(locals_) == 1 and None not in locals_ and len(hosts) > 1:
+        parts.append(f"all have local rank {next(iter(locals_))}")
+    ranks = {state.member.rank for state in outliers if state.member.rank is not None}
+    for name, group in groups:
+        if len(ranks) == count and ranks <= set(group):
+            parts.append(f"{'all ' if count > 1 else ''}in {name} group {fold_ranks(group)}")
+    kind = "stragglers" if verdict.only_slow else "stuck ranks"
+    return f"What the {kind} have in common: {'; '.join(parts)}." if parts else ""

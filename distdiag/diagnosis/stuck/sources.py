@@ -1,0 +1,310 @@
+"""The claims of the other sources: GPUs, NCCL's RAS, flight recorder, log, kernel, versions. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import name_ranks
+from distdiag.diagnosis.gpu_use import GpuKind
+from distdiag.diagnosis.stack_classes import StackClass
+from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
+from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.report import Fix, Level
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.diagnosis.ras import Member, RasVerdict
+    from distdiag.diagnosis.stuck.evidence import Evidence
+    from distdiag.jobs.types import NodePicture
+
+
+def of_gpus(evidence: Evidence) -> Claim:
+    """Return the claim of the GPUs themselves: which of them run the kernel of a collective, and which are idle."""
+    verdict = evidence.gpus
+    if verdict is None:
+        return Claim(source=Source.GPU, says="no GPU was found to be a rank's")
+    index = evidence.graph.index
+    ranks = frozenset(rank for rank in map(index.rank, verdict.named) if rank is not None)
+    claim = Claim(source=Source.GPU, says=verdict.says, evidence=verdict.evidence, is_sure=False)
+    if verdict.kind is GpuKind.ONE_IDLE:
+        # A GPU that was not read may be idle as well: then the others may wait in a collective of a few ranks.
+        is_whole = len(verdict.named) + len(verdict.spinning) == evidence.job.world_size
+        return replace(
+            claim,
+            kind=StuckKind.NOT_IN_COLLECTIVE,
+            ranks=ranks,
+            pids=tuple(pid for _, pid in verdict.named),
+            hosts=tuple(dict.fromkeys(host for host, _ in verdict.named)),
+            is_sure=verdict.is_sure and is_whole,
+        )
+    return claim
+
+
+_OF_RECORDER = {
+    "flight-recorder.never-called": (StuckKind.NOT_IN_COLLECTIVE, True),
+    "flight-recorder.no-counterpart": (StuckKind.NOT_IN_COLLECTIVE, True),
+    "flight-recorder.op-mismatch": (StuckKind.DIFFERENT_COLLECTIVES, True),
+    "flight-recorder.size-mismatch": (StuckKind.SIZE_MISMATCH, True),
+    "flight-recorder.dtype-mismatch": (StuckKind.SIZE_MISMATCH, True),
+    "flight-recorder.order-inversion": (StuckKind.DEADLOCK, True),
+    "flight-recorder.deadlock": (StuckKind.DEADLOCK, True),
+    "flight-recorder.device-stuck": (StuckKind.DEVICE, True),
+    "flight-recorder.no-dump": (StuckKind.NOT_IN_COLLECTIVE, False),
+    "flight-recorder.in-flight": (StuckKind.NETWORK, False),
+    "flight-recorder.late-rank": (StuckKind.SLOW, True),
+    "flight-recorder.all-ended": (StuckKind.OUTSIDE, False),
+}
+
+
+def of_recorder(evidence: Evidence) -> Claim:
+    """Return the claim of the flight recorders."""
+    found = [finding for finding in evidence.recorder_findings if finding.id in _OF_RECORDER]
+    if evidence.stale_dumps_s:
+        age = lasting(evidence.stale_dumps_s)
+        return Claim(source=Source.RECORDER, says=f"the newest dump is {age} old, from before the ranks began to wait")
+    if not found:
+        first = next(iter(evidence.recorder_findings), None)
+        return Claim(source=Source.RECORDER, says=first.title if first else "no dump was read")
+    first = found[0]
+    kind, is_sure = _OF_RECORDER[first.id]
+    return Claim(
+        source=Source.RECORDER,
+        says=first.title,
+        kind=kind,
+        is_sure=is_sure,
+        ranks=frozenset(first.where.ranks),
+        witnesses=frozenset(first.witnesses.ranks),
+        evidence=first.evidence,
+        detail=first.detail,
+        fix=first.fix if kind is not StuckKind.NOT_IN_COLLECTIVE else None,
+    )
+
+
+_FAILED = ("logs.first-failure", "logs.same-failure", "logs.exit", "logs.left-early")
+_ABOUT_COLLECTIVES = {
+    "logs.desync": StuckKind.NOT_IN_COLLECTIVE,
+    "logs.missing-rank": StuckKind.NOT_IN_COLLECTIVE,
+    "logs.collective-mismatch": StuckKind.DIFFERENT_COLLECTIVES,
+    "logs.watchdog-mismatch": StuckKind.DIFFERENT_COLLECTIVES,
+    "logs.watchdog-outside": StuckKind.OUTSIDE,
+}
+
+
+def of_log(evidence: Evidence) -> Claim:
+    """Return the claim of the job's log. A failed rank counts only if it is gone: it may have caught the error."""
+    gone = gone_ranks(evidence)
+    for finding in evidence.log_findings:
+        claim = Claim(
+            source=Source.LOG,
+            says=finding.title,
+            ranks=frozenset(finding.where.ranks),
+            witnesses=frozenset(finding.witnesses.ranks),
+            evidence=finding.evidence,
+            fix=finding.fix,
+        )
+        if finding.id in _ABOUT_COLLECTIVES:
+            # After a restart the lines may be of the attempt before.
+            is_sure = finding.level is Level.FAIL and not evidence.restarts
+            return replace(claim, kind=_ABOUT_COLLECTIVES[finding.id], is_sure=is_sure)
+        if finding.id in _FAILED and claim.ranks & gone:
+            return replace(claim, kind=StuckKind.EXITED)
+        if finding.level is Level.FAIL:
+            says = f"{finding.title}" + ("; it is alive" if claim.ranks else "")
+            return replace(claim, says=says, ranks=frozenset())
+    bars = [bar for bar in evidence.bars if bar.rank is not None]
+    first = next((finding for finding in evidence.log_findings if finding.id != "logs.empty"), None)
+    says = "; ".join(f"rank {bar.rank}: {bar.name} {bar.percent} %" for bar in bars[:2])
+    return Claim(source=Source.LOG, says=says or (first.title if first is not None else "the log is empty so far"))
+
+
+def gone_ranks(evidence: Evidence) -> frozenset[int]:
+    """Return the ranks whose process has ended."""
+    states = evidence.stacks.states
+    return frozenset(
+        state.member.rank
+        for state in states
+        if state.thread.kind is StackClass.EXITED and state.member.rank is not None
+    )
+
+
+def _living_ranks(evidence: Evidence) -> frozenset[int]:
+    """Return the ranks whose process was seen, whatever it does."""
+    members = (state.member for state in evidence.stacks.states if state.thread.kind is not StackClass.EXITED)
+    return frozenset(member.rank for member in members if member.rank is not None and member.process is not None)
+
+
+def of_ras(evidence: Evidence) -> Claim:
+    """Return the claim of NCCL's RAS."""
+    from distdiag.diagnosis.ras import RasState
+
+    verdicts = _most_alike(evidence.ras)
+    if evidence.ras and not verdicts:
+        return Claim(source=Source.RAS, says=f"the {len(evidence.ras)} nodes that answered do not agree")
+    for verdict in verdicts:
+        if verdict.state is RasState.LAGGING and verdict.lags:
+            lag = verdict.lags[0]
+            ranks = _global_ranks(evidence, lag.members, lag.lagging, lag.n_lagging + lag.n_ahead)
+            says = f"{name_ranks(sorted(ranks))} behind: {verdict.why}" if ranks else verdict.why
+            claim = Claim(source=Source.RAS, says=says, kind=StuckKind.NOT_IN_COLLECTIVE)
+            return replace(claim, ranks=ranks, hosts=_hosts(evidence, lag.members))
+        if verdict.state is RasState.DEAD and verdict.dead:
+            own = tuple(member.rank for member in verdict.dead)
+            ranks = _global_ranks(evidence, verdict.dead, own, verdict.n_ranks)
+            hosts = _hosts(evidence, verdict.dead)
+            if ranks and ranks <= _living_ranks(evidence):
+                # Stopped, or NCCL's threads in it cannot be reached: that it hangs for this reason is not proven.
+                says = f"{verdict.why}, but {name_ranks(sorted(ranks))} still run{'s' if len(ranks) == 1 else ''}"
+                return Claim(
+                    source=Source.RAS, says=says, kind=StuckKind.NETWORK, ranks=ranks, hosts=hosts, is_sure=False
+                )
+            return Claim(source=Source.RAS, says=verdict.why, kind=StuckKind.EXITED, ranks=ranks, hosts=hosts)
+    moving = next((verdict for verdict in verdicts if verdict.state is RasState.MOVING), None)
+    if moving is not None:
+        return Claim(source=Source.RAS, says=moving.why, kind=StuckKind.NOT_HUNG)
+    first = next(iter(verdicts), None)
+    return Claim(source=Source.RAS, says=first.why if first else "it was not asked")
+
+
+def _most_alike(verdicts: Sequence[RasVerdict]) -> list[RasVerdict]:
+    """Return the answers of most nodes: every process answers for the whole job, so one that differs is in doubt."""
+
+    def key(verdict: RasVerdict) -> tuple[object, ...]:
+        return verdict.state, tuple(lag.lagging for lag in verdict.lags), tuple(dead.rank for dead in verdict.dead)
+
+    counts = Counter(map(key, verdicts))
+    chosen, count = counts.most_common(1)[0] if counts else (None, 0)
+    return [verdict for verdict in verdicts if key(verdict) == chosen] if 2 * count > len(verdicts) else []
+
+
+def _global_ranks(evidence: Evidence, members: Sequence[Member], listed: Sequence[int], size: int) -> frozenset[int]:
+    """Return the ranks of the job that these are: RAS numbers them within a communicator, and names addresses.
+
+    By host and process; else by number, if the communicator is of all ranks. None where that leaves a doubt.
+    """
+    addresses = _addresses(evidence)
+    by_process: dict[tuple[str, int | None], int | None] = {
+        (member.host, member.pid): member.rank for member in evidence.job.members
+    }
+    found = [by_process.get((addresses.get(each.host, each.host), each.pid)) for each in members]
+    if found and all(rank is not None for rank in found):
+        return frozenset(rank for rank in found if rank is not None)
+    return frozenset(listed) if size == evidence.job.world_size else frozenset()
+
+
+def _addresses(evidence: Evidence) -> dict[str, str]:
+    """Return the hosts by their addresses; an address of several hosts, such as loopback, is left out."""
+    found: dict[str, set[str]] = {}
+    for node in evidence.nodes:
+        for network in node.networks:
+            for address in network.addresses:
+                found.setdefault(address, set()).add(node.host)
+    return {address: next(iter(hosts)) for address, hosts in found.items() if len(hosts) == 1}
+
+
+def _hosts(evidence: Evidence, members: Sequence[Member]) -> tuple[str, ...]:
+    addresses = _addresses(evidence)
+    return tuple(dict.fromkeys(addresses.get(member.host, member.host) for member in members if member.host))
+
+
+def of_kernel(evidence: Evidence) -> Claim:
+    """Return the claim of the kernel: OOM kills, Xid, links, data that is not acknowledged."""
+    by_pid: dict[tuple[str, int | None], int | None] = {
+        (member.host, member.pid): member.rank for member in evidence.job.members if member.pid is not None
+    }
+    gone = gone_ranks(evidence)
+    lines = [
+        (node.host, line)
+        for node in evidence.nodes
+        for signs in node.kernel
+        for line in signs.lines
+        if line.pid is None or (node.host, line.pid) in by_pid or (line.kind == "oom" and gone)
+    ]
+    for host, line in lines:
+        rank = by_pid.get((host, line.pid))
+        if line.kind == "oom" and (rank is not None or gone):
+            ranks = frozenset([rank]) if rank is not None else gone if len(gone) == 1 else frozenset()
+            says = f"{line.text} ({host}, {lasting(line.age_s)} ago)"
+            return Claim(
+                source=Source.KERNEL,
+                says=says,
+                kind=StuckKind.EXITED,
+                ranks=ranks,
+                hosts=(host,),
+                is_sure=bool(ranks),
+            )
+        if line.kind in ("xid", "nvlink", "gpu-lost"):
+            says = f"{line.text} ({host}, {lasting(line.age_s)} ago)"
+            return Claim(source=Source.KERNEL, says=says, kind=StuckKind.DEVICE, hosts=(host,), is_sure=False)
+    lost = [(node.host, each) for node in evidence.nodes for signs in node.kernel for each in signs.unacknowledged]
+    if lost:
+        host, each = lost[0]
+        senders = [rank for host, each in lost if (rank := by_pid.get((host, each.pid))) is not None]
+        says = (
+            f"{name_ranks(senders) if senders else f'pid {each.pid}'}: {each.queued_bytes} bytes to {each.remote} are "
+            f"not acknowledged after {each.retransmits} retransmissions"
+        )
+        return Claim(
+            source=Source.KERNEL,
+            says=says,
+            kind=StuckKind.NETWORK,
+            is_sure=False,
+            hosts=tuple(dict.fromkeys(host for host, _ in lost)),
+            witnesses=frozenset(senders),
+        )
+    other = [f"{line.text} ({host})" for host, line in lines]
+    kills = [
+        f"{count} OOM kills in cgroup {path}"
+        for node in evidence.nodes
+        for signs in node.kernel
+        for path, count in signs.oom_kills
+        if count
+    ]
+    unread = next((s.log_error for n in evidence.nodes for s in n.kernel if s.log_error), "")
+    says = "; ".join([*other[:2], *kills[:1]])
+    unread = f"the kernel log cannot be read ({unread}); nothing else" if unread else "nothing"
+    says = says or f"{unread} stands out"
+    return Claim(source=Source.KERNEL, says=says)
+
+
+def of_versions(evidence: Evidence) -> Claim:
+    """Return the claim of known hangs of the job's versions."""
+    if not evidence.advisories:
+        return Claim(source=Source.VERSIONS, says="no known hang matches the versions of this job")
+    first = evidence.advisories[0]
+    return Claim(
+        source=Source.VERSIONS,
+        says=f"{first.applies}: {first.symptom}",
+        kind=StuckKind.KNOWN_BUG,
+        is_sure=False,
+        detail=first.title,
+        evidence=(first.source,),
+        fix=Fix(text=first.fix, commands=first.commands),
+    )
+
+
+def availability(evidence: Evidence) -> Mapping[Source, tuple[str, str]]:
+    """Return for each source that was read on no node why, and what would change that."""
+    found: dict[Source, tuple[str, str]] = {}
+    for source in evidence.asked.sources:
+        ends = [end for node in evidence.nodes for end in node.ended if end.source == source]
+        if not ends and not _was_read(evidence.nodes, source):
+            found[source] = ("it was not read", "")
+        elif ends and all(end.why for end in ends) and not _was_read(evidence.nodes, source):
+            found[source] = (ends[0].why, ends[0].hint)
+    return found
+
+
+_FACTS = {Source.STACKS: "watched", Source.WAITS: "blocked", Source.RECORDER: "dumps", Source.LOG: "logs"}
+"""Keep what each source returned before its deadline."""
+
+
+def _was_read(nodes: Sequence[NodePicture], source: Source) -> bool:
+    return source in _FACTS and any(getattr(node, _FACTS[source]) for node in nodes)
+
+
+def seconds_of(evidence: Evidence, source: Source) -> float:
+    """Return how long reading a source took, on the slowest node."""
+    return max((end.seconds for node in evidence.nodes for end in node.ended if end.source == source), default=0.0)

@@ -1,0 +1,165 @@
+"""From the hosts of a command to a picture of the ranks on each: what hang, pyspy-all and `trace blocked` judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from distdiag import runner
+from distdiag.cluster.ship_pyspy import bring_py_spy
+from distdiag.cluster.start_fleet import Agent
+from distdiag.jobs.collect import Processes
+from distdiag.jobs.picture import Part
+from distdiag.jobs.roles import to_sample
+from distdiag.jobs.types import NodePicture
+from distdiag.runner import Asks, Question
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from distdiag.cluster.node import Node
+    from distdiag.cluster.targets import Cluster
+    from distdiag.gathered import Gathered
+    from distdiag.output import Progress
+
+COLLECT = "distdiag.jobs.picture"
+LONGEST_S = 31.0
+"""For how long hang samples ranks that have not moved, at most."""
+_SPARE_S = 1.0
+_BRING_TO = 256
+"""Nodes that get a copy of py-spy, 3 MB each; on a cluster it mostly is on a shared file system."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How stacks are sampled. `sample_s`: time limit of one sample of one process; `longest_s`: see sample_stacks."""
+
+    samples: int = 2
+    interval_s: float = 1.0
+    sample_s: float = 5.0
+    longest_s: float = LONGEST_S
+    native: bool = False
+    all_threads: bool = False
+    helpers: bool = False
+
+    def takes_s(self) -> float:
+        """Return how long all samples take, at most."""
+        return max(self.samples * self.interval_s, self.longest_s) + 2 * self.sample_s * (self.samples + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """Which sources are read, and their options. `timeout_s`: for all sources of a node."""
+
+    sources: tuple[str, ...]
+    timeout_s: float
+    sampling: Sampling = Sampling()
+    logs: tuple[str, ...] = ()
+    recorder: tuple[str, ...] = ()
+    waits_of_all: bool = False
+
+
+def agent(pids: Sequence[int], user: str) -> Agent:
+    """Return the agent that finds the ranks of a node, and then reads their sources."""
+    return Agent(collect=COLLECT, facts=Processes, ask={"pids": list(pids), "user": user})
+
+
+def gather(
+    cluster: Cluster,
+    finder: Agent,
+    wish: Wish,
+    choose: Callable[[Mapping[str, Processes]], Mapping[str, Processes]],
+    progress: Progress,
+    *,
+    doing: str,
+) -> Gathered[NodePicture]:
+    """Find the processes on all hosts, `choose` those to read, and read them. Raises what `choose` raises."""
+    kept: dict[str, Processes] = {}
+
+    def plan(hosts: Mapping[str, Processes], _: object) -> Asks:
+        kept.update(choose(hosts))
+        asks = {host: ask(wish, processes) for host, processes in kept.items()}
+        by_host = {host: own for host, own in asks.items() if own is not None}
+        return Asks(by_host=by_host, timeout_s=wish.timeout_s + _SPARE_S)
+
+    question = Question[Processes, Part, NodePicture](
+        part=Part,
+        plan=plan,
+        join=lambda host, first, parts, why: merge(host, kept.get(host, first), parts, why),
+        doing=doing,
+        before=_bring,
+    )
+    return runner.gather(cluster, finder, question, progress)
+
+
+def _bring(nodes: Mapping[str, Node]) -> None:
+    bring_py_spy(nodes.values(), at_most=_BRING_TO)
+
+
+def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
+    """Return what a node is asked; None for one with nothing of a job, and no files that were named."""
+    from distdiag.knowledge import gpu_libraries, job_logs
+
+    sampling = wish.sampling
+    pids, once = to_sample(processes.processes, helpers=sampling.helpers)
+    if not pids and not wish.logs and not wish.recorder and not (wish.waits_of_all and processes.processes):
+        return None
+    sampled = set(pids) - set(once)
+    ranks = [(p.pid, p.place.rank if p.place else None) for p in processes.processes if p.pid in sampled]
+    return {
+        "sources": list(wish.sources),
+        "pids": pids,
+        "ranks": ranks,
+        "waits_of": [process.pid for process in processes.processes] if wish.waits_of_all else pids,
+        "launchers": [process.pid for process in processes.processes if process.kind == "launcher"],
+        "stacks": {
+            "once": once,
+            "ranks": _heads(processes, sampled),
+            "samples": sampling.samples,
+            "interval_s": sampling.interval_s,
+            "timeout_s": min(sampling.sample_s, wish.timeout_s / 3),
+            "native": sampling.native,
+            "all_threads": sampling.all_threads,
+            "longest_s": sampling.longest_s,
+            "libraries": gpu_libraries.for_nodes(),
+        },
+        "logs": list(wish.logs),
+        "recorder": list(wish.recorder),
+        "patterns": job_logs.for_nodes() if "log" in wish.sources else [],
+        "timeout_s": wish.timeout_s,
+        "ras_s": max(1.0, min(10.0, wish.timeout_s / 2)),
+    }
+
+
+def _heads(processes: Processes, sampled: set[int]) -> list[int]:
+    """Return the sampled processes not below another one of the same rank: an evaluation there works for its rank."""
+    ranks = {p.pid: p.place.rank for p in processes.processes if p.pid in sampled and p.place is not None}
+    below = {
+        p.pid for p in processes.processes if p.pid in ranks and any(ranks.get(a) == ranks[p.pid] for a in p.above)
+    }
+    return [p.pid for p in processes.processes if p.pid in sampled - below]
+
+
+def merge(host: str, processes: Processes, parts: Sequence[Part], why: str) -> NodePicture:
+    """Make one picture of what a node sent; of a process that was sent twice the last one counts."""
+    joined = {field.name: tuple(each for part in parts for each in getattr(part, field.name)) for field in fields(Part)}
+    once = {name: tuple({each.pid: each for each in joined[name]}.values()) for name in ("watched", "blocked")}
+    return NodePicture(host=host, processes=processes, missing=why, **{**joined, **once})
+
+
+def unread(host: str, why: str) -> NodePicture:
+    """Stand in for a node that sent nothing, or a file that could not be read."""
+    nothing = Processes(host, -1, None, may_trace=False, processes=(), asked_missing=())
+    return NodePicture(host=host, processes=nothing, missing=why)
+
+
+def all_nodes(gathered: Gathered[NodePicture]) -> list[NodePicture]:
+    """Return the pictures of all nodes, also of those that sent nothing."""
+    known = {node.host for node in gathered.facts}
+    missing = [unread(host, why) for host, why in gathered.missing.items() if host not in known]
+    return [*gathered.facts, *missing]
+
+
+def shortened(sampling: Sampling, longest_s: float) -> Sampling:
+    """Return the same with at most this much sampling beyond the samples that were asked for."""
+    return replace(sampling, longest_s=min(sampling.longest_s, longest_s))
