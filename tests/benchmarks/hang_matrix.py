@@ -32,7 +32,7 @@ SETTLE_S = 12.0
 READY_S = 90.0
 FAULTS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "sleeps": ((2,), ("not-in-collective",)),
-    "load-batch": ((2,), ("data-loading",)),
+    "load-batch": ((2,), ("not-in-collective",)),
     "worker": ((2,), ("data-loading",)),
     "stopped": ((2,), ("stopped",)),
     "exits": ((2,), ("exited",)),
