@@ -103,8 +103,11 @@ class _Look:
             self._locate()
 
     def end(self) -> None:
-        """Take the last readings."""
+        """Take the last readings; after a long look also of the helpers, whose age counts at its end."""
         if any(len(samples) > 1 for samples in self._taken.values()):
+            if time.monotonic() - self.began_s > _LONG_S:
+                for pid, sample in stack_sampler.take_samples(sorted(self._once), self._options).items():
+                    self._taken[pid].append(sample)
             self._locate()
             self._activity = {each.pid: each for each in self._meter.read()}
 
