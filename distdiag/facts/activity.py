@@ -29,6 +29,8 @@ _ENDED_SHARE = 0.1
 """The same of children that started and ended unseen: a monitor that starts nvidia-smi every few seconds is below."""
 _BYTES_S = 4096.0
 """Log lines, wake-ups through eventfd and heartbeats are below."""
+_CHILD_BYTES_S = 256.0
+"""Of children: one without work does no I/O at all, and one that sleeps between two downloads does little."""
 _BURST_BYTES_S = 65536.0
 """Of threads other than the main one: a monitor reads some 20 KB of /proc every few seconds."""
 _TRICKLE_BYTES_S, _TRICKLE_BYTES, _ONE_WAY = 256.0, 512, 8
@@ -247,8 +249,8 @@ class _Change:
             known = _same(self.first.table.get(child), now)
             before = self.first.io.get(child) if known else IoBytes()
             for what, size in zip(("read", "written"), _since(before, self.last.io.get(child))):
-                if size >= _BYTES_S * self.seconds:
-                    yield size / (_BYTES_S * self.seconds), Moved(what, child, now.comm, "child", "", size)
+                if size >= _CHILD_BYTES_S * self.seconds:
+                    yield size / (_CHILD_BYTES_S * self.seconds), Moved(what, child, now.comm, "child", "", size)
         for parent in (pid, *family):
             cpu_s = self._ended_s(parent)
             if cpu_s >= _ENDED_SHARE / _SHARE * self.least_s:
