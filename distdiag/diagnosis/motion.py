@@ -11,6 +11,7 @@ import itertools
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from distdiag.facts.syscall_names import MAY_WAIT_FOR_OWN
 from distdiag.knowledge.frames import kind_of, library_path
 
 if TYPE_CHECKING:
@@ -29,23 +30,6 @@ _STEP_CPU_S = 75e-6
 """Per wake-up. Seen on a small machine: 150 us in an all_reduce of four numbers, 22 us below `py-spy dump`."""
 _ASLEEP = ("S", "D")
 _WAIT = "communication wait"
-_FOR_ANY = (
-    *(
-        "futex",
-        "poll",
-        "ppoll",
-        "select",
-        "pselect6",
-        "epoll_wait",
-        "epoll_pwait",
-        "epoll_pwait2",
-        "wait4",
-        "waitid",
-        "",
-    ),
-    "restart_syscall",
-)
-"""Calls in which a thread may wait for its own threads, and for several descriptors at once."""
 
 
 class Motion(StrEnum):
@@ -90,7 +74,7 @@ def works_beside(watched: Watched) -> bool:
     if watched.activity is None:
         return False
     still = watched.samples[-1].standstill[0] if watched.samples[-1].standstill else None
-    is_alone = still is not None and still.syscall not in _FOR_ANY and _slept_through(watched.samples)
+    is_alone = still is not None and still.syscall not in ("", *MAY_WAIT_FOR_OWN) and _slept_through(watched.samples)
     return any(moved.role != "self" or not is_alone for moved in watched.activity.moved)
 
 

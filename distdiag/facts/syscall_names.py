@@ -76,6 +76,8 @@ SELECTS = ("select", "pselect6")
 EPOLLS = ("epoll_wait", "epoll_pwait", "epoll_pwait2")
 FUTEXES = ("futex", "futex_wait")
 WAITS = ("wait4", "waitid")
+MAY_WAIT_FOR_OWN = (*FUTEXES, *POLLS, *SELECTS, *EPOLLS, *WAITS, "restart_syscall")
+"""Calls in which a thread may wait for its own threads and children, and for several descriptors at once."""
 SLEEPS = {"nanosleep": 0, "clock_nanosleep": 2}
 """Which argument points to the time."""
 PATHS = {

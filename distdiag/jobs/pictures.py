@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
@@ -158,8 +158,3 @@ def all_nodes(gathered: Gathered[NodePicture]) -> list[NodePicture]:
     known = {node.host for node in gathered.facts}
     missing = [unread(host, why) for host, why in gathered.missing.items() if host not in known]
     return [*gathered.facts, *missing]
-
-
-def shortened(sampling: Sampling, longest_s: float) -> Sampling:
-    """Return the same with at most this much sampling beyond the samples that were asked for."""
-    return replace(sampling, longest_s=min(sampling.longest_s, longest_s))

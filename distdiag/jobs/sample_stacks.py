@@ -9,6 +9,7 @@ from dataclasses import replace
 from distdiag.facts import deadlines, polled_path, procs, stack_sampler, thread_places
 from distdiag.facts.activity import Meter
 from distdiag.facts.stack_sampler import SampleOptions
+from distdiag.facts.syscall_names import MAY_WAIT_FOR_OWN
 from distdiag.jobs.collect import Watched
 
 TYPE_CHECKING = False
@@ -31,10 +32,6 @@ _BESIDE_S = 10.5
 _STEP_S = 2.5
 _BATON = "/torch/utils/file_baton.py"
 """How torch waits for another process that builds the same C++ extension."""
-_FOR_OTHERS = (
-    *("futex", "poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait", "epoll_pwait2", "wait4", "waitid"),
-    "restart_syscall",
-)
 _COLLECTIVE, _INNER = "/torch/distributed/", 8
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d|^<")
 _WAITS_FOR_GPU = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize|is_nonzero)\(|\.to\(|torch\.equal\(")
@@ -199,7 +196,7 @@ def _polls(samples: list[Sample]) -> bool:
 def _may_wait_for_others(samples: list[Sample]) -> bool:
     """Return whether a thread outside of the collectives is in a call that children or other threads may end."""
     still = samples[-1].standstill[0] if samples[-1].standstill else None
-    return still is not None and still.syscall in _FOR_OTHERS and not _is_in_collective(samples)
+    return still is not None and still.syscall in MAY_WAIT_FOR_OWN and not _is_in_collective(samples)
 
 
 def _is_in_collective(samples: list[Sample]) -> bool:

@@ -60,7 +60,9 @@ def fix_of(joined: Joined, claim: Claim, states: Sequence[RankState], kind: Stuc
         StuckKind.NETWORK: lambda: Fix(
             text="test the network between the nodes", commands=(evidence.asked.again("ports"),)
         ),
-        StuckKind.RESTART: lambda: Fix(text="read why the last attempts ended", commands=("distdiag logs PATH",)),
+        StuckKind.RESTART: lambda: Fix(
+            text="read why the last attempts ended", commands=(f"{evidence.asked.program} logs PATH",)
+        ),
         StuckKind.NOT_HUNG: lambda: Fix(
             text=f"{_NEXT}if it is slow, find the rank that the others wait for",
             commands=(evidence.again("pyspy-all", "--samples", "20"),),
