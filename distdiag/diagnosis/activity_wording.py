@@ -69,6 +69,8 @@ def _computes(group: Sequence[Moved], seconds: float, *, is_cut: bool) -> str:
 def _does(moved: Moved, seconds: float) -> str:
     if moved.what == "faults":
         return f"reads mapped files: {moved.amount / seconds:.0f} page faults a second"
+    if moved.what == "turns":
+        return f"works briefly, {moved.amount / seconds:.1f} times a second"
     verb, rate = _PLAIN[moved.what], _rate(moved.amount / seconds)
     if moved.what in ("received", "sent"):
         return f"{verb} {rate} {'from' if moved.what == 'received' else 'to'} {moved.detail.removeprefix('TCP ')}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from distdiag.facts import deadlines, machine, process_counters, procs
-from distdiag.facts.local_peers import busy_peers
+from distdiag.facts.local_peers import busy_peers, pipe_ends
 from distdiag.facts.process_counters import Counters, IoBytes, Position
 from distdiag.facts.tcp_bytes import TcpBytes, tcp_bytes
 
@@ -31,6 +31,9 @@ _BYTES_S = 4096.0
 """Log lines, wake-ups through eventfd and heartbeats are below."""
 _CHILD_BYTES_S = 256.0
 """Of children: one without work does no I/O at all, and one that sleeps between two downloads does little."""
+_TURNS_S, _TURN_S = 0.5, 100e-6
+"""Of a child: how often a second it wakes up, and the processor seconds of each time. An idle DataLoader worker looks
+at its queue every 5 s (300 us), a loop of sleeps takes below 75 us, and a debugger that stops a thread 20 to 50 us."""
 _BURST_BYTES_S = 65536.0
 """Of threads other than the main one: a monitor reads some 20 KB of /proc every few seconds."""
 _TRICKLE_BYTES_S, _TRICKLE_BYTES, _ONE_WAY = 256.0, 512, 8
@@ -55,12 +58,13 @@ _OUTPUT = (1, 2)
 class Moved:
     """One movement; `amount` in the unit of `what`, over Activity.seconds.
 
-    `what`: "cpu" (processor seconds), "read", "written" (bytes through calls or the block layer), "received", "sent"
-    (bytes of a connection that its process took, or the other end acknowledged), "offset" (bytes by which the position
-    in a file that is read advanced), "faults" (major page faults). `pid`, `comm`: the process that moved. `role`:
-    "self" (the rank; its cpu is that of another thread than the main one), "child" (a descendant), "peer" (at the other
-    end of a local socket or pipe, or started by the process there; no rank). `detail`: a path, "TCP 10.0.0.2:443", the
-    name of a thread, or of a program without its arguments.
+    `what`: "cpu" (processor seconds), "turns" (times that a child woke up and worked), "read", "written" (bytes
+    through calls or the block layer), "received", "sent" (bytes of a connection that its process took, or the other
+    end acknowledged), "offset" (bytes by which the position in a file that is read advanced), "faults" (major page
+    faults). `pid`, `comm`: the process that moved. `role`: "self" (the rank; its cpu is that of another thread than
+    the main one), "child" (a descendant), "peer" (at the other end of a local socket or pipe, or started by the
+    process there; no rank). `detail`: a path, "TCP 10.0.0.2:443", the name of a thread, or of a program without its
+    arguments.
     """
 
     what: str
@@ -100,6 +104,8 @@ class _Rank:
 class _Reading:
     """All counters at one time. `owners`: by descendant, its rank. `tcp`: by network namespace, then inode.
 
+    `io`: of all processes, as any may be at the other end of a rank's pipe. `turns`: of descendants.
+
     `crowd`: runnable threads for each core of the machine, at least 1.
     """
 
@@ -108,6 +114,7 @@ class _Reading:
     table: dict[int, Counters]
     owners: dict[int, int]
     io: dict[int, IoBytes | None]
+    turns: dict[int, tuple[float, int]]
     ranks: dict[int, _Rank]
     tcp: dict[str, dict[int, TcpBytes]]
     tcp_unread: dict[str, str]
@@ -158,9 +165,10 @@ class Meter:
 
         known = [pid for pid in self._pids if pid in table]
         ranks, _ = deadlines.each(known, rank, patience_s=_PATIENCE_S)
-        io, _ = deadlines.each([*known, *owners], process_counters.io_bytes, patience_s=_PATIENCE_S)
+        io, _ = deadlines.each(table, process_counters.io_bytes, patience_s=_PATIENCE_S)
+        turns = {pid: process_counters.turns(pid) for pid in owners}
         tcp, unread = self._tcp(known)
-        return _Reading(at_s, crowd, table, owners, io, ranks, tcp, unread)
+        return _Reading(at_s, crowd, table, owners, io, turns, ranks, tcp, unread)
 
     def _tcp(self, pids: Iterable[int]) -> tuple[dict[str, dict[int, TcpBytes]], dict[str, str]]:
         found: dict[str, dict[int, TcpBytes]] = {}
@@ -181,7 +189,7 @@ class Meter:
             users = _users({pid: last.ranks[pid].targets for pid in ranks}) if moved else {}
             if moved.keys() - users.keys():
                 children = [child for child, owner in last.owners.items() if owner in ranks]
-                users = {**_users({pid: _links(pid) for pid in children}), **users}
+                users = {**_users({pid: process_counters.visible_links(pid) for pid in children}), **users}
             ends = {(each.local, each.remote): each.inode for each in connections.values()}
             for inode, rows in moved.items():
                 now = connections[inode]
@@ -196,13 +204,21 @@ class Meter:
         """Find the busy processes at the other end of pipes and local sockets."""
         last = change.last
         above = _ancestors(last.table, [*self._pids, os.getpid()])
-        busy = change.busy(above)
+        others = [pid for pid in last.table if pid not in above and pid not in last.owners]
         targets = {pid: rank.targets for pid, rank in last.ranks.items()}
         connections = [each for network in last.tcp.values() for each in network.values()]
-        for peer in busy_peers(targets, busy, last.table, connections, above):
-            cpu_s, comm = busy[peer.pid], last.table[peer.pid].comm
-            moved = Moved("cpu", peer.pid, comm, "peer", "", cpu_s)
-            yield peer.rank, (cpu_s / change.least_s, moved)
+        computing = change.busy(others)
+        for peer in busy_peers(targets, computing, last.table, connections, above):
+            moved = Moved("cpu", peer.pid, last.table[peer.pid].comm, "peer", "", computing[peer.pid])
+            yield peer.rank, (moved.amount / change.least_s, moved)
+        least = _BYTES_S * change.seconds
+        moving = {pid: sizes for pid in others if max(sizes := change.bytes_of(pid)) >= least}
+        for peer in pipe_ends(targets, sorted(moving, key=lambda pid: -max(moving[pid]))):
+            size = moving[peer.pid][not peer.reads]
+            if size >= least:
+                what = "read" if peer.reads else "written"
+                moved = Moved(what, peer.pid, last.table[peer.pid].comm, "peer", "", size)
+                yield peer.rank, (size / least, moved)
 
 
 class _Change:
@@ -247,6 +263,8 @@ class _Change:
                 yield cpu_s / self.least_s, Moved("cpu", child, now.comm, "child", "", cpu_s)
             yield from self._faults(child, "child")
             known = _same(self.first.table.get(child), now)
+            if known and cpu_s < self.least_s:
+                yield from self._turns(known)
             before = self.first.io.get(child) if known else IoBytes()
             for what, size in zip(("read", "written"), _since(before, self.last.io.get(child))):
                 if size >= _CHILD_BYTES_S * self.seconds:
@@ -257,15 +275,20 @@ class _Change:
                 moved = Moved("cpu", parent, self.last.table[parent].comm, "child", "children that ended", cpu_s)
                 yield cpu_s / self.least_s, moved
 
-    def busy(self, but: set[int]) -> dict[int, float]:
-        """Return the processor seconds of processes that used some and are no part of the job, by pid."""
-        others = (now for pid, now in self.last.table.items() if pid not in but and pid not in self.last.owners)
-        used = {now.pid: now.cpu_s - _cpu_s(self.first.table.get(now.pid), now) for now in others}
+    def busy(self, pids: Iterable[int]) -> dict[int, float]:
+        """Return the processor seconds of those processes that used some, by pid."""
+        table, before = self.last.table, self.first.table
+        used = {pid: table[pid].cpu_s - _cpu_s(before.get(pid), table[pid]) for pid in pids}
         return {
             pid: cpu_s
             for pid, cpu_s in used.items()
-            if cpu_s >= self.least_s and not _IDLE_PROGRAMS.match(self.last.table[pid].comm)
+            if cpu_s >= self.least_s and not _IDLE_PROGRAMS.match(table[pid].comm)
         }
+
+    def bytes_of(self, pid: int) -> tuple[int, int]:
+        """Return the bytes that a process has read and written since the first reading, if it was there."""
+        is_same = _same(self.first.table.get(pid), self.last.table[pid]) is not None
+        return _since(self.first.io.get(pid), self.last.io.get(pid)) if is_same else (0, 0)
 
     def connection(self, network: str, now: TcpBytes) -> Iterator[tuple[float, str, int]]:
         """List how a connection moved: (times its threshold, "received" or "sent", bytes)."""
@@ -298,6 +321,13 @@ class _Change:
         )
         if faults >= least and before is not None:  # a program that starts has some
             yield faults / least, Moved("faults", pid, now.comm, role, "", faults)
+
+    def _turns(self, child: Counters) -> Iterator[tuple[float, Moved]]:
+        """Find a child that sleeps between short pieces of work, as between two small downloads."""
+        before, now = self.first.turns.get(child.pid, (0.0, 0)), self.last.turns.get(child.pid, (0.0, 0))
+        times, cpu_s = now[1] - before[1], now[0] - before[0]
+        if times >= max(3.0, _TURNS_S * self.seconds) and cpu_s >= times * _TURN_S:
+            yield times / (_TURNS_S * self.seconds), Moved("turns", child.pid, child.comm, "child", "", times)
 
     def _by_file(self, pid: int, what: str, over: float, size: float) -> tuple[float, Moved]:
         """Name the file whose position accounts for most of the bytes, if one does."""
@@ -375,13 +405,6 @@ def _users(targets: Mapping[int, Mapping[int, str]]) -> dict[int, list[int]]:
             if target.startswith("socket:["):
                 found.setdefault(int(target[8:-1]), []).append(pid)
     return found
-
-
-def _links(pid: int) -> dict[int, str]:
-    try:
-        return process_counters.links(pid)
-    except PermissionError:
-        return {}
 
 
 def _by_user(

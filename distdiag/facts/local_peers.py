@@ -6,11 +6,11 @@ import os
 import stat
 from dataclasses import dataclass
 
-from distdiag.facts import process_counters, sockets
+from distdiag.facts import deadlines, process_counters, sockets
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from distdiag.facts.process_counters import Counters
     from distdiag.facts.tcp_bytes import TcpBytes
@@ -22,15 +22,21 @@ _GENERATIONS = 3
 _OUTPUT = (1, 2)
 """At the other end of a rank's output: a launcher, tee, a collector of logs."""
 
-_BOTH = stat.S_IRUSR | stat.S_IWUSR
+_READS, _WRITES = stat.S_IRUSR, stat.S_IWUSR
+_BOTH = _READS | _WRITES
+_PATIENCE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A busy process, and the rank that it, or a process above it, is connected to."""
+    """A busy process, and the rank that it, or a process above it, is connected to.
+
+    `reads`: what the rank writes; only known of the end of a pipe.
+    """
 
     rank: int
     pid: int
+    reads: bool = False
 
 
 def busy_peers(
@@ -55,6 +61,41 @@ def busy_peers(
     for pid in sorted(busy, key=lambda pid: -busy[pid])[:_MOST]:
         ranks = {rank for holder in _line(pid, table, but) for rank in _connected(holder, ends)}
         yield from (Peer(rank, pid) for rank in sorted(ranks))
+
+
+def pipe_ends(targets: Mapping[int, Mapping[int, str]], pids: Sequence[int]) -> Iterator[Peer]:
+    """Find which of these processes are at the other end of a rank's pipe or FIFO.
+
+    Args:
+        targets: by rank, the links of its descriptors.
+        pids: at most 16 count.
+    """
+    held: dict[str, list[tuple[int, int]]] = {}
+    for rank, links in targets.items():
+        for fd, link in links.items():
+            if fd not in _OUTPUT and link.startswith(("pipe:[", "/")):
+                held.setdefault(link, []).append((rank, fd))
+    shared = [
+        (rank, other, pid, fd)
+        for pid in pids[:_MOST]
+        for fd, link in process_counters.visible_links(pid).items()
+        for rank, other in held.get(link, ())
+    ]
+    # A file of the same name may lie on a file system that does not answer.
+    modes, _ = deadlines.each(shared, _end_modes, patience_s=_PATIENCE_S)
+    for (rank, _, pid, _), ends in modes.items():
+        if ends in ((_WRITES, _READS), (_READS, _WRITES)):
+            yield Peer(rank, pid, reads=ends[1] == _READS)
+
+
+def _end_modes(shared: tuple[int, int, int, int]) -> tuple[int, int]:
+    """Return the access modes of a rank's descriptor and of a peer's for one pipe or FIFO; (0, 0) if it is neither."""
+    rank, other, pid, fd = shared
+    try:
+        is_pipe = stat.S_ISFIFO(os.stat(f"/proc/{rank}/fd/{other}").st_mode)
+    except OSError:
+        return 0, 0
+    return (_modes(rank, other), _modes(pid, fd)) if is_pipe else (0, 0)
 
 
 def _other_ends(
@@ -87,11 +128,7 @@ def _line(pid: int, table: Mapping[int, Counters], but: Container[int]) -> Itera
 
 
 def _connected(pid: int, ends: Mapping[str, list[tuple[int, int]]]) -> Iterator[int]:
-    try:
-        links = process_counters.links(pid)
-    except PermissionError:
-        return
-    for fd, link in links.items():
+    for fd, link in process_counters.visible_links(pid).items():
         for rank, other in ends.get(link, ()):
             if link.startswith("socket:[") or _modes(pid, fd) | _modes(rank, other) == _BOTH:
                 yield rank

@@ -83,6 +83,12 @@ def thread(pid: int, tid: int) -> Counters | None:
     return _counters(str(tid), f"{pid}/task/")
 
 
+def turns(pid: int) -> tuple[float, int]:
+    """Return the processor seconds of the main thread, to the nanosecond, and how often it got a processor."""
+    words = _read(f"/proc/{pid}/schedstat").split()
+    return (int(words[0]) / 1e9, int(words[2])) if len(words) == 3 else (0.0, 0)
+
+
 def io_bytes(pid: int, tid: int | None = None) -> IoBytes | None:
     """Read the bytes of a process, or of one of its threads; None if gone or not ours to read."""
     found = _IO.match(_read(f"/proc/{pid}/task/{tid}/io" if tid else f"/proc/{pid}/io"))
@@ -92,6 +98,14 @@ def io_bytes(pid: int, tid: int | None = None) -> IoBytes | None:
 def links(pid: int) -> dict[int, str]:
     """Read the targets of a process's descriptors. Raises PermissionError; none if it is gone."""
     return dict(_links(pid))
+
+
+def visible_links(pid: int) -> dict[int, str]:
+    """Read the targets of a process's descriptors; none if it is gone or not ours to read."""
+    try:
+        return links(pid)
+    except PermissionError:
+        return {}
 
 
 def positions(pid: int, targets: dict[int, str]) -> dict[tuple[int, str], Position]:

@@ -43,6 +43,16 @@ subprocess.run(["sh", "-c", '"$@" &', "sh", *start], check=True, stdout=subproce
 peer, _ = listener.accept()
 {rank}
 """
+_FIFO = """
+import os, subprocess, sys, time
+os.mkfifo(sys.argv[1] + ".fifo")
+reads = "import sys, time\\nwith open(sys.argv[1], 'rb', 0) as file:\\n    while file.read(8192): {pause}"
+start = [sys.executable, "-c", reads, sys.argv[1] + ".fifo"]
+subprocess.run(["sh", "-c", '"$@" &', "sh", *start], check=True, stdout=subprocess.DEVNULL)
+file = open(sys.argv[1] + ".fifo", "wb", 0)
+print("ready", flush=True)
+file.write(bytes(1 << 28))
+"""
 _READY = "print('ready', flush=True)\n"
 WORKS = {
     "a thread computes": (
@@ -90,6 +100,16 @@ WORKS = {
         ),
         r"sends \d+ kB/s to 127\.0\.0\.1:\d+",
     ),
+    "a child works between pauses": (
+        "import multiprocessing, time\n"
+        "def work():\n    while True: sum(range(100_000)); time.sleep(0.7)\n"
+        f"p = multiprocessing.Process(target=work, daemon=True); p.start()\n{_READY}p.join()",
+        r"its child \S+ \(pid \d+\) works briefly, \d\.\d times a second",
+    ),
+    "a FIFO is read slowly": (
+        _FIFO.format(pause="time.sleep(0.1)"),
+        r"python\S* \(pid \d+\), to which it is connected, reads \d+ kB/s",
+    ),
     "a server computes for it": (
         _PAIR.format(rank=f"{_READY}peer.recv(1)", other=_SPIN),
         r"python\S* \(pid \d+\), to which it is connected, computes",
@@ -107,6 +127,10 @@ WAITS = {
     "nobody reads the connection": _PAIR.format(
         rank=f"{_READY}time.sleep(600)", other="while True: peer.send(bytes(300)); time.sleep(0.2)"
     ),
+    "an idle DataLoader worker": "import torch, time\n"
+    "loader = iter(torch.utils.data.DataLoader(range(9), num_workers=1, persistent_workers=True))\n"
+    f"next(loader)\n{_READY}time.sleep(600)",
+    "nobody reads the FIFO": _FIFO.format(pause="time.sleep(600)"),
     "a log line every second": f"import sys, time\n{_READY}while True: print('wait', file=sys.stderr); time.sleep(1)",
 }
 
