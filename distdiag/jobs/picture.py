@@ -21,8 +21,9 @@ from distdiag.facts.kernel_signs import KernelSigns  # noqa: TC001
 from distdiag.facts.mapped_versions import MappedVersions  # noqa: TC001
 from distdiag.facts.nccl_ras import RasFacts  # noqa: TC001
 from distdiag.facts.socket_owners import Network, Person  # noqa: TC001
-from distdiag.jobs import sample_stacks, sample_waits
+from distdiag.jobs import sample_stacks, sample_waits, starts
 from distdiag.jobs.collect import Watched, facts
+from distdiag.jobs.starts import Starts  # noqa: TC001
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["facts", "more"]
 
+_AFTERWARDS = ("start", "recorder")
+_IN_INIT = ("init_process_group", "torch/distributed/distributed_c10d.py")
 _LOG_TAIL = 32 * 2**20
 _LOG_BYTES = 512 * 2**20
 _SHIPPED_EVENTS = 2000
@@ -73,6 +76,7 @@ class Part:
     kernel: tuple[KernelSigns, ...] = ()
     gpus: tuple[GpuReadings, ...] = ()
     versions: tuple[MappedVersions, ...] = ()
+    starts: tuple[Starts, ...] = ()
     ended: tuple[SourceEnd, ...] = ()
 
 
@@ -91,8 +95,10 @@ def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
     {"recorder": paths}; ras: {"ras_s"}.
     """
     run = _Run(ask, tell)
-    at_once = {name: getattr(run, name) for name in ask["sources"] if name != "recorder"}
+    at_once = {name: getattr(run, name) for name in ask["sources"] if name not in _AFTERWARDS}
     run.read_all(at_once)
+    if "start" in ask["sources"]:
+        run.read_all({"start": run.start})  # the stacks show which ranks wait in init_process_group
     if "recorder" in ask["sources"]:
         # Last, and alone: its readers are forked, and a rank that writes its dump moves.
         run.read_all({"recorder": run.recorder})
@@ -105,6 +111,7 @@ class _Run:
         self._lock = threading.Lock()
         self._over: set[str] = set()
         self._pids: list[int] = list(ask["pids"])
+        self._in_init: list[int] = []
         self._ranks: dict[int, int | None] = {int(pid): rank for pid, rank in ask["ranks"]}
 
     def read_all(self, sources: dict[str, Callable[[], None]]) -> None:
@@ -150,7 +157,20 @@ class _Run:
             raise Unavailable("no process of a job on this node")
         left = self._began + self._ask["timeout_s"] - time.monotonic() - _SPARE_S
         ask = {**self._ask["stacks"], "pids": self._pids, "left_s": max(0.0, left)}
-        sample_stacks.more(ask, lambda watched: self._send("stacks", Part(watched=(watched,))))
+        sample_stacks.more(ask, self._send_stacks)
+
+    def _send_stacks(self, watched: Watched) -> None:
+        frames = [frame for sample in watched.samples[-1:] for each in sample.threads[:1] for frame in each.frames]
+        if any(frame.function == _IN_INIT[0] and frame.file.endswith(_IN_INIT[1]) for frame in frames):
+            self._in_init.append(watched.pid)
+        self._send("stacks", Part(watched=(watched,)))
+
+    def start(self) -> None:
+        """Read what launchers without ranks, and ranks in init_process_group, wait for."""
+        ranks = [pid for pid in dict.fromkeys(self._in_init) if pid in self._ranks]
+        if not self._ask["starting"] and not ranks:
+            raise Unavailable("no launcher or rank here waits for others to start")
+        self._send("start", Part(starts=(starts.read(self._ask["starting"], ranks),)))
 
     def waits(self) -> None:
         """Read from /proc what every thread waits for."""

@@ -10,8 +10,8 @@ from distdiag.cluster.ship_pyspy import bring_py_spy
 from distdiag.cluster.start_fleet import Agent
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.picture import Part
-from distdiag.jobs.roles import to_sample
-from distdiag.jobs.types import NodePicture
+from distdiag.jobs.roles import to_sample, without_ranks
+from distdiag.jobs.types import NodePicture, NodeStacks
 from distdiag.runner import Asks, Question
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
 
     sampling = wish.sampling
     pids, once = to_sample(processes.processes, helpers=sampling.helpers)
-    if not pids and not wish.logs and not wish.recorder and not (wish.waits_of_all and processes.processes):
+    starting = [process.pid for _, process in without_ranks([NodeStacks(processes.host, processes, ())])]
+    if not (pids or starting or wish.logs or wish.recorder or (wish.waits_of_all and processes.processes)):
         return None
     sampled = set(pids) - set(once)
     ranks = [(p.pid, p.place.rank if p.place else None) for p in processes.processes if p.pid in sampled]
@@ -111,6 +112,7 @@ def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
         "pids": pids,
         "ranks": ranks,
         "waits_of": [process.pid for process in processes.processes] if wish.waits_of_all else pids,
+        "starting": starting,
         "launchers": [process.pid for process in processes.processes if process.kind == "launcher"],
         "stacks": {
             "once": once,

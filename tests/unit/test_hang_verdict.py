@@ -50,7 +50,7 @@ def test_a_rank_outside_of_the_collective_is_named_with_who_waits_and_since_when
     # 214 s before the first sample, and 6 s until the last.
     assert "Ranks 0-1,3 have waited for 220 s in `all_reduce`" in report.findings[0].detail
     missing = {row.source for row in report.data.sources if row.stand is Stand.NOT_AVAILABLE}
-    assert missing == {Source.WAITS, Source.GPU, Source.RECORDER, Source.LOG, Source.VERSIONS}
+    assert missing == {Source.WAITS, Source.GPU, Source.RECORDER, Source.LOG, Source.VERSIONS, Source.START}
 
 
 def test_counters_that_only_one_of_two_readers_tells_are_no_progress() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stuck.join import Joined
     from distdiag.gathered import Gathered
     from distdiag.jobs.types import NodePicture
+    from distdiag.report import Finding
 
 _FRAMES = 12
 
@@ -38,7 +39,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[Hang]:
     found = job_findings(asked, judged, nodes, gathered)
     return Report(
         command=COMMAND,
-        data=_data(judged),
+        data=_data(judged, found),
         findings=tuple(found),
         summary=found[0].title,
         interrupted=gathered.interrupted,
@@ -57,14 +58,21 @@ def asked_of(request: Request) -> Asked:
     )
 
 
-def _data(judged: Sequence[Joined]) -> Hang:
+def _data(judged: Sequence[Joined], found: Sequence[Finding]) -> Hang:
     if not judged:
-        nothing = StuckKind.UNKNOWN
-        return Hang(class_name=nothing, ranks=(), candidates=(), next_experiment="", sources=(), jobs=(), processes=())
+        return Hang(
+            class_name=_kind(found, StuckKind.UNKNOWN),
+            ranks=(),
+            candidates=(),
+            next_experiment="",
+            sources=(),
+            jobs=(),
+            processes=(),
+        )
     first = judged[0]
     is_unknown = first.kind is StuckKind.UNKNOWN
     return Hang(
-        class_name=first.kind,
+        class_name=_kind(found, first.kind),
         ranks=tuple(sorted(rank for rank in first.accused if rank >= 0)),
         candidates=first.candidates,
         next_experiment=next(iter(next_experiment(first)[1]), "") if is_unknown else "",
@@ -72,6 +80,12 @@ def _data(judged: Sequence[Joined]) -> Hang:
         jobs=tuple(summarize(joined.evidence.job) for joined in judged),
         processes=tuple(row for joined in judged for row in _rows(joined)),
     )
+
+
+def _kind(found: Sequence[Finding], kind: StuckKind) -> StuckKind:
+    """Return the class: that of a job that does not start is decided by its launchers' and ranks' meeting place."""
+    is_start = any(finding.id == f"hang.{StuckKind.RENDEZVOUS}" for finding in found[:1])
+    return StuckKind.RENDEZVOUS if is_start else kind
 
 
 def _rows(joined: Joined) -> Iterator[HangRank]:

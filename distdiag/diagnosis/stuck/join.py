@@ -63,6 +63,7 @@ _CLAIMS: Mapping[Source, Callable[[Evidence], Claim]] = {
     Source.LOG: sources.of_log,
     Source.KERNEL: sources.of_kernel,
     Source.VERSIONS: sources.of_versions,
+    Source.START: sources.of_start,
 }
 
 

@@ -12,6 +12,7 @@ from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
 from distdiag.diagnosis.stuck.evidence import gather_evidence
 from distdiag.diagnosis.stuck.findings import findings_of
 from distdiag.diagnosis.stuck.join import join, source_rows
+from distdiag.diagnosis.stuck.starts import start_findings
 from distdiag.diagnosis.stuck.types import Source, StuckKind
 from distdiag.diagnosis.wording import format_hosts, listed, no_rank_seen
 from distdiag.jobs.roles import (
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from distdiag.jobs.types import Job, NodePicture
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_MAY_START = (StuckKind.UNKNOWN, StuckKind.RENDEZVOUS, StuckKind.NETWORK, StuckKind.EXITED)
+"""Verdicts on ranks in init_process_group that their meeting place explains better."""
 _SHOWN = 4
 _PLACES = 3
 _REMEDIES = {
@@ -71,12 +74,16 @@ def job_findings(
 ) -> list[Finding]:
     """Write what was found of all jobs, and which ranks and hosts could not be read."""
     found: list[Finding] = []
+    starts = start_findings(asked, nodes, of_ranks=True) if len(judged) == 1 else []
     for joined in judged:
+        if starts and joined.kind in _MAY_START:
+            continue
         name = joined.evidence.job.name
         prefix = f"{f'job {name}' if name else 'ranks without MASTER_ADDR'}: " if len(judged) > 1 else ""
         found += [replace(each, title=prefix + each.title) for each in _of_job(asked, joined, nodes)]
+    found += starts
     if not judged and (nodes or not gathered.refusals):
-        found.append(no_job(asked, nodes))
+        found += start_findings(asked, nodes, of_ranks=False) or [no_job(asked, nodes)]
     found += [_incomplete(node) for node in nodes if node.missing]
     return [*found, *_left_stopped(nodes), *host_findings(gathered.refusals, gathered.rows)]
 

@@ -24,6 +24,7 @@ class Source(StrEnum):
     LOG = "log"
     KERNEL = "kernel"
     VERSIONS = "versions"
+    START = "start"
 
 
 OF_PROCESSES = (Source.STACKS, Source.WAITS)

@@ -1,0 +1,134 @@
+"""Where the nodes of a job meet, from the command line of the launcher that waits for them.
+
+The names and defaults are those of torchrun (torch/distributed/run.py, the rendezvous backends of torch 2.13) and of
+`accelerate launch`, which runs torchrun's code in its own process. A variable PET_NAME is the default of --name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_C10D_PORT, _STATIC_PORT = 29400, 29500
+_JOIN_S, _CONNECT_S = 600.0, 60.0
+"""How long an agent waits for the other nodes, and for the store of the c10d backend."""
+_FLAGS = (
+    *("standalone", "no_python", "run_path", "virtual_local_rank", "cpu", "multi_gpu", "tpu", "ipex", "use_deepspeed"),
+    *("use_fsdp", "use_megatron_lm", "quiet", "debug", "use_cpu", "use_xpu", "same_network", "enable_cpu_affinity"),
+)
+"""Options without a value; of any other unknown option the next word is its value, unless it looks like the script."""
+_ACCELERATE = {
+    "num_machines": "nnodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launcher's options. `program`: "torchrun", "accelerate"; "environment" for a rank that has MASTER_ADDR.
+
+    `host`, `port`: the rendezvous, empty and 0 if the command line does not name it. `backend`: "static", "c10d", or
+    another one. `nodes`: fewest and most. `node_rank`: None if it is not set. `gives_up_s`: how long it waits for the
+    other nodes; `connects_s`: for the store. `script`: the program of the ranks, with neither its options nor folder.
+    """
+
+    program: str
+    host: str
+    port: int
+    backend: str
+    nodes: tuple[int, int]
+    node_rank: int | None = None
+    run_id: str = ""
+    gives_up_s: float | None = None
+    connects_s: float | None = None
+    is_host: bool | None = None
+    script: str = ""
+
+
+def read(words: Sequence[str], variables: Mapping[str, str]) -> Launch | None:
+    """Return what a launcher's command line and its PET_* variables say; None for a launcher of another kind."""
+    at = next((at for at, word in enumerate(words[:6]) if _program(words, at)), None)
+    if at is None:
+        return None
+    program = _program(words, at)
+    rest = list(words[at + 1 :])
+    rest = rest[1:] if rest[:1] == ["launch"] else rest
+    options, script = _options(rest)
+    if program == "accelerate":
+        options = {_ACCELERATE.get(name, name): value for name, value in options.items()}
+    defaults = {name[4:].lower(): value for name, value in variables.items() if name.startswith("PET_")}
+    return _launch(program, {**defaults, **options}, script)
+
+
+def _program(words: Sequence[str], at: int) -> str:
+    base = os.path.basename(words[at])
+    if base == "torchrun" or words[at] in ("torch.distributed.run", "torch.distributed.launch"):
+        return "torchrun"
+    return "accelerate" if base == "accelerate" or words[at].startswith("accelerate.commands.") else ""
+
+
+def _options(words: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Return the options before the script, and the script."""
+    found: dict[str, str] = {}
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word in ("-m", "--module"):
+            return found, left[0] if left else ""
+        if not word.startswith("-"):
+            return found, os.path.basename(word)
+        name, has_value, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if has_value:
+            found[name] = value
+        elif name in _FLAGS or not left or left[0].startswith("-") or left[0].endswith(".py"):
+            found[name] = "true"
+        else:
+            found[name] = left.pop(0)
+    return found, ""
+
+
+def _launch(program: str, options: Mapping[str, str], script: str) -> Launch:
+    backend = options.get("rdzv_backend") or "static"
+    least, _, most = options.get("nnodes", "1").partition(":")
+    nodes = (_number(least) or 1, _number(most) or _number(least) or 1)
+    conf = dict(pair.partition("=")[::2] for pair in options.get("rdzv_conf", "").split(",") if pair)
+    is_c10d = backend == "c10d"
+    host, port = _split(options.get("rdzv_endpoint", ""), _C10D_PORT if is_c10d else _STATIC_PORT)
+    if not host and not is_c10d:
+        host = options.get("master_addr") or ("127.0.0.1" if program == "torchrun" else "")
+        port = _number(options.get("master_port", "")) or _STATIC_PORT
+    if options.get("standalone") == "true":
+        host, port, nodes = "", 0, (1, 1)
+    return Launch(
+        program=program,
+        host=host,
+        port=port if host else 0,
+        backend=backend,
+        nodes=nodes,
+        node_rank=_number(options.get("node_rank", "")),
+        run_id=options.get("rdzv_id", "") if options.get("rdzv_id") != "none" else "",
+        gives_up_s=float(_number(conf.get("join_timeout" if is_c10d else "timeout", "")) or _JOIN_S),
+        connects_s=float(_number(conf.get("read_timeout", "")) or _CONNECT_S) if is_c10d else _JOIN_S,
+        is_host=conf["is_host"].lower() in ("1", "true", "t", "yes", "y") if "is_host" in conf else None,
+        script=script,
+    )
+
+
+def _split(endpoint: str, port: int) -> tuple[str, int]:
+    """Split "node1:29400", "[fd00::1]:29400", "node1"; the port is the default if there is none."""
+    match = re.fullmatch(r"\[(.+)\](?::(\d+))?|([^:]*)(?::(\d+))?", endpoint.rpartition("//")[2])
+    if match is None:
+        return endpoint, port
+    return match[1] or match[3] or "", int(match[2] or match[4] or port)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None

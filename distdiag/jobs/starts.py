@@ -1,0 +1,152 @@
+"""Facts of one node: the launchers and ranks there that wait for others to start, and what is at their meeting place.
+
+Each tries the meeting place as torch does: it asks the same resolver and connects. Nothing is sent, and a connection
+is closed at once, which a store of torch drops without a word. Nothing is judged here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+from distdiag.agent import port_scan
+from distdiag.facts import deadlines, launch_options, listeners, machine, network, nics, procs, sockets
+from distdiag.facts.launch_options import Launch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from distdiag.facts.sockets import Namespace
+
+_CONNECT_S = 3.2
+"""Three SYNs."""
+_RESOLVE_S = 5.0
+_NAMES = ("PET_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+"""Variables that are read, by how their names begin."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A meeting place, as this node sees it.
+
+    `addresses`: in the resolver's order; `error`: why there are none. `is_here`: one of them is this machine's own.
+    `state`: see port_scan.PortResult; empty if it was not tried. `server`, `command`: the process that listens there,
+    of this machine. `clients`: the addresses that are connected to it.
+    """
+
+    host: str
+    port: int
+    addresses: tuple[str, ...] = ()
+    error: str = ""
+    is_here: bool = False
+    state: str = ""
+    server: int | None = None
+    command: str = ""
+    clients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process that waits for others to start. `rank`, `world_size`: of a rank. `waited_s`: since its own start.
+
+    `knocks`: remote ends that do not answer it. `interfaces`: what its environment chooses for Gloo and NCCL, by name
+    of the variable. `meeting`: None if its command line does not name one, or it is in another network namespace.
+    """
+
+    pid: int
+    launch: Launch
+    waited_s: float
+    meeting: Meeting | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    knocks: tuple[str, ...] = ()
+    interfaces: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Those of one node. `addresses`: its own ones, by interface."""
+
+    starts: tuple[Start, ...]
+    addresses: dict[str, tuple[str, ...]]
+
+
+def read(launchers: Iterable[int], ranks: Iterable[int]) -> Starts:
+    """Read these launchers, and these ranks that are in init_process_group."""
+    tables = sockets.Tables()
+    environments = {pid: _environment(pid) for pid in (*launchers, *ranks)}
+    launches = {pid: launch_options.read(procs.command_words(pid), environments[pid]) for pid in launchers}
+    launches.update({pid: _of_rank(environments[pid]) for pid in ranks})
+    known = {pid: launch for pid, launch in launches.items() if launch is not None}
+    here = machine.network_namespace(os.getpid())
+    places = {(known[pid].host, known[pid].port) for pid in known if machine.network_namespace(pid) == here}
+    namespace = tables.of(os.getpid())
+    reads = {place: partial(_meet, *place, namespace) for place in places if all(place)}
+    met, _ = deadlines.together(reads, patience_s=_RESOLVE_S + _CONNECT_S + 1.0)
+    starts = [_start(pid, launch, environments[pid], met, tables.of(pid)) for pid, launch in known.items()]
+    return Starts(tuple(starts), nics.addresses())
+
+
+def _start(
+    pid: int,
+    launch: Launch,
+    environment: Mapping[str, str],
+    met: Mapping[tuple[str, int], Meeting],
+    namespace: Namespace,
+) -> Start:
+    proc = procs.read(pid)
+    started_s = proc.started / os.sysconf("SC_CLK_TCK") if proc is not None else 0.0
+    own = [namespace.sockets[inode] for inode in sockets.inodes(pid) if inode in namespace.sockets]
+    return Start(
+        pid=pid,
+        launch=launch,
+        waited_s=time.clock_gettime(time.CLOCK_BOOTTIME) - started_s,
+        meeting=met.get((launch.host, launch.port)),
+        rank=_number(environment.get("RANK", "")),
+        world_size=_number(environment.get("WORLD_SIZE", "")),
+        knocks=tuple(sorted(sock.remote for sock in own if sock.state == "SYN_SENT")),
+        interfaces={name: environment[name] for name in _INTERFACES if name in environment},
+    )
+
+
+def _of_rank(environment: Mapping[str, str]) -> Launch | None:
+    port = _number(environment.get("MASTER_PORT", ""))
+    if "MASTER_ADDR" not in environment or port is None:
+        return None
+    return Launch("environment", environment["MASTER_ADDR"], port, "env", (1, 1))
+
+
+def _meet(host: str, port: int, namespace: Namespace) -> Meeting:
+    addresses, error = ((host,), "") if network.is_address(host) else network.resolve(host)
+    own = [address.partition("/")[0] for addresses in nics.addresses().values() for address in addresses]
+    is_here = any(address in own or network.is_loopback(address) for address in addresses)
+    if is_here:
+        found = next((each for each in listeners.listeners() if each.port == port), None)
+        state = port_scan.OPEN if found is not None else port_scan.CLOSED
+        pid, command = (found.pid, found.command) if found is not None else (None, "")
+        return Meeting(host, port, addresses, error, True, state, pid, command, _clients(namespace, port))
+    states = [port_scan.try_port(address, port, timeout_s=_CONNECT_S) for address in addresses[:2]]
+    state = port_scan.OPEN if port_scan.OPEN in states else (states or [""])[0]
+    return Meeting(host, port, addresses, error, state=state)
+
+
+def _clients(namespace: Namespace, port: int) -> tuple[str, ...]:
+    ends = {
+        sock.remote.rpartition(":")[0].strip("[]")
+        for sock in namespace.sockets.values()
+        if sock.state == "ESTABLISHED" and sock.local.rpartition(":")[2] == str(port)
+    }
+    return tuple(sorted(end.removeprefix("::ffff:") for end in ends))
+
+
+def _environment(pid: int) -> dict[str, str]:
+    entries = machine.read_text(f"/proc/{pid}/environ").split("\0")
+    return dict(entry.partition("=")[::2] for entry in entries if entry.startswith(_NAMES))
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None

@@ -1,0 +1,83 @@
+"""hang on jobs that do not start: the node and the setting at fault are named, and no innocent one."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Network, need_network
+from start_faults import FAULTS, StartFault, ask, c10d, score, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_PATIENCE_S = 120.0
+"""torchrun imports torch before it waits, which a busy machine slows down."""
+NAMED = (
+    *("port-c10d", "port-static", "port-plain", "name-static", "localhost-static", "node-missing", "rank-0-missing"),
+    *("node-rank-twice", "run-id", "firewall-drops", "port-taken"),
+)
+
+
+def answer(fault: StartFault, network: Network, *, alone: bool) -> str:
+    """Ask until all processes of the job wait; return the last score, with the report where it is not right."""
+    node = start(fault, network)
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        report = ask(network, node if alone else None)
+        found = score(fault, report, alone=alone)
+        if found == "right":
+            return found
+        if time.monotonic() > until:
+            return f"{found}: {report['findings']}"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_reason_is_named(name: str) -> None:
+    need_network()
+    with Network(3) as network:
+        assert answer(FAULTS[name], network, alone=False) == "right"
+
+
+@pytest.mark.parametrize("name", ["port-c10d", "name-plain", "firewall-drops"])
+def test_one_node_names_its_side(name: str) -> None:
+    need_network()
+    with Network(3) as network:
+        assert answer(FAULTS[name], network, alone=True) == "right"
+
+
+def test_a_first_node_that_is_slow_to_start_is_not_accused() -> None:
+    """Its torchrun runs, but still imports: it does not listen yet."""
+    need_network()
+    waits = StartFault(((1, tuple(c10d("node1:29400"))),), (), ())
+    with Network(2) as network:
+        (network.folder / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
+        network.nodes[0].start(*c10d("node1:29400"), env={"PYTHONPATH": str(network.folder)})
+        start(waits, network)
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            report = ask(network, None)
+            accused = {
+                host for each in report["findings"] for host in each["where"]["hosts"] if each["level"] != "info"
+            }
+            assert "node1" not in accused, report["findings"]
+            assert report["verdict"] != "fail"
+            if "node1 does not listen there yet" in report["findings"][0]["title"]:
+                break
+            assert time.monotonic() < until, report["findings"]
+
+
+def test_a_job_that_was_asked_while_it_waited_starts_as_usual(tmp_path: Path) -> None:
+    """A store of torch drops a connection that sends nothing."""
+    need_network()
+    with Network(3) as network, (tmp_path / "log").open("w") as log:
+        ranks = [network.nodes[number].start(*c10d("node1:29400", 3), output=log) for number in (0, 1)]
+        until = time.monotonic() + _PATIENCE_S
+        while "2 of 3 nodes have come" not in (report := ask(network, None))["findings"][0]["title"]:
+            assert time.monotonic() < until, report["findings"]
+        for _ in range(3):
+            ask(network, None)
+        ranks.append(network.nodes[2].start(*c10d("node1:29400", 3), output=log))
+        assert [rank.wait(_PATIENCE_S) for rank in ranks] == [0, 0, 0], (tmp_path / "log").read_text()
+        assert (tmp_path / "log").read_text().count("OK") == 3

@@ -1,0 +1,204 @@
+"""Jobs that do not start, on three nodes of a test network: how each is launched, and which nodes are at fault.
+
+The answers were written before the first run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster import Network
+    from cluster_netns import Node
+
+TESTS = Path(__file__).resolve().parent
+TRAIN = str(TESTS / "programs" / "plain_allreduce.py")
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+
+
+def c10d(endpoint: str, nodes: int = 2, run_id: str = "7") -> list[str]:
+    where = ("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}")
+    return [TORCHRUN, f"--nnodes={nodes}", "--nproc-per-node=1", *where, TRAIN]
+
+
+def static(address: str, port: int, rank: int, nodes: int = 2) -> list[str]:
+    where = ("--node-rank", str(rank), "--master-addr", address, "--master-port", str(port))
+    return [TORCHRUN, "--nnodes", str(nodes), "--nproc-per-node", "1", *where, TRAIN]
+
+
+def module(address: str, port: int, rank: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *static(address, port, rank)[1:]]
+
+
+def plain(rank: int, address: str, port: int = 29500, world: int = 2) -> list[str]:
+    place = (f"RANK={rank}", f"WORLD_SIZE={world}", "LOCAL_RANK=0", f"MASTER_ADDR={address}", f"MASTER_PORT={port}")
+    return ["env", *place, sys.executable, TRAIN]
+
+
+def through_variables(endpoint: str) -> list[str]:
+    names = ("PET_NNODES=2", "PET_RDZV_BACKEND=c10d", f"PET_RDZV_ENDPOINT={endpoint}", "PET_RDZV_ID=7")
+    return ["env", *names, TORCHRUN, TRAIN]
+
+
+def serves(port: int) -> list[str]:
+    return [sys.executable, "-m", "http.server", str(port)]
+
+
+@dataclass(frozen=True)
+class StartFault:
+    """What runs on which node (0 to 2); `culprits`: nodes at fault, of which any subset but none is right to name.
+
+    `words`: one of them is in the title when all nodes are asked; `alone`: when only the last node of `runs` is.
+    `drops`, `rejects`: what the firewall of node 0 does to this port. `server`: another program on node 0.
+    """
+
+    runs: tuple[tuple[int, tuple[str, ...]], ...]
+    culprits: tuple[int, ...]
+    words: tuple[str, ...]
+    alone: tuple[str, ...] = ()
+    drops: int = 0
+    rejects: int = 0
+    server: tuple[str, ...] = ()
+
+
+def _runs(*commands: list[str], first: int = 0) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    return tuple((first + number, tuple(command)) for number, command in enumerate(commands))
+
+
+FAULTS = {
+    "port-c10d": StartFault(
+        _runs(c10d("node1:29400"), c10d("node1:29401")), (1,), ("node2 waits at node1:29401",), ("nothing listens",)
+    ),
+    "port-static": StartFault(
+        _runs(static("node1", 29500, 0), static("node1", 29501, 1)), (1,), ("at node1:29501",), ("nothing listens",)
+    ),
+    "port-module": StartFault(
+        _runs(module("node1", 29500, 0), module("node1", 29501, 1)), (1,), ("at node1:29501",), ("nothing listens",)
+    ),
+    "port-variables": StartFault(
+        _runs(through_variables("node1:29400"), through_variables("node1:29401")),
+        (1,),
+        ("at node1:29401",),
+        ("nothing listens",),
+    ),
+    "port-plain": StartFault(
+        _runs(plain(0, "node1"), plain(1, "node1", 29501)), (1,), ("at node1:29501",), ("nothing listens",)
+    ),
+    "name-c10d": StartFault(
+        _runs(c10d("node1:29400"), c10d("nod1:29400")), (1,), ("cannot resolve nod1",), ("cannot resolve nod1",)
+    ),
+    "name-static": StartFault(
+        _runs(static("node1", 29500, 0), static("nod1", 29500, 1)), (1,), ("cannot resolve nod1",), ("cannot resolve",)
+    ),
+    "name-plain": StartFault(
+        _runs(plain(0, "node1"), plain(1, "nod1")), (1,), ("cannot resolve nod1",), ("cannot resolve nod1",)
+    ),
+    "localhost-static": StartFault(
+        _runs(static("localhost", 29500, 0), static("localhost", 29500, 1)), (1,), ("itself",), ("itself",)
+    ),
+    "localhost-c10d": StartFault(
+        _runs(c10d("localhost:29400"), c10d("localhost:29400")), (0, 1), ("itself",), ("1 of 2 nodes",)
+    ),
+    "localhost-plain": StartFault(
+        _runs(plain(0, "localhost"), plain(1, "localhost")), (1,), ("itself",), ("nothing listens",)
+    ),
+    "node-missing": StartFault(
+        _runs(c10d("node1:29400", 3), c10d("node1:29400", 3)), (2,), ("does not run on node3",), ("waits for more",)
+    ),
+    "first-missing": StartFault(
+        _runs(static("node1", 29500, 1), first=1), (0,), ("nothing listens on node1",), ("nothing listens",)
+    ),
+    "rank-0-missing": StartFault(
+        _runs(plain(1, "node1"), first=1), (0,), ("nothing listens on node1",), ("nothing listens",)
+    ),
+    "node-rank-twice": StartFault(
+        _runs(static("node1", 29500, 0, 3), static("node1", 29500, 1, 3), static("node1", 29500, 1, 3)),
+        (1, 2),
+        ("both started with --node-rank 1",),
+        ("waits for more",),
+    ),
+    "run-id": StartFault(
+        _runs(c10d("node1:29400"), c10d("node1:29400", run_id="8")),
+        (0, 1),
+        ("different --rdzv-id",),
+        ("waits for more",),
+    ),
+    "node-count": StartFault(
+        _runs(static("node1", 29500, 0, 3), static("node1", 29500, 1, 2)),
+        (0, 1),
+        ("different --nnodes",),
+        ("waits for more",),
+    ),
+    "backend": StartFault(
+        _runs(c10d("node1:29500"), static("node1", 29500, 1)),
+        (0, 1),
+        ("different --rdzv-backend",),
+        ("waits for more",),
+    ),
+    "firewall-drops": StartFault(
+        _runs(c10d("node1:29400"), c10d("node1:29400")),
+        (0, 1),
+        ("gets no answer from node1:29400",),
+        ("gets no answer from node1:29400",),
+        drops=29400,
+    ),
+    "firewall-rejects": StartFault(
+        _runs(static("node1", 29500, 0), static("node1", 29500, 1)),
+        (0, 1),
+        ("rejected", "no route"),
+        ("rejected", "no route"),
+        rejects=29500,
+    ),
+    "port-taken": StartFault(
+        _runs(c10d("node1:29400"), c10d("node1:29400")),
+        (0,),
+        ("in use by another program",),
+        ("waits for more",),
+        server=tuple(serves(29400)),
+    ),
+}
+
+
+def start(fault: StartFault, network: Network) -> Node:
+    """Start a job that does not start; give the last node that it runs on. The network ends all of it."""
+    first = network.nodes[0]
+    if fault.drops:
+        first.drop(fault.drops)
+    if fault.rejects:
+        first.reject(fault.rejects, how="admin-prohibited")
+    if fault.server:
+        first.start(*fault.server)
+        first.wait_for_port(int(fault.server[-1]))
+    for number, command in fault.runs:
+        network.nodes[number].start(*command, env={"OMP_NUM_THREADS": "1"})
+    return network.nodes[fault.runs[-1][0]]
+
+
+def ask(network: Network, node: Node | None) -> dict[str, Any]:
+    """Ask hang about all nodes, or on one of them; return its report, with the exit status as "exit"."""
+    where, hosts = (
+        (node, []) if node is not None else (network.client, ["--hosts", network.hosts, "--via", network.via])
+    )
+    argv = [sys.executable, "-m", "distdiag", "hang", "--json", *hosts]
+    done = where.run(*argv, env={**network.client_env(), "PYTHONPATH": str(TESTS.parent)}, timeout=120, check=False)
+    return {**json.loads(done.stdout), "exit": done.returncode}
+
+
+def score(fault: StartFault, report: dict[str, Any], *, alone: bool) -> str:
+    """Score one answer: right, unknown or wrong."""
+    accused = {
+        host
+        for finding in report["findings"]
+        if finding["level"] in ("fail", "warn")
+        for host in finding["where"]["hosts"]
+    }
+    culprits = {f"node{number + 1}" for number in fault.culprits}
+    first = report["findings"][0]
+    fits = any(words in first["title"] for words in (fault.alone if alone else fault.words))
+    if report["verdict"] == "ok" or (not alone and accused - culprits):
+        return "wrong"
+    return "right" if fits and report["verdict"] in ("fail", "warn") else "unknown"
