@@ -180,7 +180,10 @@ NAMES = {1: "nccl:all_reduce", 2: "nccl:barrier", 7: "nccl:broadcast"}
 
 
 def dump_of(rank: int, counts: list[list[int]], size: int) -> dict[str, object]:
-    """Return a rank's dump. `counts`: launched, reached and ended collectives per group, and the tag of the last."""
+    """Return a rank's dump. `counts`: launched, reached and ended collectives per group, and the tag of the last.
+
+    A job that meets at barriers has no other collective.
+    """
     calls = [
         (number, group, "completed" if number <= ended else "started" if number <= reached else "scheduled", tag)
         for group, (launched, reached, ended, tag) in enumerate(counts)
@@ -197,7 +200,7 @@ def dump_of(rank: int, counts: list[list[int]], size: int) -> dict[str, object]:
                 "process_group": (str(group), ("default_pg", "tp")[group]),
             },
             **{"collective_seq_id": number, "p2p_seq_id": 0, "is_p2p": False, "timeout_ms": 600000},
-            "profiling_name": NAMES[tag if number == counts[group][0] and tag else 1],
+            "profiling_name": NAMES[tag if tag and (number == counts[group][0] or NAMES[tag] == "nccl:barrier") else 1],
             **{"time_created_ns": began + at * 10**6, "time_discovered_completed_ns": None},
             "time_discovered_started_ns": None if state == "scheduled" else began + at * 10**6 + 1000,
             **{

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.diagnosis.stuck.types import Asked
-    from distdiag.jobs.collect import Process
     from distdiag.jobs.starts import Meeting, Start
     from distdiag.jobs.types import NodePicture
 
@@ -49,6 +48,8 @@ class _Row:
     start: Start
     own: frozenset[str]
     """All addresses of the host."""
+    family: frozenset[int]
+    """The process, those above it and below."""
 
     @property
     def place(self) -> str:
@@ -68,9 +69,9 @@ class _Row:
         return f"rank {self.start.rank} on {self.host}" if self.start.launch.program == "environment" else self.host
 
     def is_server(self) -> bool:
-        """Return whether its own store listens at the meeting place."""
+        """Return whether its own store listens at the meeting place: its own, or that of the torchrun above it."""
         met = self.meeting
-        return met is not None and met.is_here and met.server == self.start.pid
+        return met is not None and met.is_here and met.server in self.family
 
 
 def start_findings(asked: Asked, nodes: Sequence[NodePicture], *, of_ranks: bool) -> list[Finding]:
@@ -85,8 +86,28 @@ def start_findings(asked: Asked, nodes: Sequence[NodePicture], *, of_ranks: bool
             for start in read.starts:
                 if (start.launch.program == "environment") is of_ranks:
                     key = (start.launch.program, start.launch.script, start.world_size)
-                    groups.setdefault(key, []).append(_Row(node.host, start, own))
-    return [finding for rows in groups.values() for finding in _Group(asked, nodes, rows).findings()]
+                    groups.setdefault(key, []).append(_Row(node.host, start, own, _family(node, start.pid)))
+    jobs = [job for rows in groups.values() for job in _jobs(rows)]
+    return [finding for rows in jobs for finding in _Group(asked, nodes, rows).findings()]
+
+
+def _family(node: NodePicture, pid: int) -> frozenset[int]:
+    processes = node.processes.processes
+    above = {above for process in processes if process.pid == pid for above in process.above}
+    return frozenset({pid, *above, *(process.pid for process in processes if pid in process.above)})
+
+
+def _jobs(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Separate jobs of one script whose stores are at different places.
+
+    Where each node has its own store, and together they are as many as one of them waits for, they are one job.
+    """
+    by_place: dict[tuple[object, ...], list[_Row]] = {}
+    for row in rows:
+        by_place.setdefault(_resolved(row), []).append(row)
+    served = [place for place, own in by_place.items() if any(row.is_server() for row in own)]
+    each_its_own = len(by_place) == len({row.host for row in rows}) == rows[0].start.launch.nodes[0]
+    return list(by_place.values()) if len(served) > 1 and not each_its_own else [list(rows)]
 
 
 class _Group:
@@ -188,18 +209,14 @@ class _Group:
         """Another program has the port."""
         for row in self._rows:
             met = row.meeting
-            ours = {other.start.pid for other in self._rows if other.host == row.host}
-            if met is None or not met.is_here or met.server is None or met.server in ours:
+            if met is None or not met.is_here or met.server is None:
                 continue
-            if any(process.pid == met.server and set(process.above) & ours for process in self._processes(row.host)):
+            if any(met.server in other.family for other in self._rows if other.host == row.host):
                 continue
             title = f"port {met.port} on {row.host} is in use by another program: {met.command} (pid {met.server})"
             text = f"end that process, or give this job another port: {_options_for(row.start, f'{met.host}:PORT')}"
             yield self._made([row], Level.FAIL, title, "", Fix(text=text, commands=(f"ps -fp {met.server}",)))
             return
-
-    def _processes(self, host: str) -> list[Process]:
-        return [process for node in self._nodes if node.host == host for process in node.processes.processes]
 
     def _other_place(self) -> Iterable[Finding]:
         """Processes of one job that meet at different places."""

@@ -1,0 +1,114 @@
+"""The judgement on jobs that do not start, from what each node sees of their rendezvous."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import hang_facts
+
+from distdiag.cluster.targets import Cluster
+from distdiag.diagnosis.stuck.starts import start_findings
+from distdiag.diagnosis.stuck.types import Asked
+from distdiag.facts.launch_options import Launch
+from distdiag.jobs.pictures import unread
+from distdiag.jobs.starts import Meeting, Start, Starts
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from distdiag.jobs.types import NodePicture
+    from distdiag.report import Finding
+
+ASKED = Asked(program="distdiag", cluster=Cluster(), command="hang")
+HEAD = "10.0.0.1"
+
+
+def node(number: int, *starts: Start) -> NodePicture:
+    addresses: dict[str, tuple[str, ...]] = {"lo": ("127.0.0.1/8",), "eth0": (f"10.0.0.{number}/24",)}
+    return replace(unread(f"n{number}", ""), starts=(Starts(tuple(starts), addresses),))
+
+
+def launcher(met: Meeting | None = None, *, pid: int = 1, waited_s: float = 60.0, **options: Any) -> Start:  # noqa: ANN401
+    usual: dict[str, Any] = {"program": "torchrun", "host": "n1", "port": 29500, "backend": "static", "nodes": (2, 2)}
+    launch = Launch(**{**usual, **options})
+    return Start(pid=pid, launch=launch, waited_s=waited_s, meeting=met or Meeting("n1", 29500, (HEAD,), state="open"))
+
+
+def own_store(pid: int = 1) -> Meeting:
+    return Meeting("n1", 29500, (HEAD,), is_here=True, state="open", server=pid, command="torchrun")
+
+
+def judge(*nodes: NodePicture, of_ranks: bool = False) -> list[Finding]:
+    return start_findings(ASKED, nodes, of_ranks=of_ranks)
+
+
+def test_two_nodes_with_one_rank() -> None:
+    first = node(1, launcher(own_store(), node_rank=0, nodes=(3, 3)))
+    (found,) = judge(first, *(node(number, launcher(node_rank=1, nodes=(3, 3))) for number in (2, 3)))
+    assert (found.level, found.where.hosts) == (Level.FAIL, ("n2", "n3"))
+    assert found.title == "n[2-3] were both started with --node-rank 1"
+
+
+def test_different_run_ids() -> None:
+    (found,) = judge(node(1, launcher(own_store(), run_id="7")), node(2, launcher(run_id="8")))
+    assert found.title == "the nodes were started with different --rdzv-id: 7 on n1, 8 on n2"
+
+
+def test_a_node_without_a_launcher_is_a_warning_until_the_others_have_waited_for_long() -> None:
+    def found(waited_s: float) -> Finding:
+        (one,) = judge(node(1, launcher(own_store(), waited_s=waited_s)), node(2))
+        return one
+
+    assert (found(20.0).level, found(20.0).where.hosts) == (Level.WARN, ("n2",))
+    assert found(400.0).level is Level.FAIL
+
+
+def test_a_node_that_could_not_be_read_is_not_called_missing() -> None:
+    found = judge(node(1, launcher(own_store())), replace(node(2), missing="no answer"))
+    assert [finding.where.hosts for finding in found] == [()]
+
+
+def test_pids_of_two_nodes_may_be_alike() -> None:
+    """In a container, or just by chance: the stranger on n1 has the pid of the launcher on n2."""
+    taken = replace(own_store(pid=13), command="python -m http.server")
+    (found,) = judge(node(1, launcher(taken, pid=14)), node(2, launcher(pid=13)))
+    assert found.title == "port 29500 on n1 is in use by another program: python -m http.server (pid 13)"
+    assert found.where.hosts == ("n1",)
+
+
+def test_all_nodes_together_and_all_well_is_no_finding() -> None:
+    assert judge(node(1, launcher(own_store(), node_rank=0)), node(2, launcher(node_rank=1))) == []
+
+
+def _own_place(number: int, **options: Any) -> NodePicture:  # noqa: ANN401
+    met = Meeting(f"n{number}", 29500, (f"10.0.0.{number}",), is_here=True, state="open", server=1, command="torchrun")
+    return node(number, launcher(met, host=f"n{number}", backend="c10d", **options))
+
+
+def test_each_node_at_its_own_name() -> None:
+    """As with --rdzv-endpoint=$(hostname):29500 on all nodes."""
+    (found,) = judge(_own_place(1), _own_place(2))
+    assert found.level is Level.FAIL
+    assert found.title == "the job meets in different places: n1 at n1:29500, n2 at n2:29500"
+
+
+def test_two_jobs_of_one_script_are_not_compared() -> None:
+    found = judge(_own_place(1, nodes=(3, 3)), _own_place(2, nodes=(3, 3)))
+    assert {finding.level for finding in found} == {Level.WARN}
+
+
+def test_the_store_of_ranks_below_torchrun_is_no_stranger() -> None:
+    met = Meeting("localhost", 29500, ("127.0.0.1",), is_here=True, state="open", server=7, command="torchrun")
+    rank = replace(launcher(met, pid=8, program="environment", host="localhost"), rank=1, world_size=2)
+    below = hang_facts.node((), ()).processes.processes[0]
+    processes = replace(node(1).processes, processes=(replace(below, pid=8, above=(7,)),))
+    assert judge(replace(node(1, rank), processes=processes), of_ranks=True) == []
+
+
+def test_ranks_of_one_machine_meet_at_localhost() -> None:
+    local = Meeting("localhost", 29500, ("127.0.0.1",), is_here=True, state="open", server=1, command="python")
+    ranks = [
+        replace(launcher(local, pid=number + 1, program="environment", host="localhost"), rank=number, world_size=2)
+        for number in (0, 1)
+    ]
+    assert judge(node(1, *ranks), of_ranks=True) == []
