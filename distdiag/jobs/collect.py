@@ -61,7 +61,8 @@ class Processes:
 
     `asked_missing` are requested pids that do not exist; `asked_unseen` exist, but /proc hides them from this user (it
     is mounted with hidepid, or belongs to another PID namespace). `shows_others`: /proc has no hidepid for this user.
-    `uptime_s`: the time since boot at which this was read.
+    `uptime_s`: the time since boot at which this was read. `closed`: Python processes that this user may not read, and
+    that nothing else shows to be of a job; the user of each.
     """
 
     host: str
@@ -73,6 +74,7 @@ class Processes:
     asked_unseen: tuple[int, ...] = ()
     shows_others: bool = True
     uptime_s: float = 0.0
+    closed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,11 @@ def facts(ask: dict[str, Any]) -> Processes:
         asked_unseen=tuple(sorted(pid for pid in requested - table.keys() if _is_alive(pid))),
         shows_others=os.path.exists("/proc/1/stat"),  # with hidepid=1 the folder is there, and closed
         uptime_s=time.clock_gettime(time.CLOCK_BOOTTIME),
+        closed=tuple(
+            _user_name(pid)
+            for pid, own in words.items()
+            if pid not in found and pid not in ours and _is_python(own) and _is_unread(pid, table)
+        ),
     )
 
 
@@ -155,6 +162,16 @@ def _with_store(found: dict[int, Process]) -> list[Process]:
         for process, own in above
         if process.place is None and process.torch and process.kind == "" and procs.has_connection(process.pid, own)
     ]
+
+
+def _user_name(pid: int) -> str:
+    import pwd
+
+    owner = procs.owner(pid)
+    try:
+        return pwd.getpwuid(-1 if owner is None else owner).pw_name
+    except (KeyError, OverflowError):
+        return f"uid {owner}"
 
 
 def _user_id(name: str) -> int:

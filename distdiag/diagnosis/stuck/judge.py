@@ -162,6 +162,16 @@ def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
                 commands=tuple(asked.again(asked.command, option) for option in options[:_SHOWN]),
             ),
         )
+    closed = [user for node in nodes for user in node.processes.closed]
+    if closed and not asked.user:
+        several = f"{len(closed)} Python processes" if len(closed) > 1 else "1 Python process"
+        return Finding(
+            id="hang.no-job",
+            level=Level.UNKNOWN,
+            title=f"{several} of {listed(sorted(set(closed)))} on {hosts} cannot be read: they may be the job",
+            detail=no_rank_seen(node.processes for node in nodes),
+            fix=remedies.as_other_user(f"{asked.program} {asked.command}"),
+        )
     of = f" of job {asked.job}" if asked.job else f" of user {asked.user}" if asked.user else ""
     return Finding(
         id="hang.no-job",
