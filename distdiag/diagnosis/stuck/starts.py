@@ -35,7 +35,11 @@ _STATES = {
     port_scan.REJECTED: "is rejected on its path to",
     port_scan.NO_ROUTE: "has no route to",
     port_scan.DENIED: "may not connect to",
-    port_scan.CLOSED: "is refused by",
+}
+_SEEN = {
+    port_scan.CLOSED: "nothing listens there",
+    port_scan.FILTERED: "no answer",
+    port_scan.NO_ROUTE: "no route",
 }
 _SHOWN = 8
 
@@ -228,7 +232,8 @@ class _Group:
         if right and wrong and len({_resolved(row) for row in self._served}) == 1:
             there = format_hosts(row.host for row in self._rows if row.place in right)
             names = listed([row.name for row in wrong])
-            title = f"{names} waits at {wrong[0].place}, the others ({there}) at {self._right_place()}"
+            wait = "waits" if len(wrong) == 1 else "wait"
+            title = f"{names} {wait} at {wrong[0].place}, {there} at {self._right_place()}"
             yield self._made(wrong, Level.FAIL, title, "", self._start_with(wrong))
             return
         parts = [f"{format_hosts(row.host for row in self._rows if row.place == place)} at {place}" for place in places]
@@ -444,7 +449,9 @@ def _evidence(row: _Row) -> str:
     place = f"at {row.place}" if launch.host else "names no rendezvous"
     if met is not None:
         place += f" ({', '.join(met.addresses[:2]) or met.error})"
-        place += ", its own" if row.is_server() else f": {met.state}" if met.state else ""
+        place += (
+            ", where it listens" if row.is_server() else f": {_SEEN.get(met.state, met.state)}" if met.state else ""
+        )
     name = f"rank {row.start.rank}" if launch.program == "environment" else launch.program
     return f"{row.host}: {name} ({', '.join(parts)}) {place}"
 
