@@ -187,15 +187,16 @@ def _no_process(asked: Asked, nodes: Sequence[NodePicture], hosts: str) -> Findi
     pids = ", ".join(map(str, asked.pids))
     is_hidden = any(node.processes.asked_unseen for node in nodes)
     is_gone = all(set(asked.pids) <= set(node.processes.asked_missing) for node in nodes)
-    why = (
-        "alive, but /proc hides it from this user"
-        if is_hidden
-        else "not found: it exited, or runs on another host"
-        if is_gone
-        else "belongs to no job, and it is no Python process that has loaded torch"
-    )
-    fix = Fix(text="run it as root or as that user") if is_hidden else None
-    title = f"process {pids} on {hosts}: {why}"
+    name = f"process {pids}"
+    if is_hidden:
+        title = f"{name} on {hosts}: alive, but /proc hides it from this user"
+        fix = Fix(text="run it as root or as that user")
+    elif is_gone:
+        title = f"{name} not found on {hosts}"
+        fix = Fix(text="exited, or on another host: --hosts LIST")
+    else:
+        title = f"{name} on {hosts}: belongs to no job, and it is no Python process that has loaded torch"
+        fix = None
     return Finding(id="hang.no-job", level=Level.UNKNOWN, title=title, where=Where(), fix=fix)
 
 
