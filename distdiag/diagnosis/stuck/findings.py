@@ -61,6 +61,7 @@ def findings_of(joined: Joined, rows: Sequence[SourceRow]) -> list[Finding]:
         return [_about_all(joined, joined.claim, rows)]
     states = _accused_states(joined)
     by_place = joined.claim.source is Source.STACKS and joined.evidence.stacks.outcome is Outcome.OUTLIERS
+    by_place = by_place and joined.kind is not StuckKind.DEADLOCK
     groups = split(states) if by_place else [states]
     if len(groups) <= 1:
         return [_about_ranks(joined, joined.claim, states, joined.kind, rows)]
@@ -88,7 +89,7 @@ def _about_ranks(
     level = Level.WARN if kind in GOES_ON else joined.level
     in_common = common_to(states, joined.evidence.stacks, joined.evidence.asked.groups)
     about = (_moves(states), _waiting(joined, kind), _pace(joined, states, kind))
-    details = (*about, _also_gone(joined), _why(joined), in_common)
+    details = (*about, _also_gone(joined), _also_polls(joined, states), _why(joined), in_common)
     return Finding(
         id=f"{PREFIX}.{kind}",
         level=level,
@@ -197,6 +198,17 @@ def _also_gone(joined: Joined) -> str:
     still = [s for s in joined.evidence.stacks.states if s.thread.kind in (StackClass.EXITED, StackClass.STOPPED)]
     groups = split(without(still, _accused_states(joined)))
     return f"Also: {'; '.join(f'{who(group)} {does(group[0])}' for group in groups[:_GROUPS])}." if groups else ""
+
+
+def _also_polls(joined: Joined, states: Sequence[RankState]) -> str:
+    """Name the ranks outside of the collective that look for something which the accused may have to make."""
+    others = without(joined.evidence.stacks.outliers, [*_accused_states(joined), *states])
+    polling = [state for state in others if state.thread.motion is Motion.POLLS]
+    groups = split(polling)
+    if not groups or joined.claim is None or joined.claim.source is not Source.STACKS:
+        return ""
+    places = "; ".join(f"{who(group)} {does(group[0])}" for group in groups[:_GROUPS])
+    return f"Perhaps waiting for {briefly(states)}: {places}."
 
 
 def _counted(joined: Joined, group: Sequence[RankState]) -> str:

@@ -21,7 +21,7 @@ from distdiag.diagnosis.stuck.stacks import of_stacks
 from distdiag.diagnosis.stuck.types import GOES_ON, Claim, Source, SourceRow, Stand, StuckKind
 from distdiag.diagnosis.stuck.waits import of_waits
 from distdiag.diagnosis.wait_graph import wait_trees
-from distdiag.report import Level
+from distdiag.report import Fix, Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +130,7 @@ def _counts(claim: Claim, *, moves: bool) -> bool:
 
 def _accused(evidence: Evidence, claims: Mapping[Source, Claim], accusing: Sequence[Claim], *, moves: bool) -> Joined:
     first, *rest = accusing
+    first = next((_crossed(first, claim) for claim in rest if _is_holder(claim, first)), first)
     accused = first.accused
     against = []
     for claim in rest:
@@ -152,6 +153,24 @@ def _accused(evidence: Evidence, claims: Mapping[Source, Claim], accusing: Seque
     goes_on = first.kind in GOES_ON or (first.source is Source.STACKS and evidence.stacks.only_slow)
     level = Level.WARN if goes_on else Level.FAIL
     return _made(evidence, claims, first.kind, level, first, accused=accused, against=tuple(against))
+
+
+def _is_holder(claim: Claim, first: Claim) -> bool:
+    """Return whether a claim is about ranks that hold the lock for which the accused of the first one wait."""
+    is_lock = claim.kind is StuckKind.LOCK and first.kind is StuckKind.LOCK
+    return is_lock and bool(claim.ranks and claim.witnesses & first.ranks) and not claim.ranks & first.ranks
+
+
+def _crossed(first: Claim, holder: Claim) -> Claim:
+    """Return the claim about a rank that waits for a lock, and the one that holds it in the collective: a deadlock."""
+    return replace(
+        first,
+        kind=StuckKind.DEADLOCK,
+        ranks=first.ranks | holder.ranks,
+        pids=(*first.pids, *holder.pids),
+        says=f"{first.says}; {holder.says.partition('; ')[0]}, and waits in the collective",
+        fix=Fix(text="release the lock before the collective, or take it on all ranks in the same order"),
+    )
 
 
 def _nobody(evidence: Evidence, claims: Mapping[Source, Claim]) -> Joined:

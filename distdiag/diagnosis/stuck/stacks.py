@@ -104,7 +104,8 @@ def _of_outliers(claim: Claim, evidence: Evidence) -> Claim:
         return _accusing(claim, verdict.outliers, StuckKind.BEHIND, says)
     gone = [state for state in verdict.outliers if state.thread.kind is StackClass.EXITED]
     chosen = gone or [state for state in verdict.outliers if state.thread.kind is StackClass.STOPPED]
-    chosen = chosen or list(verdict.outliers)
+    # A rank that looks for something again and again may look for what a rank that is stuck has to make.
+    chosen = chosen or [s for s in verdict.outliers if s.thread.motion is not Motion.POLLS] or list(verdict.outliers)
     groups = split(chosen)
     says = "; ".join(f"{who(group)}: {does(group[0])}" for group in groups[:3])
     kinds = [kind_in_job(group[0], evidence) for group in groups]
