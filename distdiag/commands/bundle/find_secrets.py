@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _COLOUR = re.compile(r"(?:\x1b|\\x1b|\\u001b|\\033|\\e|\^\[)\[[0-9;:?]{0,40}[A-Za-z]")
 _WORDS = re.compile(
-    r"(?i)pass(?!ed|es)|pwd|pw\b|secret|token(?!s|iz|_(?:count|id|type|len))|key(?!word|board)|auth|credential|cookie|signature|sig\b|webhook|dsn|login|pin\b"
+    r"(?i)pass(?!ed|es)|pwd|pw\b|secret|token(?!s|iz|_(?:count|id|type|len))|key(?!word|board)|auth|cred"
+    r"|cookie|signature|sig\b|webhook|dsn|login|pin\b|license|session|access|hmac|wandb|encryption|bearer|salt\b"
 )
 """What a line must have to be searched for named values; a quick first test."""
 
@@ -28,7 +29,7 @@ _WORDS = re.compile(
 _PASSWORD = (
     r"[\w.-]{0,60}?(?:passw(?:or)?d|passphrase|passcode|(?<!key)secret(?!ar)|credential|(?<!_)pwd|[-_.]pwd|pgpass"
     r"|(?:api|access|account|private|shared|signing|encryption|license|client|master|deploy|auth|service)[-_. ]?key"
-    r"|token(?!s\b|iz|_?(?:id|count|type|len|per|limit|num|embed|mask|parallel))|(?<!x)auth(?!or(?!iz))|cookie|webhook)"
+    r"|token(?!s\b|iz|_?(?:id|count|type|len|per|limit|num|embed|mask|parallel))|(?<!x)auth(?!or(?!iz))|cookie|webhook|(?<![a-z])creds)"
     r"[\w-]{0,40}|[\w.-]{0,60}(?:(?<![a-z])pw|PW|(?<![a-z])pass|PASS|dsn)"
 )
 _KEY = r"(?:[\w.-]{0,60}[-_])?(?:key|sig|signature|salt|hmac|key[-_]data)"
@@ -46,11 +47,11 @@ _HEADER = re.compile(
     r"(?:(?:bearer|basic|digest|token|apikey|negotiate|aws4-hmac-sha256)[ \t]+)?)(?P<bare>[^\r\n\"'\\]{4,8000})"
 )
 _OPTION = re.compile(
-    rf"(?P<head>(?<![\w-])(?P<name>--?(?i:{_PASSWORD}|[\w-]{{0,40}}key))[ \t]+)(?P<bare>(?![-|&>])[^\s|&;]{{3,4000}})"
+    rf"(?P<head>(?<![\w-])(?:setenv[ \t]+|(?=-))(?P<name>-{{0,2}}(?i:{_PASSWORD}|[\w-]{{0,40}}key))[ \t]+)(?P<bare>(?![-|&>])[^\s|&;]{{3,4000}})"
 )
 _XML = re.compile(rf"(?P<head><(?P<name>(?i:{_PASSWORD}|{_KEY}))>)(?P<bare>[^<>\n]{{1,4000}})(?=</)")
 _PROSE = re.compile(
-    r"(?i)(?P<head>\b(?P<name>passwords?|passphrase|passwd|passcode|secret|token|credentials?|key|pin|login)\b"
+    r"(?i)(?P<head>\b(?P<name>passwords?|passphrase|passwd|passcode|pwd?|secret|token|credentials?|key|pin)\b"
     r"[ \t]+(?:\w+[ \t]+){0,3}?(?P<is>is|was|are|to|as|=|:)?:?[ \t]*)(?<=[ \t:=])"
     rf"(?:(?P<quote>{_QUOTE})(?P<quoted>[^\s\"'`]{{3,400}})(?P=quote)|(?P<bare>[^\s\"'`,;()]{{4,400}}))"
 )
@@ -117,7 +118,9 @@ def random_replaced(text: str, replace: Replace) -> str:
 
 def is_random(word: str) -> bool:
     """Return whether a word is a key by its letters alone: both cases and digits, without order; no C++ name."""
-    if len(word) < _LEAST_RANDOM or word.startswith(("_Z", "CUDA", "GPU-", "MIG-", "Cijk_", "sha256-", "sha512-")):
+    if len(word) < _LEAST_RANDOM or word.startswith(
+        ("_Z", "CUDA", "GPU-", "MIG-", "Cijk_", "sha256-", "sha512-", "AAAAB3Nz", "AAAAC3Nz", "AAAAE2Vj")
+    ):
         return False
     if not all(re.search(kind, word) for kind in ("[a-z]", "[A-Z]", "[0-9]")):
         return False
@@ -137,6 +140,8 @@ def changes(word: str) -> float:
 def looks_random(word: str) -> bool:
     """Return whether a value may be a key, where its name says so: a hash, or letters and digits mixed."""
     bare = word.rstrip("=")
+    if re.match(r"AAAA[BCE][A-Za-z0-9]{4}|\d{4}-\d\d-\d\d[T_ ]?\d\d|sha(?:256|512)-", bare):  # a public key, a time
+        return False
     if re.fullmatch(r"[0-9a-fA-F]{16,}", bare):
         return any(c.isdigit() for c in bare) and any(c.isalpha() for c in bare)
     if re.fullmatch(r"[\w.]*\.\w*[a-z]{4,}[\w.]*", bare) and changes(bare) < _CHANGES:  # layers.0.weight
@@ -210,9 +215,8 @@ def is_named_secret(name: str, value: str) -> bool:
     if _PATH.fullmatch(value) and not is_random(value) and value.count("/") > 0:
         return False
     is_password = _IS_PASSWORD.search(name) is not None or "secret" in name.lower()
-    if (
-        re.fullmatch(r"[\d.]{1,5}|0x[0-9a-f]{1,16}|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:[a-z%]{1,5})?", value)
-        and not is_password
+    if re.fullmatch(r"[\d.]{1,5}|0x[0-9a-f]{1,16}|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:[a-z%]{1,5})?", value) and (
+        not is_password or "." in value
     ):
         return False
     if re.fullmatch(rf"(?i){_KEY}", name) and not re.search(
@@ -225,7 +229,7 @@ def is_named_secret(name: str, value: str) -> bool:
 
 def _is_plain(name: str, value: str) -> bool:
     """Return whether this is a sentence with a colon: 'token: the', 'CredentialsError: Unable to'."""
-    if _IS_PASSWORD.search(name):
+    if _IS_PASSWORD.search(name) and name.lower() != "pass":
         return _NO_PASSWORD.fullmatch(value.strip(":.")) is not None
     return re.fullmatch(r"[A-Za-z]{1,15}[.,]?|[A-Za-z]+:", value) is not None or name.endswith(("Error", "Exception"))
 
@@ -235,12 +239,17 @@ def _of_prose(match: re.Match[str], replace: Replace) -> str:
     if is_harmless(value) or _NO_PASSWORD.fullmatch(value.rstrip(":")) or _PATH.fullmatch(value):
         return match[0]
     stated = match["quoted"] is not None or match["is"] in ("is", "was", "=", ":")
-    is_password = match["name"].lower().startswith(("pass", "pin")) and stated
+    is_password = match["name"].lower().startswith("p") and (stated or _is_mixed(value))
     place = match.start("bare") if match["bare"] else match.start("quoted")
     if not (is_password or looks_random(value)) or _OF_A_HASH.search(match.string, max(0, place - 60), place):
         return match[0]
     place -= match.start()
     return match[0][:place] + replace(value, "password in words") + match[0][place + len(value) :]
+
+
+def _is_mixed(value: str) -> bool:
+    """Return whether a word has letters and digits as passwords do: hunter2, no 12ms, v1.2, 0x1f, or a:1."""
+    return re.fullmatch(r"(?=.*\d)[A-Za-z][A-Za-z0-9!#$%&*+?@^~-]{4,60}", value) is not None
 
 
 def _is_key_near(match: re.Match[str]) -> bool:
