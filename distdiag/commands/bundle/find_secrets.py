@@ -47,7 +47,8 @@ _HEADER = re.compile(
     r"(?:(?:bearer|basic|digest|token|apikey|negotiate|aws4-hmac-sha256)[ \t]+)?)(?P<bare>[^\r\n\"'\\]{4,8000})"
 )
 _OPTION = re.compile(
-    rf"(?P<head>(?<![\w-])(?:setenv[ \t]+|(?=-))(?P<name>-{{0,2}}(?i:{_PASSWORD}|[\w-]{{0,40}}key))[ \t]+)(?P<bare>(?![-|&>])[^\s|&;]{{3,4000}})"
+    rf"(?P<head>(?<![\w-])(?:setenv[ \t]+|(?=-))(?P<name>-{{0,2}}(?i:{_PASSWORD}|[\w-]{{0,40}}key))[ \t]+)"
+    r"(?P<bare>(?![-|&>])[^\s|&;]{3,4000})"
 )
 _XML = re.compile(rf"(?P<head><(?P<name>(?i:{_PASSWORD}|{_KEY}))>)(?P<bare>[^<>\n]{{1,4000}})(?=</)")
 _PROSE = re.compile(
