@@ -66,7 +66,7 @@ def bundle(
     Examples:
       distdiag bundle                                   # the job on this node
       distdiag bundle --slurm-job 4711 -o hung.tar.zst  # all nodes of the job
-      distdiag bundle --show | less                     # read what is packed
+      distdiag bundle --show -o hung.tar.zst            # read what is packed
     """
     from distdiag import runner
     from distdiag.commands.bundle.types import COMMAND
