@@ -92,6 +92,7 @@ _PATH = re.compile(r"(?:~|\.{1,2})?/(?:[\w.@+-]+/)*[\w.@+-]*")
 _SEPARATORS = re.compile(r"[_/+~.=-]")
 _LEAST_HEX = 16
 _LEAST_RANDOM = 20
+_LONG_KEY = 24
 _CHANGES = 0.35
 _ENTROPY = 3.4
 
@@ -158,7 +159,9 @@ def _entropy(word: str) -> float:
 
 def _of_form(match: re.Match[str], rule: str, replace: Replace) -> str:
     groups = match.groupdict()
-    if (random := groups.get("random")) is not None and not looks_random(random):
+    random = groups.get("random")
+    is_long = random is not None and len(random) >= _LONG_KEY and changes(random) >= _CHANGES / 3
+    if random is not None and not (is_long or looks_random(random)):
         return match[0]
     secret = groups.get("secret") or groups.get("secret2") or match[0]
     if is_harmless(secret):
