@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from distdiag.errors import UsageError
+from distdiag import program_name
+from distdiag.errors import CannotExecute, CommandNotFound
 from distdiag.facts import programs
 
 if TYPE_CHECKING:
@@ -19,25 +22,68 @@ if TYPE_CHECKING:
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _FROM_PROCESS = 0
-"""si_code of a signal that a process sent (SI_USER); what a terminal sends goes to the job as well."""
+"""si_code of a signal that a process sent: SI_USER, SI_QUEUE and SI_TKILL are 0 and less.
+
+A terminal sends SIGINT and SIGQUIT to the job as well.
+"""
 _TURN_S = 1.0
+_TORCH_S = 10.0
 
 
 def argv_of(command: Sequence[str], *, example: str) -> list[str]:
-    """Return the command to execute: with this Python before it, if it is a script or an option of Python's.
+    """Return the command to execute: with the job's Python before a script (x.py) or an option of Python's.
+
+    A script that is executable and named by its path is executed, as a shell does.
 
     Raises:
-        UsageError: there is no such program; `example` is how it is typed.
+        CommandNotFound, CannotExecute: as a shell would report; `example` is how a job is typed.
     """
     first = command[0]
-    if first.startswith("-"):
-        return [sys.executable, *command]
     program = shutil.which(first)
-    if first.endswith(".py") or (program is None and os.path.isfile(first)):
-        return [sys.executable, *command]
-    if program is None:
-        raise UsageError(f"{first}: no such command or script", hint=example)
-    return [program, *command[1:]]
+    if first.startswith("-") or (
+        first.endswith(".py") and os.path.isfile(first) and (program is None or "/" not in first)
+    ):
+        return [job_python(), *command]
+    if program is not None:
+        return list(command)
+    path = (
+        first
+        if "/" in first
+        else next(filter(os.path.exists, (os.path.join(d, first) for d in os.get_exec_path())), "")
+    )
+    if os.path.isfile(path):
+        raise CannotExecute(f"{first}: Permission denied", hint=f"chmod +x {shlex.quote(path)}")
+    if os.path.isdir(path) and "/" in first:
+        raise CannotExecute(f"{first}: Is a directory", hint=example)
+    raise CommandNotFound(
+        f"{first}: {'No such file or directory' if '/' in first else 'command not found'}", hint=example
+    )
+
+
+def job_python() -> str:
+    """Return the Python of a bare script: the active environment's, else that on PATH if it has torch, else ours."""
+    active = [
+        os.path.join(os.environ[name], "bin", "python")
+        for name in ("VIRTUAL_ENV", "CONDA_PREFIX")
+        if os.environ.get(name)
+    ]
+    for path in active:
+        if os.access(path, os.X_OK):
+            return path
+    ours = "" if program_name.is_one_file() else sys.executable
+    on_path = shutil.which("python3") or shutil.which("python") or ""
+    if not on_path or (ours and os.path.samefile(on_path, ours)):
+        return ours or sys.executable
+    has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    if not ours or programs.run([on_path, "-c", has_torch], timeout_s=_TORCH_S).status == 0:
+        return on_path
+    return ours
+
+
+def say_python(argv: Sequence[str], command: Sequence[str], say: Callable[[str], None]) -> None:
+    """Report which Python a bare script is started with, where it is not distdiag's own."""
+    if len(argv) > len(command) and argv[0] != sys.executable:
+        say(f"distdiag: starting {command[0]} with {argv[0]}")
 
 
 def watched(variable: str, text: str) -> dict[str, str]:
@@ -86,10 +132,30 @@ def start(
             os.dup2(stdout, 1)
         if stderr is not None:
             os.dup2(stderr, 2)
-        os.execve(argv[0], list(argv), dict(os.environ if env is None else env))
+        execute(argv, os.environ if env is None else env)
     finally:
         # Never back into the program that this is a copy of.
         os._exit(127)
+
+
+def execute(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Become a program as a shell would: a text without #! is a shell script. Ends with 126 or 127 if that fails."""
+    try:
+        os.execvpe(argv[0], list(argv), dict(env))
+    except OSError as error:
+        trouble = error
+    path = shutil.which(argv[0]) or argv[0]
+    if trouble.errno == errno.ENOEXEC and b"\0" not in _first_bytes(path):
+        os.execve("/bin/sh", ["sh", path, *argv[1:]], dict(env))
+    with contextlib.suppress(OSError):
+        os.write(2, f"distdiag: {argv[0]}: {trouble.strerror}\n".encode("utf-8", "replace"))
+    os._exit(CommandNotFound.exit_code if trouble.errno in (errno.ENOENT, errno.ENOTDIR) else CannotExecute.exit_code)
+
+
+def _first_bytes(path: str) -> bytes:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(80)
+    return b""
 
 
 def start_recorder(config: Mapping[str, object], keep: Sequence[int]) -> int:
@@ -127,8 +193,12 @@ def wait(child: int, pass_on: Callable[[int, int], None], turn: Callable[[], Non
                 turn()
             continue
         if received.si_signo != signal.SIGCHLD:
-            if received.si_code == _FROM_PROCESS:
+            if received.si_code <= _FROM_PROCESS:
                 pass_on(child, received.si_signo)
+            elif received.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid():
+                # The terminal is gone, and only the leader of its session gets to know: without us that is the job.
+                pass_on(child, received.si_signo)
+                send(child, signal.SIGCONT)
             continue
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

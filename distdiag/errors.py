@@ -1,6 +1,7 @@
 """Failures of distdiag itself: what happened, then what to type. Faults of the user's job are findings, not errors.
 
-Each class has an id for programs and an exit status: DistdiagError and NodeFailed 3, UsageError 2, Interrupted 130.
+Each class has an id for programs and an exit status: DistdiagError and NodeFailed 3, UsageError 2, 126 or
+127 as in shells; Interrupted 130.
 """
 
 from __future__ import annotations
@@ -22,6 +23,18 @@ class UsageError(DistdiagError):
 
     id = "usage"
     exit_code = 2
+
+
+class CannotExecute(UsageError):
+    """The command of a job may not be executed; the status is a shell's."""
+
+    exit_code = 126
+
+
+class CommandNotFound(UsageError):
+    """There is no such command or file; the status is a shell's."""
+
+    exit_code = 127
 
 
 class NodeFailed(DistdiagError):

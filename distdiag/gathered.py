@@ -33,6 +33,8 @@ Asked = TypeVar("Asked")
 Facts = TypeVar("Facts")
 _SCHEMA = "distdiag-facts/1"
 _MOST_BYTES = 256 * 2**20
+_PY_SPY = re.compile(rb"\s*Process \d+: .*\n(?:Python v\d|\s*\n\s*Thread )")
+"""How the text of `py-spy dump` begins, which pyspy-all reads."""
 _MOST_REASONS = 3
 _MOST_OTHERS = 6
 _ONE_RUN_S = 3600.0
@@ -212,6 +214,7 @@ class _Reader(Generic[Asked, Facts]):
             self._unread[path] = (str(error), True)
 
     def take_content(self, path: Path, load: Callable[[], bytes], *, named: bool) -> None:
+        data = b""
         try:
             data = load()
             if not named and _is_report(data):
@@ -225,7 +228,9 @@ class _Reader(Generic[Asked, Facts]):
                     return
                 self._runs.setdefault(path.parent, {})[path] = _decode(data, self._type)
         except Senseless as error:
-            self._unread[path] = (str(error), named)
+            is_dump = _PY_SPY.match(data) is not None
+            self._others |= {"pyspy-all"} if is_dump else set()
+            self._unread[path] = ("is a dump of py-spy" if is_dump else str(error), named)
         else:
             self._suffixes.add(path.suffix)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNALS = [signal.SIGINT, signal.SIGTERM]
 """A scheduler that ends us gets what is known by then; so does a file, when the terminal hangs up."""
 _AGAIN_S = 0.01
@@ -23,14 +24,13 @@ _came = False
 
 
 def handle(*, hold: bool = False) -> None:
-    """Handle them from now on; SIGHUP not under nohup. Only in the main thread.
+    """Handle them from now on, but not what a script, nohup or a trap made us ignore. Only in the main thread.
 
     `hold`: only remember that one came, until `release`.
     """
     global _handling, _holding
     _handling, _holding = True, hold
-    if signal.SIGHUP not in _SIGNALS and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        _SIGNALS.append(signal.SIGHUP)
+    _SIGNALS[:] = [number for number in _ALL if signal.getsignal(number) is not signal.SIG_IGN]
     sys.unraisablehook = _raise_again
     for number in _SIGNALS:
         signal.signal(number, _interrupt)

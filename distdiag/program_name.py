@@ -23,6 +23,11 @@ def called_as() -> str:
     return _as_one_file() or shlex.quote(os.path.abspath(called))
 
 
+def is_one_file() -> bool:
+    """Return whether this is the one file of `make zipapp`, which has no environment of its own."""
+    return bool(_as_one_file())
+
+
 @functools.cache
 def _as_one_file() -> str:
     """Return `python3 distdiag.pyz` as it was typed; empty if this is not that file."""

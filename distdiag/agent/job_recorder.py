@@ -1,7 +1,10 @@
 """Records a job on one node: the output of each rank, and when and how each rank ended. Outlives distdiag itself.
 
 A process of its own in a session of its own, so neither Ctrl-C nor the death of distdiag takes it, and with it the
-job's output, away. It ends when nobody can write to the job's stdout and stderr any more.
+job's output, away. It ends when no process can write to the job's stdout and stderr any more.
+
+A daemon that the job leaves behind may hold its streams open: once the job and its ranks have ended and nothing was
+written for a second, the recorder ends as well.
 
 In its folder: `events.jsonl` (a line for each start and end of a rank, and when all were held), `job.*.log` and
 `rankR.gG.*.log` (output).
@@ -21,6 +24,7 @@ import signal
 import socket
 import struct
 import sys
+import termios
 import threading
 import time
 
@@ -36,6 +40,9 @@ _BLOCK = 1 << 20
 _MOST_RANKS = 4096
 _MOST_FDS = 8
 _HELD_S = 10.0
+_TURN_S = 0.5
+_AT_REST_S = 0.02
+_SILENT_S = 1.0
 _PIDFD_GET_INFO = 0xC040FF0B
 """_IOWR(0xFF, 11, struct pidfd_info) with the first, 64-byte form of it: include/uapi/linux/pidfd.h, Linux 6.15."""
 _PIDFD_INFO_EXIT = 1 << 3
@@ -131,6 +138,7 @@ class Copier(threading.Thread):
         self._lines = Labelled(label) if label else None
         status = os.fstat(out)
         self._lock = self.locks.setdefault((status.st_dev, status.st_ino), threading.Lock())
+        self._copied = 0
 
     def run(self) -> None:
         """Copy to the end of the stream. Where its reader has gone, so does ours: the job gets its SIGPIPE."""
@@ -138,6 +146,7 @@ class Copier(threading.Thread):
             while data := _read_some(self._read):
                 self._kept.write(data)
                 self._pass(data if self._lines is None else self._lines.whole(data))
+                self._copied += len(data)
             if self._lines is not None:
                 self._pass(self._lines.rest())
         except OSError:
@@ -146,6 +155,17 @@ class Copier(threading.Thread):
             os.close(self._read)
             os.close(self._out)
             self._kept.finish()
+
+    def state(self) -> tuple[int, int]:
+        """Return the bytes copied, and those that wait in the stream; 0 once it is closed."""
+        waiting = bytearray(4)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self._read, termios.FIONREAD, waiting)
+        return self._copied, int.from_bytes(waiting, sys.byteorder)
+
+    def finish(self) -> None:
+        """Keep what was copied by now, where the stream does not end."""
+        self._kept.finish()
 
     def _pass(self, data: bytes) -> None:
         if data:
@@ -197,6 +217,9 @@ class Recorder:
         self._prefix = bool(config["prefix"])
         self._events = private_files.open_file(os.path.join(self._folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
         self._ranks: dict[int, dict[str, Any]] = {}
+        self._job_ended = self._did_drain = False
+        self._state: list[tuple[int, int]] = []
+        self._silent_since = 0.0
         self._copiers: list[Copier] = []
         self._outs: dict[tuple[int, int], int] = {}
         for name, read, out, device, inode in config["streams"]:
@@ -209,12 +232,15 @@ class Recorder:
         self._copiers.append(copier)
 
     def run(self) -> None:
-        """Work until nobody is left who writes."""
+        """Work until no process can write any more, or only a silent daemon."""
         while any(copier.is_alive() for copier in self._copiers) or self._parent_is_there:
+            if self._job_ended and not self._ranks and self._is_silent():
+                break
             poll = select.poll()
             for fd in (self._listener.fileno(), *self._ranks, *([self._control] if self._parent_is_there else [])):
                 poll.register(fd, select.POLLIN)
-            ready = {fd for fd, _ in poll.poll(500)}
+            turn_s = _AT_REST_S if self._job_ended and not self._did_drain else _TURN_S
+            ready = {fd for fd, _ in poll.poll(1000 * turn_s)}
             statuses = {fd: _exit_status(fd, self._ranks[fd]["pid"]) for fd in ready & self._ranks.keys()}
             for fd, status in statuses.items():
                 self._ended(fd, status)
@@ -225,8 +251,26 @@ class Recorder:
             if self._held_until and time.monotonic() > self._held_until:
                 self._release()
 
+    def leave(self) -> None:
+        """End at once: a thread may wait for a daemon's next line."""
+        for copier in self._copiers:
+            if copier.is_alive():
+                copier.finish()
+        os._exit(0)
+
+    def _is_silent(self) -> bool:
+        """Report that all is copied once two states are equal; return whether none has changed for a second since."""
+        now, state = time.monotonic(), [copier.state() for copier in self._copiers]
+        if state != self._state or any(waiting for _, waiting in state):
+            self._state, self._silent_since = state, now
+            return False
+        if not self._did_drain:
+            self._did_drain = True
+            self._tell("drained", {"pid": 0})
+        return now - self._silent_since >= _SILENT_S
+
     def _hear(self) -> None:
-        """Read what distdiag says: the launcher's pid, "release", "ending"; nothing more once it has ended."""
+        """Obey distdiag: the launcher's pid, "release", "ending", "ended"; the pipe ends with distdiag."""
         data = os.read(self._control, 4096)
         if not data:
             self._parent_is_there = False
@@ -237,6 +281,8 @@ class Recorder:
                 self._release()
             elif line == "ending":  # distdiag ends the job itself, and has looked at it before
                 self._did_hold = True
+            elif line == "ended":  # the job has
+                self._job_ended = True
             elif line.isdigit():
                 self._launcher = int(line)
 
@@ -358,4 +404,6 @@ def main() -> None:
     """Record, as the first argument says."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
-    Recorder(json.loads(sys.argv[1])).run()
+    recorder = Recorder(json.loads(sys.argv[1]))
+    recorder.run()
+    recorder.leave()

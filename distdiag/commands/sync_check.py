@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 COMMAND = "sync-check"
 _MOST_BYTES = 256 * 2**20
 _SHOWN = 10
+STALE = "sync-check.stale-files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +65,20 @@ def _check(files: Sequence[str]) -> Report[SyncCheck]:
     from distdiag.files import named_files
 
     by_rank: dict[int, Sequence[Entry]] = {}
-    world_size = 0
-    for path in named_files(files):
+    found = sorted(named_files(files), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)
+    if not found:
+        raise UsageError("no files of sync_check", hint='distdiag.sync_check(model, save="DIR") writes them')
+    _, world_size, _ = _read(found[-1])
+    stale = []
+    for path in found:
         rank, size, entries = _read(path)
+        if size != world_size:  # a run with fewer ranks overwrites only their files
+            stale.append(f"{path} (of {size} ranks)")
+            continue
         if rank in by_rank:
             raise UsageError(f"{path}: rank {rank} is there twice", hint="give the files of one check")
         by_rank[rank] = entries
-        world_size = max(world_size, size)
-    if not by_rank:
-        raise UsageError("no files of sync_check", hint='distdiag.sync_check(model, save="DIR") writes them')
-    return diagnose(by_rank, world_size)
+    return diagnose(by_rank, world_size, stale)
 
 
 def _read(path: Path) -> tuple[int, int, list[Entry]]:
@@ -94,8 +99,8 @@ def _read(path: Path) -> tuple[int, int, list[Entry]]:
     return document.rank, document.world_size, document.entries
 
 
-def diagnose(by_rank: Mapping[int, Sequence[Entry]], world_size: int) -> Report[SyncCheck]:
-    """Compare and judge; pure."""
+def diagnose(by_rank: Mapping[int, Sequence[Entry]], world_size: int, stale: Sequence[str] = ()) -> Report[SyncCheck]:
+    """Compare and judge; pure. `stale`: files of an earlier run with another number of ranks, left out."""
     from distdiag.report import Report
     from distdiag.training.sync_check import compare
 
@@ -109,9 +114,41 @@ def diagnose(by_rank: Mapping[int, Sequence[Entry]], world_size: int) -> Report[
         sharded=sharded,
         differing=len(differences),
     )
-    findings = tuple(_findings(differences, data.ranks, world_size))
-    summary = findings[0].title if findings else "all ranks hold the same state"
+    findings = (*_findings(differences, data.ranks, world_size), *_left_out(stale, world_size))
+    worst = next((finding for finding in findings if finding.id != STALE), None)
+    summary = worst.title if worst else "all ranks hold the same state"
     return Report(command=COMMAND, data=data, findings=findings, summary=summary)
+
+
+def _left_out(stale: Sequence[str], world_size: int) -> Iterator[Finding]:
+    from distdiag.diagnosis.wording import counted
+    from distdiag.report import Finding, Fix, Level
+
+    if stale:
+        yield Finding(
+            id=STALE,
+            level=Level.INFO,
+            title=f"{counted(len(stale), 'file')} left out: from an earlier run, the newest is of {world_size} ranks",
+            evidence=tuple(stale[:_SHOWN]),
+            fix=Fix(text="use a new folder for each run"),
+        )
+
+
+def _fix_of(fault: Difference) -> str:
+    """Return what makes the ranks agree, by what differs."""
+    if fault.kind == "dataloader":
+        return (
+            "give all ranks the same number of batches: DistributedSampler(..., drop_last=True), or join() of the model"
+        )
+    if fault.kind == "step":
+        return "find where a rank skips or repeats a step: `continue`, `break`, or a checkpoint with another step"
+    if fault.kind == "optimizer":
+        return "set the hyperparameters and call scheduler.step() on all ranks in the same step; load one checkpoint"
+    if fault.kind == "RNG":
+        return "seed all ranks alike where they must draw the same numbers"
+    if fault.why.startswith("missing"):
+        return "build the same model on all ranks: a layer or buffer is made on some of them only"
+    return "load one checkpoint on all ranks; then call sync_check earlier to find the step that diverges"
 
 
 def _findings(differences: Sequence[Difference], ranks: Sequence[int], world_size: int) -> Iterator[Finding]:
@@ -127,9 +164,7 @@ def _findings(differences: Sequence[Difference], ranks: Sequence[int], world_siz
             title=str(faults[0]),
             where=Where(ranks=faults[0].ranks),
             evidence=tuple(map(str, faults[1:_SHOWN])) + ((f"{len(faults)} values differ",) if faults[1:] else ()),
-            fix=Fix(
-                text="load one checkpoint on all ranks; then call sync_check earlier to find the step that diverges"
-            ),
+            fix=Fix(text=_fix_of(faults[0])),
         )
     if len(ranks) < world_size:
         yield Finding(

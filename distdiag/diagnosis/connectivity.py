@@ -584,9 +584,16 @@ def _directions(case: Case, tried: Collection[tuple[str, str]], bad: Collection[
     return ", and ".join([*whole, *words])
 
 
-def _blamed(case: Case, tried: Collection[tuple[str, str]], bad: Collection[tuple[str, str]]) -> dict[str, object]:
-    """Return whom bad paths accuse: the nodes whose own side is bad, else both ends; who only saw it is a witness."""
-    culprits = merged(fewest_culprits(sorted(tried), bad))
+def _blamed(
+    case: Case, tried: Collection[tuple[str, str]], bad: Collection[tuple[str, str]], *, spare_pairs: bool = False
+) -> dict[str, object]:
+    """Return whom bad paths accuse: the nodes whose own side is bad, else both ends; who only saw it is a witness.
+
+    With `spare_pairs`, where it is one of two ends, and which is not known, both are witnesses.
+    """
+    culprits = [
+        each for each in merged(fewest_culprits(sorted(tried), bad)) if not (spare_pairs and each.kind == "pair")
+    ]
     ends = sorted({node for edge in bad for node in edge})
     accused = case.named(node for culprit in culprits for node in (*culprit.nodes, *culprit.others))
     witnesses = tuple(host for host in case.named(ends) if host not in accused)
@@ -645,6 +652,7 @@ def _is_much(lossy: Sequence[NetworkPath]) -> bool:
 
 
 def _bad_link(case: Case, name: str, level: Level, what: str, bad: Sequence[NetworkPath]) -> Finding:
+    """Name a bad path. Loss is random, so other paths of the guilty end may look good: a pair accuses neither end."""
     edges = {edge for path in bad for edge in (_edge(path), _edge(path)[::-1])}
     tried = {_edge(path) for path in case.test.paths} | edges
     device = bad[0].probe.interface or "eth0"
@@ -653,7 +661,7 @@ def _bad_link(case: Case, name: str, level: Level, what: str, bad: Sequence[Netw
         level,
         f"{what} {_directions(case, tried, edges)}",
         detail="torch runs over such a link, but many times slower.",
-        **_blamed(case, tried, edges),
+        **_blamed(case, tried, edges, spare_pairs=len(case.test.networks) > 2),
         evidence=tuple(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
         fix=Fix(
             text="check error counters and speed of the interfaces, cables and switch ports on that path",

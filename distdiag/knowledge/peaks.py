@@ -22,6 +22,12 @@ class Peak:
     sparse_tflops: float = 0
 
 
+_OF_SMI = frozenset(
+    ("nvidia", "tesla", "geforce", "amd", "instinct", "16gb", "24gb", "32gb", "40gb", "48gb", "80gb", "94gb", "96gb")
+)
+"""Words of a name in nvidia-smi that say nothing of the speed."""
+
+
 @cache
 def peaks() -> tuple[Peak, ...]:
     """Read the file, once."""
@@ -30,11 +36,17 @@ def peaks() -> tuple[Peak, ...]:
 
 
 def find_peaks(name: str) -> tuple[Peak, ...]:
-    """List the GPUs that a name can mean: "A100" is SXM or PCIe; an exact name is that GPU alone."""
+    """List the GPUs that a name can mean: "A100" is SXM or PCIe; an exact name is that GPU alone.
+
+    Names are also understood as nvidia-smi prints them: "NVIDIA H100 80GB HBM3" and "NVIDIA H200" are SXM.
+    """
     words = _words(name)
     exact = tuple(peak for peak in peaks() if _words(peak.name) == words)
-    return exact or tuple(peak for peak in peaks() if words and words <= _words(peak.name))
+    found = exact or tuple(peak for peak in peaks() if words and words <= _words(peak.name))
+    sxm = tuple(peak for peak in found if "sxm" in _words(peak.name))
+    return sxm if len(found) > 1 and len(sxm) == 1 and name.lower().startswith("nvidia ") else found
 
 
 def _words(name: str) -> frozenset[str]:
-    return frozenset(re.findall(r"[a-z0-9]+", name.lower()))
+    plain = re.sub(r"\bhbm3\b|sxm\d", "sxm", name.lower())
+    return frozenset(re.findall(r"[a-z0-9]+", plain)) - _OF_SMI

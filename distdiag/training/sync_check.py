@@ -183,7 +183,8 @@ def _difference(key: tuple[str, str], states: Mapping[int, str], held: Mapping[i
     groups = tuple(tuple(sorted(rank for rank in states if states[rank] == state)) for state in ranked)
     majority = len(groups[0]) > len(states) / 2
     shapes = {held[rank].shape for rank in states if rank in held}
-    why = "missing on a rank" if MISSING in counts else "shape or dtype" if len(shapes) > 1 else "values"
+    missing = tuple(sorted(rank for rank in states if states[rank] == MISSING))
+    why = f"missing on {_ranks(missing)}" if missing else "shape or dtype" if len(shapes) > 1 else "values"
     ranks = tuple(sorted(rank for other in groups[1:] for rank in other)) if majority else ()
     return Difference(key[0], key[1], groups, ranks, why, expected=key[0] == "BatchNorm statistics" and why == "values")
 
@@ -259,7 +260,7 @@ def _of_model(model: Any) -> Iterator[tuple[str, str, Any, str]]:  # noqa: ANN40
         return
     of_fsdp = _of_fsdp1(model)
     for name, parameter in model.named_parameters():
-        yield "parameter", name, parameter, _shard_of(parameter, of_fsdp)
+        yield "parameter", _uncompiled(name), parameter, _shard_of(parameter, of_fsdp)
     norms = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -267,7 +268,13 @@ def _of_model(model: Any) -> Iterator[tuple[str, str, Any, str]]:  # noqa: ANN40
         for name in ("running_mean", "running_var")
     }
     for name, buffer in model.named_buffers():
-        yield "BatchNorm statistics" if name in norms else "buffer", name, buffer, _shard_of(buffer, {})
+        kind = "BatchNorm statistics" if name in norms else "buffer"
+        yield kind, _uncompiled(name), buffer, _shard_of(buffer, {})
+
+
+def _uncompiled(name: str) -> str:
+    """Return the name that a parameter has without torch.compile, which only some ranks may use."""
+    return name.replace("_orig_mod.", "")
 
 
 def _of_fsdp1(model: Any) -> dict[int, str]:  # noqa: ANN401
@@ -313,7 +320,7 @@ def _shard_of(tensor: Any, of_fsdp: Mapping[int, str]) -> str:  # noqa: ANN401
 def _of_optimizer(model: Any, optimizer: Any) -> Iterator[tuple[str, str, Any, str]]:  # noqa: ANN401
     if optimizer is None:
         return
-    names = {} if model is None else {parameter: name for name, parameter in model.named_parameters()}
+    names = {} if model is None else {parameter: _uncompiled(name) for name, parameter in model.named_parameters()}
     of_fsdp = {} if model is None else _of_fsdp1(model)
     zero, state = _of_zero(optimizer)
     for at, settings in enumerate(optimizer.param_groups):

@@ -279,3 +279,17 @@ def test_ranks_end_with_distdiag_when_it_is_killed(tmp_path: Path) -> None:
         command.kill()
     pids = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60, lambda: f"{pids} live on")
+
+
+@pytest.mark.parametrize(
+    ("how", "batches"), [("forward", 3), ("backward", 3), ("backward optimizer", 6), ("backward exits", 6)]
+)
+def test_a_loop_without_optimizer_steps_is_judged_and_no_rank_hangs(how: str, batches: int) -> None:
+    program = Path(__file__).parent.parent / "programs" / "overflows_without_steps.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, program, how, str(batches)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "rank 1 " in done.stdout, done
+    assert "batch 1 (optimizer step 0)" in done.stdout
+    assert "in `input[0]` of `last` (Linear)" in done.stdout

@@ -149,3 +149,12 @@ def test_what_contradicts_saved_facts_is_refused(command: tuple[str, ...], tmp_p
     for more in (("--save", "x"), ("--hosts", "a")):
         done = distdiag(*command, "--from", str(tmp_path), *more)
         assert (done.code, "--from cannot be combined with --save" in done.err) == (2, True)
+
+
+def test_text_of_py_spy_is_led_to_pyspy_all(tmp_path: Path) -> None:
+    dump = tmp_path / "dump.txt"
+    dump.write_text(
+        'Process 4242: python train.py\nPython v3.11.7 (/usr/bin/python3.11)\n\nThread 4242 (idle): "MainThread"\n'
+    )
+    done = distdiag("hang", "--from", str(dump))
+    assert (done.code, f"distdiag pyspy-all --from {dump}" in done.err) == (2, True), done.err

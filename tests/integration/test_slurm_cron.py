@@ -127,6 +127,10 @@ def test_what_the_site_does_not_allow_is_said_in_its_words(slurm: Slurm, tmp_pat
     refused = on(slurm, *typed, "--sbatch=--nodelist=nosuch", "--", "true")
     assert (refused.code, "nvalid node name" in refused.err) == (3, True)
     assert not pending(slurm, "big")
+    refused = on(slurm, *typed, "--sbatch=--partition=nosuch", "--", "true")
+    assert (refused.code, "hint: list the partitions: sinfo -s" in refused.err) == (3, True), refused.err
+    two = on(slurm, "watch", "none,nobody", "--json")
+    assert [each["asked"] for each in two.report["data"]["watched"]] == ["none", "nobody"]
     assert on(slurm, *typed[:4], "1s", "--", "true").code == 2
     assert on(slurm, "watch").code == 2
     assert distdiag("slurm", "watch", "x", env={"SLURM_CONF": str(tmp_path / "none")}).code == 3

@@ -47,7 +47,7 @@ PLANTED = [
     ("step", "step step", "values"),
     ("dataloader", "dataloader length", "values"),
     ("numpy", "RNG numpy", "values"),
-    ("missing", "optimizer state module.first.bias.exp_avg", "missing on a rank"),
+    ("missing", "optimizer state module.first.bias.exp_avg", "missing on rank 2"),
 ]
 
 

@@ -405,7 +405,7 @@ def test_what_people_read(tmp_path: Path) -> None:
     wrong = distdiag("trace", "show", "--grep", "(", str(tmp_path))
     assert (wrong.code, "not a regular expression" in wrong.err) == (2, True)
     missing = distdiag("trace", "py", "--", "no_such_script.sh")
-    assert (missing.code, "no_such_script.sh" in missing.err) == (2, True)
+    assert (missing.code, "no_such_script.sh" in missing.err) == (127, True)
 
 
 def test_on_several_nodes_each_tells_of_its_own_files() -> None:

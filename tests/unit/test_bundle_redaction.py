@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 
 import pytest
+from secrets_corpus import harmless, planted
 
 from distdiag.commands.bundle.redact import Known, Redactor, learn
+from distdiag.knowledge.secrets import rules
 
 SECRET = 'hunter2-abc!"x'
 
@@ -78,7 +80,7 @@ def test_documents_keep_their_shape(redactor: Redactor) -> None:
         "packages": {"nvidia-cublas": "10.2.1.243"},
         "entries": "alice+node17",
         "environment": {"API_TOKEN": "secret-2", "RANK": "1"},
-        "argv": ["--password", "s3cret!"],
+        "argv": ["--password", "secret-3"],
     }
 
 
@@ -92,3 +94,50 @@ def test_names_are_learned_from_facts() -> None:
 def test_many_words_without_a_name_take_no_time(redactor: Redactor) -> None:
     for text in ("a=" * 50_000, "key" * 30_000, "-" * 100_000, "1." * 50_000, ":" * 100_000, "token" * 20_000):
         redactor.text(text)
+
+
+def test_planted_secrets_are_replaced_and_their_rules_have_a_source() -> None:
+    cases = planted()
+    left = [
+        (case.kind, case.text)
+        for case in cases
+        if any(line in Redactor(Known()).text(case.text) for line in case.secret.split("\n"))
+    ]
+    assert (len(cases), len({case.kind for case in cases}) >= 40, left) == (150, True, [])
+    assert all(rule.source and rule.words for rule in rules())
+
+
+def test_hashes_identifiers_and_sentences_stay_readable() -> None:
+    texts = harmless()
+    replaced = [text for text in texts if (redactor := Redactor(Known())).text(text) and redactor.secrets]
+    assert (len(set(texts)), len(replaced) <= 3) == (300, True), replaced
+
+
+def test_which_rule_found_a_secret_is_counted(redactor: Redactor) -> None:
+    redactor.text("curl -u bob:hunter22 x; curl -u bob:other33 x; wandb login 0123456789abcdef0123456789abcdef01234567")
+    assert redactor.secrets == {
+        "password of curl or wget": 2,
+        "value of a variable or an option": 1,
+        "password of a login command": 1,
+    }
+
+
+def test_users_outside_home_and_hosts_of_the_same_domain(redactor: Redactor) -> None:
+    made = redactor.text("/scratch/jdoe/x /gpfs/users/erin/y /scratch/run7/ckpt login1.cluster.local github.com")
+    assert made == "/scratch/user-2/x /gpfs/users/user-3/y /scratch/run7/ckpt host-5.domain-1.example github.com"
+
+
+def test_long_texts_of_one_word_take_no_time(redactor: Redactor) -> None:
+    for unit in (
+        "password ",
+        "curl ",
+        "docker login ",
+        "://",
+        "machine ",
+        "mysql -",
+        "key=",
+        "\x1b[",
+        "echo ",
+        "<key>",
+    ):
+        redactor.text(unit * (60_000 // len(unit)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from distdiag.agent.tcp_probe import ProbeResult
@@ -14,6 +16,9 @@ from distdiag.facts.network import Names, Network
 from distdiag.facts.nics import Nic
 from distdiag.facts.rank_identity import contradiction, nested_tasks
 from distdiag.report import Finding, Level
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def network(name: str, *, own: str = "10.0.0.9", tools: tuple[str, ...] = ("ufw",)) -> Network:
@@ -88,6 +93,21 @@ def test_a_few_packets_sent_again_are_no_fault_and_many_are() -> None:
     assert judged(meeting(busy)) == []
     assert [found.level for found in judged(meeting(lossy))] == [Level.WARN]
     assert [found.level for found in judged(meeting(hopeless))] == [Level.FAIL]
+
+
+def test_loss_on_one_path_accuses_neither_end_and_on_all_paths_of_a_node_that_node() -> None:
+    names = ("n1", "n2", "n3")
+    pairs = [(a, b) for a in names for b in names if a != b]
+
+    def paths(is_bad: Callable[[str, str], bool]) -> list[NetworkPath]:
+        verdicts = {True: probe("lossy", sent_again=30), False: probe("ok")}
+        return [NetworkPath(source=a, target=b, purpose="ranks", probe=verdicts[is_bad(a, b)]) for a, b in pairs]
+
+    (one,) = judged(meeting(*paths(lambda a, b: {a, b} == {"n1", "n2"})))
+    assert (one.level, one.where.hosts, set(one.witnesses.hosts)) == (Level.FAIL, (), {"n1", "n2"})
+    assert one.title == "packet loss between n[1-2]"
+    (all_of_it,) = judged(meeting(*paths(lambda a, b: "n2" in (a, b))))
+    assert (all_of_it.level, all_of_it.where.hosts) == (Level.FAIL, ("n2",))
 
 
 def test_a_name_that_leads_home_is_not_called_a_refusal() -> None:

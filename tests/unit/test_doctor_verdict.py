@@ -616,3 +616,18 @@ def test_metrics_are_what_node_exporter_reads() -> None:
     assert 'distdiag_doctor_fit{node="b"} 0' in lines
     assert 'distdiag_doctor_finding{node="b",id="doctor.disk-full",level="fail"} 1' in lines
     assert len(lines) == len(set(lines))
+
+
+def test_lo_that_is_down_is_a_fault_and_one_that_is_up_is_none() -> None:
+    up = Nic("lo", "loopback", ("127.0.0.1/8",), True, True, 65536, None, False)
+    for lo, ids in ((up, set()), (replace(up, up=False, running=False, addresses=()), {"loopback-down"})):
+        report = judged(node(network=network(nics=(*network().nics, lo))))
+        assert {id_ for id_, finding in found(report).items() if finding.level == "fail"} == ids
+
+
+@pytest.mark.parametrize(("mib", "level"), [(64, "warn"), (1024, None)])
+def test_the_shm_of_a_container_is_a_warning_on_all_nodes(mib: int, level: str | None) -> None:
+    small = system(shm=Space("/dev/shm", mib << 20, mib << 20))
+    report = judged(*(node(f"node{number}", system=small) for number in range(3)))
+    assert (found(report)["shm"].level if level else None) == level
+    assert ("shm" in found(report)) == (level is not None)

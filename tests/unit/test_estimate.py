@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import distdiag
@@ -243,3 +243,93 @@ def test_busbw_comes_from_what_allreduce_bench_saved(tmp_path: Path) -> None:
     for path in (saved, tmp_path / "bench.json"):
         result = distdiag(*TYPED, *SHAPE, "--bench", str(path))
         assert result.report["data"]["network"]["busbw_bytes_per_s"] == pytest.approx(measured)
+
+
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+
+
+def _estimate(*words: str) -> dict[str, Any]:
+    run = ("--batch", "256", "--seq", "4096", "--step-time", "20", "--gpus", "8", "--json")
+    done = distdiag("estimate", *run, *words)
+    assert done.code in (0, 1), done.err
+    return done.report
+
+
+def test_the_shape_of_a_hugging_face_config_counts_gates_and_shared_heads(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN))
+    report = _estimate("--params", "7.62B", "--config", str(config), "--gpu", "NVIDIA H100 80GB HBM3")
+    # 7.615e9 weights by the model card, of which 0.545e9 are the embedding, which no product uses.
+    per_token = 6 * (7.615e9 - 0.545e9) + 12 * 28 * 3584 * 4096
+    assert report["data"]["speed"]["model"] == pytest.approx(per_token * 256 * 4096 / (20 * 8 * 1e12), rel=0.005)
+    assert report["data"]["peak"]["name"] == "H100 SXM"
+    assert not [each for each in report["findings"] if each["id"] == "estimate.shape-contradicts-params"]
+    by_words = "--hidden 3584 --layers 28 --vocab 152064 --ffn 18944 --heads 28 --kv-heads 4 --head-dim 128 --gated"
+    other = _estimate("--params", "7.62B", *by_words.split())
+    assert other["data"]["speed"]["model"] == report["data"]["speed"]["model"]
+
+
+def test_palm_has_the_speed_of_its_paper() -> None:
+    # arXiv:2204.02311, appendix B: 238.3e3 tokens/s on 6144 TPU v4 (275 TFLOPS) are 46.2%.
+    palm = Run(
+        params=540.35e9,
+        batch=2048,
+        seq=2048,
+        step_s=2048 * 2048 / 238.3e3,
+        gpus=6144,
+        hidden=18432,
+        layers=118,
+        vocab=256000,
+        ffn=4 * 18432,
+        heads=48,
+        kv_heads=1,
+        head_dim=256,
+        gated=True,
+        tied=True,
+    )
+    assert palm.params_of_shape == pytest.approx(540.35e9, rel=0.001)
+    assert tflops_by_layers(palm, recompute=False) == pytest.approx(0.462 * 275, rel=0.005)
+
+
+def test_a_shape_that_contradicts_the_parameters_is_a_warning_and_experts_count_where_active(tmp_path: Path) -> None:
+    report = _estimate("--params", "7.62B", "--hidden", "3584", "--layers", "28", "--vocab", "152064")
+    assert [each["id"] for each in report["findings"]] == ["estimate.shape-contradicts-params"]
+    mixtral = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+               "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+               "num_experts_per_tok": 2}  # fmt: skip
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(mixtral))
+    by_shape = _estimate("--params", "46.7B", "--config", str(config))
+    assert not by_shape["findings"]
+    by_params = _estimate("--params", "46.7B", "--active-params", "12.9B")
+    # By the shape also the attention, which is 5% here.
+    assert by_shape["data"]["speed"]["model"] == pytest.approx(1.06 * by_params["data"]["speed"]["model"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM"),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe"),
+        ("Tesla V100-SXM2-32GB", "V100 SXM2"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA B200", "B200"),
+    ],
+)
+def test_gpus_as_nvidia_smi_prints_them(printed: str, name: str) -> None:
+    assert [peak.name for peak in find_peaks(printed)] == [name]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support import distdiag
 
 from distdiag.cluster.targets import Cluster
-from distdiag.commands.slurm.cron import parse_period
+from distdiag.commands.slurm.cron import limit_s, parse_period
 from distdiag.commands.slurm.queue import parse_jobs
 from distdiag.commands.slurm.watch import QueueFacts, Request, diagnose
 from distdiag.errors import UsageError
@@ -70,3 +71,16 @@ def test_periods(text: str, seconds: int) -> None:
 def test_what_is_no_period(text: str) -> None:
     with pytest.raises(UsageError):
         parse_period(text)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("", 0), ("60", 3600), ("10:30", 630), ("1:00:00", 3600), ("1-0", 86400), ("1-2:30", 95400), ("0-0:0:5", 5)],
+)
+def test_time_limits_as_sbatch_reads_them(time: str, seconds: int) -> None:
+    assert limit_s(time) == seconds
+
+
+def test_a_run_may_not_last_longer_than_the_period() -> None:
+    done = distdiag("slurm", "cron", "--name", "x", "--every", "5m", "--time", "60", "--", "true")
+    assert (done.code, "--every 5m is shorter than --time 60" in done.err) == (2, True), done.err

@@ -28,7 +28,7 @@ __all__ = ["facts", "more"]
 
 SECRET_NAME = re.compile(
     r"(?i)(?:token(?!s|iz)|secret|passw|passphrase|api[-_]?key|access[-_]?key|private[-_]?key|credential"
-    r"|(?<!x)auth(?!or(?!iz))|cookie|webhook|signature|dsn$|(?:^|[-_])(?:key|sig|pass)$|_pwd$)"
+    r"|(?<!x)auth(?!or(?!iz))|cookie|webhook|signature|dsn$|(?:^|[-_])(?:key|sig|pass|pw)$|_pwd$|(?-i:PW|[A-Z]PASS)$)"
 )
 """Names of variables and options whose value is a secret; not TOKENIZERS_PARALLELISM, max_tokens, author."""
 _SHOWN = re.compile(
@@ -38,6 +38,8 @@ _SHOWN = re.compile(
 )
 _WORTH_S = 4.0
 _LEAST_SECRET = 6
+_FIRST_PERSON = 1000
+_MOST_ACCOUNTS = 500
 _PLAIN = ("false", "true", "none", "default", "disabled", "enabled", "basic", "bearer", "munge", "auth/munge")
 _MOST_VALUE = 4096
 _MOST_ENVIRON = 2**20
@@ -115,7 +117,8 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
     processes = [read[pid][0] for pid in everybody if pid in read]
     processes += [RankProcess(pid, ranks.get(pid), error="/proc did not answer in time") for pid in late]
     secrets = {secret for _, own in read.values() for secret in own}
-    tell(Part(names=_names(everybody, secrets), ranks=tuple(processes)))
+    paths = [word for process in processes for word in (*process.argv, process.folder, *process.environment.values())]
+    tell(Part(names=_names(everybody, secrets, [*paths, *ask["logs"]]), ranks=tuple(processes)))
     tell(Part(machine=_machine()))
     _logs(ask, ranks, tell)
 
@@ -151,8 +154,9 @@ def _is_secret(value: str) -> bool:
     return len(value) >= _LEAST_SECRET and value.lower() not in _PLAIN
 
 
-def _names(pids: list[int], secrets: set[str]) -> Names:
-    users, homes = set(), set()
+def _names(pids: list[int], secrets: set[str], paths: list[str]) -> Names:
+    homes = set()
+    users = _accounts(paths)
     for uid in {os.geteuid(), *(_owner(pid) for pid in pids)}:
         try:
             known = pwd.getpwuid(uid)
@@ -164,6 +168,21 @@ def _names(pids: list[int], secrets: set[str]) -> Names:
     full, _ = deadlines.each([name], socket.getfqdn, patience_s=1.0)
     hosts = dict.fromkeys([name, platform.node(), *full.values()])
     return Names(tuple(hosts), tuple(sorted(users)), tuple(sorted(homes)), (), tuple(sorted(secrets)))
+
+
+def _accounts(paths: list[str]) -> set[str]:
+    """Return the folders in these paths that are called like an account of a person: /scratch/ann/run7."""
+    folders = {folder for path in paths if path.count("/") > 1 for folder in path.split("/")[1:]}
+    asked = sorted(folder for folder in folders if re.fullmatch(r"[a-z_][\w.-]{1,31}", folder))[:_MOST_ACCOUNTS]
+
+    def is_person(name: str) -> bool:
+        try:
+            return pwd.getpwnam(name).pw_uid >= _FIRST_PERSON
+        except KeyError:
+            return False
+
+    known, _ = deadlines.each(asked, is_person, patience_s=_WORTH_S)
+    return {name for name, is_one in known.items() if is_one}
 
 
 def _owner(pid: int) -> int:

@@ -44,6 +44,9 @@ def bundle(
     timeout: Annotated[
         float, typer.Option(min=10.0, max=3600.0, metavar="SECONDS", help="Longest time to collect everything.")
     ] = 60.0,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the redacted text of all files to stdout before it is packed.")
+    ] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -53,7 +56,7 @@ def bundle(
 
     Takes the ranks of one job and their launchers; if several jobs are running, --job must name one. The job is not
     stopped. Names of hosts and users, addresses, home folders and secrets become placeholders (host-1, 10.0.0.1,
-    user-1); the map stays here, in FILE.map.json.
+    user-1); the map stays here, in FILE.map.json. The report lists which rules found secrets.
 
     hang, pyspy-all, doctor and cuda-env read the file, on any machine: distdiag hang --from FILE.
 
@@ -63,6 +66,7 @@ def bundle(
     Examples:
       distdiag bundle                                   # the job on this node
       distdiag bundle --slurm-job 4711 -o hung.tar.zst  # all nodes of the job
+      distdiag bundle --show -o hung.tar.zst            # read what is packed
     """
     from distdiag import runner
     from distdiag.commands.bundle.types import COMMAND
@@ -71,6 +75,8 @@ def bundle(
     def request() -> Request:
         from distdiag.commands.bundle.types import Request
 
+        if show and as_json:
+            raise UsageError("--show prints text, and --json prints one document", hint="leave out one of them")
         target, packing = _target(output)
         return Request(
             program=called_as(),
@@ -93,7 +99,7 @@ def bundle(
 
     def report() -> Report[Bundle]:
         made.append(request())
-        return _write(made[0])
+        return _write(made[0], show=show)
 
     def view(found: Report[Bundle]) -> list[object]:
         from distdiag.commands.bundle.view import bundle_view
@@ -118,26 +124,30 @@ def _target(output: str) -> tuple[str, str]:
     return name, packing
 
 
-def _write(request: Request) -> Report[Bundle]:
-    """Collect, redact and write. Raises DistdiagError, typer.Exit where another process of the launcher does it."""
+def _write(request: Request, *, show: bool) -> Report[Bundle]:
+    """Collect, redact, show and write. Raises DistdiagError; typer.Exit if another process of the launcher does it."""
     import json
     import time
     from dataclasses import replace
 
     from distdiag.commands.bundle.collect_all import collect, find_job
-    from distdiag.commands.bundle.compose import compose, packed
+    from distdiag.commands.bundle.compose import as_text, compose, packed
     from distdiag.commands.bundle.diagnose import diagnose
-    from distdiag.commands.bundle.types import Bundle
+    from distdiag.commands.bundle.types import Bundle, Replaced
     from distdiag.files import write_whole
-    from distdiag.output import Progress, is_done_by_another
+    from distdiag.output import Progress, emit, is_done_by_another
 
     if is_done_by_another():
         raise typer.Exit(0)
     with Progress() as progress:
         job = find_job(request, progress)
         details, collected = collect(replace(request, job=request.job or (job.name if job else "")), progress)
-        progress.news("redacting and packing")
+        progress.news("redacting")
         composed, redactor = compose(request, job, details, collected)
+    if show:
+        emit(as_text(composed))
+    with Progress() as progress:
+        progress.news("packing")
         data = packed(request, composed, redactor, time.time())
     map_file = f"{request.target}.map.json"
     write_whole(map_file, json.dumps(redactor.map, indent=1).encode("utf-8", "replace"))
@@ -158,7 +168,8 @@ def _write(request: Request) -> Report[Bundle]:
         job=job,
         members=composed.members(),
         cut=tuple(composed.cut),
-        secrets=redactor.secrets,
+        secrets=sum(redactor.secrets.values()),
+        replaced=tuple(Replaced(rule=rule, secrets=number) for rule, number in redactor.secrets.items()),
         stand_ins=len(redactor.map),
     )
     errors = [f"{each.part.name}: {each.error}" for each in collected if each.error]

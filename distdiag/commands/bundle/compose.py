@@ -208,6 +208,15 @@ def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Red
     composed.add(f"nodes/{name}.json", content, about)
 
 
+def as_text(composed: Composed) -> str:
+    """Return the text of all files, each below its name; as many lines as the bundle has, JSON indented."""
+    parts = []
+    for name, content in composed.files.items():
+        text = json.dumps(json.loads(content), indent=1) if name.startswith("facts/") else content.decode()
+        parts.append(f"==> {name} <==\n{text.rstrip()}\n")
+    return "\n".join(parts)
+
+
 def packed(request: Request, composed: Composed, redactor: Redactor, at: float) -> bytes:
     """Pack the files; if they are larger than they may be, the ends of the logs become shorter, and that is said."""
     logs = {name: content for name, content in composed.files.items() if name.startswith("logs/")}
@@ -255,7 +264,8 @@ def _manifest(composed: Composed, redactor: Redactor, at: float) -> str:
         "The same name has the same placeholder in all files (host-1, 10.0.0.1, user-1, secret-1).",
         "Loopback addresses, root and pids are unchanged. The map of placeholders stays with the sender.",
         "Project names in paths are not replaced.",
-        f"Secrets replaced: {redactor.secrets} (found in environment, command lines, paths and logs).",
+        f"Secrets replaced: {sum(redactor.secrets.values())}, by rule:",
+        *(f"  {rule}: {number}" for rule, number in redactor.secrets.items()),
         "Variables of NCCL, Gloo, torch, CUDA, launchers and the loader: with values. All others: names only.",
         "Not in it: tensors, checkpoints, source files, local variables (except loop counters), cores, and",
         "raw recorder dumps (their decoded records are in facts/).",

@@ -2,9 +2,8 @@
 
 The same name has the same stand-in in every file, and a stand-in is of the same kind: an address stays an address of
 the same network as its neighbours, a home stays below /home, node7.cluster.local stays in one domain with its peers.
-So what is judged by equality, by networks or by paths is judged the same. Secrets are found in three ways: by the
-values of variables and options whose names say so (whatever form they take elsewhere: URL, base64, hex, escaped), by
-such a name before the value, and by forms that only keys have.
+So what is judged by equality, by networks or by paths is judged the same. Secrets: the values of variables and options
+whose names say so, whatever form they take elsewhere (URL, base64, hex, escaped), and what find_secrets finds.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ import ipaddress
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
+from distdiag.commands.bundle import find_secrets
 from distdiag.commands.bundle.collect import SECRET_NAME
 
 if TYPE_CHECKING:
@@ -45,27 +46,8 @@ _OF_USERS = frozenset(("user", "uid"))
 _OF_HOSTS = frozenset(("host", "hosts"))
 _FIRST_PERSON = 1000
 _CACHED = 400
-_ENTROPY = 3.4
 _LONG_VALUE = 8
 
-_SECRET_WORD = (
-    r"(?<![\w.-])(?i:[\w.-]{0,60}?(?:token(?!s|iz)|secret|passw|passphrase|api[-_]?key|access[-_]?key"
-    r"|private[-_]?key|credential|(?<!x)auth(?!or(?!iz))|cookie|webhook|signature)[\w-]{0,40}"
-    r"|(?:[\w.-]{0,60}[-_])?(?:key|pwd|sig|pass|dsn))(?![\w.-])"
-)
-_NAMED = (
-    rf"(?P<named>(?P<head>[\"']?{_SECRET_WORD}[\"']?\s{{0,3}}(?:=|:(?!:|//))\s{{0,3}})"
-    r"(?P<value>\"[^\"\n]{1,4000}\"|'[^'\n]{1,4000}'|(?i:(?:bearer|basic)[ \t]+)?[^\s,;&)\]}\"']{1,4000}))"
-)
-_OPTION = rf"(?P<opt>(?P<option>(?=-){_SECRET_WORD}[ \t]+)(?P<after>[^\s-][^\s]{{2,4000}}))"
-_BEARER = r"(?P<bearer>(?P<scheme>\b(?i:bearer|basic)[ \t]+)(?P<ticket>[\w.~+/=-]{8,4000}))"
-_PEM = r"(?P<pem>-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))"
-_LOGIN = r"(?P<login>(?<=://)[^/\s:@]{0,200}:[^/\s@]{1,400}(?=@))"
-_KEYS = (
-    r"(?P<keyform>(?<![A-Za-z0-9])(?:hf_|sk-|pk-|rk-|gh[pousr]_|github_pat_|glpat-|npm_|pypi-|xox[abprs]-|AIza|ya29\."
-    r"|AKIA|ASIA|SG\.|dop_v1_|dckr_pat_|nvapi-|wandb_v1_|gsk_)[\w-]{10,400}"
-    r"|eyJ[\w-]{8,2000}\.[\w-]{4,4000}(?:\.[\w-]{4,4000})?|(?<![\w])[0-9a-f]{40}(?![\w]))"
-)
 _UUID = r"(?P<uuid>(?<![0-9A-Fa-f])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}(?![0-9A-Fa-f]))"
 _MAC = r"(?P<mac>(?<![\w:])[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2}){5}(?![\w:]))"
 _IP6 = (
@@ -74,8 +56,17 @@ _IP6 = (
 _IP4 = r"(?P<ip4>(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d))"
 _AWS = r"(?P<awshost>\bip-\d{1,3}-\d{1,3}-\d{1,3}-\d{1,3}\b)"
 _MAIL = r"(?P<mail>(?<![\w.+-])[\w.+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63})+)"
-_HOMES = r"(?P<homepath>(?<![\w/.])/(?:home|Users|users|u)/(?P<owner>[A-Za-z0-9_][\w.-]{0,63}))"
-_RANDOM = re.compile(r"(?<![\w/.+-])[A-Za-z0-9_+-]{24,200}(?![\w/.+-])")
+_HOMES = (
+    r"(?P<homepath>(?<![\w/.])(?P<above>/(?:[\w.-]{1,64}/){0,4}?(?:home|homes|Users|users|staff|people)|/u|(?P<shared>"
+    r"/(?:[\w.-]{1,64}/)?(?:scratch|fsx|lustre|gpfs|beegfs|nobackup|work)\d{0,2}))/(?P<owner>[A-Za-z0-9_][\w.-]{0,63}))"
+)
+_OWN_TOP = ("/home", "/Users", "/users", "/u")
+_PERSON = re.compile(r"[a-z]{3,16}\d{0,3}")
+"""A folder of a shared file system that may be a user's."""
+_NO_PERSON = re.compile(
+    r".*(?:run|exp|ckpt|check|data|model|log|code|src|job|train|test|eval|out|tmp|temp|cache|proj|team|group|share|common|net"
+    r"|user|home|soft|tool|env|conda|venv|bin|lib|image|token|corpus|llama|qwen|gpt|bert|wiki|pile|laion|coco|public|bench).*"
+)
 _LEFT, _RIGHT = r"(?<![A-Za-z0-9])", r"(?![A-Za-z0-9])"
 
 
@@ -98,7 +89,7 @@ class Redactor:
         self._hosts: dict[str, str] = {}
         self._domains: dict[str, str] = {}
         self._users: dict[str, str] = {}
-        self._secrets: dict[str, str] = {}
+        self._secrets: dict[str, tuple[str, str]] = {}
         self._forms: dict[str, str] = {}
         self._others: dict[str, str] = {}
         self._nets: dict[str, tuple[int, dict[str, int]]] = {}
@@ -110,16 +101,16 @@ class Redactor:
             self._user(user)
         self._homes = sorted({home.rstrip("/") for home in known.homes if home.count("/") > 1}, key=len, reverse=True)
         for secret in sorted(set(known.secrets), key=len, reverse=True):
-            stand_in = self._secret(secret)
+            stand_in = self._secret(secret, "value of a variable or an option")
             for form in _forms(secret):
                 self._forms.setdefault(form, stand_in)
         self._known = re.compile("|".join(sorted(map(re.escape, self._forms), key=len, reverse=True)))
         self._pattern = self._compile()
 
     @property
-    def secrets(self) -> int:
-        """How many different secrets were replaced or looked for."""
-        return len(self._secrets)
+    def secrets(self) -> dict[str, int]:
+        """How many different secrets were replaced or looked for, by rule."""
+        return dict(Counter(rule for _, rule in self._secrets.values()).most_common())
 
     def leaks(self, content: bytes) -> bool:
         """Return whether a file still has a secret that was looked for, in any form."""
@@ -134,12 +125,17 @@ class Redactor:
                 self.text(name, versions=versions): self.tree(
                     below, name, versions=versions or bool(_OF_VERSIONS.search(name))
                 )
-                if not (isinstance(below, str) and _is_secret_name(name) and not _is_harmless(below))
-                else self._secret(below)
+                if not (isinstance(below, str) and _is_secret_name(name) and not find_secrets.is_harmless(below))
+                else self._secret(below, "named value")
                 for name, below in value.items()
             }
         if isinstance(value, (list, tuple)):
-            return [self.tree(below, key, versions=versions) for below in value]
+            return [
+                self._secret(below, "option")
+                if _is_of_option(before, below)
+                else self.tree(below, key, versions=versions)
+                for before, below in zip((None, *value), value, strict=False)
+            ]
         if key in _OF_USERS and isinstance(value, int) and not isinstance(value, bool) and value >= _FIRST_PERSON:
             return self._numbered(f"uid {value}", "uid", first=_FIRST_PERSON)
         return value
@@ -152,8 +148,9 @@ class Redactor:
             return cached
         # One after another: what looks random may have a known secret or a name within.
         made = self._known.sub(lambda match: self._forms[match[0]], text) if self._forms else text
+        made = find_secrets.replaced(made, self._secret)
         made = self._pattern.sub(lambda match: self._replace(match, versions=versions), made)
-        made = _RANDOM.sub(lambda match: self._secret(match[0]) if _is_random(match[0]) else match[0], made)
+        made = find_secrets.random_replaced(made, self._secret)
         if len(text) <= _CACHED:
             self._cache[text, versions] = made
         return made
@@ -162,10 +159,13 @@ class Redactor:
         words = [name for name in self._hosts if _is_distinct(name)]
         words += [name for name in self._domains if "." in name]
         stems = {match[1] for name in words if (match := re.fullmatch(r"(.*?[a-z][-_]?)0*\d+", name))}
-        parts = [_PEM, _LOGIN, _BEARER, _KEYS, _UUID]
+        parts = [_UUID]
         if self._homes:
             parts.append(rf"(?P<known>{'|'.join(map(re.escape, self._homes))})(?![\w.-])")
-        parts += [_NAMED, _OPTION, _MAC, _IP6, _IP4, _AWS, _MAIL, _HOMES]
+        parts += [_MAC, _IP6, _IP4, _AWS, _MAIL, _HOMES]
+        if domains := _own_domains(self._domains):
+            listed = "|".join(map(re.escape, domains))
+            parts.append(rf"(?P<neighbour>(?<![\w.-])(?i:(?:[a-z0-9][a-z0-9-]{{0,62}}\.){{1,4}}(?:{listed}))){_RIGHT}")
         if words:
             parts.append(f"{_LEFT}(?i:{_alternatives('host', words)}){_RIGHT}")
         if stems := {stem for stem in stems if stem.rstrip("-_") not in _NO_STEMS and len(stem) > 1}:
@@ -179,14 +179,8 @@ class Redactor:
     def _replace(self, match: re.Match[str], *, versions: bool) -> str:
         found = match[0]
         made: dict[str, Callable[[], str]] = {
-            "pem": lambda: self._secret(found),
-            "login": lambda: self._secret(found),
-            "bearer": lambda: match["scheme"] + self._secret(match["ticket"]),
-            "named": lambda: self._of_name(match["head"], match["value"]),
-            "opt": lambda: self._of_name(match["option"], match["after"]),
-            "keyform": lambda: self._secret(found),
             "uuid": lambda: self._uuid(found),
-            "homepath": lambda: f"/home/{self._user(match['owner'])}",
+            "homepath": lambda: self._home(match["above"], match["owner"], is_shared=match["shared"] is not None),
             "known": lambda: "/root" if found == "/root" else f"/home/{self._user(found.rpartition('/')[2])}",
             "mac": lambda: str(self._numbered(found.lower(), "mac")),
             "ip6": lambda: self._ip6(found),
@@ -195,23 +189,16 @@ class Redactor:
             "mail": lambda: f"{self._user(found.partition('@')[0])}@{self._domain(found.partition('@')[2])}",
             "host": lambda: self._domains.get(found.lower()) or self._host(found),
             "peer": lambda: self._host(found),
+            "neighbour": lambda: self._host(found),
             "list": lambda: self._listed(found),
             "person": lambda: self._user(found),
         }
         return made[match.lastgroup or ""]()
 
-    def _of_name(self, head: str, value: str) -> str:
-        """Replace a value behind a name that says that it is secret; within the name, what is known."""
-        head = self._pattern.sub(lambda match: self._replace(match, versions=False), head)
-        bare = value.strip("\"'")
-        if _is_harmless(bare) or (re.fullmatch(r"[\d.]{1,5}", bare) and not re.search(r"(?i)pass|secret|pwd", head)):
-            return head + value
-        return head + value.replace(bare, self._secret(bare))
-
-    def _secret(self, value: str) -> str:
+    def _secret(self, value: str, rule: str) -> str:
         if value in self._forms:
             return self._forms[value]
-        return self._secrets.setdefault(value, f"secret-{len(self._secrets) + 1}")
+        return self._secrets.setdefault(value, (f"secret-{len(self._secrets) + 1}", rule))[0]
 
     def _host(self, name: str) -> str:
         low = name.lower()
@@ -240,6 +227,15 @@ class Redactor:
             if first.isdigit() and (last or first).isdigit() and int(last or first) - int(first) < 4096:
                 names += [f"{stem}{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
         return ",".join(map(self._host, names)) or "host-list"
+
+    def _home(self, above: str, owner: str, *, is_shared: bool) -> str:
+        above = self._pattern.sub(lambda match: self._replace(match, versions=False), above)
+        if owner not in self._users and (
+            (is_shared and not (_PERSON.fullmatch(owner) and not _NO_PERSON.fullmatch(owner)))
+            or (above not in _OWN_TOP and owner in _COMMON)
+        ):
+            return f"{above}/{self._pattern.sub(lambda match: self._replace(match, versions=False), owner)}"
+        return f"{'/home' if above in _OWN_TOP else above}/{self._user(owner)}"
 
     def _user(self, name: str) -> str:
         if name == "root":
@@ -307,7 +303,10 @@ def learn(known: Known, documents: Iterable[Any]) -> None:
         if key in ("local", "remote", "addresses", "address"):
             addresses.update(dict.fromkeys(re.findall(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}", text)))
         for owner in re.finditer(_HOMES, text):
-            users[owner["owner"]] = None
+            if owner["shared"] is None and (owner["above"] in _OWN_TOP or owner["owner"] not in _COMMON):
+                users[owner["owner"]] = None
+        for owner in re.finditer(r"(?<![\w-])(?:USER|LOGNAME|USERNAME)=([a-z_][\w.-]{1,31})", text):
+            users[owner[1]] = None
     known.hosts, known.users, known.addresses = list(hosts), list(users), list(addresses)
 
 
@@ -341,14 +340,25 @@ def _alternatives(name: str, words: Iterable[str]) -> str:
     return f"(?P<{name}>{'|'.join(sorted(map(re.escape, words), key=len, reverse=True))})"
 
 
+def _is_of_option(before: object, value: object) -> bool:
+    """Return whether a word of a command line is the secret of the option before it."""
+    if not (isinstance(before, str) and isinstance(value, str) and before.startswith("-") and "=" not in before):
+        return False
+    return _is_secret_name(before) and find_secrets.is_named_secret(before.lstrip("-"), value)
+
+
 def _is_secret_name(name: str) -> bool:
     return bool(SECRET_NAME.search(name.strip("-\"'")))
 
 
-def _is_harmless(value: str) -> bool:
-    """Return whether a value behind such a name is none: a word of Python or of shells, or a stand-in."""
-    bare = value.strip("\"'")
-    return bare.lower() in ("none", "null", "true", "false", "") or bool(re.fullmatch(r"\*+|secret-\d+", bare))
+def _own_domains(domains: Iterable[str]) -> list[str]:
+    """Return the domains whose hosts are the site's, longest first: corp.example for rack7.corp.example; no co.uk."""
+    found = {domain for domain in domains if "." in domain}
+    for domain in tuple(found):
+        above = domain.partition(".")[2]
+        if any(len(label) > 3 for label in above.split(".")[:-1]):
+            found.add(above)
+    return sorted(found, key=len, reverse=True)
 
 
 def _is_distinct(name: str) -> bool:
@@ -361,13 +371,3 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_random(word: str) -> bool:
-    """Return whether a word looks like a key: letters of both cases and digits, without order; no mangled C++ name."""
-    if word.startswith(("_Z", "CUDA", "GPU-")) or not (re.search(r"[a-z]", word) and re.search(r"[A-Z]", word)):
-        return False
-    if len(re.findall(r"\d", word)) < 3:
-        return False
-    share = [word.count(letter) / len(word) for letter in set(word)]
-    return -sum(each * math.log2(each) for each in share) > _ENTROPY

@@ -83,10 +83,18 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replaced:
+    """How many different secrets one rule found."""
+
+    rule: str
+    secrets: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bundle:
     """The bundle that was written. `map_file` stays at home; `cut`: what was left out for want of room.
 
-    `job`: None if no rank was found.
+    `job`: None if no rank was found; `replaced`: the secrets by the rule that found them.
     """
 
     file: str
@@ -99,4 +107,5 @@ class Bundle:
     members: tuple[Member, ...]
     cut: tuple[str, ...]
     secrets: int
+    replaced: tuple[Replaced, ...]
     stand_ins: int

@@ -59,8 +59,10 @@ def bundle_view(report: Report[Bundle], request: Request) -> Iterator[Renderable
         f"placeholders to names, {bundle.map_file}, is not in it: keep it.",
         margin=0,
     )
+    for row in bundle.replaced:
+        yield f"    {row.rule}: {row.secrets}"
     file = shlex.quote(bundle.file)
-    yield "Read it before you send it; MANIFEST.txt lists the files:"
+    yield "Read it before you send it (--show prints it; MANIFEST.txt lists the files):"
     yield Whole(f"    tar -xf {file} && less distdiag-bundle/MANIFEST.txt")
     yield "To read it on another machine:"
     for verdict in bundle.verdicts[:1]:

@@ -37,6 +37,8 @@ _FEW_PROCESSES = 1024
 _LEAST_STACK = _MIB
 _SHM_FOR_EACH_RANK = 32 * _MIB
 """NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
+_CONTAINER_SHM = 64 * _MIB
+"""What docker and Kubernetes give a container: two DataLoader workers with batches of 16 MiB fill it."""
 _FULL_BYTES, _LOW_BYTES, _LOW_SHARE = 16 * _MIB, _GIB, 0.05
 _FEW_INODES = 0.01
 _DENIED = "Permission denied"
@@ -190,8 +192,8 @@ def _shm(node: NodeDoctor, system: System) -> Iterator[Symptom]:
         )
     elif shm.error:
         yield Symptom(id="mount-hung", level=Level.FAIL, title=f"/dev/shm: {shm.error}", subject="/dev/shm")
-    elif shm.free_bytes < max(1, gpus) * _SHM_FOR_EACH_RANK:
-        used = shm.free_bytes < shm.total_bytes / 2
+    elif shm.total_bytes <= _CONTAINER_SHM or shm.free_bytes < max(1, gpus) * _SHM_FOR_EACH_RANK:
+        used = shm.free_bytes < shm.total_bytes / 2 or shm.total_bytes <= _CONTAINER_SHM
         yield Symptom(
             id="shm",
             level=Level.WARN if used or gpus > 1 else Level.INFO,
@@ -303,6 +305,16 @@ def _network(node: NodeDoctor, *, several: bool) -> Iterator[Symptom]:
 
 def _interfaces(nics: tuple[Nic, ...], *, several: bool) -> Iterator[Symptom]:
     real = [nic for nic in nics if not nic.loopback and not nic.virtual]
+    for nic in nics:
+        if nic.loopback and not nic.up:
+            yield Symptom(
+                id="loopback-down",
+                level=Level.FAIL,
+                subject=nic.name,
+                title=f"{nic.name} is down: nothing on this node can connect to localhost",
+                detail="torchrun --standalone, Gloo, debuggers and DataLoader's servers use 127.0.0.1.",
+                fix=Fix(text="bring it up", commands=(f"sudo ip link set {quoted(nic.name)} up",)),
+            )
     for nic in real:
         if nic.up and not nic.running and nic.addresses:
             yield Symptom(

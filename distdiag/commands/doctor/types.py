@@ -40,6 +40,7 @@ CHECKS = {
     "disk-read-only": "a file system that jobs write to is read-only",
     "disk-error": "a file system cannot be read",
     "clock": "a clock is off",
+    "loopback-down": "lo is down",
     "nic-down": "an interface has no carrier",
     "no-network": "no interface is up",
     "nccl-ifname": "NCCL would use a wrong interface",

@@ -30,12 +30,51 @@ class Run:
     hidden: int = 0
     layers: int = 0
     vocab: int = 0
+    ffn: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = False
+    experts: int = 0
+    """Experts of a layer, of which each token uses `active_experts`; shared experts count in both."""
+    active_experts: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    """Layers of a mixture of experts that have one feed-forward of this size instead."""
+    tied: bool = False
+    active_params: float = 0
     tp: int = 1
     pp: int = 1
     zero: int = 0
     micro_batches: int = 1
     recompute: bool = False
     bytes_per_value: int = 2
+
+    @property
+    def layer_weights(self) -> tuple[float, float]:
+        """Weights of all layers that a token uses, and all there are: projections and feed-forwards, no norms."""
+        h, matrices = self.hidden, 3 if self.gated else 2
+        width = self.attention_width
+        kv = width if not (self.heads and self.kv_heads) else width * self.kv_heads // self.heads
+        attention = self.layers * (2 * h * width + 2 * h * kv)
+        dense = self.dense_layers * matrices * h * (self.dense_ffn or self.ffn)
+        expert = (self.layers - self.dense_layers) * matrices * h * (self.ffn or 4 * h)
+        return (
+            attention + dense + expert * max(1, self.active_experts),
+            attention + dense + expert * max(1, self.experts),
+        )
+
+    @property
+    def attention_width(self) -> int:
+        """Heads x head size; as in GPT the hidden size where that is not given."""
+        return self.heads * self.head_dim if self.heads and self.head_dim else self.hidden
+
+    @property
+    def params_of_shape(self) -> float:
+        """Parameters that the shape has, without norms and biases; 0 where the shape is not known."""
+        if not (self.hidden and self.layers and self.vocab):
+            return 0
+        return self.layer_weights[1] + self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
     def tokens(self) -> int:
@@ -85,24 +124,28 @@ def tflops_by_params(run: Run, *, recompute: bool) -> float:
     A forward takes 2, a backward 4, and a second forward 2 more. Attention scores and logits are not counted, so the
     result is a few percent low. Source: arXiv:2001.08361 (section 2.1) and arXiv:2104.04473 (section 5.1, appendix).
     """
-    return (8 if recompute else 6) * run.params * run.tokens / (run.step_s * run.gpus * 1e12)
+    params = run.active_params or run.params
+    return (8 if recompute else 6) * params * run.tokens / (run.step_s * run.gpus * 1e12)
 
 
 def tflops_by_layers(run: Run, *, recompute: bool) -> float:
-    """Return TFLOPS per GPU of a GPT-like model from its shape; needs `hidden` and `layers`.
+    """Return TFLOPS per GPU from the shape of a transformer; needs `hidden` and `layers`.
 
-    F = 96 B s l h^2 (1 + s / 6h + V / 16lh) with recomputation. Without it the layers cost three quarters, and the
-    logits, which are never recomputed, stay whole. Source: arXiv:2104.04473, equation 3.
+    A forward takes 2 operations for each weight and token, and 4 x seq x attention width for scores and values; a
+    backward twice that. For a GPT (feed-forward of 4h, as many K and V heads as heads) this is the
+    F = 96 B s l h^2 (1 + s / 6h + V / 16lh) of arXiv:2104.04473, equation 3; without recomputation the layers cost
+    three quarters, and the logits, which are never recomputed, stay whole.
     """
-    h, s = run.hidden, run.seq
-    layers = (96 if recompute else 72) * run.tokens * run.layers * h**2 * (1 + s / (6 * h))
-    logits = 6 * run.tokens * h * run.vocab
+    weights, _ = run.layer_weights
+    forward = 2 * weights + 4 * run.seq * run.attention_width * run.layers
+    layers = (4 if recompute else 3) * run.tokens * forward
+    logits = 6 * run.tokens * run.hidden * run.vocab
     return (layers + logits) / (run.step_s * run.gpus * 1e12)
 
 
 def seconds_at(run: Run, tflops: float) -> float:
     """Return the time of a step's computation at so many TFLOPS per GPU (6ND, with recomputation 8ND)."""
-    return (8 if run.recompute else 6) * run.params * run.tokens / (run.gpus * tflops * 1e12)
+    return (8 if run.recompute else 6) * (run.active_params or run.params) * run.tokens / (run.gpus * tflops * 1e12)
 
 
 def zero3_break_even_bits_per_s(run: Run, tflops: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,6 +35,15 @@ def estimate(
     hidden: Annotated[int, typer.Option(min=0, max=10**7, metavar="N", help="Hidden size.")] = 0,
     layers: Annotated[int, typer.Option(min=0, max=10**6, metavar="N", help="Transformer layers.")] = 0,
     vocab: Annotated[int, typer.Option(min=0, max=10**8, metavar="N", help="Vocabulary size.")] = 0,
+    config: Annotated[str, typer.Option(metavar="FILE", help="Shape from a Hugging Face config.json.")] = "",
+    ffn: Annotated[int, typer.Option(min=0, max=10**8, metavar="N", help="Feed-forward size. [default: 4 hidden]")] = 0,
+    heads: Annotated[int, typer.Option(min=0, max=10**6, metavar="N", help="Attention heads.")] = 0,
+    kv_heads: Annotated[int, typer.Option(min=0, max=10**6, metavar="N", help="Heads of K and V (GQA).")] = 0,
+    head_dim: Annotated[int, typer.Option(min=0, max=10**5, metavar="N", help="Size of a head.")] = 0,
+    gated: Annotated[bool, typer.Option("--gated", help="The feed-forward has a gate (SwiGLU): 3 matrices.")] = False,
+    active_params: Annotated[
+        str, typer.Option(metavar="N", help="Parameters that a token uses, of a mixture of experts: 37B.")
+    ] = "",
     tp: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Tensor-parallel size.")] = 1,
     pp: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Pipeline-parallel size.")] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, metavar="STAGE", help="ZeRO stage (FSDP is 3); 0 is DDP.")] = 0,
@@ -54,8 +63,8 @@ def estimate(
 ) -> None:
     """Estimate the TFLOPS of a training run and the network that it needs.
 
-    With --hidden and --layers, count operations from the shape of the model, and add the traffic of TP and PP and the
-    init std.
+    With --config, or --hidden and --layers, count operations from the shape of the model, and add the traffic of TP
+    and PP and the init std.
 
     Exit status: 0 computed, 1 the numbers cannot be right, or the network is too slow, 2 wrong usage, 3 --bench cannot
     be judged, 130 interrupted.
@@ -65,6 +74,8 @@ def estimate(
       distdiag estimate --params 7B --batch 256 --seq 4096 --step-time 14 --gpus 8
       distdiag estimate --params 70B --batch 512 --seq 4096 --step-time 31 \\
         --gpus 128 --gpu "H100 SXM" --zero 3 --recompute --bench before
+      distdiag estimate --params 7.6B --config config.json --batch 256 --seq 4096 \\
+        --step-time 20 --gpus 8 --gpu "NVIDIA H100 80GB HBM3"
     """
     from distdiag.commands.estimate.diagnose import COMMAND
     from distdiag.commands.estimate.view import estimate_view
@@ -73,17 +84,32 @@ def estimate(
     def run() -> Report[Estimate]:
         from distdiag.commands.estimate.arithmetic import Run
         from distdiag.commands.estimate.diagnose import diagnose
+        from distdiag.commands.estimate.model_config import Shape, read_config
+        from distdiag.errors import UsageError
 
+        shape = Shape(
+            hidden=hidden,
+            layers=layers,
+            vocab=vocab,
+            ffn=ffn,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            gated=gated,
+        )
+        if config:
+            if shape != Shape():
+                raise UsageError("--config gives the shape", hint="leave out --hidden, --layers and the like")
+            shape = read_config(config)
         asked = Run(
             params=_parse_params(params),
+            active_params=_parse_params(active_params) if active_params else 0,
             batch=batch,
             seq=seq,
             step_s=step_time,
             gpus=gpus,
             gpus_per_node=gpus_per_node,
-            hidden=hidden,
-            layers=layers,
-            vocab=vocab,
+            **asdict(shape),
             tp=tp,
             pp=pp,
             zero=zero,
@@ -115,7 +141,7 @@ def _check(run: Run) -> None:
             f"--gpus {run.gpus} is not a multiple of --tp {run.tp} x --pp {run.pp}", hint="count the GPUs of all nodes"
         )
     if (run.tp > 1 or run.pp > 1) and not (run.hidden and run.layers):
-        raise UsageError("--tp and --pp need the shape of the model", hint="add --hidden and --layers")
+        raise UsageError("--tp and --pp need the shape of the model", hint="add --config, or --hidden and --layers")
 
 
 def _peak(gpu: str) -> Peak | None:

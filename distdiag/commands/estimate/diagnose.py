@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 COMMAND = "estimate"
+_SHAPE_OFF = 1.1
+"""So far --params may be from the shape: norms, biases and rounded names ("7B" has 7.6) stay below."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +109,16 @@ def _speed(run: Run, peak: Peak | None) -> Speed:
     factor = 8 if run.recompute else 6
     steps: tuple[str, ...]
     if by_layers:
-        factor *= 12
+        weights, _ = run.layer_weights
         steps = (
-            f"{factor} x {run.batch} x {run.seq} x {run.layers} layers x {run.hidden}^2 x (1 + {run.seq}/(6 x"
-            f" {run.hidden})) + 6 x {run.batch} x {run.seq} x {run.hidden} x {run.vocab} (logits)",
+            f"{factor} x {run.batch} x {run.seq} tokens x ({weights / 1e9:.4g}e9 weights of {run.layers} layers"
+            f" + 2 x {run.seq} x {run.attention_width} x {run.layers} (attention))"
+            f" + 6 x {run.batch} x {run.seq} x {run.hidden} x {run.vocab} (logits)",
             f"divided by {run.step_s:g} s x {run.gpus} GPUs = {hardware:.1f} TFLOPS per GPU",
         )
     else:
         steps = (
-            f"{factor} x {run.params / 1e9:.4g}e9 parameters x {run.batch} x {run.seq} tokens"
+            f"{factor} x {(run.active_params or run.params) / 1e9:.4g}e9 parameters x {run.batch} x {run.seq} tokens"
             f" / ({run.step_s:g} s x {run.gpus} GPUs) = {hardware:.1f} TFLOPS per GPU",
         )
     return Speed(
@@ -175,6 +178,15 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
             level=Level.INFO,
             title=f"{speed.hardware / peak.tflops:.0%} of peak: a well-tuned large run reaches about half",
             evidence=(f"half of {peak.tflops:g} = {GOOD_SHARE * peak.tflops:g} TFLOPS ({peak.source})",),
+        )
+    shape = run.params_of_shape
+    if shape and not 1 / _SHAPE_OFF < shape / run.params < _SHAPE_OFF:
+        yield Finding(
+            id="estimate.shape-contradicts-params",
+            level=Level.WARN,
+            title=f"the shape has {shape / 1e9:.4g}e9 parameters, --params says {run.params / 1e9:.4g}e9",
+            detail="The speed is counted from the shape, the traffic from --params.",
+            fix=Fix(text="pass --config config.json of the model; or check --ffn, --gated, --kv-heads and --vocab"),
         )
     if run.tp_spans_nodes:
         fits = max(size for size in range(1, run.tp) if run.gpus_per_node % size == 0)

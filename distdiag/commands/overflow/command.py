@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from difflib import get_close_matches
 from shutil import which
 from typing import TYPE_CHECKING, Annotated
@@ -105,17 +104,19 @@ def overflow(
 
 def parse_command(command: Sequence[str], nproc: int | None, program: str) -> list[str]:
     """Return what to execute: the job, as `nproc` ranks below torchrun if that is given. Raises UsageError."""
-    from distdiag.child_job import argv_of
+    from distdiag.child_job import argv_of, say_python
+    from distdiag.output import say
 
     if command and get_close_matches(command[0], ["show"]) and not (os.path.exists(command[0]) or which(command[0])):
         raise UsageError(f"no script or program {command[0]!r}", hint=f"did you mean: {program} overflow show FILE")
     argv = argv_of(command, example=f"{program} overflow -- train.py")
+    say_python(argv, command, say)
     if nproc is None:
         return argv
-    if argv[0] != sys.executable:
+    if len(argv) == len(command):
         raise UsageError(f"--nproc needs a script or -m MODULE; {argv[0]} is neither", hint="remove --nproc")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc))
-    return [sys.executable, *torchrun, *argv[1:]]
+    return [argv[0], *torchrun, *argv[1:]]
 
 
 def parse_batches(text: str) -> tuple[int, ...]:

@@ -175,6 +175,7 @@ def _run(
     argv = child_job.argv_of(command, example=f"{program} run -- torchrun train.py")
     folder = os.path.abspath(save) if save else tempfile.mkdtemp(prefix="", dir=temporary_folder("run"))
     make_folder("--save", folder)
+    child_job.say_python(argv, command, say)
     chosen = variables(switches, folder, _version("torch"))
     words = sanitizer_words(switches.sanitizer, folder)
     env, asked = environment(chosen, switches, words, child_job.watched(VARIABLE, ""))

@@ -254,13 +254,16 @@ class _Job:
         return [event["pid"] for event in self._events if event["event"] == "start" and event["pid"] not in ended]
 
     def drain(self) -> None:
-        """Let the recorder write what is left; what still runs of the job keeps it."""
-        os.close(self._control)
+        """Let the recorder write what is left; ranks that still run keep it, and a daemon is not waited for."""
+        with contextlib.suppress(OSError):
+            os.write(self._control, b"ended\n")
         deadline = time.monotonic() + _DRAIN_S
-        while time.monotonic() < deadline:
-            if os.waitpid(self.recorder, os.WNOHANG)[0]:
-                return
+        while time.monotonic() < deadline and not os.waitpid(self.recorder, os.WNOHANG)[0]:
+            self._read()
+            if any(event["event"] == "drained" for event in self._events):
+                break
             time.sleep(0.01)
+        os.close(self._control)
 
     def result(self, status: int) -> NodeRun:
         """Make the facts of what was recorded."""

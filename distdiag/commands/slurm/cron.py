@@ -124,6 +124,7 @@ def _plan(
         raise UsageError("--sbatch takes one option with its value", hint="--sbatch=--partition=cpu")
     if not re.fullmatch(r"[\d:-]*", time):
         raise UsageError(f"--time {time}: not a time limit", hint="minutes, hours:minutes:seconds or days-hours")
+    _check_period(parse_period(every), limit_s(time), every, time)
     return Plan(
         name=_checked(name),
         folder=_folder_of(folder, name),
@@ -151,6 +152,25 @@ def _folder_of(folder: str, name: str) -> str:
     if re.search(r"[%\\\s\x00-\x1f\x7f]", path):
         raise UsageError(f"--folder {folder}: sbatch takes no blank, % or \\ in a path", hint="choose another folder")
     return path
+
+
+def limit_s(time: str) -> int:
+    """Return SLURM's time limit in seconds; 0 for none: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S (sbatch(1), --time)."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part or 0) for part in rest.split(":")]
+    scale = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, scale, strict=False))
+
+
+def _check_period(every_s: int, most_s: int, every: str, time: str) -> None:
+    """Raise UsageError where one run may last longer than the period: then runs are late, and lost."""
+    from distdiag.errors import UsageError
+
+    if most_s > every_s:
+        raise UsageError(
+            f"--every {every} is shorter than --time {time}: a run may last longer than the period",
+            hint=f"use --time {max(1, every_s // 60)} or less, or a longer --every",
+        )
 
 
 def parse_period(text: str) -> int:

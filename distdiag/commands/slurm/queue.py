@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _QUERY_S = 30.0
+_PING = "is the controller up? scontrol ping"
+_HINTS = (
+    ("partition", "list the partitions: sinfo -s"),
+    ("account", "list your accounts: sacctmgr show associations user=$USER format=account,partition,qos"),
+    ("qos", "list your QOS: sacctmgr show associations user=$USER format=account,partition,qos"),
+    ("time limit", "list the limits: sinfo -o '%P %l'"),
+    ("invalid user", "check the name: id NAME"),
+)
+"""What to type next, by a word of SLURM's answer; see slurm_errno.c for its wording."""
 _FORMAT = "%i|%F|%T|%r|%S|%j"
 """Job, array job, state, reason, (expected) start, name: the name last, as it may hold the separator."""
 ENDED = (
@@ -54,12 +63,15 @@ def slurm(argv: Sequence[str], *, timeout_s: float = _QUERY_S) -> str:
     if done.timed_out:
         raise DistdiagError(
             f"{argv[0]} did not answer within {timeout_s:g} s",
-            hint="is the controller up? scontrol ping",
+            hint=_PING,
         )
     if done.status:
         said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {done.status}"]
         lines = [printable(line.removeprefix(f"{argv[0]}: ").removeprefix("error: ")) for line in said]
-        raise DistdiagError(f"{argv[0]}: {'; '.join(lines)[:400]}", hint="is the controller up? scontrol ping")
+        text = "; ".join(lines)[:400]
+        raise DistdiagError(
+            f"{argv[0]}: {text}", hint=next((hint for sign, hint in _HINTS if sign in text.lower()), _PING)
+        )
     return done.stdout.decode("utf-8", "replace")
 
 

@@ -106,7 +106,7 @@ def watch(
 
     \b
     Examples:
-      distdiag slurm watch train-7b
+      distdiag slurm watch train-7b,eval-7b
       distdiag slurm watch 4711 --user alice --json
       distdiag slurm cron --name is-alive --every 1h --time 5 \\
         --sbatch=--mail-type=FAIL -- distdiag slurm watch train-7b
@@ -117,7 +117,12 @@ def watch(
     def asked() -> Request:
         if not jobs and not from_:
             raise UsageError("no job given", hint=f"{called_as()} slurm watch NAME")
-        return Request(program=called_as(), cluster=Cluster(), jobs=tuple(jobs or ()), user=user)
+        return Request(
+            program=called_as(),
+            cluster=Cluster(),
+            jobs=tuple(dict.fromkeys(name for each in jobs or () for name in each.split(",") if name)),
+            user=user,
+        )
 
     runner.run(_subcommand(), asked, runner.Options(as_json, strict, save, from_))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from distdiag.child_job import argv_of, watched
+from distdiag.child_job import argv_of, execute, say_python, watched
 from distdiag.errors import UsageError
 from distdiag.options import called_as
-from distdiag.output import fail
+from distdiag.output import fail, say
 from distdiag.training.line_trace.session import LINES, THREADS, VARIABLE, Settings
 
 
@@ -74,20 +74,14 @@ def trace_py(
             f"{called_as()} trace show{shown}",
             err=True,
         )
-    _become(argv, watched(VARIABLE, settings.to_text()))
+    say_python(argv, command, say)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    execute(argv, watched(VARIABLE, settings.to_text()))
 
 
 def _names(text: str) -> list[str]:
     return [name for name in map(str.strip, text.split(",")) if name]
-
-
-def _become(argv: list[str], env: dict[str, str]) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        os.execve(argv[0], argv, env)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot run {argv[0]}: {error.strerror}") from error
 
 
 def _unknown(name: str, python: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 _MOST_WAITING = 16
 """So many forwards wait for a step of the optimizer; then they are judged without one."""
+_FEW_WAITING = 4
+"""The same where the process has no optimizer."""
 _MOST_KEPT_BYTES = 1 << 30
 """So much of inputs is kept of forwards that wait, to run them again; of later ones nothing is."""
 
@@ -167,6 +171,7 @@ class DebugUnderflowOverflow:
         self._looks_at_gradients = gradients != "off"
         self._handles: list[RemovableHandle] = []
         self._waiting: list[Forward] = []
+        self._most_waiting = _MOST_WAITING
         self._losses: list[Loss] = []
         self._last_forward: Forward | None = None
         """The last one with gradients, until a step has changed the weights."""
@@ -201,6 +206,8 @@ class DebugUnderflowOverflow:
         self._glanced = -1
         """The last step of which one forward was looked at more closely."""
         self._pid = os.getpid()
+        self._at_end = functools.partial(_weakly, weakref.WeakMethod(self.finish))
+        atexit.register(self._at_end)
         self._attach()
 
     def __enter__(self) -> DebugUnderflowOverflow:
@@ -209,7 +216,11 @@ class DebugUnderflowOverflow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.detach()
+        try:
+            if kind is None:
+                self._judge_the_rest(at_end=False)
+        finally:
+            self.detach()
 
     @property
     def batch(self) -> int:
@@ -230,6 +241,7 @@ class DebugUnderflowOverflow:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        atexit.unregister(self._at_end)
         self._waiting.clear()
         self._losses.clear()
         self._stop_looking()
@@ -248,6 +260,9 @@ class DebugUnderflowOverflow:
 
     def finish(self) -> None:
         """Judge what still waits for a step that does not come any more; raise nothing, ask no other rank."""
+        self._judge_the_rest(at_end=True)
+
+    def _judge_the_rest(self, *, at_end: bool) -> None:
         if self._is_off or self._is_ours():
             return
         found = None
@@ -255,7 +270,7 @@ class DebugUnderflowOverflow:
             seen = self._seen_so_far(NO_GRADIENTS)
             if seen.forwards or seen.losses:
                 found = self._judge.alone(seen)
-        self._settle(found, at_end=True)
+        self._settle(found, at_end=at_end)
 
     def around(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call the model, looking at what goes in and comes out."""
@@ -397,7 +412,11 @@ class DebugUnderflowOverflow:
         kept = [forward.call for forward in self._waiting if forward.call is not None]
         if kept and sum(call.kept_bytes for call in kept) > _MOST_KEPT_BYTES:
             kept[-1].forget()
-        return self._judge.alone(self._seen_so_far(NO_GRADIENTS)) if len(self._waiting) >= _MOST_WAITING else None
+        if len(self._waiting) == _FEW_WAITING and self.counts.steps == 0:
+            self._most_waiting = _MOST_WAITING if _has_optimizer() else _FEW_WAITING
+        if len(self._waiting) < self._most_waiting:
+            return None
+        return self._judge.alone(self._seen_so_far(NO_GRADIENTS))
 
     def _seen_so_far(self, gradients: StepGradients) -> Seen:
         """Return all that nobody has judged yet."""
@@ -581,6 +600,11 @@ def _weakly(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> N
     call = method()
     if call is not None:
         call(*args)
+
+
+def _has_optimizer() -> bool:
+    """Return whether an optimizer exists that may make a step; takes about 30 ms."""
+    return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:  # noqa: ANN401 - what step() was called with, itself included

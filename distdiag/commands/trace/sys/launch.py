@@ -46,6 +46,7 @@ def launch(command: Sequence[str], request: Request, report: str) -> NoReturn:
         DistdiagError: there is no strace.
     """
     argv = child_job.argv_of(command, example=f"{request.program} trace sys -- train.py")
+    child_job.say_python(argv, command, say)
     if report:
         report = os.path.abspath(report)  # the job may leave this folder
         write_whole(report, b"")  # fail now, not hours later

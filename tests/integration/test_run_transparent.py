@@ -1,0 +1,268 @@
+"""distdiag run changes no exit status and no signal, in every way a shell can start a job: the bare job beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support import PROGRAM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LATE_S = 60.0
+_RUN = f"{shlex.quote(PROGRAM)} run --no-pictures -- "
+_ENDS = {
+    "exit 0": "sh -c 'exit 0'",
+    "exit 7": "sh -c 'exit 7'",
+    "exit 255": "sh -c 'exit 255'",
+    "SIGKILL": "sh -c 'kill -KILL $$'",
+    "SIGTERM": "sh -c 'kill -TERM $$'",
+    "SIGSEGV": "sh -c 'kill -SEGV $$'",
+    "SIGHUP": "sh -c 'kill -HUP $$'",
+    "SIGUSR1": "sh -c 'kill -USR1 $$'",
+    "SIGPIPE": "sh -c 'kill -PIPE $$'",
+    "not found": "no-such-launcher train.py",
+    "no such path": "./no-such-file",
+    "a directory": "./folder",
+    "no x bit": "./plain.sh",
+    "no x bit on PATH": "on-path.sh",
+    "no #!": "./bare.sh",
+    "bad interpreter": "./bad.sh",
+    "no program": "./garbage",
+}
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "bin").mkdir()
+    for name, text, mode in (
+        ("plain.sh", b"#!/bin/sh\nexit 3\n", 0o644),
+        ("bin/on-path.sh", b"#!/bin/sh\nexit 3\n", 0o644),
+        ("bare.sh", b"exit 9\n", 0o755),
+        ("bad.sh", b"#!/no/such/interpreter\n", 0o755),
+        ("garbage", b"\x01\0\x02\0garbage", 0o755),
+    ):
+        (tmp_path / name).write_bytes(text)
+        (tmp_path / name).chmod(mode)
+    return tmp_path
+
+
+def _environment(place: Path) -> dict[str, str]:
+    return {**os.environ, "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
+def _in_terminal(argv: list[str], place: Path, act: Callable[[int, int], None] | None = None) -> tuple[int, bytes]:
+    """Run a program as the leader of a session with a terminal of its own: its status, and what it wrote."""
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(place)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it
+        os.execvpe(argv[0], argv, _environment(place))
+    if act is not None:
+        act(child, terminal)
+    output, deadline = b"", time.monotonic() + _LATE_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        try:
+            while select.select([terminal], [], [], 0 if done else 0.05)[0]:
+                output += os.read(terminal, 65536)
+        except OSError:  # closed, or the last of the other end is
+            time.sleep(0.01)
+        if done:
+            _close(terminal)
+            return os.waitstatus_to_exitcode(status), output
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError(output)
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def _statuses(way: str, before: str, place: Path) -> dict[str, int]:
+    """Return the status of each end as the shell sees it."""
+    wait = " & wait $!" if way == "in the background" else ""
+    lines = [f"({before}{command}{wait}) 2>/dev/null; echo '<{name}>'=$?\n" for name, command in _ENDS.items()]
+    script = "".join(lines)
+    if way == "in a terminal":
+        _, output = _in_terminal(["bash", "--norc", "-c", script], place)
+    else:
+        words, env = ["bash", "-c", script], _environment(place)
+        output = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, check=True, cwd=place, env=env
+        ).stdout
+    return {name: int(status) for name, status in re.findall(r"<(.+?)>=(\d+)", output.decode())}
+
+
+@pytest.mark.parametrize("way", ["in a terminal", "without a terminal", "in the background"])
+def test_each_end_has_the_status_of_the_bare_command(place: Path, way: str) -> None:
+    bare = _statuses(way, "", place)
+    assert bare.keys() == _ENDS.keys()
+    assert _statuses(way, _RUN, place) == bare
+
+
+@pytest.mark.parametrize("end", ["exit 7", "SIGKILL", "SIGTERM", "SIGHUP"])
+def test_the_leader_of_a_session_ends_as_the_bare_command(place: Path, end: str) -> None:
+    words = shlex.split(_ENDS[end])
+    bare, _ = _in_terminal(words, place)
+    assert _in_terminal([PROGRAM, "run", "--", *words], place)[0] == bare
+
+
+_JOB = """
+import os, subprocess, sys, time
+others = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(50)", sys.argv[1]]) for _ in range(2)]
+print("ready", flush=True)
+for other in others: other.wait()
+"""
+
+
+def _living(mark: str) -> list[int]:
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                words = Path(entry.path, "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if mark.encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def _gone(mark: str) -> bool:
+    deadline = time.monotonic() + 10
+    while _living(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = _living(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left
+
+
+def _after_ready(act: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    def wait(child: int, terminal: int) -> None:
+        output = b""
+        while b"ready" not in output:
+            assert select.select([terminal], [], [], _LATE_S)[0]
+            output += os.read(terminal, 65536)
+        act(child, terminal)
+
+    return wait
+
+
+@pytest.mark.parametrize("shell", [False, True])
+@pytest.mark.parametrize("what", ["hang up", "Ctrl-C", "SIGTERM"])
+def test_what_a_terminal_and_a_kill_do_to_a_job(place: Path, shell: bool, what: str) -> None:
+    def act(child: int, terminal: int) -> None:
+        if what == "hang up":
+            os.close(terminal)
+        elif what == "Ctrl-C":
+            os.write(terminal, b"\x03")
+        else:
+            os.kill(child, signal.SIGTERM)
+
+    ends = []
+    for before in ([], [PROGRAM, "run", "--no-pictures", "--"]):
+        mark = f"mark-{os.getpid()}-{len(before)}-{what}-{shell}"
+        words = [*before, sys.executable, "-c", _JOB, mark]
+        argv = ["bash", "--norc", "-c", f"{shlex.join(words)}; exit $?"] if shell else words
+        status, _ = _in_terminal(argv, place, _after_ready(act))
+        if what == "SIGTERM" or (shell and what == "hang up"):
+            # A bare job that is killed alone leaves its children, and so does this; a shell that is killed, its job.
+            for pid in _living(mark):
+                os.kill(pid, signal.SIGKILL)
+        ends.append((status, _gone(mark)))
+    assert ends[0] == ends[1]
+
+
+def test_a_job_in_the_background_of_a_script_ignores_sigint(place: Path) -> None:
+    job = (
+        f"{shlex.quote(sys.executable)} -c 'import signal; print(signal.getsignal(signal.SIGINT), flush=True); input()'"
+    )
+    for before in ("", _RUN):
+        script = f"{before}{job} < <(sleep 2) & sleep 1.2; kill -INT $!; wait $!; echo status=$?"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=place)
+        assert ("Handlers.SIG_IGN" in done.stdout or done.stdout.startswith("1\n"), done.stdout[-9:]) == (
+            True,
+            "status=1\n",
+        ), (
+            before,
+            done,
+        )
+
+
+def test_a_daemon_that_the_job_leaves_delays_nothing_and_keeps_no_recorder(place: Path) -> None:
+    mark = f"daemon-{os.getpid()}"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
+    took_s = []
+    for number, before in enumerate(("pass", code)):
+        began = time.monotonic()
+        with (place / "out").open("wb") as file:
+            words = [
+                PROGRAM,
+                "run",
+                "--save",
+                str(place / f"kept{number}"),
+                sys.executable,
+                "-c",
+                f"{before}; print('done')",
+            ]
+            done = subprocess.run(words, stdout=file, stderr=file, check=False)
+        took_s.append(time.monotonic() - began)
+    (daemon,) = _living(mark)
+    try:
+        assert (done.returncode, (place / "out").read_bytes()) == (0, b"done\n")
+        assert took_s[1] < took_s[0] + 4, took_s  # a recorder is waited for 5 s at most
+        deadline = time.monotonic() + 10
+        while _recorders(place / "kept1") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _recorders(place / "kept1")
+    finally:
+        os.kill(daemon, signal.SIGKILL)
+
+
+def _recorders(folder: Path) -> list[int]:
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                line = Path(entry.path, "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"job_recorder" in line and str(folder).encode() in line:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX", "PATH"])
+def test_a_bare_script_gets_the_python_of_the_active_environment(place: Path, variable: str) -> None:
+    (place / "env" / "bin").mkdir(parents=True)
+    for name in ("python", "python3"):
+        python = place / "env" / "bin" / name
+        python.write_text(f'#!/bin/sh\necho "theirs" >&2\nexec {shlex.quote(sys.executable)} "$@"\n')
+        python.chmod(0o755)
+    (place / "train.py").write_text("print('trained')\n")
+    env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+    env |= {variable: str(place / "env")} if variable != "PATH" else {"PATH": f"{place / 'env' / 'bin'}:{env['PATH']}"}
+    for words in (("run", "--"), ("trace", "py", "--"), ("overflow", "--")):
+        done = subprocess.run(
+            [PROGRAM, *words, "train.py"], capture_output=True, text=True, cwd=place, env=env, check=False
+        )
+        assert done.stdout == "trained\n", done
+        assert f"starting train.py with {place / 'env' / 'bin'}/python" in done.stderr
+        assert "\ntheirs\n" in f"\n{done.stderr}"

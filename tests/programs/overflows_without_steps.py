@@ -1,0 +1,44 @@
+"""Two ranks of DistributedDataParallel without an optimizer step; rank 1's forward makes inf in batch 1."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distdiag import DebugUnderflowOverflow
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        found: Tensor = self.last(self.first(x) * scale)
+        return found
+
+
+def main(how: str, batches: int) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    net = Net()
+    DebugUnderflowOverflow(net)
+    model = DistributedDataParallel(net)
+    if "optimizer" in how:
+        torch.optim.SGD(model.parameters(), 0.1)
+    for batch in range(batches):
+        output = model(torch.ones(3, 4), float("inf") if (rank, batch) == (1, 1) else 1.0)
+        if "backward" in how:
+            output.sum().backward()
+    print("end", rank, flush=True)
+    if "exits" in how:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

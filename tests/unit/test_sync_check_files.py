@@ -1,0 +1,73 @@
+"""sync-check on files: those of an earlier run, names below torch.compile, and the fix by what differs."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from support import distdiag
+from torch import nn
+
+from distdiag import sync_check
+from distdiag.commands.sync_check import diagnose
+from distdiag.training.sync_check import FORMAT, Entry, Saved
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WEIGHT = Entry("parameter", "w", "(2,)", 7)
+
+
+def test_files_of_an_earlier_larger_run_are_left_out_and_reported(tmp_path: Path) -> None:
+    for size in (4, 2):  # the smaller run overwrites the files of two ranks only
+        for rank in range(size):
+            path = tmp_path / f"rank_{rank}.json"
+            path.write_text(json.dumps(asdict(Saved(FORMAT, rank, size, [WEIGHT]))))
+            os.utime(path, (1000 - size, 1000 - size))
+    done = distdiag("sync-check", "--json", str(tmp_path))
+    assert (done.code, done.report["summary"]) == (0, "all ranks hold the same state")
+    (finding,) = done.report["findings"]
+    assert finding["id"] == "sync-check.stale-files"
+    assert finding["title"] == "2 files left out: from an earlier run, the newest is of 2 ranks"
+    assert done.report["data"]["ranks"] == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    names = []
+    for made in (model, torch.compile(model)):
+        sync_check(made, optimizer, save=str(tmp_path))
+        entries = json.loads((tmp_path / "rank_0.json").read_text())["entries"]
+        names.append([(entry["kind"], entry["name"]) for entry in entries])
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fix"),
+    [
+        ("dataloader", "length", "drop_last"),
+        ("step", "step", "skips or repeats a step"),
+        ("optimizer", "param_groups[0].lr", "scheduler.step()"),
+        ("parameter", "w", "load one checkpoint"),
+    ],
+)
+def test_the_fix_fits_what_differs(kind: str, name: str, fix: str) -> None:
+    values = {rank: [Entry(kind, name, "int", 5 + (rank == 2))] for rank in range(3)}
+    (finding,) = diagnose(values, 3).findings
+    assert finding.fix is not None
+    assert fix in finding.fix.text
+
+
+def test_the_rank_where_a_value_is_missing_is_named() -> None:
+    (finding,) = diagnose({0: [WEIGHT], 1: [WEIGHT], 2: []}, 3).findings
+    assert finding.title == "parameter w: rank 2 differs from ranks 0-1 (missing on rank 2)"
+    assert finding.fix is not None
+    assert "build the same model" in finding.fix.text
