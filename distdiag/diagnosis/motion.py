@@ -200,4 +200,12 @@ def _may_have_moved_unseen(samples: Sequence[Sample]) -> bool:
     is_brief = samples[-1].main_cpu_s - samples[0].main_cpu_s < times * _STEP_CPU_S
     if is_brief and times < _OFTEN_S * (samples[-1].at_s - samples[0].at_s):
         return False
-    return not any(any(thread.digests[_own(thread.frames) :]) for sample in samples for thread in sample.threads[:1])
+    return not any(_shows_calls(thread) for sample in samples for thread in sample.threads[:1])
+
+
+def _shows_calls(thread: Thread) -> bool:
+    """Return whether a new call at one place would change a local variable: those above a module only started it."""
+    own = _own(thread.frames)
+    names = [frame.function for frame in thread.frames]
+    module = names.index("<module>", own) if "<module>" in names[own:] else len(names)
+    return any(thread.digests[own:module])

@@ -148,8 +148,8 @@ def _some_are_outside(
 
     A rank that makes progress is not the cause while another makes none; nor is one that waits for such a rank.
     """
-    # Waiting ranks that wake up may have made a step that their frames do not show.
-    is_brief = 0.0 < waited_s(waiting) <= LONG_S < _watched_s(waiting)
+    # Waiting ranks that woke up since the first sample may have made a step that their frames do not show.
+    is_brief = waited_s(waiting) <= LONG_S and waited_s(waiting) < _watched_s(waiting)
     if (is_brief or len(outside) >= len(waiting)) and all(map(works, outside)):
         is_moving = any(state.thread.moving for state in outside)
         return (Outcome.NOT_HUNG if is_moving else Outcome.STANDSTILL), [], [*waiting, *outside]
