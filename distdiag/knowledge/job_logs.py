@@ -29,6 +29,8 @@ class KnownLine:
     fix: str = ""
     commands: tuple[str, ...] = ()
     accuses: str = ""
+    alone: bool = False
+    """It explains the end of a job of which nothing better is known."""
 
     def meaning(self, groups: Mapping[str, str]) -> str:
         """Return what it means, with what the line says filled in."""

@@ -30,6 +30,8 @@ _OF_RANKS = re.compile(
 )
 _INSIDE = ("/torch/", "/multiprocessing/", "/deepspeed/", "/accelerate/commands/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
+_AT_EXIT = (" in _run_finalizers", " in _exit_function", " in _remove_temp_dir", " in _finalize_join")
+"""Functions of multiprocessing at the exit of a process: an exception there follows from what ended it."""
 _COLLECTIVES = frozenset(
     (
         *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -91,6 +93,8 @@ class Book:
     several_hosts: bool = False
     unnamed_codes: list[str] = field(default_factory=list)
     """Return codes that a launcher reports without the rank."""
+    like: list[Failure] = field(default_factory=list)
+    """Lines that look like a failure, and that no pattern knows."""
     aborted: set[int] = field(default_factory=set)
     """Files in which srun reports that it ends the tasks that are left."""
 
@@ -118,7 +122,11 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
         (comm.host, comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks
     }
     for node in nodes:
-        ranks = [_rank(stream, node.host, summary, locals_) for stream in node.streams]
+        mixed = _mixed(node)
+        ranks = [
+            None if stream.by_path and stream.file in mixed else _rank(stream, node.host, summary, locals_)
+            for stream in node.streams
+        ]
         for stream, rank in zip(node.streams, ranks, strict=True):
             book.has_nameless |= rank is None and stream.local is not None
             if rank is not None:
@@ -136,6 +144,18 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
     _merge_last(book)
     _mark_ended(book, nodes)
     return book
+
+
+def _mixed(node: NodeLogs) -> set[int]:
+    """Return the files that are named after one rank and have lines of others."""
+    named = {stream.file: stream.rank for stream in node.streams if stream.by_path}
+    lines = [(stream.file, stream.rank) for stream in node.streams if not stream.by_path]
+    lines += [
+        (node.streams[event.stream].file, event.rank)
+        for event in node.events
+        if event.id == "watchdog" and event.stream < len(node.streams)
+    ]
+    return {file for file, rank in lines if file in named and rank not in (None, named[file])}
 
 
 def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
@@ -218,7 +238,8 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
         book.exits += [replace(exit_, by_launcher=aborted and exit_.signal == "SIGKILL") for exit_ in exits]
         book.generations = max(book.generations, generation + 1)
         return
-    who = event.rank if event.rank is not None else rank
+    stream = node.streams[event.stream] if event.stream < len(node.streams) else None
+    who = event.rank if event.rank is not None and not (stream and stream.by_path and rank is None) else rank
     if event.id in ("watchdog", "status"):
         # The stream's own rank first: what a line of a process group names is a number within the group.
         who = rank if rank is not None else event.rank
@@ -233,7 +254,9 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
     if event.id == "slurm-cancelled":
         book.aborted.add(node.streams[event.stream].file)
     failure = _failure(node, event, who, generation)
-    if failure is not None:
+    if failure is not None and event.id == "like":
+        book.like.append(failure)
+    elif failure is not None:
         book.failures.append(failure)
         book.generations = max(book.generations, generation + 1)
         if who is not None:
@@ -302,10 +325,12 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         row = None
         if event.id != "exception":
             return None
+    at_exit = event.id == "exception" and any(frame.endswith(_AT_EXIT) for frame in event.frames)
     stream = node.streams[event.stream]
-    file, lines = "", 0
+    file, lines, progress = "", 0, 0
     if stream.file < len(node.files):
-        file, lines = node.files[stream.file].path, node.files[stream.file].lines
+        read = node.files[stream.file]
+        file, lines, progress = read.path, read.lines, read.progress
     role, means, fix = "confirmation" if event.id == "traceback-cut" else "cause", "", ""
     commands: tuple[str, ...] = ()
     if row is not None:
@@ -317,6 +342,9 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
             means, fix, commands = match.means, match.fix, match.commands
         elif exception is not None:
             means, fix = exception.means, exception.fix
+    if at_exit:
+        role = "consequence"
+    end = number_in(event.groups.get("end")) or event.line
     what = event.text.partition("\n")[0][:300]
     return Failure(
         role=role,
@@ -334,8 +362,9 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         line=event.line,
         at=event.at,
         text=event.text,
-        groups={**event.groups, "id": event.id},
-        lines_after=max(0, lines - (number_in(event.groups.get("end")) or event.line)),
+        groups={**event.groups, "id": row.id if row is not None and event.groups.get("bare") else event.id},
+        lines_after=max(0, lines - end),
+        job_went_on=progress > end,
         count=event.count,
     )
 

@@ -28,8 +28,8 @@ _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
 """What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
-_MANY_LINES = 50
-"""More than libraries write at the exit of a process."""
+_NEAR = 5
+"""Lines between an exception and the one that was raised from it."""
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
 
@@ -71,7 +71,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     if failed is not None or book.unnamed_codes:
         found += _first_cause(failed or rounds[0], book)
     elif any(node.files for node in nodes) or any(stream.lines for node in nodes for stream in node.streams):
-        found.append(findings.nothing(any(file.lines for node in nodes for file in node.files)))
+        found.append(findings.nothing(any(file.lines for node in nodes for file in node.files), book.like))
     if book.generations > 1:
         found.append(findings.restarted(book.generations, failed.number if failed else 0))
     found += nccl.findings_of(book.comms, ended=bool(failed or book.watchdog))
@@ -117,6 +117,7 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     doubtful = [failure for failure in suspects if _may_be_handled(failure, round_)]
     suspects = [failure for failure in suspects if failure not in doubtful]
     wordless = _wordless(round_)
+    suspects = _with_shells(suspects, round_, wordless)
     if suspects:
         suspects = _assigned(suspects, wordless)
         reported = {failure.rank for failure in suspects}
@@ -139,9 +140,28 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     if lines := round_.watchdog:
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
-    if doubtful:
-        return [_of_doubtful(doubtful, round_, book)]
-    return [_who_is_missing(round_, book)]
+    found = _of_doubtful(doubtful, round_, book) if doubtful else _who_is_missing(round_, book)
+    if found.level is not Level.FAIL and (best := _alone(round_)):
+        return [findings.first_failure([best], round_, book, handled=doubtful)]
+    return [found]
+
+
+def _alone(round_: Round) -> Failure | None:
+    """Return the line that explains the end of a job of which nothing better is known."""
+    alone = [failure for failure in round_.failures if findings.explains_alone(failure) and not failure.job_went_on]
+    return next((failure for failure in alone if failure.role == "confirmation"), alone[0] if alone else None)
+
+
+def _with_shells(suspects: list[Failure], round_: Round, wordless: Sequence[Failure]) -> list[Failure]:
+    """Leave out what a shell reports of a process where ranks or launchers report more; add why it was killed."""
+    shells = [failure for failure in suspects if failure.known == "shell-killed"]
+    others = [failure for failure in suspects if failure not in shells]
+    if others or not shells:
+        return others
+    if any(exit_.is_bad for exit_ in round_.exits):
+        ended = {failure.what for failure in wordless}
+        return [] if ended or any(failure.role == "consequence" for failure in round_.failures) else shells
+    return [findings.of_shell(shell, round_) for shell in shells]
 
 
 def _is_own_end(failure: Failure, book: Book) -> bool:
@@ -163,6 +183,8 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
     if failure.groups.get("id") != "exception" and failure.known not in _RETRIED:
         return False
+    if failure.groups.get("mild"):
+        return True
     return _ended_otherwise(failure, exits, round_) if exits else _has_no_end(failure, round_)
 
 
@@ -177,6 +199,7 @@ def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> 
 def _has_no_end(failure: Failure, round_: Round) -> bool:
     """Return whether nothing shows that this failure, of a rank whose end no launcher reports, ended anything."""
     is_exception = failure.groups.get("id") == "exception"
+    went_on = failure.job_went_on and failure.generation == round_.book.generations - 1
     if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
         return True
     others = [
@@ -192,11 +215,11 @@ def _has_no_end(failure: Failure, round_: Round) -> bool:
         others = [other for other in others if other.role == "consequence" or other.known not in _RETRIED]
     if failure.rank is None and is_exception and not (round_.exits or others):
         # The last thing in a log of one process; others, or the same, wrote on.
-        return failure.lines_after >= (1 if round_.book.writers else _MANY_LINES)
-    if failure.rank is None or others:
+        return went_on or (failure.lines_after >= 1 and bool(round_.book.writers))
+    if others:
         return False
-    if not is_exception:
-        return True
+    if failure.rank is None or not is_exception:
+        return went_on and not round_.exits
     # Nothing ended, and ranks write on: the log may be of a job that runs.
     return not round_.exits and bool(round_.book.writers - {failure.rank} or _is_gone_on_from(failure, round_))
 
@@ -270,7 +293,7 @@ def _causes(round_: Round) -> list[Failure]:
     found: list[Failure] = []
     ranks = dict.fromkeys(failure.rank for failure in round_.failures)
     for rank in ranks:
-        own = [failure for failure in round_.failures if failure.rank == rank]
+        own = _without_bare([failure for failure in round_.failures if failure.rank == rank])
         exceptions = [failure for failure in own if failure.groups["id"] == "exception"]
         lines = [failure for failure in own if failure.groups["id"] != "exception" and failure.role == "cause"]
         last = exceptions[-1] if exceptions and rank is not None else None
@@ -290,10 +313,21 @@ def _causes(round_: Round) -> list[Failure]:
     return found
 
 
+def _without_bare(own: list[Failure]) -> list[Failure]:
+    """Leave out exceptions without a traceback behind anything better, and all but the last of those that are near."""
+    bare = [failure for failure in own if failure.groups.get("bare") and failure.known == "exception"]
+    better = [failure for failure in own if failure.role == "cause" and failure not in bare]
+    if better:
+        return [failure for failure in own if failure not in bare]
+    chained = [one for one, later in zip(bare, bare[1:], strict=False) if 0 < later.line - one.line <= _NEAR]
+    return [failure for failure in own if failure not in chained]
+
+
 def _without_echo(lines: list[Failure]) -> list[Failure]:
     """Leave out Python's report of an abort where the line before has said why."""
     own = [line for line in lines if (line.known, line.groups.get("error")) != ("fatal-python", "Aborted")]
-    return own or lines
+    killed = {"loader-killed", "shm-full"} & {line.known for line in own}
+    return [line for line in own if not (killed and line.known == "loader-exited")] or lines
 
 
 def _is_echo(exception: Failure, lines: Sequence[Failure]) -> bool:
@@ -389,9 +423,10 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
         and len(lost) == len(waiting)
         and len(gone) == 1
         and _is_certain(gone[0], waiting, round_)
-        and not _has_failed(gone[0], round_)
         and not any(failure.known == "traceback-cut" for failure in round_.of(gone[0]))
     ):
+        if ends := [failure for failure in _wordless(round_) if failure.rank == gone[0]]:
+            return findings.first_failure(ends, round_, book)
         return findings.left_early(gone[0], waiting, round_)
     return findings.cannot_tell(round_, book, silent)
 

@@ -46,6 +46,8 @@ class LogFile:
     joined: int = 0
     cut: int = 0
     error: str = ""
+    progress: int = 0
+    """The line of the last but two that report progress, 0 for fewer than three."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,9 @@ class Reader:
         finally:
             reading.finish()
             forms = tuple(form.name for form in demux.forms)
-            self._files[number] = LogFile(path, size, reading.lines, forms, demux.joined, cuts[0], error)
+            self._files[number] = LogFile(
+                path, size, reading.lines, forms, demux.joined, cuts[0], error, reading.progress
+            )
 
 
 def files_of(path: str) -> Iterator[tuple[str, str]]:
