@@ -332,7 +332,7 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             subject=f"{code} {address}",
             title=f"{name}: Xid {code}, {means}{wanted}; {format_age(age_s)} ago",
             detail="If the GPU was reset since, that fixed it."
-            if parsed.xid.blames in ("gpu", "memory") and own
+            if parsed.blames in ("gpu", "memory") and own
             else "",
             evidence=(text, xids.SOURCE),
             fix=Fix(text="see what else the driver says", commands=(_DMESG, _ECC)),
@@ -365,8 +365,8 @@ def _xid_level(parsed: XidLine, gpu: GpuHealth | None) -> Level:
     Counts of memory errors and the wanted recovery are cleared by a reset. Of a GPU that is not there any more, and of
     links, the log is the only witness.
     """
-    if parsed.xid.blames not in ("gpu", "memory"):
+    if parsed.blames not in ("gpu", "memory", "remap") or (gpu is None and parsed.blames == "remap"):
         return Level.INFO
-    if gpu is None or parsed.xid.blames == "gpu":
+    if gpu is None or parsed.blames == "gpu":
         return Level.WARN
     return Level.WARN if gpu.uncorrectable or gpu.remap_pending or gpu.remap_failed else Level.INFO

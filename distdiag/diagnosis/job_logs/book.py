@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.job_logs.types import Failure, number_in
-from distdiag.knowledge.job_logs import known_exception, known_lines
+from distdiag.knowledge import xids
+from distdiag.knowledge.known_lines import known_exception, known_lines
 from distdiag.knowledge.logs import read_log
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ class Book:
     """Return codes that a launcher reports without the rank."""
     like: list[Failure] = field(default_factory=list)
     """Lines that look like a failure, and that no pattern knows."""
+    warnings: list[Failure] = field(default_factory=list)
+    """Lines that report no failure, and that a person wants to know of."""
     aborted: set[int] = field(default_factory=set)
     """Files in which srun reports that it ends the tasks that are left."""
 
@@ -164,7 +167,7 @@ def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
     for node in nodes:
         for event in node.events:
             if event.id == "signalled-by-launcher":
-                pid = number_in(event.groups.get("pid") or event.groups.get("pid2"))
+                pid = number_in(event.groups.get("pid"))
                 ended.update(() if pid is None else (pid,))
     book.exits = [
         replace(
@@ -256,6 +259,8 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
     failure = _failure(node, event, who, generation)
     if failure is not None and event.id == "like":
         book.like.append(failure)
+    elif failure is not None and failure.role == "warning":
+        book.warnings.append(failure)
     elif failure is not None:
         book.failures.append(failure)
         book.generations = max(book.generations, generation + 1)
@@ -334,7 +339,8 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
     role, means, fix = "confirmation" if event.id == "traceback-cut" else "cause", "", ""
     commands: tuple[str, ...] = ()
     if row is not None:
-        role, means, fix, commands = row.role, row.meaning(event.groups), row.remedy(event.groups), row.commands
+        role, means, fix = row.role, row.meaning(event.groups), row.remedy(event.groups)
+        commands = row.commands_for(event.groups)
     elif event.id == "exception":
         match = next((match for match in read_log(event.text) if match.known.role == "cause"), None)
         exception = known_exception(event.text)
@@ -344,6 +350,8 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
             means, fix = exception.means, exception.fix
     if at_exit:
         role = "consequence"
+    if row is not None and row.id == "xid":
+        role, means = _of_xid(event.text, means)
     end = number_in(event.groups.get("end")) or event.line
     what = event.text.partition("\n")[0][:300]
     return Failure(
@@ -367,6 +375,23 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         job_went_on=progress > end,
         count=event.count,
     )
+
+
+def _of_xid(text: str, means: str) -> tuple[str, str]:
+    """Return the role and the meaning of a line with an Xid, by whom NVIDIA's catalogue blames."""
+    line = xids.read_line(text)
+    if line is None:
+        return "confirmation", means
+    role = {"gpu": "cause", "memory": "cause", "application": "cause", "none": "warning", "remap": "warning"}.get(line.blames, "confirmation")
+    about = f": {line.xid.means}" if line.xid.means else ""
+    wanted = f"; the driver wants: {line.action}" if line.action else ""
+    severity = f" ({line.unit}, {line.severity})" if line.severity else ""
+    whose = {
+        "gpu": "; the GPU or its link is at fault until it was reset or replaced: drain the node",
+        "memory": "; its memory is at fault: drain the node and reset the GPU",
+        "application": "; mostly the program's own fault, not the GPU's",
+    }
+    return role, f"GPU {line.address}: Xid {line.xid.code}{about}{severity}{wanted}{whose.get(line.blames, '')}"
 
 
 def _is_of_other_peer(event: Event) -> bool:

@@ -10,7 +10,7 @@ from distdiag.cluster.hosts import fold_ranks, name_ranks
 
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
-from distdiag.knowledge.job_logs import known_lines
+from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def of_shell(failure: Failure, round_: Round) -> Failure:
         return failure
     row = known_lines()["oom-kill"]
     what = f"process {pid} was killed by the kernel: out of memory" if pid else "killed by the kernel: out of memory"
-    return replace(failure, known="oom-kill", what=what, means=proof.what, fix=row.fix, commands=row.commands)
+    return replace(failure, known="oom-kill", what=what, means=f"{what}: {proof.what}", fix=row.fix, commands=row.commands)
 
 
 def timed_out(failure: Failure) -> bool:
@@ -169,7 +169,7 @@ def first_failure(
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
     meaning = failure.means if failure.means and blames else ""
     detail = " ".join(
-        filter(None, [_sentence(meaning), _differences(group), _later(later, book), _survived(handled, book)])
+        filter(None, [_sentence(meaning), _differences(group) if blames else "", _later(later, book), _survived(handled, book)])
     )
     return Finding(
         id=id_,
@@ -567,6 +567,25 @@ def nothing(any_lines: bool, like: Sequence[Failure] = ()) -> Finding:
         detail="The job ended well, still runs, or hangs: a hang leaves no line before its timeout.",
         fix=Fix(text="while the job runs, see where its ranks are", commands=("distdiag pyspy-all",)),
     )
+
+
+def warnings(lines: Sequence[Failure], book: Book) -> list[Finding]:
+    """Return a remark for each kind of line that reports no failure, at its first."""
+    first: dict[str, Failure] = {}
+    for line in lines:
+        first.setdefault(line.known, line)
+    return [
+        Finding(
+            id=f"logs.{line.known}",
+            level=Level.INFO if line.known == "xid" else Level.WARN,
+            title=f"{_ranks((line.rank,), book)}: {line.what}" if line.rank is not None else line.what,
+            detail=_sentence(line.means),
+            witnesses=Witnesses(ranks=() if line.rank is None else (line.rank,)),
+            evidence=_evidence([line]),
+            fix=Fix(text=line.fix, commands=line.commands) if line.fix and line.known != "xid" else None,
+        )
+        for line in first.values()
+    ]
 
 
 def restarted(generations: int, judged: int) -> Finding:

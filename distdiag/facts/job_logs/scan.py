@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, plain
+from distdiag.facts.kernel_signs import sign_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ SIGNS = (
     b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
     b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED",
     b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
-    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ",
+    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"NV_ERR", b"SXid", b"alloc(): ",
     b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
     b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost", b"uncorrectable", b"oom_kill",
     b"ERROR", b"FATAL", b"Fatal", b"fatal", b"FAILED", b"Root Cause (first", b"annot ", b"No such", b"nvalid", b"denied",
@@ -33,6 +34,7 @@ SIGNS = (
 )  # fmt: skip
 """A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
+_MESSAGE = 4096
 _MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND, _MOST_EXITS = 20_000, 200, 24, 10_000
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
 _CACHED = 4096
@@ -267,7 +269,8 @@ class Scan:
                 self._cache[shape] = pattern
         if pattern is None or match is None:
             return None
-        return pattern.id, {name: value[:200] for name, value in match.groupdict().items() if value}
+        # Groups of one name are numbered.
+        return pattern.id, {name.rstrip("0123456789"): text[:200] for name, text in match.groupdict().items() if text}
 
     def _search(self, line: bytes, text: str) -> tuple[Pattern | None, re.Match[str] | None]:
         for pattern in self.patterns:
@@ -503,13 +506,19 @@ class FileScan:
             at = self._when(line)
             rank = rank if rank is not None else int(named[1]) if named else None
             self._scan.add(Event(id_, number, self.lines, _cut(text), at, self.generation, rank, groups))
+        elif (sign := _kernel_sign(line, text)) is not None:
+            kind, pid = sign
+            groups = {} if pid is None else {"pid": str(pid)}
+            self._scan.add(
+                Event(f"kernel-{kind}", number, self.lines, _cut(text), self._when(line), self.generation, None, groups)
+            )
         elif _LIKE.search(text) and not _HARMLESS.search(text):
             at = self._when(line)
             self._like.append(Event("like", number, self.lines, _cut(text), at, self.generation, rank))
 
     def _begin_bare(self, number: int, line: bytes, text: str, *, named: bool) -> bool:
         """Begin an exception that no traceback leads to; False if the line has none."""
-        match = _RAISED.match(text[:_TEXT])
+        match = _RAISED.match(text[:_MESSAGE])
         if match is None or _NO_RAISE.search(match["before"]):
             return False
         if match["before"] and _HARMLESS.search(text):
@@ -887,9 +896,21 @@ _CONTINUES = re.compile(
 )
 
 
+def _kernel_sign(line: bytes, text: str) -> tuple[str, int | None] | None:
+    """Return what a line of a kernel's log reports, as in doctor and hang; None for a line of anything else."""
+    return sign_in(text) if b"NCCL" not in line and any(word in line for word in _OF_KERNEL) else None
+
+
+_OF_KERNEL = (
+    b"NVRM", b"SXid", b"NV_ERR", b"mlx", b"ink ", b"BUG: ", b"rcu", b"panic", b"I/O", b"nfs", b"ceph", b"Lustre", b"nvme",
+    b"Disk failure", b"Remounting", b"blocked for more", b"mce: ", b"Uncorrected", b"PCIe", b"EDAC", b"file-max",
+    b"segfault", b"oom", b"peermem", b"Killed process",
+)  # fmt: skip
+
+
 def _is_more(last: str, text: str) -> bool:
     """Return whether a line belongs to the message of an exception whose last line so far is `last`."""
-    if _CONTINUES.match(text) or text[:1].isspace() or last.endswith(("raised:", "raised: ")):
+    if _CONTINUES.match(text) or text[:1].isspace() or last.rstrip().endswith(("raised:", "Last error:")):
         return True
     # A sentence that was wrapped.
     return last[-1:] not in ".!?)" and bool(_WRAPPED.match(text))

@@ -1,4 +1,4 @@
-"""What a line of a job's log is worth: cause, consequence, confirmation or advice; as data (logs.toml, torch.toml)."""
+"""Known lines of jobs, builds and kernels: what each means, its role, and the fix; as data (lines/*.toml)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,48 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Role = Literal["cause", "consequence", "confirmation", "advice", "job"]
+Role = Literal["cause", "consequence", "confirmation", "advice", "job", "warning", "note"]
+FILES = ("launchers", "cuda", "network", "nccl", "host", "hub", "kernel")
+"""The files of the rows that `distdiag logs` reads, in their order of trust."""
 _PLACE = re.compile(r"\{(\w+)\}")
+_OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownLine:
-    """One known line. `accuses`: the group that names the ranks at fault; "none": the line does not tell them."""
+    """One known line. `accuses`: the group that names the ranks at fault; "none": the line does not tell them.
+
+    `alone`: it explains the end of a job of which nothing better is known.
+    """
 
     id: str
-    pattern: str
     role: Role
     means: str
     source: str
+    pattern: str = ""
     words: tuple[str, ...] = ("",)
     fix: str = ""
     commands: tuple[str, ...] = ()
     accuses: str = ""
     alone: bool = False
-    """It explains the end of a job of which nothing better is known."""
 
     def meaning(self, groups: Mapping[str, str]) -> str:
         """Return what it means, with what the line says filled in."""
-        return _PLACE.sub(lambda place: groups.get(place[1], "?"), self.means)
+        return fill(self.means, groups)
 
     def remedy(self, groups: Mapping[str, str]) -> str:
         """Return the fix, with what the line says filled in."""
-        return _PLACE.sub(lambda place: groups.get(place[1], "?"), self.fix)
+        return fill(self.fix, groups)
+
+    def commands_for(self, groups: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the commands, with what the line says filled in; none that lacks a part."""
+        return tuple(fill(each, groups) for each in self.commands if set(_PLACE.findall(each)) <= {*groups})
+
+
+def fill(words: str, groups: Mapping[str, str]) -> str:
+    """Fill {groups} in, and drop each [part in brackets] that has a group which the log does not have."""
+    words = _OPTIONAL.sub(lambda part: part[1] if set(_PLACE.findall(part[1])) <= {*groups} else "", words)
+    return _PLACE.sub(lambda place: groups.get(place[1], "?"), words)
 
 
 @cache
@@ -46,10 +61,12 @@ def known_lines() -> dict[str, KnownLine]:
     """Return all rows by id, in their order of trust."""
     import msgspec
 
-    own = msgspec.convert(_read("logs.toml")["line"], list[KnownLine])
+    rows = [row for name in FILES for row in _read(f"lines/{name}.toml")["line"]]
+    own = msgspec.convert([*rows, *_read("logs.toml")["line"]], list[KnownLine])
     rows = _read("torch.toml")["failure"]
     torch = [msgspec.convert({**row, "id": f"torch-{number}"}, KnownLine) for number, row in enumerate(rows, 1)]
-    return {row.id: row for row in (*own, *torch)}
+    last = msgspec.convert(_read("lines/wrappers.toml")["line"], list[KnownLine])
+    return {row.id: row for row in (*own, *torch, *last)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +93,7 @@ def _exceptions() -> tuple[KnownException, ...]:
 
 def for_nodes() -> list[tuple[str, str, tuple[str, ...]]]:
     """Return what a node needs to find these lines: id, pattern and words of each."""
-    return [(row.id, row.pattern, row.words) for row in known_lines().values()]
+    return [(row.id, row.pattern, row.words) for row in known_lines().values() if row.pattern]
 
 
 def _read(name: str) -> dict[str, list[dict[str, object]]]:
