@@ -34,10 +34,11 @@ _LINES = (
     (
         "nvlink",
         re.compile(
-            r"NVRM: (?!.*Xid ).*nvlink.*(?:error|fail|down)|SXid \([^)]*\): \d+, Fatal|NV_ERR_FABRIC_STATE_OUT_OF_SYNC",
+            r"NVRM: (?!.*Xid ).*nvlink.*(?:error|fail|down)|NV_ERR_FABRIC_STATE_OUT_OF_SYNC",
             re.IGNORECASE,
         ),
     ),
+    ("sxid", re.compile(r"SXid \([^)]*\): \d+, Fatal")),
     ("nic-power", re.compile(r"mlx[45]_.*[Ii]nsufficient power")),
     ("nic-temperature", re.compile(r"mlx[45]_.*High Temperature", re.IGNORECASE)),
     (

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Role = Literal["cause", "consequence", "confirmation", "advice", "job", "warning", "note"]
-FILES = ("launchers", "cuda", "network", "nccl", "host", "hub", "kernel")
+FILES = ("launchers", "hub", "cuda", "network", "nccl", "host", "kernel")
 """The files of the rows that `distdiag logs` reads, in their order of trust."""
 _PLACE = re.compile(r"\{(\w+)\}")
 _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
@@ -48,6 +48,12 @@ class KnownLine:
     def commands_for(self, groups: Mapping[str, str]) -> tuple[str, ...]:
         """Return the commands, with what the line says filled in; none that lacks a part."""
         return tuple(fill(each, groups) for each in self.commands if set(_PLACE.findall(each)) <= {*groups})
+
+
+@cache
+def trust(id_: str) -> int:
+    """Return the place of a row in the order of trust, the first best; an unknown one is last."""
+    return {name: place for place, name in enumerate(known_lines())}.get(id_, len(known_lines()))
 
 
 def fill(words: str, groups: Mapping[str, str]) -> str:

@@ -337,7 +337,8 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             evidence=(text, xids.SOURCE),
             fix=Fix(text="see what else the driver says", commands=(_DMESG, _ECC)),
         )
-    for kind, words in (("gpu-lost", "a GPU that fell off the bus"), ("nvlink", "NVLink errors")):
+    kinds = {"gpu-lost": "a GPU that fell off the bus", "nvlink": "NVLink errors", "sxid": "fatal NVSwitch errors"}
+    for kind, words in kinds.items():
         of_kind = [line for line in lines if line.kind == kind]
         if of_kind:
             last = min(of_kind, key=lambda line: line.age_s)

@@ -353,7 +353,9 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
     if row is not None and row.id == "xid":
         role, means = _of_xid(event.text, means)
     end = number_in(event.groups.get("end")) or event.line
-    what = event.text.partition("\n")[0][:300]
+    what, _, reason = event.text.partition("Last error:\n")
+    what = what.partition("\n")[0][:300]
+    what += f"; last error: {reason.partition(chr(10))[0][:160]}" if reason else ""
     return Failure(
         role=role,
         known=row.id if row is not None else event.id,

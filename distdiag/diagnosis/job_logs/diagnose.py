@@ -9,6 +9,7 @@ from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
+from distdiag.knowledge.known_lines import trust
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
@@ -306,12 +307,29 @@ def _causes(round_: Round) -> list[Failure]:
         if last is not None and sure and _may_be_handled(last, round_):
             last, lines = None, sure
         if rank is None:
-            found += [failure for failure in exceptions if failure.role == "cause"] + lines
+            found += _merged([failure for failure in exceptions if failure.role == "cause"] + lines)
         elif last is not None and last.role == "cause" and not _is_echo(last, lines):
             found.append(last)
         elif lines:
             found.append(lines[0])
     return found
+
+
+def _merged(failures: Sequence[Failure]) -> list[Failure]:
+    """Of lines that are near each other, as one failure writes several, keep the one of the most trusted row."""
+    kept: list[Failure] = []
+    for failure in sorted(failures, key=lambda failure: (failure.file, failure.line)):
+        last = kept[-1] if kept else None
+        apart = failure.line - last.line if last is not None and last.file == failure.file else _NEAR + 1
+        if last is None or apart > _NEAR or (_has_frames(last) and _has_frames(failure)):
+            kept.append(failure)
+        elif trust(failure.known) < trust(last.known):
+            kept[-1] = replace(failure, count=last.count)
+    return kept
+
+
+def _has_frames(failure: Failure) -> bool:
+    return failure.groups["id"] == "exception" and not failure.groups.get("bare")
 
 
 def _without_bare(own: list[Failure]) -> list[Failure]:

@@ -401,11 +401,12 @@ def _consequences_only(
     for wrote in ("logged nothing", "logged no error"):
         if ranks := [rank for rank in silent if who and _wrote(rank, book) == wrote]:
             title += f"; {name_ranks(ranks)} {wrote}"
+    by_signal = bool(book.unnamed_codes) and bool(waiting) and not who and (number_in(book.unnamed_codes[0]) or 0) < 0
     return Finding(
         id="logs.undecided",
-        level=Level.UNKNOWN,
+        level=Level.FAIL if by_signal else Level.UNKNOWN,
         title=title,
-        detail="What ended the first rank is not in these logs." + _unnamed(book),
+        detail=("" if by_signal else "What ended the first rank is not in these logs.") + _unnamed(book),
         witnesses=Witnesses(ranks=tuple(who)),
         evidence=_evidence([*killed, *waiting]),
         fix=Fix(

@@ -22,7 +22,7 @@ SIGNS = (
     b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
     b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED",
     b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
-    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"NV_ERR", b"SXid", b"alloc(): ",
+    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"NV_ERR", b"SXid", b"file-max", b"alloc(): ",
     b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
     b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost", b"uncorrectable", b"oom_kill",
     b"ERROR", b"FATAL", b"Fatal", b"fatal", b"FAILED", b"Root Cause (first", b"annot ", b"No such", b"nvalid", b"denied",
@@ -601,6 +601,8 @@ class FileScan:
     def _cut_off(self, number: int) -> None:
         """Note a traceback in which the log of a stream ends."""
         traceback = self._tracebacks[number]
+        if traceback.chain and not (traceback.last or traceback.broken):
+            traceback.last = [traceback.chain.pop()]
         if traceback.frames and not (traceback.last or traceback.broken):
             text = f"the log ends in a traceback, at {traceback.frames[-1]}"
             groups = {"uncaught": "1"} if traceback.named else {}
