@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Literal
+
+from distdiag.facts.line_patterns import Patterns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Role = Literal["cause", "consequence", "confirmation", "advice", "job", "warning", "note"]
-FILES = ("launchers", "hub", "cuda", "network", "nccl", "host", "kernel")
-"""The files of the rows that `distdiag logs` reads, in their order of trust."""
+JOBS = ("launchers", "hub", "cuda", "network", "nccl", "host", "kernel", "jobs", "torch", "wrappers")
+"""The files of rows of a job's output, in their order of trust."""
+BUILDS = "builds"
 _PLACE = re.compile(r"\{(\w+)\}")
 _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 
@@ -23,7 +26,8 @@ _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 class KnownLine:
     """One known line. `accuses`: the group that names the ranks at fault; "none": the line does not tell them.
 
-    `alone`: it explains the end of a job of which nothing better is known.
+    `breaks`: what does not work then; `checks`: ids of `distdiag cuda-env` that look for its cause on a machine; `alone`:
+    it explains the end of a job of which nothing better is known.
     """
 
     id: str
@@ -32,8 +36,10 @@ class KnownLine:
     source: str
     pattern: str = ""
     words: tuple[str, ...] = ("",)
+    breaks: str = ""
     fix: str = ""
     commands: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
     accuses: str = ""
     alone: bool = False
 
@@ -65,14 +71,29 @@ def fill(words: str, groups: Mapping[str, str]) -> str:
 @cache
 def known_lines() -> dict[str, KnownLine]:
     """Return all rows by id, in their order of trust."""
-    import msgspec
+    return {row.id: row for name in JOBS for row in _rows(name)}
 
-    rows = [row for name in FILES for row in _read(f"lines/{name}.toml")["line"]]
-    own = msgspec.convert([*rows, *_read("logs.toml")["line"]], list[KnownLine])
-    rows = _read("torch.toml")["failure"]
-    torch = [msgspec.convert({**row, "id": f"torch-{number}"}, KnownLine) for number, row in enumerate(rows, 1)]
-    last = msgspec.convert(_read("lines/wrappers.toml")["line"], list[KnownLine])
-    return {row.id: row for row in (*own, *torch, *last)}
+
+@cache
+def known_builds() -> tuple[KnownLine, ...]:
+    """Return the rows of builds and loads of CUDA extensions, in their order of trust."""
+    return tuple(_rows(BUILDS))
+
+
+def recognise(text: str) -> KnownLine | None:
+    """Return the first row that fits a text and tells why a rank failed, with what the text says filled in."""
+    matcher, rows = _of_jobs(), known_lines()
+    found = matcher.first(text, lambda id_: rows[id_].role in ("cause", "consequence"))
+    if found is None:
+        return None
+    row, groups = rows[found[0]], found[1]
+    commands = row.commands_for(groups)
+    return replace(row, means=row.meaning(groups), fix=row.remedy(groups), commands=commands)
+
+
+@cache
+def _of_jobs() -> Patterns:
+    return Patterns(for_nodes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +115,7 @@ def known_exception(text: str) -> KnownException | None:
 def _exceptions() -> tuple[KnownException, ...]:
     import msgspec
 
-    return tuple(msgspec.convert(_read("logs.toml")["exception"], list[KnownException]))
+    return tuple(msgspec.convert(_read("jobs")["exception"], list[KnownException]))
 
 
 def for_nodes() -> list[tuple[str, str, tuple[str, ...]]]:
@@ -102,5 +123,11 @@ def for_nodes() -> list[tuple[str, str, tuple[str, ...]]]:
     return [(row.id, row.pattern, row.words) for row in known_lines().values() if row.pattern]
 
 
+def _rows(name: str) -> list[KnownLine]:
+    import msgspec
+
+    return msgspec.convert(_read(name)["line"], list[KnownLine])
+
+
 def _read(name: str) -> dict[str, list[dict[str, object]]]:
-    return tomllib.loads(resources.files(__package__).joinpath(name).read_text("utf-8"))
+    return tomllib.loads(resources.files(__package__).joinpath(f"lines/{name}.toml").read_text("utf-8"))

@@ -331,9 +331,7 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             level=_xid_level(parsed, own),
             subject=f"{code} {address}",
             title=f"{name}: Xid {code}, {means}{wanted}; {format_age(age_s)} ago",
-            detail="If the GPU was reset since, that fixed it."
-            if parsed.blames in ("gpu", "memory") and own
-            else "",
+            detail="If the GPU was reset since, that fixed it." if parsed.blames in ("gpu", "memory") and own else "",
             evidence=(text, xids.SOURCE),
             fix=Fix(text="see what else the driver says", commands=(_DMESG, _ECC)),
         )

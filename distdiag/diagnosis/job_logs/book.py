@@ -384,7 +384,9 @@ def _of_xid(text: str, means: str) -> tuple[str, str]:
     line = xids.read_line(text)
     if line is None:
         return "confirmation", means
-    role = {"gpu": "cause", "memory": "cause", "application": "cause", "none": "warning", "remap": "warning"}.get(line.blames, "confirmation")
+    role = {"gpu": "cause", "memory": "cause", "application": "cause", "none": "warning", "remap": "warning"}.get(
+        line.blames, "confirmation"
+    )
     about = f": {line.xid.means}" if line.xid.means else ""
     wanted = f"; the driver wants: {line.action}" if line.action else ""
     severity = f" ({line.unit}, {line.severity})" if line.severity else ""

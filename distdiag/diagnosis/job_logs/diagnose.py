@@ -71,7 +71,11 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     found: list[Finding] = []
     if failed is not None or book.unnamed_codes:
         found += _first_cause(failed or rounds[0], book)
-    elif not book.warnings and any(node.files for node in nodes) or any(stream.lines for node in nodes for stream in node.streams):
+    elif (
+        (not book.warnings
+        and any(node.files for node in nodes))
+        or any(stream.lines for node in nodes for stream in node.streams)
+    ):
         found.append(findings.nothing(any(file.lines for node in nodes for file in node.files), book.like))
     found += findings.warnings(book.warnings, book)
     if book.generations > 1:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.knowledge.known_lines import known_lines
@@ -76,7 +75,9 @@ def of_shell(failure: Failure, round_: Round) -> Failure:
         return failure
     row = known_lines()["oom-kill"]
     what = f"process {pid} was killed by the kernel: out of memory" if pid else "killed by the kernel: out of memory"
-    return replace(failure, known="oom-kill", what=what, means=f"{what}: {proof.what}", fix=row.fix, commands=row.commands)
+    return replace(
+        failure, known="oom-kill", what=what, means=f"{what}: {proof.what}", fix=row.fix, commands=row.commands
+    )
 
 
 def timed_out(failure: Failure) -> bool:
@@ -169,7 +170,10 @@ def first_failure(
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
     meaning = failure.means if failure.means and blames else ""
     detail = " ".join(
-        filter(None, [_sentence(meaning), _differences(group) if blames else "", _later(later, book), _survived(handled, book)])
+        filter(
+            None,
+            [_sentence(meaning), _differences(group) if blames else "", _later(later, book), _survived(handled, book)],
+        )
     )
     return Finding(
         id=id_,
@@ -393,9 +397,7 @@ def _consequences_only(
     ended = [exit_ for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher and exit_.launcher]
     if ended and not who:
         how = _SIGNAL_MEANS.get(ended[0].signal, ended[0].signal) or f"exit status {ended[0].code}"
-        title = (
-            f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; no line of these logs gives the reason"
-        )
+        title = f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; no line of these logs gives the reason"
     if killed:
         title += "; the kernel killed a process because memory ran out"
     for wrote in ("logged nothing", "logged no error"):

@@ -16,7 +16,9 @@ from distdiag.facts.kernel_signs import sign_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    from distdiag.facts.line_patterns import Patterns
 
 SIGNS = (
     b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
@@ -159,15 +161,6 @@ class NcclRank:
 PHASES = ("bootstrap", "init started", "topology and rings", "rings connected", "trees connected", "complete")
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """A known failure: `words`, one of which is on each line that fits."""
-
-    id: str
-    pattern: re.Pattern[str]
-    words: tuple[bytes, ...]
-
-
 @dataclass
 class _Traceback:
     """A traceback that is being read.
@@ -220,14 +213,13 @@ class _Traceback:
 class Scan:
     """Reads blocks of whole lines of one file after another; what was found is in its fields."""
 
-    def __init__(self, patterns: Iterable[Pattern]) -> None:
-        self.patterns = tuple(patterns)
+    def __init__(self, patterns: Patterns) -> None:
+        self.known = patterns.first
         self.events: list[Event] = []
         self.streams: list[Stream] = []
         self.comms: dict[tuple[str, int], NcclRank] = {}
         self.dropped = 0
         self.news: Callable[[Event], None] | None = None
-        self._cache: dict[bytes, Pattern | None] = {}
         self._per_stream: dict[tuple[int, str], int] = {}
         self._seen: dict[tuple[int, int, str, str], int] = {}
 
@@ -255,33 +247,6 @@ class Scan:
             self.events.append(event)
             if self.news is not None:
                 self.news(event)
-
-    def known(self, line: bytes, text: str) -> tuple[str, dict[str, str]] | None:
-        """Return the first known failure that fits, with its groups."""
-        shape = _SHAPE.sub(b"#", line[:400])
-        pattern = self._cache.get(shape)
-        match = pattern.pattern.search(text) if pattern else None
-        if match is None:
-            if shape in self._cache and pattern is None and b"NCCL" not in line:
-                return None
-            pattern, match = self._search(line, text)
-            if len(self._cache) < _CACHED:
-                self._cache[shape] = pattern
-        if pattern is None or match is None:
-            return None
-        # Groups of one name are numbered.
-        return pattern.id, {name.rstrip("0123456789"): text[:200] for name, text in match.groupdict().items() if text}
-
-    def _search(self, line: bytes, text: str) -> tuple[Pattern | None, re.Match[str] | None]:
-        for pattern in self.patterns:
-            if any(word in line for word in pattern.words):
-                match = pattern.pattern.search(text)
-                if match:
-                    return pattern, match
-        return None, None
-
-
-_SHAPE = re.compile(rb"\d+|0x[0-9a-f]+")
 
 
 class FileScan:
@@ -497,7 +462,7 @@ class FileScan:
             return
         if self._begin_bare(number, line, text, named=by_torch):
             return
-        found = self._scan.known(line, text)
+        found = self._scan.known(text)
         if found is not None:
             id_, groups = found
             if _HARMLESS.search(text):
@@ -632,7 +597,7 @@ class FileScan:
         groups["end"] = str(traceback.end)
         # What it was raised from comes first: it is nearer to the cause.
         for part in (*traceback.chain, text):
-            found = self._scan.known(part.encode(), part)
+            found = self._scan.known(part)
             if found is not None:
                 groups.update(found[1], known=found[0])
                 break
