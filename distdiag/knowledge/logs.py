@@ -30,6 +30,14 @@ _LONGEST_PATH = 400
 _APART = bytes(char if re.match(rb"\w", bytes((char,))) else ord(" ") for char in range(256))
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
+_PACKAGE = re.compile(r"(?:site|dist)-packages/([A-Za-z]\w{1,60})(?:/|[\w.]*\.so)|\b(flash_attn)\w*\.cpython")
+"""The package that a compiled file is of, by its folder."""
+_BUILT = re.compile(
+    r"(?:ERROR: Failed building wheel for|Building wheel for|Failed to build(?: installable wheels for)?) ([A-Za-z][\w.-]{1,60})|"
+    r"/pip-install-\w{1,20}/([A-Za-z][A-Za-z-]{1,40}?)(?:_[0-9a-f]{32})?/"
+)
+_BUILT_WITHIN = 4 << 20  # characters
+"""The package that pip builds in this log."""
 _BEFORE_MESSAGE = re.compile(r"(\S+?)(?::\d{1,9}(?::\d{1,9})?|\(\d{1,9}\)):\s*\Z")
 
 _ROLES: tuple[Role, ...] = ("cause", "consequence", "note")
@@ -85,7 +93,9 @@ def read_log(text: str) -> tuple[Match, ...]:
             last[hit.index] = line + hit.last
         line += block.count("\n")
     found = sorted(first.values(), key=lambda seen: (_role(seen[0]), seen[1], seen[0].start))
-    return tuple(_match(hit, (line, last[hit.index]), count[hit.index]) for hit, _, line in found)
+    built = _BUILT.search(text, 0, _BUILT_WITHIN) if found else None
+    package = built[built.lastindex or 0] if built is not None else ""
+    return tuple(_match(hit, (line, last[hit.index]), count[hit.index], package) for hit, _, line in found)
 
 
 def _role(hit: _Hit) -> int:
@@ -179,9 +189,13 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
-def _match(hit: _Hit, lines: tuple[int, int], count: int) -> Match:
+def _match(hit: _Hit, lines: tuple[int, int], count: int, built: str) -> Match:
     known = _all()[hit.index][0]
     groups = {name: _printable(value)[:_GROUP] for name, value in hit.groups}
+    package = _PACKAGE.search(hit.quote)
+    name = (package[1] or package[2]) if package is not None else built
+    if name:
+        groups.setdefault("package", "flash-attn" if name.startswith("flash_attn") else name.replace("_", "-"))
     commands = known.commands_for({name: shlex.quote(value) for name, value in groups.items()})
     means, breaks, fix = (fill(words, groups) for words in (known.means, known.breaks, known.fix))
     return Match(
