@@ -64,7 +64,8 @@ _LINES = (
     (
         "hardware",
         re.compile(
-            r"mce: \[Hardware Error\]|Uncorrected (?:\(Fatal\)|error)|PCIe Bus Error: severity=Unco|EDAC .*: [1-9]\d* UE "
+            r"mce: \[Hardware Error\]|Uncorrected (?:\(Fatal\)|error)|PCIe Bus Error: severity=Unco|"
+            r"EDAC .*: [1-9]\d* UE "
         ),
     ),
     ("file-max", re.compile(r"VFS: file-max limit \d+ reached")),

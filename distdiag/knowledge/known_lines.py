@@ -26,8 +26,8 @@ _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 class KnownLine:
     """One known line. `accuses`: the group that names the ranks at fault; "none": the line does not tell them.
 
-    `breaks`: what does not work then; `checks`: ids of `distdiag cuda-env` that look for its cause on a machine; `alone`:
-    it explains the end of a job of which nothing better is known.
+    `breaks`: what does not work then; `checks`: ids of `distdiag cuda-env` that look for its cause on a machine;
+    `alone`: it explains the end of a job of which nothing better is known.
     """
 
     id: str

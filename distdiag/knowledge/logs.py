@@ -33,7 +33,8 @@ _ESCAPE = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256
 _PACKAGE = re.compile(r"(?:site|dist)-packages/([A-Za-z]\w{1,60})(?:/|[\w.]*\.so)|\b(flash_attn)\w*\.cpython")
 """The package that a compiled file is of, by its folder."""
 _BUILT = re.compile(
-    r"(?:ERROR: Failed building wheel for|Building wheel for|Failed to build(?: installable wheels for)?) ([A-Za-z][\w.-]{1,60})|"
+    r"(?:ERROR: Failed building wheel for|Building wheel for|Failed to build(?: installable wheels for)?) "
+    r"([A-Za-z][\w.-]{1,60})|"
     r"/pip-install-\w{1,20}/([A-Za-z][A-Za-z-]{1,40}?)(?:_[0-9a-f]{32})?/"
 )
 _BUILT_WITHIN = 4 << 20  # characters

@@ -17,7 +17,7 @@ _NVLINK_CODES = range(144, 151)
 
 @dataclass(frozen=True, kw_only=True)
 class Xid:
-    """One kind of error. `blames`: gpu, memory, application, consequence, remap or none; empty for one not in the table."""
+    """One kind of error. `blames`: gpu, memory, application, consequence, remap or none; empty if it is not known."""
 
     code: int
     blames: str = ""

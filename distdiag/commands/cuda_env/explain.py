@@ -39,7 +39,8 @@ _MOST_BYTES = 64 * 2**20
 _HEAD_BYTES = _MOST_BYTES // 4
 _SHOWN_LINES = 5
 _LIKE_AN_ERROR = re.compile(
-    r"^(?=.*?(?:error|fail|fatal|abort|killed|cannot|undefined|not found|no such|unable|unsupported|no module|no member)).*",
+    r"^(?=.*?(?:error|fail|fatal|abort|killed|cannot|undefined|not found|no such|unable|unsupported|no module|"
+    r"no member)).*",
     re.I | re.M,
 )
 _SIGNS_WITHIN = 4 << 20  # characters
@@ -69,7 +70,8 @@ _BY_ANOTHER = {"kernel-lacks-arch": ("torch-lacks-arch",), "driver-os-call": ("g
 _OLD_ARCH = 75
 """sm_: torch's wheels for CUDA 12.8 and newer have no older ones."""
 _SOURCE = re.compile(
-    r"^\s*(?P<file>\S{1,300}\.(?:cu|cuh|cpp|cc|cxx|c|h|hpp|hip))(?:\(\d+\)|:\d+(?::\d+)?): (?:fatal )?error:? [^\n]{3,300}",
+    r"^\s*(?P<file>\S{1,300}\.(?:cu|cuh|cpp|cc|cxx|c|h|hpp|hip))(?:\(\d+\)|:\d+(?::\d+)?): "
+    r"(?:fatal )?error:? [^\n]{3,300}",
     re.MULTILINE,
 )
 _WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
@@ -180,8 +182,8 @@ def _with_isolation(finding: Finding, folder: str) -> Finding:
     if finding.id.removeprefix(f"{COMMAND}.log.") not in _OF_ISOLATION or finding.fix is None:
         return finding
     text = (
-        "build without pip's build isolation: pip install --no-build-isolation (install the package's build requirements "
-        f"first). Else: {finding.fix.text}"
+        "build without pip's build isolation: pip install --no-build-isolation (install the package's build "
+        f"requirements first). Else: {finding.fix.text}"
     )
     why = f"the build ran in pip's build isolation ({folder}): its torch is one that pip fetched for it, not yours"
     return replace(finding, detail=f"{finding.detail}\n{why}".strip(), fix=replace(finding.fix, text=text))
@@ -365,7 +367,7 @@ def _does_not_compile(error: re.Match[str]) -> Finding:
         title=f"no known error in this log; its first error of a compiler: {shortened(error[0].strip())}",
         evidence=(shortened(error[0].strip()),),
         fix=Fix(
-            text="source that does not compile mostly wants another CUDA, torch or compiler than was used: take a newer "
-            "release of the package, or the versions that its own instructions name",
+            text="source that does not compile mostly wants another CUDA, torch or compiler than was used: take a "
+            "newer release of the package, or the versions that its own instructions name",
         ),
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt
+from distdiag.options import JsonOpt  # noqa: TC001 - typer reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,9 @@ class Explained:
 
 def explain(
     ctx: typer.Context,
-    what: Annotated[list[str], typer.Argument(metavar="LINE|FILE|ID|-", help="An error line, log files, a finding's id.")],
+    what: Annotated[
+        list[str], typer.Argument(metavar="LINE|FILE|ID|-", help="An error line, log files, or a finding's id.")
+    ],
     as_json: JsonOpt = False,
 ) -> None:
     """Explain an error line, a log, or the id of a finding.

@@ -257,11 +257,18 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
     if event.id == "slurm-cancelled":
         book.aborted.add(node.streams[event.stream].file)
     failure = _failure(node, event, who, generation)
-    if failure is not None and event.id == "like":
+    if failure is not None:
+        _keep(book, node, failure, is_like=event.id == "like")
+
+
+def _keep(book: Book, node: NodeLogs, failure: Failure, *, is_like: bool) -> None:
+    """Add what a line reports to the failures, the warnings, or the lines that only look like a failure."""
+    generation, who = failure.generation, failure.rank
+    if is_like:
         book.like.append(failure)
-    elif failure is not None and failure.role == "warning":
+    elif failure.role == "warning":
         book.warnings.append(failure)
-    elif failure is not None:
+    else:
         book.failures.append(failure)
         book.generations = max(book.generations, generation + 1)
         if who is not None:
@@ -324,12 +331,10 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
 
 def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) -> Failure | None:
     row = known_lines().get(event.groups.get("known", event.id))
-    if row is not None and row.role == "consequence" and _is_of_other_peer(event):
+    if row is not None and row.role == "advice" and event.id != "exception":
+        return None
+    if row is not None and (row.role == "advice" or (row.role == "consequence" and _is_of_other_peer(event))):
         row = None
-    if row is not None and row.role == "advice":
-        row = None
-        if event.id != "exception":
-            return None
     at_exit = event.id == "exception" and any(frame.endswith(_AT_EXIT) for frame in event.frames)
     stream = node.streams[event.stream]
     file, lines, progress = "", 0, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
@@ -71,10 +72,8 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     found: list[Finding] = []
     if failed is not None or book.unnamed_codes:
         found += _first_cause(failed or rounds[0], book)
-    elif (
-        (not book.warnings
-        and any(node.files for node in nodes))
-        or any(stream.lines for node in nodes for stream in node.streams)
+    elif (not book.warnings and any(node.files for node in nodes)) or any(
+        stream.lines for node in nodes for stream in node.streams
     ):
         found.append(findings.nothing(any(file.lines for node in nodes for file in node.files), book.like))
     found += findings.warnings(book.warnings, book)
@@ -263,7 +262,7 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
     others_silent = [rank for rank in range(book.world) if rank not in reported]
     raised = all(failure.groups.get("id") == "exception" for failure in doubtful)
     cut_off = any(failure.known == "traceback-cut" for failure in round_.failures)
-    went_on = not round_.exits and all(failure.groups.get("went_on") for failure in doubtful)
+    went_on = not round_.exits and all(one.groups.get("went_on") or one.job_went_on for one in doubtful)
     if raised and not (alive or others_silent or cut_off or went_on) and len(ranks) == 1:
         return findings.first_failure(doubtful, round_, book)
     missing = _who_is_missing(round_, book)
@@ -342,7 +341,7 @@ def _without_bare(own: list[Failure]) -> list[Failure]:
     better = [failure for failure in own if failure.role == "cause" and failure not in bare]
     if better:
         return [failure for failure in own if failure not in bare]
-    chained = [one for one, later in zip(bare, bare[1:], strict=False) if 0 < later.line - one.line <= _NEAR]
+    chained = [one for one, later in pairwise(bare) if 0 < later.line - one.line <= _NEAR]
     return [failure for failure in own if failure not in chained]
 
 

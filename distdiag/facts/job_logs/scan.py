@@ -24,15 +24,16 @@ SIGNS = (
     b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
     b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED",
     b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
-    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"NV_ERR", b"SXid", b"file-max", b"alloc(): ",
-    b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
-    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost", b"uncorrectable", b"oom_kill",
-    b"ERROR", b"FATAL", b"Fatal", b"fatal", b"FAILED", b"Root Cause (first", b"annot ", b"No such", b"nvalid", b"denied",
-    b"refused", b"Xid", b"nsufficient", b"unplugged", b"compromised", b"ink down", b"ink Down", b"read-only", b"segfault",
-    b"lockup", b"panic", b"UE ", b"EI0", b"Duplicate GPU", b"mismatch", b" nan", b"NaN", b"outside of", b"not found",
-    b"not respond", b"Name or service", b"unreachable", b"disconnected", b"nrecognized", b"blocked for more", b"GPU Fatal",
-    b"nreachable", b"preempt", b"Preempt", b"Evicted", b"evicted", b"stale file", b"Stale file", b"is not available",
-    b"never ", b"Could not", b"could not", b"not permitted",
+    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"NV_ERR", b"SXid",
+    b"file-max", b"alloc(): ", b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job",
+    b"srun: Terminating", b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost",
+    b"uncorrectable", b"oom_kill", b"ERROR", b"FATAL", b"Fatal", b"fatal", b"FAILED", b"Root Cause (first", b"annot ",
+    b"No such", b"nvalid", b"denied", b"refused", b"Xid", b"nsufficient", b"unplugged", b"compromised", b"ink down",
+    b"ink Down", b"read-only", b"segfault", b"lockup", b"panic", b"UE ", b"times out", b"unconnected",
+    b"Duplicate GPU", b"mismatch", b" nan", b"NaN", b"outside of", b"not found", b"not respond", b"Name or service",
+    b"unreachable", b"disconnected", b"nrecognized", b"blocked for more", b"GPU Fatal", b"nreachable", b"preempt",
+    b"Preempt", b"Evicted", b"evicted", b"stale file", b"Stale file", b"is not available", b"OUT_OF_ME", b"never ",
+    b"Could not", b"could not", b"not permitted", b"lost communication",
 )  # fmt: skip
 """A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
@@ -48,7 +49,7 @@ RANK = re.compile(rb"\[rank(\d{1,6})\]:[ ]?")
 _RANK_LATER = re.compile(
     rb"[^\n]{1,80}?\[rank(\d{1,6})\]:[ ]?|[^\n]{1,400}?\[rank(\d{1,6})\]:(?=\[[EWIF]\d{3,4} )", re.DOTALL
 )
-"""`[rank3]:` behind a stamp, a blank, a quote mark, a launcher's own prefix; or behind a progress bar without an end."""
+"""`[rank3]:` behind a stamp, a blank, a quote mark, a launcher's prefix, or a progress bar that has no newline."""
 _LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,6})\]:", re.MULTILINE)
 _TIMES = (
     re.compile(rb"\b[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"),
@@ -84,8 +85,9 @@ _HARMLESS = re.compile(
 )
 """Words of a line that reports no failure, though it has a word of one."""
 _LIKE = re.compile(
-    r"(?i)\b(?:\w*error|err\d+|fatal|fail(?:ed|ure|s|ing)?|\w*exception|abort(?:ed|ing)?|panic|critical|cannot|could not|"
-    r"unable|denied|refused|killed|no such|not found|unsupported|invalid|timed out|unreachable|corrupt\w*|mismatch\w*)\b"
+    r"(?i)\b(?:\w*error|err\d+|fatal|fail(?:ed|ure|s|ing)?|\w*exception|abort(?:ed|ing)?|panic|critical|cannot|"
+    r"could not|unable|denied|refused|killed|no such|not found|unsupported|invalid|timed out|unreachable|corrupt\w*|"
+    r"mismatch\w*)\b"
 )
 """Words of a line that looks like a failure, where no pattern knows it."""
 _MOST_LIKE = 3
@@ -94,7 +96,7 @@ _PROGRESS = re.compile(
     rb"\bloss\b\W{0,6}\d|\d ?(?:it/s|s/it)\b|tokens/s|\btraining (?:is )?(?:completed?|finished|done)\b)[^\n]*"
 )
 _PROGRESS_LINES = 3
-"""So many lines of progress behind a failure show that the job went on: a progress bar is drawn once more at an exit."""
+"""Lines of progress behind a failure that show that the job went on: a bar is drawn once more at an exit."""
 _SUMMARY_HEAD = re.compile(r"^(?:\S.{0,300} FAILED|Failures:|Root Cause \(first observed failure\):)\s*$")
 _SUMMARY = re.compile(r"^ {0,4}(time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
 _OF_SUMMARY = re.compile(r"[-=\s]|\[\d+\]:|Failures:|  <NO_OTHER_FAILURES>|\S+ FAILED$")
@@ -454,14 +456,22 @@ class FileScan:
         if any(words in text for words in _WATCHDOG):
             self._watchdog(number, text, self.lines)
             return
+        if self._opens(number, text) or self._begin_bare(number, line, text, named=by_torch):
+            return
+        self._known(number, line, text, rank)
+
+    def _opens(self, number: int, text: str) -> bool:
+        """Note that a summary of torchrun follows, or a traceback that Python ignored."""
         if _SUMMARY_HEAD.match(text) or text.rstrip().endswith("ChildFailedError:"):
             self._summary, self._summary_of, self._root = {}, number, text.startswith("Root Cause")
-            return
+            return True
         if text.startswith("Exception ignored"):
             self._ignored[number] = self.lines
-            return
-        if self._begin_bare(number, line, text, named=by_torch):
-            return
+            return True
+        return False
+
+    def _known(self, number: int, line: bytes, text: str, rank: int | None) -> None:
+        """Add what a line reports, by the known lines; else, if it looks like a failure, keep it as such."""
         found = self._scan.known(text)
         if found is not None:
             id_, groups = found
@@ -858,8 +868,8 @@ _EXITS = (
 )
 _CONTINUES = re.compile(
     r"^(?:nccl\w+:|Last error:|Exception raised from|frame #|CUDA kernel errors|For debugging|Compile with|Device-side|"
-    r"Search for|Parameter|The following|In addition|making sure|to |: |Rank \d+ is running|while |Cuda failure|HIP failure|"
-    r"[A-Z]\w+ failure|ERR\d{5}|E[A-Z]\d{4}:|List of |what\(\):)|NCCL WARN"
+    r"Search for|Parameter|The following|In addition|making sure|to |: |Rank \d+ is running|while |[A-Z]\w+ failure|"
+    r"ERR\d{5}|E[A-Z]\d{4}:|List of |what\(\):)|NCCL WARN"
 )
 
 
@@ -869,9 +879,9 @@ def _kernel_sign(line: bytes, text: str) -> tuple[str, int | None] | None:
 
 
 _OF_KERNEL = (
-    b"NVRM", b"SXid", b"NV_ERR", b"mlx", b"ink ", b"BUG: ", b"rcu", b"panic", b"I/O", b"nfs", b"ceph", b"Lustre", b"nvme",
-    b"Disk failure", b"Remounting", b"blocked for more", b"mce: ", b"Uncorrected", b"PCIe", b"EDAC", b"file-max",
-    b"segfault", b"oom", b"peermem", b"Killed process",
+    b"NVRM", b"SXid", b"NV_ERR", b"mlx", b"ink ", b"BUG: ", b"rcu", b"panic", b"I/O", b"nfs", b"ceph", b"Lustre",
+    b"nvme", b"Disk failure", b"Remounting", b"blocked for more", b"mce: ", b"Uncorrected", b"PCIe", b"EDAC",
+    b"file-max", b"segfault", b"oom", b"peermem", b"Killed process",
 )  # fmt: skip
 
 
