@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -247,3 +248,33 @@ def test_what_ranks_of_gpu_test_say_is_known_by_the_same_rows() -> None:
     known = recognise("The client socket has timed out after 60000ms while trying to connect to (n1, 29500).")
     assert known is not None
     assert "n1:29500" in known.means
+
+
+def test_the_fingerprint_of_torch_2_13_names_both_calls(tmp_path: Path) -> None:
+    tensor = "TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu, layout=Strided (default), requires_grad=false (default), pinned_memory=false (default), memory_format=(nullopt))"
+    one = f"CollectiveFingerPrint(SequenceNumber=7, OpType=BROADCAST, TensorShape=[512, 64], {tensor})"
+    other = f"CollectiveFingerPrint(SequenceNumber=7, OpType=ALLREDUCE, TensorShape=[512, 64], {tensor})"
+    text = f"[rank3]: RuntimeError: Detected mismatch between collectives on ranks. Rank 3 is running collective: {one}, but Rank 0 is running collective: {other}.Collectives differ in the following aspects: \t Op type: BROADCASTvs ALLREDUCE\n"
+    found = judged(tmp_path, text).findings[0]
+    assert (found.id, found.where.ranks) == ("logs.collective-mismatch", ())
+    assert "OpType=BROADCAST" in found.title
+    assert "OpType=ALLREDUCE" in found.title
+
+
+def test_neighbours_are_one_failure_of_the_surest_row(tmp_path: Path) -> None:
+    text = "RuntimeError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 'out of range'\n"
+    report = judged(tmp_path, text)
+    assert report.exit_code() == 1
+    assert "out of range" in json.dumps([report.summary, report.findings[0].detail])
+
+
+def test_a_shell_that_reports_a_kill_beside_an_oom_kill_says_why(tmp_path: Path) -> None:
+    text = "run.sh: line 9: 4711 Killed                  python train.py\nslurmstepd: error: Detected 1 oom-kill event(s) in StepId=99.batch. Some of your processes may have been killed by the cgroup out-of-memory handler.\n"
+    assert "killed by the kernel: out of memory" in judged(tmp_path, text).summary
+
+
+def test_one_rank_in_a_text_is_not_all_ranks(tmp_path: Path) -> None:
+    text = "[E ProcessGroupNCCL.cpp:828] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=213, OpType=ALLREDUCE, Timeout(ms)=1800000) ran for 1809831 milliseconds before timing out.\n"
+    found = judged(tmp_path, text).findings[0]
+    assert "all ranks" not in found.title
+    assert not found.where.ranks

@@ -185,7 +185,10 @@ def _with_isolation(finding: Finding, folder: str) -> Finding:
         "build without pip's build isolation: pip install --no-build-isolation (install the package's build "
         f"requirements first). Else: {finding.fix.text}"
     )
-    why = f"the build ran in pip's build isolation ({folder}): its torch is one that pip fetched for it, not yours"
+    why = (
+        f"the build ran in pip's build isolation ({folder}): pip fetched its torch for it, which is not the torch "
+        "environment"
+    )
     return replace(finding, detail=f"{finding.detail}\n{why}".strip(), fix=replace(finding.fix, text=text))
 
 
@@ -367,7 +370,7 @@ def _does_not_compile(error: re.Match[str]) -> Finding:
         title=f"no known error in this log; its first error of a compiler: {shortened(error[0].strip())}",
         evidence=(shortened(error[0].strip()),),
         fix=Fix(
-            text="source that does not compile mostly wants another CUDA, torch or compiler than was used: take a "
+            text="source that does not compile mostly needs another CUDA, torch or compiler than was used: take a "
             "newer release of the package, or the versions that its own instructions name",
         ),
     )

@@ -38,7 +38,7 @@ _OF_BUILD = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """What a finding's id stands for."""
+    """What a finding's id means."""
 
     id: str
     levels: tuple[str, ...]

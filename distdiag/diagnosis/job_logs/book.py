@@ -393,7 +393,7 @@ def _of_xid(text: str, means: str) -> tuple[str, str]:
         line.blames, "confirmation"
     )
     about = f": {line.xid.means}" if line.xid.means else ""
-    wanted = f"; the driver wants: {line.action}" if line.action else ""
+    wanted = f"; the driver requests: {line.action}" if line.action else ""
     severity = f" ({line.unit}, {line.severity})" if line.severity else ""
     whose = {
         "gpu": "; the GPU or its link is at fault until it was reset or replaced: drain the node",

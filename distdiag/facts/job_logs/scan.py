@@ -32,8 +32,9 @@ SIGNS = (
     b"ink Down", b"read-only", b"segfault", b"lockup", b"panic", b"UE ", b"times out", b"unconnected",
     b"Duplicate GPU", b"mismatch", b" nan", b"NaN", b"outside of", b"not found", b"not respond", b"Name or service",
     b"unreachable", b"disconnected", b"nrecognized", b"blocked for more", b"GPU Fatal", b"nreachable", b"preempt",
-    b"Preempt", b"Evicted", b"evicted", b"stale file", b"Stale file", b"is not available", b"OUT_OF_ME", b"never ",
-    b"Could not", b"could not", b"not permitted", b"lost communication",
+    b"Preempt", b"Evicted", b"evicted", b"stale file", b"Stale file", b"is not available", b"OUT_OF_ME",
+    b"terminate called", b"core dumped", b"never ", b"Could not", b"could not", b"not permitted",
+    b"lost communication",
 )  # fmt: skip
 """A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
