@@ -709,6 +709,7 @@ _DATA = {
     "gpu-test": ("commands.gpu_test.types:GpuTest", "commands.gpu_test.isolate.types:Isolated"),
     "hang": ("commands.hang.types:Hang",),
     "kill-switch": ("commands.kill_switch:Switch",),
+    "explain": ("commands.explain.command:Explained",),
     "logs": ("diagnosis.job_logs.types:Logs",),
     "overflow": ("commands.overflow.types:Overflow",),
     "overflow show": ("commands.overflow.show.diagnose:OverflowShow",),

@@ -34,7 +34,7 @@ SIGNS = (
     b"unreachable", b"disconnected", b"nrecognized", b"blocked for more", b"GPU Fatal", b"nreachable", b"preempt",
     b"Preempt", b"Evicted", b"evicted", b"stale file", b"Stale file", b"is not available", b"OUT_OF_ME",
     b"terminate called", b"core dumped", b"never ", b"Could not", b"could not", b"not permitted",
-    b"lost communication",
+    b"Killing sub", b"lost communication",
 )  # fmt: skip
 """A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
