@@ -1,6 +1,6 @@
 """What went wrong, read from the log of a build or a load of CUDA extensions.
 
-`read_log(text)` searches the text for the failures of `cuda_logs.toml`, which says how a failure is written down. A log
+`read_log(text)` searches the text for the known failures (lines/builds.toml). A log
 is read in blocks of whole lines: a block without any word of a failure costs no more than being split into words.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import resources
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from distdiag.knowledge.known_lines import KnownLine, Role, fill, known_builds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,28 +30,18 @@ _LONGEST_PATH = 400
 _APART = bytes(char if re.match(rb"\w", bytes((char,))) else ord(" ") for char in range(256))
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
-_OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
-_PLACE = re.compile(r"\{(\w+)\}")
+_PACKAGE = re.compile(r"(?:site|dist)-packages/([A-Za-z]\w{1,60})(?:/|[\w.]*\.so)|\b(flash_attn)\w*\.cpython")
+"""The package that a compiled file is of, by its folder."""
+_BUILT = re.compile(
+    r"(?:ERROR: Failed building wheel for|Building wheel for|Failed to build(?: installable wheels for)?) "
+    r"([A-Za-z][\w.-]{1,60})|"
+    r"/pip-install-\w{1,20}/([A-Za-z][A-Za-z-]{1,40}?)(?:_[0-9a-f]{32})?/"
+)
+_BUILT_WITHIN = 4 << 20  # characters
+"""The package that pip builds in this log."""
 _BEFORE_MESSAGE = re.compile(r"(\S+?)(?::\d{1,9}(?::\d{1,9})?|\(\d{1,9}\)):\s*\Z")
 
-Role = Literal["cause", "consequence", "note"]
 _ROLES: tuple[Role, ...] = ("cause", "consequence", "note")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownLog:
-    """One known failure of `cuda_logs.toml`; `checks` are ids of `distdiag cuda-env` that look for its cause here."""
-
-    id: str
-    pattern: str
-    words: tuple[str, ...]
-    role: Role
-    means: str
-    breaks: str
-    fix: str
-    source: str
-    checks: tuple[str, ...] = ()
-    commands: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +51,7 @@ class Match:
     `means`, `breaks`, `fix` and `commands` are those of `known` with what the log says filled in.
     """
 
-    known: KnownLog
+    known: KnownLine
     line: int
     quote: str
     means: str
@@ -104,12 +94,9 @@ def read_log(text: str) -> tuple[Match, ...]:
             last[hit.index] = line + hit.last
         line += block.count("\n")
     found = sorted(first.values(), key=lambda seen: (_role(seen[0]), seen[1], seen[0].start))
-    return tuple(_match(hit, (line, last[hit.index]), count[hit.index]) for hit, _, line in found)
-
-
-def known_logs() -> tuple[KnownLog, ...]:
-    """List all known failures, in their order of trust."""
-    return tuple(known for known, _ in _all())
+    built = _BUILT.search(text, 0, _BUILT_WITHIN) if found else None
+    package = built[built.lastindex or 0] if built is not None else ""
+    return tuple(_match(hit, (line, last[hit.index]), count[hit.index], package) for hit, _, line in found)
 
 
 def _role(hit: _Hit) -> int:
@@ -203,12 +190,15 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
-def _match(hit: _Hit, lines: tuple[int, int], count: int) -> Match:
+def _match(hit: _Hit, lines: tuple[int, int], count: int, built: str) -> Match:
     known = _all()[hit.index][0]
     groups = {name: _printable(value)[:_GROUP] for name, value in hit.groups}
-    quoted = {name: shlex.quote(value) for name, value in groups.items()}
-    commands = tuple(_fill(command, quoted) for command in known.commands if set(_PLACE.findall(command)) <= {*groups})
-    means, breaks, fix = (_fill(words, groups) for words in (known.means, known.breaks, known.fix))
+    package = _PACKAGE.search(hit.quote)
+    name = (package[1] or package[2]) if package is not None else built
+    if name:
+        groups.setdefault("package", "flash-attn" if name.startswith("flash_attn") else name.replace("_", "-"))
+    commands = known.commands_for({name: shlex.quote(value) for name, value in groups.items()})
+    means, breaks, fix = (fill(words, groups) for words in (known.means, known.breaks, known.fix))
     return Match(
         known=known,
         line=lines[0],
@@ -224,12 +214,6 @@ def _match(hit: _Hit, lines: tuple[int, int], count: int) -> Match:
     )
 
 
-def _fill(words: str, groups: Mapping[str, str]) -> str:
-    """Fill {groups} in, and drop each [part in brackets] that has a group which the log does not have."""
-    words = _OPTIONAL.sub(lambda part: part[1] if set(_PLACE.findall(part[1])) <= {*groups} else "", words)
-    return _PLACE.sub(lambda place: groups.get(place[1], place[0]), words)
-
-
 @cache
 def _words() -> dict[bytes, tuple[int, ...]]:
     """List every word with the failures it may be the sign of."""
@@ -241,9 +225,6 @@ def _words() -> dict[bytes, tuple[int, ...]]:
 
 
 @cache
-def _all() -> tuple[tuple[KnownLog, re.Pattern[str]], ...]:
-    import msgspec
-
-    text = resources.files(__package__).joinpath("cuda_logs.toml").read_text("utf-8")
-    known = msgspec.convert(tomllib.loads(text)["failure"], list[KnownLog])
-    return tuple((entry, re.compile(entry.pattern.replace(" ", r"\s+"), re.MULTILINE)) for entry in known)
+def _all() -> tuple[tuple[KnownLine, re.Pattern[str]], ...]:
+    rows = known_builds()
+    return tuple((row, re.compile(row.pattern.replace(" ", r"\s+"), re.MULTILINE)) for row in rows)

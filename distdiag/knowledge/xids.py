@@ -11,11 +11,13 @@ from importlib import resources
 SOURCE = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<address>[^)]*)\): (?P<code>\d+)")
 _RECOVERY = re.compile(r"recovery action changed from \S+ \([^)]*\) to \S+ \((?P<action>[^)]*)\)")
+_NVLINK = re.compile(r"(?P<unit>[A-Z][A-Z0-9_]{2,30})\s+(?P<severity>Fatal|Non-?fatal)")
+_NVLINK_CODES = range(144, 151)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Xid:
-    """One kind of error. `blames`: gpu, memory, application or consequence; empty for one that is not in the table."""
+    """One kind of error. `blames`: gpu, memory, application, consequence, remap or none; empty if it is not known."""
 
     code: int
     blames: str = ""
@@ -24,11 +26,24 @@ class Xid:
 
 @dataclass(frozen=True, kw_only=True)
 class XidLine:
-    """A line of the kernel's log. `address`: of the GPU, "0000:3b:00"; `action`: what the driver wants, of Xid 154."""
+    """A line of the kernel's log.
+
+    `address`: of the GPU, "0000:3b:00"; `action`: what the driver wants, of Xid 154; `severity`: Fatal or Nonfatal, of
+    errors of NVLink 5; `unit`: the part of the link that reports it.
+    """
 
     xid: Xid
     address: str
     action: str = ""
+    severity: str = ""
+    unit: str = ""
+
+    @property
+    def blames(self) -> str:
+        """Return whom this line blames: severity and wanted action decide where the code alone does not."""
+        if self.severity.lower().replace("-", "") == "nonfatal" or self.action == "None":
+            return "none"
+        return self.xid.blames
 
 
 def read_line(text: str) -> XidLine | None:
@@ -37,11 +52,13 @@ def read_line(text: str) -> XidLine | None:
     if match is None:
         return None
     code = int(match["code"][:9])
-    action = _RECOVERY.search(text)
+    action, link = _RECOVERY.search(text), _NVLINK.search(text) if code in _NVLINK_CODES else None
     return XidLine(
         xid=table().get(code, Xid(code=code)),
         address=match["address"].strip().lower(),
         action=action["action"] if action is not None else "",
+        severity=link["severity"] if link is not None else "",
+        unit=link["unit"] if link is not None else "",
     )
 
 

@@ -9,7 +9,7 @@ from distdiag.report import Fix, Where
 
 if TYPE_CHECKING:
     from distdiag.cluster.rank_runs import RankTimeline
-    from distdiag.knowledge import Known
+    from distdiag.knowledge.known_lines import KnownLine
 
 
 def who(traces: list[RankTimeline]) -> str:
@@ -33,6 +33,6 @@ def place(trace: RankTimeline, *, before_end: bool = False) -> tuple[str, str]:
     return (events[-1].stage, events[-1].note) if events else ("start", "starting Python")
 
 
-def fix_from(known: Known | None, otherwise: Fix) -> Fix:
+def fix_from(known: KnownLine | None, otherwise: Fix) -> Fix:
     """Return the fix of a known failure, or else the other fix."""
     return Fix(text=known.fix, commands=known.commands) if known is not None else otherwise

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from distdiag.commands.cuda_env.catalogue import CHECKS
-from distdiag.knowledge.logs import KnownLog, known_logs, read_log
+from distdiag.knowledge.known_lines import KnownLine, known_builds
+from distdiag.knowledge.logs import read_log
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded" / "cuda_logs").glob("*.txt"))
 
@@ -67,7 +68,7 @@ def test_a_recorded_log_is_explained(path: Path) -> None:
 
 def test_every_known_failure_has_a_recorded_text() -> None:
     seen = {one for path in RECORDED for one in recorded(path)[0]}
-    assert seen == {known.id for known in known_logs()}
+    assert seen == {known.id for known in known_builds()}
 
 
 @pytest.mark.parametrize("text", HARMLESS)
@@ -75,8 +76,8 @@ def test_what_only_looks_alike_is_no_failure(text: str) -> None:
     assert ids(f"{text}\n") == []
 
 
-@pytest.mark.parametrize("known", known_logs(), ids=lambda known: known.id)
-def test_a_known_failure_is_well_written(known: KnownLog) -> None:
+@pytest.mark.parametrize("known", known_builds(), ids=lambda known: known.id)
+def test_a_known_failure_is_well_written(known: KnownLine) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", known.id)
     assert known.role in {"cause", "consequence", "note"}
     assert all([known.means, known.breaks, known.fix, known.source])
@@ -84,27 +85,28 @@ def test_a_known_failure_is_well_written(known: KnownLog) -> None:
     assert all(re.fullmatch(r"\w+", word, re.ASCII) for word in known.words)
 
 
-@pytest.mark.parametrize("known", known_logs(), ids=lambda known: known.id)
-def test_a_known_failure_fills_in_only_what_its_pattern_has(known: KnownLog) -> None:
+@pytest.mark.parametrize("known", known_builds(), ids=lambda known: known.id)
+def test_a_known_failure_fills_in_only_what_its_pattern_has(known: KnownLine) -> None:
     groups = {name.rstrip("0123456789") for name in re.compile(known.pattern).groupindex}
     words = " ".join([known.means, known.breaks, known.fix, *known.commands])
-    assert set(re.findall(r"(?<!\$)\{(\w+)\}", words)) <= groups
+    # {package}: the log names it elsewhere.
+    assert set(re.findall(r"(?<!\$)\{(\w+)\}", words)) <= groups | {"package"}
 
 
-@pytest.mark.parametrize("known", known_logs(), ids=lambda known: known.id)
-def test_a_pattern_repeats_nothing_without_a_bound(known: KnownLog) -> None:
+@pytest.mark.parametrize("known", known_builds(), ids=lambda known: known.id)
+def test_a_pattern_repeats_nothing_without_a_bound(known: KnownLine) -> None:
     # What may: digits, and the white space that a space stands for. Each ends where the next character is.
     unbounded = re.sub(r"\\[sd][*+]|\[\\d\.\][*+]", "", known.pattern)
     assert not re.search(r"(?<!\\)[*+](?![^\[]*\])", unbounded), unbounded
 
 
 def test_ids_are_unique() -> None:
-    names = [known.id for known in known_logs()]
+    names = [known.id for known in known_builds()]
     assert len(names) == len(set(names))
 
 
 def test_nobody_is_told_to_link_one_version_to_the_name_of_another() -> None:
-    advice = " ".join(" ".join([known.fix, *known.commands]) for known in known_logs())
+    advice = " ".join(" ".join([known.fix, *known.commands]) for known in known_builds())
     assert "ln -s" not in advice
     assert "export NVCC_APPEND_FLAGS" not in advice
 

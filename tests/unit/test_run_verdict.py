@@ -15,7 +15,7 @@ from distdiag.commands.run.view import run_view
 from distdiag.facts.job_logs.collect import NodeLogs, Reader
 from distdiag.facts.stack_types import Frame
 from distdiag.gathered import Gathered
-from distdiag.knowledge.job_logs import for_nodes
+from distdiag.knowledge.known_lines import for_nodes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 _MOST_BYTES = 64 * 2**20
 _HEAD_BYTES = _MOST_BYTES // 4
 _SHOWN_LINES = 5
-_LIKE_AN_ERROR = re.compile(r"^(?=.*?(?:error|fail|fatal|abort|killed|cannot|undefined)).*", re.I | re.M)
+_LIKE_AN_ERROR = re.compile(
+    r"^(?=.*?(?:error|fail|fatal|abort|killed|cannot|undefined|not found|no such|unable|unsupported|no module|"
+    r"no member)).*",
+    re.I | re.M,
+)
 _SIGNS_WITHIN = 4 << 20  # characters
 _SUCCESS = (
     "Successfully installed ",
@@ -51,13 +55,25 @@ _FAILED = re.compile(
 )
 _ROCM = re.compile(r"/opt/rocm[-\d.]*|\bhipcc\b|-D__HIP_PLATFORM_(?:AMD|HCC)__|\+rocm[\d.]+")
 _TORCH = re.compile(
-    r"\b(?:torch\.__version__ {0,4}= {0,4}'?|(?:Py)?[Tt]orch (?:version:? )?)(\d+\.\d+\.\d+(?:\+\w+)?)\b"
+    r"\b(?:torch\.__version__ {0,4}= {0,4}'?|(?:Py)?[Tt]orch(?: version)?:? )(\d+\.\d+\.\d+(?:\+\w+)?)\b"
 )
 _SITE = re.compile(r"(?<![\w.])(/[^\s'\":,]{1,200}?)/(?:site|dist)-packages/")
 _PASSING = re.compile(r"^(?:/var)?/tmp/|/pip-|overlay|/_h_env")
 """Environments that a build makes for itself, and that are gone after it."""
 _BY_CUDA_TORCH = ("driver-too-old", "torch-lacks-arch", "toolkit-torch-mismatch", "apex-toolkit-mismatch")
 """Failures that only a torch with CUDA reports."""
+_ISOLATED = re.compile(r"[\w./-]{0,60}/pip-build-env-\w+/overlay")
+_OF_ISOLATION = ("toolkit-torch-mismatch", "nvcc-missing", "torch-without-cuda", "cuda-home-unset")
+"""Failures that may be of the torch which pip fetched for this build alone."""
+_BY_ANOTHER = {"kernel-lacks-arch": ("torch-lacks-arch",), "driver-os-call": ("gpu-fabric",)}
+"""Failures that follow from others where a log has both."""
+_OLD_ARCH = 75
+"""sm_: torch's wheels for CUDA 12.8 and newer have no older ones."""
+_SOURCE = re.compile(
+    r"^\s*(?P<file>\S{1,300}\.(?:cu|cuh|cpp|cc|cxx|c|h|hpp|hip))(?:\(\d+\)|:\d+(?::\d+)?): "
+    r"(?:fatal )?error:? [^\n]{3,300}",
+    re.MULTILINE,
+)
 _WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
 
 
@@ -127,7 +143,12 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
         ],
         archs=archs_of(request.gpus, at),
     )
-    findings = [_finding(match, here, is_rocm=_ROCM.search(text) is not None) for match in found]
+    shown = _without_consequences(found)
+    findings = [_finding(match, here, is_rocm=_ROCM.search(text) is not None) for match in shown]
+    if _WINDOWS.search(text):
+        findings = [replace(one, fix=Fix(text=one.fix.text) if one.fix else None) for one in findings]
+    elif isolated := _ISOLATED.search(text):
+        findings = [_with_isolation(one, isolated[0]) for one in findings]
     if succeeded:
         findings = [succeeded, *(replace(finding, level=Level.INFO, fix=None) for finding in findings)]
     elif not any(finding.level is Level.FAIL for finding in findings):
@@ -148,6 +169,27 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
     kept = report.findings if request.verbose else tuple(findings)
     worst = causes[0] if causes else findings[0]
     return Report(command=COMMAND, data=data, findings=kept, summary=worst.title, interrupted=report.interrupted)
+
+
+def _without_consequences(found: Sequence[Match]) -> list[Match]:
+    """Leave out failures that follow from others of the same log."""
+    ids = {match.known.id for match in found}
+    return [match for match in found if not ids & {*_BY_ANOTHER.get(match.known.id, ())}]
+
+
+def _with_isolation(finding: Finding, folder: str) -> Finding:
+    """Explain pip's build isolation where the failure may be of the torch that pip fetched for it."""
+    if finding.id.removeprefix(f"{COMMAND}.log.") not in _OF_ISOLATION or finding.fix is None:
+        return finding
+    text = (
+        "build without pip's build isolation: pip install --no-build-isolation (install the package's build "
+        f"requirements first). Else: {finding.fix.text}"
+    )
+    why = (
+        f"the build ran in pip's build isolation ({folder}): pip fetched its torch for it, which is not the torch "
+        "environment"
+    )
+    return replace(finding, detail=f"{finding.detail}\n{why}".strip(), fix=replace(finding.fix, text=text))
 
 
 def _success(text: str, found: Sequence[Match]) -> Finding | None:
@@ -258,7 +300,7 @@ def _at_file(match: Match) -> str:
 
 def _generic(match: Match, here: _Here) -> tuple[str, Fix]:
     """Return which of this machine's toolkits the fix of a known failure names, if any, and the fix."""
-    commands = fitted(match.commands, here.facts, here.archs)
+    commands = fitted(tuple(_for_log(each, match) for each in match.commands), here.facts, here.archs)
     text = match.fix
     if here.facts is None:
         return "", Fix(text=text, commands=commands)
@@ -270,6 +312,12 @@ def _generic(match: Match, here: _Here) -> tuple[str, Fix]:
     if len(named) == 1 and any(f" CUDA_HOME={named[0].root}" in command for command in commands):
         text = f"use the toolkit in {named[0].root}. In general: {text}"
     return f"on this machine: {there}" if there else "", Fix(text=text, commands=commands)
+
+
+def _for_log(command: str, match: Match) -> str:
+    """Choose the wheels of torch that have the architecture that the log names."""
+    sm = re.match(r"\d+", match.groups.get("sm", ""))
+    return command.replace("/whl/cu128", "/whl/cu126") if sm is not None and int(sm[0]) < _OLD_ARCH else command
 
 
 def _names_archs(match: Match) -> bool:
@@ -287,6 +335,9 @@ def _gpu_unused(request: Request) -> Finding:
 def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:
     """Report that no cause is known, and quote what looks like an error; or that nothing looks like one."""
     following = next((match for match in found if match.known.role == "consequence"), None)
+    source = _SOURCE.search(text)
+    if source is not None:
+        return _does_not_compile(source)
     if following is not None:
         return Finding(
             id=f"{COMMAND}.log.unknown",
@@ -308,4 +359,18 @@ def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:
         title="no known error in this log; these lines look most like a cause",
         evidence=tuple(shortened(line) for line in errors),
         fix=Fix(text="start at the first error, not the last: later errors are mostly its consequences"),
+    )
+
+
+def _does_not_compile(error: re.Match[str]) -> Finding:
+    """Quote the first error of a compiler that no row knows, with what is true of most of them."""
+    return Finding(
+        id=f"{COMMAND}.log.unknown",
+        level=Level.UNKNOWN,
+        title=f"no known error in this log; its first error of a compiler: {shortened(error[0].strip())}",
+        evidence=(shortened(error[0].strip()),),
+        fix=Fix(
+            text="source that does not compile mostly needs another CUDA, torch or compiler than was used: take a "
+            "newer release of the package, or the versions that its own instructions name",
+        ),
     )

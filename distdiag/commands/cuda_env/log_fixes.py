@@ -1,6 +1,6 @@
 """What fixes a known failure of a log on the machine that is examined: with its compilers, toolkits and GPUs. Pure.
 
-The commands of `knowledge/cuda_logs.toml` name what machines usually have. Of those, only what is here is printed.
+The commands of `knowledge/lines/builds.toml` name what machines usually have. Of those, only what is here is printed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def fitted(commands: Sequence[str], facts: CudaFacts | None, archs: Sequence[Arc
     """Keep the commands that fit: for the GPUs that are meant and, if facts are known, for what this machine has."""
     found = [_for_gpus(command, archs) for command in commands]
     if facts is None:
-        return tuple(found)
+        return tuple(command for command in found if archs or not _ARCH_LIST.search(command))
     fitting = (_on_machine(command, facts, archs) for command in found if not _EXPLORES.match(command))
     return tuple(command for command in dict.fromkeys(fitting) if command)
 

@@ -331,13 +331,12 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             level=_xid_level(parsed, own),
             subject=f"{code} {address}",
             title=f"{name}: Xid {code}, {means}{wanted}; {format_age(age_s)} ago",
-            detail="If the GPU was reset since, that fixed it."
-            if parsed.xid.blames in ("gpu", "memory") and own
-            else "",
+            detail="If the GPU was reset since, that fixed it." if parsed.blames in ("gpu", "memory") and own else "",
             evidence=(text, xids.SOURCE),
             fix=Fix(text="see what else the driver says", commands=(_DMESG, _ECC)),
         )
-    for kind, words in (("gpu-lost", "a GPU that fell off the bus"), ("nvlink", "NVLink errors")):
+    kinds = {"gpu-lost": "a GPU that fell off the bus", "nvlink": "NVLink errors", "sxid": "fatal NVSwitch errors"}
+    for kind, words in kinds.items():
         of_kind = [line for line in lines if line.kind == kind]
         if of_kind:
             last = min(of_kind, key=lambda line: line.age_s)
@@ -365,8 +364,8 @@ def _xid_level(parsed: XidLine, gpu: GpuHealth | None) -> Level:
     Counts of memory errors and the wanted recovery are cleared by a reset. Of a GPU that is not there any more, and of
     links, the log is the only witness.
     """
-    if parsed.xid.blames not in ("gpu", "memory"):
+    if parsed.blames not in ("gpu", "memory", "remap") or (gpu is None and parsed.blames == "remap"):
         return Level.INFO
-    if gpu is None or parsed.xid.blames == "gpu":
+    if gpu is None or parsed.blames == "gpu":
         return Level.WARN
     return Level.WARN if gpu.uncorrectable or gpu.remap_pending or gpu.remap_failed else Level.INFO

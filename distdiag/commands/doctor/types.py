@@ -78,6 +78,7 @@ CHECKS = {
     "log.xid": "Xid errors in the kernel log",
     "log.gpu-lost": "a GPU that fell off the bus, in the kernel log",
     "log.nvlink": "NVLink errors in the kernel log",
+    "log.sxid": "fatal NVSwitch errors in the kernel log",
     "log.hardware": "hardware errors in the kernel log",
     "log.storage": "storage errors in the kernel log",
     "log.link": "links that went down, in the kernel log",

@@ -114,7 +114,7 @@ def _agent() -> Any:  # noqa: ANN401 - imported late
 
 
 def _ask(request: Request) -> dict[str, Any]:
-    from distdiag.knowledge.job_logs import for_nodes
+    from distdiag.knowledge.known_lines import for_nodes
 
     return {"paths": list(request.paths), "patterns": for_nodes(), "follow": request.follow}
 

@@ -371,7 +371,7 @@ def _main_thread_s(pid: int) -> float:
 
 def _logs(folder: str) -> Any:  # noqa: ANN401 - NodeLogs
     """Read what was kept, each file as its rank's; the launcher's own lines last."""
-    from distdiag.knowledge.job_logs import for_nodes
+    from distdiag.knowledge.known_lines import for_nodes
 
     reader = Reader({"patterns": for_nodes()})
     for name in sorted(os.listdir(folder), key=lambda name: (name.startswith("job."), name))[:_MOST_LOGS]:

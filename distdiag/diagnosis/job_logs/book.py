@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.job_logs.types import Failure, number_in
-from distdiag.knowledge.job_logs import known_exception, known_lines
+from distdiag.knowledge import xids
+from distdiag.knowledge.known_lines import known_exception, known_lines
 from distdiag.knowledge.logs import read_log
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _OF_RANKS = re.compile(
 )
 _INSIDE = ("/torch/", "/multiprocessing/", "/deepspeed/", "/accelerate/commands/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
+_AT_EXIT = (" in _run_finalizers", " in _exit_function", " in _remove_temp_dir", " in _finalize_join")
+"""Functions of multiprocessing at the exit of a process: an exception there follows from what ended it."""
 _COLLECTIVES = frozenset(
     (
         *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -91,6 +94,10 @@ class Book:
     several_hosts: bool = False
     unnamed_codes: list[str] = field(default_factory=list)
     """Return codes that a launcher reports without the rank."""
+    like: list[Failure] = field(default_factory=list)
+    """Lines that look like a failure, and that no pattern knows."""
+    warnings: list[Failure] = field(default_factory=list)
+    """Lines that report no failure, and that a person wants to know of."""
     aborted: set[int] = field(default_factory=set)
     """Files in which srun reports that it ends the tasks that are left."""
 
@@ -118,7 +125,11 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
         (comm.host, comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks
     }
     for node in nodes:
-        ranks = [_rank(stream, node.host, summary, locals_) for stream in node.streams]
+        mixed = _mixed(node)
+        ranks = [
+            None if stream.by_path and stream.file in mixed else _rank(stream, node.host, summary, locals_)
+            for stream in node.streams
+        ]
         for stream, rank in zip(node.streams, ranks, strict=True):
             book.has_nameless |= rank is None and stream.local is not None
             if rank is not None:
@@ -138,13 +149,25 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
     return book
 
 
+def _mixed(node: NodeLogs) -> set[int]:
+    """Return the files that are named after one rank and have lines of others."""
+    named = {stream.file: stream.rank for stream in node.streams if stream.by_path}
+    lines = [(stream.file, stream.rank) for stream in node.streams if not stream.by_path]
+    lines += [
+        (node.streams[event.stream].file, event.rank)
+        for event in node.events
+        if event.id == "watchdog" and event.stream < len(node.streams)
+    ]
+    return {file for file, rank in lines if file in named and rank not in (None, named[file])}
+
+
 def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
     """Mark the exits of ranks that the launcher ended: by their signal, or because it says so."""
     ended = set[int]()
     for node in nodes:
         for event in node.events:
             if event.id == "signalled-by-launcher":
-                pid = number_in(event.groups.get("pid") or event.groups.get("pid2"))
+                pid = number_in(event.groups.get("pid"))
                 ended.update(() if pid is None else (pid,))
     book.exits = [
         replace(
@@ -218,7 +241,8 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
         book.exits += [replace(exit_, by_launcher=aborted and exit_.signal == "SIGKILL") for exit_ in exits]
         book.generations = max(book.generations, generation + 1)
         return
-    who = event.rank if event.rank is not None else rank
+    stream = node.streams[event.stream] if event.stream < len(node.streams) else None
+    who = event.rank if event.rank is not None and not (stream and stream.by_path and rank is None) else rank
     if event.id in ("watchdog", "status"):
         # The stream's own rank first: what a line of a process group names is a number within the group.
         who = rank if rank is not None else event.rank
@@ -234,6 +258,17 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
         book.aborted.add(node.streams[event.stream].file)
     failure = _failure(node, event, who, generation)
     if failure is not None:
+        _keep(book, node, failure, is_like=event.id == "like")
+
+
+def _keep(book: Book, node: NodeLogs, failure: Failure, *, is_like: bool) -> None:
+    """Add what a line reports to the failures, the warnings, or the lines that only look like a failure."""
+    generation, who = failure.generation, failure.rank
+    if is_like:
+        book.like.append(failure)
+    elif failure.role == "warning":
+        book.warnings.append(failure)
+    else:
         book.failures.append(failure)
         book.generations = max(book.generations, generation + 1)
         if who is not None:
@@ -296,20 +331,21 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
 
 def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) -> Failure | None:
     row = known_lines().get(event.groups.get("known", event.id))
-    if row is not None and row.role == "consequence" and _is_of_other_peer(event):
+    if row is not None and row.role == "advice" and event.id != "exception":
+        return None
+    if row is not None and (row.role == "advice" or (row.role == "consequence" and _is_of_other_peer(event))):
         row = None
-    if row is not None and row.role == "advice":
-        row = None
-        if event.id != "exception":
-            return None
+    at_exit = event.id == "exception" and any(frame.endswith(_AT_EXIT) for frame in event.frames)
     stream = node.streams[event.stream]
-    file, lines = "", 0
+    file, lines, progress = "", 0, 0
     if stream.file < len(node.files):
-        file, lines = node.files[stream.file].path, node.files[stream.file].lines
+        read = node.files[stream.file]
+        file, lines, progress = read.path, read.lines, read.progress
     role, means, fix = "confirmation" if event.id == "traceback-cut" else "cause", "", ""
     commands: tuple[str, ...] = ()
     if row is not None:
-        role, means, fix, commands = row.role, row.meaning(event.groups), row.remedy(event.groups), row.commands
+        role, means, fix = row.role, row.meaning(event.groups), row.remedy(event.groups)
+        commands = row.commands_for(event.groups)
     elif event.id == "exception":
         match = next((match for match in read_log(event.text) if match.known.role == "cause"), None)
         exception = known_exception(event.text)
@@ -317,7 +353,14 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
             means, fix, commands = match.means, match.fix, match.commands
         elif exception is not None:
             means, fix = exception.means, exception.fix
-    what = event.text.partition("\n")[0][:300]
+    if at_exit:
+        role = "consequence"
+    if row is not None and row.id == "xid":
+        role, means = _of_xid(event.text, means)
+    end = number_in(event.groups.get("end")) or event.line
+    what, _, reason = event.text.partition("Last error:\n")
+    what = what.partition("\n")[0][:300]
+    what += f"; last error: {reason.partition(chr(10))[0][:160]}" if reason else ""
     return Failure(
         role=role,
         known=row.id if row is not None else event.id,
@@ -334,10 +377,30 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         line=event.line,
         at=event.at,
         text=event.text,
-        groups={**event.groups, "id": event.id},
-        lines_after=max(0, lines - (number_in(event.groups.get("end")) or event.line)),
+        groups={**event.groups, "id": row.id if row is not None and event.groups.get("bare") else event.id},
+        lines_after=max(0, lines - end),
+        job_went_on=progress > end,
         count=event.count,
     )
+
+
+def _of_xid(text: str, means: str) -> tuple[str, str]:
+    """Return the role and the meaning of a line with an Xid, by whom NVIDIA's catalogue blames."""
+    line = xids.read_line(text)
+    if line is None:
+        return "confirmation", means
+    role = {"gpu": "cause", "memory": "cause", "application": "cause", "none": "warning", "remap": "warning"}.get(
+        line.blames, "confirmation"
+    )
+    about = f": {line.xid.means}" if line.xid.means else ""
+    wanted = f"; the driver requests: {line.action}" if line.action else ""
+    severity = f" ({line.unit}, {line.severity})" if line.severity else ""
+    whose = {
+        "gpu": "; the GPU or its link is at fault until it was reset or replaced: drain the node",
+        "memory": "; its memory is at fault: drain the node and reset the GPU",
+        "application": "; mostly the program's own fault, not the GPU's",
+    }
+    return role, f"GPU {line.address}: Xid {line.xid.code}{about}{severity}{wanted}{whose.get(line.blames, '')}"
 
 
 def _is_of_other_peer(event: Event) -> bool:

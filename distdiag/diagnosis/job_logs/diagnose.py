@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
+from distdiag.knowledge.known_lines import trust
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
@@ -28,8 +30,8 @@ _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
 """What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
-_MANY_LINES = 50
-"""More than libraries write at the exit of a process."""
+_NEAR = 5
+"""Lines between an exception and the one that was raised from it."""
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
 
@@ -70,8 +72,11 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     found: list[Finding] = []
     if failed is not None or book.unnamed_codes:
         found += _first_cause(failed or rounds[0], book)
-    elif any(node.files for node in nodes) or any(stream.lines for node in nodes for stream in node.streams):
-        found.append(findings.nothing(any(file.lines for node in nodes for file in node.files)))
+    elif (not book.warnings and any(node.files for node in nodes)) or any(
+        stream.lines for node in nodes for stream in node.streams
+    ):
+        found.append(findings.nothing(any(file.lines for node in nodes for file in node.files), book.like))
+    found += findings.warnings(book.warnings, book)
     if book.generations > 1:
         found.append(findings.restarted(book.generations, failed.number if failed else 0))
     found += nccl.findings_of(book.comms, ended=bool(failed or book.watchdog))
@@ -117,6 +122,7 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     doubtful = [failure for failure in suspects if _may_be_handled(failure, round_)]
     suspects = [failure for failure in suspects if failure not in doubtful]
     wordless = _wordless(round_)
+    suspects = _with_shells(suspects, round_, wordless)
     if suspects:
         suspects = _assigned(suspects, wordless)
         reported = {failure.rank for failure in suspects}
@@ -139,9 +145,28 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     if lines := round_.watchdog:
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
-    if doubtful:
-        return [_of_doubtful(doubtful, round_, book)]
-    return [_who_is_missing(round_, book)]
+    found = _of_doubtful(doubtful, round_, book) if doubtful else _who_is_missing(round_, book)
+    if found.level is not Level.FAIL and (best := _alone(round_)):
+        return [findings.first_failure([best], round_, book, handled=doubtful)]
+    return [found]
+
+
+def _alone(round_: Round) -> Failure | None:
+    """Return the line that explains the end of a job of which nothing better is known."""
+    alone = [failure for failure in round_.failures if findings.explains_alone(failure) and not failure.job_went_on]
+    return next((failure for failure in alone if failure.role == "confirmation"), alone[0] if alone else None)
+
+
+def _with_shells(suspects: list[Failure], round_: Round, wordless: Sequence[Failure]) -> list[Failure]:
+    """Leave out what a shell reports of a process where ranks or launchers report more; add why it was killed."""
+    shells = [failure for failure in suspects if failure.known == "shell-killed"]
+    others = [failure for failure in suspects if failure not in shells]
+    if others or not shells:
+        return others
+    if any(exit_.is_bad for exit_ in round_.exits):
+        ended = {failure.what for failure in wordless}
+        return [] if ended or any(failure.role == "consequence" for failure in round_.failures) else shells
+    return [findings.of_shell(shell, round_) for shell in shells]
 
 
 def _is_own_end(failure: Failure, book: Book) -> bool:
@@ -163,6 +188,8 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
     if failure.groups.get("id") != "exception" and failure.known not in _RETRIED:
         return False
+    if failure.groups.get("mild"):
+        return True
     return _ended_otherwise(failure, exits, round_) if exits else _has_no_end(failure, round_)
 
 
@@ -177,6 +204,7 @@ def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> 
 def _has_no_end(failure: Failure, round_: Round) -> bool:
     """Return whether nothing shows that this failure, of a rank whose end no launcher reports, ended anything."""
     is_exception = failure.groups.get("id") == "exception"
+    went_on = failure.job_went_on and failure.generation == round_.book.generations - 1
     if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
         return True
     others = [
@@ -192,11 +220,11 @@ def _has_no_end(failure: Failure, round_: Round) -> bool:
         others = [other for other in others if other.role == "consequence" or other.known not in _RETRIED]
     if failure.rank is None and is_exception and not (round_.exits or others):
         # The last thing in a log of one process; others, or the same, wrote on.
-        return failure.lines_after >= (1 if round_.book.writers else _MANY_LINES)
-    if failure.rank is None or others:
+        return went_on or (failure.lines_after >= 1 and bool(round_.book.writers))
+    if others:
         return False
-    if not is_exception:
-        return True
+    if failure.rank is None or not is_exception:
+        return went_on and not round_.exits
     # Nothing ended, and ranks write on: the log may be of a job that runs.
     return not round_.exits and bool(round_.book.writers - {failure.rank} or _is_gone_on_from(failure, round_))
 
@@ -234,7 +262,7 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
     others_silent = [rank for rank in range(book.world) if rank not in reported]
     raised = all(failure.groups.get("id") == "exception" for failure in doubtful)
     cut_off = any(failure.known == "traceback-cut" for failure in round_.failures)
-    went_on = not round_.exits and all(failure.groups.get("went_on") for failure in doubtful)
+    went_on = not round_.exits and all(one.groups.get("went_on") or one.job_went_on for one in doubtful)
     if raised and not (alive or others_silent or cut_off or went_on) and len(ranks) == 1:
         return findings.first_failure(doubtful, round_, book)
     missing = _who_is_missing(round_, book)
@@ -270,7 +298,7 @@ def _causes(round_: Round) -> list[Failure]:
     found: list[Failure] = []
     ranks = dict.fromkeys(failure.rank for failure in round_.failures)
     for rank in ranks:
-        own = [failure for failure in round_.failures if failure.rank == rank]
+        own = _without_bare([failure for failure in round_.failures if failure.rank == rank])
         exceptions = [failure for failure in own if failure.groups["id"] == "exception"]
         lines = [failure for failure in own if failure.groups["id"] != "exception" and failure.role == "cause"]
         last = exceptions[-1] if exceptions and rank is not None else None
@@ -282,7 +310,7 @@ def _causes(round_: Round) -> list[Failure]:
         if last is not None and sure and _may_be_handled(last, round_):
             last, lines = None, sure
         if rank is None:
-            found += [failure for failure in exceptions if failure.role == "cause"] + lines
+            found += _merged([failure for failure in exceptions if failure.role == "cause"] + lines)
         elif last is not None and last.role == "cause" and not _is_echo(last, lines):
             found.append(last)
         elif lines:
@@ -290,10 +318,38 @@ def _causes(round_: Round) -> list[Failure]:
     return found
 
 
+def _merged(failures: Sequence[Failure]) -> list[Failure]:
+    """Of lines that are near each other, as one failure writes several, keep the one of the most trusted row."""
+    kept: list[Failure] = []
+    for failure in sorted(failures, key=lambda failure: (failure.file, failure.line)):
+        last = kept[-1] if kept else None
+        apart = failure.line - last.line if last is not None and last.file == failure.file else _NEAR + 1
+        if last is None or apart > _NEAR or (_has_frames(last) and _has_frames(failure)):
+            kept.append(failure)
+        elif trust(failure.known) < trust(last.known):
+            kept[-1] = replace(failure, count=last.count)
+    return kept
+
+
+def _has_frames(failure: Failure) -> bool:
+    return failure.groups["id"] == "exception" and not failure.groups.get("bare")
+
+
+def _without_bare(own: list[Failure]) -> list[Failure]:
+    """Leave out exceptions without a traceback behind anything better, and all but the last of those that are near."""
+    bare = [failure for failure in own if failure.groups.get("bare") and failure.known == "exception"]
+    better = [failure for failure in own if failure.role == "cause" and failure not in bare]
+    if better:
+        return [failure for failure in own if failure not in bare]
+    chained = [one for one, later in pairwise(bare) if 0 < later.line - one.line <= _NEAR]
+    return [failure for failure in own if failure not in chained]
+
+
 def _without_echo(lines: list[Failure]) -> list[Failure]:
     """Leave out Python's report of an abort where the line before has said why."""
     own = [line for line in lines if (line.known, line.groups.get("error")) != ("fatal-python", "Aborted")]
-    return own or lines
+    killed = {"loader-killed", "shm-full"} & {line.known for line in own}
+    return [line for line in own if not (killed and line.known == "loader-exited")] or lines
 
 
 def _is_echo(exception: Failure, lines: Sequence[Failure]) -> bool:
@@ -389,9 +445,10 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
         and len(lost) == len(waiting)
         and len(gone) == 1
         and _is_certain(gone[0], waiting, round_)
-        and not _has_failed(gone[0], round_)
         and not any(failure.known == "traceback-cut" for failure in round_.of(gone[0]))
     ):
+        if ends := [failure for failure in _wordless(round_) if failure.rank == gone[0]]:
+            return findings.first_failure(ends, round_, book)
         return findings.left_early(gone[0], waiting, round_)
     return findings.cannot_tell(round_, book, silent)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
-from distdiag.knowledge.job_logs import known_lines
+from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ _SIGNAL_MEANS = {
     "MPI_ABORT": "it called MPI_ABORT",
 }
 _FIRST_STEPS = {
-    "ModuleNotFoundError": "install the module in the environment of that node: the ranks do not share one",
-    "ImportError": "compare the environment of that node with the others: distdiag cuda-env --hosts ...",
+    "ModuleNotFoundError": "install the module in the environment that the ranks run in, on every node",
+    "ImportError": "reinstall that package in the environment that the ranks run in; if only some nodes have it, "
+    "compare them: distdiag cuda-env --hosts ...",
     "FileNotFoundError": "check that the path exists on that node, and that its file system is mounted there",
     "PermissionError": "check the owner and mode of the path on that node",
 }
@@ -57,6 +59,27 @@ def kind_of(failure: Failure) -> tuple[str, str]:
     return (failure.known, shape if failure.known == "exception" else "")
 
 
+def explains_alone(failure: Failure) -> bool:
+    """Return whether a line explains the end of a job of which nothing better is known."""
+    row = known_lines().get(failure.known)
+    return row is not None and row.alone
+
+
+def of_shell(failure: Failure, round_: Round) -> Failure:
+    """Return what a shell reports of a killed process, with the kernel's reason if a line has it."""
+    pid = failure.groups.get("pid")
+    proof = next(
+        (one for one in round_.failures if one.known == "oom-kill" and one.groups.get("pid") in (None, pid)), None
+    )
+    if proof is None or failure.groups.get("signal") != "Killed":
+        return failure
+    row = known_lines()["oom-kill"]
+    what = f"process {pid} was killed by the kernel: out of memory" if pid else "killed by the kernel: out of memory"
+    return replace(
+        failure, known="oom-kill", what=what, means=f"{what}: {proof.what}", fix=row.fix, commands=row.commands
+    )
+
+
 def timed_out(failure: Failure) -> bool:
     """Return whether a rank waited in vain, rather than lost a peer."""
     return bool(re.search(r"[Tt]imed out waiting|wait timeout|caught collective operation timeout", failure.text))
@@ -74,7 +97,9 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
     else:
         what, known = f"exit status {exit_.code} without a traceback", "exit-status"
         means = "it called sys.exit or os._exit, or its output is not in these logs"
-        if any(failure.groups["id"] == "exception" for failure in round_.of(exit_.rank)):
+        if any(one.rank is None and one.groups["id"] == "exception" for one in round_.failures):
+            means = "it called sys.exit or os._exit, or its exception is among the lines without a rank"
+        if any(one.groups["id"] == "exception" for one in round_.of(exit_.rank)):
             what, means = f"exit status {exit_.code}", "it called sys.exit or os._exit after what it logged"
     return Failure(
         role="cause",
@@ -136,6 +161,8 @@ def first_failure(
         title, id_ = f"{_ranks(ranks, book)} failed first: {reason}", "logs.first-failure"
     else:
         title, id_ = f"{_ranks(ranks, book)} failed alike: {reason}", "logs.same-failure"
+    if not ranks and row is not None and row.alone and blames:
+        title, id_ = f"{failure.means}: {failure.what}" if failure.means not in failure.what else failure.what, id_
     if others and blames and ranks:
         followers = [rank for rank in others if _followed(rank, round_)]
         if followers:
@@ -143,7 +170,10 @@ def first_failure(
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
     meaning = failure.means if failure.means and blames else ""
     detail = " ".join(
-        filter(None, [_sentence(meaning), _differences(group), _later(later, book), _survived(handled, book)])
+        filter(
+            None,
+            [_sentence(meaning), _differences(group) if blames else "", _later(later, book), _survived(handled, book)],
+        )
     )
     return Finding(
         id=id_,
@@ -367,19 +397,18 @@ def _consequences_only(
     ended = [exit_ for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher and exit_.launcher]
     if ended and not who:
         how = _SIGNAL_MEANS.get(ended[0].signal, ended[0].signal) or f"exit status {ended[0].code}"
-        title = (
-            f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; what the ranks wrote is not in these logs"
-        )
+        title = f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; no line of these logs gives the reason"
     if killed:
         title += "; the kernel killed a process because memory ran out"
     for wrote in ("logged nothing", "logged no error"):
         if ranks := [rank for rank in silent if who and _wrote(rank, book) == wrote]:
             title += f"; {name_ranks(ranks)} {wrote}"
+    by_signal = bool(book.unnamed_codes) and bool(waiting) and not who and (number_in(book.unnamed_codes[0]) or 0) < 0
     return Finding(
         id="logs.undecided",
-        level=Level.UNKNOWN,
+        level=Level.FAIL if by_signal else Level.UNKNOWN,
         title=title,
-        detail="What ended the first rank is not in these logs." + _unnamed(book),
+        detail=("" if by_signal else "What ended the first rank is not in these logs.") + _unnamed(book),
         witnesses=Witnesses(ranks=tuple(who)),
         evidence=_evidence([*killed, *waiting]),
         fix=Fix(
@@ -474,13 +503,16 @@ def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
     level = Level.FAIL if desync.kind in ("behind", "mismatch", "silent") else Level.UNKNOWN
     waiting = name_ranks(desync.others)
     last = f"the last call there is {desync.last_called}" if desync.last_called else "it called none there"
-    everyone = "all ranks" if len(desync.others) == round_.book.world else waiting
+    everyone = "all ranks" if 1 < len(desync.others) == round_.book.world else waiting
+    elsewhere = "the network, hardware, or a rank whose log is missing"
+    if len(desync.others) == 1:
+        elsewhere = "which rank it waited for is in the logs of the others"
     texts = {
         "behind": f"{who} never called {desync.what}, in which {waiting} timed out; {last}",
         "mismatch": f"the ranks called different collectives: {desync.what}",
         "silent": f"{who} logged nothing while {waiting} timed out in {desync.what}: dead, or busy outside NCCL",
-        "never": f"the ranks never connected: all timed out in {desync.what}, and completed none before",
-        "same": f"{everyone} timed out in {desync.what}: the network, hardware, or a rank whose log is missing",
+        "never": f"the ranks never connected: {everyone} timed out in {desync.what}, and completed none before",
+        "same": f"{everyone} timed out in {desync.what}: {elsewhere}",
         "outside": desync.what,
         "unclear": desync.what,
     }
@@ -513,10 +545,24 @@ def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
     )
 
 
-def nothing(any_lines: bool) -> Finding:
-    """No line reports a failure."""
+def nothing(any_lines: bool, like: Sequence[Failure] = ()) -> Finding:
+    """No line reports a failure that is known; `like`: the last lines that look like one."""
     if not any_lines:
         return Finding(id="logs.empty", level=Level.UNKNOWN, title="the logs are empty")
+    if like and not like[-1].job_went_on:
+        last = list(reversed(like))[:3]
+        return Finding(
+            id="logs.unknown-failure",
+            level=Level.UNKNOWN,
+            title=f"no known failure; this line looks most like one: {last[0].what}"
+            if len(last) == 1
+            else f"no known failure; these lines look most like one, the last first: {last[0].what}",
+            evidence=_evidence(last),
+            fix=Fix(
+                text="read what is written before the first of them; while the job runs, see where its ranks are",
+                commands=("distdiag pyspy-all",),
+            ),
+        )
     return Finding(
         id="logs.no-failure",
         level=Level.UNKNOWN,
@@ -524,6 +570,25 @@ def nothing(any_lines: bool) -> Finding:
         detail="The job ended well, still runs, or hangs: a hang leaves no line before its timeout.",
         fix=Fix(text="while the job runs, see where its ranks are", commands=("distdiag pyspy-all",)),
     )
+
+
+def warnings(lines: Sequence[Failure], book: Book) -> list[Finding]:
+    """Return a remark for each kind of line that reports no failure, at its first."""
+    first: dict[str, Failure] = {}
+    for line in lines:
+        first.setdefault(line.known, line)
+    return [
+        Finding(
+            id=f"logs.{line.known}",
+            level=Level.INFO if line.known == "xid" else Level.WARN,
+            title=f"{_ranks((line.rank,), book)}: {line.what}" if line.rank is not None else line.what,
+            detail=_sentence(line.means),
+            witnesses=Witnesses(ranks=() if line.rank is None else (line.rank,)),
+            evidence=_evidence([line]),
+            fix=Fix(text=line.fix, commands=line.commands) if line.fix and line.known != "xid" else None,
+        )
+        for line in first.values()
+    ]
 
 
 def restarted(generations: int, judged: int) -> Finding:

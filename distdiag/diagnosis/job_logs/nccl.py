@@ -19,7 +19,8 @@ _LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-")
 def findings_of(comms: Sequence[NcclRank], *, ended: bool) -> list[Finding]:
     """Return what in the set-up of NCCL stops the job or slows it down."""
     found: list[Finding] = []
-    stuck = [comm for comm in comms if comm.started > comm.completed or (comm.phase < 5 and not comm.completed)]
+    begun = [comm for comm in comms if comm.phase or comm.interface or comm.network or comm.version]
+    stuck = [comm for comm in begun if comm.started > comm.completed or (comm.phase < 5 and not comm.completed)]
     done = [comm for comm in comms if comm.completed and comm not in stuck]
     if stuck and (done or ended or len(comms) > 1):
         found.append(_stuck(stuck, done))

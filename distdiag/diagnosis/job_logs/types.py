@@ -26,7 +26,7 @@ class Failure:
 
     `role`: cause, consequence, confirmation, job. `known`: id of the knowledge, "exception" or "exit". `what`: in a
     line; `place`: the innermost line of the user's own code, or the collective it was in; `at`: seconds since the year
-    began, None without a time; `lines_after`: of its file.
+    began, None without a time; `lines_after`: of its file; `job_went_on`: its file has lines of progress behind it.
     """
 
     role: str
@@ -47,6 +47,7 @@ class Failure:
     groups: dict[str, str] = field(default_factory=dict)
     count: int = 1
     lines_after: int = 0
+    job_went_on: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

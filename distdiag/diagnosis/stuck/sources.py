@@ -235,7 +235,7 @@ def of_kernel(evidence: Evidence) -> Claim:
                 hosts=(host,),
                 is_sure=bool(ranks),
             )
-        if line.kind in ("xid", "nvlink", "gpu-lost"):
+        if line.kind in ("xid", "nvlink", "sxid", "gpu-lost"):
             says = f"{line.text} ({host}, {lasting(line.age_s)} ago)"
             return Claim(source=Source.KERNEL, says=says, kind=StuckKind.DEVICE, hosts=(host,), is_sure=False)
     lost = [(node.host, each) for node in evidence.nodes for signs in node.kernel for each in signs.unacknowledged]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from distdiag.facts import machine
 from distdiag.facts.core.stored_cores import CannotUnpack, Packing, packing_of, stream
 from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux
-from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Pattern, Scan, Stream
+from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Scan, Stream
+from distdiag.facts.line_patterns import Patterns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class LogFile:
     joined: int = 0
     cut: int = 0
     error: str = ""
+    progress: int = 0
+    """The line of the last but two that report progress, 0 for fewer than three."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,7 @@ class Reader:
     """Reads paths one after another; `found` may be asked for at any time."""
 
     def __init__(self, ask: dict[str, Any]) -> None:
-        patterns = [
-            Pattern(id_, re.compile(form), tuple(word.encode() for word in words))
-            for id_, form, words in ask["patterns"]
-        ]
-        self.scan = Scan(patterns)
+        self.scan = Scan(Patterns(ask["patterns"]))
         self._files: list[LogFile] = []
         self._follow = bool(ask.get("follow"))
         self._tail = int(ask.get("tail", 0))
@@ -160,7 +159,9 @@ class Reader:
         finally:
             reading.finish()
             forms = tuple(form.name for form in demux.forms)
-            self._files[number] = LogFile(path, size, reading.lines, forms, demux.joined, cuts[0], error)
+            self._files[number] = LogFile(
+                path, size, reading.lines, forms, demux.joined, cuts[0], error, reading.progress
+            )
 
 
 def files_of(path: str) -> Iterator[tuple[str, str]]:

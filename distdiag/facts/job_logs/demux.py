@@ -94,7 +94,7 @@ class Demux:
     """Lines that were put together."""
     stamp: bytes = b""
     """The time that a container runtime wrote before the last line that was split."""
-    _stamped: bool = False
+    _margin: re.Pattern[bytes] | None = None
     _open: dict[bytes, bytes] = field(default_factory=dict)
     _within: re.Pattern[bytes] | None = None
     _begins: bytes = b""
@@ -104,7 +104,7 @@ class Demux:
         if self.forms:
             return
         lines = [line for line in sample.split(b"\n")[:2000] if line.strip()]
-        self._stamped = self._stamped or _are_stamped(lines)
+        self._margin = self._margin or _margin_of(lines)
         lines = self._unstamped(lines)
         while lines and len(self.forms) < _DEPTH:
             form = _best(lines, self.forms)
@@ -113,13 +113,13 @@ class Demux:
             self.forms.append(form)
             matches = ((line, form.pattern.match(line)) for line in lines)
             lines = [line[match.end() :] for line, match in matches if match and line[match.end() :].strip()]
-            self._stamped = self._stamped or _are_stamped(lines)
+            self._margin = self._margin or _margin_of(lines)
             lines = self._unstamped(lines)
         if len(self.forms) == 1 and self.forms[0].torn:
             self._within = self.forms[0].pattern
 
     def _unstamped(self, lines: list[bytes]) -> list[bytes]:
-        return [self._without_stamp(line, 0) for line in lines] if self._stamped else lines
+        return [self._without_stamp(line, 0) for line in lines] if self._margin else lines
 
     def is_whole(self, block: bytes) -> bool:
         """Return whether no line of a block of lines is torn, so that its lines can be read in any order."""
@@ -164,7 +164,7 @@ class Demux:
 
     def split(self, line: bytes) -> tuple[bytes, bytes]:
         """Return the label of a line, and what follows it."""
-        if self._stamped:
+        if self._margin:
             line = self._without_stamp(line, 0)
         at, label = 0, b""
         for form in self.forms:
@@ -175,7 +175,7 @@ class Demux:
         else:
             if not self.forms:
                 return b"", line
-        if self._stamped:
+        if self._margin:
             line = self._without_stamp(line, at)
         label = _STAMPED.sub(b"", line[:at]) if at else b""
         if label not in self.labels:
@@ -185,7 +185,7 @@ class Demux:
         return label, line[at:]
 
     def _without_stamp(self, line: bytes, at: int) -> bytes:
-        match = _CLOCK.match(line, at)
+        match = self._margin.match(line, at) if self._margin else None
         if match is None:
             return line
         self.stamp = match[0]
@@ -233,12 +233,24 @@ class Demux:
 _STAMPED = re.compile(rb"^" + _STAMP + rb"(?=\[)")
 
 
-_CLOCK = re.compile(rb"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d) ")
-"""What `kubectl logs --timestamps` and `docker logs -t` write before each line."""
+_MARGINS = (
+    # kubectl logs --timestamps, docker logs -t
+    re.compile(rb"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d) "),
+    # journalctl, syslog
+    re.compile(rb"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:[\w.-]{1,80} [\w./@-]{1,80}(?:\[\d{1,9}\])?: )?"),
+    # grep -n, grep -Hn
+    re.compile(rb"(?:[\w./-]{1,200}\.(?:log|out|err|txt)[:-])(?:\d{1,9}[:-])?"),
+    re.compile(rb"(?:> ?){1,4}|# "),
+)
+"""What may stand before every line of a log: it is left out, and so is an indentation of all lines."""
 
 
-def _are_stamped(lines: list[bytes]) -> bool:
-    return len(lines) > 1 and sum(1 for line in lines if _CLOCK.match(line)) >= _STAMPED_SHARE * len(lines)
+def _margin_of(lines: list[bytes]) -> re.Pattern[bytes] | None:
+    for margin in _MARGINS if len(lines) > 1 else ():
+        if sum(1 for line in lines if margin.match(line)) >= _STAMPED_SHARE * len(lines):
+            return margin
+    indented = min((len(line) - len(line.lstrip(b" \t")) for line in lines), default=0)
+    return re.compile(rb"[ \t]{1,%d}" % indented) if indented and len(lines) > 2 else None
 
 
 _BARE = (b"[rank", b'  File "')

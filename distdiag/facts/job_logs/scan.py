@@ -8,24 +8,37 @@ from __future__ import annotations
 
 import calendar
 import re
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, plain
+from distdiag.facts.kernel_signs import sign_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    from distdiag.facts.line_patterns import Patterns
 
 SIGNS = (
     b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
     b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED",
     b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
-    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ",
-    b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
-    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost", b"uncorrectable", b"oom_kill",
+    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"NV_ERR", b"SXid",
+    b"file-max", b"alloc(): ", b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job",
+    b"srun: Terminating", b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost",
+    b"uncorrectable", b"oom_kill", b"ERROR", b"FATAL", b"Fatal", b"fatal", b"FAILED", b"Root Cause (first", b"annot ",
+    b"No such", b"nvalid", b"denied", b"refused", b"Xid", b"nsufficient", b"unplugged", b"compromised", b"ink down",
+    b"ink Down", b"read-only", b"segfault", b"lockup", b"panic", b"UE ", b"times out", b"unconnected",
+    b"Duplicate GPU", b"mismatch", b" nan", b"NaN", b"outside of", b"not found", b"not respond", b"Name or service",
+    b"unreachable", b"disconnected", b"nrecognized", b"blocked for more", b"GPU Fatal", b"nreachable", b"preempt",
+    b"Preempt", b"Evicted", b"evicted", b"stale file", b"Stale file", b"is not available", b"OUT_OF_ME",
+    b"terminate called", b"core dumped", b"never ", b"Could not", b"could not", b"not permitted",
+    b"Killing sub", b"lost communication",
 )  # fmt: skip
 """A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
+_MESSAGE = 4096
 _MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND, _MOST_EXITS = 20_000, 200, 24, 10_000
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
 _CACHED = 4096
@@ -34,23 +47,59 @@ _LONG_AGO = 2000
 _LEARN_BLOCKS, _LOOKED_AT = 50, 64
 
 RANK = re.compile(rb"\[rank(\d{1,6})\]:[ ]?")
+_RANK_LATER = re.compile(
+    rb"[^\n]{1,80}?\[rank(\d{1,6})\]:[ ]?|[^\n]{1,400}?\[rank(\d{1,6})\]:(?=\[[EWIF]\d{3,4} )", re.DOTALL
+)
+"""`[rank3]:` behind a stamp, a blank, a quote mark, a launcher's prefix, or a progress bar that has no newline."""
 _LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,6})\]:", re.MULTILINE)
 _TIMES = (
     re.compile(rb"\b[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"),
     re.compile(rb"\b20\d\d[-/](\d\d)[-/](\d\d)[ T_](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"),
+    re.compile(rb"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) ([ \d]\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"),
 )
+_MONTHS = (b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec")
 _LAST = re.compile(r"^([A-Za-z_][\w.]{0,150})(?:: (.*)|:?)$", re.DOTALL)
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 _GROUP_HEAD = b"  + Exception Group Traceback (most recent call last)"
 _GROUP_MARGIN = re.compile(r"^ +[|+](?:[-+ \d]*-$| )?")
-_FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
+_FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
 _INFO = re.compile(rb"([\w.-]{1,200}):(\d{1,18}):(\d{1,18}) \[(-?\d{1,18})\] NCCL INFO (.*)")
 _COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
 _OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
 _NET = re.compile(rb"NET/(\w+) ?: Using \[\d")
 _PLUGIN = re.compile(rb"NET/Plugin ?: (?:Loaded net plugin ([^(]{1,60}?) ?(?:\(|$)|No plugin found|Plugin load )")
 _VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
-_SUMMARY = re.compile(r"^  (time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
+_RAISED = re.compile(
+    r"^(?P<before>[^\"'`=()]{0,120}?(?<![\w.-]))"
+    r"(?P<raised>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Failed|NotFound)"
+    r"(?:: \S.*|:? *$))"
+)
+"""An exception outside a traceback: alone, or behind a stamp, a level and the name of a logger."""
+_NO_RAISE = re.compile(
+    r"(?i)\b(?:warn\w*|info|debug|notice|except|raises?|catch\w*|caught|handled|expected|ignor\w*|retry\w*|tests?|docs?)\b"
+)
+_HARMLESS = re.compile(
+    r"(?i)\b(?:warn(?:ing)?|\w*warning|info|debug|notice|deprecat\w*|ignor\w*|retry\w*|retries|fall(?:ing|s)?[ -]?back|"
+    r"skip\w*|non-?fatal|recover\w*|optional\w*|attempt \d+|no errors?|0 (?:errors?|failed)|errors?[ :=]+0|"
+    r"failed[ :=]+0|failures?[ :=]+0|events?[ :=]+0|without errors?|continu\w+)\b|NCCL INFO|^\s*at |%\|"
+    r"|^\s*\{(?!.{0,200}\"level\w*\": ?\"(?:err|fatal|crit))"
+)
+"""Words of a line that reports no failure, though it has a word of one."""
+_LIKE = re.compile(
+    r"(?i)\b(?:\w*error|err\d+|fatal|fail(?:ed|ure|s|ing)?|\w*exception|abort(?:ed|ing)?|panic|critical|cannot|"
+    r"could not|unable|denied|refused|killed|no such|not found|unsupported|invalid|timed out|unreachable|corrupt\w*|"
+    r"mismatch\w*)\b"
+)
+"""Words of a line that looks like a failure, where no pattern knows it."""
+_MOST_LIKE = 3
+_PROGRESS = re.compile(
+    rb"(?im)^(?![^\n]{0,300}?(?:error|exception|wandb|fail))[^\n]{0,200}?(?:\b(?:step|iter|iteration|epoch)\b\W{0,6}\d|"
+    rb"\bloss\b\W{0,6}\d|\d ?(?:it/s|s/it)\b|tokens/s|\btraining (?:is )?(?:completed?|finished|done)\b)[^\n]*"
+)
+_PROGRESS_LINES = 3
+"""Lines of progress behind a failure that show that the job went on: a bar is drawn once more at an exit."""
+_SUMMARY_HEAD = re.compile(r"^(?:\S.{0,300} FAILED|Failures:|Root Cause \(first observed failure\):)\s*$")
+_SUMMARY = re.compile(r"^ {0,4}(time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
 _OF_SUMMARY = re.compile(r"[-=\s]|\[\d+\]:|Failures:|  <NO_OTHER_FAILURES>|\S+ FAILED$")
 _WATCHDOG = ("Watchdog caught", "ast enqueued")
 _PHASES = (b"Bootstrap", b"Init START", b"Trees", b"Connected all rings", b"Connected all trees", b"Init COMPLETE")
@@ -89,6 +138,8 @@ class Stream:
     pid: int | None = None
     lines: int = 0
     generation: int = 0
+    by_path: bool = False
+    """Its rank is known from the name of the file alone."""
 
 
 @dataclass
@@ -111,15 +162,6 @@ class NcclRank:
 
 
 PHASES = ("bootstrap", "init started", "topology and rings", "rings connected", "trees connected", "complete")
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """A known failure: `words`, one of which is on each line that fits."""
-
-    id: str
-    pattern: re.Pattern[str]
-    words: tuple[bytes, ...]
 
 
 @dataclass
@@ -147,6 +189,14 @@ class _Traceback:
     """It is of an ExceptionGroup: its lines have a margin."""
     broken: bool = False
     """Another line came before its exception."""
+    flat: bool = False
+    """It was pasted without the blanks before its frames."""
+    code: bool = False
+    """Of a flat one: the next line is code."""
+    bare: bool = False
+    """It is an exception without a traceback."""
+    ignored: bool = False
+    """Python reports it as one that it ignored."""
 
     def next_begins(self) -> bool:
         """Go on with the next traceback, if it is one of the same exception."""
@@ -166,14 +216,13 @@ class _Traceback:
 class Scan:
     """Reads blocks of whole lines of one file after another; what was found is in its fields."""
 
-    def __init__(self, patterns: Iterable[Pattern]) -> None:
-        self.patterns = tuple(patterns)
+    def __init__(self, patterns: Patterns) -> None:
+        self.known = patterns.first
         self.events: list[Event] = []
         self.streams: list[Stream] = []
         self.comms: dict[tuple[str, int], NcclRank] = {}
         self.dropped = 0
         self.news: Callable[[Event], None] | None = None
-        self._cache: dict[bytes, Pattern | None] = {}
         self._per_stream: dict[tuple[int, str], int] = {}
         self._seen: dict[tuple[int, int, str, str], int] = {}
 
@@ -202,32 +251,6 @@ class Scan:
             if self.news is not None:
                 self.news(event)
 
-    def known(self, line: bytes, text: str) -> tuple[str, dict[str, str]] | None:
-        """Return the first known failure that fits, with its groups."""
-        shape = _SHAPE.sub(b"#", line[:400])
-        pattern = self._cache.get(shape)
-        match = pattern.pattern.search(text) if pattern else None
-        if match is None:
-            if shape in self._cache and pattern is None and b"NCCL" not in line:
-                return None
-            pattern, match = self._search(line, text)
-            if len(self._cache) < _CACHED:
-                self._cache[shape] = pattern
-        if pattern is None or match is None:
-            return None
-        return pattern.id, {name: value[:200] for name, value in match.groupdict().items() if value}
-
-    def _search(self, line: bytes, text: str) -> tuple[Pattern | None, re.Match[str] | None]:
-        for pattern in self.patterns:
-            if any(word in line for word in pattern.words):
-                match = pattern.pattern.search(text)
-                if match:
-                    return pattern, match
-        return None, None
-
-
-_SHAPE = re.compile(rb"\d+|0x[0-9a-f]+")
-
 
 class FileScan:
     """Reads one file."""
@@ -248,10 +271,16 @@ class FileScan:
         self._ordinary = _Ordinary()
         self._headless = False
         self._raised: set[int] = set()
+        self._before = b""
+        self._like: deque[Event] = deque(maxlen=_MOST_LIKE)
+        self._ignored: dict[int, int] = {}
+        self._last_blocks: deque[tuple[int, bytes]] = deque(maxlen=2)
+        self.progress = 0
 
     def block(self, block: bytes) -> None:
         """Read some whole lines."""
         demux = self._demux
+        self._last_blocks.append((self.lines, block))
         demux.detect(block)
         if b" via " in block:
             self._edges(block)
@@ -318,6 +347,18 @@ class FileScan:
             self._cut_off(stream)
             self._end_traceback(stream)
         self._end_summary()
+        self.progress = self._last_progress()
+        for event in self._like:
+            self._scan.add(event)
+
+    def _last_progress(self) -> int:
+        """Return the line from which on the file has no more than _PROGRESS_LINES lines of progress; 0 for fewer."""
+        lines: list[int] = []
+        for before, block in self._last_blocks:
+            for match in _PROGRESS.finditer(block):
+                if b"%|" not in match[0] or match[0].count(b"\r") >= _PROGRESS_LINES:
+                    lines.append(before + block.count(b"\n", 0, match.start()) + 1)
+        return lines[-_PROGRESS_LINES] if len(lines) >= _PROGRESS_LINES else 0
 
     def _learn(self, block: bytes) -> None:
         """Note whose lines a block has, also those that are passed over; of later blocks by their first lines only."""
@@ -353,6 +394,7 @@ class FileScan:
                     host=told.host or own.host,
                     pid=told.pid,
                     generation=own.generation,
+                    by_path=rank is None and not label and own.rank is not None,
                 )
             )
         return found
@@ -361,14 +403,17 @@ class FileScan:
         if b"\x1b" in line or b"\r" in line:
             line = plain(line)
         inner = RANK.match(line)
-        rank = int(inner[1]) if inner else None
+        if inner is None and b"[rank" in line:
+            inner = _RANK_LATER.match(line)
+        rank = int(inner[inner.lastindex or 1]) if inner else None
         number = self._stream(label, rank)
         self._scan.streams[number].lines += 1
+        self._before = b""
         if inner:
-            line = line[inner.end() :]
+            self._before, line = line[: inner.start(inner.lastindex or 1)], line[inner.end() :]
         if number in self._tracebacks and self._goes_on(number, line, named=inner is not None):
             return
-        if self._headless and number not in self._raised and line.startswith(b'  File "'):
+        if self._headless and number not in self._raised and line.lstrip().startswith(b'File "'):
             self._begin_traceback(number, line, named=inner is not None)
             self._goes_on(number, line, named=inner is not None)
             return
@@ -412,17 +457,59 @@ class FileScan:
         if any(words in text for words in _WATCHDOG):
             self._watchdog(number, text, self.lines)
             return
-        found = self._scan.known(line, text)
+        if self._opens(number, text) or self._begin_bare(number, line, text, named=by_torch):
+            return
+        self._known(number, line, text, rank)
+
+    def _opens(self, number: int, text: str) -> bool:
+        """Note that a summary of torchrun follows, or a traceback that Python ignored."""
+        if _SUMMARY_HEAD.match(text) or text.rstrip().endswith("ChildFailedError:"):
+            self._summary, self._summary_of, self._root = {}, number, text.startswith("Root Cause")
+            return True
+        if text.startswith("Exception ignored"):
+            self._ignored[number] = self.lines
+            return True
+        return False
+
+    def _known(self, number: int, line: bytes, text: str, rank: int | None) -> None:
+        """Add what a line reports, by the known lines; else, if it looks like a failure, keep it as such."""
+        found = self._scan.known(text)
         if found is not None:
             id_, groups = found
+            if _HARMLESS.search(text):
+                groups["mild"] = "1"
             named = _WHO.search(text)
             at = self._when(line)
             rank = rank if rank is not None else int(named[1]) if named else None
             self._scan.add(Event(id_, number, self.lines, _cut(text), at, self.generation, rank, groups))
+        elif (sign := _kernel_sign(line, text)) is not None:
+            kind, pid = sign
+            groups = {} if pid is None else {"pid": str(pid)}
+            self._scan.add(
+                Event(f"kernel-{kind}", number, self.lines, _cut(text), self._when(line), self.generation, None, groups)
+            )
+        elif _LIKE.search(text) and not _HARMLESS.search(text):
+            at = self._when(line)
+            self._like.append(Event("like", number, self.lines, _cut(text), at, self.generation, rank))
+
+    def _begin_bare(self, number: int, line: bytes, text: str, *, named: bool) -> bool:
+        """Begin an exception that no traceback leads to; False if the line has none."""
+        match = _RAISED.match(text[:_MESSAGE])
+        if match is None or _NO_RAISE.search(match["before"]):
+            return False
+        if match["before"] and _HARMLESS.search(text):
+            return False
+        if number in self._tracebacks:
+            self._end_traceback(number)
+        traceback = _Traceback(self.lines, self.generation, self._when(line), named and not match["before"])
+        traceback.bare, traceback.end, traceback.last_line = True, self.lines, self.lines
+        traceback.last.append(match["raised"])
+        self._tracebacks[number] = traceback
+        return True
 
     def _when(self, line: bytes) -> float | None:
-        """Return the time that a line has, or that a container runtime wrote before it."""
-        return _time(line) or _time(self._demux.stamp)
+        """Return the time that a line has, or that is written before it."""
+        return _time(line) or (_time(self._before) if self._before else None) or _time(self._demux.stamp)
 
     # --- tracebacks
 
@@ -430,6 +517,7 @@ class FileScan:
         self._raised.add(number)
         self._tracebacks[number] = _Traceback(self.lines, self.generation, self._when(line), named)
         self._tracebacks[number].grouped = line.startswith(_GROUP_HEAD)
+        self._tracebacks[number].ignored = self._ignored.pop(number, -2) >= self.lines - 2
 
     def _goes_on(self, number: int, line: bytes, *, named: bool) -> bool:
         """Add a line to the traceback of its stream; False if it is none of it."""
@@ -455,7 +543,7 @@ class FileScan:
             return True
         if not text:
             return True
-        if len(traceback.last) <= _TAIL and (_CONTINUES.match(text) or text[:1].isspace()):
+        if len(traceback.last) <= _TAIL and _is_more(traceback.last[-1], text):
             traceback.last.append(text[:300])
             return True
         traceback.end -= 1
@@ -469,10 +557,12 @@ class FileScan:
         return stream.rank is not None or stream.local is not None
 
     def _before_exception(self, number: int, traceback: _Traceback, text: str) -> bool:
-        if text[:1] in (" ", "\t", ""):
+        if text[:1] in (" ", "\t", "") or text.startswith('File "') or traceback.code:
             frame = _FRAME.match(text)
             if frame and len(traceback.frames) < _FRAMES:
                 traceback.frames.append(f"{frame[1]}:{frame[2]} in {frame[3] or '<module>'}")
+            traceback.flat = traceback.flat or text.startswith('File "')
+            traceback.code = traceback.flat and frame is not None
             return True
         if not _EXCEPTION.match(text):
             traceback.broken = True
@@ -487,6 +577,8 @@ class FileScan:
     def _cut_off(self, number: int) -> None:
         """Note a traceback in which the log of a stream ends."""
         traceback = self._tracebacks[number]
+        if traceback.chain and not (traceback.last or traceback.broken):
+            traceback.last = [traceback.chain.pop()]
         if traceback.frames and not (traceback.last or traceback.broken):
             text = f"the log ends in a traceback, at {traceback.frames[-1]}"
             groups = {"uncaught": "1"} if traceback.named else {}
@@ -499,7 +591,7 @@ class FileScan:
 
     def _end_traceback(self, number: int) -> None:
         traceback = self._tracebacks.pop(number)
-        if not traceback.last:
+        if not traceback.last or traceback.ignored:
             return
         text = "\n".join(traceback.last)
         match = _LAST.match(text)
@@ -511,10 +603,12 @@ class FileScan:
             groups["uncaught"] = "1"
         if traceback.went_on:
             groups["went_on"] = "1"
+        if traceback.bare:
+            groups["bare"] = "1"
         groups["end"] = str(traceback.end)
         # What it was raised from comes first: it is nearer to the cause.
         for part in (*traceback.chain, text):
-            found = self._scan.known(part.encode(), part)
+            found = self._scan.known(part)
             if found is not None:
                 groups.update(found[1], known=found[0])
                 break
@@ -775,13 +869,37 @@ _EXITS = (
 )
 _CONTINUES = re.compile(
     r"^(?:nccl\w+:|Last error:|Exception raised from|frame #|CUDA kernel errors|For debugging|Compile with|Device-side|"
-    r"Search for|Parameter|The following|In addition|making sure|to |: )|NCCL WARN"
+    r"Search for|Parameter|The following|In addition|making sure|to |: |Rank \d+ is running|while |[A-Z]\w+ failure|"
+    r"ERR\d{5}|E[A-Z]\d{4}:|List of |what\(\):)|NCCL WARN"
 )
+
+
+def _kernel_sign(line: bytes, text: str) -> tuple[str, int | None] | None:
+    """Return what a line of a kernel's log reports, as in doctor and hang; None for a line of anything else."""
+    return sign_in(text) if b"NCCL" not in line and any(word in line for word in _OF_KERNEL) else None
+
+
+_OF_KERNEL = (
+    b"NVRM", b"SXid", b"NV_ERR", b"mlx", b"ink ", b"BUG: ", b"rcu", b"panic", b"I/O", b"nfs", b"ceph", b"Lustre",
+    b"nvme", b"Disk failure", b"Remounting", b"blocked for more", b"mce: ", b"Uncorrected", b"PCIe", b"EDAC",
+    b"file-max", b"segfault", b"oom", b"peermem", b"Killed process",
+)  # fmt: skip
+
+
+def _is_more(last: str, text: str) -> bool:
+    """Return whether a line belongs to the message of an exception whose last line so far is `last`."""
+    if _CONTINUES.match(text) or text[:1].isspace() or last.rstrip().endswith(("raised:", "Last error:")):
+        return True
+    # A sentence that was wrapped.
+    return last[-1:] not in ".!?)" and bool(_WRAPPED.match(text))
+
+
+_WRAPPED = re.compile(r"^[a-z]{2,20} (?!=)[a-z'(\[]")
 
 
 def _begins_in_traceback(block: bytes) -> bool:
     """Return whether the head of a log is cut off within a traceback."""
-    at = block.find(b'  File "', 0, 1 << 16)
+    at = block.find(b'File "', 0, 1 << 16)
     return at >= 0 and b"Traceback (most recent call last)" not in block[:at]
 
 
@@ -824,7 +942,9 @@ def _time(line: bytes) -> float | None:
     for form in _TIMES:
         match = form.search(line, 0, 300)
         if match:
-            month, day, hour, minute = (int(match[number]) for number in range(1, 5))
+            name = match[1]
+            month = _MONTHS.index(name) + 1 if name in _MONTHS else int(name)
+            day, hour, minute = (int(match[number]) for number in range(2, 5))
             seconds = float(match[5].replace(b",", b"."))
             if 1 <= month <= 12 and 1 <= day <= 31:
                 return calendar.timegm((2000, month, day, hour, minute, 0)) - 946684800 + seconds

@@ -1,0 +1,44 @@
+"""What `distdiag explain` answers: as logs does of jobs and kernels, as cuda-env does of builds, and of ids."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def explain(*words: str, stdin: str = "") -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "distdiag", "explain", *words, "--json"]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "id_"),
+    [
+        ("[rank2]: ValueError: label 1000", "logs", "logs.first-failure"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "logs", "logs.failure"),
+        ("NVRM: Xid (PCI:0000:05:00): 79, pid=1, GPU has fallen off the bus.", "logs", "logs.xid"),
+        ("/bin/sh: 1: debuild: not found", "cuda-env", "cuda-env.log.program-missing"),
+        ("c++: error: unrecognized command-line option '-mavx2'", "cuda-env", "cuda-env.log.x86-option"),
+    ],
+)
+def test_a_line_a_file_and_stdin_have_the_same_answer(text: str, command: str, id_: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.log"
+    path.write_text(f"{text}\n")
+    for status, report in (explain(text), explain(str(path)), explain("-", stdin=f"{text}\n")):
+        assert (status, report["command"], report["findings"][0]["id"]) == (1, command, id_)
+
+
+def test_an_id_is_explained_and_a_wrong_one_corrected() -> None:
+    status, report = explain("hang.not-in-collective")
+    assert (status, report["findings"][0]["id"]) == (0, "hang.not-in-collective")
+    status, report = explain("logs.first-falure")
+    assert status == 2
+    assert "logs.first-failure" in json.dumps(report)
