@@ -98,7 +98,7 @@ def _bring(nodes: Mapping[str, Node]) -> None:
 
 def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
     """Return what a node is asked; None for one with nothing of a job, and no files that were named."""
-    from distdiag.knowledge import gpu_libraries, job_logs
+    from distdiag.knowledge import gpu_libraries, known_lines
 
     sampling = wish.sampling
     pids, once = to_sample(processes.processes, helpers=sampling.helpers)
@@ -127,7 +127,7 @@ def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
         },
         "logs": list(wish.logs),
         "recorder": list(wish.recorder),
-        "patterns": job_logs.for_nodes() if "log" in wish.sources else [],
+        "patterns": known_lines.for_nodes() if "log" in wish.sources else [],
         "timeout_s": wish.timeout_s,
         "ras_s": max(1.0, min(10.0, wish.timeout_s / 2)),
     }
