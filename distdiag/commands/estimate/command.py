@@ -74,8 +74,8 @@ def estimate(
       distdiag estimate --params 7B --batch 256 --seq 4096 --step-time 14 --gpus 8
       distdiag estimate --params 70B --batch 512 --seq 4096 --step-time 31 \\
         --gpus 128 --gpu "H100 SXM" --zero 3 --recompute --bench before
-      distdiag estimate --params 7.6B --config config.json --batch 256 --seq 4096 \\
-        --step-time 20 --gpus 8 --gpu "NVIDIA H100 80GB HBM3"
+      distdiag estimate --params 7.6B --config config.json --batch 256 \\
+        --seq 4096 --step-time 20 --gpus 8 --gpu "NVIDIA H100 80GB HBM3"
     """
     from distdiag.commands.estimate.diagnose import COMMAND
     from distdiag.commands.estimate.view import estimate_view

@@ -55,7 +55,7 @@ def explain(
     """Explain an error line, a log, or the id of a finding.
 
     A log of a job or of a kernel is answered as `distdiag logs` does, one of a build or a start of CUDA as
-    `distdiag cuda-env --explain` does; - reads stdin. Quote a line, so that it is one word.
+    `distdiag cuda-env --explain FILE` does; - reads stdin. Quote a line, so that it is one word.
 
     Exit status: that of the command that answers; 0 for an id.
 
