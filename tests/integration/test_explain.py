@@ -42,3 +42,8 @@ def test_an_id_is_explained_and_a_wrong_one_corrected() -> None:
     status, report = explain("logs.first-falure")
     assert status == 2
     assert "logs.first-failure" in json.dumps(report)
+
+
+def test_a_line_that_any_program_may_print_is_no_build() -> None:
+    status, report = explain("Killed")
+    assert (status, report["command"], report["verdict"]) == (3, "logs", "unknown")

@@ -34,6 +34,8 @@ _OF_BUILD = re.compile(
     r"[Bb]uilding wheel|subprocess-exited|cpp_extension|fatal error: \S+\.h|undefined (?:symbol|reference)|"
     r"cannot open shared object|\bld: |setup\.py"
 )
+_OF_ANY = {"out-of-memory"}
+"""Rows of builds that a line of any program matches: "Killed"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,8 @@ def is_of_build(text: str) -> bool:
         return False
     if _OF_BUILD.search(text):
         return True
-    return any(match.known.role == "cause" for match in read_log(text)) and recognise(text) is None
+    causes = {match.known.id for match in read_log(text) if match.known.role == "cause"}
+    return bool(causes - _OF_ANY) and recognise(text) is None
 
 
 def of_id(id_: str) -> Report[Explained]:
