@@ -71,6 +71,7 @@ LINES = {
     "server-socket": "[E socket.cpp:922] [c10d] The server socket has failed to listen on any local network address. port: 29500, useIpv6: false",
     "clients-missing": "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
     "rendezvous-timed-out": "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
+    "agents-missing": "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /none/torchelastic/role_info/0, /none/torchelastic/role_info/1",
     "rendezvous-closed": "torch.distributed.elastic.rendezvous.api.RendezvousClosedError",
     "store-get": "[4] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout",
     "env-missing": "ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set",
