@@ -39,6 +39,12 @@ def plain(rank: int, address: str, port: int = 29500, world: int = 2) -> list[st
     return ["env", *place, sys.executable, TRAIN]
 
 
+def mpirun(address: str) -> list[str]:
+    place = ("-x", f"MASTER_ADDR={address}", "-x", "MASTER_PORT=29500", "-x", "WORLD_SIZE=2")
+    rank = f"RANK=$OMPI_COMM_WORLD_RANK exec {sys.executable} {TRAIN}"
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *place, "sh", "-c", rank]
+
+
 def through_variables(endpoint: str) -> list[str]:
     names = ("PET_NNODES=2", "PET_RDZV_BACKEND=c10d", f"PET_RDZV_ENDPOINT={endpoint}", "PET_RDZV_ID=7")
     return ["env", *names, TORCHRUN, TRAIN]
@@ -97,6 +103,7 @@ FAULTS = {
     "name-plain": StartFault(
         _runs(plain(0, "node1"), plain(1, "nod1")), (1,), ("cannot resolve nod1",), ("cannot resolve nod1",)
     ),
+    "name-mpirun": StartFault(_runs(mpirun("nod1")), (0,), ("cannot resolve nod1",), ("cannot resolve nod1",)),
     "localhost-static": StartFault(
         _runs(static("localhost", 29500, 0), static("localhost", 29500, 1)), (1,), ("itself",), ("itself",)
     ),

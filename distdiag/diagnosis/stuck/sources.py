@@ -288,7 +288,8 @@ def of_versions(evidence: Evidence) -> Claim:
 def of_start(evidence: Evidence) -> Claim:
     """Return how many ranks wait in init_process_group; why they do is judged across the job, see starts."""
     waiting = [start for node in evidence.nodes for read in node.starts for start in read.starts]
-    return Claim(source=Source.START, says=f"{len(waiting)} processes wait for others to start")
+    kind = StuckKind.RENDEZVOUS if waiting else None
+    return Claim(source=Source.START, says=f"{len(waiting)} processes wait for others to start", kind=kind)
 
 
 def availability(evidence: Evidence) -> Mapping[Source, tuple[str, str]]:
