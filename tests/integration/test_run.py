@@ -157,6 +157,19 @@ def test_the_exit_status_is_the_jobs(code: str, status: int) -> None:
     assert done.returncode == status
 
 
+def test_what_a_rank_said_before_it_left_is_shown(tmp_path: Path) -> None:
+    """sys.exit("words") leaves no traceback."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nsys.exit(\"config.yaml: key 'lr' is missing\")\n")
+    job = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    words = ["run", "--save", str(tmp_path / "run"), *job]
+    done = subprocess.run([PROGRAM, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    said = "".join(finding["title"] + finding["detail"] for finding in _report(tmp_path / "run")["findings"])
+    assert "key 'lr' is missing" in said
+    assert "no line of these logs" not in said
+
+
 def test_stdin_is_the_jobs_and_a_terminal_stays_one() -> None:
     done = subprocess.run([PROGRAM, "run", "--", "cat"], input=b"words", capture_output=True, check=True)
     assert done.stdout == b"words"

@@ -12,9 +12,9 @@ from distdiag.knowledge.known_lines import known_exception, known_lines
 from distdiag.knowledge.logs import read_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.job_logs.collect import LogFile, NodeLogs
     from distdiag.facts.job_logs.scan import Event, NcclRank, Stream
 
     Agent = tuple[str, int, str]
@@ -98,6 +98,8 @@ class Book:
     """Lines that look like a failure, and that no pattern knows."""
     warnings: list[Failure] = field(default_factory=list)
     """Lines that report no failure, and that a person wants to know of."""
+    last_words: dict[int, str] = field(default_factory=dict)
+    """The last line of a file of errors that a rank alone wrote, by rank."""
     aborted: set[int] = field(default_factory=set)
     """Files in which srun reports that it ends the tasks that are left."""
 
@@ -110,6 +112,23 @@ class Book:
         """Note where a rank ran. Where its log lies says so only if each host was asked for its own logs."""
         if host or self.several_hosts:
             self.hosts.setdefault(rank, host or node.host)
+
+
+_NO_REASON = re.compile(r"\[W\d|\[rank\d+\]:\[W|warn|%\||^\s*(?:\[?INFO|DEBUG)", re.IGNORECASE)
+
+
+def _is_of_errors(log: LogFile) -> bool:
+    """Return whether this is a rank's stderr, and ends in more than a warning or a progress bar."""
+    return "stderr" in log.path.rpartition("/")[2] and bool(log.last) and not _NO_REASON.search(log.last)
+
+
+def _last_words(node: NodeLogs, ranks: Sequence[int | None]) -> Iterator[tuple[int, str]]:
+    """Yield the last line of each file of errors that one rank alone wrote. `ranks`: those of the node's streams."""
+    for file, log in enumerate(node.files):
+        own = {rank for stream, rank in zip(node.streams, ranks, strict=True) if stream.file == file}
+        own = own or {log.rank}  # no line of it was of note
+        if len(own) == 1 and (rank := own.pop()) is not None and _is_of_errors(log):
+            yield rank, log.last
 
 
 def make(nodes: Sequence[NodeLogs]) -> Book:
@@ -136,6 +155,7 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
                 book.ranks[rank] = book.ranks.get(rank, 0) + stream.lines
                 book.writers.add(rank)
                 book.note_host(rank, stream.host, node)
+        book.last_words.update(_last_words(node, ranks))
         for event in node.events:
             _add(book, node, event, ranks[event.stream] if event.stream < len(ranks) else None, pids)
     for exit_ in book.exits:

@@ -99,6 +99,8 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
         means = "it called sys.exit or os._exit, or its output is not in these logs"
         if any(one.rank is None and one.groups["id"] == "exception" for one in round_.failures):
             means = "it called sys.exit or os._exit, or its exception is among the lines without a rank"
+        if words := round_.book.last_words.get(exit_.rank):
+            means = f"the last line that it wrote to stderr: {words}"
         if any(one.groups["id"] == "exception" for one in round_.of(exit_.rank)):
             what, means = f"exit status {exit_.code}", "it called sys.exit or os._exit after what it logged"
     return Failure(
@@ -397,7 +399,9 @@ def _consequences_only(
     ended = [exit_ for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher and exit_.launcher]
     if ended and not who:
         how = _SIGNAL_MEANS.get(ended[0].signal, ended[0].signal) or f"exit status {ended[0].code}"
-        title = f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; no line of these logs gives the reason"
+        words = book.last_words.get(ended[0].rank, "")
+        why = f"the last line that it wrote to stderr: {words}" if words else "no line of these logs gives the reason"
+        title = f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; {why}"
     if killed:
         title += "; the kernel killed a process because memory ran out"
     for wrote in ("logged nothing", "logged no error"):

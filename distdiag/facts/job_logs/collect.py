@@ -49,6 +49,10 @@ class LogFile:
     error: str = ""
     progress: int = 0
     """The line of the last but two that report progress, 0 for fewer than three."""
+    last: str = ""
+    """The last line with words in it."""
+    rank: int | None = None
+    """Which alone writes to it, as its name or its opener says."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,16 @@ class Reader:
             reading.finish()
             forms = tuple(form.name for form in demux.forms)
             self._files[number] = LogFile(
-                path, size, reading.lines, forms, demux.joined, cuts[0], error, reading.progress
+                path,
+                size,
+                reading.lines,
+                forms,
+                demux.joined,
+                cuts[0],
+                error,
+                reading.progress,
+                reading.last,
+                own.rank,
             )
 
 

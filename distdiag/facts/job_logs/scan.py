@@ -11,7 +11,7 @@ import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, plain
+from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, harmless, plain
 from distdiag.facts.kernel_signs import sign_in
 
 TYPE_CHECKING = False
@@ -92,6 +92,8 @@ _LIKE = re.compile(
 )
 """Words of a line that looks like a failure, where no pattern knows it."""
 _MOST_LIKE = 3
+_LAST_CHARS = 300
+"""Characters kept of a file's last line."""
 _PROGRESS = re.compile(
     rb"(?im)^(?![^\n]{0,300}?(?:error|exception|wandb|fail))[^\n]{0,200}?(?:\b(?:step|iter|iteration|epoch)\b\W{0,6}\d|"
     rb"\bloss\b\W{0,6}\d|\d ?(?:it/s|s/it)\b|tokens/s|\btraining (?:is )?(?:completed?|finished|done)\b)[^\n]*"
@@ -276,6 +278,8 @@ class FileScan:
         self._ignored: dict[int, int] = {}
         self._last_blocks: deque[tuple[int, bytes]] = deque(maxlen=2)
         self.progress = 0
+        self.last = ""
+        """Its last line with words."""
 
     def block(self, block: bytes) -> None:
         """Read some whole lines."""
@@ -348,6 +352,7 @@ class FileScan:
             self._end_traceback(stream)
         self._end_summary()
         self.progress = self._last_progress()
+        self.last = self._last_line()
         for event in self._like:
             self._scan.add(event)
 
@@ -359,6 +364,11 @@ class FileScan:
                 if b"%|" not in match[0] or match[0].count(b"\r") >= _PROGRESS_LINES:
                     lines.append(before + block.count(b"\n", 0, match.start()) + 1)
         return lines[-_PROGRESS_LINES] if len(lines) >= _PROGRESS_LINES else 0
+
+    def _last_line(self) -> str:
+        lines = (line for _, block in reversed(self._last_blocks) for line in reversed(block.split(b"\n")))
+        said = next((own for line in lines if re.search(rb"\w", own := harmless(line))), b"")
+        return said.decode("utf-8", "replace").strip()[:_LAST_CHARS]
 
     def _learn(self, block: bytes) -> None:
         """Note whose lines a block has, also those that are passed over; of later blocks by their first lines only."""
