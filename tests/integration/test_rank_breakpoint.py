@@ -72,9 +72,10 @@ class Ranks:
         self.terminal.sendline(text)
 
     def pid(self, rank: int) -> int:
-        found = re.search(rf":{rank}\] pid (\d+)", self.said)
-        assert found is not None, self.said
-        return int(found[1])
+        line = rf":{rank}\] pid (\d+)\s"
+        if re.search(line, self.said) is None:
+            self.until(line)  # the ranks write in any order
+        return int(re.findall(line, self.said)[0])
 
     def end(self) -> str:
         self.until(pexpect.EOF)
