@@ -98,13 +98,13 @@ def _options(words: Sequence[str]) -> tuple[dict[str, str], str]:
 def _launch(program: str, options: Mapping[str, str], script: str) -> Launch:
     backend = options.get("rdzv_backend") or "static"
     least, _, most = options.get("nnodes", "1").partition(":")
-    nodes = (_number(least) or 1, _number(most) or _number(least) or 1)
+    nodes = (number(least) or 1, number(most) or number(least) or 1)
     conf = dict(pair.partition("=")[::2] for pair in options.get("rdzv_conf", "").split(",") if pair)
     is_c10d = backend == "c10d"
     host, port = _split(options.get("rdzv_endpoint", ""), _C10D_PORT if is_c10d else _STATIC_PORT)
     if not host and not is_c10d:
         host = options.get("master_addr") or ("127.0.0.1" if program == "torchrun" else "")
-        port = _number(options.get("master_port", "")) or _STATIC_PORT
+        port = number(options.get("master_port", "")) or _STATIC_PORT
     if options.get("standalone") == "true":
         host, port, nodes = "", 0, (1, 1)
     return Launch(
@@ -113,10 +113,10 @@ def _launch(program: str, options: Mapping[str, str], script: str) -> Launch:
         port=port if host else 0,
         backend=backend,
         nodes=nodes,
-        node_rank=_number(options.get("node_rank", "")),
+        node_rank=number(options.get("node_rank", "")),
         run_id=options.get("rdzv_id", "") if options.get("rdzv_id") != "none" else "",
-        gives_up_s=float(_number(conf.get("join_timeout" if is_c10d else "timeout", "")) or _JOIN_S),
-        connects_s=float(_number(conf.get("read_timeout", "")) or _CONNECT_S) if is_c10d else _JOIN_S,
+        gives_up_s=float(number(conf.get("join_timeout" if is_c10d else "timeout", "")) or _JOIN_S),
+        connects_s=float(number(conf.get("read_timeout", "")) or _CONNECT_S) if is_c10d else _JOIN_S,
         is_host=conf["is_host"].lower() in ("1", "true", "t", "yes", "y") if "is_host" in conf else None,
         script=script,
     )
@@ -130,5 +130,6 @@ def _split(endpoint: str, port: int) -> tuple[str, int]:
     return match[1] or match[3] or "", int(match[2] or match[4] or port)
 
 
-def _number(text: str) -> int | None:
+def number(text: str) -> int | None:
+    """Return a count or a port; None for any other text."""
     return int(text) if text.isascii() and text.isdigit() else None

@@ -128,8 +128,14 @@ def variables(pid: int) -> dict[str, str] | None:
 
 def cache_folders(pid: int) -> dict[str, str]:
     """Read the variables that name the folders of a process's caches; empty if not ours to read."""
-    entries = (entry for entry in _environment(pid) or () if entry.startswith(_CACHE_FOLDERS))
-    return dict(entry.decode("utf-8", "surrogateescape").split("=", 1) for entry in entries)
+    return variables_named(pid, _CACHE_FOLDERS)
+
+
+def variables_named(pid: int, beginnings: tuple[bytes, ...]) -> dict[str, str]:
+    """Read the variables whose names begin so, at most 4,096 characters of each; empty if not ours to read."""
+    entries = (entry for entry in _environment(pid) or () if entry.startswith(beginnings))
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries)
+    return {name: value[:4096] for name, _, value in pairs}
 
 
 def _environment(pid: int) -> list[bytes] | None:

@@ -233,7 +233,7 @@ class _Run:
 
     def ras(self) -> None:
         """Ask NCCL itself, by its RAS port."""
-        environs = [variables for variables in (_environ(pid, (b"NCCL_RAS",)) for pid in self._ranks)]
+        environs = [variables for variables in (procs.variables_named(pid, (b"NCCL_RAS",)) for pid in self._ranks)]
         if all(variables.get("NCCL_RAS_ENABLE") == "0" for variables in environs) and environs:
             raise Unavailable("NCCL_RAS_ENABLE=0 in the ranks' environment", "leave NCCL_RAS_ENABLE unset")
         answers = [nccl_ras.read(address, timeout_s=self._ask["ras_s"]) for address in nccl_ras.addresses(environs)[:4]]
@@ -261,7 +261,7 @@ class _Run:
     def recorder(self) -> None:
         """Read the dumps of flight recorders; ranks that have a pipe are asked for theirs first."""
         paths, has_pipe = list(self._ask["recorder"]), False
-        variables = {pid: _environ(pid, _DUMP_VARIABLES) for pid in self._ranks}
+        variables = {pid: procs.variables_named(pid, _DUMP_VARIABLES) for pid in self._ranks}
         for pid, own in variables.items():
             for name in _DUMP_VARIABLES:
                 value = own.get(name.decode())
@@ -289,14 +289,3 @@ def _modified_s(path: str) -> float:
         return os.stat(path).st_mtime
     except OSError:
         return 0.0
-
-
-def _environ(pid: int, names: tuple[bytes, ...]) -> dict[str, str]:
-    """Read variables of a process whose names begin so; none if they are not ours to read."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            words = file.read(2**20).split(b"\0")
-    except OSError:
-        return {}
-    pairs = (word.partition(b"=") for word in words if word.startswith(names))
-    return {os.fsdecode(name): os.fsdecode(value)[:4096] for name, _, value in pairs}

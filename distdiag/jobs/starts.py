@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 _CONNECT_S = 3.2
 """Three SYNs."""
 _RESOLVE_S = 5.0
-_NAMES = ("PET_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+_NAMES = (
+    *(
+        b"PET_",
+        b"GLOO_SOCKET_IFNAME=",
+        b"NCCL_SOCKET_IFNAME=",
+        b"MASTER_ADDR=",
+        b"MASTER_PORT=",
+        b"WORLD_SIZE=",
+        b"RANK=",
+    ),
+)
 """Variables that are read, by how their names begin."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -78,7 +88,7 @@ class Starts:
 def read(launchers: Iterable[int], ranks: Iterable[int]) -> Starts:
     """Read these launchers, and these ranks that are in init_process_group."""
     tables = sockets.Tables()
-    environments = {pid: _environment(pid) for pid in (*launchers, *ranks)}
+    environments = {pid: procs.variables_named(pid, _NAMES) for pid in (*launchers, *ranks)}
     launches = {pid: launch_options.read(procs.command_words(pid), environments[pid]) for pid in launchers}
     launches.update({pid: _of_rank(environments[pid]) for pid in ranks})
     known = {pid: launch for pid, launch in launches.items() if launch is not None}
@@ -106,15 +116,15 @@ def _start(
         launch=launch,
         waited_s=time.clock_gettime(time.CLOCK_BOOTTIME) - started_s,
         meeting=met.get((launch.host, launch.port)),
-        rank=_number(environment.get("RANK", "")),
-        world_size=_number(environment.get("WORLD_SIZE", "")),
+        rank=launch_options.number(environment.get("RANK", "")),
+        world_size=launch_options.number(environment.get("WORLD_SIZE", "")),
         knocks=tuple(sorted(sock.remote for sock in own if sock.state == "SYN_SENT")),
         interfaces={name: environment[name] for name in _INTERFACES if name in environment},
     )
 
 
 def _of_rank(environment: Mapping[str, str]) -> Launch | None:
-    port = _number(environment.get("MASTER_PORT", ""))
+    port = launch_options.number(environment.get("MASTER_PORT", ""))
     if "MASTER_ADDR" not in environment or port is None:
         return None
     return Launch("environment", environment["MASTER_ADDR"], port, "env", (1, 1))
@@ -141,12 +151,3 @@ def _clients(namespace: Namespace, port: int) -> tuple[str, ...]:
         if sock.state == "ESTABLISHED" and sock.local.rpartition(":")[2] == str(port)
     }
     return tuple(sorted(end.removeprefix("::ffff:") for end in ends))
-
-
-def _environment(pid: int) -> dict[str, str]:
-    entries = machine.read_text(f"/proc/{pid}/environ").split("\0")
-    return dict(entry.partition("=")[::2] for entry in entries if entry.startswith(_NAMES))
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() else None

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from distdiag.commands.estimate.model_config import Shape
+
 GOOD_SHARE = 0.5
 """Half of the data sheet's peak is good for a large training run. Source: ml-engineering, "TFLOPs as a metric"."""
 ABOUT = 0.9
@@ -18,7 +20,7 @@ ABOUT = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Shape):
     """A training run. `batch` is global: sequences per step; `micro_batches`: gradient accumulation steps."""
 
     params: float
@@ -27,21 +29,6 @@ class Run:
     step_s: float
     gpus: int
     gpus_per_node: int = 8
-    hidden: int = 0
-    layers: int = 0
-    vocab: int = 0
-    ffn: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    gated: bool = False
-    experts: int = 0
-    """Experts of a layer, of which each token uses `active_experts`; shared experts count in both."""
-    active_experts: int = 0
-    dense_layers: int = 0
-    dense_ffn: int = 0
-    """Layers of a mixture of experts that have one feed-forward of this size instead."""
-    tied: bool = False
     active_params: float = 0
     tp: int = 1
     pp: int = 1

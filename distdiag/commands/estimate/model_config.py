@@ -25,7 +25,7 @@ _UNGATED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a transformer, as in `Run`; 0 where not given."""
+    """Sizes of a transformer; 0 where not given."""
 
     hidden: int = 0
     layers: int = 0
@@ -36,9 +36,11 @@ class Shape:
     head_dim: int = 0
     gated: bool = False
     experts: int = 0
+    """Experts of a layer, of which each token uses `active_experts`; shared experts count in both."""
     active_experts: int = 0
     dense_layers: int = 0
     dense_ffn: int = 0
+    """Layers of a mixture of experts that have one feed-forward of this size instead."""
     tied: bool = False
 
 
