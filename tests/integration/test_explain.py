@@ -47,3 +47,9 @@ def test_an_id_is_explained_and_a_wrong_one_corrected() -> None:
 def test_a_line_that_any_program_may_print_is_no_build() -> None:
     status, report = explain("Killed")
     assert (status, report["command"], report["verdict"]) == (3, "logs", "unknown")
+
+
+def test_a_file_that_is_missing_is_no_line() -> None:
+    status, report = explain("slurm-4711.out")
+    assert status == 2
+    assert "no such file" in json.dumps(report)

@@ -34,6 +34,8 @@ _OF_BUILD = re.compile(
     r"[Bb]uilding wheel|subprocess-exited|cpp_extension|fatal error: \S+\.h|undefined (?:symbol|reference)|"
     r"cannot open shared object|\bld: |setup\.py"
 )
+_PATH = re.compile(r"\S*/\S*|\S+\.(?:log|out|err|txt)")
+"""What can only be meant as a file."""
 _OF_ANY = {"out-of-memory"}
 """Rows of builds that a line of any program matches: "Killed"."""
 
@@ -73,6 +75,8 @@ def explain(
     try:
         if not files and len(what) == 1 and _ID.fullmatch(what[0]):
             deliver(COMMAND, lambda: of_id(what[0]), lambda _: (), Output(json=as_json))
+        elif missing := [name for name in what if _PATH.fullmatch(name) and name not in files]:
+            raise UsageError(f"{missing[0]}: no such file", hint="name an existing log, or quote a whole line")
         elif files and len(files) < len(what):
             raise UsageError("files and a line at once", hint="explain one of them at a time")
         elif files and files != ["-"]:
