@@ -6,7 +6,7 @@ import shlex
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.sys.types import MAX_JOB_LOG_BYTES, MAX_LOG_BYTES, MAX_PROCESSES
+from distdiag.commands.trace.sys.types import MAX_LOG_BYTES, MAX_PROCESSES
 from distdiag.commands.trace.sys.wording import (
     format_duration,
     format_range,
@@ -411,14 +411,6 @@ def cut(logs: Sequence[Log]) -> Iterator[Finding]:
             fix=Fix(text="trace fewer processes, for a shorter time, or only some calls: --only network"),
         )
     for log in logs:
-        if log.gap:
-            yield Finding(
-                id="trace.log-cut",
-                level=Level.WARN,
-                title=f"the log of {_name_log(log)} exceeded {MAX_JOB_LOG_BYTES >> 20} MiB: the counts cover "
-                "only its beginning and its end",
-                fix=Fix(text="trace only some calls: --only network"),
-            )
         if log.unread:
             yield Finding(
                 id="trace.log-unread",
