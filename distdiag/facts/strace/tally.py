@@ -149,12 +149,12 @@ class Tally:
         matched = _HEAD.match(line.name + b"(" + line.args)
         key = (matched[0] if matched else line.name + b"(", line.error)
         head = self._heads.get(key) or self._new_head(key, line)
-        took_s = float(line.took) if line.took else None
+        took_s = float(line.took or 0)
         for total in head.sums:
             total.add(took_s, line.error)
         if head.idles and (line.error or _got_nothing(line)):
             self._loop(key).add(line.at)
-        if took_s is not None and head.target.startswith("/"):
+        if head.target.startswith("/"):
             self._note_slow(line, took_s)
         if head.finds:
             self.polls.tried(head.target, line.error.decode())
@@ -223,23 +223,21 @@ class Tally:
 
 
 class _Sum:
-    """The number of calls and their times; None while none has one."""
+    """The number of calls and their times."""
 
     def __init__(self) -> None:
         self.count = self.errors = self.slow = 0
-        self.time_s: float | None = None
-        self.slowest_s: float | None = None
+        self.time_s = self.slowest_s = 0.0
 
-    def add(self, took_s: float | None, error: bytes) -> None:
+    def add(self, took_s: float, error: bytes) -> None:
         self.count += 1
+        self.time_s += took_s
         if error:
             self.errors += 1
-        if took_s is not None:
-            self.time_s = (self.time_s or 0.0) + took_s
-            if took_s >= SLOW_S:
-                self.slow += 1
-            if self.slowest_s is None or took_s > self.slowest_s:
-                self.slowest_s = took_s
+        if took_s >= SLOW_S:
+            self.slow += 1
+        if took_s > self.slowest_s:
+            self.slowest_s = took_s
 
 
 class _Loop:
@@ -274,7 +272,7 @@ def _got_nothing(line: Line) -> bool:
 
 
 def _by_time(row: Count | Place) -> tuple[float, int]:
-    return -(row.time_s or 0.0), -row.count
+    return -row.time_s, -row.count
 
 
 def as_call(line: Line) -> Call:

@@ -35,8 +35,8 @@ class Count:
     name: str
     count: int
     errors: int
-    time_s: float | None
-    slowest_s: float | None
+    time_s: float
+    slowest_s: float
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Place:
     where: str
     count: int
     slow: int
-    time_s: float | None
-    slowest_s: float | None
+    time_s: float
+    slowest_s: float
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Spin:
     name: str
     target: str
     count: int
-    span_s: float | None
-    per_s: float | None
+    span_s: float
+    per_s: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Poll:
     target: str
     exists: bool
     tries: int
-    slept_s: float | None
+    slept_s: float
 
 
 @dataclass(frozen=True)
