@@ -151,10 +151,10 @@ def test_every_recorded_line_is_read_in_full() -> None:
     ("name", "why"),
     [
         ("files.txt", ""),
-        ("files_bare.txt", "written by strace without -f -ff -ttt -T -yy"),
-        ("threads_stderr.txt", "written by strace without -f -ff -ttt -T -yy"),
-        ("forks_relative.txt", "written by strace without -f -ff -ttt -T -yy"),
-        ("stacks.txt", "written by strace without -f -ff -ttt -T -yy"),
+        ("files_bare.txt", "written by strace without -ttt -T -yy"),
+        ("threads_stderr.txt", "written by strace without -ttt -T -yy"),
+        ("forks_relative.txt", "written by strace without -ttt -T -yy"),
+        ("stacks.txt", "written by strace without -ttt -T -yy"),
         ("summary.txt", "only a summary (-c), not a log"),
     ],
 )
@@ -171,7 +171,7 @@ def test_why_a_log_cannot_be_read(version: str, name: str, why: str) -> None:
         (b"def f(x):\n    y = f(x)\nprint(f(1)) == 3\n" * 30, "not a strace log"),
         (b'1700000000.5 read(3</x>, "a", 1) = 1\n', "written by strace without -T"),
         (b'1700000000.5 read(3, "a", 1) = 1 <0.1>\n', "written by strace without -yy"),
-        (b"12:00:01.000002 recvfrom(4</x>,  <detached ...>\n", "written by strace without -f -ff -ttt -T -yy"),
+        (b"12:00:01.000002 recvfrom(4</x>,  <detached ...>\n", "written by strace without -ttt -T -yy"),
     ],
 )
 def test_what_is_no_log_is_told(head: bytes, why: str) -> None:
@@ -216,6 +216,7 @@ def test_of_arguments_paths_and_addresses_are_shown_and_no_data(call: str, args:
 def test_data_and_names_of_processes_are_not_what_a_call_is_about() -> None:
     assert targets.about(b"getrandom", b'"\\x01secret", 8, 0') == (None, "")
     assert targets.about(b"wait4", b"4711, NULL, 0, NULL") == (None, "")
+    assert targets.about(b"read", b"<... resuming interrupted read ...>") == (None, "")
 
 
 def test_what_only_looks_like_an_escape_stays() -> None:

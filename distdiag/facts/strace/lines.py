@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 CALL, BEGUN, RESUMED, SIGNAL, ENDED = "call", "begun", "resumed", "signal", "ended"
-OPTIONS = "-f -ff -ttt -T -yy"
+OPTIONS = "-ttt -T -yy"
 """What a log has to be written with."""
 DECODED = rb"<[^>\n]*(?:(?<=\d-)>[^>\n]*)*>"
 """A decoded descriptor (-yy). The arrow inside a connection contains a ">", always after the digit of a port."""

@@ -48,7 +48,7 @@ def about(name: bytes, args: bytes) -> tuple[int | None, str]:
     if polled:
         return int(polled[1]), _shown(polled[2] or b"")
     found = _FIRST.match(args)
-    if found is None or name in _DATA_FIRST:
+    if found is None or name in _DATA_FIRST or args.startswith(b"<... resuming"):
         return None, ""
     fd, what = _fd(args) if found["what"] else None, _shown(found["what"] or b"")
     has_path = found["path"] and (fd is None or _AT.fullmatch(name))
