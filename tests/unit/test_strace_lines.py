@@ -17,8 +17,17 @@ VERSIONS = ["5.10", "6.1", "6.13", "7.2"]
 AT = "1700000000.5"
 
 
-def line(kind: str, *texts: bytes, tid: bytes = b"", took: bytes = b"") -> Line:
-    return Line(kind, *texts, took=took, at=1700000000.5, tid=tid)
+def line(
+    kind: str,
+    name: bytes,
+    args: bytes = b"",
+    result: bytes = b"",
+    error: bytes = b"",
+    *,
+    tid: bytes = b"",
+    took: bytes = b"",
+) -> Line:
+    return Line(kind, name, args, result, error, took, 1700000000.5, tid)
 
 
 @pytest.mark.parametrize(
