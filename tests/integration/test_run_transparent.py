@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -266,3 +267,26 @@ def test_a_bare_script_gets_the_python_of_the_active_environment(place: Path, va
         assert done.stdout == "trained\n", done
         assert f"starting train.py with {place / 'env' / 'bin'}/python" in done.stderr
         assert "\ntheirs\n" in f"\n{done.stderr}"
+
+
+@pytest.mark.parametrize("by_uvx", [False, True])
+def test_the_environment_on_path_is_the_jobs_though_its_python_is_the_same_file(place: Path, by_uvx: bool) -> None:
+    """uvx puts the environment that it makes for distdiag first on PATH, with a torchrun of its own."""
+    venv.create(place / "env", symlinks=True)
+    (package,) = (place / "env" / "lib").glob("python*/site-packages")
+    (package / "torch").mkdir()
+    (package / "torch" / "__init__.py").touch()
+    torchrun = place / "env" / "bin" / "torchrun"
+    torchrun.write_text("#!/bin/sh\necho theirs\n")
+    torchrun.chmod(0o755)
+    (place / "train.py").write_text("import sys; print(sys.prefix)\n")
+    env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+    folders = [str(place / "env" / "bin"), "/usr/bin", "/bin"]
+    if by_uvx:
+        env, folders = {**env, "UV": "/usr/bin/uv"}, [str(Path(sys.executable).parent), *folders]
+    env["PATH"] = os.pathsep.join(folders)
+    for job, says in (("train.py", str(place / "env")), ("torchrun", "theirs")):
+        done = subprocess.run(
+            [PROGRAM, "run", "--", job], capture_output=True, text=True, cwd=place, env=env, check=False
+        )
+        assert done.stdout == f"{says}\n", done
