@@ -174,7 +174,9 @@ def _is_own_end(failure: Failure, book: Book) -> bool:
 
     Ranks that lost a peer end with status 1 and SIGABRT too: what this rank wrote must be here, to lack an error.
     """
-    return failure.rank in book.writers or not failure.what.startswith(("exit status 1 ", "SIGABRT"))
+    return failure.rank in {*book.writers, *book.last_words} or not failure.what.startswith(
+        ("exit status 1 ", "SIGABRT")
+    )
 
 
 def _may_be_handled(failure: Failure, round_: Round) -> bool:
@@ -198,7 +200,11 @@ def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> 
     if failure.groups.get("id") != "exception":
         return all(exit_.by_launcher for exit_ in exits)
     others = all(exit_.by_launcher or exit_.signal in _SUDDEN or exit_.code not in (None, 1) for exit_ in exits)
-    return others or _was_survived(failure, round_)
+    at_exit = any(
+        one.known == "exit-without-destroy" and one.file == failure.file and 0 < one.line - failure.line <= _NEAR
+        for one in round_.failures
+    )
+    return (others and not at_exit) or _was_survived(failure, round_)
 
 
 def _has_no_end(failure: Failure, round_: Round) -> bool:
@@ -384,20 +390,22 @@ def _is_first(round_: Round, failure: Failure) -> bool:
 
 def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequence[Failure] = ()) -> list[Finding]:
     """Of what may be the cause, take the one that was first; if that is not known, name all."""
-    groups: dict[tuple[str, str], list[Failure]] = {}
+    groups: list[list[Failure]] = []
     for failure in suspects:
-        groups.setdefault(findings.kind_of(failure), []).append(failure)
+        group = next((group for group in groups if findings.is_alike(group[0], failure)), None)
+        if group is None:
+            groups.append([failure])
+        else:
+            group.append(failure)
     if len(groups) > 1 and None in {failure.rank for failure in suspects}:
         # What no rank can be named for goes behind what names one, but for what a machine reports.
-        named = {kind: group for kind, group in groups.items() if any(failure.rank is not None for failure in group)}
-        groups = named or groups
+        groups = [group for group in groups if any(failure.rank is not None for failure in group)] or groups
     if len(groups) == 1:
-        (group,) = groups.values()
-        return [findings.first_failure(group, round_, book, handled=handled)]
-    if earliest := _earliest(list(groups.values()), round_):
-        later = [failure for group in groups.values() if group is not earliest for failure in group]
+        return [findings.first_failure(groups[0], round_, book, handled=handled)]
+    if earliest := _earliest(groups, round_):
+        later = [failure for group in groups if group is not earliest for failure in group]
         return [findings.first_failure(earliest, round_, book, later=later, handled=handled)]
-    return [findings.several(list(groups.values()), round_, book)]
+    return [findings.several(groups, round_, book)]
 
 
 def _earliest(groups: list[list[Failure]], round_: Round) -> list[Failure] | None:
