@@ -260,3 +260,15 @@ def test_ranks_that_failed_on_different_things_did_not_fail_alike(tmp_path: Path
             "".join(f"[rank{rank}]: {line}\n" for rank, text in ((0, one), (1, two)) for line in text.split("\n"))
         )
         assert (judged(log).findings[0].id == "logs.same-failure") == alike
+
+
+def test_a_rank_that_was_interrupted_alone_failed_and_a_job_that_was_did_not(tmp_path: Path) -> None:
+    lost = "[rank0]: " + _RAISED.format("RuntimeError: Connection closed by peer [10.0.0.7]:43112").replace(
+        "\n", "\n[rank0]: "
+    )
+    one = "".join(f"[rank1]: {line}\n" for line in _RAISED.format("KeyboardInterrupt").splitlines())
+    log = tmp_path / "job.log"
+    log.write_text(f"{one}{lost}\n")
+    assert judged(log).findings[0].where.ranks == (1,)
+    log.write_text(f"{one}{lost}\n" + one.replace("rank1", "rank2"))
+    assert judged(log).findings[0].id == "logs.interrupted"

@@ -107,6 +107,13 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
 def _round(book: Book, number: int) -> Round:
     failures = [failure for failure in book.failures if failure.generation == number]
     exits = [exit_ for exit_ in book.exits if exit_.generation == number]
+    job = [failure for failure in failures if failure.role == "job"]
+    lost = {failure.rank for failure in failures if failure.role == "consequence"}
+    ranks = {one.rank for one in job}
+    if {one.known for one in job} == {"interrupted"} and len(ranks) == 1 and None not in ranks and lost - ranks:
+        # Ctrl-C reaches the launcher and the other ranks too.
+        alone = [replace(one, role="cause", means="it was interrupted (SIGINT) alone") for one in job]
+        failures = [failure for failure in failures if failure not in job] + alone
     return Round(number=number, failures=failures, exits=exits, book=book)
 
 
