@@ -219,6 +219,13 @@ def _as_json(level: str, raised: str) -> str:
         (_BAR + _RAISED.format("ValueError: no label") + _FAILED.format(1), (1,), "ValueError: no label"),
         (_as_json("error", "ValueError: no label") + _FAILED.format(1), (1,), "ValueError: no label, at /app/train.py"),
         (_as_json("info", "ValueError: no label"), (), "no line reports a failure"),
+        (
+            json.dumps({"level": "ERROR", "rank": 1, "msg": _GROUPED.replace("[rank1]: ", "")})
+            + "\n"
+            + _FAILED.format(1),
+            (1,),
+            "ValueError: shard 3 is empty; torch.OutOfMemoryError",
+        ),
         (_GROUPED, (1,), "ValueError: shard 3 is empty; torch.OutOfMemoryError: CUDA out of memory"),
         (
             _RAISED.format("KeyError: 'lr'")
@@ -235,7 +242,7 @@ def _as_json(level: str, raised: str) -> str:
             "std::runtime_error': pool is empty",
         ),
         ("python: norm.cpp:8: void run(): Assertion `rows > 0' failed.\n" + _FAILED.format(-6), (1,), "rows > 0"),
-        (_BAR + "config not found: large.yaml\n" + _FAILED.format(1), (1,), "reason: config not found: large.yaml"),
+        (_BAR + "config not found: large.yaml\n" + _FAILED.format(1), (), "reason: config not found: large.yaml"),
     ],
 )
 def test_how_a_rank_ended(tmp_path: Path, text: str, ranks: tuple[int, ...], says: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -182,7 +183,7 @@ def _is_own_end(failure: Failure, book: Book) -> bool:
     Ranks that lost a peer end with status 1 and SIGABRT too: what this rank wrote must be here, to lack an error.
     """
     return failure.rank in {*book.writers, *book.last_words} or not failure.what.startswith(
-        ("exit status 1 ", "SIGABRT")
+        ("exit status 1 ", "exit status 1;", "SIGABRT")
     )
 
 
@@ -262,7 +263,7 @@ def _was_survived(failure: Failure, round_: Round) -> bool:
 def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
     """Add the only traceback that no rank is named for to the only rank that ended with Python's status of one."""
     nameless = [failure for failure in doubtful if failure.rank is None]
-    if len(wordless) != 1 or len(nameless) != 1 or wordless[0].what.partition(" without")[0] != "exit status 1":
+    if len(wordless) != 1 or len(nameless) != 1 or re.split(" without|; ", wordless[0].what)[0] != "exit status 1":
         return wordless
     return [replace(nameless[0], rank=wordless[0].rank, what=f"exit status 1, probably of {nameless[0].what}")]
 

@@ -292,8 +292,8 @@ def _fix(failure: Failure, round_: Round) -> Fix | None:
         return Fix(text=row.fix, commands=row.commands)
     if failure.known == "exit-status" and not failure.groups.get("words"):
         return Fix(
-            text="keep the output of every rank, and decorate main() with @record: torchrun then reports the exception",
-            commands=("torchrun --log-dir logs --redirects 3 --tee 3 ...",),
+            text="in the next run, keep the output of every rank and its last lines of Python",
+            commands=("distdiag run --trace-py -- torchrun ...",),
         )
     if kind in _FIRST_STEPS:
         return Fix(text=_FIRST_STEPS[kind])

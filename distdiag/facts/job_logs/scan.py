@@ -762,8 +762,10 @@ class FileScan:
         number = self._stream(label, rank)
         self._scan.streams[number].lines += 1
         self._end_open(number)
-        self._begin_traceback(number, line, named=False)
-        for part in text.split("\n")[1:]:
+        first, *rest = text.split("\n")
+        self._begin_traceback(number, first.encode(), named=False)
+        self._tracebacks[number].at = self._when(line)
+        for part in rest:
             self._add_to(number, part)
         self._end_open(number)
         return True
@@ -864,7 +866,11 @@ def _error_in(line: bytes) -> tuple[int | None, str] | None:
     values = [one for each in record.values() for one in (each.values() if isinstance(each, dict) else (each,))]
     text = next((each for each in values if isinstance(each, str) and _HEAD in each), None)
     rank = record.get("rank")
-    return None if text is None else (rank if type(rank) is int and rank >= 0 else None, text[text.index(_HEAD) :])
+    return (
+        None
+        if text is None
+        else (rank if type(rank) is int and rank >= 0 else None, text[text.rfind("\n", 0, text.index(_HEAD)) + 1 :])
+    )
 
 
 _LEVELS = ("level", "levelname", "severity", "lvl", "log.level")
