@@ -16,6 +16,8 @@ from cuda_machines import GCC, Machine
 from support import distdiag
 from toolkit import compiled, nvcc
 
+from distdiag.facts.cuda.toolkits import ask
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -142,6 +144,41 @@ def test_nvcc_refuses_its_compiler_and_the_fix_makes_it_compile(tmp_path: Path) 
     after = subprocess.run(["sh", "-c", f"{command}; {compile_it}"], env=environment, capture_output=True, check=False)
     assert before.returncode != 0
     assert after.returncode == 0, after.stderr
+
+
+def test_a_variable_that_breaks_the_real_nvcc_is_found_by_trying_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stdlib.h").write_text("#error stands in the way\n")
+    program = str(nvcc())
+    cases: list[tuple[dict[str, str], str]] = [
+        ({"NVCC_PREPEND_FLAGS": "-ccbin /nope/g++"}, "/nope/g++: No such file"),
+        ({"NVCC_APPEND_FLAGS": "--compiler-bindir=/nope/g++"}, "/nope/g++: No such file"),
+        ({"NVCC_APPEND_FLAGS": "-arch=sm_20"}, "Unsupported gpu architecture"),
+        ({"NVCC_APPEND_FLAGS": "-std=c++14"}, "C++17"),
+        ({"NVCC_APPEND_FLAGS": "-ptx"}, "not an object file"),
+        ({"NVCC_APPEND_FLAGS": "--bogus", "NVCC_PREPEND_FLAGS": "-arch=sm_20"}, "'--bogus'"),
+        ({"CPATH": str(tmp_path)}, "stands in the way"),
+        ({"NVCC_APPEND_FLAGS": "-O3 -lineinfo -arch=sm_90"}, ""),
+    ]
+    for variables, words in cases:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            (found,) = ask([program], {program: ()}, timeout_s=60.0, env=variables)
+        assert set(found.broken_by) == (set(variables) if words else set()), (variables, found)
+        assert words in found.broken_how
+        assert (found.complaint, found.top != "") == ("", True)
+
+
+def test_flags_that_break_the_real_nvcc_are_unset_by_the_fix() -> None:
+    flags = {"NVCC_APPEND_FLAGS": "-ccbin /nope/g++", "NVCC_PREPEND_FLAGS": "-lineinfo"}
+    result = cuda_env("--for", "build", "--json", path=str(nvcc().parent), env=flags)
+    finding = result.findings["cc.flags"]
+    assert (finding["level"], finding["fix"]["commands"]) == ("fail", ["unset NVCC_APPEND_FLAGS"])
+    assert "NVCC_APPEND_FLAGS breaks nvcc 13.0: /nope/g++" in finding["title"]
+    assert not {"cc.nvcc", "toolkit.nvcc-broken"} & result.findings.keys()
+    assert result.report["data"]["exports"]["NVCC_APPEND_FLAGS"] == ""
 
 
 def test_an_extension_without_code_for_the_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

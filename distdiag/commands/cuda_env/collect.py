@@ -31,6 +31,7 @@ _VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDAToolkit_ROOT", "CUDACXX"),
     *("CC", "CXX", "NVCC_CCBIN", "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "TORCH_CUDA_ARCH_LIST"),
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "MAX_JOBS", "CPATH", "LIBRARY_PATH", "CONDA_PREFIX"),
+    *("CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH"),
     *(
         "VIRTUAL_ENV",
         "PYTHONPATH",
@@ -185,7 +186,10 @@ class _Tools:
         if self.uses["torch"].nvcc in used and places.env.get("CC"):
             used[self.uses["torch"].nvcc] = ["-ccbin", places.env["CC"]]
         paths = [*used, *places.which_all("nvcc"), *(toolkit.nvcc for toolkit in self.found if toolkit.nvcc)]
-        self.nvccs = [toolkits.with_compiler(nvcc, places) for nvcc in toolkits.ask(paths, used, timeout_s=timeout_s)]
+        self.nvccs = [
+            toolkits.with_compiler(nvcc, places)
+            for nvcc in toolkits.ask(paths, used, timeout_s=timeout_s, env=places.env)
+        ]
         for nvcc in self.nvccs:  # what a wrapper leads to may lie in no usual place
             if nvcc.top and nvcc.top not in self.ways and nvcc.top not in (toolkit.real for toolkit in self.found):
                 self.found.append(toolkits.examine(nvcc.top, [nvcc.path]))
