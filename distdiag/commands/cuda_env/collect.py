@@ -93,6 +93,8 @@ class CudaFacts:
     unmet: tuple[Unmet, ...] = ()
     meant: tuple[str, ...] = ()
     """Capabilities of the GPUs that builds are for, where they are not those of this machine."""
+    chosen: str = ""
+    """By which rule this Python is the one to examine, where it is not distdiag's own."""
     no_path: tuple[str, ...] = ()
     """What PATH names and is not there."""
 
@@ -121,8 +123,8 @@ def more(ask: dict[str, Any], tell: Callable[[CudaFacts], None]) -> None:
 def look(ask: dict[str, Any]) -> CudaFacts:
     """Look at this node.
 
-    {"goal": run, build or all; "python": whose environment, "": this one's; "timeout_s": longest time for importing
-    torch and for the driver; "root": look below it instead of /}
+    {"goal": run, build or all; "python": whose environment, "": this one's; "chosen": by which rule;
+    "timeout_s": longest time for importing torch and for the driver; "root": look below it instead of /}
     """
     places = Places(ask["root"], dict(os.environ))
     executable = ask["python"] or sys.executable
@@ -134,7 +136,7 @@ def look(ask: dict[str, Any]) -> CudaFacts:
         "tools": lambda: _Tools(places, min(_QUICK_S, ask["timeout_s"])),
     }
     found = _all_at_once(ways)
-    return _assemble(ask["goal"], places, found)
+    return replace(_assemble(ask["goal"], places, found), chosen=ask.get("chosen", ""))
 
 
 def _all_at_once(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:

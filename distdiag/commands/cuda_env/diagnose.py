@@ -283,7 +283,12 @@ def _node_env(facts: CudaFacts, ready: Ready) -> NodeEnv:
     """Choose what is of use to a program."""
     return NodeEnv(
         host=facts.host,
-        python={"executable": facts.python.executable, "version": facts.python.version, "error": facts.python.error},
+        python={
+            "executable": facts.python.executable,
+            "version": facts.python.version,
+            "error": facts.python.error,
+            "chosen": facts.chosen,
+        },
         torch=_torch(facts),
         driver=_driver(facts),
         gpus=[asdict(gpu) for gpu in facts.driver.answer.visible or facts.driver.answer.present],
