@@ -232,8 +232,14 @@ def test_nodes_with_other_toolkits_are_named_across_the_cluster(tmp_path: Path) 
 def test_the_prebuild_is_for_all_gpus_of_the_nodes(wrapper: Path) -> None:
     result = cuda_env("--prebuild", "--ops", "cpu_adam,aio", path=str(wrapper))
     assert result.code == 0
-    commands = [line for line in result.out.splitlines() if not line.startswith("#") and "deepspeed" in line]
+    lines = [line for line in result.out.splitlines() if not line.startswith("#")]
+    commands = [line for line in lines if "--no-binary deepspeed" in line]
     assert len(commands) == 2
+    # No release is chosen by the day; what its import needs is installed before, and the import tried after.
+    assert all("deepspeed==0." in command for command in commands)
+    before, after = lines[lines.index(commands[0]) - 1], lines[lines.index(commands[0]) + 1]
+    assert {"setuptools", "einops", "hjson", "py-cpuinfo", "'pydantic>=2'"} <= set(before.split())
+    assert after.endswith("-c 'import deepspeed; print(deepspeed.__version__)'")
     for command in commands:
         assert "DS_BUILD_CPU_ADAM=1 DS_BUILD_AIO=1 MAX_JOBS=" in command
         assert "--no-build-isolation" in command
@@ -352,3 +358,20 @@ def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, wrap
     file.write_text(json.dumps(saved))
     result = cuda_env("--from", str(file))
     assert (result.code, "was not written by --save" in result.err) == (2, True)
+
+
+def test_the_page_holds_what_torchs_own_report_says_of_this_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"], capture_output=True, text=True, check=True
+    )
+    told = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    page = " ".join(cuda_env("-v").out.split())
+    libc = told["Libc version"].replace("-", " ")
+    system = told["OS"].rpartition(" (")[0]
+    wanted = [system, libc, told["PyTorch version"], told["Python version"].split()[0], os.uname().release]
+    wanted += [told[name].split()[-1] for name in ("GCC version", "CMake version") if told[name][0] != "C"]
+    wanted += [
+        " ".join(line.split()[1].split("==")) for line in done.stdout.splitlines() if line.startswith("[pip3] n")
+    ]
+    assert len(wanted) > 6
+    assert [each for each in wanted if each not in page] == []

@@ -19,6 +19,7 @@ from distdiag.commands.cuda_env.about.gpus import about_gpus
 from distdiag.commands.cuda_env.about.libraries import about_libraries
 from distdiag.commands.cuda_env.about.toolkits import about_toolkits
 from distdiag.commands.cuda_env.about.torch import about_torch
+from distdiag.commands.cuda_env.about.versions import about_versions
 from distdiag.commands.cuda_env.types import Goal, Problem, Section
 from distdiag.facts.cuda.toolkits import Use
 from distdiag.report import Level
@@ -82,7 +83,7 @@ def mended_by(
 
 def _judged(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch]) -> list[Section]:
     if facts.torch is not None and facts.torch.hip:
-        return [_rocm(facts)]
+        return [_rocm(facts), about_versions(facts)]
     found = [about_torch(facts)]
     if Goal.RUN in goal.parts:
         found += [about_driver(facts), about_gpus(facts)]
@@ -96,7 +97,7 @@ def _judged(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch]) -> list[Se
         found.append(about_building(facts))
     if Goal.RUN in goal.parts:
         found.append(about_system(facts))
-    return found
+    return [*found, about_versions(facts)]
 
 
 def _rocm(facts: CudaFacts) -> Section:
