@@ -548,7 +548,9 @@ class FileScan:
         if text.startswith("Original Traceback (most recent call last)"):  # of a DataLoader worker
             traceback.follow()
             return True
-        if text.startswith(("During handling of the above", "The above exception was the direct")):
+        if text.startswith(("During handling of the above", "The above exception was the direct")) or (
+            text.startswith("-- Process ") and text.endswith(" terminated with the following error:")  # of mp.spawn
+        ):
             traceback.chained = True
             return True
         if not text:
