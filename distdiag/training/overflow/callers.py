@@ -1,0 +1,85 @@
+"""The threads that call a model: a replay has it alone, and one thread at a time has its frames read."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from threading import Condition, get_ident
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from distdiag.training.overflow.replay import Call
+
+_LONGEST_S = 60.0
+"""How long a thread waits while another replays."""
+
+
+class Callers:
+    """The running calls of one model, by thread id; 0 is no thread."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Call] = {}
+        self._gate = Condition()
+        self._replays = self._framed = 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether this thread is in a replay, which is not the script's own call."""
+        return self._replays == get_ident()
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether the frames are those of this thread's call."""
+        return self._framed == get_ident()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread has begun a call."""
+        return get_ident() in self._calls
+
+    def wait(self) -> None:
+        """Wait while another thread replays."""
+        if self._replays:
+            with self._gate:
+                self._gate.wait_for(lambda: not self._replays, _LONGEST_S)
+
+    def begin(self, call: Call) -> bool:
+        """Begin a call of this thread; False if another one has the frames, and this call is judged by its outputs."""
+        self._calls[get_ident()] = call
+        with self._gate:
+            if self._framed not in sys._current_frames():
+                self._framed = get_ident()
+            return self.has_frames
+
+    def end(self) -> Call | None:
+        """End the call of this thread; release_frames() follows."""
+        return self._calls.pop(get_ident(), None)
+
+    def release_frames(self) -> None:
+        """Let the next call have the frames."""
+        if self.has_frames:
+            self._framed = 0
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._calls.clear()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[str]:
+        """Keep other threads out of the model during a replay; yields the reason where that is not possible."""
+        me = get_ident()
+        with self._gate:
+            living = sys._current_frames()
+            others = [thread for thread in self._calls if thread != me and thread in living]
+            why = "another thread is running the model" if others or self._replays else ""
+            if not why:
+                self._replays = me
+        try:
+            yield why
+        finally:
+            if not why:
+                with self._gate:
+                    self._replays = 0
+                    self._gate.notify_all()
