@@ -5,16 +5,16 @@ Outputs and gradients are checked in steps 0, 1, 2, 4 and so on, and every 256th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from distdiag.training.overflow import extrema, ranks
+from distdiag.training.overflow import extrema
 from distdiag.training.overflow.cause import in_float32
 from distdiag.training.overflow.frames import Reading, Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.nn import Module
 
@@ -38,8 +38,6 @@ _SCALED = (
 )
 _MANY_BACKWARDS = 4
 """From here on a bfloat16 gradient loses two of its 8 bits to the sum that it is added to."""
-_COMPRESS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
-"""Hooks of torch.distributed.algorithms.ddp_comm_hooks that reduce float32 gradients in 16 bits."""
 
 
 def _is_due(step: int) -> bool:
@@ -180,67 +178,13 @@ def _are_zero(gradients: Sequence[Gradient]) -> bool:
     return bool(gradients) and not any(extrema.fetch([value for gradient in gradients for value in gradient.extrema]))
 
 
-class ShortSums:
-    """Gradients that are added up in 16 bits, over backwards or over ranks. Each is noted once."""
-
-    def __init__(self, model: Module) -> None:
-        self._model = model
-        self._noted: set[str] = set()
-        self.backwards = 0
-
-    def look(self, gradients: Sequence[Gradient], ddp: Module | None, group: Any, *, scaled: bool) -> Iterator[str]:  # noqa: ANN401
-        """Describe the sums of a step: of its backwards since the last one, and of the reduction over `group`."""
-        backwards, self.backwards = self.backwards, 0
-        short = [each.tensor.dtype for each in gradients if each.tensor.dtype in (torch.float16, torch.bfloat16)]
-        if backwards >= _MANY_BACKWARDS and short and "backwards" not in self._noted:
-            self._noted.add("backwards")
-            yield (
-                f"{len(short)} gradients add up {backwards} backwards in {_name(short[0])}: small values are lost. "
-                "Keep weights in float32 and use autocast: gradients are float32 then"
-            )
-        if "ranks" in self._noted or len(ranks.members(group)) < 2:
-            return
-        how, dtypes = self._reductions(ddp, gradients)
-        # float16 has 11 bits, and is fine with loss scaling.
-        short = [dtype for dtype in dtypes if dtype is torch.bfloat16 or (dtype is torch.float16 and not scaled)]
-        if short:
-            self._noted.add("ranks")
-            fix = "keep weights in float32 and use autocast, without a hook that compresses"
-            if how == "fully_shard":
-                fix = "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
-            yield (
-                f"{how} sums {len(short)} gradients over {len(ranks.members(group))} ranks in {_name(short[0])}: "
-                f"small values are lost. Reduce in float32: {fix}"
-            )
-
-    def _reductions(self, ddp: Module | None, gradients: Sequence[Gradient]) -> tuple[str, list[torch.dtype]]:
-        """Return how the gradients are reduced, and in which dtypes."""
-        weights = [weight for group in ranks.groups_of_fully_shard(self._model) for weight in group.fsdp_params]
-        if weights:
-            names = ("reduce_dtype", "param_dtype", "orig_dtype")
-            chosen = ([getattr(weight, name, None) for name in names] for weight in weights)
-            return "fully_shard", [dtype for each in chosen for dtype in list(filter(None, each))[:1]]
-        if ddp is None:
-            return "", []
-        dtypes = [gradient.tensor.dtype for gradient in gradients]
-        hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(ddp, "_comm_hooks", ())]
-        if not hooks:
-            return "DistributedDataParallel", dtypes
-        known = [_COMPRESS[name] for name in hooks[:1] if name in _COMPRESS]  # what other hooks do is not known
-        return f"{hooks[0]} of DistributedDataParallel", known * len(dtypes)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype)[len("torch.") :]
-
-
 class Advice:
     """All of these for one model. `scaled`: whether a GradScaler scales the loss."""
 
     def __init__(self, model: Module, *, reads_frames: bool) -> None:
-        self._growth = Growth(model, reads_frames=reads_frames)
-        self._underflow, self._sums = Underflow(), ShortSums(model)
-        self._autocast = self.scaled = False
+        self._growth, self._underflow = Growth(model, reads_frames=reads_frames), Underflow()
+        self._autocast = self._has_noted_sums = self.scaled = False
+        self._backwards = 0
         self.stop = self._growth.stop
 
     def before_forward(self, step: int, call: Call, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -254,11 +198,23 @@ class Advice:
 
     def before_backward(self) -> None:
         """Count a backward."""
-        self._sums.backwards += 1
+        self._backwards += 1
 
-    def before_step(self, gradients: Sequence[Gradient], step: int, ddp: Module | None, group: Any) -> Iterator[str]:  # noqa: ANN401
+    def before_step(self, gradients: Sequence[Gradient], step: int) -> list[str]:
         """Return warnings of the gradients of a step."""
-        for text in self._sums.look(gradients, ddp, group, scaled=self.scaled):
-            yield f"step {step}: {text}"
-        if text := self._underflow.look(gradients, step, autocast=self._autocast, scaled=self.scaled):
-            yield text
+        found = [self._sums(gradients, step)]
+        found.append(self._underflow.look(gradients, step, autocast=self._autocast, scaled=self.scaled))
+        return [text for text in found if text]
+
+    def _sums(self, gradients: Sequence[Gradient], step: int) -> str:
+        """Warn once of gradients in 16 bits that add up many backwards."""
+        backwards, self._backwards = self._backwards, 0
+        short = [each.tensor.dtype for each in gradients if each.tensor.dtype in (torch.float16, torch.bfloat16)]
+        if backwards < _MANY_BACKWARDS or not short or self._has_noted_sums:
+            return ""
+        self._has_noted_sums = True
+        dtype = str(short[0])[len("torch.") :]
+        return (
+            f"step {step}: {len(short)} gradients add up {backwards} backwards in {dtype}: small values are lost. "
+            "Keep weights in float32 and use autocast: gradients are float32 then"
+        )

@@ -19,13 +19,12 @@ from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, nested, ranks
 from distdiag.training.overflow.advice import Advice
-from distdiag.training.overflow.callers import Callers
+from distdiag.training.overflow.calls import Callers, Pending
 from distdiag.training.overflow.cause import diverges
 from distdiag.training.overflow.frames import TracedBatches
 from distdiag.training.overflow.gradients import NO_GRADIENTS, GradientReader, listen, stop
 from distdiag.training.overflow.judge import Forward, Judge, Seen, losses_of, outputs_of
 from distdiag.training.overflow.modules import Hook
-from distdiag.training.overflow.pending import Pending
 from distdiag.training.overflow.replay import Call, State, Terms
 from distdiag.training.overflow.report import (
     BACKWARD,
@@ -387,11 +386,11 @@ class DebugUnderflowOverflow:
             checks = self._checks_gradients and not self._is_off
             made = self._gradients.start(optimizer) if checks else NO_GRADIENTS
             self._pending.begin_step(optimizer)
-            group, ddp = self._pending.group, self._ddp or self._pending.ddp
+            group = self._pending.group
             seen = self._pending.take(made, self._when_pending())
             found = self._judge.alone(seen) if group is None else self._judge.together(seen, group)
             if found is None and not self._is_off:
-                for warning in self._advice.before_step(made.now, self.counts.steps, ddp, group):
+                for warning in self._advice.before_step(made.now, self.counts.steps):
                     self._warn(warning)
         self._settle(found)
 

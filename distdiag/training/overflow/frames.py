@@ -5,6 +5,7 @@ A line has the columns of transformers' DebugUnderflowOverflow: abs min, abs max
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from fnmatch import fnmatchcase
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from distdiag.training.overflow.replay import Call, Terms
 
 
+_NOTHING = contextlib.nullcontext()
 NEAR = 0.5
 """A share of a dtype's maximum worth a remark: twice as much overflows."""
 _HELD_BYTES = 1 << 28
@@ -274,7 +276,7 @@ class Recorder:
         if not self.runs or torch.compiler.is_compiling() or self._thread != get_ident():
             return
         try:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
                 act(*given)
         except Exception as error:  # noqa: BLE001 - the job is what matters
             self.failed = f"{type(error).__name__} {error}".splitlines()[0][:200]

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, nested, ranks
-from distdiag.training.overflow.cause import except_for_masks, fix_of_origin, from_frames, how
+from distdiag.training.overflow.cause import Origins, except_for_masks, fix_of_origin, from_frames, how
 from distdiag.training.overflow.frames import Recorder
 from distdiag.training.overflow.modules import kind_of, named
-from distdiag.training.overflow.origins import Origins
+from distdiag.training.overflow.quiet_end import is_of_script
 from distdiag.training.overflow.replay import Terms
 from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, Found, Place
-from distdiag.training.overflow.script import is_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,17 +13,22 @@ import os
 import re
 import sys
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow.report import Aborted, OverflowDetected
-from distdiag.training.overflow.script import place_of
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 
 _TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
+_NOT_THE_SCRIPT = (
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+    os.path.dirname(os.__file__),
+    "<frozen ",
+)
 _OTHER_FAILURE = re.compile(r"failed \(exitcode: (?!1\))")
 
 
@@ -74,3 +79,16 @@ def _are_stopped(folder: str, began: float) -> bool:
         except (OSError, ValueError, KeyError):
             continue
     return False
+
+
+def is_of_script(file: str) -> bool:
+    """Return whether a source file is the user's: not installed, and not distdiag's."""
+    return not file.startswith(_NOT_THE_SCRIPT) and f"{os.sep}site-packages{os.sep}" not in file
+
+
+def place_of(trace: TracebackType | None) -> str:
+    """Name the innermost line of the script that an error came through: "train.py:13, in step"; empty if none is."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        if is_of_script(frame.filename):
+            return f"{frame.filename}:{frame.lineno}" + (f", in {frame.name}" if frame.name != "<module>" else "")
+    return ""

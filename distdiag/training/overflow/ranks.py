@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distdiag.facts.rank_identity import torch_distributed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -21,12 +21,6 @@ def count() -> int:
     """Return the number of ranks; 1 without a process group."""
     dist = torch_distributed()
     return 1 if dist is None else int(dist.get_world_size())
-
-
-def groups_of_fully_shard(model: Module) -> Iterator[Any]:
-    """List fully_shard's groups of parameters of a model."""
-    for module in model.modules():
-        yield from _groups_of(module)
 
 
 def _groups_of(module: Module) -> list[Any]:

@@ -1,29 +1,105 @@
-"""Forwards and losses that are not judged yet: those of ranks that step together wait for the optimizer's step."""
+"""The calls of a model: which threads are in it, and forwards and losses that are not judged yet.
+
+Those of ranks that step together wait for the optimizer's step.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import weakref
+import sys
+from threading import Condition, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from distdiag.training.overflow.judge import Seen
 
 if TYPE_CHECKING:
-    from torch.nn import Module
+    from collections.abc import Iterator
 
     from distdiag.training.overflow.gradients import StepGradients
     from distdiag.training.overflow.judge import Forward, Loss
+    from distdiag.training.overflow.replay import Call
     from distdiag.training.overflow.report import When
 
+_LONGEST_S = 60.0
+"""How long a thread waits while another replays."""
 _MOST = 16
 """Forwards that wait for a step of the optimizer; then they are judged without one."""
 _FEW = 4
 """The same where the process has no optimizer."""
 _MOST_BYTES = 1 << 30
 """Inputs kept for replays of waiting forwards; those of later forwards are not."""
+
+
+class Callers:
+    """The running calls of one model, by thread id; 0 is no thread."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Call] = {}
+        self._gate = Condition()
+        self._replays = self._framed = 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether this thread is in a replay, which is not the script's own call."""
+        return self._replays == get_ident()
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether the frames are those of this thread's call."""
+        return self._framed == get_ident()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread has begun a call."""
+        return get_ident() in self._calls
+
+    def wait(self) -> None:
+        """Wait while another thread replays."""
+        if self._replays:
+            with self._gate:
+                self._gate.wait_for(lambda: not self._replays, _LONGEST_S)
+
+    def begin(self, call: Call) -> bool:
+        """Begin a call of this thread; False if another one has the frames, and this call is judged by its outputs."""
+        self._calls[get_ident()] = call
+        with self._gate:
+            if not self._framed or self._framed not in sys._current_frames():
+                self._framed = get_ident()
+            return self.has_frames
+
+    def end(self) -> Call | None:
+        """End the call of this thread; release_frames() follows."""
+        return self._calls.pop(get_ident(), None)
+
+    def release_frames(self) -> None:
+        """Let the next call have the frames."""
+        if self.has_frames:
+            self._framed = 0
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._calls.clear()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[str]:
+        """Keep other threads out of the model during a replay; yields the reason where that is not possible."""
+        me = get_ident()
+        with self._gate:
+            living = sys._current_frames()
+            others = [thread for thread in self._calls if thread != me and thread in living]
+            why = "another thread is running the model" if others or self._replays else ""
+            if not why:
+                self._replays = me
+        try:
+            yield why
+        finally:
+            if not why:
+                with self._gate:
+                    self._replays = 0
+                    self._gate.notify_all()
 
 
 class Pending:
@@ -42,7 +118,6 @@ class Pending:
         self.group: Any = None
         self._stepped: set[int] = set()
         """Optimizers that have made a step since that forward."""
-        self._ddp: weakref.ref[Module] | None = None
         self._most = _MOST
 
     def wait(self, forward: Forward, group: Any, *, any_step: bool) -> bool:  # noqa: ANN401
@@ -51,8 +126,6 @@ class Pending:
         Those are judged by this rank alone: the others may have made another number of them.
         """
         self.group, self._stepped = group, set()
-        active = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        self._ddp = weakref.ref(active) if active is not None else None
         self.forwards.append(forward)
         kept = [forward.call for forward in self.forwards if forward.call is not None]
         if kept and sum(call.kept_bytes for call in kept) > _MOST_BYTES:
@@ -74,11 +147,6 @@ class Pending:
     def end_step(self) -> None:
         """Note that the weights have changed."""
         self.last, self.since_step = None, 0
-
-    @property
-    def ddp(self) -> Module | None:
-        """The DistributedDataParallel that called the model in its last forward with others."""
-        return self._ddp() if self._ddp is not None else None
 
     def take(self, gradients: StepGradients, when: When) -> Seen:
         """Return all that is not judged yet."""
