@@ -83,8 +83,6 @@ def _answer(request: Request, folder: str) -> Answer:
         return _compare(request, folder)
     except Unreadable as why:
         return Answer(failed=str(why), hint=why.hint)
-    except ValueError as error:  # from leaves
-        return Answer(failed=str(error), hint="give a file of tensors")
 
 
 def _compute(request: Request, folder: str, *, has_gpu: bool) -> Answer:

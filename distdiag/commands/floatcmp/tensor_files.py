@@ -53,14 +53,14 @@ def read(path: str) -> dict[str, object]:
 
     Raises:
         Unreadable: with the reason.
-        ValueError: from leaves.
     """
     try:
         if os.path.isdir(path):
             return _read_folder(path)
         return leaves(_read_index(path) if path.endswith(_INDEX) else _read_file(path))
-    except OSError as error:
-        raise Unreadable(error.filename or path, error.strerror or str(error), "choose a readable file") from error
+    except (OSError, ValueError) as error:  # a name that cannot be a file's is a ValueError, as are those of leaves
+        where, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or str(error)
+        raise Unreadable(where, why, "give a readable file of tensors") from error
 
 
 def _read_file(path: str) -> object:
@@ -157,7 +157,7 @@ def _read_index(path: str) -> dict[str, object]:
     try:
         files_by_name = json.loads(text)["weight_map"]
         files = sorted(set(files_by_name.values()))
-        if any(os.path.basename(file) != file or "\0" in file for file in files):
+        if any(os.path.basename(file) != file for file in files):
             raise ValueError("it lists files that are not in its directory")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(path, f"not an index of tensor files ({error})", _WHOLE) from error
