@@ -79,9 +79,9 @@ class Tally:
         self, at: int, where: torch.Tensor, given: Sides, converted: Sides
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Count NaN and infinities against anything else; return the places of the other pairs, and both sides."""
-        finite = torch.stack([widen(side).isfinite() for side in (*given, *converted)]).all(0)
-        if bool(finite.all()):
+        if all(bool(widen(side).isfinite().all()) for side in (*given, *converted)):
             return where, *converted
+        finite = torch.stack([widen(side).isfinite() for side in (*given, *converted)]).all(0)
         self._count(one_sided=int((~finite).sum()))
         places = (at + where[~finite][: self._keep + 1]).tolist()
         self._note_first(places)
@@ -96,9 +96,10 @@ class Tally:
         """Count finite pairs whose bits are unlike: the equal ones among them are zeros of opposite signs."""
         distances = ulp_distance(x, y)
         differ = distances != 0
-        zero_signs = int((~differ).sum())
-        self._count(equal=zero_signs, zero_signs=zero_signs)
-        where, x, y, distances = where[differ], x[differ], y[differ], distances[differ]
+        zero_signs = differ.numel() - int(differ.sum())
+        if zero_signs:
+            self._count(equal=zero_signs, zero_signs=zero_signs)
+            where, x, y, distances = where[differ], x[differ], y[differ], distances[differ]
         if where.numel():
             self._note_first((at + where[:1]).tolist())
             self._buckets += torch.bincount(torch.bucketize(distances, self._limits), minlength=len(BUCKETS))
@@ -128,9 +129,12 @@ class Tally:
         scaled = torch.minimum(distances, (error / scale).ceil().clamp(1, 2.0**62).long()) if scale else distances
         zero = (x == 0) | (y == 0)
         self._zeros = [count + int((side == 0).sum()) for count, side in zip(self._zeros, (x, y), strict=True)]
-        self._max_scaled = max(self._max_scaled, _largest(scaled[~zero]))
-        of_zeros = _largest(scaled[zero]), _largest(distances[zero])
-        self._at_zero = [max(pair) for pair in zip(self._at_zero, of_zeros, strict=True)]
+        if bool(zero.any()):
+            of_zeros = int(scaled[zero].max()), int(distances[zero].max())
+            self._at_zero = [max(pair) for pair in zip(self._at_zero, of_zeros, strict=True)]
+            scaled = scaled[~zero]
+        if scaled.numel():
+            self._max_scaled = max(self._max_scaled, int(scaled.max()))
 
     def counts(self) -> Counts:
         """Return the counts of all pieces."""
@@ -138,7 +142,3 @@ class Tally:
         numbers[0] += self._counts["equal"]
         histogram = {label: count for label, count in zip(BUCKETS.values(), numbers, strict=True) if count}
         return Counts(**self._counts, histogram=histogram)
-
-
-def _largest(distances: torch.Tensor) -> int:
-    return int(distances.max()) if distances.numel() else 0
