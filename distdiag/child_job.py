@@ -28,6 +28,7 @@ A terminal sends SIGINT and SIGQUIT to the job as well.
 """
 _TURN_S = 1.0
 _TORCH_S = 10.0
+_HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 
 
 def argv_of(command: Sequence[str], *, example: str) -> list[str]:
@@ -38,6 +39,7 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     Raises:
         CommandNotFound, CannotExecute: as a shell would report; `example` is how a job is typed.
     """
+    _put_uvx_last()
     first = command[0]
     program = shutil.which(first)
     if first.startswith("-") or (
@@ -60,6 +62,14 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     )
 
 
+def _put_uvx_last() -> None:
+    """Move the environment that uvx made for distdiag, and put first on PATH, to its end: the job is the user's."""
+    first, *rest = os.get_exec_path()
+    is_of_uvx = "UV" in os.environ and os.environ.get("VIRTUAL_ENV") != sys.prefix
+    if is_of_uvx and first == os.path.dirname(sys.executable):
+        os.environ["PATH"] = os.pathsep.join([*rest, first])
+
+
 def job_python() -> str:
     """Return the Python of a bare script: the active environment's, else that on PATH if it has torch, else ours."""
     active = [
@@ -71,13 +81,16 @@ def job_python() -> str:
         if os.access(path, os.X_OK):
             return path
     ours = "" if program_name.is_one_file() else sys.executable
-    on_path = shutil.which("python3") or shutil.which("python") or ""
-    if not on_path or (ours and os.path.samefile(on_path, ours)):
-        return ours or sys.executable
-    has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    if not ours or programs.run([on_path, "-c", has_torch], timeout_s=_TORCH_S).status == 0:
-        return on_path
-    return ours
+    on_path = ""
+    for folder in os.get_exec_path():
+        if ours and os.path.realpath(folder) == os.path.realpath(os.path.dirname(ours)):
+            break
+        # No comparison of files: the Pythons of two environments may be links to one.
+        found = shutil.which("python3", path=folder) or shutil.which("python", path=folder) or ""
+        if found and programs.run([found, "-c", _HAS_TORCH], timeout_s=_TORCH_S).status == 0:
+            return found
+        on_path = on_path or found
+    return ours or on_path or sys.executable
 
 
 def say_python(argv: Sequence[str], command: Sequence[str], say: Callable[[str], None]) -> None:

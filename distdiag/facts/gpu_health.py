@@ -45,6 +45,7 @@ class GpuHealth:
     reasons that hold its clocks down now. `inactive_links`: NVLinks that are down, of `links`. `link_errors`:
     recoveries and replays of NVLinks, by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`:
     packets sent again since the reset. `recovery`: what the driver wants done ("None", "Reset").
+    `clique`: the GPUs of several nodes that share memory over NVLink.
     `broken`: what nvidia-smi says instead of the values ("GPU is lost").
     """
 
@@ -76,6 +77,7 @@ class GpuHealth:
     max_clock_mhz: int | None = None
     power_w: float | None = None
     fabric: str = ""
+    clique: str = ""
     links: int = 0
     inactive_links: tuple[int, ...] = ()
     link_errors: dict[str, int] = field(default_factory=dict)
@@ -207,9 +209,16 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
         max_clock_mhz=_number(_value(tree, "Max Clocks", "SM")),
         power_w=_watts(_value(power, "Power Draw") or _value(power, "Average Power Draw")),
         fabric=f"{state}, {status}" if state and status else state,
+        clique=_clique(_branch(tree, "Fabric")),
         processes=_processes(tree),
         broken=lost[0] if lost is not None else "",
     )
+
+
+def _clique(fabric: Tree) -> str:
+    """Return which GPUs can share memory over NVLink: the cluster's UUID and the clique in it; empty on one node."""
+    cluster, clique = _value(fabric, "ClusterUUID"), _value(fabric, "CliqueId")
+    return f"{cluster}/{clique}" if cluster.strip("0-") else ""
 
 
 def _old_recovery(tree: Tree) -> str:
