@@ -5,11 +5,14 @@ The answers were written before the first run.
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from cluster import Names
 
 if TYPE_CHECKING:
     from cluster import Network
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).resolve().parent
 TRAIN = str(TESTS / "programs" / "plain_allreduce.py")
+OLD = str(TESTS / "programs" / "gloo_job.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
@@ -50,6 +54,22 @@ def through_variables(endpoint: str) -> list[str]:
     return ["env", *names, TORCHRUN, TRAIN]
 
 
+def accelerate(address: str, port: int, rank: int) -> list[str]:
+    where = ("--num_machines=2", "--num_processes=2", f"--machine_rank={rank}", f"--main_process_ip={address}")
+    kind = ("--multi_gpu", "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={port}")
+    return [
+        *("env", "ACCELERATE_USE_CPU=true", sys.executable, "-m", "accelerate.commands.launch"),
+        *(*where, *kind, TRAIN),
+    ]
+
+
+def deepspeed(address: str, port: int, rank: int, nodes: int = 2) -> list[str]:
+    """Return the line that the deepspeed launcher has pdsh start on a node."""
+    world = base64.urlsafe_b64encode(json.dumps({f"node{node + 1}": [0] for node in range(nodes)}).encode()).decode()
+    where = (f"--world_info={world}", f"--node_rank={rank}", f"--master_addr={address}", f"--master_port={port}")
+    return [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *where, TRAIN]
+
+
 def serves(port: int) -> list[str]:
     return [sys.executable, "-m", "http.server", str(port)]
 
@@ -59,7 +79,9 @@ class StartFault:
     """What runs on which node (0 to 2); `culprits`: nodes at fault, of which any subset but none is right to name.
 
     `words`: one of them is in the title when all nodes are asked; `alone`: when only the last node of `runs` is.
-    `drops`, `rejects`: what the firewall of node 0 does to this port. `server`: another program on node 0.
+    `drops`, `rejects`: what the firewall of node 0 does to this port; `opens`: the only ports that each lets in.
+    `server`: another program on node 0. `island`: an interface of each node that reaches no other. `ipv6_port`: node1's
+    name has an IPv6 address first, and its firewall drops that port there. `names`: what /etc/hosts knows.
     """
 
     runs: tuple[tuple[int, tuple[str, ...]], ...]
@@ -69,6 +91,10 @@ class StartFault:
     drops: int = 0
     rejects: int = 0
     server: tuple[str, ...] = ()
+    island: str = ""
+    ipv6_port: int = 0
+    opens: tuple[int, ...] = ()
+    names: Names = Names.GOOD
 
 
 def _runs(*commands: list[str], first: int = 0) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -167,19 +193,102 @@ FAULTS = {
         ("waits for more",),
         server=tuple(serves(29400)),
     ),
+    "port-accelerate": StartFault(
+        _runs(accelerate("node1", 29500, 0), accelerate("node1", 29501, 1)),
+        (1,),
+        ("at node1:29501",),
+        ("nothing listens",),
+    ),
+    "name-accelerate": StartFault(
+        _runs(accelerate("node1", 29500, 0), accelerate("nod1", 29500, 1)),
+        (1,),
+        ("cannot resolve nod1",),
+        ("cannot resolve nod1",),
+    ),
+    "port-deepspeed": StartFault(
+        _runs(deepspeed("node1", 29500, 0), deepspeed("node1", 29501, 1)),
+        (1,),
+        ("at node1:29501",),
+        ("nothing listens",),
+    ),
+    "node-missing-deepspeed": StartFault(
+        _runs(deepspeed("node1", 29500, 0, 3), deepspeed("node1", 29500, 1, 3)), (2,), ("node3",), ("for more",)
+    ),
+    "rank-1-missing": StartFault(_runs(plain(0, "node1")), (1,), ("rank 1",), ("rank 1",)),
+    "rank-twice": StartFault(
+        _runs(plain(0, "node1", world=3), plain(1, "node1", world=3), plain(1, "node1", world=3)),
+        (1, 2),
+        ("RANK=1",),
+        ("for more",),
+    ),
+    "world-size": StartFault(
+        _runs(plain(0, "node1"), plain(1, "node1", world=3)), (0, 1), ("WORLD_SIZE",), ("for more",)
+    ),
+    "gloo-interface": StartFault(
+        _runs(*(["env", "GLOO_SOCKET_IFNAME=ib0", *plain(rank, "node1")] for rank in (0, 1))),
+        (0, 1),
+        ("ib0", "rank 1"),
+        ("192.168.5.1",),
+        island="ib0",
+    ),
+    "ipv6-first": StartFault(
+        _runs(plain(0, "node1"), plain(1, "node1")), (0, 1), ("IPv6",), ("IPv6",), ipv6_port=29500
+    ),
+    "ipv6-first-static": StartFault(
+        _runs(static("node1", 29500, 0), static("node1", 29500, 1)), (0, 1), ("IPv6",), ("IPv6",), ipv6_port=29500
+    ),
+    "host-name-c10d": StartFault(
+        _runs(c10d("10.77.0.1:29400"), c10d("10.77.0.1:29400")),
+        (0, 1),
+        ("cannot resolve node",),
+        ("cannot resolve node",),
+        names=Names.UNKNOWN,
+    ),
+    "only-one-port-open": StartFault(
+        _runs(c10d("node1:29400"), c10d("node1:29400")),
+        (0, 1),
+        ("gets no answer from",),
+        ("gets no answer from",),
+        opens=(29400,),
+    ),
+    "stale-store": StartFault(
+        ((0, (*static("node1", 29500, 0)[:-1], "--rdzv-id=old", OLD)), (1, tuple(static("node1", 29500, 1)))),
+        (0,),
+        ("store of another job",),
+        ("waits for more",),
+    ),
 }
+
+
+def _close_ports(fault: StartFault, network: Network) -> None:
+    first = network.nodes[0]
+    if fault.drops:
+        first.drop(fault.drops)
+    if fault.opens:
+        for node in network.nodes:
+            node.drop_ephemeral(*fault.opens)
+    if fault.rejects:
+        first.reject(fault.rejects, how="admin-prohibited")
+    if fault.ipv6_port:
+        rule = f"meta nfproto ipv6 tcp dport {fault.ipv6_port} drop"
+        first.in_firewall("input", "type filter hook input priority 0;", rule)
 
 
 def start(fault: StartFault, network: Network) -> Node:
     """Start a job that does not start; give the last node that it runs on. The network ends all of it."""
+    _close_ports(fault, network)
     first = network.nodes[0]
-    if fault.drops:
-        first.drop(fault.drops)
-    if fault.rejects:
-        first.reject(fault.rejects, how="admin-prohibited")
     if fault.server:
         first.start(*fault.server)
         first.wait_for_port(int(fault.server[-1]))
+    for number, node in enumerate(network.nodes):
+        if fault.island:
+            node.run("ip", "link", "add", fault.island, "type", "veth", "peer", "name", "unused")
+            node.run("ip", "addr", "add", f"192.168.5.{number + 1}/24", "dev", fault.island)
+            node.run("ip", "link", "set", fault.island, "up")
+        if fault.ipv6_port:
+            node.run("ip", "-6", "addr", "add", f"fd77::{number + 1}/64", "dev", "eth0", "nodad")
+            node.write_hosts(f"fd77::1 node1\n{network.hosts_file(node, Names.GOOD)}")
     for number, command in fault.runs:
         network.nodes[number].start(*command, env={"OMP_NUM_THREADS": "1"})
     return network.nodes[fault.runs[-1][0]]

@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for name in options.only.split(","):
-        with Network(3) as network:
+        with Network(3, names=FAULTS[name].names) as network:
             node = start(FAULTS[name], network)
             time.sleep(options.settle)
             for where in (node, None):
