@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -260,6 +263,46 @@ FAULTS = {
 }
 
 
+IN_LOG = {
+    "port-c10d": ("node1:29401",),
+    "port-static": ("node1:29501",),
+    "port-module": ("node1:29501",),
+    "port-variables": ("node1:29401",),
+    "port-plain": ("node1:29501",),
+    "port-accelerate": ("node1:29501",),
+    "port-deepspeed": ("node1:29501",),
+    "name-c10d": ("nod1",),
+    "name-static": ("nod1",),
+    "name-plain": ("nod1",),
+    "name-mpirun": ("nod1",),
+    "name-accelerate": ("nod1",),
+    "localhost-static": ("localhost:29500",),
+    "localhost-c10d": ("rendezvous timed out",),
+    "localhost-plain": ("localhost:29500",),
+    "node-missing": ("rendezvous timed out",),
+    "first-missing": ("node1:29500",),
+    "rank-0-missing": ("node1:29500",),
+    "node-rank-twice": ("--node-rank",),
+    "run-id": ("rendezvous timed out",),
+    "node-count": ("--nnodes",),
+    "backend": ("rendezvous timed out", "--nnodes"),
+    "firewall-drops": ("node1:29400",),
+    "firewall-rejects": ("node1:29500",),
+    "port-taken": ("29400", "rendezvous timed out"),
+    "node-missing-deepspeed": ("of 3 ranks",),
+    "rank-1-missing": ("of 2 ranks",),
+    "rank-twice": ("of 3 ranks", "of 3"),
+    "world-size": ("of 3 ranks", "of 2 ranks"),
+    "gloo-interface": ("Gloo",),
+    "ipv6-first": ("fd77::1", "node1:29500"),
+    "ipv6-first-static": ("fd77::1", "node1:29500"),
+    "host-name-c10d": ("node1", "node2"),
+    "only-one-port-open": ("node1:",),
+    "stale-store": ("--nnodes",),
+}
+"""Words of which one is in the title of `logs` once all processes have given up."""
+
+
 def _close_ports(fault: StartFault, network: Network) -> None:
     first = network.nodes[0]
     if fault.drops:
@@ -276,6 +319,45 @@ def _close_ports(fault: StartFault, network: Network) -> None:
 
 def start(fault: StartFault, network: Network) -> Node:
     """Start a job that does not start; give the last node that it runs on. The network ends all of it."""
+    _prepare(fault, network)
+    for number, command in fault.runs:
+        network.nodes[number].start(*command, env={"OMP_NUM_THREADS": "1"})
+    return network.nodes[fault.runs[-1][0]]
+
+
+def logs_of(fault: StartFault, network: Network, *, patience_s: float) -> list[Path]:
+    """Run a job with short limits until all of it has given up; return the output of each process."""
+    _prepare(fault, network)
+    limits = "join_timeout=20,read_timeout=20,timeout=20"
+    env = {"OMP_NUM_THREADS": "1", "PET_RDZV_CONF": limits, "TIMEOUT_S": "20"}
+    files = [network.folder / f"output-{at}.log" for at in range(len(fault.runs))]
+    ranks = []
+    for (number, command), file in zip(fault.runs, files, strict=True):
+        with file.open("w") as output:
+            conf = [f"--rdzv_conf={limits}"] * ("--multi_gpu" in command)  # accelerate does not read PET_*
+            ranks.append(network.nodes[number].start(*command[:-1], *conf, command[-1], env=env, output=output))
+    until = time.monotonic() + patience_s
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+        time.sleep(0.5)
+    return files
+
+
+def read_logs(files: list[Path]) -> dict[str, Any]:
+    """Return the report of `logs` on these files."""
+    argv = [sys.executable, "-m", "distdiag", "logs", "--json", *map(str, files)]
+    done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(TESTS.parent)}, capture_output=True, check=False)
+    return {**json.loads(done.stdout), "exit": done.returncode}
+
+
+def score_log(name: str, report: dict[str, Any]) -> str:
+    """Score what `logs` says: a host that is innocent makes it wrong."""
+    title = report["findings"][0]["title"] if report["findings"] else ""
+    if report["verdict"] == "ok":
+        return "wrong"
+    return "right" if any(words in title for words in IN_LOG[name]) else "unknown"
+
+
+def _prepare(fault: StartFault, network: Network) -> None:
     _close_ports(fault, network)
     first = network.nodes[0]
     if fault.server:
@@ -289,9 +371,6 @@ def start(fault: StartFault, network: Network) -> Node:
         if fault.ipv6_port:
             node.run("ip", "-6", "addr", "add", f"fd77::{number + 1}/64", "dev", "eth0", "nodad")
             node.write_hosts(f"fd77::1 node1\n{network.hosts_file(node, Names.GOOD)}")
-    for number, command in fault.runs:
-        network.nodes[number].start(*command, env={"OMP_NUM_THREADS": "1"})
-    return network.nodes[fault.runs[-1][0]]
 
 
 def ask(network: Network, node: Node | None) -> dict[str, Any]:

@@ -44,12 +44,15 @@ _NAMES = (
         b"MASTER_PORT=",
         b"WORLD_SIZE=",
         b"RANK=",
+        b"SLURM_STEP_NUM_TASKS=",
+        b"OMPI_COMM_WORLD_SIZE=",
         b"SLURM_STEP_NODELIST=",
         b"SLURM_JOB_NODELIST=",
     ),
 )
 """Variables that are read, by how their names begin."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_TASKS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 _MOST_HOSTS = 256
 """Nodes of a job that are resolved."""
@@ -85,8 +88,9 @@ class Start:
 
     `knocks`: remote ends that do not answer it. `interfaces`: what its environment chooses for Gloo and NCCL, by name
     of the variable. `meeting`: None if its command line does not name one, or it is in another network namespace.
-    `above`: of a rank, the launcher that started it. `command`: the launcher's command line, quoted for a shell and
-    without secrets; empty if it is very long. `joined`: it has a connection to the meeting place's port.
+    `tasks`: how many processes the mpirun or srun above it has started. `above`: of a rank, the launcher on its node.
+    `command`: the launcher's command line, quoted for a shell and without secrets; empty if it is very long. `joined`:
+    it has a connection to the meeting place's port.
     """
 
     pid: int
@@ -97,6 +101,7 @@ class Start:
     world_size: int | None = None
     knocks: tuple[str, ...] = ()
     interfaces: dict[str, str] = field(default_factory=dict)
+    tasks: int | None = None
     above: Launch | None = None
     command: str = ""
     joined: bool | None = None
@@ -173,6 +178,7 @@ def _start(
         world_size=launch_options.number(environment.get("WORLD_SIZE", "")),
         knocks=tuple(sorted(sock.remote for sock in own if sock.state == "SYN_SENT")),
         interfaces={name: environment[name] for name in _INTERFACES if name in environment},
+        tasks=next((number for name in _TASKS if (number := launch_options.number(environment.get(name, "")))), None),
         above=above,
         command=command if len(command) <= _LONGEST_COMMAND else "",
         joined=any(sock.state == "ESTABLISHED" and sock.remote.endswith(f":{launch.port}") for sock in own),

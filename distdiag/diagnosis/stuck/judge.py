@@ -12,7 +12,7 @@ from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
 from distdiag.diagnosis.stuck.evidence import gather_evidence
 from distdiag.diagnosis.stuck.findings import findings_of
 from distdiag.diagnosis.stuck.join import join, source_rows
-from distdiag.diagnosis.stuck.starts import start_claims
+from distdiag.diagnosis.stuck.starts import start_claims, without_place
 from distdiag.diagnosis.stuck.types import Source, StuckKind
 from distdiag.diagnosis.wording import format_hosts, listed, no_rank_seen
 from distdiag.jobs.roles import (
@@ -59,6 +59,9 @@ def judge(asked: Asked, nodes: Sequence[NodePicture]) -> list[Joined]:
         jobs = of_pids(jobs, asked.pids, named)
     else:
         jobs = of_interest(jobs)
+    if any(read.starts for node in nodes for read in node.starts):
+        # Beside launchers that wait, a shell or a sleep with a rank in its environment is a wrapper, not a rank.
+        jobs = [job for job in jobs if any(member.process and member.process.python for member in job.members)]
     return judge_jobs(asked, nodes, jobs)
 
 
@@ -74,6 +77,8 @@ def _or_start(joined: Joined, nodes: Sequence[NodePicture]) -> Joined:
     evidence = joined.evidence
     states = evidence.stacks.states
     starts = start_claims(evidence.asked, nodes, of_ranks=True, states=states) if states else []
+    placeless = without_place(evidence.asked, states)
+    starts = starts or ([placeless] if placeless is not None else [])
     if not starts or joined.kind in _ITS_OWN:
         return joined
     first = starts[0]

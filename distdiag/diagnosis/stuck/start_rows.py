@@ -48,7 +48,10 @@ class StartRow:
     @property
     def name(self) -> str:
         """Name it: "rank 3 on node2", "node2"."""
-        return f"rank {self.start.rank} on {self.host}" if self.is_rank else self.host
+        if not self.is_rank:
+            return self.host
+        name = f"pid {self.start.pid}" if self.start.rank is None else f"rank {self.start.rank}"
+        return f"{name} on {self.host}"
 
     @property
     def is_rank(self) -> bool:

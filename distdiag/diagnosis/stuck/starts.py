@@ -66,19 +66,53 @@ def start_claims(
     `of_ranks`: judge ranks in init_process_group, else launchers that have not started any rank. `states`: the ranks of
     the one job to judge, wherever they are; empty: judge all.
     """
-    own_pids = {(state.member.host, state.member.pid) for state in states}
+    own_pids = {(state.member.host, state.member.pid): state.member.rank for state in states}
     owner = owners(nodes)
     groups: dict[tuple[str, str], list[StartRow]] = {}
     for node in nodes:
         for read in node.starts:
             own = frozenset(text.partition("/")[0] for texts in read.addresses.values() for text in texts)
             for start in read.starts:
-                row = StartRow(node.host, start, own, _family(node, start.pid))
-                if row.is_rank is of_ranks and (not own_pids or (node.host, start.pid) in own_pids):
+                key = node.host, start.pid
+                number = own_pids.get(key) if start.rank is None else start.rank  # Lightning's first rank is deduced
+                row = StartRow(node.host, replace(start, rank=number), own, _family(node, start.pid))
+                if row.is_rank is of_ranks and (not own_pids or key in own_pids):
                     groups.setdefault((start.launch.program, start.launch.script), []).append(row)
     jobs = [job for rows in groups.values() for job in _jobs(rows, owner)]
     found = (_Group(asked, nodes, rows, [job for job in jobs if job is not rows], states) for rows in jobs)
     return sorted((claim for group in found for claim in group.claims()), key=lambda claim: not claim.is_sure)
+
+
+def in_init(state: RankState) -> bool:
+    """Return whether a rank's stack is in init_process_group."""
+    return any(
+        frame.function == "init_process_group" and frame.file.endswith("distributed_c10d.py")
+        for frame in state.thread.frames
+    )
+
+
+def without_place(asked: Asked, states: Sequence[RankState]) -> Claim | None:
+    """Return that all of these wait in init_process_group, at a place that their environment does not name.
+
+    So does mp.spawn with init_method="tcp://...": polling for rank 0 looks like progress, and arguments like steps.
+    """
+    processes = [state.member.process for state in states]
+    told = any(process is not None and "MASTER_ADDR" in process.job for process in processes)
+    if told or not states or not all(map(in_init, states)):
+        return None
+    wait = "waits" if len(states) == 1 else "wait"
+    return Claim(
+        source=Source.START,
+        kind=StuckKind.RENDEZVOUS,
+        is_sure=False,
+        says=f"{briefly(states)} {wait} in init_process_group for more ranks, or for rank 0",
+        detail="Their environment has no MASTER_ADDR: the script itself chooses where they meet.",
+        fix=Fix(
+            text="ask all nodes of the job; test the address that the script gives to init_process_group",
+            commands=(f"{asked.program} hang --hosts LIST", f"{asked.program} ports HOST:PORT"),
+        ),
+        pids=tuple(state.member.pid for state in states if state.member.pid is not None),
+    )
 
 
 def _family(node: NodePicture, pid: int) -> frozenset[int]:
@@ -297,7 +331,7 @@ class _Group:
         """Ranks whose RANK or WORLD_SIZE does not fit those of the others."""
         if not self._of_ranks:
             return
-        sizes = Counter(row.start.world_size for row in self._rows)
+        sizes = Counter(row.start.world_size for row in self._rows if row.start.world_size is not None)
         if len(sizes) > 1:
             parts = [
                 f"{size} for {name_ranks(row.start.rank or 0 for row in self._rows if row.start.world_size == size)}"
@@ -306,7 +340,7 @@ class _Group:
             title = f"the ranks were started with different WORLD_SIZE: {listed(parts)}"
             yield self._made(self._rows, Level.FAIL, title, "", Fix(text="start all ranks with the same WORLD_SIZE"))
         for rank, count in Counter(row.start.rank for row in self._rows if row.start.rank is not None).items():
-            if count > 1 and len(sizes) == 1:
+            if count > 1 and len(sizes) < 2:
                 rows = [row for row in self._rows if row.start.rank == rank]
                 title = f"{count} processes were started with RANK={rank}: on {format_hosts(row.host for row in rows)}"
                 fix = Fix(text=f"give each process its own RANK: 0 to {(self._first.world_size or 1) - 1}")
@@ -473,23 +507,29 @@ class _Group:
         """Ranks wait at rank 0's store, and others have not connected to it."""
         gone = any(state.thread.kind in _NOT_COMING and state.member.process for state in self._not_here)
         seen = {row.start.rank for row in self._rows} | {state.member.rank for state in self._not_here}
-        missing = sorted(set(range(self._first.world_size or 0)) - seen)
-        if not (self._of_ranks and missing) or gone:
+        size = max((row.start.world_size or 0 for row in self._rows), default=0)
+        missing = sorted(set(range(size)) - seen)
+        if not (self._of_ranks and missing) or gone or None in seen:
             return
-        place = self._rows[0].place
+        place, tasks = self._rows[0].place, self._first.tasks
+        if tasks and tasks > 1 and self._first.above is None and missing == list(range(tasks, missing[-1] + 1)):
+            title = f"WORLD_SIZE is {size}, but the launcher has started {tasks} processes"
+            fix = Fix(text=f"set WORLD_SIZE={tasks}, or start {size} processes: srun --ntasks, mpirun -np")
+            yield self._made(self._rows, Level.FAIL, title, f"No process is {name_ranks(missing)}.", fix, accuses=False)
+            return
         read = {address for node in self._nodes for address in by_interface(node)}
         if not any(row.is_server() for row in self._rows):
             if self._first.joined:
                 names = listed(list(dict.fromkeys(row.name for row in self._rows))[:_SHOWN])
-                wait, of = "waits" if len(self._rows) == 1 else "wait", self._first.world_size
-                title = f"{names} {wait} at {place} for more of its {of} ranks"
+                wait = "waits" if len(self._rows) == 1 else "wait"
+                title = f"{names} {wait} at {place} for more of its {size} ranks"
                 yield self._made(self._rows, Level.WARN, title, "", self._ask_all(), accuses=False)
             return
         absent, level = self._named_absent(), self._level()
         if not absent and not self._came() <= read:
             return  # a host that was not read has ranks
         one = len(absent or missing) == 1
-        names = format_hosts(absent) if absent else f"{name_ranks(missing)} of {self._first.world_size}"
+        names = format_hosts(absent) if absent else f"{name_ranks(missing)} of {size}"
         title = f"{names} {'has' if one else 'have'} not come to {place}"
         title += ": no rank there is connected to rank 0" if absent else ""
         detail = f"{'It is' if one else 'They are'} still starting, never started, or exited."
