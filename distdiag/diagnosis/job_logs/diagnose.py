@@ -29,7 +29,7 @@ _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that no exception of Python ends in."""
 _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
 """What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
-_IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "agents-missing")
+_IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "agents-missing", "rank-never-came")
 """Lines of a process that reached the rendezvous, and waited there for others."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NEAR = 5
