@@ -445,6 +445,8 @@ class _Group:
             return
         there = [row for row in self._rows if row.host == head.host]
         if there and (self._of_ranks or not there[0].start.launch.node_rank):
+            away = [row.name for row in rows if row.host != head.host] or [row.name for row in rows]
+            waits = f"{listed(away)} {'wait' if len(away) > 1 else 'waits'} for {first.place}"
             title = f"{waits}: the process of this job on {head.host} does not listen there yet"
             yield self._made(rows, Level.WARN, title, "", self._is_host(there[0]), accuses=False)
             return
