@@ -5,11 +5,17 @@ The answers were written before the first run.
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from cluster import Names
 
 if TYPE_CHECKING:
     from cluster import Network
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).resolve().parent
 TRAIN = str(TESTS / "programs" / "plain_allreduce.py")
+OLD = str(TESTS / "programs" / "gloo_job.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
@@ -50,6 +57,22 @@ def through_variables(endpoint: str) -> list[str]:
     return ["env", *names, TORCHRUN, TRAIN]
 
 
+def accelerate(address: str, port: int, rank: int) -> list[str]:
+    where = ("--num_machines=2", "--num_processes=2", f"--machine_rank={rank}", f"--main_process_ip={address}")
+    kind = ("--multi_gpu", "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={port}")
+    return [
+        *("env", "ACCELERATE_USE_CPU=true", sys.executable, "-m", "accelerate.commands.launch"),
+        *(*where, *kind, TRAIN),
+    ]
+
+
+def deepspeed(address: str, port: int, rank: int, nodes: int = 2) -> list[str]:
+    """Return the line that the deepspeed launcher has pdsh start on a node."""
+    world = base64.urlsafe_b64encode(json.dumps({f"node{node + 1}": [0] for node in range(nodes)}).encode()).decode()
+    where = (f"--world_info={world}", f"--node_rank={rank}", f"--master_addr={address}", f"--master_port={port}")
+    return [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *where, TRAIN]
+
+
 def serves(port: int) -> list[str]:
     return [sys.executable, "-m", "http.server", str(port)]
 
@@ -59,7 +82,9 @@ class StartFault:
     """What runs on which node (0 to 2); `culprits`: nodes at fault, of which any subset but none is right to name.
 
     `words`: one of them is in the title when all nodes are asked; `alone`: when only the last node of `runs` is.
-    `drops`, `rejects`: what the firewall of node 0 does to this port. `server`: another program on node 0.
+    `drops`, `rejects`: what the firewall of node 0 does to this port; `opens`: the only ports that each lets in.
+    `server`: another program on node 0. `island`: an interface of each node that reaches no other. `ipv6_port`: node1's
+    name has an IPv6 address first, and its firewall drops that port there. `names`: what /etc/hosts knows.
     """
 
     runs: tuple[tuple[int, tuple[str, ...]], ...]
@@ -69,40 +94,40 @@ class StartFault:
     drops: int = 0
     rejects: int = 0
     server: tuple[str, ...] = ()
+    island: str = ""
+    ipv6_port: int = 0
+    opens: tuple[int, ...] = ()
+    names: Names = Names.GOOD
 
 
 def _runs(*commands: list[str], first: int = 0) -> tuple[tuple[int, tuple[str, ...]], ...]:
     return tuple((first + number, tuple(command)) for number, command in enumerate(commands))
 
 
+def _other_port(*commands: list[str]) -> StartFault:
+    return StartFault(_runs(*commands), (1,), ("at node1:29501",), ("nothing listens",))
+
+
+def _other_name(*commands: list[str]) -> StartFault:
+    return StartFault(_runs(*commands), (1,), ("cannot resolve nod1",), ("cannot resolve nod1",))
+
+
 FAULTS = {
     "port-c10d": StartFault(
         _runs(c10d("node1:29400"), c10d("node1:29401")), (1,), ("node2 waits at node1:29401",), ("nothing listens",)
     ),
-    "port-static": StartFault(
-        _runs(static("node1", 29500, 0), static("node1", 29501, 1)), (1,), ("at node1:29501",), ("nothing listens",)
-    ),
-    "port-module": StartFault(
-        _runs(module("node1", 29500, 0), module("node1", 29501, 1)), (1,), ("at node1:29501",), ("nothing listens",)
-    ),
+    "port-static": _other_port(static("node1", 29500, 0), static("node1", 29501, 1)),
+    "port-module": _other_port(module("node1", 29500, 0), module("node1", 29501, 1)),
     "port-variables": StartFault(
         _runs(through_variables("node1:29400"), through_variables("node1:29401")),
         (1,),
         ("at node1:29401",),
         ("nothing listens",),
     ),
-    "port-plain": StartFault(
-        _runs(plain(0, "node1"), plain(1, "node1", 29501)), (1,), ("at node1:29501",), ("nothing listens",)
-    ),
-    "name-c10d": StartFault(
-        _runs(c10d("node1:29400"), c10d("nod1:29400")), (1,), ("cannot resolve nod1",), ("cannot resolve nod1",)
-    ),
-    "name-static": StartFault(
-        _runs(static("node1", 29500, 0), static("nod1", 29500, 1)), (1,), ("cannot resolve nod1",), ("cannot resolve",)
-    ),
-    "name-plain": StartFault(
-        _runs(plain(0, "node1"), plain(1, "nod1")), (1,), ("cannot resolve nod1",), ("cannot resolve nod1",)
-    ),
+    "port-plain": _other_port(plain(0, "node1"), plain(1, "node1", 29501)),
+    "name-c10d": _other_name(c10d("node1:29400"), c10d("nod1:29400")),
+    "name-static": _other_name(static("node1", 29500, 0), static("nod1", 29500, 1)),
+    "name-plain": _other_name(plain(0, "node1"), plain(1, "nod1")),
     "name-mpirun": StartFault(_runs(mpirun("nod1")), (0,), ("cannot resolve nod1",), ("cannot resolve nod1",)),
     "localhost-static": StartFault(
         _runs(static("localhost", 29500, 0), static("localhost", 29500, 1)), (1,), ("itself",), ("itself",)
@@ -167,22 +192,152 @@ FAULTS = {
         ("waits for more",),
         server=tuple(serves(29400)),
     ),
+    "port-accelerate": _other_port(accelerate("node1", 29500, 0), accelerate("node1", 29501, 1)),
+    "name-accelerate": _other_name(accelerate("node1", 29500, 0), accelerate("nod1", 29500, 1)),
+    "port-deepspeed": _other_port(deepspeed("node1", 29500, 0), deepspeed("node1", 29501, 1)),
+    "node-missing-deepspeed": StartFault(
+        _runs(deepspeed("node1", 29500, 0, 3), deepspeed("node1", 29500, 1, 3)), (2,), ("node3",), ("for more",)
+    ),
+    "rank-1-missing": StartFault(_runs(plain(0, "node1")), (1,), ("rank 1",), ("rank 1",)),
+    "rank-twice": StartFault(
+        _runs(plain(0, "node1", world=3), plain(1, "node1", world=3), plain(1, "node1", world=3)),
+        (1, 2),
+        ("RANK=1",),
+        ("for more",),
+    ),
+    "world-size": StartFault(
+        _runs(plain(0, "node1"), plain(1, "node1", world=3)), (0, 1), ("WORLD_SIZE",), ("for more",)
+    ),
+    "gloo-interface": StartFault(
+        _runs(*(["env", "GLOO_SOCKET_IFNAME=ib0", *plain(rank, "node1")] for rank in (0, 1))),
+        (0, 1),
+        ("ib0", "rank 1"),
+        ("192.168.5.1",),
+        island="ib0",
+    ),
+    "ipv6-first": StartFault(
+        _runs(plain(0, "node1"), plain(1, "node1")), (0, 1), ("IPv6",), ("IPv6",), ipv6_port=29500
+    ),
+    "ipv6-first-static": StartFault(
+        _runs(static("node1", 29500, 0), static("node1", 29500, 1)), (0, 1), ("IPv6",), ("IPv6",), ipv6_port=29500
+    ),
+    "host-name-c10d": StartFault(
+        _runs(c10d("10.77.0.1:29400"), c10d("10.77.0.1:29400")),
+        (0, 1),
+        ("cannot resolve node",),
+        ("cannot resolve node",),
+        names=Names.UNKNOWN,
+    ),
+    "only-one-port-open": StartFault(
+        _runs(c10d("node1:29400"), c10d("node1:29400")),
+        (0, 1),
+        ("gets no answer from",),
+        ("gets no answer from",),
+        opens=(29400,),
+    ),
+    "stale-store": StartFault(
+        ((0, (*static("node1", 29500, 0)[:-1], "--rdzv-id=old", OLD)), (1, tuple(static("node1", 29500, 1)))),
+        (0,),
+        ("store of another job",),
+        ("waits for more",),
+    ),
 }
+
+
+_IN_LOG = {
+    "node1:29401": "port-c10d port-variables",
+    "node1:29501": "port-static port-module port-plain port-accelerate port-deepspeed",
+    "nod1": "name-c10d name-static name-plain name-mpirun name-accelerate",
+    "localhost:29500": "localhost-static localhost-plain",
+    "rendezvous timed out": "localhost-c10d node-missing run-id",
+    "node1:29500": "first-missing rank-0-missing",
+    "--node-rank": "node-rank-twice",
+    "--nnodes": "node-count stale-store",
+    "rendezvous timed out|--nnodes": "backend",
+    "node1:29400": "firewall-drops",
+    "node1:29500|10.77.0.1:29500": "firewall-rejects",
+    "29400|rendezvous timed out": "port-taken",
+    "of 3 ranks": "node-missing-deepspeed",
+    "of 2 ranks": "rank-1-missing",
+    "RANK": "rank-twice",
+    "WORLD_SIZE": "world-size",
+    "Gloo": "gloo-interface",
+    "fd77::1|node1:29500": "ipv6-first ipv6-first-static",
+    "node1|node2": "host-name-c10d",
+    "node1:": "only-one-port-open",
+}
+"""Words of which one is in the title of `logs` once all processes have given up: of which faults."""
+
+
+def _close_ports(fault: StartFault, network: Network) -> None:
+    first = network.nodes[0]
+    if fault.drops:
+        first.drop(fault.drops)
+    if fault.opens:
+        for node in network.nodes:
+            node.drop_ephemeral(*fault.opens)
+    if fault.rejects:
+        first.reject(fault.rejects, how="admin-prohibited")
+    if fault.ipv6_port:
+        rule = f"meta nfproto ipv6 tcp dport {fault.ipv6_port} drop"
+        first.in_firewall("input", "type filter hook input priority 0;", rule)
 
 
 def start(fault: StartFault, network: Network) -> Node:
     """Start a job that does not start; give the last node that it runs on. The network ends all of it."""
-    first = network.nodes[0]
-    if fault.drops:
-        first.drop(fault.drops)
-    if fault.rejects:
-        first.reject(fault.rejects, how="admin-prohibited")
-    if fault.server:
-        first.start(*fault.server)
-        first.wait_for_port(int(fault.server[-1]))
+    _prepare(fault, network)
     for number, command in fault.runs:
         network.nodes[number].start(*command, env={"OMP_NUM_THREADS": "1"})
     return network.nodes[fault.runs[-1][0]]
+
+
+def logs_of(fault: StartFault, network: Network, *, patience_s: float) -> list[Path]:
+    """Run a job with short limits until all of it has given up; return the output of each process."""
+    _prepare(fault, network)
+    limits = "join_timeout=20,read_timeout=20,timeout=20"
+    env = {"OMP_NUM_THREADS": "1", "PET_RDZV_CONF": limits, "TIMEOUT_S": "20"}
+    files = [network.folder / f"output-{at}.log" for at in range(len(fault.runs))]
+    ranks = []
+    for (number, command), file in zip(fault.runs, files, strict=True):
+        with file.open("w") as output:
+            conf = [f"--rdzv_conf={limits}"] * ("--multi_gpu" in command)  # accelerate does not read PET_*
+            ranks.append(network.nodes[number].start(*command[:-1], *conf, command[-1], env=env, output=output))
+    until = time.monotonic() + patience_s
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+        time.sleep(0.5)
+    return files
+
+
+def read_logs(files: list[Path]) -> dict[str, Any]:
+    """Return the report of `logs` on these files."""
+    argv = [sys.executable, "-m", "distdiag", "logs", "--json", *map(str, files)]
+    done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(TESTS.parent)}, capture_output=True, check=False)
+    return {**json.loads(done.stdout), "exit": done.returncode}
+
+
+def score_log(name: str, report: dict[str, Any]) -> str:
+    """Score what `logs` says: right, unknown or wrong."""
+    title = report["findings"][0]["title"] if report["findings"] else ""
+    if report["verdict"] == "ok":
+        return "wrong"
+    words = next(words for words, names in _IN_LOG.items() if name in names.split())
+    return "right" if any(word in title for word in words.split("|")) else "unknown"
+
+
+def _prepare(fault: StartFault, network: Network) -> None:
+    _close_ports(fault, network)
+    first = network.nodes[0]
+    if fault.server:
+        first.start(*fault.server)
+        first.wait_for_port(int(fault.server[-1]))
+    for number, node in enumerate(network.nodes):
+        if fault.island:
+            node.run("ip", "link", "add", fault.island, "type", "veth", "peer", "name", "unused")
+            node.run("ip", "addr", "add", f"192.168.5.{number + 1}/24", "dev", fault.island)
+            node.run("ip", "link", "set", fault.island, "up")
+        if fault.ipv6_port:
+            node.run("ip", "-6", "addr", "add", f"fd77::{number + 1}/64", "dev", "eth0", "nodad")
+            node.write_hosts(f"fd77::1 node1\n{network.hosts_file(node, Names.GOOD)}")
 
 
 def ask(network: Network, node: Node | None) -> dict[str, Any]:

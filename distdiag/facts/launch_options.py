@@ -1,11 +1,14 @@
 """Where the nodes of a job meet, from the command line of the launcher that waits for them.
 
-The names and defaults are those of torchrun (torch/distributed/run.py, the rendezvous backends of torch 2.13) and of
-`accelerate launch`, which runs torchrun's code in its own process. A variable PET_NAME is the default of --name.
+The names and defaults are those of torchrun (torch/distributed/run.py, the rendezvous backends of torch 2.13), of
+`accelerate launch`, which runs torchrun's code in its own process, and of deepspeed.launcher.launch, which the
+deepspeed command starts on each node. A variable PET_NAME is the default of torchrun's --name.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -32,11 +35,12 @@ _ACCELERATE = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A launcher's options. `program`: "torchrun", "accelerate"; "environment" for a rank that has MASTER_ADDR.
+    """A launcher's options. `program`: "torchrun", "accelerate", "deepspeed"; "environment": a rank with MASTER_ADDR.
 
     `host`, `port`: the rendezvous, empty and 0 if the command line does not name it. `backend`: "static", "c10d", or
     another one. `nodes`: fewest and most. `node_rank`: None if it is not set. `gives_up_s`: how long it waits for the
     other nodes; `connects_s`: for the store. `script`: the program of the ranks, with neither its options nor folder.
+    `hosts`: the job's nodes, if the command line lists them.
     """
 
     program: str
@@ -50,6 +54,7 @@ class Launch:
     connects_s: float | None = None
     is_host: bool | None = None
     script: str = ""
+    hosts: tuple[str, ...] = ()
 
 
 def read(words: Sequence[str], variables: Mapping[str, str]) -> Launch | None:
@@ -71,6 +76,8 @@ def _program(words: Sequence[str], at: int) -> str:
     base = os.path.basename(words[at])
     if base == "torchrun" or words[at] in ("torch.distributed.run", "torch.distributed.launch"):
         return "torchrun"
+    if words[at] == "deepspeed.launcher.launch":
+        return "deepspeed"
     return "accelerate" if base == "accelerate" or words[at].startswith("accelerate.commands.") else ""
 
 
@@ -95,7 +102,28 @@ def _options(words: Sequence[str]) -> tuple[dict[str, str], str]:
     return found, ""
 
 
+def _deepspeed(options: Mapping[str, str], script: str) -> Launch:
+    """Its --world_info is base64 of {"node1": [local ranks], ...}; its ranks meet without the launcher."""
+    try:
+        hosts = tuple(json.loads(base64.urlsafe_b64decode(options.get("world_info", ""))))
+    except (ValueError, TypeError):
+        hosts = ()
+    count = max(1, len(hosts))
+    return Launch(
+        program="deepspeed",
+        host=options.get("master_addr", "127.0.0.1"),
+        port=number(options.get("master_port", "")) or _STATIC_PORT,
+        backend="env",
+        nodes=(count, count),
+        node_rank=number(options.get("node_rank", "")),
+        script=script,
+        hosts=tuple(map(str, hosts)),
+    )
+
+
 def _launch(program: str, options: Mapping[str, str], script: str) -> Launch:
+    if program == "deepspeed":
+        return _deepspeed(options, script)
     backend = options.get("rdzv_backend") or "static"
     least, _, most = options.get("nnodes", "1").partition(":")
     nodes = (number(least) or 1, number(most) or number(least) or 1)

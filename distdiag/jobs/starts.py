@@ -7,12 +7,23 @@ is closed at once, which a store of torch drops without a word. Nothing is judge
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from dataclasses import dataclass, field
 from functools import partial
 
 from distdiag.agent import port_scan
-from distdiag.facts import deadlines, launch_options, listeners, machine, network, nics, procs, sockets
+from distdiag.facts import (
+    deadlines,
+    launch_options,
+    listeners,
+    machine,
+    network,
+    nics,
+    procs,
+    programs,
+    sockets,
+)
 from distdiag.facts.launch_options import Launch
 
 TYPE_CHECKING = False
@@ -33,10 +44,20 @@ _NAMES = (
         b"MASTER_PORT=",
         b"WORLD_SIZE=",
         b"RANK=",
+        b"SLURM_STEP_NUM_TASKS=",
+        b"OMPI_COMM_WORLD_SIZE=",
+        b"SLURM_STEP_NODELIST=",
+        b"SLURM_JOB_NODELIST=",
     ),
 )
 """Variables that are read, by how their names begin."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_TASKS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+_MOST_HOSTS = 256
+"""Nodes of a job that are resolved."""
+_LONGEST_COMMAND = 2000
+_ABOVE = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,8 @@ class Meeting:
 
     `addresses`: in the resolver's order; `error`: why there are none. `is_here`: one of them is this machine's own.
     `state`: see port_scan.PortResult; empty if it was not tried. `server`, `command`: the process that listens there,
-    of this machine. `clients`: the addresses that are connected to it.
+    of this machine. `clients`: the addresses that are connected to it. `silent`: the address that torch tries first
+    gives no answer, but the next one is open.
     """
 
     host: str
@@ -57,6 +79,7 @@ class Meeting:
     server: int | None = None
     command: str = ""
     clients: tuple[str, ...] = ()
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,9 @@ class Start:
 
     `knocks`: remote ends that do not answer it. `interfaces`: what its environment chooses for Gloo and NCCL, by name
     of the variable. `meeting`: None if its command line does not name one, or it is in another network namespace.
+    `tasks`: how many processes the mpirun or srun above it has started. `above`: of a rank, the launcher on its node.
+    `command`: the launcher's command line, quoted for a shell and without secrets; empty if it is very long. `joined`:
+    it has a connection to the meeting place's port.
     """
 
     pid: int
@@ -75,14 +101,23 @@ class Start:
     world_size: int | None = None
     knocks: tuple[str, ...] = ()
     interfaces: dict[str, str] = field(default_factory=dict)
+    tasks: int | None = None
+    above: Launch | None = None
+    command: str = ""
+    joined: bool | None = None
 
 
 @dataclass(frozen=True)
 class Starts:
-    """Those of one node. `addresses`: its own ones, by interface."""
+    """Those of one node. `addresses`: its own ones, by interface.
+
+    `expected`: the job's nodes by deepspeed's or SLURM's list, with what the resolver here returns for each; read on
+    the node of the meeting place only.
+    """
 
     starts: tuple[Start, ...]
     addresses: dict[str, tuple[str, ...]]
+    expected: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def read(launchers: Iterable[int], ranks: Iterable[int]) -> Starts:
@@ -91,14 +126,35 @@ def read(launchers: Iterable[int], ranks: Iterable[int]) -> Starts:
     environments = {pid: procs.variables_named(pid, _NAMES) for pid in (*launchers, *ranks)}
     launches = {pid: launch_options.read(procs.command_words(pid), environments[pid]) for pid in launchers}
     launches.update({pid: _of_rank(environments[pid]) for pid in ranks})
-    known = {pid: launch for pid, launch in launches.items() if launch is not None}
+    known = {pid: launch for pid, launch in launches.items() if launch is not None and launch.program != "deepspeed"}
     here = machine.network_namespace(os.getpid())
     places = {(known[pid].host, known[pid].port) for pid in known if machine.network_namespace(pid) == here}
     namespace = tables.of(os.getpid())
     reads = {place: partial(_meet, *place, namespace) for place in places if all(place)}
     met, _ = deadlines.together(reads, patience_s=_RESOLVE_S + _CONNECT_S + 1.0)
     starts = [_start(pid, launch, environments[pid], met, tables.of(pid)) for pid, launch in known.items()]
-    return Starts(tuple(starts), nics.addresses())
+    is_server = any(start.meeting is not None and start.meeting.server for start in starts)
+    expected = _expected(starts, [environments[start.pid] for start in starts]) if is_server else {}
+    return Starts(tuple(starts), nics.addresses(), expected)
+
+
+def _expected(starts: Iterable[Start], environments: Iterable[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
+    names = {host: None for start in starts if start.above is not None for host in start.above.hosts}
+    if not names:
+        listed = {value: None for each in environments for name in _NODELISTS if (value := each.get(name))}
+        for nodes in list(listed)[:1]:
+            names = dict.fromkeys(_hostnames(nodes))
+    found, late = deadlines.each(list(names)[:_MOST_HOSTS], network.resolve, patience_s=_RESOLVE_S)
+    return {name: found[name][0] for name in names if name in found} if not late else {}
+
+
+def _hostnames(nodes: str) -> list[str]:
+    """Return the names of SLURM's "node[1-4]"; none if its scontrol cannot be run here."""
+    try:
+        done = programs.run(["scontrol", "show", "hostnames", nodes], timeout_s=_RESOLVE_S)
+    except programs.CannotRun:
+        return []
+    return done.stdout.decode("utf-8", "replace").split()
 
 
 def _start(
@@ -111,6 +167,8 @@ def _start(
     proc = procs.read(pid)
     started_s = proc.started / os.sysconf("SC_CLK_TCK") if proc is not None else 0.0
     own = [namespace.sockets[inode] for inode in sockets.inodes(pid) if inode in namespace.sockets]
+    above, words = _launcher_of(pid) if launch.program == "environment" else (None, procs.command_words(pid))
+    command = machine.redacted(shlex.join(words))
     return Start(
         pid=pid,
         launch=launch,
@@ -120,7 +178,25 @@ def _start(
         world_size=launch_options.number(environment.get("WORLD_SIZE", "")),
         knocks=tuple(sorted(sock.remote for sock in own if sock.state == "SYN_SENT")),
         interfaces={name: environment[name] for name in _INTERFACES if name in environment},
+        tasks=next((number for name in _TASKS if (number := launch_options.number(environment.get(name, "")))), None),
+        above=above,
+        command=command if len(command) <= _LONGEST_COMMAND else "",
+        joined=any(sock.state == "ESTABLISHED" and sock.remote.endswith(f":{launch.port}") for sock in own),
     )
+
+
+def _launcher_of(pid: int) -> tuple[Launch | None, list[str]]:
+    """Return the launcher above a rank, and its command line."""
+    for _ in range(_ABOVE):
+        proc = procs.read(pid)
+        if proc is None or proc.parent < 1:
+            break
+        pid = proc.parent
+        words = procs.command_words(pid)
+        launch = launch_options.read(words, {})
+        if launch is not None:
+            return launch, words
+    return None, []
 
 
 def _of_rank(environment: Mapping[str, str]) -> Launch | None:
@@ -141,7 +217,8 @@ def _meet(host: str, port: int, namespace: Namespace) -> Meeting:
         return Meeting(host, port, addresses, error, True, state, pid, command, _clients(namespace, port))
     states = [port_scan.try_port(address, port, timeout_s=_CONNECT_S) for address in addresses[:2]]
     state = port_scan.OPEN if port_scan.OPEN in states else (states or [""])[0]
-    return Meeting(host, port, addresses, error, state=state)
+    silent = state == port_scan.OPEN and states[0] == port_scan.FILTERED
+    return Meeting(host, port, addresses, error, state=state, silent=silent)
 
 
 def _clients(namespace: Namespace, port: int) -> tuple[str, ...]:

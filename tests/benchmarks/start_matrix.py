@@ -18,7 +18,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 from cluster import Network  # noqa: E402 - the tests are no package
-from start_faults import FAULTS, ask, score, start  # noqa: E402
+from start_faults import FAULTS, ask, logs_of, read_logs, score, score_log, start  # noqa: E402
 
 
 def main() -> None:
@@ -27,10 +27,14 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(FAULTS))
     parser.add_argument("--settle", type=float, default=15.0, help="seconds from the start to the question")
     parser.add_argument("--out", default="")
+    parser.add_argument("--logs", action="store_true", help="let each job give up, and ask `logs` about its output")
     options = parser.parse_args()
+    if options.logs:
+        _ask_logs(options.only.split(","))
+        return
     rows = []
     for name in options.only.split(","):
-        with Network(3) as network:
+        with Network(3, names=FAULTS[name].names) as network:
             node = start(FAULTS[name], network)
             time.sleep(options.settle)
             for where in (node, None):
@@ -55,6 +59,21 @@ def main() -> None:
         print(f"asked on {asked}: {dict(Counter(row['score'] for row in of))} of {len(of)}")
     if options.out:
         Path(options.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _ask_logs(names: list[str]) -> None:
+    scores: Counter[str] = Counter()
+    for name in names:
+        with Network(3, names=FAULTS[name].names) as network:
+            files = logs_of(FAULTS[name], network, patience_s=120)
+            report = read_logs(files)
+            found = score_log(name, report)
+            last = [next(iter(file.read_text().strip().splitlines()[-1:]), "") for file in files]
+            titles = [finding["title"] for finding in report["findings"]]
+        scores[found] += 1
+        row = {"fault": name, "score": found, "verdict": report["verdict"], "titles": titles, "launcher_says": last}
+        print(json.dumps(row), flush=True)
+    print(f"logs: {dict(scores)} of {len(names)}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 from cluster import Network, need_network
-from start_faults import FAULTS, StartFault, ask, c10d, score, start
+from start_faults import FAULTS, StartFault, ask, c10d, plain, score, start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 _PATIENCE_S = 120.0
 """torchrun imports torch before it waits, which a busy machine slows down."""
 NAMED = ("port-c10d", "name-static", "localhost-static", "node-missing", "rank-0-missing", "port-taken")
+
+SPAWNS = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(i):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29500", rank=i, world_size=4)
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
+"""
 
 
 def answer(fault: StartFault, network: Network, *, alone: bool) -> str:
@@ -78,3 +90,38 @@ def test_a_job_that_was_asked_while_it_waited_starts_as_usual(tmp_path: Path) ->
         ranks.append(network.nodes[2].start(*c10d("node1:29400", 3), output=log))
         assert [rank.wait(_PATIENCE_S) for rank in ranks] == [0, 0, 0], (tmp_path / "log").read_text()
         assert (tmp_path / "log").read_text().count("OK") == 3
+
+
+@pytest.mark.parametrize("name", ["rank-twice", "ipv6-first-static"])
+def test_more_reasons_are_named(name: str) -> None:
+    need_network()
+    with Network(3) as network:
+        assert answer(FAULTS[name], network, alone=False) == "right"
+
+
+def test_a_rank_that_still_imports_is_not_accused_and_those_that_wait_are_not_hung() -> None:
+    need_network()
+    with Network(2) as network:
+        (network.folder / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
+        network.nodes[0].start(*plain(0, "node1"), env={"PYTHONPATH": str(network.folder)})
+        network.nodes[1].start(*plain(1, "node1"))
+        until = time.monotonic() + _PATIENCE_S
+        while "rank 0 has not reached init_process_group yet" not in (report := ask(network, None))["summary"]:
+            assert report["verdict"] != "fail", report["findings"]
+            assert time.monotonic() < until, report["findings"]
+        assert not any(finding["where"]["hosts"] or finding["where"]["ranks"] for finding in report["findings"])
+        assert report["data"]["class_name"] == "rendezvous"
+
+
+def test_ranks_at_an_address_of_their_script_are_neither_behind_nor_fine(tmp_path: Path) -> None:
+    """As below mp.spawn: no MASTER_ADDR, a loop that polls, and arguments that look like counters."""
+    need_network()
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS)
+    with Network(1) as network:
+        network.nodes[0].start(sys.executable, str(script))
+        until = time.monotonic() + _PATIENCE_S
+        while "wait in init_process_group for more ranks" not in (report := ask(network, network.nodes[0]))["summary"]:
+            assert report["verdict"] != "fail", report["findings"]
+            assert time.monotonic() < until, report["findings"]
+        assert report["verdict"] == "warn"

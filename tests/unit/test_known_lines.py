@@ -72,6 +72,8 @@ LINES = {
     "clients-missing": "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
     "rendezvous-timed-out": "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
     "agents-missing": "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /none/torchelastic/role_info/0, /none/torchelastic/role_info/1",
+    "gloo-unreachable": "[/pytorch/third_party/gloo/gloo/transport/tcp/debug_logger.cc:9] ERROR failed to connect, willRetry=1, retry=1, retryLimit=3, rank=1, size=2, local=[192.168.5.2]:729, remote=[192.168.5.1]:30642$1, error=SO_ERROR: No route to host, remote=[192.168.5.1]:30642$1",
+    "rank-never-came": "torch.distributed.DistStoreError: wait timeout after 1800000ms, keys: /default_pg/0//cpu//0/2",
     "rendezvous-closed": "torch.distributed.elastic.rendezvous.api.RendezvousClosedError",
     "store-get": "[4] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout",
     "env-missing": "ValueError: Error initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set",

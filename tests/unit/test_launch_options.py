@@ -82,3 +82,16 @@ def test_accelerate_has_its_own_names() -> None:
 
 def test_other_launchers_name_no_rendezvous() -> None:
     assert launch_options.read(["srun", "-n", "4", "python", "train.py"], {}) is None
+
+
+def test_the_line_that_deepspeed_starts_on_a_node_lists_all_nodes() -> None:
+    world = "eyJub2RlMSI6IFswLCAxXSwgIm5vZGUyIjogWzAsIDFdfQ=="  # {"node1": [0, 1], "node2": [0, 1]}
+    options = (f"--world_info={world}", "--node_rank=1", "--master_addr=node1", "--master_port=29600", "train.py")
+    launch = read("/venv/bin/python", "-u", "-m", "deepspeed.launcher.launch", *options)
+    assert (launch.program, launch.host, launch.port, launch.node_rank) == ("deepspeed", "node1", 29600, 1)
+    assert (launch.hosts, launch.nodes, launch.script) == (("node1", "node2"), (2, 2), "train.py")
+
+
+@pytest.mark.parametrize("world", ["", "%%", "bnVsbA=="])
+def test_a_world_info_that_is_none_lists_no_node(world: str) -> None:
+    assert read("python", "-m", "deepspeed.launcher.launch", f"--world_info={world}", "train.py").hosts == ()

@@ -246,6 +246,22 @@ def test_knowledge_says_where_each_line_comes_from() -> None:
     assert all(row.fix for row in rows if row.role == "cause")
 
 
+def test_a_node_that_could_not_connect_explains_why_the_others_waited_in_vain(tmp_path: Path) -> None:
+    first, second = tmp_path / "node1.log", tmp_path / "node2.log"
+    first.write_text(
+        "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.\n"
+    )
+    second.write_text(
+        "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to "
+        "(node1, 29501).\n"
+    )
+    report = judged(first, second)
+    assert report.findings[0].id == "logs.connect-timeout"
+    assert "node1:29501" in report.summary
+    assert report.findings[0].fix is not None
+    assert report.findings[0].fix.commands[0] == "distdiag ports node1:29501"
+
+
 _BAR = "\r 30%|███       | 60/200 [00:01<00:03, 44.1it/s]"
 _RAISED = 'Traceback (most recent call last):\n  File "/app/train.py", line 9, in main\n    step()\n{}\n'
 _FAILED = "E1123 10:20:30.1 77 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {}) local_rank: 1 (pid: 79) of binary: /usr/bin/python3\n"  # noqa: E501

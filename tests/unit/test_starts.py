@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import hang_facts
+import pytest
 
 from distdiag.cluster.targets import Cluster
-from distdiag.diagnosis.stuck.starts import start_findings
+from distdiag.diagnosis.stuck.judge import start_finding
+from distdiag.diagnosis.stuck.start_fixes import corrected
+from distdiag.diagnosis.stuck.starts import start_claims
 from distdiag.diagnosis.stuck.types import Asked
 from distdiag.facts.launch_options import Launch
 from distdiag.jobs.pictures import unread
@@ -39,7 +42,7 @@ def own_store(pid: int = 1) -> Meeting:
 
 
 def judge(*nodes: NodePicture, of_ranks: bool = False) -> list[Finding]:
-    return start_findings(ASKED, nodes, of_ranks=of_ranks)
+    return list(map(start_finding, start_claims(ASKED, nodes, of_ranks=of_ranks)))
 
 
 def test_two_nodes_with_one_rank() -> None:
@@ -99,10 +102,13 @@ def test_two_jobs_of_one_script_are_not_compared() -> None:
 
 def test_the_store_of_ranks_below_torchrun_is_no_stranger() -> None:
     met = Meeting("localhost", 29500, ("127.0.0.1",), is_here=True, state="open", server=7, command="torchrun")
-    rank = replace(launcher(met, pid=8, program="environment", host="localhost"), rank=1, world_size=2)
+    ranks = [
+        replace(launcher(met, pid=8 + rank, program="environment", host="localhost"), rank=rank, world_size=2)
+        for rank in (0, 1)
+    ]
     below = hang_facts.node((), ()).processes.processes[0]
-    processes = replace(node(1).processes, processes=(replace(below, pid=8, above=(7,)),))
-    assert judge(replace(node(1, rank), processes=processes), of_ranks=True) == []
+    processes = replace(node(1).processes, processes=tuple(replace(below, pid=pid, above=(7,)) for pid in (8, 9)))
+    assert judge(replace(node(1, *ranks), processes=processes), of_ranks=True) == []
 
 
 def test_ranks_of_one_machine_meet_at_localhost() -> None:
@@ -112,3 +118,78 @@ def test_ranks_of_one_machine_meet_at_localhost() -> None:
         for number in (0, 1)
     ]
     assert judge(node(1, *ranks), of_ranks=True) == []
+
+
+def rank(number: int, met: Meeting | None = None, *, world: int = 2, **more: Any) -> Start:  # noqa: ANN401
+    start = launcher(met, program="environment", backend="env")
+    return replace(start, rank=number, world_size=world, **{"joined": True, **more})
+
+
+def from_n2(*clients: str) -> Meeting:
+    return replace(own_store(), clients=clients)
+
+
+def test_ranks_that_were_told_different_sizes_and_the_same_number() -> None:
+    (found,) = judge(node(1, rank(0, own_store())), node(2, rank(1, world=3)), of_ranks=True)
+    assert found.title == "the ranks were started with different WORLD_SIZE: 2 for rank 0, 3 for rank 1"
+    twice = [node(number, rank(1, world=3)) for number in (2, 3)]
+    (found,) = judge(node(1, rank(0, own_store(), world=3)), *twice, of_ranks=True)
+    assert found.title == "2 processes were started with RANK=1: on n[2-3]"
+
+
+def test_a_rank_that_is_not_connected_is_missing_and_not_accused() -> None:
+    (found,) = judge(node(1, rank(0, own_store())), of_ranks=True)
+    assert found.title == "rank 1 of 2 has not come to n1:29500"
+    assert (found.level, found.where.ranks, found.where.hosts) == (Level.WARN, (), ())
+    # A host that was not asked is connected: its ranks are not missing.
+    assert judge(node(1, rank(0, from_n2("10.0.0.2"))), of_ranks=True) == []
+
+
+def test_the_missing_node_of_a_list_is_named_unless_an_address_is_unknown() -> None:
+    def found(*clients: str) -> list[Finding]:
+        first = node(1, rank(0, from_n2(*clients), world=3))
+        known = {f"n{number}": (f"10.0.0.{number}",) for number in (1, 2, 3)}
+        return judge(replace(first, starts=(replace(first.starts[0], expected=known),)), of_ranks=True)
+
+    (one,) = found("10.0.0.2")
+    assert one.title == "n3 has not come to n1:29500: no rank there is connected to rank 0"
+    assert found("10.0.0.2", "192.168.0.9") == []
+
+
+def test_a_first_address_without_an_answer() -> None:
+    met = Meeting("n1", 29500, ("fd00::1", HEAD), state="open", silent=True)
+    (found,) = judge(node(2, launcher(met, node_rank=1)))
+    assert found.title == "n2 tries the IPv6 address fd00::1 of n1 first, which gives no answer; 10.0.0.1 does"
+
+
+def test_a_store_of_another_job_is_named_with_its_process() -> None:
+    old = launcher(own_store(pid=5), pid=5, node_rank=0, script="old.py")
+    found = judge(node(1, old), node(2, launcher(node_rank=1, script="new.py")))
+    assert found[0].title == "n2 meets at n1:29500, the store of another job: old.py (pid 5 on n1)"
+    assert [each.where.hosts for each in found] == [("n1",), ()]
+
+
+def test_a_launcher_that_still_imports_is_not_missing() -> None:
+    starting = replace(launcher(node_rank=1), joined=False)
+    (found,) = judge(node(1, launcher(own_store(), node_rank=0)), node(2, starting))
+    assert found.title == "torchrun on n2 runs, but has not connected to n1:29500 yet"
+    assert (found.level, found.where.hosts) == (Level.WARN, ())
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "/v/bin/python /v/bin/torchrun --nnodes 2 --master-port 29501 --master_addr=n9 train.py --master-port 7",
+            "/v/bin/torchrun --master-addr=n1 --master-port=29500 --nnodes 2 train.py --master-port 7",
+        ),
+        (
+            "python3 -m torch.distributed.run --nnodes=2 --no-python a.sh 'a b'",
+            "python3 -m torch.distributed.run --master-addr=n1 --master-port=29500 --nnodes=2 --no-python a.sh 'a b'",
+        ),
+        ("torchrun --nnodes=2 train.py --key '***'", ""),
+        ("", ""),
+    ],
+)
+def test_the_corrected_line_pastes(line: str, expected: str) -> None:
+    assert corrected(replace(launcher(), command=line), "n1:29500") == expected

@@ -9,7 +9,7 @@ from distdiag.diagnosis.outliers import mark
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck.fixes import next_experiment
 from distdiag.diagnosis.stuck.join import source_rows
-from distdiag.diagnosis.stuck.judge import job_findings, judge
+from distdiag.diagnosis.stuck.judge import job_findings, judge, launcher_claims
 from distdiag.diagnosis.stuck.types import Asked, StuckKind
 from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.types import summarize
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.process_index import Key
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.join import Joined
+    from distdiag.diagnosis.stuck.types import Claim
     from distdiag.gathered import Gathered
     from distdiag.jobs.types import NodePicture
-    from distdiag.report import Finding
 
 _FRAMES = 12
 
@@ -39,7 +39,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[Hang]:
     found = job_findings(asked, judged, nodes, gathered)
     return Report(
         command=COMMAND,
-        data=_data(judged, found),
+        data=_data(judged, launcher_claims(asked, judged, nodes)),
         findings=tuple(found),
         summary=found[0].title,
         interrupted=gathered.interrupted,
@@ -58,10 +58,10 @@ def asked_of(request: Request) -> Asked:
     )
 
 
-def _data(judged: Sequence[Joined], found: Sequence[Finding]) -> Hang:
+def _data(judged: Sequence[Joined], starts: Sequence[Claim]) -> Hang:
     if not judged:
         return Hang(
-            class_name=_kind(found, StuckKind.UNKNOWN),
+            class_name=next((claim.kind for claim in starts if claim.kind), StuckKind.UNKNOWN),
             ranks=(),
             candidates=(),
             next_experiment="",
@@ -72,7 +72,7 @@ def _data(judged: Sequence[Joined], found: Sequence[Finding]) -> Hang:
     first = judged[0]
     is_unknown = first.kind is StuckKind.UNKNOWN
     return Hang(
-        class_name=_kind(found, first.kind),
+        class_name=first.kind,
         ranks=tuple(sorted(rank for rank in first.accused if rank >= 0)),
         candidates=first.candidates,
         next_experiment=next(iter(next_experiment(first)[1]), "") if is_unknown else "",
@@ -80,12 +80,6 @@ def _data(judged: Sequence[Joined], found: Sequence[Finding]) -> Hang:
         jobs=tuple(summarize(joined.evidence.job) for joined in judged),
         processes=tuple(row for joined in judged for row in _rows(joined)),
     )
-
-
-def _kind(found: Sequence[Finding], kind: StuckKind) -> StuckKind:
-    """Return the class: that of a job that does not start is decided by its launchers' and ranks' meeting place."""
-    is_start = any(finding.id == f"hang.{StuckKind.RENDEZVOUS}" for finding in found[:1])
-    return StuckKind.RENDEZVOUS if is_start else kind
 
 
 def _rows(joined: Joined) -> Iterator[HangRank]:

@@ -30,6 +30,8 @@ _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that no exception of Python ends in."""
 _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
 """What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
+_IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "agents-missing", "rank-never-came")
+"""Lines of a process that reached the rendezvous, and waited there for others."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NEAR = 5
 """Lines between an exception and the one that was raised from it."""
@@ -162,6 +164,9 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
 def _alone(round_: Round) -> Failure | None:
     """Return the line that explains the end of a job of which nothing better is known."""
     alone = [failure for failure in round_.failures if findings.explains_alone(failure) and not failure.job_went_on]
+    # A node that cannot connect explains why the others waited in vain for it.
+    vain = {failure.file for failure in alone if failure.known in _IN_VAIN}
+    alone.sort(key=lambda failure: failure.file in vain)
     return next((failure for failure in alone if failure.role == "confirmation"), alone[0] if alone else None)
 
 

@@ -71,7 +71,8 @@ _CLAIMS: Mapping[Source, Callable[[Evidence], Claim]] = {
 class Joined:
     """The verdict on one job, and its main `claim`. `against`: sure claims that contradict it.
 
-    `candidates`: the possible explanations of an unknown verdict, the likeliest first.
+    `candidates`: the possible explanations of an unknown verdict, the likeliest first. `starts`: why its ranks wait in
+    init_process_group, if their meeting place shows it; the first is `claim`.
     """
 
     evidence: Evidence
@@ -82,6 +83,7 @@ class Joined:
     accused: frozenset[int] = frozenset()
     against: tuple[Claim, ...] = ()
     candidates: tuple[str, ...] = ()
+    starts: tuple[Claim, ...] = ()
 
 
 def join(evidence: Evidence) -> Joined:

@@ -12,7 +12,7 @@ from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
 from distdiag.diagnosis.stuck.evidence import gather_evidence
 from distdiag.diagnosis.stuck.findings import findings_of
 from distdiag.diagnosis.stuck.join import join, source_rows
-from distdiag.diagnosis.stuck.starts import start_findings
+from distdiag.diagnosis.stuck.starts import start_claims, without_place
 from distdiag.diagnosis.stuck.types import Source, StuckKind
 from distdiag.diagnosis.wording import format_hosts, listed, no_rank_seen
 from distdiag.jobs.roles import (
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.join import Joined
-    from distdiag.diagnosis.stuck.types import Asked
+    from distdiag.diagnosis.stuck.types import Asked, Claim
     from distdiag.gathered import Gathered
     from distdiag.jobs.types import Job, NodePicture
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
-_MAY_START = (StuckKind.UNKNOWN, StuckKind.RENDEZVOUS, StuckKind.NETWORK, StuckKind.EXITED)
-"""Verdicts on ranks in init_process_group that their meeting place explains better."""
+_ITS_OWN = (StuckKind.STOPPED, StuckKind.DEBUGGER)
+"""Verdicts on a rank that keep their place where others wait for it in init_process_group."""
 _SHOWN = 4
 _PLACES = 3
 _REMEDIES = {
@@ -59,14 +59,58 @@ def judge(asked: Asked, nodes: Sequence[NodePicture]) -> list[Joined]:
         jobs = of_pids(jobs, asked.pids, named)
     else:
         jobs = of_interest(jobs)
+    if any(read.starts for node in nodes for read in node.starts):
+        # Beside launchers that wait, a shell or a sleep with a rank in its environment is a wrapper, not a rank.
+        jobs = [job for job in jobs if any(member.process and member.process.python for member in job.members)]
     return judge_jobs(asked, nodes, jobs)
 
 
 def judge_jobs(asked: Asked, nodes: Sequence[NodePicture], jobs: Sequence[Job]) -> list[Joined]:
     """Judge jobs; the worst first."""
     alone = len(jobs) == 1 and not asked.pids
-    judged = [join(gather_evidence(asked, nodes, job, alone=alone)) for job in jobs]
+    judged = [_or_start(join(gather_evidence(asked, nodes, job, alone=alone)), nodes) for job in jobs]
     return sorted(judged, key=lambda joined: _ORDER.index(joined.level))
+
+
+def _or_start(joined: Joined, nodes: Sequence[NodePicture]) -> Joined:
+    """Return the verdict that ranks in init_process_group get from their meeting place, if it shows the reason."""
+    evidence = joined.evidence
+    states = evidence.stacks.states
+    starts = start_claims(evidence.asked, nodes, of_ranks=True, states=states) if states else []
+    placeless = without_place(evidence.asked, states)
+    starts = starts or ([placeless] if placeless is not None else [])
+    if not starts or joined.kind in _ITS_OWN:
+        return joined
+    first = starts[0]
+    return replace(
+        joined,
+        kind=StuckKind.RENDEZVOUS,
+        level=Level.FAIL if first.is_sure else Level.WARN,
+        claims={**joined.claims, Source.START: first},
+        claim=first,
+        accused=first.ranks,
+        against=(),
+        candidates=(),
+        starts=tuple(starts),
+    )
+
+
+def launcher_claims(asked: Asked, judged: Sequence[Joined], nodes: Sequence[NodePicture]) -> list[Claim]:
+    """Return why launchers have not started any rank; beside a job that runs, only what is sure."""
+    return [claim for claim in start_claims(asked, nodes, of_ranks=False) if claim.is_sure or not judged]
+
+
+def start_finding(claim: Claim) -> Finding:
+    """Write a claim on a job that does not start."""
+    return Finding(
+        id=f"hang.{claim.kind}",
+        level=Level.FAIL if claim.is_sure else Level.WARN,
+        title=claim.says,
+        detail=claim.detail,
+        where=Where(hosts=claim.hosts, ranks=tuple(sorted(claim.ranks)), pids=claim.pids),
+        evidence=claim.evidence,
+        fix=claim.fix,
+    )
 
 
 def job_findings(
@@ -74,16 +118,14 @@ def job_findings(
 ) -> list[Finding]:
     """Write what was found of all jobs, and which ranks and hosts could not be read."""
     found: list[Finding] = []
-    starts = start_findings(asked, nodes, of_ranks=True) if len(judged) == 1 else []
     for joined in judged:
-        if starts and joined.kind in _MAY_START:
-            continue
         name = joined.evidence.job.name
         prefix = f"{f'job {name}' if name else 'ranks without MASTER_ADDR'}: " if len(judged) > 1 else ""
-        found += [replace(each, title=prefix + each.title) for each in _of_job(asked, joined, nodes)]
-    found += starts
-    if not judged and (nodes or not gathered.refusals):
-        found += start_findings(asked, nodes, of_ranks=False) or [no_job(asked, nodes)]
+        own = map(start_finding, joined.starts) if joined.starts else _of_job(asked, joined, nodes)
+        found += [replace(each, title=prefix + each.title) for each in own]
+    found += map(start_finding, launcher_claims(asked, judged, nodes))
+    if not judged and not found and (nodes or not gathered.refusals):
+        found.append(no_job(asked, nodes))
     found += [_incomplete(node) for node in nodes if node.missing]
     return [*found, *_left_stopped(nodes), *host_findings(gathered.refusals, gathered.rows)]
 

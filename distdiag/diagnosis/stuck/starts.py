@@ -7,24 +7,41 @@ meeting place is compared with the others': a name, a port, a firewall, a missin
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.agent import port_scan
-from distdiag.diagnosis.stuck.types import StuckKind
+from distdiag.cluster.hosts import name_ranks
+from distdiag.diagnosis.outliers import split
+from distdiag.diagnosis.stack_classes import StackClass
+from distdiag.diagnosis.stack_wording import briefly, does, who
+from distdiag.diagnosis.stuck.start_fixes import at_place, options_for
+from distdiag.diagnosis.stuck.start_rows import (
+    LOOPBACK,
+    StartRow,
+    by_interface,
+    evidence_of,
+    is_served,
+    limit_s,
+    meets_at_loopback,
+    owners,
+    resolved,
+    value_in_words,
+    why_own,
+)
+from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
 from distdiag.diagnosis.wait_reasons import lasting
 from distdiag.diagnosis.wording import format_hosts, listed
 from distdiag.facts.network import is_loopback
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Fix, Level
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.types import Asked
-    from distdiag.jobs.starts import Meeting, Start
     from distdiag.jobs.types import NodePicture
 
-_ID = f"hang.{StuckKind.RENDEZVOUS}"
 _LATE_S = 300.0
 """A node or rank that others have waited for this long is not just slow to start."""
 _BEGINS_S = 30.0
@@ -36,63 +53,66 @@ _STATES = {
     port_scan.NO_ROUTE: "has no route to",
     port_scan.DENIED: "may not connect to",
 }
-_SEEN = {
-    port_scan.CLOSED: "nothing listens there",
-    port_scan.FILTERED: "no answer",
-    port_scan.NO_ROUTE: "no route",
-}
 _SHOWN = 8
+_GROUPS = 2
+_NOT_COMING = (StackClass.EXITED, StackClass.STOPPED, StackClass.DEBUGGER, StackClass.UNREADABLE)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A waiting process and its host."""
-
-    host: str
-    start: Start
-    own: frozenset[str]
-    """All addresses of the host."""
-    family: frozenset[int]
-    """The process, those above it and below."""
-
-    @property
-    def place(self) -> str:
-        """Its meeting place."""
-        launch = self.start.launch
-        host = f"[{launch.host}]" if ":" in launch.host else launch.host
-        return f"{host}:{launch.port}"
-
-    @property
-    def meeting(self) -> Meeting | None:
-        """What its node sees there."""
-        return self.start.meeting
-
-    @property
-    def name(self) -> str:
-        """Name it: "rank 3 on node2", "node2"."""
-        return f"rank {self.start.rank} on {self.host}" if self.start.launch.program == "environment" else self.host
-
-    def is_server(self) -> bool:
-        """Return whether its own store listens at the meeting place: its own, or that of the torchrun above it."""
-        met = self.meeting
-        return met is not None and met.is_here and met.server in self.family
-
-
-def start_findings(asked: Asked, nodes: Sequence[NodePicture], *, of_ranks: bool) -> list[Finding]:
+def start_claims(
+    asked: Asked, nodes: Sequence[NodePicture], *, of_ranks: bool, states: Sequence[RankState] = ()
+) -> list[Claim]:
     """Return what keeps jobs from starting, the surest first; empty if their processes show no reason.
 
-    `of_ranks`: judge ranks in init_process_group, else launchers that have not started any rank.
+    `of_ranks`: judge ranks in init_process_group, else launchers that have not started any rank. `states`: the ranks of
+    the one job to judge, wherever they are; empty: judge all.
     """
-    groups: dict[tuple[str, str, int | None], list[_Row]] = {}
+    own_pids = {(state.member.host, state.member.pid): state.member.rank for state in states}
+    owner = owners(nodes)
+    groups: dict[tuple[str, str], list[StartRow]] = {}
     for node in nodes:
         for read in node.starts:
             own = frozenset(text.partition("/")[0] for texts in read.addresses.values() for text in texts)
             for start in read.starts:
-                if (start.launch.program == "environment") is of_ranks:
-                    key = (start.launch.program, start.launch.script, start.world_size)
-                    groups.setdefault(key, []).append(_Row(node.host, start, own, _family(node, start.pid)))
-    jobs = [job for rows in groups.values() for job in _jobs(rows)]
-    return [finding for rows in jobs for finding in _Group(asked, nodes, rows).findings()]
+                key = node.host, start.pid
+                number = own_pids.get(key) if start.rank is None else start.rank  # Lightning's first rank is deduced
+                row = StartRow(node.host, replace(start, rank=number), own, _family(node, start.pid))
+                if row.is_rank is of_ranks and (not own_pids or key in own_pids):
+                    groups.setdefault((start.launch.program, start.launch.script), []).append(row)
+    jobs = [job for rows in groups.values() for job in _jobs(rows, owner)]
+    found = (_Group(asked, nodes, rows, [job for job in jobs if job is not rows], states) for rows in jobs)
+    return sorted((claim for group in found for claim in group.claims()), key=lambda claim: not claim.is_sure)
+
+
+def in_init(state: RankState) -> bool:
+    """Return whether a rank's stack is in init_process_group."""
+    return any(
+        frame.function == "init_process_group" and frame.file.endswith("distributed_c10d.py")
+        for frame in state.thread.frames
+    )
+
+
+def without_place(asked: Asked, states: Sequence[RankState]) -> Claim | None:
+    """Return that all of these wait in init_process_group, at a place that their environment does not name.
+
+    So does mp.spawn with init_method="tcp://...": polling for rank 0 looks like progress, and arguments like steps.
+    """
+    processes = [state.member.process for state in states]
+    told = any(process is not None and "MASTER_ADDR" in process.job for process in processes)
+    if told or not states or not all(map(in_init, states)):
+        return None
+    wait = "waits" if len(states) == 1 else "wait"
+    return Claim(
+        source=Source.START,
+        kind=StuckKind.RENDEZVOUS,
+        is_sure=False,
+        says=f"{briefly(states)} {wait} in init_process_group for more ranks, or for rank 0",
+        detail="Their environment has no MASTER_ADDR: the script itself chooses where they meet.",
+        fix=Fix(
+            text="ask all nodes of the job; test the address that the script gives to init_process_group",
+            commands=(f"{asked.program} hang --hosts LIST", f"{asked.program} ports HOST:PORT"),
+        ),
+        pids=tuple(state.member.pid for state in states if state.member.pid is not None),
+    )
 
 
 def _family(node: NodePicture, pid: int) -> frozenset[int]:
@@ -101,67 +121,89 @@ def _family(node: NodePicture, pid: int) -> frozenset[int]:
     return frozenset({pid, *above, *(process.pid for process in processes if pid in process.above)})
 
 
-def _jobs(rows: Sequence[_Row]) -> list[list[_Row]]:
+def _jobs(rows: Sequence[StartRow], owner: Mapping[str, str]) -> list[list[StartRow]]:
     """Separate jobs of one script whose stores are at different places.
 
     Where each node has its own store, and together they are as many as one of them waits for, they are one job.
     """
-    by_place: dict[tuple[object, ...], list[_Row]] = {}
+    by_place: dict[tuple[str, int], list[StartRow]] = {}
     for row in rows:
-        by_place.setdefault(_resolved(row), []).append(row)
+        by_place.setdefault(resolved(row, owner), []).append(row)
     served = [place for place, own in by_place.items() if any(row.is_server() for row in own)]
     each_its_own = len(by_place) == len({row.host for row in rows}) == rows[0].start.launch.nodes[0]
     return list(by_place.values()) if len(served) > 1 and not each_its_own else [list(rows)]
 
 
 class _Group:
-    """The processes of one job that wait to start."""
+    """The processes of one job that wait to start. `others`: those of other jobs; `states`: its ranks, of all kinds."""
 
-    def __init__(self, asked: Asked, nodes: Sequence[NodePicture], rows: Sequence[_Row]) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        nodes: Sequence[NodePicture],
+        rows: Sequence[StartRow],
+        others: Sequence[Sequence[StartRow]] = (),
+        states: Sequence[RankState] = (),
+    ) -> None:
         self._asked, self._nodes, self._rows = asked, nodes, rows
+        self._others = [row for job in others for row in job]
+        self._owner = owners(nodes)
         self._first = rows[0].start
-        self._several = (
-            max(row.start.launch.nodes[0] for row in rows) > 1 or self._first.launch.program == "environment"
-        )
-        self._served = [row for row in rows if _is_served(row, rows)]
+        self._of_ranks = rows[0].is_rank
+        self._several = max(row.start.launch.nodes[0] for row in rows) > 1 or self._of_ranks
+        self._served = [row for row in rows if is_served(row, rows)]
+        self._waited_s = max(row.start.waited_s for row in rows)
+        here = {(row.host, row.start.pid) for row in rows}
+        self._not_here = [state for state in states if (state.member.host, state.member.pid) not in here]
 
-    def findings(self) -> list[Finding]:
-        """Return the findings of the first rule that has any."""
+    def claims(self) -> list[Claim]:
+        """Return the claims of the first rule that has any."""
         rules = (
             self._unresolved,
             self._itself,
             self._stranger,
             self._other_place,
             self._other_options,
+            self._other_ranks,
             self._unreachable,
+            self._first_address,
             self._wrong_interface,
+            self._on_the_way,
             self._nobody_listens,
             self._waits_for_more,
+            self._ranks_missing,
         )
         return next((found for rule in rules if (found := list(rule()))), [])
 
     def _made(
-        self, rows: Iterable[_Row], level: Level, title: str, detail: str, fix: Fix | None, *, accuses: bool = True
-    ) -> Finding:
+        self, rows: Iterable[StartRow], level: Level, title: str, detail: str, fix: Fix | None, *, accuses: bool = True
+    ) -> Claim:
         rows = list(rows)
         hosts = tuple(dict.fromkeys(row.host for row in rows)) if accuses else ()
-        ranks = tuple(sorted(row.start.rank for row in rows if row.start.rank is not None)) if accuses else ()
-        return Finding(
-            id=_ID,
-            level=level,
-            title=title,
+        ranks = frozenset(row.start.rank for row in rows if row.start.rank is not None) if accuses else frozenset()
+        return Claim(
+            source=Source.START,
+            kind=StuckKind.RENDEZVOUS,
+            is_sure=level is Level.FAIL,
+            says=title,
             detail=" ".join(filter(None, (detail, self._ends()))),
-            where=Where(hosts=hosts, ranks=ranks, pids=tuple(row.start.pid for row in rows)),
-            evidence=tuple(_evidence(row) for row in self._rows)[:_SHOWN],
+            hosts=hosts,
+            ranks=ranks,
+            pids=tuple(row.start.pid for row in rows),
+            evidence=tuple(evidence_of(row) for row in self._rows)[:_SHOWN],
             fix=fix,
+            seconds=self._waited_s,
         )
 
     def _ends(self) -> str:
         """Describe for how long it has waited, and when it gives up."""
-        waited_s = max(row.start.waited_s for row in self._rows)
-        left = [limit_s - row.start.waited_s for row in self._rows if (limit_s := _limit_s(row)) is not None]
+        left = [seconds - row.start.waited_s for row in self._rows if (seconds := limit_s(row)) is not None]
         ends = f"; it gives up in {lasting(min(left))}" if left and min(left) > 0 else ""
-        return f"The job has waited for {lasting(waited_s)}{ends}."
+        return f"The job has waited for {lasting(self._waited_s)}{ends}."
+
+    def _level(self) -> Level:
+        """A warning while the missing may still come."""
+        return Level.FAIL if self._waited_s > _LATE_S else Level.WARN
 
     def _right_place(self) -> str:
         """Return the meeting place that a process of this job serves; empty if none does."""
@@ -169,47 +211,46 @@ class _Group:
             return ""
         first = self._served[0]
         port = first.start.launch.port
-        if first.meeting is None or not _is_loopback(first.meeting):
+        if first.meeting is None or not meets_at_loopback(first.meeting):
             return first.place
-        return f"{min(first.own - _LOOPBACK, default=first.host)}:{port}"
+        return f"{min(first.own - LOOPBACK, default=first.host)}:{port}"
 
-    def _start_with(self, rows: Sequence[_Row]) -> Fix | None:
+    def _start_with(self, rows: Sequence[StartRow]) -> Fix | None:
         place = self._right_place()
-        if not place:
-            return None
-        options = _options_for(rows[0].start, place)
-        return Fix(text=f"start it on {format_hosts(row.host for row in rows)} with {options}")
+        return at_place(rows, place) if place else None
 
-    def _unresolved(self) -> Iterable[Finding]:
+    def _unresolved(self) -> Iterable[Claim]:
         bad = [row for row in self._rows if row.meeting is not None and row.meeting.error]
-        by_name: dict[str, list[_Row]] = {}
+        by_name: dict[str, list[StartRow]] = {}
         for row in bad:
             by_name.setdefault(row.start.launch.host, []).append(row)
         for name, rows in by_name.items():
             hosts = format_hosts(row.host for row in rows)
             reason = rows[0].meeting.error if rows[0].meeting is not None else ""
-            fix = self._start_with(rows) or Fix(
-                text=f"use a name that {hosts} resolves, or the address", commands=(f"getent hosts {name}",)
-            )
+            text = f"use a name that {hosts} resolves, or the address"
+            if rows[0].start.above is not None and rows[0].start.above.program == "torchrun":
+                text = f"add {name} to DNS or /etc/hosts, or start torchrun there with --local-addr=ADDRESS"
+            fix = None if rows[0].start.above is not None else self._start_with(rows)
+            fix = fix or Fix(text=text, commands=(f"getent hosts {name}",))
             title = f"{hosts} cannot resolve {name}, where the job meets: {reason}"
             yield self._made(rows, Level.FAIL, title, "", fix)
 
-    def _itself(self) -> Iterable[Finding]:
+    def _itself(self) -> Iterable[Claim]:
         """A node that meets at its own loopback, while the store is elsewhere."""
         if not self._several or not self._first.launch.host:
             return
-        rows = [row for row in self._rows if row.meeting is not None and _is_loopback(row.meeting)]
+        rows = [row for row in self._rows if row.meeting is not None and meets_at_loopback(row.meeting)]
         # The store of the first node listens at all of its addresses, so that it alone may call itself localhost.
         others = [row for row in rows if 0 not in (row.start.launch.node_rank, row.start.rank)]
         alone = len({row.host for row in self._rows}) == 1
         wrong = [row for row in others if row.start.launch.node_rank] if alone else others
         if wrong:
             place = wrong[0].place
-            title = f"{format_hosts(row.host for row in wrong)} meets at {place}, itself: {_is_own(wrong[0])}"
+            title = f"{format_hosts(row.host for row in wrong)} meets at {place}, itself: {why_own(wrong[0])}"
             text = "start all nodes with the address of one of them"
             yield self._made(wrong, Level.FAIL, title, "", self._start_with(wrong) or Fix(text=text))
 
-    def _stranger(self) -> Iterable[Finding]:
+    def _stranger(self) -> Iterable[Claim]:
         """Another program has the port."""
         for row in self._rows:
             met = row.meeting
@@ -218,18 +259,39 @@ class _Group:
             if any(met.server in other.family for other in self._rows if other.host == row.host):
                 continue
             title = f"port {met.port} on {row.host} is in use by another program: {met.command} (pid {met.server})"
-            text = f"end that process, or give this job another port: {_options_for(row.start, f'{met.host}:PORT')}"
+            options = " ".join(options_for(row.start.launch, f"{met.host}:PORT"))
+            text = f"end that process, or give this job another port: {options}"
             yield self._made([row], Level.FAIL, title, "", Fix(text=text, commands=(f"ps -fp {met.server}",)))
             return
+        yield from self._another_job()
 
-    def _other_place(self) -> Iterable[Finding]:
+    def _another_job(self) -> Iterable[Claim]:
+        """The store at the meeting place belongs to a job that was read as well."""
+        rows = [row for row in self._rows if row.meeting is not None and row.meeting.state == port_scan.OPEN]
+        places = {resolved(row, self._owner): row for row in rows}
+        for other in self._others:
+            place = resolved(other, self._owner)
+            if self._served or not other.is_server() or place not in places:
+                continue
+            row, pid = places[place], other.start.pid
+            title = (
+                f"{row.name} meets at {row.place}, the store of another job: {other.start.launch.script or 'python'}"
+            )
+            options = " ".join(options_for(row.start.launch, f"{row.start.launch.host}:PORT"))
+            text = f"end that job if it is left over, or give this job another port: {options}"
+            fix = Fix(text=text, commands=(f"ps -fp {pid}  # on {other.host}",))
+            found = self._made(rows, Level.FAIL, f"{title} (pid {pid} on {other.host})", "", fix)
+            yield replace(found, hosts=(other.host,), ranks=frozenset())
+            return
+
+    def _other_place(self) -> Iterable[Claim]:
         """Processes of one job that meet at different places."""
         places = Counter(row.place for row in self._rows)
-        if len({_resolved(row) for row in self._rows}) < 2:
+        if len({resolved(row, self._owner) for row in self._rows}) < 2:
             return
         right = {row.place for row in self._served}
         wrong = [row for row in self._rows if row.place not in right]
-        if right and wrong and len({_resolved(row) for row in self._served}) == 1:
+        if right and wrong and len({resolved(row, self._owner) for row in self._served}) == 1:
             there = format_hosts(row.host for row in self._rows if row.place in right)
             names = listed([row.name for row in wrong])
             wait = "waits" if len(wrong) == 1 else "wait"
@@ -242,13 +304,13 @@ class _Group:
             self._rows, Level.FAIL, f"the job meets in different places: {listed(parts)}", "", Fix(text=text)
         )
 
-    def _other_options(self) -> Iterable[Finding]:
+    def _other_options(self) -> Iterable[Claim]:
         """Launchers whose options do not fit together."""
         launches = [(row, row.start.launch) for row in self._rows]
-        if self._first.launch.program == "environment":
+        if self._of_ranks:
             return
         for what, of in (("--nnodes", "nodes"), ("--rdzv-backend", "backend"), ("--rdzv-id", "run_id")):
-            values = {row.host: _text(getattr(launch, of)) for row, launch in launches}
+            values = {row.host: value_in_words(getattr(launch, of)) for row, launch in launches}
             if len(set(values.values())) > 1:
                 parts = [
                     f"{value or 'none'} on {format_hosts(host for host, own in values.items() if own == value)}"
@@ -265,27 +327,61 @@ class _Group:
                 text = f"give each node its own: 0 to {self._first.launch.nodes[0] - 1}"
                 yield self._made(rows, Level.FAIL, title, "", Fix(text=text))
 
-    def _unreachable(self) -> Iterable[Finding]:
+    def _other_ranks(self) -> Iterable[Claim]:
+        """Ranks whose RANK or WORLD_SIZE does not fit those of the others."""
+        if not self._of_ranks:
+            return
+        sizes = Counter(row.start.world_size for row in self._rows if row.start.world_size is not None)
+        if len(sizes) > 1:
+            parts = [
+                f"{size} for {name_ranks(row.start.rank or 0 for row in self._rows if row.start.world_size == size)}"
+                for size in sizes
+            ]
+            title = f"the ranks were started with different WORLD_SIZE: {listed(parts)}"
+            yield self._made(self._rows, Level.FAIL, title, "", Fix(text="start all ranks with the same WORLD_SIZE"))
+        for rank, count in Counter(row.start.rank for row in self._rows if row.start.rank is not None).items():
+            if count > 1 and len(sizes) < 2:
+                rows = [row for row in self._rows if row.start.rank == rank]
+                title = f"{count} processes were started with RANK={rank}: on {format_hosts(row.host for row in rows)}"
+                fix = Fix(text=f"give each process its own RANK: 0 to {(self._first.world_size or 1) - 1}")
+                yield self._made(rows, Level.FAIL, title, "", fix)
+
+    def _first_address(self) -> Iterable[Claim]:
+        """The resolver's first address gives no answer, and torch waits there until its timeout."""
+        for row in self._rows:
+            met = row.meeting
+            if met is None or not met.silent:
+                continue
+            first, second = met.addresses[:2]
+            kind = "IPv6 address " if ":" in first else "address "
+            title = f"{row.name} tries the {kind}{first} of {met.host} first, which gives no answer; {second} does"
+            place = f"{f'[{second}]' if ':' in second else second}:{met.port}"
+            rows = [other for other in self._rows if other.meeting is not None and other.meeting.silent]
+            but = f", or remove {first} from DNS or /etc/hosts for {met.host}"
+            yield self._made(rows, Level.FAIL, title, "", at_place(rows, place, but=but))
+            return
+
+    def _unreachable(self) -> Iterable[Claim]:
         rows = [row for row in self._rows if row.meeting is not None and row.meeting.state in _REFUSED]
         if rows:
             first = rows[0]
             state = first.meeting.state if first.meeting is not None else ""
             title = f"{listed(list(dict.fromkeys(row.name for row in rows)))} {_STATES[state]} {first.place}"
-            fix = Fix(
-                text="open the port between these nodes, or name an address that they reach",
-                commands=(self._asked.again("ports", first.place),),
-            )
+            text = "open the port between these nodes, or name an address that they reach"
+            if first.start.above is not None and first.start.above.program == "torchrun":
+                text = "torchrun chooses this port: open all ports between these nodes"
+            fix = Fix(text=text, commands=(self._asked.again("ports", first.place),))
             yield self._made(rows, Level.FAIL, f"{title}, where the job meets", _WHY.get(state, ""), fix)
 
-    def _wrong_interface(self) -> Iterable[Finding]:
+    def _wrong_interface(self) -> Iterable[Claim]:
         """A rank that knocks at an address of another rank's node that it cannot reach."""
         for row in self._rows:
             for end in row.start.knocks:
                 address = end.rpartition(":")[0].strip("[]")
                 if row.meeting is not None and address in row.meeting.addresses:
                     continue
-                other = next((node for node in self._nodes if address in _by_interface(node)), None)
-                at = f"{other.host}, interface {_by_interface(other)[address]}" if other is not None else "another rank"
+                other = next((node for node in self._nodes if address in by_interface(node)), None)
+                at = f"{other.host}, interface {by_interface(other)[address]}" if other is not None else "another rank"
                 wanted = ", ".join(f"{name}={value}" for name, value in row.start.interfaces.items())
                 title = f"{row.name} gets no answer from {end} ({at})"
                 text = "choose the interface that all nodes reach: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
@@ -294,10 +390,35 @@ class _Group:
                 yield self._made([row], Level.FAIL, title, detail, fix)
                 return
 
-    def _nobody_listens(self) -> Iterable[Finding]:
+    def _on_the_way(self) -> Iterable[Claim]:
+        """Ranks or launchers that still import or load: others wait for them, and nothing is wrong yet."""
+        late = [state for state in self._not_here if state.thread.kind not in _NOT_COMING and state.member.pid]
+        if late and self._waited_s <= _LATE_S:
+            says = "; ".join(f"{who(group)}: {does(group[0])}" for group in split(late)[:_GROUPS])
+            reaches = "has" if len(late) == 1 else "have"
+            title = f"{briefly(late)} {reaches} not reached init_process_group yet: {says.partition(': ')[2]}"
+            names = listed(list(dict.fromkeys(row.name for row in self._rows))[:_SHOWN])
+            wait = "wait" if len(self._rows) > 1 else "waits"
+            detail = f"{names[:1].upper()}{names[1:]} {wait} for {'it' if len(late) == 1 else 'them'}."
+            fix = Fix(text="wait, then ask again", commands=(self._asked.again("hang"),))
+            yield self._made(self._rows, Level.WARN, title, detail, fix, accuses=False)
+        rows = [row for row in self._rows if row.start.joined is False and not row.is_server() and not row.start.knocks]
+        rows = [row for row in rows if row.meeting is not None and row.meeting.state == port_scan.OPEN]
+        if rows and not self._of_ranks:
+            program = rows[0].start.launch.program
+            title = f"{program} on {format_hosts(row.host for row in rows)} runs, but has not connected to"
+            is_long = max(row.start.waited_s for row in rows) > _LATE_S
+            fix = Fix(
+                text="see what it does", commands=(f"py-spy dump --pid {rows[0].start.pid}  # on {rows[0].host}",)
+            )
+            fix = fix if is_long else Fix(text="wait, then ask again", commands=(self._asked.again("hang"),))
+            detail = "" if is_long else "It still imports or loads."
+            yield self._made(rows, Level.WARN, f"{title} {rows[0].place} yet", detail, fix, accuses=is_long)
+
+    def _nobody_listens(self) -> Iterable[Claim]:
         rows = [row for row in self._rows if row.meeting is not None and row.meeting.state == port_scan.CLOSED]
         rows = [row for row in rows if row.start.waited_s > _BEGINS_S] or ([] if self._served else rows)
-        if not rows:
+        if not rows or any(state.member.rank == 0 and state.member.pid for state in self._not_here):
             return
         first = rows[0]
         addresses = set(first.meeting.addresses) if first.meeting is not None else set()
@@ -306,157 +427,133 @@ class _Group:
             (
                 node
                 for node in self._nodes
-                if addresses & set(_by_interface(node)) or node.host.partition(".")[0] == name
+                if addresses & set(by_interface(node)) or node.host.partition(".")[0] == name
             ),
             None,
         )
         names = listed(list(dict.fromkeys(row.name for row in rows)))
         waits = f"{names} {'wait' if len(rows) > 1 else 'waits'} for {first.place}"
-        level = Level.FAIL if first.start.waited_s > _LATE_S else Level.WARN
+        level = self._level()
         if head is None:
             title = f"{waits}, where nothing listens"
-            first_one = "Rank 0" if first.start.launch.program == "environment" else "The first node's launcher"
+            first_one = "Rank 0" if self._of_ranks else "The first node's launcher"
             detail = f"{first_one} is not there yet, has ended, or listens at another port."
             fix = Fix(
                 text="next: ask both nodes", commands=(f"{self._asked.program} hang --hosts {self._with(first)}",)
             )
-            yield self._made(rows, level, title, detail, fix)
+            yield self._made(rows, level, title, detail, fix, accuses=False)
             return
         there = [row for row in self._rows if row.host == head.host]
-        if there and (first.start.launch.backend == "c10d" or first.start.rank is not None):
+        if there and (self._of_ranks or not there[0].start.launch.node_rank):
+            away = [row.name for row in rows if row.host != head.host] or [row.name for row in rows]
+            waits = f"{listed(away)} {'wait' if len(away) > 1 else 'waits'} for {first.place}"
             title = f"{waits}: the process of this job on {head.host} does not listen there yet"
-            yield self._made(rows, Level.UNKNOWN, title, "", self._is_host(there[0]), accuses=False)
+            yield self._made(rows, Level.WARN, title, "", self._is_host(there[0]), accuses=False)
             return
-        who = "rank 0" if first.start.launch.program == "environment" else "node rank 0"
-        title = f"{waits}, but nothing listens on {head.host}: {who} was never started there, or exited"
+        one = "rank 0" if self._of_ranks else "node rank 0"
+        title = f"{waits}, but nothing listens on {head.host}: {one} was never started there, or exited"
         fix = Fix(text=f"start it on {head.host}; if it failed, its log names the reason", commands=())
         found = self._made(rows, level, title, "", fix)
-        where = Where(hosts=(head.host,), ranks=(0,) if who == "rank 0" else (), pids=found.where.pids)
-        yield replace(found, where=where)
+        yield replace(found, hosts=(head.host,), ranks=frozenset([0] if self._of_ranks else []))
 
-    def _is_host(self, row: _Row) -> Fix | None:
+    def _is_host(self, row: StartRow) -> Fix | None:
         if row.start.launch.backend != "c10d" or row.start.launch.is_host is not None or row.start.waited_s < _BEGINS_S:
             return None
         return Fix(text=f"if it stays so, tell torchrun on {row.host} that it hosts the store: --rdzv-conf is_host=1")
 
-    def _with(self, row: _Row) -> str:
+    def _with(self, row: StartRow) -> str:
         return ",".join(dict.fromkeys([row.start.launch.host, row.host]))
 
-    def _waits_for_more(self) -> Iterable[Finding]:
+    def _came(self) -> frozenset[str]:
+        """Return the addresses that are connected to this job's stores, without those of other jobs' processes."""
+        clients = {client for row in self._rows if row.is_server() and row.meeting for client in row.meeting.clients}
+        others = {address for row in self._others for address in row.own}
+        own = {address for row in self._rows for address in row.own}
+        return frozenset(client for client in clients - (others - own) if not is_loopback(client))
+
+    def _named_absent(self) -> list[str]:
+        """Return the nodes of deepspeed's or SLURM's list that have not connected; none where that leaves a doubt."""
+        expected = {name: own for node in self._nodes for read in node.starts for name, own in read.expected.items()}
+        own = {address for row in self._rows for address in row.own}
+        known = {address for addresses in expected.values() for address in addresses}
+        if not all(expected.values()) or not self._came() <= known | own:
+            return []
+        here = {row.host.partition(".")[0] for row in self._rows}
+        came = self._came() | own
+        return [name for name, has in expected.items() if not came & set(has) and name.partition(".")[0] not in here]
+
+    def _waits_for_more(self) -> Iterable[Claim]:
         """All that is there has met; nodes are missing."""
         least = self._first.launch.nodes[0]
-        if self._first.launch.program == "environment" or least < 2:
+        if self._of_ranks or least < 2:
             return
         hosts = {row.host for row in self._rows}
-        clients = {client for row in self._rows if row.is_server() and row.meeting for client in row.meeting.clients}
         own = {address for row in self._rows for address in row.own}
-        joined = len(hosts) + len([client for client in clients - own if not is_loopback(client)])
-        waited_s = max(row.start.waited_s for row in self._rows)
-        absent = [node.host for node in self._nodes if node.host not in hosts and not node.missing]
-        if joined >= least and not absent:
+        joined = len(hosts) + len(self._came() - own)
+        asked = [node.host for node in self._nodes if node.host not in hosts and not node.missing]
+        absent = self._named_absent() or ([] if self._others else asked)
+        if joined >= least and not asked:
             return
-        level = Level.FAIL if absent and waited_s > _LATE_S else Level.WARN
         some = f"{joined} of {least} nodes {'has' if joined == 1 else 'have'} come to {self._rows[0].place}"
         if not any(row.is_server() for row in self._rows):
             some = f"{format_hosts(hosts)} has come to {self._rows[0].place}, and waits for more of its {least} nodes"
         if absent and joined < least:
             title = f"{some}: {self._first.launch.program} does not run on {format_hosts(absent)}"
             fix = Fix(text=f"start it on {format_hosts(absent)}, or ask for fewer nodes: --nnodes {joined}")
-            found = self._made([], level, title, "", fix)
-            yield replace(found, where=Where(hosts=tuple(absent)))
+            yield replace(self._made([], self._level(), title, "", fix), hosts=tuple(absent))
             return
-        fix = Fix(
+        level = self._level() if asked else Level.WARN
+        yield self._made(self._rows, level, some, "", self._ask_all(), accuses=False)
+
+    def _ranks_missing(self) -> Iterable[Claim]:
+        """Ranks wait at rank 0's store, and others have not connected to it."""
+        gone = any(state.thread.kind in _NOT_COMING and state.member.process for state in self._not_here)
+        seen = {row.start.rank for row in self._rows} | {state.member.rank for state in self._not_here}
+        size = max((row.start.world_size or 0 for row in self._rows), default=0)
+        missing = sorted(set(range(size)) - seen)
+        if not (self._of_ranks and missing) or gone or None in seen:
+            return
+        place, tasks = self._rows[0].place, self._first.tasks
+        if tasks and tasks > 1 and self._first.above is None and missing == list(range(tasks, missing[-1] + 1)):
+            title = f"WORLD_SIZE is {size}, but the launcher has started {tasks} processes"
+            fix = Fix(text=f"set WORLD_SIZE={tasks}, or start {size} processes: srun --ntasks, mpirun -np")
+            yield self._made(self._rows, Level.FAIL, title, f"No process is {name_ranks(missing)}.", fix, accuses=False)
+            return
+        read = {address for node in self._nodes for address in by_interface(node)}
+        if not any(row.is_server() for row in self._rows):
+            if self._first.joined:
+                names = listed(list(dict.fromkeys(row.name for row in self._rows))[:_SHOWN])
+                wait = "waits" if len(self._rows) == 1 else "wait"
+                title = f"{names} {wait} at {place} for more of its {size} ranks"
+                yield self._made(self._rows, Level.WARN, title, "", self._ask_all(), accuses=False)
+            return
+        absent, level = self._named_absent(), self._level()
+        if not absent and not self._came() <= read:
+            return  # a host that was not read has ranks
+        one = len(absent or missing) == 1
+        names = format_hosts(absent) if absent else f"{name_ranks(missing)} of {size}"
+        title = f"{names} {'has' if one else 'have'} not come to {place}"
+        title += ": no rank there is connected to rank 0" if absent else ""
+        detail = f"{'It is' if one else 'They are'} still starting, never started, or exited."
+        text = f"if the output of {names} shows no import in progress, start {'it' if one else 'them'} again"
+        fix = Fix(text=text, commands=(f"{self._asked.program} logs FILE",))
+        found = self._made([], level, title, detail, fix)
+        seen_hosts = {node.host for node in self._nodes if not node.missing}
+        accused = [name for name in absent if level is Level.FAIL or name in seen_hosts]
+        is_long = level is Level.FAIL and not absent
+        yield replace(found, hosts=tuple(accused), ranks=frozenset(missing if is_long else ()))
+
+    def _ask_all(self) -> Fix:
+        return Fix(
             text="next: ask all of its nodes; on a missing node, test the path to the first",
             commands=(
                 f"{self._asked.program} hang --hosts LIST",
                 f"{self._asked.program} ports {self._right_place() or self._rows[0].place}",
             ),
         )
-        yield self._made(self._rows, level, some, "", fix, accuses=False)
 
 
 _WHY = {
     port_scan.FILTERED: "A firewall drops it, or the address is not reachable from here.",
     port_scan.REJECTED: "A firewall or router on the way rejects it.",
 }
-
-
-def _is_served(row: _Row, rows: Sequence[_Row]) -> bool:
-    """Return whether a process of the same job listens at its meeting place."""
-    if row.is_server():
-        return True
-    servers = [other for other in rows if other.is_server() and other.start.launch.port == row.start.launch.port]
-    met = row.meeting
-    return met is not None and any(set(met.addresses) & other.own for other in servers)
-
-
-def _limit_s(row: _Row) -> float | None:
-    """Return how long a launcher waits in all: for the store, or for the other nodes."""
-    met, launch = row.meeting, row.start.launch
-    return launch.gives_up_s if met is not None and met.state == port_scan.OPEN else launch.connects_s
-
-
-def _resolved(row: _Row) -> tuple[object, ...]:
-    """Return what two processes must have in common to meet: an address of the same machine, and the port."""
-    met = row.meeting
-    if met is None or not met.addresses:
-        return row.place, 0
-    # Loopback, or a name with several addresses, is the machine itself.
-    key = min(row.own - _LOOPBACK, default=row.host) if met.is_here else None
-    return (key, met.port) if key else (met.addresses[0], met.port)
-
-
-_LOOPBACK = frozenset(("127.0.0.1", "::1"))
-
-
-def _is_loopback(met: Meeting) -> bool:
-    return bool(met.addresses) and all(map(is_loopback, met.addresses))
-
-
-def _is_own(row: _Row) -> str:
-    met = row.meeting
-    name = row.start.launch.host
-    return f"{name} is {met.addresses[0]} there" if met is not None and met.addresses[0] != name else "it is loopback"
-
-
-def _by_interface(node: NodePicture) -> dict[str, str]:
-    return {
-        text.partition("/")[0]: name
-        for read in node.starts
-        for name, texts in read.addresses.items()
-        for text in texts
-        if not is_loopback(text.partition("/")[0])
-    }
-
-
-def _options_for(start: Start, place: str) -> str:
-    """Return the options that send a launcher, or the variables that send a rank, to a meeting place."""
-    host, _, port = place.rpartition(":")
-    launch = start.launch
-    if launch.program == "environment":
-        return f"MASTER_ADDR={host} MASTER_PORT={port}"
-    if launch.program == "accelerate":
-        return f"--main_process_ip {host} --main_process_port {port}"
-    return f"--rdzv-endpoint={place}" if launch.backend != "static" else f"--master-addr={host} --master-port={port}"
-
-
-def _evidence(row: _Row) -> str:
-    """Format one process: "node2: torchrun (pid 17), node rank 1, at node1:29500 (10.0.0.1): refused"."""
-    launch, met = row.start.launch, row.meeting
-    parts = [f"pid {row.start.pid}"]
-    parts += [f"node rank {launch.node_rank}"] if launch.node_rank is not None else []
-    parts += [f"of {_text(launch.nodes)} nodes"] if launch.program != "environment" else []
-    place = f"at {row.place}" if launch.host else "names no rendezvous"
-    if met is not None:
-        place += f" ({', '.join(met.addresses[:2]) or met.error})"
-        place += (
-            ", where it listens" if row.is_server() else f": {_SEEN.get(met.state, met.state)}" if met.state else ""
-        )
-    name = f"rank {row.start.rank}" if launch.program == "environment" else launch.program
-    return f"{row.host}: {name} ({', '.join(parts)}) {place}"
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return str(value[0]) if value[0] == value[1] else f"{value[0]}:{value[1]}"
-    return str(value)

@@ -1,0 +1,144 @@
+"""A process that waits for others to start, with its host; how it is compared, and described. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.agent import port_scan
+from distdiag.facts.network import is_loopback
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from distdiag.jobs.starts import Meeting, Start
+    from distdiag.jobs.types import NodePicture
+
+_SEEN = {
+    port_scan.CLOSED: "nothing listens there",
+    port_scan.FILTERED: "no answer",
+    port_scan.NO_ROUTE: "no route",
+}
+LOOPBACK = frozenset(("127.0.0.1", "::1"))
+
+
+@dataclass(frozen=True)
+class StartRow:
+    """A waiting process and its host."""
+
+    host: str
+    start: Start
+    own: frozenset[str]
+    """All addresses of the host."""
+    family: frozenset[int]
+    """The process, those above it and below."""
+
+    @property
+    def place(self) -> str:
+        """Its meeting place."""
+        launch = self.start.launch
+        host = f"[{launch.host}]" if ":" in launch.host else launch.host
+        return f"{host}:{launch.port}"
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """What its node sees there."""
+        return self.start.meeting
+
+    @property
+    def name(self) -> str:
+        """Name it: "rank 3 on node2", "node2"."""
+        if not self.is_rank:
+            return self.host
+        name = f"pid {self.start.pid}" if self.start.rank is None else f"rank {self.start.rank}"
+        return f"{name} on {self.host}"
+
+    @property
+    def is_rank(self) -> bool:
+        """Return whether it is a rank, not a launcher."""
+        return self.start.launch.program == "environment"
+
+    def is_server(self) -> bool:
+        """Return whether its own store listens at the meeting place: its own, or that of the torchrun above it."""
+        met = self.meeting
+        return met is not None and met.is_here and met.server in self.family
+
+
+def is_served(row: StartRow, rows: Sequence[StartRow]) -> bool:
+    """Return whether a process of the same job listens at its meeting place."""
+    if row.is_server():
+        return True
+    servers = [other for other in rows if other.is_server() and other.start.launch.port == row.start.launch.port]
+    met = row.meeting
+    return met is not None and any(set(met.addresses) & other.own for other in servers)
+
+
+def limit_s(row: StartRow) -> float | None:
+    """Return how long a launcher waits in all: for the store, or for the other nodes."""
+    met, launch = row.meeting, row.start.launch
+    return launch.gives_up_s if met is not None and met.state == port_scan.OPEN else launch.connects_s
+
+
+def owners(nodes: Iterable[NodePicture]) -> dict[str, str]:
+    """Return the host of each address; an address of several hosts, such as a bridge's, is left out."""
+    found: dict[str, set[str]] = {}
+    for node in nodes:
+        for address in by_interface(node):
+            found.setdefault(address, set()).add(node.host)
+    return {address: next(iter(hosts)) for address, hosts in found.items() if len(hosts) == 1}
+
+
+def resolved(row: StartRow, owner: Mapping[str, str]) -> tuple[str, int]:
+    """Return what two processes must have in common to meet: the machine, by name or address, and the port."""
+    met = row.meeting
+    if met is None or not met.addresses:
+        return row.place, 0
+    if met.is_here:
+        return row.host, met.port
+    return next((owner[address] for address in met.addresses if address in owner), met.addresses[0]), met.port
+
+
+def meets_at_loopback(met: Meeting) -> bool:
+    """Return whether all addresses of a meeting place are loopback."""
+    return bool(met.addresses) and all(map(is_loopback, met.addresses))
+
+
+def why_own(row: StartRow) -> str:
+    """Describe why a meeting place is the machine itself."""
+    met = row.meeting
+    name = row.start.launch.host
+    return f"{name} is {met.addresses[0]} there" if met is not None and met.addresses[0] != name else "it is loopback"
+
+
+def by_interface(node: NodePicture) -> dict[str, str]:
+    """Return the interface of each address of a node, without loopback."""
+    return {
+        text.partition("/")[0]: name
+        for read in node.starts
+        for name, texts in read.addresses.items()
+        for text in texts
+        if not is_loopback(text.partition("/")[0])
+    }
+
+
+def evidence_of(row: StartRow) -> str:
+    """Format one process: "node2: torchrun (pid 17), node rank 1, at node1:29500 (10.0.0.1): refused"."""
+    launch, met = row.start.launch, row.meeting
+    parts = [f"pid {row.start.pid}"]
+    parts += [f"node rank {launch.node_rank}"] if launch.node_rank is not None else []
+    parts += [f"of {value_in_words(launch.nodes)} nodes"] if not row.is_rank else []
+    place = f"at {row.place}" if launch.host else "names no rendezvous"
+    if met is not None:
+        place += f" ({', '.join(met.addresses[:2]) or met.error})"
+        place += (
+            ", where it listens" if row.is_server() else f": {_SEEN.get(met.state, met.state)}" if met.state else ""
+        )
+    name = f"rank {row.start.rank}" if row.is_rank else launch.program
+    return f"{row.host}: {name} ({', '.join(parts)}) {place}"
+
+
+def value_in_words(value: object) -> str:
+    """Format an option's value: a count of nodes "2:4", or itself."""
+    if isinstance(value, tuple):
+        return str(value[0]) if value[0] == value[1] else f"{value[0]}:{value[1]}"
+    return str(value)
