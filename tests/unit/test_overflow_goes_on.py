@@ -351,7 +351,7 @@ def test_of_four_threads_in_one_model_the_module_is_named() -> None:
         with DebugUnderflowOverflow(model):
             raised = in_threads([lambda: work(1.0)] * 3 + [lambda: work(-9.0)])
         told = [one.detection for one in raised if isinstance(one, OverflowDetected)]
-        assert [(one.origin, one.place.kind) for one in told] == [("here", "Does")], raised
+        assert [(one.origin, one.module_class) for one in told] == [("here", "Does")], raised
 
 
 def test_other_threads_wait_while_a_forward_is_run_again() -> None:
