@@ -20,6 +20,9 @@ _PROTOCOL = 2
 _MOST_BYTES = 8 * 2**20
 _LONGEST_LINE = 1024
 _MOST_ADDRESSES = 8
+_CLOSED = "the connection was closed"
+_TLS_ALERT = b"\x15\x03"
+_TLS = "speaks TLS (NCCL 2.32 and later, ncclSetEncryption)"
 _SPARE_S = 1.0
 """How much sooner than this side NCCL shall give up, so that its answer of what it has still arrives."""
 
@@ -140,7 +143,7 @@ class _Server:
         while b"\n" not in self._data:
             received = self._receive()
             if not received:
-                raise _Failure("the connection was closed")
+                raise _Failure(_CLOSED)
             self._data += received
             if len(self._data) > _LONGEST_LINE and b"\n" not in self._data:
                 raise _Failure("not a NCCL RAS service: the first line has no end")
@@ -149,7 +152,12 @@ class _Server:
 
     def _handshake(self) -> int:
         self._send(f"CLIENT PROTOCOL {_PROTOCOL}")
-        words = self._line().split()
+        try:
+            words = self._line().split()
+        except _Failure as failure:
+            if self._data[:2] == _TLS_ALERT or str(failure) == _CLOSED:
+                raise _Failure(f"{_CLOSED} before it answered: no NCCL RAS service, or one that {_TLS}") from None
+            raise
         if [word.upper() for word in words[:2]] != ["SERVER", "PROTOCOL"] or not "".join(words[2:3]).isdigit():
             raise _Failure("not a NCCL RAS service")
         return min(int(words[2][:9]), 2**31)
