@@ -21,7 +21,8 @@ _MOST_BYTES = 8 * 2**20
 _LONGEST_LINE = 1024
 _MOST_ADDRESSES = 8
 _CLOSED = "the connection was closed"
-_TLS_ALERT = b"\x15\x03"
+_TLS_ALERT = "\x15\x03"
+"""How a TLS record that reports an error begins; some servers close without one."""
 _TLS = "speaks TLS (NCCL 2.32 and later, ncclSetEncryption)"
 _SPARE_S = 1.0
 """How much sooner than this side NCCL shall give up, so that its answer of what it has still arrives."""
@@ -153,11 +154,14 @@ class _Server:
     def _handshake(self) -> int:
         self._send(f"CLIENT PROTOCOL {_PROTOCOL}")
         try:
-            words = self._line().split()
+            line = self._line()
         except _Failure as failure:
-            if self._data[:2] == _TLS_ALERT or str(failure) == _CLOSED:
-                raise _Failure(f"{_CLOSED} before it answered: no NCCL RAS service, or one that {_TLS}") from None
-            raise
+            if str(failure) != _CLOSED:
+                raise
+            line = _TLS_ALERT
+        if line.startswith(_TLS_ALERT):
+            raise _Failure(f"{_CLOSED} before it answered: no NCCL RAS service, or one that {_TLS}")
+        words = line.split()
         if [word.upper() for word in words[:2]] != ["SERVER", "PROTOCOL"] or not "".join(words[2:3]).isdigit():
             raise _Failure("not a NCCL RAS service")
         return min(int(words[2][:9]), 2**31)
