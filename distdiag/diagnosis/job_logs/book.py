@@ -118,8 +118,9 @@ _NO_REASON = re.compile(r"\[W\d|\[rank\d+\]:\[W|warn|%\||^\s*(?:\[?INFO|DEBUG)",
 
 
 def _is_of_errors(log: LogFile) -> bool:
-    """Return whether this is a rank's stderr, and ends in more than a warning or a progress bar."""
-    return "stderr" in log.path.rpartition("/")[2] and bool(log.last) and not _NO_REASON.search(log.last)
+    """Return whether this has a rank's stderr, and ends in more than a warning or a progress bar."""
+    name = log.path.rpartition("/")[2]
+    return ("stderr" in name or ".output." in name) and bool(log.last) and not _NO_REASON.search(log.last)
 
 
 def _last_words(node: NodeLogs, ranks: Sequence[int | None]) -> Iterator[tuple[int, str]]:
@@ -366,7 +367,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
     if row is not None:
         role, means, fix = row.role, row.meaning(event.groups), row.remedy(event.groups)
         commands = row.commands_for(event.groups)
-    elif event.id == "exception":
+    elif event.id == "exception" and number_in(event.groups.get("parts", "1")) == 1:
         match = next((match for match in read_log(event.text) if match.known.role == "cause"), None)
         exception = known_exception(event.text)
         if match is not None:
@@ -381,6 +382,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
     what, _, reason = event.text.partition("Last error:\n")
     what = what.partition("\n")[0][:300]
     what += f"; last error: {reason.partition(chr(10))[0][:160]}" if reason else ""
+    what += f", {event.groups['from']}" if event.groups.get("from") else ""
     return Failure(
         role=role,
         known=row.id if row is not None else event.id,
