@@ -23,7 +23,7 @@ _MOST_ADDRESSES = 8
 _CLOSED = "the connection was closed"
 _TLS_ALERT = "\x15\x03"
 """How a TLS record that reports an error begins; some servers close without one."""
-_TLS = "speaks TLS (NCCL 2.32 and later, ncclSetEncryption)"
+_TLS = "TLS (NCCL 2.32 and later, ncclSetEncryption)"
 _SPARE_S = 1.0
 """How much sooner than this side NCCL shall give up, so that its answer of what it has still arrives."""
 
@@ -160,7 +160,7 @@ class _Server:
                 raise
             line = _TLS_ALERT
         if line.startswith(_TLS_ALERT):
-            raise _Failure(f"{_CLOSED} before it answered: no NCCL RAS service, or one that {_TLS}")
+            raise _Failure(f"{_CLOSED} before it answered: no NCCL RAS service, or it expects {_TLS}")
         words = line.split()
         if [word.upper() for word in words[:2]] != ["SERVER", "PROTOCOL"] or not "".join(words[2:3]).isdigit():
             raise _Failure("not a NCCL RAS service")

@@ -58,7 +58,8 @@ FORMATS = (
     Format(
         "torchrun-host",
         re.compile(
-            rb"(?!\S{1,200}\.(?:py|c\w{0,2}|h\w{0,2}|sh|log|txt|out|err):)(?P<host>[A-Za-z][\w.-]{0,200}):(?P<rank>\d{1,6}): "
+            rb"(?!\S{1,200}\.(?:py|c\w{0,2}|h\w{0,2}|sh|log|txt|out|err):)"
+            rb"(?P<host>[A-Za-z][\w.-]{0,200}):(?P<rank>\d{1,6}): "
         ),
         share=0.15,
     ),
