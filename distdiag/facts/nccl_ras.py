@@ -20,6 +20,10 @@ _PROTOCOL = 2
 _MOST_BYTES = 8 * 2**20
 _LONGEST_LINE = 1024
 _MOST_ADDRESSES = 8
+_CLOSED = "the connection was closed"
+_TLS_ALERT = "\x15\x03"
+"""How a TLS record that reports an error begins; some servers close without one."""
+_TLS = "TLS (NCCL 2.32 and later, ncclSetEncryption)"
 _SPARE_S = 1.0
 """How much sooner than this side NCCL shall give up, so that its answer of what it has still arrives."""
 
@@ -140,7 +144,7 @@ class _Server:
         while b"\n" not in self._data:
             received = self._receive()
             if not received:
-                raise _Failure("the connection was closed")
+                raise _Failure(_CLOSED)
             self._data += received
             if len(self._data) > _LONGEST_LINE and b"\n" not in self._data:
                 raise _Failure("not a NCCL RAS service: the first line has no end")
@@ -149,7 +153,15 @@ class _Server:
 
     def _handshake(self) -> int:
         self._send(f"CLIENT PROTOCOL {_PROTOCOL}")
-        words = self._line().split()
+        try:
+            line = self._line()
+        except _Failure as failure:
+            if str(failure) != _CLOSED:
+                raise
+            line = _TLS_ALERT
+        if line.startswith(_TLS_ALERT):
+            raise _Failure(f"{_CLOSED} before it answered: no NCCL RAS service, or it expects {_TLS}")
+        words = line.split()
         if [word.upper() for word in words[:2]] != ["SERVER", "PROTOCOL"] or not "".join(words[2:3]).isdigit():
             raise _Failure("not a NCCL RAS service")
         return min(int(words[2][:9]), 2**31)

@@ -326,6 +326,17 @@ def test_what_nccl_retired_before_the_device_ended_it_has_not_ended(sets: Path, 
     assert blamed(judge(read(tmp_path))) == ("never-called", "fail", {2})
 
 
+def test_entries_of_nccl2_which_reports_only_what_has_completed_are_read(sets: Path, tmp_path: Path) -> None:
+    """torch 2.15 records its default nccl backend by a hook: "scheduled" until completed, "started" never."""
+    for rank in range(4):
+        document = as_nccl(pickle.loads((sets / "skip_2" / f"rank_{rank}").read_bytes()), "2.10", set())
+        for entry in document["entries"]:
+            entry["profiling_name"] = entry["profiling_name"].replace("nccl:", "nccl2:")
+            entry["state"] = "completed" if entry["retired"] else "scheduled"
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(document, protocol=2))
+    assert blamed(judge(read(tmp_path))) == ("never-called", "fail", {2})
+
+
 def calls_of(rank: int, ended: int, *waiting: str) -> dict[str, Any]:
     """A dump of NCCL: so many all_reduces of the world have ended, then one of each of these groups has not."""
     groups = {"0": [0, 1, 2], "a": [0, 1], "b": [1, 2], "c": [0, 2]}

@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -106,6 +107,24 @@ def test_no_service_is_not_available_and_says_why() -> None:
     assert (verdict.state, verdict.why) == (RasState.NOT_AVAILABLE, "connection refused")
     assert judge(read("nonsense")).state is RasState.NOT_AVAILABLE
     assert judge(read("[::1")).state is RasState.NOT_AVAILABLE
+
+
+@pytest.mark.parametrize("answer", [b"", b"\x15\x03\x03\x00\x02\x02\x0a"])
+def test_a_service_that_closes_at_once_may_want_tls(answer: bytes) -> None:
+    """OpenSSL closes a connection that begins with text, after an alert or without one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def close() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(100)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        facts = read(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=20)
+        thread.join()
+    assert "before it answered" in facts.error
+    assert "ncclSetEncryption" in facts.error
 
 
 def test_where_the_service_listens_comes_from_the_environment_of_the_ranks() -> None:

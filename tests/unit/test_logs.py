@@ -232,6 +232,16 @@ def streams(text: bytes) -> dict[str, bytes]:
         (b"0: a\n1: b\n0: c: d\n", "0: ", b"a\nc: d\n"),
         (b"[0] a\n[1] b\n", "[1] ", b"b\n"),
         (b"node1: a\nnode2: b\nnode1: c\nnode2: d\nnode1: e\nnode2: f\n", "node2: ", b"b\nd\nf\n"),
+        (
+            b"n1:0: a\nn1:1: b\nn1:0: c\nn1:1: d: e\nn1:0: f\nn1:1: g\n",
+            "n1:1: ",
+            b"b\nd: e\ng\n",
+        ),  # torch 2.14's template
+        (
+            b"train.py:8: W\nloss.py:9: W\ntrain.py:8: W\nloss.py:9: W\nx\ny\n",
+            "",
+            b"train.py:8: W\nloss.py:9: W\n" * 2 + b"x\ny\n",
+        ),
         (b"[pod/train-0/main] a\n[pod/train-1/main] b\n", "[pod/train-1/main] ", b"b\n"),
         (b"(Worker pid=9, ip=10.0.0.1) a\n(Worker pid=8) b\n", "(Worker pid=9, ip=10.0.0.1) ", b"a\n"),
     ],

@@ -441,6 +441,8 @@ def test_a_thread_that_waits_and_never_releases_the_gil() -> None:
             ),
             "communication wait",
         ),
+        ((("c10d::nccl2::WorkNCCL::wait", "libtorch_cuda.so", 0), ("f", "/home/me/train.py", 3)), "communication wait"),
+        ((("recv", SITE + "torch/distributed/_transport/_api.py", 1),), "communication wait"),
         # The names of a user's own functions decide nothing.
         ((("save_checkpoint", "/home/me/train.py", 3),), "python"),
         ((("Corpus.__getitem__", "/home/me/data.py", 3),), "python"),

@@ -54,6 +54,15 @@ FORMATS = (
         re.compile(rb"\[(?!rank\d)(?P<role>[A-Za-z_][\w.-]{0,60}?:?)(?P<local>\d{1,5})\]:"),
         torn=True,
     ),
+    # --log-line-prefix-template '${hostname}:${rank}: ' (torch 2.14 and later); file.py:12: is a place in a source.
+    Format(
+        "torchrun-host",
+        re.compile(
+            rb"(?!\S{1,200}\.(?:py|c\w{0,2}|h\w{0,2}|sh|log|txt|out|err):)"
+            rb"(?P<host>[A-Za-z][\w.-]{0,200}):(?P<rank>\d{1,6}): "
+        ),
+        share=0.15,
+    ),
     Format("kubectl", re.compile(rb"\[pod/(?P<host>[\w.-]{1,200})/[\w.-]{1,100}\] ")),
     Format(
         "ray",
@@ -263,7 +272,7 @@ def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
         if form in forms:
             continue
         labels = [match[0] for match in map(form.pattern.match, lines) if match]
-        if form.name == "pdsh":
+        if form.name in ("pdsh", "torchrun-host"):
             labels = [label for label in labels if not _NO_HOST.match(label)]
             if len(set(labels)) > max(1, len(labels) // 3):
                 continue
