@@ -52,7 +52,7 @@ def symptoms() -> str:
         "## Output of a training job\n",
         "Which rank failed first, and why: `distdiag logs job.log`.\n",
     ]
-    for row in (row for name in JOBS for row in _toml(f"lines/{name}.toml")["line"]):
+    for row in _job_rows():
         parts.append(_symptom(row, row["id"], "distdiag logs job.log"))
     parts += [
         "## Builds, imports and GPU errors\n",
@@ -64,6 +64,12 @@ def symptoms() -> str:
     parts += ["## Crashes\n", "The thread, its frames and the reason: `distdiag core-bt CORE`.\n"]
     parts += [_crash(row) for row in _toml("crashes.toml")["crash"]]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _job_rows() -> list[dict[str, Any]]:
+    """Return the rows of jobs; what a launcher reports of a rank's end is no symptom."""
+    rows = [row for name in JOBS for row in _toml(f"lines/{name}.toml")["line"]]
+    return [row for row in rows if row["role"] != "exit"]
 
 
 def _toml(name: str) -> dict[str, Any]:
@@ -501,7 +507,7 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
     found = _made_by_calls(Code(package))
     for name, state in _host_states():
         found[f"hosts.{name}"].sentences.append(state)
-    for known in (row for name in JOBS for row in _toml(f"lines/{name}.toml")["line"]):
+    for known in _job_rows():
         found[f"logs.{known['id']}"].sentences.append(_named(known["means"]))
     for known in _toml("lines/builds.toml")["line"]:
         found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.wording import counted, format_size
-from distdiag.knowledge import known_lines
+from distdiag.knowledge import logs
 from distdiag.launch.wording import fix_from, place, where, who
 from distdiag.report import Finding, Fix, Level
 
@@ -79,7 +79,7 @@ def _no_torch(group: list[Trouble], traces: list[RankTimeline], request: Request
 
 
 def _fix_for_import(trouble: Trouble, python: str, *, absent: bool) -> Fix:
-    known = known_lines.recognise(trouble.message)
+    known = logs.recognise(trouble.message)
     if known is not None:
         return Fix(text=f"{known.means}: {known.fix}", commands=known.commands)
     if absent:
@@ -94,7 +94,7 @@ def _fix_for_import(trouble: Trouble, python: str, *, absent: bool) -> Fix:
 def _cuda_unavailable(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     built_for = group[0].details.get("built_for")
     torch = group[0].details.get("torch")
-    known = known_lines.recognise(group[0].message)
+    known = logs.recognise(group[0].message)
     cpu_only = "this torch is a CPU-only build; install a CUDA build"
     return Finding(
         id=f"{request.command}.cuda-unavailable",
@@ -240,7 +240,7 @@ def _memory_corrupt(group: list[Trouble], traces: list[RankTimeline], request: R
 
 
 def _failed(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
-    known = known_lines.recognise(group[0].message)
+    known = logs.recognise(group[0].message)
     stage, doing = place(traces[0], before_end=True)
     return Finding(
         id=f"{request.command}.rank-failed",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-import sys
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -19,15 +17,12 @@ from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.errors import UsageError
-from distdiag.facts.strace import lines
-from distdiag.files import as_text
 from distdiag.knowledge.cuda import minor
 from distdiag.knowledge.logs import read_log, shortened
 from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import BinaryIO
 
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
@@ -35,8 +30,6 @@ if TYPE_CHECKING:
     from distdiag.gathered import Gathered
     from distdiag.knowledge.logs import Match
 
-_MOST_BYTES = 64 * 2**20
-_HEAD_BYTES = _MOST_BYTES // 4
 _SHOWN_LINES = 5
 _LIKE_AN_ERROR = re.compile(
     r"^(?=.*?(?:error|fail|fatal|abort|killed|cannot|undefined|not found|no such|unable|unsupported|no module|"
@@ -77,61 +70,20 @@ _SOURCE = re.compile(
 _WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
 
 
-def judge_log(request: Request, options: runner.Options, path: str) -> Report[CudaEnv]:
-    """Judge a log, together with the nodes. Raises UsageError, DistdiagError."""
-    log = read(path)
+def judge_log(request: Request, options: runner.Options, log: tuple[str, str]) -> Report[CudaEnv]:
+    """Judge a log together with the nodes. `log`: its text, and what was not read. Raises UsageError, DistdiagError."""
+    if not log[0].strip():
+        raise UsageError(
+            "--explain: the log is empty", hint="save the output of the build: pip install -v ... 2>&1 | tee build.log"
+        )
     request, gathered = runner.facts_of(SUBCOMMAND, request, options)
     return judge(request, log, prepared(request, gathered))
-
-
-def read(name: str) -> tuple[str, str]:
-    """Read a log; "-" is stdin. Returns its text, and what of it was not read, if any.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    try:
-        if name == "-":
-            return _read(sys.stdin.buffer, None)
-        with open(name, "rb") as file:
-            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            return _read(file, os.fstat(file.fileno()).st_size if regular else None)
-    except OSError as error:
-        raise UsageError(
-            f"--explain {name}: {error.strerror}", hint="give the log file of a build, or - for stdin"
-        ) from error
-
-
-def _read(file: BinaryIO, size: int | None) -> tuple[str, str]:
-    """Read it to its end, or of a long one as much as helps: lines are cut, too. `size`: None if that is not known."""
-    unread = ""
-    if size is not None and size > _MOST_BYTES:  # causes stand at the beginning, what somebody waited for at the end
-        head = file.read(_HEAD_BYTES)
-        file.seek(size - (_MOST_BYTES - _HEAD_BYTES))
-        data = head + b"\n" + file.read(_MOST_BYTES - _HEAD_BYTES)
-        unread = (
-            f"the log is {size >> 20} MiB; only its first {_HEAD_BYTES >> 20} and last "
-            f"{_MOST_BYTES - _HEAD_BYTES >> 20} MiB were read (line numbers in the last part are too low)"
-        )
-    else:
-        data = file.read(_MOST_BYTES)
-        if file.read(1):
-            unread = f"the log is larger than {_MOST_BYTES >> 20} MiB; the rest was not read"
-    whole = as_text(data).encode()
-    cut = lines.shorten(whole)
-    if not unread and len(cut) < len(whole):
-        unread = f"the middle of lines longer than {lines.LINE_BYTES >> 10} KiB was not read"
-    return cut.decode("utf-8", "replace"), unread
 
 
 def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts]) -> Report[CudaEnv]:
     """Explain the log. Of this machine only its fixes are used; -v adds the whole report."""
     text, unread = log
     nodes = gathered.facts
-    if not text.strip():
-        raise UsageError(
-            "--explain: the log is empty", hint="save the output of the build: pip install -v ... 2>&1 | tee build.log"
-        )
     found = read_log(text)
     succeeded = _success(text, found)
     elsewhere = _elsewhere(text, found, nodes)
@@ -277,8 +229,8 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
         here_too, fix = _generic(match, here)
     level = {"cause": Level.FAIL, "consequence": Level.INFO}.get(known.role, Level.INFO)
     often = f" ({match.count} times)" if match.count > 1 else ""
-    detail = "\n".join(filter(None, (f"affects: {match.breaks}" if match.breaks else "", here_too)))
-    if is_rocm and any("CUDA_HOME" in words for words in (match.fix, *fix.commands)):
+    detail = "\n".join(filter(None, (f"affects: {match.known.breaks}" if match.known.breaks else "", here_too)))
+    if is_rocm and any("CUDA_HOME" in words for words in (match.known.fix, *fix.commands)):
         fix = Fix(
             text="a ROCm build needs no CUDA toolkit: this build looks for one because its torch is not a ROCm build",
             commands=("python -c 'import torch; print(torch.__version__, torch.version.hip)'",),
@@ -286,7 +238,7 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
     return Finding(
         id=f"{COMMAND}.log.{known.id}",
         level=level,
-        title=match.means,
+        title=match.known.means,
         detail=detail,
         evidence=(f"line {match.line}{often}: {_at_file(match)}", f"source: {known.source}"),
         fix=fix if fix.text else None,
@@ -300,11 +252,11 @@ def _at_file(match: Match) -> str:
 
 def _generic(match: Match, here: _Here) -> tuple[str, Fix]:
     """Return which of this machine's toolkits the fix of a known failure names, if any, and the fix."""
-    commands = fitted(tuple(_for_log(each, match) for each in match.commands), here.facts, here.archs)
-    text = match.fix
+    commands = fitted(tuple(_for_log(each, match) for each in match.known.commands), here.facts, here.archs)
+    text = match.known.fix
     if here.facts is None:
         return "", Fix(text=text, commands=commands)
-    if not here.archs and any("TORCH_CUDA_ARCH_LIST=" in command for command in match.commands):
+    if not here.archs and any("TORCH_CUDA_ARCH_LIST=" in command for command in match.known.commands):
         text += ". --explain LOG --gpu H100 prints the list for those GPUs"
     toolkits = fixes.usable_toolkits(here.facts)
     named = [toolkit for toolkit in toolkits if any(f"={toolkit.root}" in command for command in commands)]
@@ -321,7 +273,7 @@ def _for_log(command: str, match: Match) -> str:
 
 
 def _names_archs(match: Match) -> bool:
-    return any("ARCH" in command for command in match.commands)
+    return any("ARCH" in command for command in match.known.commands)
 
 
 def _gpu_unused(request: Request) -> Finding:
@@ -342,7 +294,7 @@ def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:
         return Finding(
             id=f"{COMMAND}.log.unknown",
             level=Level.UNKNOWN,
-            title=f"the cause is not in this log, or is not a known error: {following.means}",
+            title=f"the cause is not in this log, or is not a known error: {following.known.means}",
             evidence=(f"line {following.line}: {following.quote}",),
             fix=_generic(following, here)[1],
         )

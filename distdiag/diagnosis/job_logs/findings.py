@@ -33,13 +33,6 @@ _SIGNAL_MEANS = {
     "SIGFPE": "SIGFPE: integer division by zero",
     "MPI_ABORT": "it called MPI_ABORT",
 }
-_FIRST_STEPS = {
-    "ModuleNotFoundError": "install the module in the environment that the ranks run in, on every node",
-    "ImportError": "reinstall that package in the environment that the ranks run in; if only some nodes have it, "
-    "compare them: distdiag cuda-env --hosts ...",
-    "FileNotFoundError": "check that the path exists on that node, and that its file system is mounted there",
-    "PermissionError": "check the owner and mode of the path on that node",
-}
 
 
 def accused(failure: Failure) -> tuple[int, ...]:
@@ -251,7 +244,6 @@ def _later(later: Sequence[Failure], book: Book) -> str:
 
 
 def _fix(failure: Failure, round_: Round) -> Fix | None:
-    kind = failure.groups.get("type", "")
     if failure.fix:
         return Fix(text=failure.fix, commands=failure.commands)
     if failure.known == "exit-signal" and "MPI_ABORT" in failure.what:
@@ -274,8 +266,6 @@ def _fix(failure: Failure, round_: Round) -> Fix | None:
             text="keep the output of every rank, and decorate main() with @record: torchrun then reports the exception",
             commands=("torchrun --log-dir logs --redirects 3 --tee 3 ...",),
         )
-    if kind in _FIRST_STEPS:
-        return Fix(text=_FIRST_STEPS[kind])
     return None
 
 
