@@ -25,7 +25,6 @@ _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
 _MESSAGE = 4096
 _MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND, _MOST_EXITS = 20_000, 200, 24, 10_000
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
-_CACHED = 4096
 _LONG_AGO = 2000
 _LEARN_BLOCKS, _LOOKED_AT = 50, 64
 
@@ -51,7 +50,7 @@ _COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId 
 _OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
 _NET = re.compile(rb"NET/(\w+) ?: Using \[\d")
 _PLUGIN = re.compile(rb"NET/Plugin ?: (?:Loaded net plugin ([^(]{1,60}?) ?(?:\(|$)|No plugin found|Plugin load )")
-_VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
+_VIA = re.compile(rb" NCCL INFO (?:Channel|Ring) [^\n]{0,200}? via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
 _RAISED = re.compile(
     r"^(?P<before>[^\"'`=()]{0,120}?(?<![\w.-]))"
     r"(?P<raised>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Failed|NotFound)"
@@ -256,7 +255,6 @@ class FileScan:
         self._learned = 0
         self._rounds: dict[tuple[int, str], int] = {}
         self._writers: dict[bytes, NcclRank] = {}
-        self._kinds: dict[bytes, str] = {}
         self._headless = False
         self._raised: set[int] = set()
         self._before = b""
@@ -700,33 +698,18 @@ class FileScan:
 
     def _edges(self, block: bytes) -> None:
         """Count the transports of `Channel ... via`: a log with NCCL_DEBUG=INFO has more of these than of all else."""
-        head, *parts = block.split(b" NCCL INFO ")
-        for part in parts:
-            if part.startswith((b"Channel ", b"Ring ")):
-                end = part.find(b"\n")
-                at = part.find(b" via ", 0, end) if end >= 0 else part.find(b" via ")
-                if at >= 0:
-                    self._edge(head[head.rfind(b"\n") + 1 :], part[at : end if end >= 0 else len(part)])
-            head = part
-
-    def _edge(self, process: bytes, via: bytes) -> None:
-        comm = self._writers.get(process)
-        if comm is None:
-            info = _INFO.search(process + b" NCCL INFO ")
-            comm = self._comm(info) if info else None
-            if comm is None or len(self._writers) >= _MOST_COMMS:
-                return
-            self._writers[process] = comm
-        kind = self._kinds.get(via)
-        if kind is None:
-            match = _VIA.match(via)
-            kind = match[1].decode("ascii", "replace") + "/GDRDMA" * (b"GDRDMA" in match[2]) if match else ""
-            if len(self._kinds) < _CACHED:
-                self._kinds[via] = kind
-        if kind:
+        for match in _VIA.finditer(block):
+            process = block[block.rfind(b"\n", 0, match.start()) + 1 : match.start()]
+            comm = self._writers.get(process)
+            if comm is None:
+                info = _INFO.search(process + b" NCCL INFO ")
+                comm = self._comm(info) if info else None
+                if comm is None or len(self._writers) >= _MOST_COMMS:
+                    continue
+                self._writers[process] = comm
+            kind = match[1].decode("ascii", "replace") + "/GDRDMA" * (b"GDRDMA" in match[2])
             comm.edges[kind] = comm.edges.get(kind, 0) + 1
-            if comm.phase < 2:
-                comm.phase = 2
+            comm.phase = max(comm.phase, 2)
 
     def _comm(self, match: re.Match[bytes]) -> NcclRank | None:
         """Return what is known of the process that wrote an INFO line; None where there are too many."""
