@@ -509,11 +509,7 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
         found[f"hosts.{name}"].sentences.append(state)
     for known in _job_rows():
         found[f"logs.{known['id']}"].sentences.append(_named(known["means"]))
-    for row in _toml("log_verdicts.toml")["verdict"]:
-        entry = found[row.get("id", "logs.{name}").replace("{name}", row["name"])]
-        # Of several process groups only the first one is the verdict.
-        entry.levels |= {row["level"], *(["info"] if "{group}" in row["title"] else [])}
-        entry.sentences += [text for text in [_named(row["title"])] if re.search("[a-z]", text.partition("}")[2] or text)]
+    _note_verdicts(found)
     for known in _toml("lines/builds.toml")["line"]:
         found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))
     from distdiag.commands.doctor.types import CHECKS
@@ -534,6 +530,15 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
         if name.startswith("cuda-env.log.") and not entry.sentences:
             entry.sentences += found.get(name.replace(".log.", ".", 1), Entry()).sentences
     return dict(sorted(found.items()))
+
+
+def _note_verdicts(found: dict[str, Entry]) -> None:
+    for row in _toml("log_verdicts.toml")["verdict"]:
+        entry = found[row.get("id", "logs.{name}").replace("{name}", row["name"])]
+        # Of several process groups only the first one is the verdict.
+        entry.levels |= {row["level"], *(["info"] if "{group}" in row["title"] else [])}
+        if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", row["title"])):
+            entry.sentences.append(_named(row["title"]))
 
 
 def _is_open(name: str) -> bool:

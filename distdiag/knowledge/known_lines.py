@@ -46,6 +46,9 @@ class KnownLine:
     fix: str = ""
     commands: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
+    isolated: bool = False
+    cuda_torch: bool = False
     accuses: str = ""
     alone: bool = False
     general: bool = False

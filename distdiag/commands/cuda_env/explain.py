@@ -16,8 +16,10 @@ from distdiag.commands.cuda_env.log_fixes import OF_THE_LOG, archs_of, compiler_
 from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.diagnosis.finding_ids import matches
+from distdiag.diagnosis.log_verdicts import finding
 from distdiag.errors import UsageError
 from distdiag.knowledge.cuda import minor
+from distdiag.knowledge.known_lines import known_builds
 from distdiag.knowledge.logs import read_log, shortened
 from distdiag.report import Finding, Fix, Level, Report
 
@@ -53,13 +55,7 @@ _TORCH = re.compile(
 _SITE = re.compile(r"(?<![\w.])(/[^\s'\":,]{1,200}?)/(?:site|dist)-packages/")
 _PASSING = re.compile(r"^(?:/var)?/tmp/|/pip-|overlay|/_h_env")
 """Environments that a build makes for itself, and that are gone after it."""
-_BY_CUDA_TORCH = ("driver-too-old", "torch-lacks-arch", "toolkit-torch-mismatch", "apex-toolkit-mismatch")
-"""Failures that only a torch with CUDA reports."""
 _ISOLATED = re.compile(r"[\w./-]{0,60}/pip-build-env-\w+/overlay")
-_OF_ISOLATION = ("toolkit-torch-mismatch", "nvcc-missing", "torch-without-cuda", "cuda-home-unset")
-"""Failures that may be of the torch which pip fetched for this build alone."""
-_BY_ANOTHER = {"kernel-lacks-arch": ("torch-lacks-arch",), "driver-os-call": ("gpu-fabric",)}
-"""Failures that follow from others where a log has both."""
 _OLD_ARCH = 75
 """sm_: torch's wheels for CUDA 12.8 and newer have no older ones."""
 _SOURCE = re.compile(
@@ -95,24 +91,25 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
         ],
         archs=archs_of(request.gpus, at),
     )
-    shown = _without_consequences(found)
+    ids = {match.known.id for match in found}
+    shown = [match for match in found if not ids & {*match.known.follows}]
     findings = [_finding(match, here, is_rocm=_ROCM.search(text) is not None) for match in shown]
     if _WINDOWS.search(text):
         findings = [replace(one, fix=Fix(text=one.fix.text) if one.fix else None) for one in findings]
     elif isolated := _ISOLATED.search(text):
         findings = [_with_isolation(one, isolated[0]) for one in findings]
     if succeeded:
-        findings = [succeeded, *(replace(finding, level=Level.INFO, fix=None) for finding in findings)]
-    elif not any(finding.level is Level.FAIL for finding in findings):
+        findings = [succeeded, *(replace(one, level=Level.INFO, fix=None) for one in findings)]
+    elif not any(one.level is Level.FAIL for one in findings):
         findings = [_nothing(text, found, here), *findings]
     if elsewhere:
-        findings.append(_of_another_machine(elsewhere))
+        findings.append(finding("build-elsewhere", signs=", ".join(elsewhere)))
     if request.gpus and not any("arch" in match.known.id or _names_archs(match) for match in found):
-        findings.append(_gpu_unused(request))
+        findings.append(finding("build-gpu", gpus=", ".join(request.gpus)))
     if unread:
-        findings.append(Finding(id=f"{COMMAND}.log.cut", level=Level.INFO, title=unread))
+        findings.append(finding("build-cut", unread=unread))
     report = diagnose(request, gathered, log=findings)
-    causes = [finding for finding in findings if finding.level is Level.FAIL]
+    causes = [one for one in findings if one.level is Level.FAIL]
     count = text.count("\n") + (not text.endswith("\n"))
     row = LogRow(lines=count, causes=len(causes), others=len(found) - len(causes))
     data = replace(report.data, log=row, ready=Ready(run=None, build=None))
@@ -123,25 +120,20 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
     return Report(command=COMMAND, data=data, findings=kept, summary=worst.title, interrupted=report.interrupted)
 
 
-def _without_consequences(found: Sequence[Match]) -> list[Match]:
-    """Leave out failures that follow from others of the same log."""
-    ids = {match.known.id for match in found}
-    return [match for match in found if not ids & {*_BY_ANOTHER.get(match.known.id, ())}]
-
-
-def _with_isolation(finding: Finding, folder: str) -> Finding:
+def _with_isolation(one: Finding, folder: str) -> Finding:
     """Explain pip's build isolation where the failure may be of the torch that pip fetched for it."""
-    if finding.id.removeprefix(f"{COMMAND}.log.") not in _OF_ISOLATION or finding.fix is None:
-        return finding
+    row = known_builds().get(one.id.removeprefix(f"{COMMAND}.log."))
+    if row is None or not row.isolated or one.fix is None:
+        return one
     text = (
         "build without pip's build isolation: pip install --no-build-isolation (install the package's build "
-        f"requirements first). Else: {finding.fix.text}"
+        f"requirements first). Else: {one.fix.text}"
     )
     why = (
         f"the build ran in pip's build isolation ({folder}): pip fetched its torch for it, which is not the torch "
         "environment"
     )
-    return replace(finding, detail=f"{finding.detail}\n{why}".strip(), fix=replace(finding.fix, text=text))
+    return replace(one, detail=f"{one.detail}\n{why}".strip(), fix=replace(one.fix, text=text))
 
 
 def _success(text: str, found: Sequence[Match]) -> Finding | None:
@@ -153,12 +145,7 @@ def _success(text: str, found: Sequence[Match]) -> Finding | None:
         return None
     if end >= 0 and _FAILED.search(text, end):
         return None
-    return Finding(
-        id=f"{COMMAND}.log.success",
-        level=Level.INFO,
-        title="the build or install in this log succeeded despite the errors in it",
-        evidence=(f"line {line}: {shortened(text[at : end if end >= 0 else None])}",),
-    )
+    return finding("build-success", evidence=(f"line {line}: {shortened(text[at : end if end >= 0 else None])}",))
 
 
 def _elsewhere(text: str, found: Sequence[Match], nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
@@ -190,18 +177,9 @@ def _of_another_torch(found: Sequence[Match], nodes: Sequence[CudaFacts]) -> lis
     signs = [f"a torch for CUDA {number}" for number in dict.fromkeys(map(minor, said)) if own and number not in own]
     if own and "" not in own and any(match.known.id == "torch-without-cuda" for match in found):
         signs.append("a torch without CUDA")
-    if own == {""} and any(match.known.id in _BY_CUDA_TORCH for match in found):
+    if own == {""} and any(match.known.cuda_torch for match in found):
         signs.append("a torch with CUDA")
     return signs
-
-
-def _of_another_machine(signs: Sequence[str]) -> Finding:
-    return Finding(
-        id=f"{COMMAND}.log.elsewhere",
-        level=Level.INFO,
-        title=f"this log is from another machine or environment, not from what was checked here: {', '.join(signs)}",
-        detail="The causes and fixes below apply there; nothing from this machine was used.",
-    )
 
 
 @dataclass(frozen=True)
@@ -276,53 +254,15 @@ def _names_archs(match: Match) -> bool:
     return any("ARCH" in command for command in match.known.commands)
 
 
-def _gpu_unused(request: Request) -> Finding:
-    return Finding(
-        id=f"{COMMAND}.log.gpu",
-        level=Level.INFO,
-        title=f"--gpu ({', '.join(request.gpus)}) was not used: no fix for this log depends on the GPU",
-    )
-
-
 def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:
     """Report that no cause is known, and quote what looks like an error; or that nothing looks like one."""
+    if (source := _SOURCE.search(text)) is not None:
+        line = shortened(source[0].strip())
+        return finding("build-source", evidence=(line,), line=line)
     following = next((match for match in found if match.known.role == "consequence"), None)
-    source = _SOURCE.search(text)
-    if source is not None:
-        return _does_not_compile(source)
     if following is not None:
-        return Finding(
-            id=f"{COMMAND}.log.unknown",
-            level=Level.UNKNOWN,
-            title=f"the cause is not in this log, or is not a known error: {following.known.means}",
-            evidence=(f"line {following.line}: {following.quote}",),
-            fix=_generic(following, here)[1],
-        )
+        evidence = (f"line {following.line}: {following.quote}",)
+        made = finding("build-following", evidence=evidence, means=following.known.means)
+        return replace(made, fix=_generic(following, here)[1])
     errors = [match[0].strip() for match in islice(_LIKE_AN_ERROR.finditer(text), _SHOWN_LINES)]
-    if not errors:
-        return Finding(
-            id=f"{COMMAND}.log.clean",
-            level=Level.INFO,
-            title="no errors found in this log",
-        )
-    return Finding(
-        id=f"{COMMAND}.log.unknown",
-        level=Level.UNKNOWN,
-        title="no known error in this log; these lines look most like a cause",
-        evidence=tuple(shortened(line) for line in errors),
-        fix=Fix(text="start at the first error, not the last: later errors are mostly its consequences"),
-    )
-
-
-def _does_not_compile(error: re.Match[str]) -> Finding:
-    """Quote the first error of a compiler that no row knows, with what is true of most of them."""
-    return Finding(
-        id=f"{COMMAND}.log.unknown",
-        level=Level.UNKNOWN,
-        title=f"no known error in this log; its first error of a compiler: {shortened(error[0].strip())}",
-        evidence=(shortened(error[0].strip()),),
-        fix=Fix(
-            text="source that does not compile mostly needs another CUDA, torch or compiler than was used: take a "
-            "newer release of the package, or the versions that its own instructions name",
-        ),
-    )
+    return finding("build-unknown" if errors else "build-clean", evidence=tuple(shortened(line) for line in errors))

@@ -10,7 +10,7 @@ from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
-from distdiag.diagnosis.job_logs.verdicts import finding
+from distdiag.diagnosis.log_verdicts import finding
 from distdiag.diagnosis.wording import counted
 from distdiag.knowledge.known_lines import trust
 from distdiag.report import Level, Report, Where

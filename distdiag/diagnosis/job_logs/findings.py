@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
-from distdiag.diagnosis.job_logs.verdicts import ending, finding
+from distdiag.diagnosis.log_verdicts import ending, finding
 from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -297,7 +297,9 @@ def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Find
     return _without("left-early", rank, waiting, round_)
 
 
-def _without(verdict: str, rank: int, waiting: Mapping[int, Failure], round_: Round, **words: str) -> Finding:
+def _without(
+    verdict: str, rank: int, waiting: Mapping[int, Failure], round_: Round, place: str = "", wrote: str = ""
+) -> Finding:
     return finding(
         verdict,
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
@@ -305,7 +307,8 @@ def _without(verdict: str, rank: int, waiting: Mapping[int, Failure], round_: Ro
         evidence=_evidence(waiting.values()),
         who=_ranks((rank,), round_.book),
         others=name_ranks(waiting),
-        **words,
+        place=place,
+        wrote=wrote,
     )
 
 

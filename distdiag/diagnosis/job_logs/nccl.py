@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.diagnosis.job_logs.verdicts import finding
+from distdiag.diagnosis.log_verdicts import finding
 from distdiag.facts.job_logs.scan import PHASES
 from distdiag.report import Where, Witnesses
 

@@ -1,4 +1,4 @@
-"""Findings of `logs` from the table of its verdicts, knowledge/log_verdicts.toml."""
+"""Findings of logs from the table of their verdicts, knowledge/log_verdicts.toml."""
 
 from __future__ import annotations
 
