@@ -533,12 +533,14 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
 
 
 def _note_verdicts(found: dict[str, Entry]) -> None:
-    for row in _toml("log_verdicts.toml")["verdict"]:
-        entry = found[row.get("id", "logs.{name}").replace("{name}", row["name"])]
-        # Of several process groups only the first one is the verdict.
-        entry.levels |= {row["level"], *(["info"] if "{group}" in row["title"] else [])}
-        if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", row["title"])):
-            entry.sentences.append(_named(row["title"]))
+    for row in _toml("verdicts.toml")["verdict"]:
+        id_ = row.get("id", "logs.{name}").replace("{name}", row["name"])
+        for command in ("gpu-test", "allreduce-bench") if "{command}" in id_ else ("",):
+            entry = found[id_.replace("{command}", command)]
+            # Of several process groups only the first one is the verdict.
+            entry.levels |= {row["level"], *(["info"] if "{group}" in row["title"] else [])}
+            if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", row["title"])):
+                entry.sentences.append(_named(row["title"]))
 
 
 def _is_open(name: str) -> bool:

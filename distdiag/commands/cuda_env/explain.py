@@ -16,7 +16,7 @@ from distdiag.commands.cuda_env.log_fixes import OF_THE_LOG, archs_of, compiler_
 from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.diagnosis.finding_ids import matches
-from distdiag.diagnosis.log_verdicts import finding
+from distdiag.diagnosis.verdicts import finding
 from distdiag.errors import UsageError
 from distdiag.knowledge.cuda import minor
 from distdiag.knowledge.known_lines import known_builds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
-from distdiag.diagnosis.log_verdicts import finding
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
 from distdiag.knowledge.known_lines import trust
 from distdiag.report import Level, Report, Where
@@ -484,17 +484,9 @@ def _unread(nodes: Sequence[NodeLogs], gathered: Gathered[NodeLogs]) -> list[Fin
 
 
 def _sources(nodes: Sequence[NodeLogs]) -> tuple[LogSource, ...]:
+    shown = [field.name for field in fields(LogSource) if field.name != "host"]
     return tuple(
-        LogSource(
-            host=node.host,
-            path=file.path,
-            bytes=file.bytes,
-            lines=file.lines,
-            forms=file.forms,
-            joined=file.joined,
-            cut=file.cut,
-            error=file.error,
-        )
+        LogSource(host=node.host, **{name: getattr(file, name) for name in shown})
         for node in nodes
         for file in node.files
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
-from distdiag.diagnosis.log_verdicts import ending, finding
+from distdiag.diagnosis.verdicts import ending, finding
 from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.diagnosis.log_verdicts import finding
+from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.job_logs.scan import PHASES
 from distdiag.report import Where, Witnesses
 
@@ -91,7 +91,7 @@ def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
                 "nccl-differs",
                 where=Where(hosts=tuple(few) if clear else ()),
                 name=name,
-                words=words,
+                label=words,
                 shown=shown,
                 slow=slow if name == "transport" and "GDRDMA" in shown else "",
             )

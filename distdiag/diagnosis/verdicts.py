@@ -1,4 +1,4 @@
-"""Findings of logs from the table of their verdicts, knowledge/log_verdicts.toml."""
+"""Findings from the table of verdicts, knowledge/verdicts.toml."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from distdiag.knowledge.known_lines import fill
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +30,12 @@ class Verdict:
     def repair(self, words: dict[str, str] | None = None) -> Fix | None:
         """Return the fix, if the row has one."""
         commands = tuple(fill(command, words or {}) for command in self.commands)
-        return Fix(text=self.fix, commands=commands) if self.fix else None
+        return Fix(text=fill(self.fix, words or {}), commands=commands) if self.fix else None
 
 
 def finding(
     verdict: str,
+    words: Mapping[str, object] | None = None,
     *,
     level: Level | None = None,
     where: Where | None = None,
@@ -38,18 +43,19 @@ def finding(
     evidence: tuple[str, ...] = (),
     **given: object,
 ) -> Finding:
-    """Make the finding of a verdict; `given`: what is filled into its texts, where it is not empty."""
+    """Make the finding of a verdict; `words` and `given` are filled into its texts, where they are not empty."""
     row = _table("verdict")[verdict]
-    words = {"name": verdict} | {name: str(value) for name, value in given.items() if value not in ("", None)}
+    every = {"name": verdict, **(words or {}), **given}
+    said = {name: str(value) for name, value in every.items() if value not in ("", None)}
     return Finding(
-        id=fill(row.id, words),
+        id=fill(row.id, said),
         level=level or row.level,
-        title=fill(row.title, words),
-        detail=fill(row.detail, words).strip(),
+        title=fill(row.title, said),
+        detail=fill(row.detail, said).strip(),
         where=where or Where(),
         witnesses=witnesses or Witnesses(),
         evidence=evidence,
-        fix=row.repair(words),
+        fix=row.repair(said),
     )
 
 
@@ -62,5 +68,5 @@ def ending(name: str) -> Verdict | None:
 def _table(kind: str) -> dict[str, Verdict]:
     import msgspec
 
-    text = resources.files("distdiag.knowledge").joinpath("log_verdicts.toml").read_text("utf-8")
+    text = resources.files("distdiag.knowledge").joinpath("verdicts.toml").read_text("utf-8")
     return {row.name: row for row in msgspec.convert(tomllib.loads(text)[kind], list[Verdict])}
