@@ -254,6 +254,32 @@ CHANGES: dict[str, Change] = {
     "cgroup-memory": Change(_in_small_cgroup, ("differs.memory",), "cgroup memory limit is 2 GiB"),
     "cpus": Change(started_by("taskset", "-c", "0"), ("differs.cpus",), "processors for the job is 1"),
     "variable": Change(started_by("NCCL_IB_DISABLE=1"), ("differs.environment",), "$NCCL_IB_DISABLE is 1"),
+    "no-exec": Change(
+        commands("mount -t tmpfs -o noexec,size=64M none $HOME", after=_OVER_HOME), ("noexec",), "is mounted noexec"
+    ),
+    "few-ports": Change(
+        commands(
+            "echo 40000 40999 >/proc/sys/net/ipv4/ip_local_port_range",
+            after=("echo 32768 60999 >/proc/sys/net/ipv4/ip_local_port_range",),
+        ),
+        ("few-ports",),
+        "only 1000 ports",
+    ),
+    "somaxconn": Change(
+        commands("echo 16 >/proc/sys/net/core/somaxconn", after=("echo 4096 >/proc/sys/net/core/somaxconn",)),
+        ("somaxconn",),
+        "only 16 connections",
+    ),
+    "proxy": Change(started_by("https_proxy=http://u:secret@proxy:3128"), ("proxy",), "https_proxy is set"),
+    "switch": Change(started_by("CUDA_LAUNCH_BLOCKING=1"), ("debug-switch",), "CUDA_LAUNCH_BLOCKING=1 is set"),
+    "half-copied": Change(
+        commands(
+            "lib=$TORCH/lib/libtorch_python.so; head -c 9999 $lib >$HOME/half.so && mount --bind $HOME/half.so $lib",
+            after=("umount $TORCH/lib/libtorch_python.so",),
+        ),
+        ("differs.files",),
+        "torch/lib of 2.13.0",
+    ),
     "debug": Change(started_by("TORCH_DISTRIBUTED_DEBUG=DETAIL"), ("differs.debug",), "DETAIL"),
 }
 """All changes, by name."""

@@ -15,6 +15,7 @@ import msgspec  # noqa: TID253 - this module is only imported when there are nod
 from distdiag.agent import protocol
 from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
 from distdiag.errors import DistdiagError
+from distdiag.facts.computed import Computed  # noqa: TC001 - msgspec reads the annotations
 from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
 from distdiag.facts.text import printable
 
@@ -136,6 +137,7 @@ class Payload(TypedDict, total=False):
     finished: bool
     held: bool
     memory_bytes: int
+    computed: Computed
     pairs: list[PairTold]
     row: RowTold
     paused: PausedTold

@@ -148,7 +148,18 @@ def _fix_of(fault: Difference) -> str:
         return "seed all ranks alike where they must draw the same numbers"
     if fault.why.startswith("missing"):
         return "build the same model on all ranks: a layer or buffer is made on some of them only"
-    return "load one checkpoint on all ranks; then call sync_check earlier to find the step that diverges"
+    return (
+        "load one checkpoint on all ranks, then call sync_check earlier to find the step that diverges; if it is the "
+        "same rank again, its device may compute wrongly"
+    )
+
+
+def _commands_of(fault: Difference) -> tuple[str, ...]:
+    """Return the test of the devices where values differ for no other reason."""
+    from distdiag.options import called_as
+
+    is_value = fault.kind not in ("dataloader", "step", "optimizer", "RNG") and not fault.why.startswith("missing")
+    return (f"{called_as()} gpu-test --compute 60s",) if is_value else ()
 
 
 def _findings(differences: Sequence[Difference], ranks: Sequence[int], world_size: int) -> Iterator[Finding]:
@@ -164,7 +175,7 @@ def _findings(differences: Sequence[Difference], ranks: Sequence[int], world_siz
             title=str(faults[0]),
             where=Where(ranks=faults[0].ranks),
             evidence=tuple(map(str, faults[1:_SHOWN])) + ((f"{len(faults)} values differ",) if faults[1:] else ()),
-            fix=Fix(text=_fix_of(faults[0])),
+            fix=Fix(text=_fix_of(faults[0]), commands=_commands_of(faults[0])),
         )
     if len(ranks) < world_size:
         yield Finding(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _MAX_POLLED, _MAX_SELECTED, _MAX_PATH = 64, 1024, 4096
 _AT_FDCWD = -100
-_FUTEX_WAIT, _FUTEX_COMMAND = 0, 0x7F
+_FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_COMMAND, _FUTEX_REALTIME = 0, 9, 0x7F, 0x100
+"""linux/futex.h. With FUTEX_WAIT_BITSET the timeout is a moment, by the monotonic clock or the real one."""
 _CONTENDED = 2
 """A glibc mutex with waiters (sysdeps/nptl/lowlevellock.h); the word after next is the owner."""
 _P_PID, _P_PIDFD = 1, 3
@@ -72,7 +73,7 @@ class Thread:
     `unread`: why what its arguments point to is not told: "denied", "late" (the memory did not answer), "moved" (it
     went on while we read), "unmapped". `targets`: what it waits for; of poll, select and epoll the watched ones (64 of
     poll at most), of all others the descriptor in its arguments. `children`: those it may be waiting for. `locks`: who
-    has the lock that it waits for. `wakes_in_s`: what is left of a sleep.
+    has the lock that it waits for. `wakes_in_s`: what is left of a sleep, or of a wait at a futex with a timeout.
     """
 
     tid: int
@@ -202,7 +203,10 @@ def _extents(call: _Call) -> tuple[tuple[int, int], ...]:
         return ((arguments[syscall_names.PATHS[name]], _MAX_PATH),)
     if name in syscall_names.SLEEPS:
         return ((arguments[syscall_names.SLEEPS[name]], 16),)
-    return ((arguments[0], 12),) if name == "futex" else ()
+    if name != "futex":
+        return ()
+    has_timeout = arguments[1] & _FUTEX_COMMAND == _FUTEX_WAIT_BITSET and arguments[3]
+    return ((arguments[0], 12), (arguments[3], 16)) if has_timeout else ((arguments[0], 12),)
 
 
 def _remember(pid: int, call: _Call) -> _Call:
@@ -237,7 +241,7 @@ def _thread(process: _Process, task: procs.Task, call: _Call, asleep_s: float | 
     if name in syscall_names.PATHS and call.memory:
         return _on_path(process, call, plain)
     if name in syscall_names.FUTEXES:
-        return replace(plain, futex=_futex(process, call))
+        return replace(plain, futex=_futex(process, call), wakes_in_s=_futex_ends_in_s(call))
     if name in syscall_names.WAITS:
         return replace(plain, children=_children(process.pid, call))
     if name in syscall_names.SLEEPS and call.memory:
@@ -339,6 +343,16 @@ def _wakes_in_s(call: _Call, since_s: float | None) -> float | None:
     if call.name == "clock_nanosleep" and call.arguments[1] & _TIMER_ABSTIME:
         return max(0.0, asked - time.clock_gettime(call.arguments[0])) if call.arguments[0] in _CLOCKS else None
     return None if since_s is None else max(0.0, asked - since_s)
+
+
+def _futex_ends_in_s(call: _Call) -> float | None:
+    """Return when a wait at a futex ends by its timeout; None without one."""
+    if len(call.memory) < 2 or len(call.memory[1]) < 16:
+        return None
+    seconds, nanoseconds = struct.unpack("=qq", call.memory[1])
+    clock = time.CLOCK_REALTIME if call.arguments[1] & _FUTEX_REALTIME else time.CLOCK_MONOTONIC
+    ends_at_s: float = seconds + nanoseconds / 1e9
+    return max(0.0, ends_at_s - time.clock_gettime(clock))
 
 
 def _signed(argument: int) -> int:

@@ -42,6 +42,7 @@ class Space:
     kind: str = ""
     source: str = ""
     read_only: bool = False
+    no_exec: bool = False
     error: str = ""
 
 
@@ -105,6 +106,7 @@ def _read(path: str) -> Space:
         inodes=found.f_files,
         free_inodes=found.f_favail,
         read_only=bool(found.f_flag & os.ST_RDONLY),
+        no_exec=bool(found.f_flag & os.ST_NOEXEC),
     )
 
 

@@ -43,7 +43,9 @@ class GpuHealth:
 
     `uncorrectable` and `correctable`: memory errors since the driver was loaded or the GPU was reset. `slowdowns`:
     reasons that hold its clocks down now. `inactive_links`: NVLinks that are down, of `links`. `link_errors`:
-    recoveries and replays of NVLinks, by "link N kind". `recovery`: what the driver wants done ("None", "Reset").
+    recoveries and replays of NVLinks, by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`:
+    packets sent again since the reset. `recovery`: what the driver wants done ("None", "Reset").
+    `clique`: the GPUs of several nodes that share memory over NVLink.
     `broken`: what nvidia-smi says instead of the values ("GPU is lost").
     """
 
@@ -67,7 +69,15 @@ class GpuHealth:
     power_limit_w: float | None = None
     default_limit_w: float | None = None
     pcie_width: str = ""
+    pcie_width_max: str = ""
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_replays: int | None = None
+    clock_mhz: int | None = None
+    max_clock_mhz: int | None = None
+    power_w: float | None = None
     fabric: str = ""
+    clique: str = ""
     links: int = 0
     inactive_links: tuple[int, ...] = ()
     link_errors: dict[str, int] = field(default_factory=dict)
@@ -168,6 +178,7 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
     slow = {**reasons[0], **_branch(reasons[0], "HW Slowdown")}
     lost = re.search(r"GPU is lost|GPU requires reset|Unable to determine the device handle[^\n]*", text)
     power = _branch(tree, "GPU Power Readings") or _branch(tree, "Power Readings")
+    link = _branch(tree, "PCI", "GPU Link Info")
     state, status = _value(tree, "Fabric", "State"), _value(tree, "Fabric", "Status")
     return GpuHealth(
         index=index,
@@ -189,11 +200,25 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
         memory_total_mib=_number(_value(tree, "FB Memory Usage", "Total")),
         power_limit_w=_watts(_value(power, "Current Power Limit") or _value(power, "Enforced Power Limit")),
         default_limit_w=_watts(_value(power, "Default Power Limit")),
-        pcie_width=_value(tree, "PCI", "GPU Link Info", "Link Width", "Current"),
+        pcie_width=_value(link, "Link Width", "Current"),
+        pcie_width_max=_value(link, "Link Width", "Max"),
+        pcie_generation=_number(_value(link, "PCIe Generation", "Current")),
+        pcie_generation_max=_number(_value(link, "PCIe Generation", "Max")),
+        pcie_replays=_number(_value(tree, "PCI", "Replays Since Reset")),
+        clock_mhz=_number(_value(tree, "Clocks", "SM")),
+        max_clock_mhz=_number(_value(tree, "Max Clocks", "SM")),
+        power_w=_watts(_value(power, "Power Draw") or _value(power, "Average Power Draw")),
         fabric=f"{state}, {status}" if state and status else state,
+        clique=_clique(_branch(tree, "Fabric")),
         processes=_processes(tree),
         broken=lost[0] if lost is not None else "",
     )
+
+
+def _clique(fabric: Tree) -> str:
+    """Return which GPUs can share memory over NVLink: the cluster's UUID and the clique in it; empty on one node."""
+    cluster, clique = _value(fabric, "ClusterUUID"), _value(fabric, "CliqueId")
+    return f"{cluster}/{clique}" if cluster.strip("0-") else ""
 
 
 def _old_recovery(tree: Tree) -> str:

@@ -54,6 +54,12 @@ def host_name() -> str:
     return os.uname().nodename.partition(".")[0] or "this-node"
 
 
+def cpu_model() -> str:
+    """Return the name of the first CPU, as /proc/cpuinfo has it; empty where it has none (Arm)."""
+    match = re.search(r"^model name\s*: (.+)$", read_text("/proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else ""
+
+
 def available_memory_bytes() -> int | None:
     """Memory that can still be used without swapping, under this cgroup's limit too; None where unreadable."""
     system = _meminfo("MemAvailable")

@@ -27,7 +27,7 @@ CALLS = {
     **{"recv": {"recvfrom"}, "pipe": {"read"}, "fifo": {"openat"}, "flock": {"flock"}, "poll": {"poll", "ppoll"}},
     **{"select": {"select", "pselect6"}, "epoll": {"epoll_wait", "epoll_pwait"}, "lock": {"futex"}, "mutex": {"futex"}},
     **{"same lock": {"futex"}, "sleep": {"clock_nanosleep"}, "accept": {"accept4"}, "wait": {"wait4"}},
-    "unmapped": {"poll"},
+    **{"unmapped": {"poll"}, "timed lock": {"futex"}},
 }
 
 
@@ -155,6 +155,13 @@ def test_a_lock_of_python_that_two_threads_wait_for(many: Target) -> None:
     assert futex is not None
     assert set(futex.waiters) == {many.told["tids"]["lock"], many.told["tids"]["same lock"]}
     assert futex.owner is None, "a semaphore has no owner"
+
+
+def test_a_wait_with_a_timeout_ends_in(many: Target) -> None:
+    left_s = many.thread("timed lock").wakes_in_s
+    assert left_s is not None
+    assert 0 < left_s < 600
+    assert many.thread("lock").wakes_in_s is None
 
 
 def test_a_mutex_is_held_by(many: Target) -> None:

@@ -199,3 +199,23 @@ def test_a_rank_without_torch_is_named_with_its_python() -> None:
     assert finding["fix"]["commands"][0].endswith("-m pip install torch")
     assert result.statuses == ["failed", "waiting", "waiting"]
     assert result.report["data"]["versions"]["torch"], "the others had come far enough to tell"
+
+
+def test_one_element_that_is_wrong_in_one_repetition_names_the_rank() -> None:
+    result = gpu_test("--nproc", "3", "--inject", "wrong-compute:1")
+    assert result.code == 1
+    assert list(result.findings) == ["wrong-compute"]
+    assert result.findings["wrong-compute"]["where"]["ranks"] == [1]
+    assert "1 element of a 384x384 float32 product changed in repetition 2" in result.findings["wrong-compute"]["title"]
+
+
+def test_a_rank_that_computes_at_70_percent_is_named() -> None:
+    result = gpu_test("--nproc", "3", "--inject", "slow-compute:2")
+    assert result.findings["slow-compute"]["where"]["ranks"] == [2]
+    assert {own["rounds"] for own in result.report["data"]["computed"].values()} == {3}
+
+
+def test_computing_can_be_left_out() -> None:
+    result = gpu_test("--nproc", "2", "--no-compute")
+    assert (result.code, result.report["data"]["computed"]) == (0, {})
+    assert gpu_test("--nproc", "2", "--no-compute", "--inject", "wrong-compute:1").code == 2

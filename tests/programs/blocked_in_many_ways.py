@@ -56,7 +56,9 @@ poll = select.poll()
 for fd in (reads, connection.fileno(), server.fileno()):
     poll.register(fd, select.POLLIN)
 lock = threading.Lock()
-lock.acquire()
+other_lock = threading.Lock()
+for each in (lock, other_lock):
+    each.acquire()
 mutex = ctypes.create_string_buffer(64)
 libc.pthread_mutex_lock(mutex)
 page = libc.mmap(None, mmap.PAGESIZE, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -76,6 +78,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "epoll": epoll.poll,
     "lock": lock.acquire,
     "same lock": lock.acquire,
+    "timed lock": lambda: other_lock.acquire(timeout=600),
     "mutex": lambda: libc.pthread_mutex_lock(mutex),
     "sleep": lambda: time.sleep(600),
     "accept": server.accept,

@@ -19,7 +19,7 @@ from distdiag.commands.doctor.paths import NodePaths
 from distdiag.commands.doctor.subcommand import _with_clock
 from distdiag.commands.doctor.types import CHECKS, NodeDoctor, Request
 from distdiag.commands.doctor.view import doctor_view, metrics
-from distdiag.facts import gpu_health, kernel_signs, link_counters
+from distdiag.facts import gpu_health, kernel_signs, link_counters, nfs
 from distdiag.facts.cgroups import Cgroup
 from distdiag.facts.cuda.driver import Answer, Driver, Gpu
 from distdiag.facts.file_systems import Space
@@ -92,12 +92,15 @@ def gpus(health: Health, *, hardware: int | None = None, answer: Answer | None =
     return Gpus(driver, health, 20.0)
 
 
+DISKS = Disks((Space("/tmp", 100 * GIB, 50 * GIB, 1000, 900, "ext4", "/dev/sda1"),), ("/tmp",))
+
+
 def node(host: str = "node1", **more: object) -> NodeDoctor:
     plain = NodeDoctor(
         host=host,
         clock=Clock(0.0, 0.001),
         system=system(),
-        disks=Disks((Space("/tmp", 100 * GIB, 50 * GIB, 1000, 900, "ext4", "/dev/sda1"),), ("/tmp",)),
+        disks=DISKS,
         network=network(),
         software=Software("python3", python="3.12.1", torch="2.9.1+cu128", cuda="12.8", nccl="2.27.5", glibc="2.39"),
         gpus=gpus(Health()),
@@ -201,6 +204,8 @@ def test_a_healthy_h100_is_read_whole_and_fit() -> None:
     assert (gpu.name, gpu.address, gpu.recovery) == ("NVIDIA H100 80GB HBM3", "00000000:18:00.0", "None")
     assert (gpu.uncorrectable, gpu.correctable, gpu.slowdowns, gpu.fabric) == (0, 0, (), "Completed, Success")
     assert (gpu.power_limit_w, gpu.pcie_width, gpu.temperature_c, gpu.processes) == (700.0, "16x", 30, ())
+    assert (gpu.pcie_width_max, gpu.pcie_generation, gpu.pcie_generation_max, gpu.pcie_replays) == ("16x", 5, 5, 7)
+    assert (gpu.clock_mhz, gpu.max_clock_mhz, gpu.power_w) == (345, 1980, 100.89)
     assert judged(node(gpus=gpus(h100(count=8)))).verdict == "ok"
 
 
@@ -244,6 +249,8 @@ def test_a_row_that_waits_for_a_reset_is_a_warning() -> None:
         (("DRAM Uncorrectable            : 0", "DRAM Uncorrectable            : 2"), "gpu.ecc", "warn"),
         (("HW Thermal Slowdown           : Not Active", "HW Thermal Slowdown : Active"), "gpu.throttled", "warn"),
         (("State                             : Completed", "State : In Progress"), "gpu.fabric", "fail"),
+        (("Current                   : 16x", "Current : 8x"), "gpu.pcie-width", "warn"),
+        (("Replays Since Reset               : 7", "Replays Since Reset : 70123"), "gpu.pcie-replays", "warn"),
     ],
 )
 def test_what_nvidia_smi_says_of_one_of_eight(change: tuple[str, str], id_: str, level: str) -> None:
@@ -633,3 +640,76 @@ def test_the_shm_of_a_container_is_a_warning_on_all_nodes(mib: int, level: str |
     report = judged(*(node(f"node{number}", system=small) for number in range(3)))
     assert (found(report)["shm"].level if level else None) == level
     assert ("shm" in found(report)) == (level is not None)
+
+
+# Settings that slow jobs down or break them.
+
+
+@pytest.mark.parametrize("switch", ["CUDA_LAUNCH_BLOCKING=1", "NCCL_P2P_DISABLE=1", "NCCL_DEBUG=TRACE"])
+def test_a_switch_for_debugging_that_is_left_on_everywhere_is_a_warning(switch: str) -> None:
+    name, _, value = switch.partition("=")
+    own = system(variables={name: value})
+    finding = found(judged(node("a", system=own), node("b", system=own)))["debug-switch"]
+    assert (finding.level, finding.where.hosts) == ("warn", ("a", "b"))
+    assert finding.fix is not None
+    assert finding.fix.commands == (f"unset {name}",)
+    assert "debug-switch" not in found(judged(node(system=system(variables={"NCCL_DEBUG": "INFO"}))))
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "level"), [("", "warn"), ("example.com", "warn"), ("10.0.0.0/8", ""), ("node1", ""), ("*", "")]
+)
+def test_a_proxy_is_said_unless_the_node_is_excepted(no_proxy: str, level: str) -> None:
+    own = replace(system(), proxies=("https_proxy",), no_proxy=no_proxy)
+    assert [finding.level for id_, finding in found(judged(node(system=own))).items() if id_ == "proxy"] == (
+        [level] if level else []
+    )
+
+
+def test_a_node_that_started_after_the_ranks_of_the_others_has_lost_its_own() -> None:
+    ranks = Jobs((11,), 8.0, 7200.0)
+    late = replace(system(), up_s=600.0)
+    report = judged(node("a", jobs=ranks), node("b", jobs=ranks), node("c", jobs=Jobs((), 0.1), system=late))
+    finding = found(report)["rebooted"]
+    assert (finding.level, finding.where.hosts) == ("warn", ("c",))
+    assert "10 min ago" in finding.title
+    spare = replace(system(), up_s=86400.0)
+    assert "rebooted" not in found(judged(node("a", jobs=ranks), node("c", jobs=Jobs((), 0.1), system=spare)))
+
+
+def test_a_node_whose_cores_others_use_is_a_warning_beside_free_nodes_only() -> None:
+    busy = node("b", jobs=Jobs((), 200.0))
+    assert found(judged(node("a", jobs=Jobs((), 1.0)), busy))["load"].where.hosts == ("b",)
+    assert "load" not in found(judged(busy))
+    assert "load" in remarks(judged(busy))
+    assert "load" not in found(judged(node("a", jobs=Jobs((), 180.0)), busy))
+
+
+MOUNTSTATS = """device rootfs mounted on / with fstype rootfs
+device nas:/data mounted on /data with fstype nfs4 statvers=1.1
+\topts:\trw,vers=4.1
+\txprt:\ttcp 0 0 2 0 3 91023 91020 0 812345 900000 2 50000 40000
+\tper-op statistics
+\t        READ: 90000 90000 3 14400000 1000000000 {queue} 180000 {total} 0
+\t       WRITE: 1000 1000 0 1000 1000 0 2000 2000 0
+"""
+
+
+@pytest.mark.parametrize(("queue_ms", "slow"), [(2_700_000, True), (9_000, False)])
+def test_nfs_requests_that_wait_for_a_slot_of_their_own_node(queue_ms: int, slow: bool) -> None:
+    (mount,) = nfs.parse(MOUNTSTATS.format(queue=queue_ms, total=queue_ms + 180_000))
+    assert (mount.path, mount.server, mount.operations, mount.timeouts) == ("/data", "nas:/data", 91_000, 3)
+    assert (mount.queue_ms, mount.server_ms, mount.slots) == (queue_ms, 182_000, 2)
+    report = judged(node(disks=replace(DISKS, nfs=(mount,))))
+    assert ("nfs-slots" in found(report)) is slow
+
+
+def test_gpus_of_an_nvlink_domain_need_a_channel_and_one_list() -> None:
+    uuid = ("ClusterUUID                       : 00000000-", "ClusterUUID : 5a6b7c8d-")
+    domain = gpus(h100(uuid, count=4))
+    assert found(judged(node(gpus=domain)))["gpu.imex"].level == "warn"
+    ready = replace(domain, imex_channels=1, imex_nodes=("10.0.0.1", "10.0.0.2"))
+    other = replace(ready, imex_nodes=("10.0.0.1",))
+    assert "gpu.imex" not in found(judged(node(gpus=ready)))
+    finding = found(judged(node("a", gpus=ready), node("b", gpus=ready), node("c", gpus=other)))["differs.imex"]
+    assert finding.where.hosts == ("c",)

@@ -68,6 +68,25 @@ def test_a_log_that_breaks_off_blames_no_innocent_rank(case: Case, tmp_path: Pat
         assert found.where.ranks in ((), (2,)), (tenths, found.title)
 
 
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "Runtim",
+        "RuntimeError: [/pytorch/third_party/gl",
+        "RuntimeError: [/p/gloo/transport/tcp/pair.cc:547] Connection cl",
+    ],
+)
+def test_an_exception_whose_end_is_missing_blames_no_rank(cut: str, tmp_path: Path) -> None:
+    lines = ["Traceback (most recent call last):", '  File "/app/train.py", line 9, in main', "    step()", cut]
+    path = tmp_path / "job.log"
+    path.write_text("".join(f"[rank3]: {line}\n" for line in lines).rstrip("\n"))
+    report = judged(path)
+    assert (report.exit_code(), report.findings[0].where.ranks) == (3, ())
+    whole = tmp_path / "pasted.log"
+    whole.write_text(path.read_text().replace(cut, "RuntimeError: shape [8] is invalid"))
+    assert judged(whole).findings[0].where.ranks == (3,)
+
+
 def test_a_tree_of_torchrun_has_ranks_by_its_folders() -> None:
     report = judged(RECORDED / "tree")
     assert report.findings[0].where.ranks == (2,)

@@ -18,6 +18,7 @@ from distdiag.facts import (
     link_counters,
     machine,
     network,
+    nfs,
     nics,
     pcie,
 )
@@ -31,6 +32,7 @@ from distdiag.facts.kernel_signs import KernelLine  # noqa: TC001
 from distdiag.facts.line_patterns import Patterns
 from distdiag.facts.link_counters import Counters  # noqa: TC001
 from distdiag.facts.network import Names  # noqa: TC001
+from distdiag.facts.nfs import NfsMount  # noqa: TC001
 from distdiag.facts.nics import IbPort, Nic  # noqa: TC001
 from distdiag.facts.pcie_types import Pcie
 from distdiag.jobs import collect as processes
@@ -53,6 +55,9 @@ _VARIABLES = (
     *("NCCL_", "RCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "FI_"),
     *("MASTER_ADDR", "MASTER_PORT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"),
 )
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+_LONGEST_LIST = 2000
+_IMEX_NODES = "/etc/nvidia-imex/nodes_config.cfg"
 _MOUNT_S = 3.0
 _NAMES_S = 3.0
 _COUNTERS_S = 1.0
@@ -95,6 +100,13 @@ class System:
     cgroup: Cgroup
     shm: Space | None
     variables: dict[str, str] = field(default_factory=dict)
+    huge_pages: str = ""
+    """Whether memory is given in transparent huge pages: always, madvise, never."""
+    somaxconn: int | None = None
+    """Connections that may wait to be accepted by one listening socket."""
+    proxies: tuple[str, ...] = ()
+    """Variables that name a proxy; their values may hold a password."""
+    no_proxy: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,7 @@ class Disks:
 
     spaces: tuple[Space, ...]
     written: tuple[str, ...]
+    nfs: tuple[NfsMount, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,8 @@ class Software:
     glibc: str = ""
     ofed: str = ""
     error: str = ""
+    libraries: dict[str, int] = field(default_factory=dict)
+    """Bytes of each library in torch/lib, by file name."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +154,10 @@ class Gpus:
     driver: Driver
     health: Health
     asked_s: float = 0.0
+    imex_channels: int = 0
+    """Devices through which GPUs of several nodes share memory over NVLink (GB200)."""
+    imex_nodes: tuple[str, ...] = ()
+    """The nodes of IMEX's own list, sorted."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +170,14 @@ class KernelLog:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The ranks that are running here, by pid, and how many threads are ready to run (the load of the last minute)."""
+    """The ranks that are running here, by pid, and how many threads are ready to run (the load of the last minute).
+
+    `oldest_s`: for how long the oldest rank has been running; None without ranks.
+    """
 
     pids: tuple[int, ...]
     load: float
+    oldest_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -239,7 +262,21 @@ def _system() -> System:
         cgroup=cgroups.look(),
         shm=shm if not shm.error or shm.error.startswith(file_systems.NO_ANSWER) else None,
         variables=machine.variables(_VARIABLES),
+        huge_pages=_huge_pages(),
+        somaxconn=_number("/proc/sys/net/core/somaxconn"),
+        proxies=tuple(sorted(name for name in os.environ if name.lower() in _PROXIES and os.environ[name])),
+        no_proxy=(os.environ.get("no_proxy") or os.environ.get("NO_PROXY", ""))[:_LONGEST_LIST],
     )
+
+
+def _huge_pages() -> str:
+    _, _, rest = machine.read_text("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")
+    return rest.partition("]")[0]
+
+
+def _number(path: str) -> int | None:
+    text = machine.read_text(path).strip()
+    return int(text) if text.isdecimal() else None
 
 
 def _limit(name: str, number: int) -> Limit:
@@ -257,7 +294,7 @@ def _may_lock() -> bool:
 def _disks(paths: list[str]) -> Disks:
     written = tuple(dict.fromkeys([*file_systems.useful_folders(os.environ), *paths]))
     wanted = [*written, *file_systems.network_mounts()]
-    return Disks(tuple(file_systems.spaces(wanted, patience_s=_MOUNT_S)), written)
+    return Disks(tuple(file_systems.spaces(wanted, patience_s=_MOUNT_S)), written, nfs.mounts())
 
 
 def _network() -> NodeNetwork:
@@ -295,7 +332,17 @@ def _software(executable: str, timeout_s: float) -> Software:
         nccl=next((version for name, version in packages.items() if name.startswith("nvidia-nccl")), ""),
         glibc=_glibc(),
         ofed=machine.read_text("/sys/module/mlx5_core/version").strip(),
+        libraries=_libraries(torch.folder) if torch is not None else {},
     )
+
+
+def _libraries(torch_folder: str) -> dict[str, int]:
+    """Return the sizes of torch's own libraries."""
+    try:
+        with os.scandir(os.path.join(torch_folder, "lib")) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if ".so" in entry.name}
+    except OSError:
+        return {}
 
 
 def _glibc() -> str:
@@ -314,9 +361,12 @@ def _kernel(rows: Patterns) -> KernelLog:
 
 def _jobs() -> Jobs:
     """Find the ranks: what has a rank in its environment and has loaded torch, without their children."""
-    found = [each for each in processes.facts({"pids": [], "user": ""}).processes if each.place and each.torch]
+    seen = processes.facts({"pids": [], "user": ""})
+    found = [each for each in seen.processes if each.place and each.torch]
     pids = {each.pid for each in found}
-    return Jobs(tuple(each.pid for each in found if not pids.intersection(each.above)), os.getloadavg()[0])
+    ranks = [each for each in found if not pids.intersection(each.above)]
+    oldest = max((seen.uptime_s - each.started_s for each in ranks), default=None)
+    return Jobs(tuple(each.pid for each in ranks), os.getloadavg()[0], oldest)
 
 
 def _gpus(timeout_s: float) -> Gpus:
@@ -330,4 +380,14 @@ def _gpus(timeout_s: float) -> Gpus:
     }
     found, _ = deadlines.together(work, patience_s=timeout_s + _SLACK_S / 2)
     late = Health(error=f"nvidia-smi did not answer within {timeout_s:g} s")
-    return Gpus(found.get("driver", quick), found.get("health", late), timeout_s)
+    return Gpus(found.get("driver", quick), found.get("health", late), timeout_s, *_imex())
+
+
+def _imex() -> tuple[int, tuple[str, ...]]:
+    """Return how many channels of IMEX there are, and the nodes of its list."""
+    try:
+        channels = len(os.listdir("/dev/nvidia-caps-imex-channels"))
+    except OSError:
+        channels = 0
+    lines = (line.partition("#")[0].strip() for line in machine.read_text(_IMEX_NODES).splitlines())
+    return channels, tuple(sorted(filter(None, lines)))

@@ -13,11 +13,12 @@ from distdiag.commands.doctor import paths
 from distdiag.commands.doctor.gpu_symptoms import gpu_symptoms
 from distdiag.commands.doctor.node_symptoms import node_symptoms, versions_of
 from distdiag.commands.doctor.odd_node import odd_findings
+from distdiag.commands.doctor.settings_symptoms import overloaded, rebooted, settings_symptoms
 from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced, Symptom
 from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.diagnosis.pcie_paths import PcieNode
-from distdiag.diagnosis.wording import counted, format_duration, format_size
+from distdiag.diagnosis.wording import counted, format_age, format_duration, format_size
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
         *paths.judge(COMMAND, {node.host: node.paths for node in nodes if node.paths is not None}),
         *_clocks(nodes),
         *_flaps(nodes),
+        *_rebooted(nodes),
+        *_overloaded(nodes),
         *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
         *odd,
     ]
@@ -169,7 +172,8 @@ def _folded(nodes: Sequence[NodeDoctor], *, several: bool) -> list[Finding]:
     """Bring symptoms of several nodes together: those of one id and subject, whatever their numbers are."""
     groups: dict[tuple[str, Level, str], _Group] = {}
     for node, first_rank in zip(nodes, _first_ranks(nodes), strict=True):
-        for symptom in (*node_symptoms(node, several=several), *gpu_symptoms(node, first_rank)):
+        own = (*node_symptoms(node, several=several), *settings_symptoms(node), *gpu_symptoms(node, first_rank))
+        for symptom in own:
             group = groups.setdefault((symptom.id, symptom.level, symptom.subject), _Group(symptom))
             group.hosts.append(node.host)
             group.titles.setdefault(symptom.title, []).append(node.host)
@@ -264,6 +268,40 @@ def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
             )
         )
     return found
+
+
+def _overloaded(nodes: Sequence[NodeDoctor]) -> list[Finding]:
+    """Name nodes whose cores other programs use: a warning where the other nodes are free."""
+    return [
+        Finding(
+            id=f"{COMMAND}.load",
+            level=Level.WARN if alone else Level.INFO,
+            title=f"{node.host}: load {jobs.load:.0f} on {counted(system.cpus_online, 'CPU')}, and no rank runs there",
+            detail="Other programs use its cores: ranks there are slow, and all others wait for them.",
+            where=Where(hosts=(node.host,)),
+            fix=Fix(text="see what runs there", commands=("ps -eo pid,user,pcpu,etime,args --sort=-pcpu | head -20",)),
+        )
+        for node, jobs, system, alone in overloaded(nodes)
+    ]
+
+
+def _rebooted(nodes: Sequence[NodeDoctor]) -> list[Finding]:
+    """Name nodes that started while the ranks of the others were already running, and have no rank."""
+    return [
+        Finding(
+            id=f"{COMMAND}.rebooted",
+            level=Level.WARN,
+            title=f"{node.host}: it started {format_age(up_s)} ago, and ranks on other nodes have been running for "
+            f"{format_age(age_s)}",
+            detail="If that job had ranks there, they ended with the node, and the others wait for them.",
+            where=Where(hosts=(node.host,)),
+            fix=Fix(
+                text="see why it went down, and restart the job",
+                commands=("last -x reboot shutdown | head -5", "sudo journalctl -b -1 -k --no-pager | tail -50"),
+            ),
+        )
+        for node, up_s, age_s in rebooted(nodes)
+    ]
 
 
 def _pcie(node: NodeDoctor) -> PcieNode:

@@ -25,6 +25,7 @@ _MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH, nvml.h
 _FABRIC = 802  # CUDA_ERROR_SYSTEM_NOT_READY, cuda.h
 _NO_GPU = (100, 101)
 _FEW_LINK_ERRORS = 10
+_MANY_REPLAYS = 1000
 _LONG_S = 20
 """What does not return within it hangs: 8 GPUs without persistence mode take less."""
 
@@ -52,6 +53,7 @@ def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
         yield from _slow(gpu, str(name))
         yield from _users(gpu, str(name))
     yield from _settings(gpus.health.gpus)
+    yield from _imex(gpus)
     yield from _xids(node, first_rank)
 
 
@@ -127,6 +129,21 @@ def _driver(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
             fix=Fix(text="start it", commands=("sudo systemctl start nvidia-fabricmanager",))
             if fabric
             else Fix(text="find the cause", commands=("distdiag cuda-env --for run", _DMESG)),
+        )
+
+
+def _imex(gpus: Gpus) -> Iterator[Symptom]:
+    """Judge the channels through which GPUs of several nodes share memory; only such GPUs have a clique."""
+    if any(gpu.clique for gpu in gpus.health.gpus) and not gpus.imex_channels:
+        yield Symptom(
+            id="gpu.imex",
+            level=Level.WARN,
+            title="its GPUs belong to an NVLink domain of several nodes, and there is no IMEX channel",
+            detail="Ranks of different nodes cannot share memory over NVLink: NCCL fails, or uses the network.",
+            fix=Fix(
+                text="start IMEX, and make a channel device",
+                commands=("systemctl status nvidia-imex --no-pager", "sudo nvidia-modprobe -c 0"),
+            ),
         )
 
 
@@ -265,6 +282,35 @@ def _slow(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
                 text="check cooling and power supply", commands=("nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",)
             ),
         )
+    if _lanes(gpu.pcie_width) < _lanes(gpu.pcie_width_max):
+        yield Symptom(
+            id="gpu.pcie-width",
+            level=Level.WARN,
+            subject=name,
+            title=f"{name}: its PCIe link has {gpu.pcie_width} of {gpu.pcie_width_max} lanes",
+            detail="Copies between the host and this GPU, and to network cards, are as much slower.",
+            fix=Fix(
+                text="reseat the card or riser, or take the node out",
+                commands=("nvidia-smi -q | grep -A 9 'Link Info'",),
+            ),
+        )
+    if (gpu.pcie_replays or 0) >= _MANY_REPLAYS:
+        yield Symptom(
+            id="gpu.pcie-replays",
+            level=Level.WARN,
+            subject=name,
+            title=f"{name}: {gpu.pcie_replays} PCIe packets were sent again since its reset",
+            detail="A link with errors is slow, and the GPU may fall off the bus.",
+            fix=Fix(
+                text="see whether the count grows; if so, take the node out", commands=("nvidia-smi -q | grep Replay",)
+            ),
+        )
+
+
+def _lanes(text: str) -> int:
+    """Return the lanes of "16x"; 0 where they are not known."""
+    number = text.removesuffix("x")
+    return int(number) if number.isdecimal() and int(number) else 0
 
 
 def _users(gpu: GpuHealth, name: str) -> Iterator[Symptom]:

@@ -54,6 +54,16 @@ _KINDS = {
         "Ranks with different versions hang, crash on what the other sends, or compute different results.",
         "install the same version on all nodes, or use one environment on a shared file system",
     ),
+    "files": _Kind(
+        Level.WARN,
+        "The same version has the same files everywhere: a copy of the environment broke off, or another build of it.",
+        "copy the environment again, or use one on a shared file system",
+    ),
+    "imex": _Kind(
+        Level.WARN,
+        "GPUs share memory over NVLink only with nodes of the same list and clique: NCCL fails or uses the network.",
+        "make /etc/nvidia-imex/nodes_config.cfg equal, then restart nvidia-imex on all nodes",
+    ),
     "driver": _Kind(
         Level.WARN,
         "A program that runs on one node may not start on the other.",
@@ -118,6 +128,8 @@ _SAID_BY = {
     "stack limit": ("stack",),
     "address space limit": ("address-space",),
     "size of /dev/shm": ("shm",),
+    "somaxconn": ("somaxconn",),
+    "range of ephemeral ports": ("few-ports",),
     "what its own host name resolves to": ("gloo-ifname",),
 }
 """Findings about a single node that cover the same difference."""
@@ -234,6 +246,8 @@ def _of_system(system: System) -> _Values:
     values.number("shm", "size of /dev/shm", shm.total_bytes if shm and not shm.error else None, (_SPACE, _bytes))
     for name, value in system.variables.items():
         values.text("debug" if name == "TORCH_DISTRIBUTED_DEBUG" else "environment", f"${name}", value)
+    values.text("system", "transparent huge pages", system.huge_pages)
+    values.text("limits", "somaxconn", system.somaxconn)
     values.text("system", "kernel", system.kernel)
     values.text("python", "processor type", system.arch)
     values.text("system", "machine", system.product)
@@ -290,6 +304,9 @@ def _of_software(software: Software) -> _Values:
     values.text("torch", "torch", software.torch)
     values.text("torch", "torch's CUDA", software.cuda)
     values.text("torch", "torch's ROCm", software.hip)
+    if software.libraries:
+        files = f"{len(software.libraries)} files of {sum(software.libraries.values())} bytes"
+        values.text("files", f"~torch/lib of {software.torch}", files)
     values.text("python", "Python", software.python)
     values.text("system", "glibc", software.glibc)
     values.text("system", "OFED", software.ofed)
@@ -304,6 +321,8 @@ def _of_gpus(gpus: Gpus) -> _Values:
     found = ", ".join(f"{count} x {name}" for name, count in sorted(kinds.items()))
     values.text("gpus", "GPUs", found or (f"{gpus.driver.hardware} on the bus" if gpus.driver.hardware else None))
     values.text("driver", "NVIDIA driver", gpus.driver.kernel)
+    values.text("imex", "nodes of IMEX", " ".join(gpus.imex_nodes))
+    values.text("imex", "NVLink clique", ", ".join(sorted({gpu.clique for gpu in gpus.health.gpus if gpu.clique})))
     values.text("gpus", "MIG mode", ", ".join(sorted({gpu.mig for gpu in gpus.health.gpus if gpu.mig})))
     widths = sorted({gpu.pcie_width for gpu in gpus.health.gpus if gpu.pcie_width})
     values.text("gpus", "PCIe width of GPUs", ", ".join(widths))

@@ -20,12 +20,29 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     PrintCommandOpt,
 )
 from distdiag.launch.types import Backend, Device
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
+from distdiag.options import (
+    FromOpt,
+    JsonOpt,
+    SaveOpt,
+    StrictOpt,
+    TimeoutOpt,
+    called_as,
+    on_hosts,
+    parse_duration,
+    parse_size,
+)
 
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate import types as isolate_model
 
-_DEFAULT_STAGE = {FaultKind.CORRUPT: "reduce", FaultKind.DTYPE: "agree", FaultKind.NO_IMPORT: "start"}
+_DEFAULT_STAGE = {
+    FaultKind.CORRUPT: "reduce",
+    FaultKind.DTYPE: "agree",
+    FaultKind.NO_IMPORT: "start",
+    FaultKind.SLOW_COMPUTE: "compute",
+    FaultKind.WRONG_COMPUTE: "compute",
+}
+_LONGEST_COMPUTE_S = 86400.0
 
 
 def parse_fault(text: str) -> Fault:
@@ -44,14 +61,25 @@ def parse_fault(text: str) -> Fault:
     return Fault(kind=fault, rank=int(rank), stage=stage or _DEFAULT_STAGE.get(fault, "reduce"))
 
 
-def _test(shared: dict[str, Any], size: str, memory: float | None, expect: float | None, inject: str | None) -> Request:
+def _test(
+    shared: dict[str, Any],
+    size: str,
+    memory: float | None,
+    expect: float | None,
+    inject: str | None,
+    compute_s: float | None,
+) -> Request:
     if expect is not None:
         raise UsageError("--expect needs --isolate", hint="add --isolate, or leave --expect out")
+    fault = parse_fault(inject) if inject is not None else None
+    if fault is not None and fault.stage == "compute" and compute_s == 0:
+        raise UsageError(f"--inject {inject} needs the stage compute", hint="leave --no-compute out")
     return Request(
         **shared,
         size_bytes=parse_size(size) if size else SIZE_BYTES,
         memory_fraction=memory,
-        fault=parse_fault(inject) if inject is not None else None,
+        compute_s=compute_s,
+        fault=fault,
     )
 
 
@@ -100,10 +128,19 @@ def gpu_test(
         str | None,
         typer.Option(
             metavar="FAULT:RANK[@STAGE]",
-            help="Inject a real fault, to check that it is detected: kill, stop, late, corrupt, dtype or no-import; "
-            "for example kill:1 or stop:2@memory.",
+            help="Inject a real fault, to check that it is detected: kill, stop, late, corrupt, dtype, no-import, "
+            "slow-compute or wrong-compute; for example kill:1 or stop:2@memory.",
         ),
     ] = None,
+    compute: Annotated[
+        str,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long every rank multiplies matrices and copies memory, for example 60s to burn in. "
+            "[default: 1.5s on a GPU, 0.5s on the CPU]",
+        ),
+    ] = "",
+    no_compute: Annotated[bool, typer.Option("--no-compute", help="Leave the stage compute out.")] = False,
     isolate: Annotated[
         bool,
         typer.Option(
@@ -124,10 +161,10 @@ def gpu_test(
     *,
     cluster: Cluster,
 ) -> None:
-    """Test communication, all_reduce and memory on every rank, and name the rank that fails.
+    """Test communication, all_reduce, memory and computing on every rank, and name the rank that fails.
 
-    Every rank goes through the stages start, connect, init, agree, reduce, memory, done; with --isolate through
-    start, connect, init, pairs, done.
+    Every rank goes through the stages start, connect, init, agree, reduce, memory, compute, done; with --isolate
+    through start, connect, init, pairs, done.
 
     Exit status: 0 passed, 1 failed, 2 wrong usage, 3 could not be tested, 130 interrupted.
 
@@ -161,4 +198,13 @@ def gpu_test(
         runner.run(pairs.subcommand(print_command), lambda: _pairs(shared(), size, memory, expect, inject), options)
     from distdiag.commands.gpu_test import check
 
-    runner.run(check.subcommand(print_command), lambda: _test(shared(), size, memory, expect, inject), options)
+    def seconds() -> float | None:
+        if no_compute and compute:
+            raise UsageError("--compute and --no-compute contradict each other", hint="leave one of them out")
+        if no_compute or not compute:
+            return 0.0 if no_compute else None
+        return parse_duration(compute, "--compute", longest_s=_LONGEST_COMPUTE_S)
+
+    runner.run(
+        check.subcommand(print_command), lambda: _test(shared(), size, memory, expect, inject, seconds()), options
+    )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.rank_runs import Outcome
+from distdiag.commands.gpu_test import compute_findings
 from distdiag.commands.gpu_test.types import STAGES, GpuTest
 from distdiag.launch import rank_report
 from distdiag.launch.types import Device
@@ -19,35 +20,49 @@ if TYPE_CHECKING:
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[GpuTest]:
     """Return the report of a run."""
-    found = rank_report.findings_of(request, scene, plan, course)
+    computed = {
+        trace.rank: event.payload["computed"]
+        for trace in course.traces
+        for event in trace.events
+        if "computed" in event.payload
+    }
+    found = [
+        *rank_report.findings_of(request, scene, plan, course),
+        *compute_findings.findings_of(computed, course.traces, request),
+        *rank_report.paused(
+            request, course.traces, {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
+        ),
+    ]
     data = GpuTest(
         **rank_report.facts_of(request, scene, plan, course),
         size_bytes=request.size_bytes,
         memory_bytes=min(rank_report.payloads(course.traces, "memory_bytes"), default=None),
         arch_list=tuple(rank_report.started(course.traces).get("arch_list") or ()),
+        computed=computed,
     )
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
         command="gpu-test",
         data=data,
         findings=tuple(found),
-        summary=_interrupted(data, found) if interrupted else _summary(found, scene, plan),
+        summary=_interrupted(data, found) if interrupted else _summary(found, scene, plan, computed=bool(computed)),
         interrupted=interrupted,
     )
 
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> GpuTest:
     """Return the facts of a run in which no rank was started."""
-    return GpuTest(**facts, size_bytes=request.size_bytes, memory_bytes=None, arch_list=())
+    return GpuTest(**facts, size_bytes=request.size_bytes, memory_bytes=None, arch_list=(), computed={})
 
 
-def _summary(found: list[Finding], scene: Inventory, plan: Plan) -> str:
+def _summary(found: list[Finding], scene: Inventory, plan: Plan, *, computed: bool) -> str:
     if wrong := rank_report.worst_of(found):
         return wrong
     on = rank_report.ran_on(plan.backend, "GPU" if plan.device is Device.CUDA else plan.device)
     who, tested = ("1 rank", "startup, memory")
     if plan.nproc > 1:
         who, tested = (f"{plan.nproc} ranks", "communication, all_reduce, memory")
+    tested += ", computing" if computed else ""
     warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
     where = fold_within((place.host for place in scene.places), 160)
     return f"{who} on {where} passed: {tested} ({on}){warnings}"

@@ -1,4 +1,4 @@
-"""What every rank of gpu-test runs: the stages start, connect, init, agree, reduce, memory, done.
+"""What every rank of gpu-test runs: the stages start, connect, init, agree, reduce, memory, compute, done.
 
 Each step is reported before it starts, so that the place of a rank that hangs is known. A rank reports only what it
 sees itself; the parent, which sees all ranks, decides which of them is at fault.
@@ -6,8 +6,11 @@ sees itself; the parent, which sees all ranks, decides which of them is at fault
 
 from __future__ import annotations
 
+import sys
+
+from distdiag.commands.gpu_test import compute
+from distdiag.launch.rank import Pauses, first_lines, is_out_of_memory, load_torch, run_rank
 from distdiag.launch.rank import Rank as AnyRank
-from distdiag.launch.rank import first_lines, is_out_of_memory, run_rank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,6 +37,10 @@ class Rank(AnyRank):
 
     dtype: torch.dtype
 
+    def import_torch(self) -> None:
+        """Import torch for the stages of both modules."""
+        load_torch(sys.modules[__name__], compute)
+
     def work(self) -> None:
         """Run gpu-test's own stages."""
         self.dtype = torch.float64 if self.is_faulty("dtype") else torch.float32
@@ -41,6 +48,13 @@ class Rank(AnyRank):
         self.agree(planned, {"dtype": str(self.dtype).replace("torch.", "")})
         self.reduce()
         self.memory()
+        if self.config["compute_s"]:
+            self.enter("compute", "preparing matrices")
+            pauses = Pauses()
+            pauses.start()
+            pauses.begin()
+            computed = compute.Compute(self, self.config["compute_s"]).run()
+            self.progress.step("computed", computed=compute.told(computed), paused=pauses.since_begin())
 
     def reduce(self) -> None:
         """All-reduce one element, then the whole buffer, and check every element of the result."""

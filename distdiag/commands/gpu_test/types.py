@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from distdiag.facts.computed import Computed  # noqa: TC001 - the schema reads the annotations
 from distdiag.launch import types
 
-STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "done")
-STAGELESS = ("corrupt", "dtype", "no-import")
+STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "compute", "done")
+STAGELESS = ("corrupt", "dtype", "no-import", "slow-compute", "wrong-compute")
 """Faults that have their own place."""
 SIZE_BYTES = 64 * 2**20
+COMPUTE_S = {"cuda": 1.5, "cpu": 0.5}
+"""How long each round of the stage compute takes by default."""
 
 
 class FaultKind(StrEnum):
@@ -22,6 +25,8 @@ class FaultKind(StrEnum):
     CORRUPT = "corrupt"
     DTYPE = "dtype"
     NO_IMPORT = "no-import"
+    SLOW_COMPUTE = "slow-compute"
+    WRONG_COMPUTE = "wrong-compute"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,8 @@ class Request(types.Request):
     stages = STAGES
     size_bytes: int = SIZE_BYTES
     memory_fraction: float | None = None
+    compute_s: float | None = None
+    """How long each round of the stage compute takes; None for COMPUTE_S, 0 leaves it out."""
     fault: Fault | None = None
 
     @property
@@ -53,7 +60,12 @@ class Request(types.Request):
 
     def own_options(self) -> dict[str, object]:
         """Options of gpu-test alone that differ from their defaults."""
-        return {"size": self.size_bytes if self.size_bytes != SIZE_BYTES else None, "memory": self.memory_fraction}
+        return {
+            "size": self.size_bytes if self.size_bytes != SIZE_BYTES else None,
+            "memory": self.memory_fraction,
+            "compute": f"{self.compute_s:g}s" if self.compute_s else None,
+            "no-compute": "" if self.compute_s == 0 else None,
+        }
 
     def less(self) -> dict[str, str]:
         """Options that send less data."""
@@ -68,3 +80,5 @@ class GpuTest(types.RunFacts):
     memory_bytes: int | None
     """Written and read back by each rank, the smallest; None if no rank got that far."""
     arch_list: tuple[str, ...]
+    computed: dict[int, Computed]
+    """By rank, of those that got so far."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from distdiag.diagnosis.wording import format_size
+from distdiag.facts.computed import BANDWIDTHS
 from distdiag.launch.view import log_lines, rank_table, run_lines
 from distdiag.output import host_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from rich.console import RenderableType
 
@@ -36,3 +38,16 @@ def _facts(data: GpuTest) -> Iterator[str]:
     if data.memory_bytes is not None:
         yield f"all_reduce of {format_size(data.size_bytes)}, every element checked"
         yield f"memory: {format_size(data.memory_bytes)} per rank written and read back"
+    if data.computed:
+        rates: dict[str, list[float]] = {}
+        for own in data.computed.values():
+            for name, rate in own.rates().items():
+                rates.setdefault(name, []).append(rate)
+        yield "matrix products, each checked: " + _medians(rates.keys() - {*BANDWIDTHS}, rates, "TFLOP/s")
+        yield "memory: " + _medians(BANDWIDTHS, rates, "TB/s")
+
+
+def _medians(names: Iterable[str], rates: Mapping[str, list[float]], unit: str) -> str:
+    """Format the median of the ranks for each name: "float32 0.098, bfloat16 0.21 TFLOP/s (median rank)"."""
+    each = [f"{name} {median(rates[name]) / 1e12:.3g}" for name in rates if name in names]
+    return f"{', '.join(each)} {unit} (median rank)"

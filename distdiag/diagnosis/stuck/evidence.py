@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from distdiag.report import Finding
 
 
+_GLOO_THREAD = "pt_gloo_runloop"
+"""torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: threads that run collectives, and wait in them with a timeout."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """All that is known of one job.
@@ -70,6 +74,20 @@ class Evidence:
         keys = [(state.member.host, state.member.pid or 0) for state in self.stacks.waiting]
         slept = [wait.since_s for key in keys if (wait := self.graph.main(key)) is not None and wait.since_s]
         return max([waited_s(self.stacks.waiting), *slept]) or None
+
+    @cached_property
+    def ends_in_s(self) -> float | None:
+        """When the first wait of Gloo in these ranks ends by the timeout of its own process group; None if unknown."""
+        waiting = {(state.member.host, state.member.pid) for state in self.stacks.waiting}
+        left = [
+            thread.wakes_in_s
+            for node in self.nodes
+            for process in node.blocked
+            if (node.host, process.pid) in waiting
+            for thread in process.threads
+            if thread.comm == _GLOO_THREAD and thread.wakes_in_s is not None
+        ]
+        return min(left, default=None)
 
     def wait(self, state: RankState) -> Wait | None:
         """Return what /proc shows of a rank's main thread."""

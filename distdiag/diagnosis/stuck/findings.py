@@ -88,7 +88,7 @@ def _about_ranks(
     title = _title(joined, claim, states, kind)
     level = Level.WARN if kind in GOES_ON else joined.level
     in_common = common_to(states, joined.evidence.stacks, joined.evidence.asked.groups)
-    about = (_moves(states), _waiting(joined, kind), _pace(joined, states, kind))
+    about = (_moves(states), _waiting(joined, kind), _pace(joined, states, kind), _ends(joined))
     details = (*about, _also_gone(joined), _also_polls(joined, states), _why(joined), in_common)
     return Finding(
         id=f"{PREFIX}.{kind}",
@@ -225,20 +225,34 @@ def _counted(joined: Joined, group: Sequence[RankState]) -> str:
 
 def _pace(joined: Joined, states: Sequence[RankState], kind: StuckKind) -> str:
     """Describe how long a busy rank still needs, and whether the timeout comes first."""
-    if kind not in GOES_ON or not states:
-        return ""
-    waited_s = joined.evidence.waited_s or 0.0
-    limit_s, backend = (_NCCL_TIMEOUT_S, "NCCL") if has_gpu(joined.evidence) else (_GLOO_TIMEOUT_S, "Gloo")
     ranks = {state.member.rank for state in states}
     bar = next((bar for bar in joined.evidence.bars if bar.rank in ranks and bar.left_s is not None), None)
-    if bar is None or bar.left_s is None:
-        left = max(0.0, limit_s - waited_s)
-        return f"{backend}'s default timeout ends the job in {lasting(left)}." if waited_s else ""
-    ends = "the timeout comes first" if waited_s + bar.left_s > limit_s else "it ends before the timeout"
+    if kind not in GOES_ON or bar is None or bar.left_s is None:
+        return ""
+    left_s, _ = _timeout(joined)
+    ends = "the timeout comes first" if left_s is not None and bar.left_s > left_s else "it ends before the timeout"
     return (
         f"{bar.name or 'Its progress bar'}: {bar.done} of {bar.total} in {lasting(bar.spent_s)}, {lasting(bar.left_s)} "
-        f"left at this rate; with {backend}'s default timeout of {lasting(limit_s)} {ends}."
+        f"left at this rate; {ends}."
     )
+
+
+def _ends(joined: Joined) -> str:
+    """Describe when the wait ends by the timeout of the process group."""
+    left_s, whose = _timeout(joined)
+    return "" if left_s is None else f"{whose} ends the wait in {lasting(left_s)}."
+
+
+def _timeout(joined: Joined) -> tuple[float | None, str]:
+    """Return how long the ranks that wait still have, and whose timeout it is: their own, or torch's default."""
+    evidence = joined.evidence
+    if evidence.ends_in_s is not None:
+        return evidence.ends_in_s, "The timeout of their process group"
+    if evidence.waited_s is None:
+        return None, ""
+    limit_s, backend = (_NCCL_TIMEOUT_S, "NCCL") if has_gpu(evidence) else (_GLOO_TIMEOUT_S, "Gloo")
+    default = f"{backend}'s default timeout of {lasting(limit_s)}, unless the job set another,"
+    return max(0.0, limit_s - evidence.waited_s), default
 
 
 def _why(joined: Joined) -> str:

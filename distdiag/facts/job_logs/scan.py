@@ -42,6 +42,10 @@ _TIMES = (
 _MONTHS = (b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec")
 _LAST = re.compile(r"^([A-Za-z_][\w.]{0,150})(?:: (.*)|:?)$", re.DOTALL)
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
+_TORN = re.compile(
+    r"^(?![\w.]+(?:Error|Exception|Interrupt|Exit|Iteration|Group)\b)[\w.]+$|^[\w.]+: \[[^\]]*$|gloo/transport/"
+)
+"""A type without its end, a message that ends within the path of a source file, or within what gloo reports."""
 _GROUP_HEAD = b"  + Exception Group Traceback (most recent call last)"
 _GROUP_MARGIN = re.compile(r"^ +[|+](?:[-+ \d]*-$| )?")
 _FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
@@ -309,7 +313,10 @@ class FileScan:
         """End the file: what is open is what it is."""
         for label, text in self._demux.finish():
             self._line(label, text)
-        for stream in list(self._tracebacks):
+        unended = bool(self._last_blocks) and not self._last_blocks[-1][1].endswith(b"\n")
+        for stream, traceback in list(self._tracebacks.items()):
+            if unended and traceback.last and traceback.last_line == self.lines and self._is_torn(traceback.last[-1]):
+                traceback.last.pop()
             self._cut_off(stream)
             self._end_traceback(stream)
         self._end_summary()
@@ -539,6 +546,10 @@ class FileScan:
             self._end_traceback(number)
             self._summary, self._summary_of, self._root = {}, number, False
         return True
+
+    def _is_torn(self, text: str) -> bool:
+        """Return whether the last line of a file, which has no newline, is the beginning of an exception."""
+        return _TORN.search(text) is not None and self._scan.known(text) is None
 
     def _cut_off(self, number: int) -> None:
         """Note a traceback in which the log of a stream ends."""

@@ -1,0 +1,90 @@
+"""What one rank's device computed: matrix products with their check sums, and its bandwidths.
+
+Standard library only: rank 0 decides with it, during the test, whether all ranks measure once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median_high
+
+from distdiag.facts.gpu_health import GpuHealth  # noqa: TC001 - msgspec reads the annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SLOW, SLOW_COPY = 0.8, 0.6
+"""Of the median of one model of device. Cards of one model differ by 5% in products (silicon, temperature), and the
+best of several repetitions on a busy machine by 10%. Copies on a CPU share its memory with other programs and differ by
+25%; a PCIe link with half its lanes has half."""
+BANDWIDTHS = ("copy", "triad", "to device", "from device")
+
+
+@dataclass(frozen=True)
+class Product:
+    """The n x n matrix products of one precision.
+
+    `best_s`: the shortest repetition in seconds. `digest`: of the bits of the result that most repetitions agree on.
+    `wrong`: elements of the first repetition that differs from it, `wrong_repetition` (from 1); `first_index` into the
+    flattened result. `inexact`: elements of a small product of whole numbers that are not exact. `sums_off`: rows and
+    columns whose sum is not that of the factors. `skipped`: why this precision was not measured.
+    """
+
+    precision: str
+    n: int = 0
+    repetitions: int = 0
+    best_s: float = 0.0
+    digest: str = ""
+    wrong: int = 0
+    wrong_repetition: int = 0
+    first_index: int = 0
+    got: str = ""
+    expected: str = ""
+    inexact: int = 0
+    sums_off: int = 0
+    skipped: str = ""
+
+    @property
+    def flops_per_s(self) -> float:
+        """Floating-point operations per second of the best repetition: 2 n^3 in each."""
+        return 2 * self.n**3 / self.best_s if self.best_s else 0.0
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One rank. `model`: devices of the same model, torch and threads compute the same bits.
+
+    `bandwidths`: bytes per second by name of BANDWIDTHS. `cpus`: how many CPUs a rank on the CPU
+    may use, 0 on a GPU. `health`: of its GPU while it computed, where its results were wrong or a rank was slow.
+    """
+
+    model: str
+    products: tuple[Product, ...] = ()
+    bandwidths: dict[str, float] | None = None
+    rounds: int = 1
+    cpus: int = 0
+    health: GpuHealth | None = None
+
+    def rates(self) -> dict[str, float]:
+        """Return every measured rate by name, per second."""
+        products = {product.precision: product.flops_per_s for product in self.products if product.best_s}
+        return {**products, **(self.bandwidths or {})}
+
+
+def slow(rates: Mapping[int, float], limit: float) -> tuple[float, list[int]]:
+    """Return the median rate of devices of one model (of two in the middle the higher), and which ranks have less than
+    `limit` of it."""
+    typical = median_high(rates.values()) if rates else 0.0
+    return typical, sorted(rank for rank, rate in rates.items() if rate < limit * typical)
+
+
+def slow_by_rate(
+    ranks: Mapping[int, tuple[str, Mapping[str, float]]],
+) -> dict[tuple[str, str], tuple[float, list[int]]]:
+    """Return `slow` of each rate and model; `ranks`: rank -> its model and its rates."""
+    grouped: dict[tuple[str, str], dict[int, float]] = {}
+    for rank, (model, rates) in ranks.items():
+        for name, rate in rates.items():
+            grouped.setdefault((name, model), {})[rank] = rate
+    return {key: slow(own, SLOW_COPY if key[0] in BANDWIDTHS else SLOW) for key, own in grouped.items()}
