@@ -534,7 +534,7 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
 
 def _note_verdicts(found: dict[str, Entry]) -> None:
     for row in _toml("verdicts.toml")["verdict"]:
-        id_ = row.get("id", "logs.{name}").replace("{name}", row["name"])
+        id_ = row.get("id", f"logs.{row['name']}").replace("{name}", "…")
         for command in ("gpu-test", "allreduce-bench") if "{command}" in id_ else ("",):
             entry = found[id_.replace("{command}", command)]
             # Of several process groups only the first one is the verdict.
