@@ -13,9 +13,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from distdiag import program_name
 from distdiag.errors import CannotExecute, CommandNotFound
 from distdiag.facts import programs
+from distdiag.users_python import users_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,6 @@ _FROM_PROCESS = 0
 A terminal sends SIGINT and SIGQUIT to the job as well.
 """
 _TURN_S = 1.0
-_TORCH_S = 10.0
 
 
 def argv_of(command: Sequence[str], *, example: str) -> list[str]:
@@ -38,12 +37,13 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     Raises:
         CommandNotFound, CannotExecute: as a shell would report; `example` is how a job is typed.
     """
+    _put_uvx_last()
     first = command[0]
     program = shutil.which(first)
     if first.startswith("-") or (
         first.endswith(".py") and os.path.isfile(first) and (program is None or "/" not in first)
     ):
-        return [job_python(), *command]
+        return [users_python()[0], *command]
     if program is not None:
         return list(command)
     path = (
@@ -60,24 +60,12 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     )
 
 
-def job_python() -> str:
-    """Return the Python of a bare script: the active environment's, else that on PATH if it has torch, else ours."""
-    active = [
-        os.path.join(os.environ[name], "bin", "python")
-        for name in ("VIRTUAL_ENV", "CONDA_PREFIX")
-        if os.environ.get(name)
-    ]
-    for path in active:
-        if os.access(path, os.X_OK):
-            return path
-    ours = "" if program_name.is_one_file() else sys.executable
-    on_path = shutil.which("python3") or shutil.which("python") or ""
-    if not on_path or (ours and os.path.samefile(on_path, ours)):
-        return ours or sys.executable
-    has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    if not ours or programs.run([on_path, "-c", has_torch], timeout_s=_TORCH_S).status == 0:
-        return on_path
-    return ours
+def _put_uvx_last() -> None:
+    """Move the environment that uvx made for distdiag, and put first on PATH, to its end: the job is the user's."""
+    first, *rest = os.get_exec_path()
+    is_of_uvx = "UV" in os.environ and os.environ.get("VIRTUAL_ENV") != sys.prefix
+    if is_of_uvx and first == os.path.dirname(sys.executable):
+        os.environ["PATH"] = os.pathsep.join([*rest, first])
 
 
 def say_python(argv: Sequence[str], command: Sequence[str], say: Callable[[str], None]) -> None:

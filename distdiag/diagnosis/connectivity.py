@@ -570,7 +570,10 @@ def _directions(case: Case, tried: Collection[tuple[str, str]], bad: Collection[
     """Return in which directions: "into and out of node1", "from node2 to node3"."""
     culprits = merged(fewest_culprits(sorted(tried), bad))
     if all(culprit.kind == "pair" for culprit in culprits) and {(b, a) for a, b in bad} == set(bad):
-        return f"between {fold(case.named(sorted({node for edge in bad for node in edge})))}"
+        nodes = {node for edge in bad for node in edge}
+        common = set.intersection(*({*edge} for edge in bad)) if len(nodes) > 2 else set()
+        ends = filter(None, (sorted(common), sorted(nodes - common)))
+        return f"between {' and '.join(fold(case.named(each)) for each in ends)}"
     sides: dict[tuple[str, ...], list[str]] = {}
     words = []
     for culprit in culprits:
@@ -605,8 +608,17 @@ def _is_swallowed(path: NetworkPath) -> bool:
 
 
 def _some_comes_through(case: Case) -> bool:
-    """Return whether large packets do come through somewhere, if few: a link that swallows them swallows all."""
-    return any(path.probe.verdict == "lossy" for path in case.test.paths)
+    """Return whether large packets do come through, if few: a link that swallows them swallows all.
+
+    Proof are a path on which few did, the way back between the same nodes, and loss on another path of either.
+    """
+    swallowed = [{*_edge(path)} for path in case.test.paths if _is_swallowed(path)]
+    return any(
+        path.probe.verdict == "lossy"
+        or (path.probe.bulk_s is not None and {*_edge(path)} in swallowed)
+        or (_loses(case, path) and any(ends & {*_edge(path)} for ends in swallowed))
+        for path in case.test.paths
+    )
 
 
 def _lossy(case: Case) -> list[Finding]:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,9 @@ _ENDS = {
     "SIGHUP": "sh -c 'kill -HUP $$'",
     "SIGUSR1": "sh -c 'kill -USR1 $$'",
     "SIGPIPE": "sh -c 'kill -PIPE $$'",
+    "SIGINT": "sh -c 'kill -INT $$'",
+    "SIGQUIT": "sh -c 'kill -QUIT $$'",
+    "SIGABRT": "sh -c 'kill -ABRT $$'",
     "not found": "no-such-launcher train.py",
     "no such path": "./no-such-file",
     "a directory": "./folder",
@@ -97,6 +101,7 @@ def _close(fd: int) -> None:
 def _statuses(way: str, before: str, place: Path) -> dict[str, int]:
     """Return the status of each end as the shell sees it."""
     wait = " & wait $!" if way == "in the background" else ""
+    before = {"nohup": "nohup ", "setsid": "setsid -w "}.get(way, "") + before
     lines = [f"({before}{command}{wait}) 2>/dev/null; echo '<{name}>'=$?\n" for name, command in _ENDS.items()]
     script = "".join(lines)
     if way == "in a terminal":
@@ -109,18 +114,37 @@ def _statuses(way: str, before: str, place: Path) -> dict[str, int]:
     return {name: int(status) for name, status in re.findall(r"<(.+?)>=(\d+)", output.decode())}
 
 
-@pytest.mark.parametrize("way", ["in a terminal", "without a terminal", "in the background"])
+@pytest.mark.parametrize("way", ["in a terminal", "without a terminal", "in the background", "nohup", "setsid"])
 def test_each_end_has_the_status_of_the_bare_command(place: Path, way: str) -> None:
-    bare = _statuses(way, "", place)
+    bare, ours = _statuses(way, "", place), _statuses(way, _RUN, place)
     assert bare.keys() == _ENDS.keys()
-    assert _statuses(way, _RUN, place) == bare
+    if way in ("nohup", "setsid"):  # these give any file to sh that the kernel refuses; shells and run look into it
+        assert (bare.pop("no program"), ours.pop("no program")) == (127, 126)
+    assert ours == bare
 
 
-@pytest.mark.parametrize("end", ["exit 7", "SIGKILL", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("end", _ENDS)
 def test_the_leader_of_a_session_ends_as_the_bare_command(place: Path, end: str) -> None:
-    words = shlex.split(_ENDS[end])
-    bare, _ = _in_terminal(words, place)
-    assert _in_terminal([PROGRAM, "run", "--", *words], place)[0] == bare
+    ends = [_in_terminal(["sh", "-c", f"exec {before}{_ENDS[end]}"], place)[0] for before in ("", _RUN)]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("how", ["nohup", "setsid"])
+def test_a_job_that_outlives_its_terminal_does_so_below_run(place: Path, how: str) -> None:
+    lives = []
+    for number, before in enumerate(("", _RUN)):
+        mark = f"left-{os.getpid()}-{how}-{number}"
+        job = f"{how} {before}{shlex.join([sys.executable, '-c', _JOB, mark])}"
+        script = (
+            f"{job} >{place}/out{number} 2>&1 </dev/null & until grep -q ready {place}/out{number}; do sleep 0.1; done"
+        )
+        words = ["bash", "--norc", "-c", f"{script}; echo ready; read line"]
+        _in_terminal(words, place, _after_ready(lambda child, terminal: os.close(terminal)))
+        time.sleep(1)
+        lives.append(len(_living(mark)) - bool(before))  # run has the mark too
+        for pid in _living(mark):
+            os.kill(pid, signal.SIGKILL)
+    assert lives[0] == lives[1] > 0
 
 
 _JOB = """
@@ -266,3 +290,26 @@ def test_a_bare_script_gets_the_python_of_the_active_environment(place: Path, va
         assert done.stdout == "trained\n", done
         assert f"starting train.py with {place / 'env' / 'bin'}/python" in done.stderr
         assert "\ntheirs\n" in f"\n{done.stderr}"
+
+
+@pytest.mark.parametrize("by_uvx", [False, True])
+def test_the_environment_on_path_is_the_jobs_though_its_python_is_the_same_file(place: Path, by_uvx: bool) -> None:
+    """uvx puts the environment that it makes for distdiag first on PATH, with a torchrun of its own."""
+    venv.create(place / "env", symlinks=True)
+    (package,) = (place / "env" / "lib").glob("python*/site-packages")
+    (package / "torch").mkdir()
+    (package / "torch" / "__init__.py").touch()
+    torchrun = place / "env" / "bin" / "torchrun"
+    torchrun.write_text("#!/bin/sh\necho theirs\n")
+    torchrun.chmod(0o755)
+    (place / "train.py").write_text("import sys; print(sys.prefix)\n")
+    env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+    folders = [str(place / "env" / "bin"), "/usr/bin", "/bin"]
+    if by_uvx:
+        env, folders = {**env, "UV": "/usr/bin/uv"}, [str(Path(sys.executable).parent), *folders]
+    env["PATH"] = os.pathsep.join(folders)
+    for job, says in (("train.py", str(place / "env")), ("torchrun", "theirs")):
+        done = subprocess.run(
+            [PROGRAM, "run", "--", job], capture_output=True, text=True, cwd=place, env=env, check=False
+        )
+        assert done.stdout == f"{says}\n", done

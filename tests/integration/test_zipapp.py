@@ -91,6 +91,18 @@ def test_ranks_take_the_torch_of_the_active_environment(archive: Path, bare: Pat
     assert json.loads(done.stdout)["data"]["versions"]["torch"], done.stderr
 
 
+@pytest.mark.parametrize("words", ["run --", "trace py --", "overflow --"])
+def test_a_bare_script_gets_the_python_of_the_active_environment(
+    archive: Path, bare: Path, tmp_path: Path, words: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print('trained in', sys.prefix)\n")
+    active = str(Path(sys.executable).parent.parent)
+    for chosen in ({"VIRTUAL_ENV": active}, {"PATH": f"{active}/bin:/usr/bin:/bin"}):
+        done = run(bare, archive, tmp_path / "home", *words.split(), str(script), **chosen)
+        assert done.stdout.startswith(f"trained in {active}\n"), done
+
+
 def test_the_cache_is_the_user_s_alone_and_a_foreign_one_is_not_used(archive: Path, bare: Path, tmp_path: Path) -> None:
     home, cache = tmp_path / "home", tmp_path / "home" / ".cache" / "distdiag"
     assert run(bare, archive, home, "--version").stdout.startswith("distdiag ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -108,6 +109,21 @@ def test_loss_on_one_path_accuses_neither_end_and_on_all_paths_of_a_node_that_no
     assert one.title == "packet loss between n[1-2]"
     (all_of_it,) = judged(meeting(*paths(lambda a, b: "n2" in (a, b))))
     assert (all_of_it.level, all_of_it.where.hosts) == (Level.FAIL, ("n2",))
+
+
+def test_large_packets_that_vanish_on_one_try_and_come_through_on_another_are_loss() -> None:
+    def level_and_ids(back: ProbeResult, elsewhere: int = 0) -> list[tuple[str, tuple[str, ...]]]:
+        paths = [
+            NetworkPath(source="n2", target="n1", purpose="ranks", probe=probe("swallowed-up", sent_again=5)),
+            NetworkPath(source="n1", target="n2", purpose="ranks", probe=back),
+            NetworkPath(source="n2", target="n3", purpose="ranks", probe=probe("ok", sent_again=elsewhere)),
+        ]
+        return [(found.id, found.where.hosts) for found in judged(meeting(*paths))]
+
+    blocked = probe("swallowed-down", sent_again=5)
+    assert level_and_ids(blocked)[0][0] == "gpu-test.mtu-black-hole"
+    assert level_and_ids(replace(probe("ok"), bulk_s=0.4)) == [("gpu-test.link-lossy", ())]
+    assert level_and_ids(blocked, elsewhere=9)[0][0] == "gpu-test.link-lossy"
 
 
 def test_a_name_that_leads_home_is_not_called_a_refusal() -> None:

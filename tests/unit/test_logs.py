@@ -158,6 +158,42 @@ Root Cause (first observed failure):
 """
 
 
+_SPAWNED = b"""\
+Traceback (most recent call last):
+  File "/job/train.py", line 60, in <module>
+    torch.multiprocessing.spawn(main, nprocs=2)
+  File "/venv/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 215, in join
+    raise ProcessRaisedException(msg, error_index, failed_process.pid)
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 87, in _wrap
+    fn(i, *args)
+  File "/job/train.py", line 41, in main
+    load(state)
+KeyError: 'block.7.weight'
+"""
+
+
+def test_the_exception_of_a_spawned_process_is_the_cause(tmp_path: Path) -> None:
+    """torch.multiprocessing.spawn raises one of its own around it."""
+    path = tmp_path / "job.log"
+    path.write_bytes(_SPAWNED)
+    report = judged(path)
+    assert report.exit_code() == 1
+    assert "KeyError: 'block.7.weight', at /job/train.py:41 in main" in report.summary
+
+
+def test_the_stream_of_a_gloo_address_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_bytes(
+        b"RuntimeError: Gloo connectFullMesh failed with [/src/gloo/transport/tcp/pair.cc:152] timed out connecting: "
+        b"SO_ERROR: Connection refused, remote=[10.0.0.7]:37772$1\n"
+    )
+    assert "remote=[10.0.0.7]:37772: a rank had exited" in judged(path).summary
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -209,3 +245,93 @@ def test_knowledge_says_where_each_line_comes_from() -> None:
     rows = known_lines().values()
     assert all(row.source and row.means for row in rows)
     assert all(row.fix for row in rows if row.role == "cause")
+
+
+_BAR = "\r 30%|███       | 60/200 [00:01<00:03, 44.1it/s]"
+_RAISED = 'Traceback (most recent call last):\n  File "/app/train.py", line 9, in main\n    step()\n{}\n'
+_FAILED = "E1123 10:20:30.1 77 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {}) local_rank: 1 (pid: 79) of binary: /usr/bin/python3\n"  # noqa: E501
+_GROUPED = """\
+[rank1]:   + Exception Group Traceback (most recent call last):
+[rank1]:   |   File "/app/train.py", line 9, in main
+[rank1]:   | ExceptionGroup: 2 loaders failed (2 sub-exceptions)
+[rank1]:   +-+---------------- 1 ----------------
+[rank1]:     | ValueError: shard 3 is empty
+[rank1]:     +---------------- 2 ----------------
+[rank1]:     | Traceback (most recent call last):
+[rank1]:     |   File "/app/load.py", line 3, in load
+[rank1]:     | torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+[rank1]:     +------------------------------------
+"""
+
+
+def _as_json(level: str, raised: str) -> str:
+    record = {"time": "2026-11-23T10:00:00", "level": level, "rank": 1, "msg": f"uncaught\n{_RAISED.format(raised)}"}
+    return json.dumps(record) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "says"),
+    [
+        (_BAR + _RAISED.format("ValueError: no label") + _FAILED.format(1), (1,), "ValueError: no label"),
+        (_as_json("error", "ValueError: no label") + _FAILED.format(1), (1,), "ValueError: no label, at /app/train.py"),
+        (_as_json("info", "ValueError: no label"), (), "no line reports a failure"),
+        (
+            json.dumps({"level": "ERROR", "rank": 1, "msg": _GROUPED.replace("[rank1]: ", "")})
+            + "\n"
+            + _FAILED.format(1),
+            (1,),
+            "ValueError: shard 3 is empty; torch.OutOfMemoryError",
+        ),
+        (_GROUPED, (1,), "ValueError: shard 3 is empty; torch.OutOfMemoryError: CUDA out of memory"),
+        (
+            _RAISED.format("KeyError: 'lr'")
+            + "\nThe above exception was the direct cause of the following exception:\n\n"
+            + _RAISED.format("RuntimeError: no schedule")
+            + _FAILED.format(1),
+            (1,),
+            "RuntimeError: no schedule, raised from KeyError: 'lr'",
+        ),
+        (
+            "terminate called after throwing an instance of 'std::runtime_error'\n  what():  pool is empty\n"
+            + _FAILED.format(-6),
+            (1,),
+            "std::runtime_error': pool is empty",
+        ),
+        ("python: norm.cpp:8: void run(): Assertion `rows > 0' failed.\n" + _FAILED.format(-6), (1,), "rows > 0"),
+        (_BAR + "config not found: large.yaml\n" + _FAILED.format(1), (), "reason: config not found: large.yaml"),
+    ],
+)
+def test_how_a_rank_ended(tmp_path: Path, text: str, ranks: tuple[int, ...], says: str) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("[rank0]: step 1\n[rank2]: step 1\n" + text)
+    (found, *_) = judged(log).findings
+    assert (found.where.ranks, says in found.title) == (ranks, True), found
+
+
+def test_a_group_of_different_exceptions_has_the_advice_of_none(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(_GROUPED)
+    assert (judged(log).findings[0].fix, judged(log).findings[0].detail) == (None, "")
+
+
+def test_ranks_that_failed_on_different_things_did_not_fail_alike(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    for number, other, alike in ((9, "no label", True), (9, "label 4", True), (5, "no label", True), (5, "lr", False)):
+        second = _RAISED.format(f"ValueError: {other}").replace("line 9", f"line {number}")
+        one, two = _RAISED.format("ValueError: no label"), second
+        log.write_text(
+            "".join(f"[rank{rank}]: {line}\n" for rank, text in ((0, one), (1, two)) for line in text.split("\n"))
+        )
+        assert (judged(log).findings[0].id == "logs.same-failure") == alike
+
+
+def test_a_rank_that_was_interrupted_alone_failed_and_a_job_that_was_did_not(tmp_path: Path) -> None:
+    lost = "[rank0]: " + _RAISED.format("RuntimeError: Connection closed by peer [10.0.0.7]:43112").replace(
+        "\n", "\n[rank0]: "
+    )
+    one = "".join(f"[rank1]: {line}\n" for line in _RAISED.format("KeyboardInterrupt").splitlines())
+    log = tmp_path / "job.log"
+    log.write_text(f"{one}{lost}\n")
+    assert judged(log).findings[0].where.ranks == (1,)
+    log.write_text(f"{one}{lost}\n" + one.replace("rank1", "rank2"))
+    assert judged(log).findings[0].id == "logs.interrupted"

@@ -18,7 +18,7 @@ from distdiag import DebugUnderflowOverflow, OverflowDetected
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from distdiag.training.overflow.detection import Detection
+    from distdiag.training.overflow.report import Detection
 
 BAD = 1
 """The batch that has nan in one of its rows; the others stay worth comparing."""
@@ -329,8 +329,29 @@ def test_threads_that_share_a_model_are_each_judged_by_what_they_did(mode: Any) 
         raised = in_threads([lambda: work(1.0), lambda: work(math.inf)])
         assert [type(one) for one in raised] == [OverflowDetected], raised
         told = raised[0].detection  # type: ignore[attr-defined]
-        assert (told.place.kind, told.origin in ("here", "unseen")) == ("Does", True)
+        assert (told.module_class, told.origin in ("here", "unseen")) == ("Does", True)
         assert detector.counts.off == ""
+
+
+def test_of_four_threads_in_one_model_the_module_is_named() -> None:
+    """Three are on their way in it whenever the fourth has a bad output: they end before it is run again."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Does(lambda self, x: x * (math.inf if x.sum() < -9 else 1)))
+    meet = threading.Barrier(4)
+
+    def work(start: float) -> None:
+        meet.wait()
+        for _ in range(40):
+            with torch.no_grad():
+                model(torch.full((3, 4), start))
+
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias.zero_()
+    for _ in range(3):
+        with DebugUnderflowOverflow(model):
+            raised = in_threads([lambda: work(1.0)] * 3 + [lambda: work(-9.0)])
+        told = [one.detection for one in raised if isinstance(one, OverflowDetected)]
+        assert [(one.origin, one.place.kind) for one in told] == [("here", "Does")], raised
 
 
 def test_other_threads_wait_while_a_forward_is_run_again() -> None:

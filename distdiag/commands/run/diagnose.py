@@ -89,7 +89,7 @@ def _judge(request: Request, nodes: Sequence[NodeRun]) -> Iterator[Finding]:
         yield replace(first, evidence=(*first.evidence, *_about_the_end(first.where.ranks, deaths, nodes)))
         yield from report.findings[1:]
     elif deaths:
-        yield _died_first(deaths, nodes, first)
+        yield _died_first(deaths, nodes, first, request.folder)
     else:
         yield _unexplained(request.folder, nodes)
     if not is_bad:
@@ -273,20 +273,24 @@ def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
     )
 
 
-def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Finding | None) -> Finding:
+def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Finding | None, folder: str) -> Finding:
     rank = deaths[0]
     missing = rank.world - len({each.rank for node in nodes for each in node.ranks})
     if missing > 0:
         title = f"{format_ranks([rank.rank], [rank.host])} ended first of the ranks recorded here; why is unknown"
         fix: Fix | None = Fix(text="judge all nodes together, from one folder", commands=("distdiag run --from DIR",))
     else:
-        title = f"{format_ranks([rank.rank], [rank.host])} ended first, with {_status(rank.status)}; why is unknown"
-        fix = logs.fix if logs is not None else None
+        why = logs.title if logs is not None and logs.id == "logs.order-unknown" else "why is unknown"
+        title = f"{format_ranks([rank.rank], [rank.host])} ended first, with {_status(rank.status)}; {why}"
+        output = shlex.quote(os.path.join(folder, f"output.{rank.host}"))
+        fix = Fix(
+            text="read what it wrote", commands=(f"tail -n 50 {output}/rank{rank.rank}.g{rank.generation}.*.log",)
+        )
     return Finding(
         id=f"{COMMAND}.died-first",
         level=Level.UNKNOWN,
         title=title,
-        detail=logs.title if logs is not None else "",
+        detail=logs.title if logs is not None and logs.title not in title else "",
         where=Where(ranks=(rank.rank,), hosts=(rank.host,), pids=(rank.pid,)),
         evidence=tuple(_about_the_end((rank.rank,), deaths, nodes)),
         fix=fix,
@@ -295,8 +299,10 @@ def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Findi
 
 def _unexplained(folder: str, nodes: Sequence[NodeRun]) -> Finding:
     node = next(node for node in nodes if node.status)
-    ranks = [rank for rank in node.ranks]
-    what = f"{counted(len(ranks), 'rank')} started, none failed" if ranks else "no rank started"
+    ranks = node.ranks
+    ended = sorted((rank for rank in ranks if rank.ended_s and rank.status), key=lambda rank: rank.ended_s or 0.0)
+    first = f"rank {ended[0].rank} ended first, with {_status(ended[0].status)}" if ended else "none failed"
+    what = f"{counted(len(ranks), 'rank')} started, {first}" if ranks else "no rank started"
     return Finding(
         id=f"{COMMAND}.launcher-failed",
         level=Level.UNKNOWN,

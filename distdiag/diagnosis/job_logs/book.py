@@ -119,8 +119,9 @@ _NO_REASON = re.compile(r"\[W\d|\[rank\d+\]:\[W|warn|%\||^\s*(?:\[?INFO|DEBUG)",
 
 
 def _is_of_errors(log: LogFile) -> bool:
-    """Return whether this is a rank's stderr, and ends in more than a warning or a progress bar."""
-    return "stderr" in log.path.rpartition("/")[2] and bool(log.last) and not _NO_REASON.search(log.last)
+    """Return whether this has a rank's stderr, and ends in more than a warning or a progress bar."""
+    name = log.path.rpartition("/")[2]
+    return ("stderr" in name or ".output." in name) and bool(log.last) and not _NO_REASON.search(log.last)
 
 
 def _last_words(node: NodeLogs, ranks: Sequence[int | None]) -> Iterator[tuple[int, str]]:
@@ -367,7 +368,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
     known: KnownLine | KnownException | None = None
     if row is not None:
         role, known = row.role, row.filled(event.groups)
-    elif event.id == "exception":
+    elif event.id == "exception" and number_in(event.groups.get("parts", "1")) == 1:
         known = known_exception(event.text)
     if known is not None:
         means, fix, commands = known.means, known.fix, known.commands
@@ -379,6 +380,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
     what, _, reason = event.text.partition("Last error:\n")
     what = what.partition("\n")[0][:300]
     what += f"; last error: {reason.partition(chr(10))[0][:160]}" if reason else ""
+    what += f", {event.groups['from']}" if event.groups.get("from") else ""
     return Failure(
         role=role,
         known=row.id if row is not None else event.id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -109,6 +110,13 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
 def _round(book: Book, number: int) -> Round:
     failures = [failure for failure in book.failures if failure.generation == number]
     exits = [exit_ for exit_ in book.exits if exit_.generation == number]
+    job = [failure for failure in failures if failure.role == "job"]
+    lost = {failure.rank for failure in failures if failure.role == "consequence"}
+    ranks = {one.rank for one in job}
+    if {one.known for one in job} == {"interrupted"} and len(ranks) == 1 and None not in ranks and lost - ranks:
+        # Ctrl-C reaches the launcher and the other ranks too.
+        alone = [replace(one, role="cause", means="it was interrupted (SIGINT) alone") for one in job]
+        failures = [failure for failure in failures if failure not in job] + alone
     return Round(number=number, failures=failures, exits=exits, book=book)
 
 
@@ -176,7 +184,9 @@ def _is_own_end(failure: Failure, book: Book) -> bool:
 
     Ranks that lost a peer end with status 1 and SIGABRT too: what this rank wrote must be here, to lack an error.
     """
-    return failure.rank in book.writers or not failure.what.startswith(("exit status 1 ", "SIGABRT"))
+    return failure.rank in {*book.writers, *book.last_words} or not failure.what.startswith(
+        ("exit status 1 ", "exit status 1;", "SIGABRT")
+    )
 
 
 def _may_be_handled(failure: Failure, round_: Round) -> bool:
@@ -200,7 +210,11 @@ def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> 
     if failure.groups.get("id") != "exception":
         return all(exit_.by_launcher for exit_ in exits)
     others = all(exit_.by_launcher or exit_.signal in _SUDDEN or exit_.code not in (None, 1) for exit_ in exits)
-    return others or _was_survived(failure, round_)
+    at_exit = any(
+        one.known == "exit-without-destroy" and one.file == failure.file and 0 < one.line - failure.line <= _NEAR
+        for one in round_.failures
+    )
+    return (others and not at_exit) or _was_survived(failure, round_)
 
 
 def _has_no_end(failure: Failure, round_: Round) -> bool:
@@ -251,7 +265,7 @@ def _was_survived(failure: Failure, round_: Round) -> bool:
 def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
     """Add the only traceback that no rank is named for to the only rank that ended with Python's status of one."""
     nameless = [failure for failure in doubtful if failure.rank is None]
-    if len(wordless) != 1 or len(nameless) != 1 or wordless[0].what.partition(" without")[0] != "exit status 1":
+    if len(wordless) != 1 or len(nameless) != 1 or re.split(" without|; ", wordless[0].what)[0] != "exit status 1":
         return wordless
     return [replace(nameless[0], rank=wordless[0].rank, what=f"exit status 1, probably of {nameless[0].what}")]
 
@@ -386,20 +400,22 @@ def _is_first(round_: Round, failure: Failure) -> bool:
 
 def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequence[Failure] = ()) -> list[Finding]:
     """Of what may be the cause, take the one that was first; if that is not known, name all."""
-    groups: dict[tuple[str, str], list[Failure]] = {}
+    groups: list[list[Failure]] = []
     for failure in suspects:
-        groups.setdefault(findings.kind_of(failure), []).append(failure)
+        group = next((group for group in groups if findings.is_alike(group[0], failure)), None)
+        if group is None:
+            groups.append([failure])
+        else:
+            group.append(failure)
     if len(groups) > 1 and None in {failure.rank for failure in suspects}:
         # What no rank can be named for goes behind what names one, but for what a machine reports.
-        named = {kind: group for kind, group in groups.items() if any(failure.rank is not None for failure in group)}
-        groups = named or groups
+        groups = [group for group in groups if any(failure.rank is not None for failure in group)] or groups
     if len(groups) == 1:
-        (group,) = groups.values()
-        return [findings.first_failure(group, round_, book, handled=handled)]
-    if earliest := _earliest(list(groups.values()), round_):
-        later = [failure for group in groups.values() if group is not earliest for failure in group]
+        return [findings.first_failure(groups[0], round_, book, handled=handled)]
+    if earliest := _earliest(groups, round_):
+        later = [failure for group in groups if group is not earliest for failure in group]
         return [findings.first_failure(earliest, round_, book, later=later, handled=handled)]
-    return [findings.several(list(groups.values()), round_, book)]
+    return [findings.several(groups, round_, book)]
 
 
 def _earliest(groups: list[list[Failure]], round_: Round) -> list[Failure] | None:

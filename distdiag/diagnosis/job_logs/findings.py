@@ -37,11 +37,20 @@ def accused(failure: Failure) -> tuple[int, ...]:
 
 def kind_of(failure: Failure) -> tuple[str, str]:
     """Return what two ranks have in common that failed in the same way."""
-    if failure.known.startswith("exit"):
-        return failure.known, failure.what.partition(": ")[0]
+    if failure.known.startswith("exit-"):
+        return failure.known, failure.what.partition("; ")[0] + _SHAPE.sub("#", failure.groups.get("words", ""))
     name = failure.groups.get("type", "")
     shape = name or _SHAPE.sub("#", failure.what)
     return (failure.known, shape if failure.known == "exception" else "")
+
+
+def is_alike(one: Failure, other: Failure) -> bool:
+    """Return whether two failures are the same: of one kind, and with one message or from one line."""
+    if kind_of(one) != kind_of(other):
+        return False
+    return (
+        one.known != "exception" or one.place == other.place or _SHAPE.sub("#", one.what) == _SHAPE.sub("#", other.what)
+    )
 
 
 def explains_alone(failure: Failure) -> bool:
@@ -70,9 +79,19 @@ def timed_out(failure: Failure) -> bool:
     return bool(re.search(r"[Tt]imed out waiting|wait timeout|caught collective operation timeout", failure.text))
 
 
+def last_words(rank: int, round_: Round) -> str:
+    """Return the last line of a rank that left without a traceback, or the line without a rank most like a reason."""
+    if words := round_.book.last_words.get(rank):
+        return f"its last line: {words}"
+    alone = len({exit_.rank for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher}) == 1
+    like = [line for line in round_.book.like if line.rank in ((None, rank) if alone else (rank,))]
+    return f"the line most like a reason: {like[-1].what}" if like and not like[-1].job_went_on else ""
+
+
 def wordless(exit_: Exit, round_: Round) -> Failure:
     """Make a failure of a rank's exit status."""
     means, known = "", "exit-signal"
+    words = last_words(exit_.rank, round_) if exit_.signal in ("", "SIGABRT") else ""
     if exit_.signal:
         what = _of_signal(exit_.signal)
         proof = _oom(exit_, round_)
@@ -84,20 +103,20 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
         means = "it called sys.exit or os._exit, or its output is not in these logs"
         if any(one.rank is None and one.groups["id"] == "exception" for one in round_.failures):
             means = "it called sys.exit or os._exit, or its exception is among the lines without a rank"
-        if words := round_.book.last_words.get(exit_.rank):
-            means = f"the last line that it wrote to stderr: {words}"
+        if words:
+            what, means = f"exit status {exit_.code}", ""
         if any(one.groups["id"] == "exception" for one in round_.of(exit_.rank)):
-            what, means = f"exit status {exit_.code}", "it called sys.exit or os._exit after what it logged"
+            what, means, words = f"exit status {exit_.code}", "it called sys.exit or os._exit after what it logged", ""
     return Failure(
         role="cause",
         known=known,
         rank=exit_.rank,
         host=exit_.host or round_.book.hosts.get(exit_.rank, ""),
         generation=exit_.generation,
-        what=what,
+        what=f"{what}; {words}" if words else what,
         means=means,
         at=exit_.at,
-        groups={"id": "exit", "end": exit_.signal or "status"},
+        groups={"id": "exit", "end": exit_.signal or "status", "words": words},
     )
 
 
@@ -161,6 +180,8 @@ def first_failure(
             title += f"; {_count(len(followers), 'other rank')} ended because of it"
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
     meaning = failure.means if failure.means and blames else ""
+    if failure.known == "exit-without-destroy" and len(ranks) == 1 and (words := last_words(ranks[0], round_)):
+        meaning += f"; {words}"
     detail = " ".join(
         filter(
             None,
@@ -240,7 +261,7 @@ def _fix(failure: Failure) -> Fix | None:
     if failure.known == "exit-oom":
         row = known_lines()["oom-kill"]
         return Fix(text=row.fix, commands=row.commands)
-    if not failure.known.startswith("exit-"):
+    if not failure.known.startswith("exit-") or (failure.known == "exit-status" and failure.groups.get("words")):
         return None
     end = ending(failure.groups["end"])
     own = end.repair() if end is not None else None
@@ -355,8 +376,7 @@ def _consequences_only(
     ended = [exit_ for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher and exit_.launcher]
     if ended and not who:
         how = _of_signal(ended[0].signal) or f"exit status {ended[0].code}"
-        words = book.last_words.get(ended[0].rank, "")
-        why = f"the last line that it wrote to stderr: {words}" if words else "no line of these logs gives the reason"
+        why = last_words(ended[0].rank, round_) or "no line of these logs gives the reason"
         title = f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; {why}"
     if killed:
         title += "; the kernel killed a process because memory ran out"

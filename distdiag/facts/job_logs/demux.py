@@ -275,14 +275,18 @@ def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
     return None
 
 
+_BAR = re.compile(rb"^[^\n|]{0,120}?\d{1,3}%\|[^|\n]{0,300}\| ?[^\[\n]{0,60}\[[^\]\n]{0,300}\] *(?=\S)")
+"""A progress bar of tqdm, without its newline, before something else."""
+
+
 def plain(line: bytes) -> bytes:
-    """Return a line without colours, and of what a progress bar drew the last state only."""
+    """Return a line without colours, of what a progress bar drew the last state only, and what follows a bar alone."""
     if b"\x1b" in line:
         line = _ESCAPE.sub(b"", line)
     if b"\r" in line:
         states = [state for state in line.split(b"\r") if state.strip()]
         line = states[-1] if states else b""
-    return line
+    return _BAR.sub(b"", line) if b"%|" in line else line
 
 
 def harmless(line: bytes) -> bytes:

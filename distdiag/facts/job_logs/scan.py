@@ -7,6 +7,7 @@ of the others only lines with such a word are read closely, or those of a traceb
 from __future__ import annotations
 
 import calendar
+import json
 import re
 from bisect import bisect_left
 from collections import deque
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 EXIT = "exit-of-"
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
 _MESSAGE = 4096
+_TAIL_OF_CHAIN = 120
+"""Characters of an exception that another was raised from."""
 _MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND, _MOST_EXITS = 20_000, 200, 24, 10_000
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
 _LONG_AGO = 2000
@@ -48,6 +51,15 @@ _TORN = re.compile(
 """A type without its end, a message that ends within the path of a source file, or within what gloo reports."""
 _GROUP_HEAD = b"  + Exception Group Traceback (most recent call last)"
 _GROUP_MARGIN = re.compile(r"^ +[|+](?:[-+ \d]*-$| )?")
+_PART = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:: |:?$)(?!.*\(\d+ sub-exceptions?\)$)")
+"""A sub-exception of a group that is no group itself."""
+_HEAD = "Traceback (most recent call last)"
+_LINKS = {
+    "The above exception was the direct": "raised from",
+    "During handling of the above": "raised while handling",
+    "-- Process ": "reported as",
+}
+_TERMINATE = re.compile(r"terminate called after throwing an instance of '(?!c10::Dist)(?P<raised>[^']{1,200})'")
 _FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
 _INFO = re.compile(rb"([\w.-]{1,200}):(\d{1,18}):(\d{1,18}) \[(-?\d{1,18})\] NCCL INFO (.*)")
 _COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
@@ -171,8 +183,12 @@ class _Traceback:
     end: int = 0
     went_on: bool = False
     """The rank wrote more after it."""
-    chained: bool = False
-    """The next traceback follows from this exception."""
+    link: str = ""
+    """How the next traceback follows from this exception."""
+    links: list[str] = field(default_factory=list)
+    """What it was raised from, the last first."""
+    parts: list[str] = field(default_factory=list)
+    """The sub-exceptions of a group."""
     grouped: bool = False
     """It is of an ExceptionGroup: its lines have a margin."""
     broken: bool = False
@@ -188,15 +204,27 @@ class _Traceback:
 
     def next_begins(self) -> bool:
         """Go on with the next traceback, if it is one of the same exception."""
-        if self.last and not (self.chained or self.grouped):  # of another process without a prefix
+        if self.last and not self.link:  # of another process without a prefix
             return False
-        if self.last and not self.grouped:
+        if self.last:
+            self.links.insert(0, f"{self.link} {self.last[0][:_TAIL_OF_CHAIN]}")
             self.follow()
         return True
 
+    def without_margin(self, text: str) -> str:
+        """Return a line without the margin of a group; nothing of its sub-exceptions, which are kept."""
+        margin = _GROUP_MARGIN.match(text) if self.grouped else None
+        if margin is None:
+            return text
+        text = text[margin.end() :]
+        if not self.last:
+            return text
+        self.parts += [text[:_TEXT]] if _PART.match(text) else []
+        return ""
+
     def follow(self) -> None:
         """Put what was read into the chain: what comes was raised from it, or to it."""
-        self.chained = False
+        self.link = ""
         self.chain.append("\n".join(self.last)[:_TEXT])
         self.frames, self.last = [], []
 
@@ -335,9 +363,11 @@ class FileScan:
         return lines[-_PROGRESS_LINES] if len(lines) >= _PROGRESS_LINES else 0
 
     def _last_line(self) -> str:
+        """Return the last line with words, before that of threads that an exit left; none if it reports progress."""
         lines = (line for _, block in reversed(self._last_blocks) for line in reversed(block.split(b"\n")))
-        said = next((own for line in lines if re.search(rb"\w", own := harmless(line))), b"")
-        return said.decode("utf-8", "replace").strip()[:_LAST_CHARS]
+        said = (own for line in lines if re.search(rb"\w", own := harmless(line)))
+        last = next((line for line in said if not line.startswith(b"terminate called without an active")), b"")
+        return "" if _PROGRESS.match(last) else last.decode("utf-8", "replace").strip()[:_LAST_CHARS]
 
     def _learn(self, block: bytes) -> None:
         """Note whose lines a block has, also those that are passed over; of later blocks by their first lines only."""
@@ -379,11 +409,11 @@ class FileScan:
         return found
 
     def _line(self, label: bytes, line: bytes) -> None:
-        if b"\x1b" in line or b"\r" in line:
+        if b"\x1b" in line or b"\r" in line or b"%|" in line:
             line = plain(line)
-        inner = RANK.match(line)
-        if inner is None and b"[rank" in line:
-            inner = _RANK_LATER.match(line)
+        if line.startswith(b"{") and _HEAD.encode() in line and self._of_json(label, line):
+            return
+        inner = RANK.match(line) or (_RANK_LATER.match(line) if b"[rank" in line else None)
         rank = int(inner[inner.lastindex or 1]) if inner else None
         number = self._stream(label, rank)
         self._scan.streams[number].lines += 1
@@ -467,16 +497,16 @@ class FileScan:
 
     def _begin_bare(self, number: int, line: bytes, text: str, *, named: bool) -> bool:
         """Begin an exception that no traceback leads to; False if the line has none."""
-        match = _RAISED.match(text[:_MESSAGE])
-        if match is None or _NO_RAISE.search(match["before"]):
-            return False
-        if match["before"] and _HARMLESS.search(text):
+        final = _TERMINATE.match(text)
+        match = final or _RAISED.match(text[:_MESSAGE])
+        before = match["before"] if match and not final else ""
+        if match is None or _NO_RAISE.search(before) or (before and _HARMLESS.search(text)):
             return False
         if number in self._tracebacks:
             self._end_traceback(number)
-        traceback = _Traceback(self.lines, self.generation, self._when(line), named and not match["before"])
+        traceback = _Traceback(self.lines, self.generation, self._when(line), named and not before)
         traceback.bare, traceback.end, traceback.last_line = True, self.lines, self.lines
-        traceback.last.append(match["raised"])
+        traceback.last.append(text if final else match["raised"])
         self._tracebacks[number] = traceback
         return True
 
@@ -499,9 +529,8 @@ class FileScan:
         if traceback.named and not named and line:  # its stdout, which has the same prefix
             return False
         text = line.decode("utf-8", "replace")
-        if traceback.grouped:
-            text = _GROUP_MARGIN.sub("", text)
-        if text.startswith("Traceback (most recent call last)"):
+        text = traceback.without_margin(text)
+        if text.startswith(_HEAD):
             if traceback.next_begins():
                 return True
             traceback.went_on = self._is_of_one(number)
@@ -511,8 +540,8 @@ class FileScan:
         if text.startswith("Original Traceback (most recent call last)"):  # of a DataLoader worker
             traceback.follow()
             return True
-        if text.startswith(("During handling of the above", "The above exception was the direct")):
-            traceback.chained = True
+        if link := next((how for words, how in _LINKS.items() if text.startswith(words)), ""):
+            traceback.link = link
             return True
         if not text:
             return True
@@ -570,25 +599,26 @@ class FileScan:
         traceback = self._tracebacks.pop(number)
         if not traceback.last or traceback.ignored:
             return
-        text = "\n".join(traceback.last)
+        text = "\n".join(traceback.last).replace("\n  what():  ", ": ", 1)
         match = _LAST.match(text)
-        groups = {
-            "type": (match[1] if match else text[:80]).rpartition(".")[2],
-            "chain": " <- ".join(traceback.chain)[:_TEXT],
-        }
-        if traceback.named:
+        final = _TERMINATE.match(text)
+        kind = final["raised"] if final else (match[1] if match else text[:80]).rpartition(".")[2]
+        groups = {"type": kind, "from": ", ".join(traceback.links)}
+        if traceback.parts:
+            text, groups["parts"] = f"{traceback.last[0]}: {'; '.join(traceback.parts)}", str(len(traceback.parts))
+        if traceback.named or final:
             groups["uncaught"] = "1"
         if traceback.went_on:
             groups["went_on"] = "1"
         if traceback.bare:
             groups["bare"] = "1"
         groups["end"] = str(traceback.end)
-        # What it was raised from comes first: it is nearer to the cause.
-        for part in (*traceback.chain, text):
-            found = self._scan.known(part)
-            if found is not None:
-                groups.update(found[1], known=found[0])
-                break
+        # What it was raised from comes first: it is nearer to the cause. Of a group, what fits all parts.
+        known = [self._scan.known(part) for part in traceback.parts or (*traceback.chain, text)]
+        if traceback.parts and len({found and found[0] for found in known}) > 1:
+            known = []
+        if (found := next(filter(None, known), None)) is not None:
+            groups.update(found[1], known=found[0])
         self._scan.add(
             Event(
                 "exception", number, traceback.last_line, _cut(text), traceback.at, traceback.generation,
@@ -675,11 +705,34 @@ class FileScan:
         number, read = self._stream(b"", rank), self.lines
         self._tracebacks[number] = _Traceback(self.lines, round_, None, True)
         for self.lines, line in enumerate(text.split("\n"), line_before + 1):
-            if number in self._tracebacks:
-                self._goes_on(number, line.encode(), named=True)
+            self._add_to(number, line)
         self.lines = read
+        self._end_open(number)
+
+    def _add_to(self, number: int, line: str) -> None:
+        if number in self._tracebacks:
+            self._goes_on(number, line.encode(), named=True)
+
+    def _end_open(self, number: int) -> None:
         if number in self._tracebacks:
             self._end_traceback(number)
+
+    def _of_json(self, label: bytes, line: bytes) -> bool:
+        """Read the traceback in a line of JSON that reports an error; False for any other line."""
+        found = _error_in(line)
+        if found is None:
+            return False
+        rank, text = found
+        number = self._stream(label, rank)
+        self._scan.streams[number].lines += 1
+        self._end_open(number)
+        first, *rest = text.split("\n")
+        self._begin_traceback(number, first.encode(), named=False)
+        self._tracebacks[number].at = self._when(line)
+        for part in rest:
+            self._add_to(number, part)
+        self._end_open(number)
+        return True
 
     # --- NCCL
 
@@ -748,6 +801,28 @@ class FileScan:
                 comm.phase = max(comm.phase, phase)
         _set_up(comm, message)
         return b" -> " not in message
+
+
+def _error_in(line: bytes) -> tuple[int | None, str] | None:
+    """Return the rank and the traceback of a line of JSON whose level is that of an error."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    level = next((record[name] for name in _LEVELS if name in record), "")
+    if not re.match(r"(?i)err|crit|fatal|exc|alert|emerg", str(level)):
+        return None
+    values = [one for each in record.values() for one in (each.values() if isinstance(each, dict) else (each,))]
+    text = next((each for each in values if isinstance(each, str) and _HEAD in each), None)
+    rank = record.get("rank")
+    return (
+        None
+        if text is None
+        else (rank if type(rank) is int and rank >= 0 else None, text[text.rfind("\n", 0, text.index(_HEAD)) + 1 :])
+    )
+
+
+_LEVELS = ("level", "levelname", "severity", "lvl", "log.level")
 
 
 def _writer(text: str) -> tuple[int | None, dict[str, str]]:
