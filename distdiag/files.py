@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _PICTURES = (".svg", ".png", ".pdf")
+_HEAD_BYTES, _TAIL_BYTES = 16 << 20, 48 << 20
 
 
 def check_picture(target: str) -> None:
@@ -83,6 +85,40 @@ def named_files(paths: Sequence[str]) -> Iterator[Path]:
             yield path
         else:
             raise UsageError(f"{name}: no such file or folder", hint="give files, or a folder of files")
+
+
+def log_text(name: str) -> tuple[str, str]:
+    """Read a log as a text, also a packed one; "-" is stdin. Returns the text, and what of it was left out, if any.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    from distdiag.facts.core.stored_cores import CannotUnpack
+    from distdiag.facts.job_logs.collect import Unreadable, blocks
+
+    head, tail, cuts = [], deque[bytes](), [0]
+    room, kept, dropped = _HEAD_BYTES, 0, 0
+    try:
+        for block in blocks(name, cuts):
+            if room > 0:  # causes are at the beginning, what somebody waited for at the end
+                head.append(block)
+                room -= len(block)
+                continue
+            tail.append(block)
+            kept += len(block)
+            while kept > _TAIL_BYTES:
+                dropped += len(tail[0])
+                kept -= len(tail.popleft())
+    except (OSError, Unreadable, CannotUnpack, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"{name}: {why}", hint="give a log that can be read, or - for stdin") from error
+    unread = "lines longer than 256 KiB were cut" if cuts[0] else ""
+    if dropped:
+        unread = (
+            f"only the first {_HEAD_BYTES >> 20} and the last {_TAIL_BYTES >> 20} MiB of the log were read "
+            "(line numbers in the last part are too low)"
+        )
+    return as_text(b"".join((*head, *tail))), unread
 
 
 def as_text(data: bytes) -> str:

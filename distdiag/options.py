@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
+import tempfile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +17,7 @@ from distdiag.errors import UsageError
 from distdiag.program_name import called_as as called_as  # the commands import it from here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
 
@@ -179,3 +181,23 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
     with_hosts.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del with_hosts.__wrapped__  # it would be asked instead of the signature
     return with_hosts
+
+
+def answer_as(ctx: typer.Context, words: Sequence[str], stdin: str | None = None) -> None:
+    """Run another command in place of this one.
+
+    Args:
+        ctx: that of this command.
+        words: the command and its options, as typed.
+        stdin: what it reads there, if this command has already read it.
+    """
+    root = ctx.find_root()
+    root.obj.command, root.obj.words = "", list(words)
+    with tempfile.TemporaryFile() as file:
+        if stdin is not None:
+            file.write(stdin.encode("utf-8", "replace"))
+            file.seek(0)
+            os.dup2(file.fileno(), 0)
+        name, command, rest = root.command.resolve_command(root, list(words))  # type: ignore[attr-defined]
+        with command.make_context(name, rest, parent=root) as context:
+            command.invoke(context)

@@ -54,7 +54,7 @@ def symptoms() -> str:
         "## Output of a training job\n",
         "Which rank failed first, and why: `distdiag logs job.log`.\n",
     ]
-    for row in (row for name in JOBS for row in _toml(f"lines/{name}.toml")["line"]):
+    for row in _job_rows():
         parts.append(_symptom(row, row["id"], "distdiag logs job.log"))
     parts += [
         "## Builds, imports and GPU errors\n",
@@ -105,6 +105,12 @@ def _anchor(code: str) -> str:
 
 def _xid(row: dict[str, Any]) -> str:
     return f"### Xid {row['code']}\n\n{row['means'][0].upper()}{row['means'][1:]}.\n"
+
+
+def _job_rows() -> list[dict[str, Any]]:
+    """Return the rows of jobs; what a launcher reports of a rank's end is no symptom."""
+    rows = [row for name in JOBS for row in _toml(f"lines/{name}.toml")["line"]]
+    return [row for row in rows if row["role"] != "exit"]
 
 
 def _toml(name: str) -> dict[str, Any]:
@@ -544,8 +550,9 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
     found = _made_by_calls(Code(package))
     for name, state in _host_states():
         found[f"hosts.{name}"].sentences.append(state)
-    for known in (row for name in JOBS for row in _toml(f"lines/{name}.toml")["line"]):
+    for known in _job_rows():
         found[f"logs.{known['id']}"].sentences.append(_named(known["means"]))
+    _note_verdicts(found)
     for known in _toml("lines/builds.toml")["line"]:
         found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))
     from distdiag.commands.doctor.types import CHECKS
@@ -566,6 +573,17 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
         if name.startswith("cuda-env.log.") and not entry.sentences:
             entry.sentences += found.get(name.replace(".log.", ".", 1), Entry()).sentences
     return dict(sorted(found.items()))
+
+
+def _note_verdicts(found: dict[str, Entry]) -> None:
+    for row in _toml("verdicts.toml")["verdict"]:
+        id_ = row.get("id", f"logs.{row['name']}").replace("{name}", "…")
+        for command in ("gpu-test", "allreduce-bench") if "{command}" in id_ else ("",):
+            entry = found[id_.replace("{command}", command)]
+            # Of several process groups only the first one is the verdict.
+            entry.levels |= {row["level"], *(["info"] if "{group}" in row["title"] else [])}
+            if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", row["title"])):
+                entry.sentences.append(_named(row["title"]))
 
 
 def _is_open(name: str) -> bool:

@@ -15,67 +15,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from distdiag.facts.line_patterns import Patterns
+
 _RECORD = 8192
 """The largest record of /dev/kmsg, Documentation/ABI/testing/dev-kmsg."""
 _MOST_LINES = 40
 _MOST_RECORDS = 100_000
 _RETRANSMITS = 3
 """A segment that was sent so often again, each time after twice the pause, has been lost for seconds."""
-_LINES = (
-    (
-        "oom",
-        re.compile(
-            r"(?:Out of memory|Memory cgroup out of memory).*Kill(?:ed)? process (?P<pid>\d+)|oom-kill:constraint=|"
-            r"^(?:\[[^\]]*\] ?)?Killed process \d+ \(|invoked oom-killer: gfp_mask"
-        ),
-    ),
-    ("xid", re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<code>\d+)")),
-    ("gpu-lost", re.compile(r"NVRM: .*fallen off the bus")),
-    (
-        "nvlink",
-        re.compile(
-            r"NVRM: (?!.*Xid ).*nvlink.*(?:error|fail|down)|NV_ERR_FABRIC_STATE_OUT_OF_SYNC",
-            re.IGNORECASE,
-        ),
-    ),
-    ("sxid", re.compile(r"SXid \([^)]*\): \d+, Fatal")),
-    ("nic-power", re.compile(r"mlx[45]_.*[Ii]nsufficient power")),
-    ("nic-temperature", re.compile(r"mlx[45]_.*High Temperature", re.IGNORECASE)),
-    (
-        "link",
-        re.compile(
-            r"(?:mlx[45]_core|bnxt_en|ixgbe|i40e|ice|ena|igb|e1000e).*[Ll]ink (?:is )?(?:[Dd]own|DOWN)|"
-            r"mlx[45]_.*Cable (?:unplugged|error)"
-        ),
-    ),
-    ("nic", re.compile(r"mlx[45]_core .*(?:health compromised|ACCESS_REG\S* .*failed|[Ff]atal error|internal error)")),
-    ("peermem", re.compile(r"nvidia-peermem .*ERROR")),
-    ("lockup", re.compile(r"BUG: (?:soft|hard) lockup|rcu.*self-detected stall")),
-    ("panic", re.compile(r"Kernel panic - not syncing")),
-    (
-        "storage",
-        re.compile(
-            r"nfs: server \S+ not responding|ceph: .*(?:hung|timeout)|I/O error, dev|LustreError|Disk failure on |"
-            r"Remounting filesystem read-only|no available path - failing I/O|nvme\S* .*(?:timeout, reset controller|"
-            r"timeout, aborting|Disabling device after reset failure)|nfs4_reclaim_open_state: .*failed"
-        ),
-    ),
-    ("hung-task", re.compile(r"task \S+:(?P<pid>\d+) blocked for more than \d+ seconds")),
-    (
-        "hardware",
-        re.compile(
-            r"mce: \[Hardware Error\]|Uncorrected (?:\(Fatal\)|error)|PCIe Bus Error: severity=Unco|"
-            r"EDAC .*: [1-9]\d* UE "
-        ),
-    ),
-    ("file-max", re.compile(r"VFS: file-max limit \d+ reached")),
-    ("segfault", re.compile(r"\S+\[(?P<pid>\d+)\]: segfault at")),
-)
 
 
 @dataclass(frozen=True)
 class KernelLine:
-    """A line of the kernel's log. `kind` of _LINES; `age_s`: how long ago; `pid` where it names a process."""
+    """A line of the kernel's log. `kind` of its row; `age_s`: how long ago; `pid` if it names a process."""
 
     kind: str
     text: str
@@ -104,9 +56,9 @@ class KernelSigns:
     unacknowledged: tuple[Unacknowledged, ...] = ()
 
 
-def read(pids: Sequence[int], *, since_s: float) -> KernelSigns:
+def read(pids: Sequence[int], kernel: Patterns, *, since_s: float) -> KernelSigns:
     """Read all of it for some processes. Kernel lines older than `since_s` seconds are left out. Never raises."""
-    lines, log_error = kernel_log(since_s)
+    lines, log_error = kernel_log(kernel, since_s)
     return KernelSigns(
         lines=lines,
         log_error=log_error,
@@ -115,14 +67,15 @@ def read(pids: Sequence[int], *, since_s: float) -> KernelSigns:
     )
 
 
-def kernel_log(since_s: float, *, most: int = _MOST_LINES) -> tuple[tuple[KernelLine, ...], str]:
+def kernel_log(kernel: Patterns, since_s: float, *, most: int = _MOST_LINES) -> tuple[tuple[KernelLine, ...], str]:
     """Read the newest lines of the kernel's log that say something, none older than `since_s`; or why it fails."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         return (), f"/dev/kmsg: {error.strerror}"
     try:
-        found = [line for line in map(parse, _records(descriptor)) if line is not None and line.age_s <= since_s]
+        read = (parse(record, kernel) for record in _records(descriptor))
+        found = [line for line in read if line is not None and line.age_s <= since_s]
     except OSError as error:
         return (), f"/dev/kmsg: {error.strerror}"
     finally:
@@ -140,28 +93,19 @@ def _records(descriptor: int) -> Iterator[str]:
             continue  # records were overwritten while we read: the next read begins at the oldest left
 
 
-def parse(record: str) -> KernelLine | None:
+def parse(record: str, kernel: Patterns) -> KernelLine | None:
     """Parse a record of /dev/kmsg, "6,1234,5678901,-;text"; None for what says nothing of a hang."""
     head, _, text = record.partition(";")
     text = text.partition("\n")[0]
-    found = sign_in(text)
+    found = kernel.first(text)
     if found is None:
         return None
-    kind, pid = found
+    kind, groups = found
     fields = head.split(",")
     stamp = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else 0.0
     age_s = max(0.0, time.clock_gettime(time.CLOCK_MONOTONIC) - stamp)
-    return KernelLine(kind, printable(text[:300]), age_s, pid)
-
-
-def sign_in(text: str) -> tuple[str, int | None] | None:
-    """Return the kind of a line of the kernel, with the process that it names; None for a line of no kind."""
-    for kind, pattern in _LINES:
-        match = pattern.search(text)
-        if match is not None:
-            pid = match.groupdict().get("pid")
-            return kind, int(pid[:9]) if pid else None
-    return None
+    pid = groups.get("pid", "")[:9]
+    return KernelLine(kind, printable(text[:300]), age_s, int(pid) if pid else None)
 
 
 def _oom_kills(pids: Iterable[int]) -> tuple[tuple[str, int], ...]:

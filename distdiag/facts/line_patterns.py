@@ -1,4 +1,4 @@
-"""Which known line a text is: patterns in their order of trust, tried only where one of their words stands."""
+"""Which known line a text is: patterns in their order of trust, each tried only on texts with one of its words."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _CACHED = 4096
 _SHAPED = 400  # characters
-_SHAPE = re.compile(r"\d+|0x[0-9a-f]+")
+_NUMBER = re.compile(r"\d+")
 _GROUP = 200  # characters
+_AHEAD = 1024  # characters of the following lines: a sentence may end there, but not begin
+_BLOCK = 8192  # characters, and then to the end of the line
+_LONGEST = 1 << 16  # a longer line is cut: it is none that a person reads
 
 
 @dataclass(frozen=True)
@@ -23,45 +26,73 @@ class Pattern:
     form: re.Pattern[str]
     words: tuple[str, ...]
 
+    def may_fit(self, text: str) -> bool:
+        """Return whether a text has one of the words."""
+        return any(word in text for word in self.words)
+
 
 class Patterns:
-    """Finds the first of many patterns. Lines of a log differ in numbers mostly: what fits is kept by their shape."""
+    """The one matcher of known lines: of a single line or message (`first`), or of each line of a text (`lines`).
+
+    Rows are (id, regular expression, words), the most trusted first: the first row that fits a line owns it.
+    """
 
     def __init__(self, rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
-        self._patterns = [Pattern(id_, re.compile(form), tuple(words)) for id_, form, words in rows]
-        self._by_shape: dict[str, Pattern | None] = {}
+        self._all = [Pattern(id_, re.compile(form), tuple(words)) for id_, form, words in rows]
+        self._shapes = [(one, [_NUMBER.sub("#", word) for word in one.words]) for one in self._all]
+        self._by_shape: dict[str, list[Pattern]] = {}
 
     def first(self, text: str, may: Callable[[str], bool] | None = None) -> tuple[str, dict[str, str]] | None:
-        """Return the id and the groups of the first pattern that fits. Groups of one name are numbered: error, error2.
+        """Return the id and the groups of the first row that fits. Groups of one name are numbered: error, error2.
 
         Args:
             may: which ids count, all by default.
         """
-        if may is not None:
-            return _found(self._search(text, may))
-        shape = _SHAPE.sub("#", text[:_SHAPED])
-        pattern = self._by_shape.get(shape)
-        match = pattern.form.search(text) if pattern is not None else None
-        if pattern is not None and match is not None:
-            return _found((pattern, match))
-        if shape in self._by_shape and pattern is None and "NCCL" not in text:
-            return None
-        found = self._search(text, None)
-        if len(self._by_shape) < _CACHED:
-            self._by_shape[shape] = found[0] if found is not None else None
-        return _found(found)
-
-    def _search(self, text: str, may: Callable[[str], bool] | None) -> tuple[Pattern, re.Match[str]] | None:
-        for pattern in self._patterns:
-            if any(word in text for word in pattern.words) and (may is None or may(pattern.id)):
-                match = pattern.form.search(text)
-                if match is not None:
-                    return pattern, match
+        for pattern in self._of_shape(text):
+            if (may is None or may(pattern.id)) and (match := pattern.form.search(text)) is not None:
+                return pattern.id, {name: value[:_GROUP] for name, value in named(match)}
         return None
 
+    def _of_shape(self, text: str) -> list[Pattern]:
+        """Return the rows with a word in a text. Lines of a log differ in numbers mostly: their rows are kept."""
+        if len(text) > _SHAPED:
+            return [pattern for pattern in self._all if pattern.may_fit(text)]
+        shape = _NUMBER.sub("#", text)
+        found = self._by_shape.get(shape)
+        if found is None:
+            found = [pattern for pattern, words in self._shapes if any(word in shape for word in words)]
+            if len(self._by_shape) < _CACHED:
+                self._by_shape[shape] = found
+        return found
 
-def _found(found: tuple[Pattern, re.Match[str]] | None) -> tuple[str, dict[str, str]] | None:
-    if found is None:
-        return None
-    pattern, match = found
-    return pattern.id, {name.rstrip("0123456789"): text[:_GROUP] for name, text in match.groupdict().items() if text}
+    def lines(self, text: str) -> Iterator[tuple[str, int, re.Match[str]]]:
+        """Yield (id, offset, match) for each line of a text that a row owns; a match may end in later lines.
+
+        The offset is that of the match. A block without any of the words costs no more than the search for them.
+        """
+        start = 0
+        while start < len(text):
+            end = text.find("\n", start + _BLOCK, start + _LONGEST) + 1 or min(start + _LONGEST, len(text))
+            block = text[start : end + _AHEAD]
+            rows = [pattern for pattern in self._all if pattern.may_fit(block)]
+            while rows and start < end:
+                behind = text.find("\n", start, end) + 1 or end
+                if (owned := _owner(rows, text[start : behind + _AHEAD], behind - start)) is not None:
+                    pattern, match = owned
+                    yield pattern.id, start + match.start(), match
+                start = behind
+            start = end
+
+
+def _owner(rows: Sequence[Pattern], text: str, length: int) -> tuple[Pattern, re.Match[str]] | None:
+    """Return the first row that fits from a place within the first `length` characters on."""
+    for pattern in rows:
+        match = pattern.form.search(text) if pattern.may_fit(text) else None
+        if match is not None and match.start() < length:
+            return pattern, match
+    return None
+
+
+def named(match: re.Match[str]) -> Iterator[tuple[str, str]]:
+    """Yield the groups of a match that are not empty, without the numbers of their names."""
+    return ((name.rstrip("0123456789"), value) for name, value in match.groupdict().items() if value)

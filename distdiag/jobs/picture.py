@@ -18,6 +18,7 @@ from distdiag.facts.gpu_use import GpuReadings  # noqa: TC001
 from distdiag.facts.job_logs.collect import NodeLogs, Reader
 from distdiag.facts.job_output import Bar  # noqa: TC001
 from distdiag.facts.kernel_signs import KernelSigns  # noqa: TC001
+from distdiag.facts.line_patterns import Patterns
 from distdiag.facts.mapped_versions import MappedVersions  # noqa: TC001
 from distdiag.facts.nccl_ras import RasFacts  # noqa: TC001
 from distdiag.facts.socket_owners import Network, Person  # noqa: TC001
@@ -36,7 +37,6 @@ _AFTERWARDS = ("start", "recorder")
 _IN_INIT = ("init_process_group", "torch/distributed/distributed_c10d.py")
 _LOG_TAIL = 32 * 2**20
 _LOG_BYTES = 512 * 2**20
-_SHIPPED_EVENTS = 2000
 _SPARE_S = 1.0
 _DUMP_VARIABLES = (
     b"TORCH_FR_DUMP_TEMP_FILE",
@@ -92,7 +92,7 @@ def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
     """Read the sources {"sources": names of Source, "pids", "ranks": rank by pid, "timeout_s": for all of them}.
 
     Options of single sources: stacks: see sample_stacks; log: {"launchers", "logs": paths, "patterns"}; recorder:
-    {"recorder": paths}; ras: {"ras_s"}.
+    {"recorder": paths}; ras: {"ras_s"}; kernel: {"kernel": rows}.
     """
     run = _Run(ask, tell)
     at_once = {name: getattr(run, name) for name in ask["sources"] if name not in _AFTERWARDS}
@@ -207,23 +207,15 @@ class _Run:
                 left -= _LOG_TAIL
         for path in self._ask["logs"]:
             reader.read(path)
-        found = reader.found()
-        events = found.events
-        for start in range(0, max(len(events), 1), _SHIPPED_EVENTS):
-            first = start == 0
-            part = NodeLogs(
-                found.host,
-                found.files if first else (),
-                found.streams if first else (),
-                events[start : start + _SHIPPED_EVENTS],
-                found.comms if first else (),
-                found.dropped if first else 0,
-            )
+        for part in reader.found().parts():
             self._send("log", Part(logs=(part,)))
 
     def kernel(self) -> None:
         """Read the kernel's log, OOM counters and unacknowledged data."""
-        self._send("kernel", Part(kernel=(kernel_signs.read(self._pids, since_s=self._age_s()),)))
+        self._send(
+            "kernel",
+            Part(kernel=(kernel_signs.read(self._pids, Patterns(self._ask["kernel"]), since_s=self._age_s()),)),
+        )
 
     def _age_s(self) -> float:
         """Return how long ago the first rank here was started."""

@@ -128,6 +128,7 @@ def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
         "logs": list(wish.logs),
         "recorder": list(wish.recorder),
         "patterns": known_lines.for_nodes() if "log" in wish.sources else [],
+        "kernel": known_lines.for_kernels() if "kernel" in wish.sources else [],
         "timeout_s": wish.timeout_s,
         "ras_s": max(1.0, min(10.0, wish.timeout_s / 2)),
     }

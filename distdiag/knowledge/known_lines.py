@@ -14,8 +14,14 @@ from distdiag.facts.line_patterns import Patterns
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Role = Literal["cause", "consequence", "confirmation", "advice", "job", "warning", "note"]
-JOBS = ("launchers", "hub", "cuda", "network", "nccl", "host", "kernel", "jobs", "torch", "wrappers")
+    Rows = list[tuple[str, str, tuple[str, ...]]]
+    """What a node, or a matcher, needs to find lines: id, pattern and words of each row."""
+
+Role = Literal["cause", "consequence", "confirmation", "advice", "job", "warning", "note", "exit"]
+JOBS = (
+    *("launchers", "hub", "cuda", "distributed", "nccl", "network"),
+    *("loading", "storage", "memory", "hardware", "kernel"),
+)
 """The files of rows of a job's output, in their order of trust."""
 BUILDS = "builds"
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -24,42 +30,41 @@ _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 
 @dataclass(frozen=True, kw_only=True)
 class KnownLine:
-    """One known line. `accuses`: the group that names the ranks at fault; "none": the line does not tell them.
+    """One known line; launchers.toml and builds.toml describe the fields.
 
-    `breaks`: what does not work then; `checks`: ids of `distdiag cuda-env` that look for its cause on a machine;
-    `alone`: it explains the end of a job of which nothing better is known.
+    `accuses`: the group that names the ranks at fault; "none": the line does not tell them. `breaks`: what does not
+    work then; `checks`: ids of `distdiag cuda-env` that look for its cause on a machine.
     """
 
     id: str
     role: Role
     means: str
     source: str
-    pattern: str = ""
+    pattern: str
     words: tuple[str, ...] = ("",)
     breaks: str = ""
     fix: str = ""
     commands: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
+    isolated: bool = False
+    cuda_torch: bool = False
     accuses: str = ""
     alone: bool = False
+    general: bool = False
+    kernel: str = ""
 
-    def meaning(self, groups: Mapping[str, str]) -> str:
-        """Return what it means, with what the line says filled in."""
-        return fill(self.means, groups)
+    def filled(self, groups: Mapping[str, str], quote: Mapping[str, str] | None = None) -> KnownLine:
+        """Return the row with what the line says filled in; commands that lack a part are left out.
 
-    def remedy(self, groups: Mapping[str, str]) -> str:
-        """Return the fix, with what the line says filled in."""
-        return fill(self.fix, groups)
-
-    def commands_for(self, groups: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the commands, with what the line says filled in; none that lacks a part."""
-        return tuple(fill(each, groups) for each in self.commands if set(_PLACE.findall(each)) <= {*groups})
-
-
-@cache
-def trust(id_: str) -> int:
-    """Return the place of a row in the order of trust, the first best; an unknown one is last."""
-    return {name: place for place, name in enumerate(known_lines())}.get(id_, len(known_lines()))
+        Args:
+            quote: the same for commands, as a shell takes it.
+        """
+        given = groups if quote is None else quote
+        commands = (fill(each, given) for each in self.commands if set(_PLACE.findall(each)) <= {*given})
+        words = (fill(text, groups) for text in (self.means, self.breaks, self.fix))
+        means, breaks, fix = words
+        return replace(self, means=means, breaks=breaks, fix=fix, commands=tuple(commands))
 
 
 def fill(words: str, groups: Mapping[str, str]) -> str:
@@ -70,29 +75,49 @@ def fill(words: str, groups: Mapping[str, str]) -> str:
 
 @cache
 def known_lines() -> dict[str, KnownLine]:
-    """Return all rows by id, in their order of trust."""
-    return {row.id: row for name in JOBS for row in _rows(name)}
+    """Return the rows of jobs and kernels by id, in their order of trust."""
+    rows = [row for name in JOBS for row in _rows(name)]
+    return {row.id: row for row in sorted(rows, key=lambda row: row.general)}
 
 
 @cache
-def known_builds() -> tuple[KnownLine, ...]:
-    """Return the rows of builds and loads of CUDA extensions, in their order of trust."""
-    return tuple(_rows(BUILDS))
-
-
-def recognise(text: str) -> KnownLine | None:
-    """Return the first row that fits a text and tells why a rank failed, with what the text says filled in."""
-    matcher, rows = _of_jobs(), known_lines()
-    found = matcher.first(text, lambda id_: rows[id_].role in ("cause", "consequence"))
-    if found is None:
-        return None
-    row, groups = rows[found[0]], found[1]
-    commands = row.commands_for(groups)
-    return replace(row, means=row.meaning(groups), fix=row.remedy(groups), commands=commands)
+def known_builds() -> dict[str, KnownLine]:
+    """Return the rows of builds and loads of CUDA extensions by id, in their order of trust."""
+    return {row.id: row for row in _rows(BUILDS)}
 
 
 @cache
-def _of_jobs() -> Patterns:
+def trust(id_: str) -> int:
+    """Return the place of a row in the order of trust, the first best; an unknown one is last."""
+    return {name: place for place, name in enumerate(known_lines())}.get(id_, len(known_lines()))
+
+
+def for_nodes() -> Rows:
+    """Return what a node needs to find the lines of a job."""
+    return [(row.id, row.pattern, row.words) for row in known_lines().values()]
+
+
+def for_kernels() -> Rows:
+    """Return what a node needs to find lines in its kernel's log, by their kinds."""
+    return [(row.kernel, row.pattern, row.words) for row in known_lines().values() if row.kernel]
+
+
+@cache
+def in_builds() -> Patterns:
+    """Return the matcher of builds. In its patterns a space stands for any white space, and ^ for each line's begin."""
+    rows = known_builds().values()
+    return Patterns((row.id, "(?m)" + row.pattern.replace(" ", r"\s+"), row.words) for row in rows)
+
+
+def job_line(text: str) -> KnownLine | None:
+    """Return the first row of jobs that fits a text and tells why a rank failed, with what the text says filled in."""
+    rows = known_lines()
+    found = _in_jobs().first(text, lambda id_: rows[id_].role in ("cause", "consequence"))
+    return rows[found[0]].filled(found[1]) if found is not None else None
+
+
+@cache
+def _in_jobs() -> Patterns:
     return Patterns(for_nodes())
 
 
@@ -101,26 +126,18 @@ class KnownException:
     """What the text of an exception that ended a rank means, and what to check. Of a mere line it proves nothing."""
 
     pattern: str
-    means: str
     fix: str
     source: str
-
-
-def known_exception(text: str) -> KnownException | None:
-    """Return the row that fits the text of an exception, its type first."""
-    return next((row for row in _exceptions() if re.search(row.pattern, text)), None)
+    means: str = ""
+    commands: tuple[str, ...] = ()
 
 
 @cache
-def _exceptions() -> tuple[KnownException, ...]:
+def known_exceptions() -> tuple[KnownException, ...]:
+    """Return the rows of exceptions, in their order."""
     import msgspec
 
-    return tuple(msgspec.convert(_read("jobs")["exception"], list[KnownException]))
-
-
-def for_nodes() -> list[tuple[str, str, tuple[str, ...]]]:
-    """Return what a node needs to find these lines: id, pattern and words of each."""
-    return [(row.id, row.pattern, row.words) for row in known_lines().values() if row.pattern]
+    return tuple(msgspec.convert(_read("exceptions")["exception"], list[KnownException]))
 
 
 def _rows(name: str) -> list[KnownLine]:

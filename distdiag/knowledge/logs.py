@@ -1,33 +1,27 @@
-"""What went wrong, read from the log of a build or a load of CUDA extensions.
+"""What went wrong, read from the log of a build or a load of CUDA extensions by the rows of lines/builds.toml.
 
-`read_log(text)` searches the text for the known failures (lines/builds.toml). A log
-is read in blocks of whole lines: a block without any word of a failure costs no more than being split into words.
+A log is read in blocks of whole lines: a block without any word of a row costs no more than the search for the words.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import chain
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
-from distdiag.knowledge.known_lines import KnownLine, Role, fill, known_builds
+from distdiag.facts.line_patterns import named
+from distdiag.knowledge.known_lines import in_builds, job_line, known_builds, known_exceptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-_BLOCK = 8192  # characters, and then to the end of the line
-_LONGEST = 1 << 16  # a longer line is cut: it is none that a person reads
-_TAIL = 1024  # of the following lines: a sentence may end there, but not begin
+    from distdiag.knowledge.known_lines import KnownException, KnownLine, Role
+
 _QUOTE = 200
 _MARK = "..."
 _GROUP = 80
 _LONGEST_PATH = 400
-
-# What is no letter, digit or _ becomes a space.
-_APART = bytes(char if re.match(rb"\w", bytes((char,))) else ord(" ") for char in range(256))
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
 _PACKAGE = re.compile(r"(?:site|dist)-packages/([A-Za-z]\w{1,60})(?:/|[\w.]*\.so)|\b(flash_attn)\w*\.cpython")
@@ -41,107 +35,89 @@ _BUILT_WITHIN = 4 << 20  # characters
 """The package that pip builds in this log."""
 _BEFORE_MESSAGE = re.compile(r"(\S+?)(?::\d{1,9}(?::\d{1,9})?|\(\d{1,9}\)):\s*\Z")
 
+_OF_JOB = re.compile(
+    r"\[rank\d|\[[Rr]ank \d|torchrun|ChildFailedError|Watchdog|NCCL (?:WARN|INFO)|exitcode|srun: error|slurmstepd|NVRM|"
+    r"mpirun|DataLoader worker|Gloo|TCPStore|\bpid=\d"
+)
+_OF_BUILD = re.compile(
+    r"\bnvcc\b|\b(?:g\+\+|gcc|cc1plus|clang|ninja|cmake|make)(?:\[\d+\])?: |CMake Error|pip(?:3)? install|"
+    r"[Bb]uilding wheel|subprocess-exited|cpp_extension|fatal error: \S+\.h|undefined (?:symbol|reference)|"
+    r"cannot open shared object|\bld: |setup\.py"
+)
+_OF_ANY = {"out-of-memory"}
+"""Rows of builds that a line of any program matches: "Killed"."""
+
 _ROLES: tuple[Role, ...] = ("cause", "consequence", "note")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A known failure in a log: where it is first (1-based), its words there, and in how many lines it is.
+    """A known failure in a log: its first line there (1-based), its words, its last line, and in how many lines it is.
 
-    `means`, `breaks`, `fix` and `commands` are those of `known` with what the log says filled in.
+    `known`: its row, with what the log says filled in; `groups`: what the log says; `file`: the file that a compiler's
+    message is about, empty for another message.
     """
 
     known: KnownLine
     line: int
     quote: str
-    means: str
-    breaks: str
-    fix: str
-    commands: tuple[str, ...]
-    count: int
-    last: int
-    """The last line that it is in."""
     groups: Mapping[str, str]
-    """What the log says at the groups of the pattern."""
     file: str
-    """The file that a compiler's message is about; empty if it is no such message."""
-
-
-@dataclass(frozen=True)
-class _Hit:
-    """A failure in a block: its first and last line there, its words, its groups, and in how many lines."""
-
-    index: int
-    line: int
     last: int
-    start: int
-    quote: str
-    groups: tuple[tuple[str, str], ...]
-    count: int
-    file: str
+    count: int = 1
 
 
 def read_log(text: str) -> tuple[Match, ...]:
     """Find the known failures in a log: causes in the order of the log, then consequences, then notes."""
-    first: dict[int, tuple[_Hit, int, int]] = {}
-    count: dict[int, int] = {}
-    last: dict[int, int] = {}
-    line = 1
-    for number, (block, tail) in enumerate(_blocks(text)):
-        for hit in _read_block(block, tail):
-            first.setdefault(hit.index, (hit, number, line + hit.line))
-            count[hit.index] = count.get(hit.index, 0) + hit.count
-            last[hit.index] = line + hit.last
-        line += block.count("\n")
-    found = sorted(first.values(), key=lambda seen: (_role(seen[0]), seen[1], seen[0].start))
-    built = _BUILT.search(text, 0, _BUILT_WITHIN) if found else None
-    package = built[built.lastindex or 0] if built is not None else ""
-    return tuple(_match(hit, (line, last[hit.index]), count[hit.index], package) for hit, _, line in found)
+    text, found = _clean(text), dict[str, Match]()
+    line, counted = 1, 0
+    package = ""
+    for id_, at, match in in_builds().lines(text):
+        # A lone \r has become "\r\n" and is no line of the log.
+        line += text.count("\n", counted, at) - text.count("\r\n", counted, at)
+        counted = at
+        if id_ in found:
+            found[id_] = replace(found[id_], last=line, count=found[id_].count + 1)
+            continue
+        if not found and (built := _BUILT.search(text, 0, _BUILT_WITHIN)) is not None:
+            package = built[built.lastindex or 0]
+        found[id_] = _match(id_, match, line, text, at, package)
+    return tuple(sorted(found.values(), key=lambda match: _ROLES.index(match.known.role)))
 
 
-def _role(hit: _Hit) -> int:
-    return _ROLES.index(_all()[hit.index][0].role)
+def recognise(text: str) -> KnownLine | None:
+    """Return the row that tells why a rank failed with this text: of jobs, else a cause of builds."""
+    return job_line(text) or _build_cause(text)
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Cut the text at ends of lines, each part with the beginning of what follows."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + _BLOCK, start + _LONGEST) + 1 or start + _LONGEST
-        yield text[start:end], text[end : end + _TAIL]
-        start = end
+def known_exception(text: str) -> KnownLine | KnownException | None:
+    """Return the row of the text of an exception, its type first: a cause of builds, else a row of exceptions."""
+    return _build_cause(text) or next((row for row in known_exceptions() if re.search(row.pattern, text)), None)
 
 
-@lru_cache(maxsize=64)  # a log that repeats itself repeats its blocks
-def _read_block(block: str, tail: str) -> tuple[_Hit, ...]:
-    """Find what begins in the block; of the failures that fit one line the first in the file owns it."""
-    head, owned = _clean(block), set[int]()
-    text = head + _clean(tail)
-    words = _words().keys() & text.encode(errors="replace").translate(_APART).split()
-    wanted = sorted(set(chain.from_iterable(_words()[word] for word in words)))
-    hits = (_search(index, text, len(head), owned) for index in wanted)
-    return tuple(hit for hit in hits if hit)
+def _build_cause(text: str) -> KnownLine | None:
+    return next((match.known for match in read_log(text) if match.known.role == "cause"), None)
 
 
-def _search(index: int, text: str, end: int, owned: set[int]) -> _Hit | None:
-    """Find one failure in the lines that nobody owns yet, and own them."""
-    pattern, at, count = _all()[index][1], 0, 0
-    first: re.Match[str] | None = None
-    last = 0
-    while (match := pattern.search(text, at)) and match.start() < end:
-        start, at = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end()) + 1 or len(text)
-        if start not in owned:
-            owned.add(start)
-            first, count, last = first or match, count + 1, match.start()
-    return _hit(index, first, last, count) if first else None
+def content(text: str) -> Literal["build", "job", ""]:
+    """Return whether a text is of a build or a start of CUDA, of a job or a kernel, or shows neither."""
+    causes = {match.known.id for match in read_log(text) if match.known.role == "cause"} - _OF_ANY
+    tools = _OF_BUILD.search(text) is not None
+    if _OF_JOB.search(text):
+        return "build" if causes and tools else "job"
+    line = job_line(text)
+    return "build" if tools or (causes and line is None) else "job" if line is not None else ""
 
 
-def _hit(index: int, match: re.Match[str], last: int, count: int) -> _Hit:
-    text, start = match.string, match.start()
-    # A lone \r has become "\r\n" and is no line of the log.
-    line, last = (text.count("\n", 0, at) - text.count("\r\n", 0, at) for at in (start, last))
-    groups = tuple((name.rstrip("0123456789"), value) for name, value in match.groupdict().items() if value is not None)
-    return _Hit(index, line, last, start, _quote(text, start), groups, count, _file(text, start))
+def _match(id_: str, match: re.Match[str], line: int, text: str, at: int, built: str) -> Match:
+    groups = {name: _printable(value)[:_GROUP] for name, value in named(match)}
+    quote = _quote(text, at)
+    package = _PACKAGE.search(quote)
+    name = (package[1] or package[2]) if package is not None else built
+    if name:
+        groups.setdefault("package", "flash-attn" if name.startswith("flash_attn") else name.replace("_", "-"))
+    known = known_builds()[id_].filled(groups, {name: shlex.quote(value) for name, value in groups.items()})
+    return Match(known=known, line=line, quote=quote, groups=groups, file=_file(text, at), last=line)
 
 
 def _clean(text: str) -> str:
@@ -188,43 +164,3 @@ def _file(text: str, at: int) -> str:
 
 def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text).strip()
-
-
-def _match(hit: _Hit, lines: tuple[int, int], count: int, built: str) -> Match:
-    known = _all()[hit.index][0]
-    groups = {name: _printable(value)[:_GROUP] for name, value in hit.groups}
-    package = _PACKAGE.search(hit.quote)
-    name = (package[1] or package[2]) if package is not None else built
-    if name:
-        groups.setdefault("package", "flash-attn" if name.startswith("flash_attn") else name.replace("_", "-"))
-    commands = known.commands_for({name: shlex.quote(value) for name, value in groups.items()})
-    means, breaks, fix = (fill(words, groups) for words in (known.means, known.breaks, known.fix))
-    return Match(
-        known=known,
-        line=lines[0],
-        quote=hit.quote,
-        means=means,
-        breaks=breaks,
-        fix=fix,
-        commands=commands,
-        count=count,
-        last=lines[1],
-        groups=groups,
-        file=hit.file,
-    )
-
-
-@cache
-def _words() -> dict[bytes, tuple[int, ...]]:
-    """List every word with the failures it may be the sign of."""
-    places: dict[bytes, tuple[int, ...]] = {}
-    for index, (known, _) in enumerate(_all()):
-        for word in known.words:
-            places[word.encode()] = (*places.get(word.encode(), ()), index)
-    return places
-
-
-@cache
-def _all() -> tuple[tuple[KnownLine, re.Pattern[str]], ...]:
-    rows = known_builds()
-    return tuple((row, re.compile(row.pattern.replace(" ", r"\s+"), re.MULTILINE)) for row in rows)

@@ -10,7 +10,7 @@ from distdiag.cluster.hosts import fold
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
-from distdiag.knowledge import known_lines
+from distdiag.knowledge import logs
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _troubles(trace: RankTimeline) -> list[Trouble]:
 
 
 def _sounds_like_consequence(words: str) -> bool:
-    known = known_lines.recognise(words)
+    known = logs.recognise(words)
     return known is not None and known.role == "consequence"
 
 

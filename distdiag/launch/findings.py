@@ -9,7 +9,7 @@ from distdiag.cluster.rank_runs import Outcome
 from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
 from distdiag.facts.programs import signal_name
-from distdiag.knowledge import known_lines
+from distdiag.knowledge import logs
 from distdiag.launch import attribution
 from distdiag.launch.attribution import is_at_work
 from distdiag.launch.wording import fix_from, place, where, who
@@ -52,7 +52,7 @@ def _died(how: str, group: list[RankTimeline], request: Request) -> Finding:
     assert first.ending is not None
     stage, doing = place(first)
     was = "" if how.startswith("exited") else "was " if len(group) == 1 else "were "
-    known = known_lines.recognise(first.ending.tail)
+    known = logs.recognise(first.ending.tail)
     return Finding(
         id=f"{request.command}.rank-died",
         level=Level.FAIL,

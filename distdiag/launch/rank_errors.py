@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import name_ranks
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
-from distdiag.knowledge import known_lines
-from distdiag.launch.wording import fix_from, place, where, who
-from distdiag.report import Finding, Fix, Level
+from distdiag.knowledge import logs
+from distdiag.launch.wording import place, where, who
+from distdiag.report import Fix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from distdiag.cluster.rank_runs import RankTimeline
+    from distdiag.knowledge.known_lines import KnownLine
     from distdiag.launch.attribution import Attribution, Trouble
     from distdiag.launch.types import Request
+    from distdiag.report import Finding
 
 
 def findings_of(parts: Attribution, traces: list[RankTimeline], request: Request) -> list[Finding]:
@@ -63,59 +67,46 @@ def _sources(troubles: Iterable[Trouble]) -> list[Trouble]:
     return [trouble for trouble in troubles if trouble.details.get("own_wrong")]
 
 
+def _found(
+    verdict: str,
+    traces: list[RankTimeline],
+    request: Request,
+    known: KnownLine | None = None,
+    evidence: tuple[str, ...] = (),
+    **words: object,
+) -> Finding:
+    """Make the finding of a verdict about ranks; the fix of a known line goes before the verdict's."""
+    about = {"command": request.command, "who": who(traces), **words}
+    made = finding(verdict, about, where=where(traces), evidence=evidence)
+    return replace(made, fix=Fix(text=known.fix, commands=known.commands)) if known is not None else made
+
+
 def _no_torch(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     first = group[0]
-    python = str(first.details.get("python", "python3"))
-    absent = bool(first.details.get("missing"))
-    return Finding(
-        id=f"{request.command}.no-torch",
-        level=Level.FAIL,
-        title=f"{who(traces)} cannot import torch: {first.message}",
-        detail="torch is not installed in this Python." if absent else "torch is installed, but does not load.",
-        where=where(traces),
-        evidence=(f"python: {python}",),
-        fix=_fix_for_import(first, python, absent=absent),
-    )
-
-
-def _fix_for_import(trouble: Trouble, python: str, *, absent: bool) -> Fix:
-    known = known_lines.recognise(trouble.message)
-    if known is not None:
-        return Fix(text=f"{known.means}: {known.fix}", commands=known.commands)
-    if absent:
-        return Fix(text="install it into that Python", commands=(f"{python} -m pip install torch",))
-    return Fix(
-        text="read the full error; then clear what shadows torch (PYTHONPATH, LD_LIBRARY_PATH), or reinstall the same "
-        "build from the same source",
-        commands=(f"{python} -c 'import torch'",),
-    )
+    python, known = str(first.details.get("python", "python3")), logs.recognise(first.message)
+    verdict = "no-torch" if first.details.get("missing") else "torch-does-not-load"
+    known = replace(known, fix=f"{known.means}: {known.fix}") if known is not None else None
+    evidence = (f"python: {python}",)
+    return _found(verdict, traces, request, known, evidence, message=first.message, python=python)
 
 
 def _cuda_unavailable(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
-    built_for = group[0].details.get("built_for")
-    torch = group[0].details.get("torch")
-    known = known_lines.recognise(group[0].message)
-    cpu_only = "this torch is a CPU-only build; install a CUDA build"
-    return Finding(
-        id=f"{request.command}.cuda-unavailable",
-        level=Level.FAIL,
-        title=f"{who(traces)} cannot use a GPU: {group[0].message}",
-        where=where(traces),
-        evidence=(f"torch {torch}, built for {'CUDA ' + str(built_for) if built_for else 'the CPU only'}",),
-        fix=fix_from(known, Fix(text="check the driver" if built_for else cpu_only, commands=("nvidia-smi",))),
-    )
+    built_for, message = group[0].details.get("built_for"), group[0].message
+    built = f"torch {group[0].details.get('torch')}, built for {f'CUDA {built_for}' if built_for else 'the CPU only'}"
+    todo = "check the driver" if built_for else "this torch is a CPU-only build; install a CUDA build"
+    known = logs.recognise(message)
+    return _found("cuda-unavailable", traces, request, known, (built,), message=message, todo=todo)
 
 
 def _port_foreign(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
-    details = group[0].details
-    answer = f'answers "{group[0].message}"' if group[0].message else "closes the connection without a reply"
-    return Finding(
-        id=f"{request.command}.port-foreign",
-        level=Level.FAIL,
-        title=f"{who(traces)} did not find rank 0 at {details.get('address')} port {details.get('port')}: another "
-        f"program {answer}",
-        where=where(traces),
-        fix=Fix(text="use another rendezvous port", commands=(request.again(master_port="0"),)),
+    return _found(
+        "port-foreign",
+        traces,
+        request,
+        address=group[0].details.get("address"),
+        port=group[0].details.get("port"),
+        answer=f'answers "{group[0].message}"' if group[0].message else "closes the connection without a reply",
+        again=request.again(master_port="0"),
     )
 
 
@@ -139,19 +130,14 @@ def _mismatch(group: list[Trouble], traces: list[RankTimeline], request: Request
         f"{field} is {' but '.join(f'{value} on {name_ranks(ranks)}' for value, ranks in values.items())}"
         for field, values in fields.items()
     ]
-    versions = set(fields) & {"torch", "nccl"}
-    fix = (
-        "make every rank use the same environment"
-        if versions
-        else "make every rank call the same collective with the same dtype and size"
-    )
-    return Finding(
-        id=f"{request.command}.mismatch",
-        level=Level.FAIL,
-        title=f"{who(traces)} {'does' if len(traces) == 1 else 'do'} not match the plan: {'; '.join(words)}",
-        detail="The collective was not run: Gloo would return wrong data without an error, NCCL would hang.",
-        where=where(traces),
-        fix=Fix(text=fix),
+    same_call = "call the same collective with the same dtype and size"
+    return _found(
+        "rank-mismatch",
+        traces,
+        request,
+        does="does" if len(traces) == 1 else "do",
+        differences="; ".join(words),
+        todo="use the same environment" if set(fields) & {"torch", "nccl"} else same_call,
     )
 
 
@@ -168,55 +154,39 @@ def _differing(trouble: Trouble) -> dict[str, dict[str, list[int]]]:
 def _wrong_result(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     sources = _sources(group)
     details: Mapping[str, Any] = (sources or group)[0].details
-    first, total = details["first_index"], details["total"]
     op = details.get("op", "all_reduce")
-    what = f"a wrong {op} of {format_size(details['size_bytes'])}" if "size_bytes" in details else "a wrong sum"
-    values = f"{details['got']} instead of {details['expected']}"
-    wrong = f"{details['wrong']} of {total} elements, the first at index {first}: {values}"
-    if sources:
-        guilty = [trace for trace in traces if trace.rank in {trouble.rank for trouble in sources}]
-        where_wrong = (
-            f"{counted(details['own_wrong'], 'wrong element')}, first at index {details.get('own_first_index')}"
-        )
-        title = f"{who(guilty)} sent wrong data from its own memory: {where_wrong}"
-        fix = Fix(text="the data was wrong before it was sent: suspect that rank's memory (ECC errors) or device")
-    else:
-        guilty = traces
-        title = f"{who(guilty)} received {what}: {details['how']}"
-        fix = Fix(
-            text="every rank sent correct data, so it changed in transit or in the reduction: suspect the link, or "
-            "the peer access between the devices; pairs of ranks show which",
-            commands=(request.pairs(),),
-        )
-    return Finding(
-        id=f"{request.command}.wrong-result",
-        level=Level.FAIL,
-        title=title,
-        detail=f"{name_ranks(trace.rank for trace in traces).capitalize()} received {what} ({details['how']}): "
-        f"{wrong}. {op} returned without an error.",
-        where=where(guilty),
-        fix=fix,
+    at_first = f"the first at index {details['first_index']}: {details['got']} instead of {details['expected']}"
+    guilty = [trace for trace in traces if not sources or trace.rank in {trouble.rank for trouble in sources}]
+    return _found(
+        "sent-wrong" if sources else "received-wrong",
+        guilty,
+        request,
+        elements=counted(details.get("own_wrong", 0), "wrong element"),
+        index=details.get("own_first_index"),
+        receivers=name_ranks(trace.rank for trace in traces).capitalize(),
+        what=f"a wrong {op} of {format_size(details['size_bytes'])}" if "size_bytes" in details else "a wrong sum",
+        how=details["how"],
+        wrong=f"{details['wrong']} of {details['total']} elements, {at_first}",
+        op=op,
+        pairs=request.pairs(),
     )
 
 
 def _out_of_memory(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     details: Mapping[str, Any] = group[0].details
     stage, doing = place(traces[0], before_end=True)
-    got = (
-        f": it got {format_size(details['got_bytes'])} of {format_size(details['requested_bytes'])}"
-        if "requested_bytes" in details and "got_bytes" in details
-        else ""
-    )
-    return Finding(
-        id=f"{request.command}.out-of-memory",
-        level=Level.FAIL,
-        title=f"{who(traces)} ran out of memory in stage {stage} ({doing}){got}",
-        detail=group[0].message,
-        where=where(traces),
-        fix=Fix(
-            text="check what else uses that memory, or request less",
-            commands=("free -h" if _on_cpu(traces) else "nvidia-smi", request.again(**request.less())),
-        ),
+    sizes = "requested_bytes" in details and "got_bytes" in details
+    return _found(
+        "out-of-memory",
+        traces,
+        request,
+        stage=stage,
+        doing=doing,
+        got=format_size(details["got_bytes"]) if sizes else "",
+        requested=format_size(details["requested_bytes"]) if sizes else "",
+        message=group[0].message,
+        look="free -h" if _on_cpu(traces) else "nvidia-smi",
+        again=request.again(**request.less()),
     )
 
 
@@ -226,27 +196,27 @@ def _on_cpu(traces: list[RankTimeline]) -> bool:
 
 def _memory_corrupt(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     details: Mapping[str, Any] = group[0].details
-    return Finding(
-        id=f"{request.command}.memory-corrupt",
-        level=Level.FAIL,
-        title=f"{who(traces)} read back wrong data from its memory, in {counted(len(details['chunks']), 'chunk')} of "
-        f"{format_size(details['chunk_bytes'])}",
-        where=where(traces),
-        fix=Fix(
-            text="the memory of that device is faulty; check its ECC errors",
-            commands=("dmesg -T | grep -iE 'mce|edac'" if _on_cpu(traces) else "nvidia-smi -q -d ECC,PAGE_RETIREMENT",),
-        ),
+    return _found(
+        "memory-corrupt",
+        traces,
+        request,
+        chunks=counted(len(details["chunks"]), "chunk"),
+        size=format_size(details["chunk_bytes"]),
+        look="dmesg -T | grep -iE 'mce|edac'" if _on_cpu(traces) else "nvidia-smi -q -d ECC,PAGE_RETIREMENT",
     )
 
 
 def _failed(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
-    known = known_lines.recognise(group[0].message)
+    message, known = group[0].message, logs.recognise(group[0].message)
     stage, doing = place(traces[0], before_end=True)
-    return Finding(
-        id=f"{request.command}.rank-failed",
-        level=Level.FAIL,
-        title=f"{who(traces)} failed in stage {stage} ({doing}): {known.means if known else group[0].message}",
-        detail=group[0].message if known else "",
-        where=where(traces),
-        fix=fix_from(known, Fix(text="rerun and keep the ranks' logs", commands=(request.again(nccl_debug=""),))),
+    return _found(
+        "rank-failed",
+        traces,
+        request,
+        known,
+        stage=stage,
+        doing=doing,
+        means=known.means if known else message,
+        message=message if known else "",
+        again=request.again(nccl_debug=""),
     )

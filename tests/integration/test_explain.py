@@ -53,3 +53,19 @@ def test_a_file_that_is_missing_is_no_line() -> None:
     status, report = explain("slurm-4711.out")
     assert status == 2
     assert "no such file" in json.dumps(report)
+
+
+def test_a_jobs_log_given_to_cuda_env_is_answered_as_logs_does(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_text("[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB.\n")
+    command = [sys.executable, "-m", "distdiag", "cuda-env", "--explain", "-", "--json"]
+    done = subprocess.run(command, input=path.read_text(), capture_output=True, text=True, timeout=120, check=False)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["command"], report["findings"][0]["where"]["ranks"]) == (1, "logs", [2])
+    assert explain(str(path))[1]["summary"] == report["summary"]
+
+
+def test_a_build_of_a_rank_is_a_build(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_text("[rank0]: /usr/bin/ld: cannot find -lcurand: No such file or directory\n")
+    assert explain(str(path))[1]["command"] == "cuda-env"

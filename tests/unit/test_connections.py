@@ -21,7 +21,7 @@ from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.facts import sockets
 from distdiag.facts.network import Names, Network
 from distdiag.facts.nics import Nic
-from distdiag.knowledge import known_lines
+from distdiag.knowledge import logs
 from distdiag.launch.environment_checks import networks_that_differ
 from distdiag.launch.plan import make_plan
 from distdiag.launch.record import Inventory, NodeSlot, RunRecord
@@ -188,14 +188,14 @@ def test_a_real_connection_that_nobody_answers_is_found() -> None:
     ],
 )
 def test_error_12_of_infiniband_is_known_in_all_its_spellings(line: str) -> None:
-    known = known_lines.recognise(f"ncclRemoteError: A call failed. Last error: {line}")
+    known = logs.recognise(f"ncclRemoteError: A call failed. Last error: {line}")
     assert known is not None
     assert known.role == "cause"
     assert "error 12" in known.means
 
 
 def test_a_flushed_request_is_never_the_cause() -> None:
-    known = known_lines.recognise("NET/IB : Got completion with error 5, opcode 0, len 0, vendor err 249")
+    known = logs.recognise("NET/IB : Got completion with error 5, opcode 0, len 0, vendor err 249")
     assert known is not None
     assert known.role == "consequence"
 

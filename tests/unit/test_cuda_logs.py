@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.commands.cuda_env.catalogue import CHECKS
-from distdiag.knowledge.known_lines import KnownLine, known_builds
+from distdiag.knowledge.known_lines import BUILDS, JOBS, KnownLine, _rows, known_builds
 from distdiag.knowledge.logs import read_log
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded" / "cuda_logs").glob("*.txt"))
@@ -68,7 +68,7 @@ def test_a_recorded_log_is_explained(path: Path) -> None:
 
 def test_every_known_failure_has_a_recorded_text() -> None:
     seen = {one for path in RECORDED for one in recorded(path)[0]}
-    assert seen == {known.id for known in known_builds()}
+    assert seen == known_builds().keys()
 
 
 @pytest.mark.parametrize("text", HARMLESS)
@@ -76,7 +76,7 @@ def test_what_only_looks_alike_is_no_failure(text: str) -> None:
     assert ids(f"{text}\n") == []
 
 
-@pytest.mark.parametrize("known", known_builds(), ids=lambda known: known.id)
+@pytest.mark.parametrize("known", known_builds().values(), ids=lambda known: known.id)
 def test_a_known_failure_is_well_written(known: KnownLine) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", known.id)
     assert known.role in {"cause", "consequence", "note"}
@@ -85,7 +85,7 @@ def test_a_known_failure_is_well_written(known: KnownLine) -> None:
     assert all(re.fullmatch(r"\w+", word, re.ASCII) for word in known.words)
 
 
-@pytest.mark.parametrize("known", known_builds(), ids=lambda known: known.id)
+@pytest.mark.parametrize("known", known_builds().values(), ids=lambda known: known.id)
 def test_a_known_failure_fills_in_only_what_its_pattern_has(known: KnownLine) -> None:
     groups = {name.rstrip("0123456789") for name in re.compile(known.pattern).groupindex}
     words = " ".join([known.means, known.breaks, known.fix, *known.commands])
@@ -93,7 +93,7 @@ def test_a_known_failure_fills_in_only_what_its_pattern_has(known: KnownLine) ->
     assert set(re.findall(r"(?<!\$)\{(\w+)\}", words)) <= groups | {"package"}
 
 
-@pytest.mark.parametrize("known", known_builds(), ids=lambda known: known.id)
+@pytest.mark.parametrize("known", known_builds().values(), ids=lambda known: known.id)
 def test_a_pattern_repeats_nothing_without_a_bound(known: KnownLine) -> None:
     # What may: digits, and the white space that a space stands for. Each ends where the next character is.
     unbounded = re.sub(r"\\[sd][*+]|\[\\d\.\][*+]", "", known.pattern)
@@ -101,12 +101,12 @@ def test_a_pattern_repeats_nothing_without_a_bound(known: KnownLine) -> None:
 
 
 def test_ids_are_unique() -> None:
-    names = [known.id for known in known_builds()]
-    assert len(names) == len(set(names))
+    for names in ([known.id for name in JOBS for known in _rows(name)], [known.id for known in _rows(BUILDS)]):
+        assert len(names) == len(set(names))
 
 
 def test_nobody_is_told_to_link_one_version_to_the_name_of_another() -> None:
-    advice = " ".join(" ".join([known.fix, *known.commands]) for known in known_builds())
+    advice = " ".join(" ".join([known.fix, *known.commands]) for known in known_builds().values())
     assert "ln -s" not in advice
     assert "export NVCC_APPEND_FLAGS" not in advice
 
@@ -202,26 +202,26 @@ def test_a_sentence_may_go_over_the_end_of_a_block() -> None:
     sentence = "RuntimeError:\nThe detected CUDA version (11.8) mismatches the version that was used to compile\n"
     for before in range(8100, 8200):
         (match,) = read_log("x" * before + "\n" + sentence + "PyTorch (12.4). Please make sure\n")
-        assert match.means.endswith("12.4")
+        assert match.known.means.endswith("12.4")
 
 
 def test_what_the_log_says_is_filled_in() -> None:
     _, text = recorded(next(path for path in RECORDED if path.stem == "toolkit_mismatch_percent_s"))
     match = read_log(text)[0]
-    assert match.means == "nvcc is CUDA 12.9, and torch was built with another major version, 13.0"
-    assert "export CUDA_HOME=/usr/local/cuda-13.0 PATH=/usr/local/cuda-13.0/bin:$PATH" in match.commands
+    assert match.known.means == "nvcc is CUDA 12.9, and torch was built with another major version, 13.0"
+    assert "export CUDA_HOME=/usr/local/cuda-13.0 PATH=/usr/local/cuda-13.0/bin:$PATH" in match.known.commands
 
 
 def test_what_the_log_does_not_say_is_left_out() -> None:
     _, text = recorded(next(path for path in RECORDED if path.stem == "toolkit_mismatch_buildkit"))
     match = read_log(text)[0]
-    assert match.means == "nvcc is CUDA 12.1, and torch was built with another major version"
-    assert match.commands == ("ls -d /usr/local/cuda-*",)
+    assert match.known.means == "nvcc is CUDA 12.1, and torch was built with another major version"
+    assert match.known.commands == ("ls -d /usr/local/cuda-*",)
 
 
 def test_a_log_cannot_put_a_command_into_the_fix() -> None:
     (match,) = read_log("ImportError: x.so: undefined symbol: $(reboot)\x1b[31m;`reboot`\n")
-    assert match.commands == ("echo '$(reboot' | c++filt",)
+    assert match.known.commands == ("echo '$(reboot' | c++filt",)
 
 
 def test_text_that_is_no_text_is_read() -> None:

@@ -24,11 +24,13 @@ from distdiag.facts.cgroups import Cgroup
 from distdiag.facts.cuda.driver import Answer, Driver, Gpu
 from distdiag.facts.file_systems import Space
 from distdiag.facts.gpu_health import GpuHealth, GpuProcess, Health
+from distdiag.facts.line_patterns import Patterns
 from distdiag.facts.link_counters import Counter, Counters
 from distdiag.facts.network import Names
 from distdiag.facts.nics import IbPort, Nic
 from distdiag.gathered import Gathered
 from distdiag.knowledge import xids
+from distdiag.knowledge.known_lines import for_kernels
 
 if TYPE_CHECKING:
     from distdiag.commands.doctor.types import Doctor
@@ -359,7 +361,7 @@ def test_processes_are_read_with_their_kind() -> None:
 
 
 def log(*lines: str, age_s: float = 7200.0) -> KernelLog:
-    parsed = [kernel_signs.parse(f"4,1,1,-;{line}") for line in lines]
+    parsed = [kernel_signs.parse(f"4,1,1,-;{line}", Patterns(for_kernels())) for line in lines]
     return KernelLog(tuple(replace(line, age_s=age_s) for line in parsed if line is not None))
 
 

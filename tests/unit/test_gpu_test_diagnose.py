@@ -14,7 +14,7 @@ from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
 from distdiag.diagnosis.wording import format_size
 from distdiag.errors import UsageError
-from distdiag.knowledge import known_lines
+from distdiag.knowledge import logs
 from distdiag.launch.environment_checks import hangs, nodes_that_differ
 from distdiag.launch.findings import covers
 from distdiag.launch.plan import make_plan
@@ -305,7 +305,7 @@ def test_what_cannot_be_run_says_why(request_: Request, facts: NodeFacts, id_: s
     ],
 )
 def test_known_words_are_recognised(words: str, role: str) -> None:
-    known = known_lines.recognise(words)
+    known = logs.recognise(words)
     assert known is not None
     assert known.role == role
 

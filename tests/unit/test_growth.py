@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,6 @@ import pytest
 
 from distdiag.cluster import hostfile
 from distdiag.cluster.targets import Cluster
-from distdiag.commands.cuda_env import explain
 from distdiag.commands.trace.ranks import Wanted
 from distdiag.commands.trace.sys import logs
 from distdiag.commands.trace.sys.diagnose import diagnose_logs
@@ -19,6 +19,7 @@ from distdiag.commands.trace.sys.types import Request
 from distdiag.errors import DistdiagError
 from distdiag.facts.strace import lines
 from distdiag.facts.strace.log import read_logs
+from distdiag.files import log_text
 from distdiag.knowledge.logs import read_log
 
 if TYPE_CHECKING:
@@ -151,16 +152,20 @@ def test_of_a_log_that_is_too_long_it_is_said_what_was_not_read(tmp_path: Path) 
     path = tmp_path / "build.log"
     with open(path, "wb") as file:
         file.write(b"begin\n")
-        file.truncate(1100 * 2**20)
-    text, unread = explain.read(str(path))
+        for _ in range(90):
+            file.write(b"nvcc -c kernel.cu -o kernel.o\n" * (2**20 // 30))
+        file.write(b"last\n")
+    text, unread = log_text(str(path))
     assert len(text) < 70 * 2**20
-    assert "first 16 and last 48 MiB were read" in unread
-    path.write_bytes(b"x" * 200_000 + b"\nlast\n")
-    text, unread = explain.read(str(path))
-    assert unread == "the middle of lines longer than 64 KiB was not read"
+    assert (text[:6], text[-5:]) == ("begin\n", "last\n")
+    assert "first 16 and the last 48 MiB" in unread
+    path.write_bytes(b"x" * 2_000_000 + b"\nlast\n")
+    text, unread = log_text(str(path))
+    assert unread == "lines longer than 256 KiB were cut"
     assert text.endswith("\nlast\n")
-    path.write_bytes(b"short\n")
-    assert explain.read(str(path)) == ("short\n", "")
+    path.write_bytes(gzip.compress(b"short\n"))
+    path = path.rename(f"{path}.gz")
+    assert log_text(str(path)) == ("short\n", "")
 
 
 @pytest.mark.parametrize("text", ["a" + " " * 300_000 + "b", " a" * 150_000, "a=" * 150_000])

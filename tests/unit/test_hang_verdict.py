@@ -23,6 +23,7 @@ from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.job_logs.collect import NodeLogs
 from distdiag.facts.job_output import OutputFile
 from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
+from distdiag.facts.line_patterns import Patterns
 from distdiag.facts.nccl_ras import RasFacts, Reading
 from distdiag.facts.procs import Proc
 from distdiag.facts.rank_identity import Identity
@@ -33,6 +34,7 @@ from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.roles import of_job
 from distdiag.jobs.types import NodePicture
 from distdiag.knowledge.activities import activity_of
+from distdiag.knowledge.known_lines import for_kernels
 from distdiag.output import document
 from distdiag.report import Verdict
 
@@ -313,18 +315,19 @@ def test_activities(frame: tuple[str, str, int], does: str) -> None:
 
 
 def test_a_record_of_the_kernel_log_is_parsed() -> None:
+    kernel = Patterns(for_kernels())
     now_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
     line = kernel_signs.parse(
-        f"4,1200,{now_us - 5_000_000},-;NVRM: Xid (PCI:0000:65:00): 79, pid=1, GPU has fallen off"
+        f"4,1200,{now_us - 5_000_000},-;NVRM: Xid (PCI:0000:65:00): 79, pid=1, GPU has fallen off", kernel
     )
     assert line is not None
     assert (line.kind, 4.0 < line.age_s < 60.0) == ("xid", True)
     oom = kernel_signs.parse(
-        f"3,7,{now_us},-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB\n DEVICE=+x"
+        f"3,7,{now_us},-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB\n DEVICE=+x", kernel
     )
     assert oom is not None
     assert (oom.kind, oom.pid) == ("oom", 4711)
-    assert kernel_signs.parse(f"6,8,{now_us},-;usb 1-1: new device") is None
+    assert kernel_signs.parse(f"6,8,{now_us},-;usb 1-1: new device", kernel) is None
 
 
 def test_the_last_progress_bar_of_a_log_is_read(tmp_path: Path) -> None:

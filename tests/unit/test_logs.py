@@ -15,7 +15,8 @@ from distdiag.diagnosis.job_logs.types import Logs, Request
 from distdiag.facts.job_logs.collect import Reader
 from distdiag.facts.job_logs.demux import Demux
 from distdiag.gathered import Gathered
-from distdiag.knowledge.known_lines import for_nodes, known_exception, known_lines
+from distdiag.knowledge.known_lines import for_nodes, known_lines
+from distdiag.knowledge.logs import known_exception
 
 if TYPE_CHECKING:
     from pathlib import Path

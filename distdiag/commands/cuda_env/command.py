@@ -8,11 +8,12 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.cuda_env.types import COMMAND, Goal, Request
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, answer_as, called_as, on_hosts
 
 
 @on_hosts
 def cuda_env(
+    ctx: typer.Context,
     for_: Annotated[
         Goal | None,
         typer.Option(
@@ -121,10 +122,20 @@ def cuda_env(
     if explain and not cluster.explain:
         from distdiag.commands.cuda_env.explain import judge_log
         from distdiag.commands.cuda_env.view import cuda_env_view
+        from distdiag.files import log_text
+        from distdiag.knowledge.logs import content
 
+        try:
+            log = log_text(explain)
+        except UsageError as error:
+            fail(COMMAND, error, as_json=as_json)
+        if content(log[0]) == "job":
+            flags = [*(["--json"] if as_json else []), *(["--strict"] if strict else [])]
+            answer_as(ctx, ["logs", explain, *flags], log[0] if explain == "-" else None)
+            return
         deliver(
             COMMAND,
-            lambda: judge_log(request(), options, explain),
+            lambda: judge_log(request(), options, log),
             lambda report: cuda_env_view(report, request()),
             Output(json=as_json, strict=strict, findings_in_view=True),
         )

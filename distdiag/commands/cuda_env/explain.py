@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-import sys
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -18,16 +16,15 @@ from distdiag.commands.cuda_env.log_fixes import OF_THE_LOG, archs_of, compiler_
 from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.diagnosis.finding_ids import matches
+from distdiag.diagnosis.verdicts import finding
 from distdiag.errors import UsageError
-from distdiag.facts.strace import lines
-from distdiag.files import as_text
 from distdiag.knowledge.cuda import minor
+from distdiag.knowledge.known_lines import known_builds
 from distdiag.knowledge.logs import read_log, shortened
 from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import BinaryIO
 
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
@@ -35,8 +32,6 @@ if TYPE_CHECKING:
     from distdiag.gathered import Gathered
     from distdiag.knowledge.logs import Match
 
-_MOST_BYTES = 64 * 2**20
-_HEAD_BYTES = _MOST_BYTES // 4
 _SHOWN_LINES = 5
 _LIKE_AN_ERROR = re.compile(
     r"^(?=.*?(?:error|fail|fatal|abort|killed|cannot|undefined|not found|no such|unable|unsupported|no module|"
@@ -60,13 +55,7 @@ _TORCH = re.compile(
 _SITE = re.compile(r"(?<![\w.])(/[^\s'\":,]{1,200}?)/(?:site|dist)-packages/")
 _PASSING = re.compile(r"^(?:/var)?/tmp/|/pip-|overlay|/_h_env")
 """Environments that a build makes for itself, and that are gone after it."""
-_BY_CUDA_TORCH = ("driver-too-old", "torch-lacks-arch", "toolkit-torch-mismatch", "apex-toolkit-mismatch")
-"""Failures that only a torch with CUDA reports."""
 _ISOLATED = re.compile(r"[\w./-]{0,60}/pip-build-env-\w+/overlay")
-_OF_ISOLATION = ("toolkit-torch-mismatch", "nvcc-missing", "torch-without-cuda", "cuda-home-unset")
-"""Failures that may be of the torch which pip fetched for this build alone."""
-_BY_ANOTHER = {"kernel-lacks-arch": ("torch-lacks-arch",), "driver-os-call": ("gpu-fabric",)}
-"""Failures that follow from others where a log has both."""
 _OLD_ARCH = 75
 """sm_: torch's wheels for CUDA 12.8 and newer have no older ones."""
 _SOURCE = re.compile(
@@ -77,61 +66,20 @@ _SOURCE = re.compile(
 _WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
 
 
-def judge_log(request: Request, options: runner.Options, path: str) -> Report[CudaEnv]:
-    """Judge a log, together with the nodes. Raises UsageError, DistdiagError."""
-    log = read(path)
+def judge_log(request: Request, options: runner.Options, log: tuple[str, str]) -> Report[CudaEnv]:
+    """Judge a log together with the nodes. `log`: its text, and what was not read. Raises UsageError, DistdiagError."""
+    if not log[0].strip():
+        raise UsageError(
+            "--explain: the log is empty", hint="save the output of the build: pip install -v ... 2>&1 | tee build.log"
+        )
     request, gathered = runner.facts_of(SUBCOMMAND, request, options)
     return judge(request, log, prepared(request, gathered))
-
-
-def read(name: str) -> tuple[str, str]:
-    """Read a log; "-" is stdin. Returns its text, and what of it was not read, if any.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    try:
-        if name == "-":
-            return _read(sys.stdin.buffer, None)
-        with open(name, "rb") as file:
-            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-            return _read(file, os.fstat(file.fileno()).st_size if regular else None)
-    except OSError as error:
-        raise UsageError(
-            f"--explain {name}: {error.strerror}", hint="give the log file of a build, or - for stdin"
-        ) from error
-
-
-def _read(file: BinaryIO, size: int | None) -> tuple[str, str]:
-    """Read it to its end, or of a long one as much as helps: lines are cut, too. `size`: None if that is not known."""
-    unread = ""
-    if size is not None and size > _MOST_BYTES:  # causes stand at the beginning, what somebody waited for at the end
-        head = file.read(_HEAD_BYTES)
-        file.seek(size - (_MOST_BYTES - _HEAD_BYTES))
-        data = head + b"\n" + file.read(_MOST_BYTES - _HEAD_BYTES)
-        unread = (
-            f"the log is {size >> 20} MiB; only its first {_HEAD_BYTES >> 20} and last "
-            f"{_MOST_BYTES - _HEAD_BYTES >> 20} MiB were read (line numbers in the last part are too low)"
-        )
-    else:
-        data = file.read(_MOST_BYTES)
-        if file.read(1):
-            unread = f"the log is larger than {_MOST_BYTES >> 20} MiB; the rest was not read"
-    whole = as_text(data).encode()
-    cut = lines.shorten(whole)
-    if not unread and len(cut) < len(whole):
-        unread = f"the middle of lines longer than {lines.LINE_BYTES >> 10} KiB was not read"
-    return cut.decode("utf-8", "replace"), unread
 
 
 def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts]) -> Report[CudaEnv]:
     """Explain the log. Of this machine only its fixes are used; -v adds the whole report."""
     text, unread = log
     nodes = gathered.facts
-    if not text.strip():
-        raise UsageError(
-            "--explain: the log is empty", hint="save the output of the build: pip install -v ... 2>&1 | tee build.log"
-        )
     found = read_log(text)
     succeeded = _success(text, found)
     elsewhere = _elsewhere(text, found, nodes)
@@ -143,24 +91,25 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
         ],
         archs=archs_of(request.gpus, at),
     )
-    shown = _without_consequences(found)
+    ids = {match.known.id for match in found}
+    shown = [match for match in found if not ids & {*match.known.follows}]
     findings = [_finding(match, here, is_rocm=_ROCM.search(text) is not None) for match in shown]
     if _WINDOWS.search(text):
         findings = [replace(one, fix=Fix(text=one.fix.text) if one.fix else None) for one in findings]
     elif isolated := _ISOLATED.search(text):
         findings = [_with_isolation(one, isolated[0]) for one in findings]
     if succeeded:
-        findings = [succeeded, *(replace(finding, level=Level.INFO, fix=None) for finding in findings)]
-    elif not any(finding.level is Level.FAIL for finding in findings):
+        findings = [succeeded, *(replace(one, level=Level.INFO, fix=None) for one in findings)]
+    elif not any(one.level is Level.FAIL for one in findings):
         findings = [_nothing(text, found, here), *findings]
     if elsewhere:
-        findings.append(_of_another_machine(elsewhere))
+        findings.append(finding("build-elsewhere", signs=", ".join(elsewhere)))
     if request.gpus and not any("arch" in match.known.id or _names_archs(match) for match in found):
-        findings.append(_gpu_unused(request))
+        findings.append(finding("build-gpu", gpus=", ".join(request.gpus)))
     if unread:
-        findings.append(Finding(id=f"{COMMAND}.log.cut", level=Level.INFO, title=unread))
+        findings.append(finding("build-cut", unread=unread))
     report = diagnose(request, gathered, log=findings)
-    causes = [finding for finding in findings if finding.level is Level.FAIL]
+    causes = [one for one in findings if one.level is Level.FAIL]
     count = text.count("\n") + (not text.endswith("\n"))
     row = LogRow(lines=count, causes=len(causes), others=len(found) - len(causes))
     data = replace(report.data, log=row, ready=Ready(run=None, build=None))
@@ -171,25 +120,20 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
     return Report(command=COMMAND, data=data, findings=kept, summary=worst.title, interrupted=report.interrupted)
 
 
-def _without_consequences(found: Sequence[Match]) -> list[Match]:
-    """Leave out failures that follow from others of the same log."""
-    ids = {match.known.id for match in found}
-    return [match for match in found if not ids & {*_BY_ANOTHER.get(match.known.id, ())}]
-
-
-def _with_isolation(finding: Finding, folder: str) -> Finding:
+def _with_isolation(one: Finding, folder: str) -> Finding:
     """Explain pip's build isolation where the failure may be of the torch that pip fetched for it."""
-    if finding.id.removeprefix(f"{COMMAND}.log.") not in _OF_ISOLATION or finding.fix is None:
-        return finding
+    row = known_builds().get(one.id.removeprefix(f"{COMMAND}.log."))
+    if row is None or not row.isolated or one.fix is None:
+        return one
     text = (
         "build without pip's build isolation: pip install --no-build-isolation (install the package's build "
-        f"requirements first). Else: {finding.fix.text}"
+        f"requirements first). Else: {one.fix.text}"
     )
     why = (
         f"the build ran in pip's build isolation ({folder}): pip fetched its torch for it, which is not the torch "
         "environment"
     )
-    return replace(finding, detail=f"{finding.detail}\n{why}".strip(), fix=replace(finding.fix, text=text))
+    return replace(one, detail=f"{one.detail}\n{why}".strip(), fix=replace(one.fix, text=text))
 
 
 def _success(text: str, found: Sequence[Match]) -> Finding | None:
@@ -201,12 +145,7 @@ def _success(text: str, found: Sequence[Match]) -> Finding | None:
         return None
     if end >= 0 and _FAILED.search(text, end):
         return None
-    return Finding(
-        id=f"{COMMAND}.log.success",
-        level=Level.INFO,
-        title="the build or install in this log succeeded despite the errors in it",
-        evidence=(f"line {line}: {shortened(text[at : end if end >= 0 else None])}",),
-    )
+    return finding("build-success", evidence=(f"line {line}: {shortened(text[at : end if end >= 0 else None])}",))
 
 
 def _elsewhere(text: str, found: Sequence[Match], nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
@@ -238,18 +177,9 @@ def _of_another_torch(found: Sequence[Match], nodes: Sequence[CudaFacts]) -> lis
     signs = [f"a torch for CUDA {number}" for number in dict.fromkeys(map(minor, said)) if own and number not in own]
     if own and "" not in own and any(match.known.id == "torch-without-cuda" for match in found):
         signs.append("a torch without CUDA")
-    if own == {""} and any(match.known.id in _BY_CUDA_TORCH for match in found):
+    if own == {""} and any(match.known.cuda_torch for match in found):
         signs.append("a torch with CUDA")
     return signs
-
-
-def _of_another_machine(signs: Sequence[str]) -> Finding:
-    return Finding(
-        id=f"{COMMAND}.log.elsewhere",
-        level=Level.INFO,
-        title=f"this log is from another machine or environment, not from what was checked here: {', '.join(signs)}",
-        detail="The causes and fixes below apply there; nothing from this machine was used.",
-    )
 
 
 @dataclass(frozen=True)
@@ -277,8 +207,8 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
         here_too, fix = _generic(match, here)
     level = {"cause": Level.FAIL, "consequence": Level.INFO}.get(known.role, Level.INFO)
     often = f" ({match.count} times)" if match.count > 1 else ""
-    detail = "\n".join(filter(None, (f"affects: {match.breaks}" if match.breaks else "", here_too)))
-    if is_rocm and any("CUDA_HOME" in words for words in (match.fix, *fix.commands)):
+    detail = "\n".join(filter(None, (f"affects: {match.known.breaks}" if match.known.breaks else "", here_too)))
+    if is_rocm and any("CUDA_HOME" in words for words in (match.known.fix, *fix.commands)):
         fix = Fix(
             text="a ROCm build needs no CUDA toolkit: this build looks for one because its torch is not a ROCm build",
             commands=("python -c 'import torch; print(torch.__version__, torch.version.hip)'",),
@@ -286,7 +216,7 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
     return Finding(
         id=f"{COMMAND}.log.{known.id}",
         level=level,
-        title=match.means,
+        title=match.known.means,
         detail=detail,
         evidence=(f"line {match.line}{often}: {_at_file(match)}", f"source: {known.source}"),
         fix=fix if fix.text else None,
@@ -300,11 +230,11 @@ def _at_file(match: Match) -> str:
 
 def _generic(match: Match, here: _Here) -> tuple[str, Fix]:
     """Return which of this machine's toolkits the fix of a known failure names, if any, and the fix."""
-    commands = fitted(tuple(_for_log(each, match) for each in match.commands), here.facts, here.archs)
-    text = match.fix
+    commands = fitted(tuple(_for_log(each, match) for each in match.known.commands), here.facts, here.archs)
+    text = match.known.fix
     if here.facts is None:
         return "", Fix(text=text, commands=commands)
-    if not here.archs and any("TORCH_CUDA_ARCH_LIST=" in command for command in match.commands):
+    if not here.archs and any("TORCH_CUDA_ARCH_LIST=" in command for command in match.known.commands):
         text += ". --explain LOG --gpu H100 prints the list for those GPUs"
     toolkits = fixes.usable_toolkits(here.facts)
     named = [toolkit for toolkit in toolkits if any(f"={toolkit.root}" in command for command in commands)]
@@ -321,56 +251,18 @@ def _for_log(command: str, match: Match) -> str:
 
 
 def _names_archs(match: Match) -> bool:
-    return any("ARCH" in command for command in match.commands)
-
-
-def _gpu_unused(request: Request) -> Finding:
-    return Finding(
-        id=f"{COMMAND}.log.gpu",
-        level=Level.INFO,
-        title=f"--gpu ({', '.join(request.gpus)}) was not used: no fix for this log depends on the GPU",
-    )
+    return any("ARCH" in command for command in match.known.commands)
 
 
 def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:
     """Report that no cause is known, and quote what looks like an error; or that nothing looks like one."""
+    if (source := _SOURCE.search(text)) is not None:
+        line = shortened(source[0].strip())
+        return finding("build-source", evidence=(line,), line=line)
     following = next((match for match in found if match.known.role == "consequence"), None)
-    source = _SOURCE.search(text)
-    if source is not None:
-        return _does_not_compile(source)
     if following is not None:
-        return Finding(
-            id=f"{COMMAND}.log.unknown",
-            level=Level.UNKNOWN,
-            title=f"the cause is not in this log, or is not a known error: {following.means}",
-            evidence=(f"line {following.line}: {following.quote}",),
-            fix=_generic(following, here)[1],
-        )
+        evidence = (f"line {following.line}: {following.quote}",)
+        made = finding("build-following", evidence=evidence, means=following.known.means)
+        return replace(made, fix=_generic(following, here)[1])
     errors = [match[0].strip() for match in islice(_LIKE_AN_ERROR.finditer(text), _SHOWN_LINES)]
-    if not errors:
-        return Finding(
-            id=f"{COMMAND}.log.clean",
-            level=Level.INFO,
-            title="no errors found in this log",
-        )
-    return Finding(
-        id=f"{COMMAND}.log.unknown",
-        level=Level.UNKNOWN,
-        title="no known error in this log; these lines look most like a cause",
-        evidence=tuple(shortened(line) for line in errors),
-        fix=Fix(text="start at the first error, not the last: later errors are mostly its consequences"),
-    )
-
-
-def _does_not_compile(error: re.Match[str]) -> Finding:
-    """Quote the first error of a compiler that no row knows, with what is true of most of them."""
-    return Finding(
-        id=f"{COMMAND}.log.unknown",
-        level=Level.UNKNOWN,
-        title=f"no known error in this log; its first error of a compiler: {shortened(error[0].strip())}",
-        evidence=(shortened(error[0].strip()),),
-        fix=Fix(
-            text="source that does not compile mostly needs another CUDA, torch or compiler than was used: take a "
-            "newer release of the package, or the versions that its own instructions name",
-        ),
-    )
+    return finding("build-unknown" if errors else "build-clean", evidence=tuple(shortened(line) for line in errors))

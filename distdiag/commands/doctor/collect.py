@@ -29,6 +29,7 @@ from distdiag.facts.cuda.places import Places
 from distdiag.facts.file_systems import Space  # noqa: TC001
 from distdiag.facts.gpu_health import Health
 from distdiag.facts.kernel_signs import KernelLine  # noqa: TC001
+from distdiag.facts.line_patterns import Patterns
 from distdiag.facts.link_counters import Counters  # noqa: TC001
 from distdiag.facts.network import Names  # noqa: TC001
 from distdiag.facts.nfs import NfsMount  # noqa: TC001
@@ -213,7 +214,12 @@ def facts(ask: dict[str, Any]) -> Arrived:
 
 
 def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
-    """Read this node: {"paths": further folders, "timeout_s": for each part, "python": its packages; "": our own}."""
+    """Read this node.
+
+    Args:
+        ask: {"paths": further folders, "timeout_s": for each part, "python": its packages; "": our own, "kernel": rows
+            of lines of the kernel's log}.
+    """
     tell(Part(time_s=time.time()))
     parts: dict[str, Callable[[], Any]] = {
         "system": _system,
@@ -221,7 +227,7 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
         "network": _network,
         "software": lambda: _software(ask["python"] or sys.executable, ask["timeout_s"]),
         "gpus": lambda: _gpus(ask["timeout_s"]),
-        "kernel": _kernel,
+        "kernel": lambda: _kernel(Patterns(ask["kernel"])),
         "jobs": _jobs,
     }
     failed: dict[str, str] = {}
@@ -346,9 +352,9 @@ def _glibc() -> str:
         return ""
 
 
-def _kernel() -> KernelLog:
+def _kernel(rows: Patterns) -> KernelLog:
     """Read the kernel's log: the newest line of each Xid and GPU, and of each other kind."""
-    lines, error = kernel_signs.kernel_log(_LOG_AGE_S, most=_MOST_LINES)
+    lines, error = kernel_signs.kernel_log(rows, _LOG_AGE_S, most=_MOST_LINES)
     newest = {(line.kind, line.text.partition(",")[0] if line.kind == "xid" else ""): line for line in lines}
     return KernelLog(tuple(newest.values())[-_KEPT_LINES:], error)
 

@@ -13,6 +13,7 @@ from distdiag.commands.doctor.collect import Arrived, Clock, Part
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.types import COMMAND, NodeDoctor, Request
 from distdiag.commands.doctor.view import doctor_view
+from distdiag.knowledge.known_lines import for_kernels
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
     def ask(*, local: bool) -> dict[str, Any]:
         # On other hosts the node side itself runs in the interpreter that --python names.
         python = python_here(request.cluster.python) if local else ""
-        return {"paths": list(request.paths), "timeout_s": request.timeout_s, "python": python}
+        return {"paths": list(request.paths), "timeout_s": request.timeout_s, "python": python, "kernel": for_kernels()}
 
     question = Question[Arrived, Part, NodeDoctor](
         part=Part,

@@ -15,7 +15,6 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.cluster.pods import Kube
     from distdiag.diagnosis.job_logs.types import Logs, Request
     from distdiag.facts.job_logs.collect import NodeLogs, Reader
     from distdiag.facts.job_logs.scan import Event
@@ -124,9 +123,8 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     from distdiag.cluster.targets import find_targets
     from distdiag.facts.job_logs.collect import NodeLogs
 
-    if request.cluster.kube is not None and not request.paths:
-        return _of_pods(request, request.cluster.kube, progress)
-    if find_targets(request.cluster, os.environ).launcher is None or not request.cluster.typed():
+    of_pods = request.cluster.kube is not None and not request.paths
+    if of_pods or find_targets(request.cluster, os.environ).launcher is None or not request.cluster.typed():
         return _here(request, progress)
 
     def plan(hosts: Mapping[str, NodeLogs], local: bool) -> Asks:
@@ -137,15 +135,17 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
 
 
 def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
-    """Read in this process: stdin and pipes are its own."""
+    """Read in this process: stdin and pipes are its own, and so is what kubectl hands out of pods."""
+    from distdiag.commands.logs import pod_logs
     from distdiag.facts.job_logs.collect import Reader
     from distdiag.gathered import Gathered
 
-    reader = Reader(_ask(request))
+    reader, interrupted = Reader(_ask(request)), False
     if request.follow:
         reader.scan.news = lambda event: _tell(reader, event, progress)
-    interrupted = False
     try:
+        if request.cluster.kube is not None and not request.paths:
+            pod_logs.read(request.cluster.kube, reader, progress)
         for path in request.paths:
             progress.now(f"reading {path}")
             reader.read(path)
@@ -162,20 +162,6 @@ def _tell(reader: Reader, event: Event, progress: Progress) -> None:
     rank = next((rank for rank in (event.rank, stream.rank, stream.local) if rank is not None), None)
     who = f"rank {rank}: " if rank is not None else ""
     progress.news(f"{who}{event.text.partition(chr(10))[0][:200]}")
-
-
-def _of_pods(request: Request, kube: Kube, progress: Progress) -> Gathered[NodeLogs]:
-    """Read what kubectl hands out; nothing is started in the pods."""
-    from distdiag.commands.logs import pod_logs
-    from distdiag.facts.job_logs.collect import Reader
-    from distdiag.gathered import Gathered
-
-    reader, interrupted = Reader(_ask(request)), False
-    try:
-        pod_logs.read(kube, reader, progress)
-    except KeyboardInterrupt:
-        interrupted = True
-    return Gathered(facts=[reader.found()], interrupted=interrupted)
 
 
 def _join(host: str, first: NodeLogs, parts: Sequence[NodeLogs], why: str) -> NodeLogs | None:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.knowledge import xids
-from distdiag.knowledge.known_lines import known_exception, known_lines
-from distdiag.knowledge.logs import read_log
+from distdiag.knowledge.known_lines import known_lines
+from distdiag.knowledge.logs import known_exception
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from distdiag.facts.job_logs.collect import LogFile, NodeLogs
     from distdiag.facts.job_logs.scan import Event, NcclRank, Stream
+    from distdiag.knowledge.known_lines import KnownException, KnownLine
 
     Agent = tuple[str, int, str]
     LocalRank = tuple[str, int, str, int]
@@ -364,16 +365,13 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         file, lines, progress = read.path, read.lines, read.progress
     role, means, fix = "confirmation" if event.id == "traceback-cut" else "cause", "", ""
     commands: tuple[str, ...] = ()
+    known: KnownLine | KnownException | None = None
     if row is not None:
-        role, means, fix = row.role, row.meaning(event.groups), row.remedy(event.groups)
-        commands = row.commands_for(event.groups)
+        role, known = row.role, row.filled(event.groups)
     elif event.id == "exception" and number_in(event.groups.get("parts", "1")) == 1:
-        match = next((match for match in read_log(event.text) if match.known.role == "cause"), None)
-        exception = known_exception(event.text)
-        if match is not None:
-            means, fix, commands = match.means, match.fix, match.commands
-        elif exception is not None:
-            means, fix = exception.means, exception.fix
+        known = known_exception(event.text)
+    if known is not None:
+        means, fix, commands = known.means, known.fix, known.commands
     if at_exit:
         role = "consequence"
     if row is not None and row.id == "xid":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,10 @@ from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
+from distdiag.diagnosis.verdicts import finding
+from distdiag.diagnosis.wording import counted
 from distdiag.knowledge.known_lines import trust
-from distdiag.report import Level, Report
+from distdiag.report import Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,7 +83,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
         found.append(findings.nothing(any(file.lines for node in nodes for file in node.files), book.like))
     found += findings.warnings(book.warnings, book)
     if book.generations > 1:
-        found.append(findings.restarted(book.generations, failed.number if failed else 0))
+        found.append(finding("restarted", times=book.generations, start=(failed.number if failed else 0) + 1))
     found += nccl.findings_of(book.comms, ended=bool(failed or book.watchdog))
     found += _unread(nodes, gathered)
     found += host_findings(gathered.refusals, gathered.rows)
@@ -490,23 +492,22 @@ def _unread(nodes: Sequence[NodeLogs], gathered: Gathered[NodeLogs]) -> list[Fin
     broken = [(node.host, file) for node in nodes for file in node.files if file.error]
     read = any(file.lines for node in nodes for file in node.files)
     found = [findings.unreadable(broken, all_=not read)] if broken else []
-    found += [findings.cut(node.host, file) for node in nodes for file in node.files if file.cut]
-    found += [findings.incomplete(host, why) for host, why in gathered.missing.items()]
+    found += [
+        finding("long-lines", path=file.path, host=node.host, lines=counted(file.cut, "line"))
+        for node in nodes
+        for file in node.files
+        if file.cut
+    ]
+    found += [
+        finding("incomplete", where=Where(hosts=(host,)), host=host, why=why) for host, why in gathered.missing.items()
+    ]
     return found
 
 
 def _sources(nodes: Sequence[NodeLogs]) -> tuple[LogSource, ...]:
+    shown = [field.name for field in fields(LogSource) if field.name != "host"]
     return tuple(
-        LogSource(
-            host=node.host,
-            path=file.path,
-            bytes=file.bytes,
-            lines=file.lines,
-            forms=file.forms,
-            joined=file.joined,
-            cut=file.cut,
-            error=file.error,
-        )
+        LogSource(host=node.host, **{name: getattr(file, name) for name in shown})
         for node in nodes
         for file in node.files
     )

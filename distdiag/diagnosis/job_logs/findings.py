@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
+from distdiag.diagnosis.verdicts import ending, finding
 from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -24,22 +25,6 @@ _NAMED = 6
 _QUOTE = 300
 _SHAPE = re.compile(r"0x[0-9a-f]+|\d+")
 _JOB = re.compile(r"(?:JOB|STEP) (\d{1,18})")
-_SIGNAL_MEANS = {
-    "SIGKILL": "SIGKILL, sender unknown",
-    "SIGSEGV": "SIGSEGV: invalid memory access",
-    "SIGBUS": "SIGBUS: access beyond the end of a mapped file, or /dev/shm full",
-    "SIGABRT": "SIGABRT: the process aborted itself",
-    "SIGILL": "SIGILL: an instruction that this CPU does not have",
-    "SIGFPE": "SIGFPE: integer division by zero",
-    "MPI_ABORT": "it called MPI_ABORT",
-}
-_FIRST_STEPS = {
-    "ModuleNotFoundError": "install the module in the environment that the ranks run in, on every node",
-    "ImportError": "reinstall that package in the environment that the ranks run in; if only some nodes have it, "
-    "compare them: distdiag cuda-env --hosts ...",
-    "FileNotFoundError": "check that the path exists on that node, and that its file system is mounted there",
-    "PermissionError": "check the owner and mode of the path on that node",
-}
 
 
 def accused(failure: Failure) -> tuple[int, ...]:
@@ -105,10 +90,10 @@ def last_words(rank: int, round_: Round) -> str:
 
 def wordless(exit_: Exit, round_: Round) -> Failure:
     """Make a failure of a rank's exit status."""
+    means, known = "", "exit-signal"
     words = last_words(exit_.rank, round_) if exit_.signal in ("", "SIGABRT") else ""
     if exit_.signal:
-        what = _SIGNAL_MEANS.get(exit_.signal, exit_.signal)
-        means, known = "", "exit-signal"
+        what = _of_signal(exit_.signal)
         proof = _oom(exit_, round_)
         if exit_.signal == "SIGKILL" and (proof is not None or exit_.out_of_memory):
             what, means = "killed by the kernel: out of memory", proof.what if proof is not None else ""
@@ -131,8 +116,13 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
         what=f"{what}; {words}" if words else what,
         means=means,
         at=exit_.at,
-        groups={"id": "exit", "words": words},
+        groups={"id": "exit", "end": exit_.signal or "status", "words": words},
     )
+
+
+def _of_signal(signal: str) -> str:
+    row = ending(signal)
+    return row.title if row is not None else signal
 
 
 def _oom(exit_: Exit, round_: Round) -> Failure | None:
@@ -195,7 +185,12 @@ def first_failure(
     detail = " ".join(
         filter(
             None,
-            [_sentence(meaning), _differences(group) if blames else "", _later(later, book), _survived(handled, book)],
+            [
+                _sentence(meaning),
+                _differences(group) if blames else "",
+                _others("Later, unrelated", later, book),
+                _others("Logged, but nothing shows that it ended a rank", handled, book),
+            ],
         )
     )
     return Finding(
@@ -206,7 +201,7 @@ def first_failure(
         where=Where(ranks=ranks, hosts=hosts) if blames else Where(hosts=hosts_of_paths),
         witnesses=Witnesses(ranks=tuple(others) if blames else tuple(sorted({*ranks, *others}))),
         evidence=_evidence(group),
-        fix=_fix(failure, round_),
+        fix=_fix(failure),
     )
 
 
@@ -251,53 +246,26 @@ def _differences(group: Sequence[Failure]) -> str:
     return f"They differ: {'; '.join(parts)}{more}."
 
 
-def _survived(handled: Sequence[Failure], book: Book) -> str:
-    if not handled:
-        return ""
-    parts = [
-        f"{_ranks((failure.rank,), book) if failure.rank is not None else 'no rank named'}: {failure.what[:120]}"
-        for failure in handled[:_NAMED]
-    ]
-    return f"Logged, but nothing shows that it ended a rank: {'; '.join(parts)}."
-
-
-def _later(later: Sequence[Failure], book: Book) -> str:
-    if not later:
-        return ""
+def _others(heading: str, failures: Sequence[Failure], book: Book) -> str:
+    """Name other failures in a sentence; empty without any."""
     parts = [
         f"{_ranks((one.rank,), book) if one.rank is not None else 'no rank named'}: {one.what[:120]}"
-        for one in later[:_NAMED]
+        for one in failures[:_NAMED]
     ]
-    return f"Later, unrelated: {'; '.join(parts)}."
+    return f"{heading}: {'; '.join(parts)}." if parts else ""
 
 
-def _fix(failure: Failure, round_: Round) -> Fix | None:
-    kind = failure.groups.get("type", "")
+def _fix(failure: Failure) -> Fix | None:
     if failure.fix:
         return Fix(text=failure.fix, commands=failure.commands)
-    if failure.known == "exit-signal" and "MPI_ABORT" in failure.what:
-        return Fix(text="read what it printed before; mpi4py calls MPI_ABORT after an uncaught exception")
-    if failure.known == "exit-signal":
-        if "SIGKILL" in failure.what:
-            return Fix(
-                text="find who sent it: the kernel (out of memory: dmesg, memory.events), a limit, or a person",
-                commands=(
-                    "dmesg -T | grep -i -E 'out of memory|oom-kill'",
-                    "cat /sys/fs/cgroup/memory.events",
-                ),
-            )
-        return Fix(text="see its stack in the core", commands=("distdiag core-bt --setup", "distdiag core-bt"))
     if failure.known == "exit-oom":
         row = known_lines()["oom-kill"]
         return Fix(text=row.fix, commands=row.commands)
-    if failure.known == "exit-status" and not failure.groups.get("words"):
-        return Fix(
-            text="in the next run, keep the output of every rank and its last lines of Python",
-            commands=("distdiag run --trace-py -- torchrun ...",),
-        )
-    if kind in _FIRST_STEPS:
-        return Fix(text=_FIRST_STEPS[kind])
-    return None
+    if not failure.known.startswith("exit-") or (failure.known == "exit-status" and failure.groups.get("words")):
+        return None
+    end = ending(failure.groups["end"])
+    own = end.repair() if end is not None else None
+    return own or Fix(text="see its stack in the core", commands=("distdiag core-bt --setup", "distdiag core-bt"))
 
 
 def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> Finding:
@@ -309,29 +277,14 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
         parts.append(f"{who}: {group[0].what[:160]}")
     more = f"; and {len(groups) - _NAMED} more" if len(groups) > _NAMED else ""
     first = next((exit_ for exit_ in round_.exits if exit_.first), None)
-    seen = (
-        f" {first.launcher} saw rank {first.rank} first, but that is when it polled, not when they failed."
-        if first
-        else ""
-    )
-    return Finding(
-        id="logs.order-unknown",
-        level=Level.UNKNOWN,
-        title=f"{len(groups)} different failures, and the log does not show which was first: {'; '.join(parts)}{more}"
-        if len(groups) > 1
-        else f"a failure was logged, but nothing shows that it ended a rank: {parts[0]}",
-        detail=("Their lines have no times, or times too close to order." if len(groups) > 1 else "") + seen,
-        witnesses=Witnesses(
-            ranks=tuple(sorted({one.rank for group in groups for one in group if one.rank is not None}))
-        ),
+    return finding(
+        "order-unknown" if len(groups) > 1 else "maybe-handled",
+        witnesses=Witnesses(ranks=_ranks_of(one for group in groups for one in group)),
         evidence=tuple(line for group in groups[:_NAMED] for line in _evidence(group)[:1]),
-        fix=Fix(
-            text="in the next run, let each rank record the time of its failure (@record) and write its own file",
-            commands=(
-                "export TORCHELASTIC_ERROR_FILE=/tmp/error.json",
-                "torchrun --log-dir logs --redirects 3 --tee 3 ...",
-            ),
-        ),
+        number=len(groups),
+        failures="; ".join(parts) + more,
+        launcher=first.launcher if first else "",
+        first=first.rank if first else None,
     )
 
 
@@ -344,51 +297,39 @@ def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Ro
     few = sorted(rank for _, ranks in ordered[1:] for rank in ranks)
     clear = len(ordered[0][1]) > len(few)
     words = "; ".join(f"{name_ranks(ranks)} in {name} ({collectives[ranks[0]][1]})" for name, ranks in ordered[:_NAMED])
-    return Finding(
-        id="logs.collective-mismatch",
-        level=Level.FAIL,
-        title=f"the ranks waited in different collectives: {words}",
-        detail="Their code paths differ, or some ranks are one collective ahead.",
+    return finding(
+        "collective-mismatch",
         where=Where(ranks=tuple(few) if clear else ()),
         witnesses=Witnesses(ranks=tuple(sorted(set(collectives) - set(few))) if clear else tuple(sorted(collectives))),
         evidence=_evidence([one for one in round_.failures if one.collective]),
-        fix=Fix(
-            text="find the branch before that line that depends on the rank; in the next run this names both sides:",
-            commands=("export TORCH_DISTRIBUTED_DEBUG=DETAIL",),
-        ),
+        calls=words,
     )
 
 
 def never_came(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
     """All but one waited in vain."""
     places = sorted({one.place or one.collective for one in waiting.values()})
-    return Finding(
-        id="logs.missing-rank",
-        level=Level.FAIL,
-        title=f"{_ranks((rank,), round_.book)} never arrived: {name_ranks(waiting)} timed out waiting"
-        f"{f' at {places[0]}' if places and places[0] else ''}, and it {_wrote(rank, round_.book)}",
-        detail="It was busy elsewhere, hung, or later than the timeout.",
-        where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
-        witnesses=Witnesses(ranks=tuple(sorted(waiting))),
-        evidence=_evidence(list(waiting.values())),
-        fix=Fix(text="in the next run, see where it hangs", commands=("distdiag pyspy-all",)),
-    )
+    wrote = _wrote(rank, round_.book)
+    return _without("never-came", rank, waiting, round_, place=places[0] if places else "", wrote=wrote)
 
 
 def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
     """All but one lost a peer."""
-    return Finding(
-        id="logs.left-early",
-        level=Level.FAIL,
-        title=f"{_ranks((rank,), round_.book)} left while the others were still communicating: "
-        f"{name_ranks(waiting)} lost a peer, and it logged no error",
-        detail="It ended with status 0 (fewer batches than the others), or was killed without a trace.",
+    return _without("left-early", rank, waiting, round_)
+
+
+def _without(
+    verdict: str, rank: int, waiting: Mapping[int, Failure], round_: Round, place: str = "", wrote: str = ""
+) -> Finding:
+    return finding(
+        verdict,
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
         witnesses=Witnesses(ranks=tuple(sorted(waiting))),
-        evidence=_evidence(list(waiting.values())),
-        fix=Fix(
-            text="compare the steps per rank: dataset length, drop_last, early stopping; with DDP use model.join()"
-        ),
+        evidence=_evidence(waiting.values()),
+        who=_ranks((rank,), round_.book),
+        others=name_ranks(waiting),
+        place=place,
+        wrote=wrote,
     )
 
 
@@ -398,13 +339,28 @@ def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
     for failure in round_.failures:
         known.setdefault(failure.known, []).append(failure)
     waiting = [failure for failure in round_.failures if failure.role == "consequence"]
-    if "heartbeat" in known:
-        return _heartbeat(known["heartbeat"], book)
-    if "traceback-cut" in known:
-        return _cut_off(known["traceback-cut"], waiting)
-    if "slurm-cancelled" in known and not any(failure.rank is not None for failure in waiting):
-        return _cancelled(known["slurm-cancelled"])
+    if stuck := known.get("heartbeat"):
+        ranks = _ranks_of(stuck)
+        who = _ranks(ranks, book) if ranks else "unknown rank"
+        return finding("heartbeat", witnesses=Witnesses(ranks=ranks), evidence=_evidence(stuck), who=who)
+    if cut_off := known.get("traceback-cut"):
+        ranks, others = _ranks_of(cut_off), _ranks_of(waiting)
+        return finding(
+            "traceback-cut",
+            witnesses=Witnesses(ranks=ranks),
+            evidence=_evidence([*cut_off, *waiting]),
+            who=name_ranks(ranks) if ranks else "a rank",
+            place=cut_off[0].place,
+            others=name_ranks(others) if others else "",
+        )
+    if (lines := known.get("slurm-cancelled")) and not _ranks_of(waiting):
+        job = next((match[1] for failure in lines if (match := _JOB.search(failure.text))), "JOBID")
+        return finding("cancelled", evidence=_evidence(lines), job=job)
     return _consequences_only(round_, waiting, known.get("oom-kill", []), silent)
+
+
+def _ranks_of(failures: Iterable[Failure]) -> tuple[int, ...]:
+    return tuple(sorted({failure.rank for failure in failures if failure.rank is not None}))
 
 
 def _consequences_only(
@@ -419,7 +375,7 @@ def _consequences_only(
         title = f"one rank ended with {_return_code(book.unnamed_codes[0])}; DeepSpeed's launcher does not name it"
     ended = [exit_ for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher and exit_.launcher]
     if ended and not who:
-        how = _SIGNAL_MEANS.get(ended[0].signal, ended[0].signal) or f"exit status {ended[0].code}"
+        how = _of_signal(ended[0].signal) or f"exit status {ended[0].code}"
         why = last_words(ended[0].rank, round_) or "no line of these logs gives the reason"
         title = f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; {why}"
     if killed:
@@ -428,64 +384,12 @@ def _consequences_only(
         if ranks := [rank for rank in silent if who and _wrote(rank, book) == wrote]:
             title += f"; {name_ranks(ranks)} {wrote}"
     by_signal = bool(book.unnamed_codes) and bool(waiting) and not who and (number_in(book.unnamed_codes[0]) or 0) < 0
-    return Finding(
-        id="logs.undecided",
-        level=Level.FAIL if by_signal else Level.UNKNOWN,
-        title=title,
-        detail=("" if by_signal else "What ended the first rank is not in these logs.") + _unnamed(book),
+    return finding(
+        "undecided-signal" if by_signal else "undecided",
         witnesses=Witnesses(ranks=tuple(who)),
         evidence=_evidence([*killed, *waiting]),
-        fix=Fix(
-            text="add the logs of the other ranks and nodes; in the next run keep all output of all ranks",
-            commands=(
-                "torchrun --log-dir logs --redirects 3 --tee 3 ...",
-                "export TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=INFO TORCH_FR_BUFFER_SIZE=2000",
-            ),
-        ),
-    )
-
-
-def _heartbeat(stuck: Sequence[Failure], book: Book) -> Finding:
-    ranks = tuple(sorted({failure.rank for failure in stuck if failure.rank is not None}))
-    who = _ranks(ranks, book) if ranks else "unknown rank"
-    return Finding(
-        id="logs.heartbeat",
-        level=Level.UNKNOWN,
-        title=f"{who}: NCCL's watchdog is stuck: a CUDA or NCCL call does not return, or a thread holds the GIL",
-        witnesses=Witnesses(ranks=ranks),
-        evidence=_evidence(stuck),
-        fix=Fix(text="while the job hangs, see that thread", commands=("distdiag pyspy-all --native",)),
-    )
-
-
-def _cut_off(cut: Sequence[Failure], waiting: Sequence[Failure]) -> Finding:
-    ranks = tuple(sorted({failure.rank for failure in cut if failure.rank is not None}))
-    others = sorted({failure.rank for failure in waiting if failure.rank is not None})
-    place = f", at {cut[0].place}" if cut[0].place else ""
-    lost = f"; {name_ranks(others)} lost a peer or timed out" if others else ""
-    return Finding(
-        id="logs.traceback-cut",
-        level=Level.UNKNOWN,
-        title=f"the log breaks off in the traceback of {name_ranks(ranks) if ranks else 'a rank'}{place}{lost}",
-        detail="Its exception is missing, so whether it is the cause is not known.",
-        witnesses=Witnesses(ranks=ranks),
-        evidence=_evidence([*cut, *waiting]),
-        fix=Fix(text="read the whole log of that rank"),
-    )
-
-
-def _cancelled(lines: Sequence[Failure]) -> Finding:
-    job = next((match[1] for failure in lines if (match := _JOB.search(failure.text))), "JOBID")
-    return Finding(
-        id="logs.cancelled",
-        level=Level.UNKNOWN,
-        title="SLURM cancelled the job, and no rank reports a failure",
-        detail="A user ran scancel, or a task ended without a line in these logs.",
-        evidence=_evidence(lines),
-        fix=Fix(
-            text="see how each step ended",
-            commands=(f"sacct -j {job} --format=JobID,State,ExitCode,NodeList,Elapsed",),
-        ),
+        known=title,
+        code=_unnamed(book),
     )
 
 
@@ -498,7 +402,7 @@ def _unnamed(book: Book) -> str:
     if not book.unnamed_codes:
         return ""
     return (
-        f" DeepSpeed's launcher reports {_return_code(book.unnamed_codes[0])} of one rank; the --local_rank it prints "
+        f"DeepSpeed's launcher reports {_return_code(book.unnamed_codes[0])} of one rank; the --local_rank it prints "
         "is wrong."
     )
 
@@ -522,77 +426,40 @@ def ended_from_outside(failure: Failure) -> Finding:
 
 def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
     """Explain what the watchdogs of one process group come to."""
-    group = f"process group {desync.group}: " if desync.group else ""
-    who = _ranks(desync.ranks, round_.book) if desync.ranks else ""
-    level = Level.FAIL if desync.kind in ("behind", "mismatch", "silent") else Level.UNKNOWN
-    waiting = name_ranks(desync.others)
-    last = f"the last call there is {desync.last_called}" if desync.last_called else "it called none there"
-    everyone = "all ranks" if 1 < len(desync.others) == round_.book.world else waiting
+    everyone = "all ranks" if 1 < len(desync.others) == round_.book.world else name_ranks(desync.others)
     elsewhere = "the network, hardware, or a rank whose log is missing"
     if len(desync.others) == 1:
         elsewhere = "which rank it waited for is in the logs of the others"
-    texts = {
-        "behind": f"{who} never called {desync.what}, in which {waiting} timed out; {last}",
-        "mismatch": f"the ranks called different collectives: {desync.what}",
-        "silent": f"{who} logged nothing while {waiting} timed out in {desync.what}: dead, or busy outside NCCL",
-        "never": f"the ranks never connected: {everyone} timed out in {desync.what}, and completed none before",
-        "same": f"{everyone} timed out in {desync.what}: {elsewhere}",
-        "outside": desync.what,
-        "unclear": desync.what,
-    }
-    fixes = {
-        "behind": Fix(
-            text="see what it does instead", commands=("distdiag pyspy-all", "export TORCH_FR_BUFFER_SIZE=2000")
-        ),
-        "mismatch": Fix(
-            text="find the branch before it that depends on the rank",
-            commands=("export TORCH_DISTRIBUTED_DEBUG=DETAIL",),
-        ),
-        "silent": Fix(
-            text="read the end of its log and of its host's kernel log",
-            commands=("distdiag pyspy-all", "dmesg -T | tail"),
-        ),
-        "outside": Fix(text="see where the ranks wait", commands=("distdiag pyspy-all --native",)),
-    }
-    network = Fix(
-        text="test the network and the GPUs of these nodes; log what NCCL does in the next run",
-        commands=("distdiag gpu-test --isolate", "export NCCL_DEBUG=INFO TORCH_FR_BUFFER_SIZE=2000"),
-    )
-    return Finding(
-        id="logs.desync" if desync.kind in ("behind", "silent") else f"logs.watchdog-{desync.kind}",
-        level=level if first or level is Level.FAIL else Level.INFO,
-        title=group + texts[desync.kind],
-        where=Where(ranks=desync.ranks if level is Level.FAIL else ()),
+    made = finding(
+        desync.kind,
         witnesses=Witnesses(ranks=desync.others),
         evidence=tuple(line[:_QUOTE] for line in desync.evidence),
-        fix=fixes.get(desync.kind, network),
+        group=desync.group,
+        who=_ranks(desync.ranks, round_.book) if desync.ranks else "",
+        what=desync.what,
+        others=name_ranks(desync.others),
+        last=desync.last_called or "",
+        none="" if desync.last_called else "it called none there",
+        everyone=everyone,
+        elsewhere=elsewhere,
     )
+    if made.level is Level.FAIL:
+        return replace(made, where=Where(ranks=desync.ranks))
+    return made if first else replace(made, level=Level.INFO)
 
 
 def nothing(any_lines: bool, like: Sequence[Failure] = ()) -> Finding:
     """No line reports a failure that is known; `like`: the last lines that look like one."""
-    if not any_lines:
-        return Finding(id="logs.empty", level=Level.UNKNOWN, title="the logs are empty")
-    if like and not like[-1].job_went_on:
-        last = list(reversed(like))[:3]
-        return Finding(
-            id="logs.unknown-failure",
-            level=Level.UNKNOWN,
-            title=f"no known failure; this line looks most like one: {last[0].what}"
-            if len(last) == 1
-            else f"no known failure; these lines look most like one, the last first: {last[0].what}",
-            evidence=_evidence(last),
-            fix=Fix(
-                text="read what is written before the first of them; while the job runs, see where its ranks are",
-                commands=("distdiag pyspy-all",),
-            ),
-        )
-    return Finding(
-        id="logs.no-failure",
-        level=Level.UNKNOWN,
-        title="no line reports a failure",
-        detail="The job ended well, still runs, or hangs: a hang leaves no line before its timeout.",
-        fix=Fix(text="while the job runs, see where its ranks are", commands=("distdiag pyspy-all",)),
+    if not like or like[-1].job_went_on or not any_lines:
+        return finding("no-failure" if any_lines else "empty")
+    last = list(reversed(like))[:3]
+    several = len(last) > 1
+    return finding(
+        "unknown-failure",
+        evidence=_evidence(last),
+        these="these lines look" if several else "this line looks",
+        order=", the last first" if several else "",
+        line=last[0].what,
     )
 
 
@@ -615,40 +482,18 @@ def warnings(lines: Sequence[Failure], book: Book) -> list[Finding]:
     ]
 
 
-def restarted(generations: int, judged: int) -> Finding:
-    """The job was started again: which start is judged."""
-    return Finding(
-        id="logs.restarted",
-        level=Level.INFO,
-        title=f"the job was started {generations} times; this explains start {judged + 1}, the first that failed",
-    )
-
-
 def unreadable(broken: Sequence[tuple[str, LogFile]], *, all_: bool) -> Finding:
     """Some files were not read, or not to their end."""
     (host, file), more = broken[0], len(broken) - 1
-    return Finding(
-        id="logs.unreadable",
+    return finding(
+        "unreadable",
         level=Level.UNKNOWN if all_ else Level.WARN,
-        title=f"{file.path} on {host}: {file.error}" + (f"; and {_count(more, 'more file')}" if more else ""),
         where=Where(hosts=tuple(dict.fromkeys(host for host, _ in broken))),
         evidence=tuple(f"{host}: {file.path}: {file.error}" for host, file in broken[:_NAMED]),
-    )
-
-
-def cut(host: str, file: LogFile) -> Finding:
-    """A line was longer than any that a person reads."""
-    return Finding(
-        id="logs.long-lines",
-        level=Level.INFO,
-        title=f"{file.path} on {host}: {_count(file.cut, 'line')} cut at 64 KiB",
-    )
-
-
-def incomplete(host: str, why: str) -> Finding:
-    """A node did not send all."""
-    return Finding(
-        id="logs.incomplete", level=Level.UNKNOWN, title=f"{host}: read only in part: {why}", where=Where(hosts=(host,))
+        path=file.path,
+        host=host,
+        error=file.error,
+        more=_count(more, "more file") if more else "",
     )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
+from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.job_logs.scan import PHASES
-from distdiag.report import Finding, Fix, Level, Where, Witnesses
+from distdiag.report import Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from distdiag.facts.job_logs.scan import NcclRank
+    from distdiag.report import Finding
 
 _LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-")
 
@@ -29,9 +31,11 @@ def findings_of(comms: Sequence[NcclRank], *, ended: bool) -> list[Finding]:
         found += _differing(comms)
         local = [comm for comm in comms if comm.interface.startswith(_LOCAL_ONLY)]
         if local:
-            found.append(_interface(local))
+            at = sorted({comm.host for comm in local})
+            where = Where(hosts=tuple(at))
+            found.append(finding("nccl-local-interface", where=where, interface=local[0].interface, hosts=fold(at)))
         if all(comm.network == "Socket" for comm in comms):
-            found.append(_sockets(sorted(hosts)))
+            found.append(finding("nccl-sockets", number=len(hosts)))
     return found
 
 
@@ -40,21 +44,19 @@ def _stuck(stuck: Sequence[NcclRank], done: Sequence[NcclRank]) -> Finding:
     last = [comm for comm in stuck if comm.phase == least]
     ranks = tuple(sorted(comm.rank for comm in last if comm.rank is not None))
     who = name_ranks(ranks) if ranks else fold(sorted({comm.host for comm in last}))
-    rest = f"; {len(done)} ranks completed it" if done else ""
     expected = max((comm.nranks or 0 for comm in stuck), default=0)
     present = {comm.rank for comm in (*stuck, *done) if comm.rank is not None}
     absent = sorted(set(range(expected)) - present) if expected and len(present) < expected <= 65536 else []
-    missing = f"; {name_ranks(absent)} of {expected} wrote no line" if absent else ""
-    return Finding(
-        id="logs.nccl-init",
-        level=Level.WARN,
-        title=f"NCCL init did not complete on {len(stuck)} ranks: {who} got only to {PHASES[least]}{rest}{missing}",
+    return finding(
+        "nccl-init",
         where=Where(hosts=tuple(sorted({comm.host for comm in last}))),
         witnesses=Witnesses(ranks=tuple(sorted(comm.rank for comm in done if comm.rank is not None))),
-        fix=Fix(
-            text="test whether these nodes reach each other over the interface that NCCL uses",
-            commands=("distdiag ports --hosts ...",),
-        ),
+        number=len(stuck),
+        who=who,
+        phase=PHASES[least],
+        done=len(done) or "",
+        absent=name_ranks(absent) if absent else "",
+        expected=expected,
     )
 
 
@@ -83,19 +85,15 @@ def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
         clear = len(ordered[0][1]) > len(ordered[1][1])
         few = sorted({host for _, hosts in ordered[1:] for host in hosts} - ordered[0][1])
         shown = "; ".join(f"{text}: {fold(sorted(hosts))}" for text, hosts in ordered[:4])
-        slow = (
-            "; one node without GPUDirect RDMA slows the whole job" if name == "transport" and "GDRDMA" in shown else ""
-        )
+        slow = "one node without GPUDirect RDMA slows the whole job"
         found.append(
-            Finding(
-                id=f"logs.nccl-{name}",
-                level=Level.WARN,
-                title=f"NCCL's {words} differs between hosts: {shown}{slow}",
+            finding(
+                "nccl-differs",
                 where=Where(hosts=tuple(few) if clear else ()),
-                fix=Fix(
-                    text="give all hosts the same image, driver, nvidia_peermem and NCCL_* variables",
-                    commands=("distdiag cuda-env --hosts ...", "lsmod | grep -E 'nvidia_peermem|nv_peer_mem'"),
-                ),
+                name=name,
+                label=words,
+                shown=shown,
+                slow=slow if name == "transport" and "GDRDMA" in shown else "",
             )
         )
     return found
@@ -107,23 +105,3 @@ def _remote(comm: NcclRank) -> Iterable[str]:
 
 def _local(comm: NcclRank) -> Iterable[str]:
     return (kind for kind in comm.edges if not kind.startswith("NET"))
-
-
-def _interface(comms: Sequence[NcclRank]) -> Finding:
-    hosts = sorted({comm.host for comm in comms})
-    return Finding(
-        id="logs.nccl-local-interface",
-        level=Level.WARN,
-        title=f"NCCL bootstraps over {comms[0].interface} on {fold(hosts)}: other nodes cannot reach that interface",
-        where=Where(hosts=tuple(hosts)),
-        fix=Fix(text="set the interface of the cluster network", commands=("export NCCL_SOCKET_IFNAME=eth0",)),
-    )
-
-
-def _sockets(hosts: Sequence[str]) -> Finding:
-    return Finding(
-        id="logs.nccl-sockets",
-        level=Level.INFO,
-        title=f"NCCL uses TCP sockets between all {len(hosts)} hosts: slow if they have InfiniBand, RoCE or EFA",
-        fix=Fix(text="check that the container sees the RDMA devices", commands=("ibv_devinfo -l",)),
-    )

@@ -14,7 +14,6 @@ from distdiag.facts import machine
 from distdiag.facts.core.stored_cores import CannotUnpack, Packing, packing_of, stream
 from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux
 from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Scan, Stream
-from distdiag.facts.line_patterns import Patterns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,6 +65,12 @@ class NodeLogs:
     comms: tuple[NcclRank, ...] = ()
     dropped: int = 0
 
+    def parts(self) -> Iterator[NodeLogs]:
+        """Yield parts that a connection takes as a message: all in the first one but events."""
+        yield replace(self, events=self.events[:_SENT])
+        for start in range(_SENT, len(self.events), _SENT):
+            yield NodeLogs(self.host, events=self.events[start : start + _SENT])
+
 
 class Unreadable(Exception):
     """A file that cannot be read as a log: the text says why."""
@@ -81,28 +86,15 @@ def more(ask: dict[str, Any], tell: Callable[[NodeLogs], None]) -> None:
     reader = Reader(ask)
     for path in ask["paths"]:
         reader.read(path)
-    found = reader.found()
-    # No message is larger than a connection takes.
-    for start in range(0, max(len(found.events), 1), _SENT):
-        events = found.events[start : start + _SENT]
-        first = start == 0
-        tell(
-            NodeLogs(
-                found.host,
-                found.files if first else (),
-                found.streams if first else (),
-                events,
-                found.comms if first else (),
-                found.dropped if first else 0,
-            )
-        )
+    for part in reader.found().parts():
+        tell(part)
 
 
 class Reader:
     """Reads paths one after another; `found` may be asked for at any time."""
 
     def __init__(self, ask: dict[str, Any]) -> None:
-        self.scan = Scan(Patterns(ask["patterns"]))
+        self.scan = Scan(ask["patterns"])
         self._files: list[LogFile] = []
         self._follow = bool(ask.get("follow"))
         self._tail = int(ask.get("tail", 0))

@@ -9,43 +9,25 @@ from __future__ import annotations
 import calendar
 import json
 import re
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, harmless, plain
-from distdiag.facts.kernel_signs import sign_in
+from distdiag.facts.job_logs.signs import Signs
+from distdiag.facts.line_patterns import Patterns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from distdiag.facts.line_patterns import Patterns
-
-SIGNS = (
-    b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
-    b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED",
-    b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
-    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"NV_ERR", b"SXid",
-    b"file-max", b"alloc(): ", b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job",
-    b"srun: Terminating", b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost",
-    b"uncorrectable", b"oom_kill", b"ERROR", b"FATAL", b"Fatal", b"fatal", b"FAILED", b"Root Cause (first", b"annot ",
-    b"No such", b"nvalid", b"denied", b"refused", b"Xid", b"nsufficient", b"unplugged", b"compromised", b"ink down",
-    b"ink Down", b"read-only", b"segfault", b"lockup", b"panic", b"UE ", b"times out", b"unconnected",
-    b"Duplicate GPU", b"mismatch", b" nan", b"NaN", b"outside of", b"not found", b"not respond", b"Name or service",
-    b"unreachable", b"disconnected", b"nrecognized", b"blocked for more", b"GPU Fatal", b"nreachable", b"preempt",
-    b"Preempt", b"Evicted", b"evicted", b"stale file", b"Stale file", b"is not available", b"OUT_OF_ME",
-    b"terminate called", b"core dumped", b"never ", b"Could not", b"could not", b"not permitted",
-    b"Killing sub", b"lost communication",
-)  # fmt: skip
-"""A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
+EXIT = "exit-of-"
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
 _MESSAGE = 4096
 _TAIL_OF_CHAIN = 120
 """Characters of an exception that another was raised from."""
 _MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND, _MOST_EXITS = 20_000, 200, 24, 10_000
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
-_CACHED = 4096
-_MOST_SHAPES, _LONGEST_SHAPE = 20_000, 500
 _LONG_AGO = 2000
 _LEARN_BLOCKS, _LOOKED_AT = 50, 64
 
@@ -84,7 +66,7 @@ _COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId 
 _OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
 _NET = re.compile(rb"NET/(\w+) ?: Using \[\d")
 _PLUGIN = re.compile(rb"NET/Plugin ?: (?:Loaded net plugin ([^(]{1,60}?) ?(?:\(|$)|No plugin found|Plugin load )")
-_VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
+_VIA = re.compile(rb" NCCL INFO (?:Channel|Ring) [^\n]{0,200}? via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
 _RAISED = re.compile(
     r"^(?P<before>[^\"'`=()]{0,120}?(?<![\w.-]))"
     r"(?P<raised>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Failed|NotFound)"
@@ -250,8 +232,12 @@ class _Traceback:
 class Scan:
     """Reads blocks of whole lines of one file after another; what was found is in its fields."""
 
-    def __init__(self, patterns: Patterns) -> None:
-        self.known = patterns.first
+    def __init__(self, rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+        """Take the rows of known lines: id, pattern, words; an id that begins with EXIT is of a launcher's report."""
+        rows = list(rows)
+        self.signs = Signs(word for row in rows for word in row[2])
+        self.exits = Patterns(row for row in rows if row[0].startswith(EXIT))
+        self.known = Patterns(row for row in rows if not row[0].startswith(EXIT)).first
         self.events: list[Event] = []
         self.streams: list[Stream] = []
         self.comms: dict[tuple[str, int], NcclRank] = {}
@@ -301,8 +287,6 @@ class FileScan:
         self._learned = 0
         self._rounds: dict[tuple[int, str], int] = {}
         self._writers: dict[bytes, NcclRank] = {}
-        self._kinds: dict[bytes, str] = {}
-        self._ordinary = _Ordinary()
         self._headless = False
         self._raised: set[int] = set()
         self._before = b""
@@ -326,49 +310,27 @@ class FileScan:
             self._learn(block)
         if not self.lines:
             self._headless = _begins_in_traceback(block)
-        hits = [] if self._ordinary.has(block) else _hits(block)
-        if not hits and not self._tracebacks and not self._wrapped and self._summary is None and demux.is_whole(block):
-            self.lines += block.count(b"\n")
-            return
-        if demux.is_whole(block) and not self._headless:
-            self._hit_lines(block, hits)
-        else:
-            self._all_lines(block)
+        places, every = self._scan.signs.places(block), self._headless or not demux.is_whole(block)
+        at = 0
+        while at < len(block):
+            if not (every or self._tracebacks or self._wrapped or self._summary is not None):
+                at = self._next_sign(block, at, places)
+                if at == len(block):
+                    break
+            end = block.find(b"\n", at)
+            ended, end = end >= 0, end if end >= 0 else len(block)
+            self.lines += 1
+            for label, text in demux.lines(block[at:end], ended):
+                self._line(label, text[:LONGEST_LINE])
+            at = end + 1
         self._headless = False
 
-    def _hit_lines(self, block: bytes, hits: list[int]) -> None:
-        """Read the lines that have a sign, and those of what they began."""
-        at, number, last = 0, 0, len(hits) - 1
-        while at < len(block):
-            while number <= last and hits[number] < at:
-                number += 1
-            if not (self._tracebacks or self._wrapped or self._summary is not None):
-                if number > last:
-                    self.lines += block.count(b"\n", at)
-                    return
-                start = block.rfind(b"\n", at, hits[number]) + 1 or at
-                self.lines += block.count(b"\n", at, start)
-                at = start
-            end = block.find(b"\n", at)
-            end = len(block) if end < 0 else end
-            self.lines += 1
-            is_hit = number <= last and hits[number] < end
-            for label, text in self._demux.lines(block[at:end], end < len(block)):
-                self._line(label, text[:LONGEST_LINE], is_hit)
-            at = end + 1
-
-    def _all_lines(self, block: bytes) -> None:
-        """Read every line: some are torn."""
-        lines = block.split(b"\n")
-        rest = lines.pop()
-        for line in lines:
-            self.lines += 1
-            for label, text in self._demux.lines(line):
-                self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
-        if rest:
-            self.lines += 1
-            for label, text in self._demux.lines(rest, ended=False):
-                self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
+    def _next_sign(self, block: bytes, at: int, places: list[int]) -> int:
+        """Count the lines until the next one with a sign, and return where that begins; else the block's end."""
+        next_ = bisect_left(places, at)
+        start = block.rfind(b"\n", at, places[next_]) + 1 or at if next_ < len(places) else len(block)
+        self.lines += block.count(b"\n", at, start)
+        return start
 
     def idle(self) -> None:
         """Report exceptions that may be whole: nothing was written for a while."""
@@ -378,7 +340,7 @@ class FileScan:
     def finish(self) -> None:
         """End the file: what is open is what it is."""
         for label, text in self._demux.finish():
-            self._line(label, text, True)
+            self._line(label, text)
         unended = bool(self._last_blocks) and not self._last_blocks[-1][1].endswith(b"\n")
         for stream, traceback in list(self._tracebacks.items()):
             if unended and traceback.last and traceback.last_line == self.lines and self._is_torn(traceback.last[-1]):
@@ -446,10 +408,10 @@ class FileScan:
             )
         return found
 
-    def _line(self, label: bytes, line: bytes, hit: bool) -> None:
+    def _line(self, label: bytes, line: bytes) -> None:
         if b"\x1b" in line or b"\r" in line or b"%|" in line:
             line = plain(line)
-        if hit and line.startswith(b"{") and _HEAD.encode() in line and self._of_json(label, line):
+        if line.startswith(b"{") and _HEAD.encode() in line and self._of_json(label, line):
             return
         inner = RANK.match(line) or (_RANK_LATER.match(line) if b"[rank" in line else None)
         rank = int(inner[inner.lastindex or 1]) if inner else None
@@ -480,7 +442,7 @@ class FileScan:
                 self._watchdog(wrapped, text + line.decode("utf-8", "replace"), began, last=True)
                 return
             self._watchdog(wrapped, text, began, last=True)
-        if hit:
+        if self._scan.signs.on(line):
             self._closely(number, line, rank)
 
     def _closely(self, number: int, line: bytes, rank: int | None) -> None:
@@ -529,12 +491,6 @@ class FileScan:
             at = self._when(line)
             rank = rank if rank is not None else int(named[1]) if named else None
             self._scan.add(Event(id_, number, self.lines, _cut(text), at, self.generation, rank, groups))
-        elif (sign := _kernel_sign(line, text)) is not None:
-            kind, pid = sign
-            groups = {} if pid is None else {"pid": str(pid)}
-            self._scan.add(
-                Event(f"kernel-{kind}", number, self.lines, _cut(text), self._when(line), self.generation, None, groups)
-            )
         elif _LIKE.search(text) and not _HARMLESS.search(text):
             at = self._when(line)
             self._like.append(Event("like", number, self.lines, _cut(text), at, self.generation, rank))
@@ -677,17 +633,13 @@ class FileScan:
         if b"will restart worker group" in line:
             self._restart(number, text)
             return True
-        for form, launcher in _EXITS:
-            match = form.search(text)
-            if match:
-                groups = {name: value for name, value in match.groupdict().items() if value}
-                event = Event("exit", number, self.lines, _cut(text), self._when(line), self.generation, None, groups)
-                event.groups["launcher"] = launcher
-                if launcher == "agent":
-                    event = self._of_agent(event, text)
-                self._scan.add(event)
-                return True
-        return False
+        found = self._scan.exits.first(text)
+        if found is None:
+            return False
+        groups = {**found[1], "launcher": found[0].removeprefix(EXIT)}
+        event = Event("exit", number, self.lines, _cut(text), self._when(line), self.generation, None, groups)
+        self._scan.add(self._of_agent(event, text) if groups["launcher"] == "agent" else event)
+        return True
 
     def _restart(self, number: int, text: str) -> None:
         """Count a restart that an agent of torchrun announces: which one it is follows from the attempts left."""
@@ -810,33 +762,18 @@ class FileScan:
 
     def _edges(self, block: bytes) -> None:
         """Count the transports of `Channel ... via`: a log with NCCL_DEBUG=INFO has more of these than of all else."""
-        head, *parts = block.split(b" NCCL INFO ")
-        for part in parts:
-            if part.startswith((b"Channel ", b"Ring ")):
-                end = part.find(b"\n")
-                at = part.find(b" via ", 0, end) if end >= 0 else part.find(b" via ")
-                if at >= 0:
-                    self._edge(head[head.rfind(b"\n") + 1 :], part[at : end if end >= 0 else len(part)])
-            head = part
-
-    def _edge(self, process: bytes, via: bytes) -> None:
-        comm = self._writers.get(process)
-        if comm is None:
-            info = _INFO.search(process + b" NCCL INFO ")
-            comm = self._comm(info) if info else None
-            if comm is None or len(self._writers) >= _MOST_COMMS:
-                return
-            self._writers[process] = comm
-        kind = self._kinds.get(via)
-        if kind is None:
-            match = _VIA.match(via)
-            kind = match[1].decode("ascii", "replace") + "/GDRDMA" * (b"GDRDMA" in match[2]) if match else ""
-            if len(self._kinds) < _CACHED:
-                self._kinds[via] = kind
-        if kind:
+        for match in _VIA.finditer(block):
+            process = block[block.rfind(b"\n", 0, match.start()) + 1 : match.start()]
+            comm = self._writers.get(process)
+            if comm is None:
+                info = _INFO.search(process + b" NCCL INFO ")
+                comm = self._comm(info) if info else None
+                if comm is None or len(self._writers) >= _MOST_COMMS:
+                    continue
+                self._writers[process] = comm
+            kind = match[1].decode("ascii", "replace") + "/GDRDMA" * (b"GDRDMA" in match[2])
             comm.edges[kind] = comm.edges.get(kind, 0) + 1
-            if comm.phase < 2:
-                comm.phase = 2
+            comm.phase = max(comm.phase, 2)
 
     def _comm(self, match: re.Match[bytes]) -> NcclRank | None:
         """Return what is known of the process that wrote an INFO line; None where there are too many."""
@@ -936,50 +873,11 @@ _STATUS = {
 }
 _AGENT = re.compile(r"^[EWI]\d{4} [\d:.]+ (\d{1,18}) ")
 _ATTEMPTS = re.compile(r"(\d{1,6})/(\d{1,6}) attempts left; will restart")
-_EXITS = (
-    (
-        re.compile(
-            r"failed \(exitcode: (?P<code>-?\d{1,18})\) local_rank: (?P<local>\d{1,6}) \(pid: (?P<pid>\d{1,18})\)"
-        ),
-        "agent",
-    ),
-    (
-        re.compile(
-            r"mpirun noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,18}) on node (?P<host>[\w.-]+) "
-            r"exited on signal (?P<signal>\d{1,18})"
-        ),
-        "mpirun",
-    ),
-    (re.compile(r"(?P<words>MPI_ABORT) was invoked on rank (?P<rank>\d{1,6})"), "mpirun"),
-    (re.compile(r"Process name: \[\[\d+,\d+\],(?P<rank>\d{1,6})\]"), "mpirun"),
-    (
-        re.compile(
-            r"srun: error: (?P<host>[\w.-]+): tasks? (?P<ranks>[\d,-]+): "
-            r"(?:Exited with exit code (?P<code>\d{1,18})|(?P<words>Out Of Memory|[A-Z][\w ()]*))"
-        ),
-        "srun",
-    ),
-    # Its --local_rank is of the process that was started last, whichever failed (deepspeed/launcher/launch.py, 0.19).
-    (re.compile(r"exits with return code = (?P<code>-?\d{1,18})"), "deepspeed"),
-    (re.compile(r"^=\s+EXIT CODE: (?P<code>\d{1,18})"), "mpiexec"),
-)
 _CONTINUES = re.compile(
     r"^(?:nccl\w+:|Last error:|Exception raised from|frame #|CUDA kernel errors|For debugging|Compile with|Device-side|"
     r"Search for|Parameter|The following|In addition|making sure|to |: |Rank \d+ is running|while |[A-Z]\w+ failure|"
     r"ERR\d{5}|E[A-Z]\d{4}:|List of |what\(\):)|NCCL WARN"
 )
-
-
-def _kernel_sign(line: bytes, text: str) -> tuple[str, int | None] | None:
-    """Return what a line of a kernel's log reports, as in doctor and hang; None for a line of anything else."""
-    return sign_in(text) if b"NCCL" not in line and any(word in line for word in _OF_KERNEL) else None
-
-
-_OF_KERNEL = (
-    b"NVRM", b"SXid", b"NV_ERR", b"mlx", b"ink ", b"BUG: ", b"rcu", b"panic", b"I/O", b"nfs", b"ceph", b"Lustre",
-    b"nvme", b"Disk failure", b"Remounting", b"blocked for more", b"mce: ", b"Uncorrected", b"PCIe", b"EDAC",
-    b"file-max", b"segfault", b"oom", b"peermem", b"Killed process",
-)  # fmt: skip
 
 
 def _is_more(last: str, text: str) -> bool:
@@ -997,38 +895,6 @@ def _begins_in_traceback(block: bytes) -> bool:
     """Return whether the head of a log is cut off within a traceback."""
     at = block.find(b'File "', 0, 1 << 16)
     return at >= 0 and b"Traceback (most recent call last)" not in block[:at]
-
-
-def _hits(block: bytes) -> list[int]:
-    """Return where in a block there is any sign, in order."""
-    found: list[int] = []
-    for sign in SIGNS:
-        at = block.find(sign)
-        while at >= 0:
-            found.append(at)
-            at = block.find(b"\n", at)
-            at = block.find(sign, at) if at >= 0 else -1
-    found.sort()
-    return found
-
-
-class _Ordinary:
-    """Which lines have no sign, by what they are without digits: most lines of a log differ in numbers only."""
-
-    def __init__(self) -> None:
-        self._shapes: set[bytes] = set()
-
-    def has(self, block: bytes) -> bool:
-        """Return whether no line of a block has any sign."""
-        shapes = set(block.translate(None, b"0123456789").split(b"\n"))
-        shapes -= self._shapes
-        text = b"\n".join(shapes)
-        if any(sign in text for sign in SIGNS):
-            return False
-        if len(self._shapes) + len(shapes) > _MOST_SHAPES:
-            self._shapes.clear()
-        self._shapes.update(shape for shape in shapes if len(shape) < _LONGEST_SHAPE)
-        return True
 
 
 def _time(line: bytes) -> float | None:
