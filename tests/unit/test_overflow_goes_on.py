@@ -335,7 +335,8 @@ def test_threads_that_share_a_model_are_each_judged_by_what_they_did(mode: Any) 
 
 def test_of_four_threads_in_one_model_the_module_is_named() -> None:
     """Three are on their way in it whenever the fourth has a bad output: they end before it is run again."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Does(lambda self, x: x * (math.inf if x.sum() < -9 else 1)))
+    first = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(first, Does(lambda self, x: x * (math.inf if x.sum() < -9 else 1)))
     meet = threading.Barrier(4)
 
     def work(start: float) -> None:
@@ -345,8 +346,8 @@ def test_of_four_threads_in_one_model_the_module_is_named() -> None:
                 model(torch.full((3, 4), start))
 
     with torch.no_grad():
-        model[0].weight.fill_(1.0)
-        model[0].bias.zero_()
+        first.weight.fill_(1.0)
+        first.bias.zero_()
     for _ in range(3):
         with DebugUnderflowOverflow(model):
             raised = in_threads([lambda: work(1.0)] * 3 + [lambda: work(-9.0)])
