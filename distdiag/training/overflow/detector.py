@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from dataclasses import dataclass, field, replace
 from threading import Condition, get_ident
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,8 +57,6 @@ _MOST_KEPT_BYTES = 1 << 30
 _MOST_SKIPPED = 20
 """A GradScaler that begins at 2**16 and halves has come below 1 by then: it does not look for its scale any more."""
 _OTHERS_S = 60.0
-_LEAVE_S = 2.0
-"""For the calls of other threads to end, before a forward is run again."""
 """So long a thread waits while another runs the model again."""
 _order = itertools.count(1)
 
@@ -373,22 +370,12 @@ class DebugUnderflowOverflow:
     def _alone_in_it(self) -> Iterator[str]:
         """Keep other threads out of the model, whose calls are none of the script's; gives a reason why that fails."""
         me = get_ident()
-
-        def others_are_in_it() -> bool:
-            living = sys._current_frames()
-            return any(thread != me and thread in living for thread in list(self._calls))
-
         with self._gate:
-            self._gate.wait_for(lambda: not self._runs_again, _LEAVE_S)
-            why = "another thread is running the model" if self._runs_again else ""
+            living = sys._current_frames()
+            others = [thread for thread in self._calls if thread != me and thread in living]
+            why = "another thread is running the model" if others or self._runs_again else ""
             if not why:
-                self._runs_again = me  # no call begins any more: those on their way end
-                until = monotonic() + _LEAVE_S
-                while others_are_in_it() and monotonic() < until:
-                    self._gate.wait(0.01)
-                if others_are_in_it():
-                    self._runs_again, why = 0, "another thread is running the model"
-                    self._gate.notify_all()
+                self._runs_again = me
         try:
             yield why
         finally:
