@@ -84,7 +84,6 @@ bench: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Measure beside the p
 	$(BIN)/python tests/benchmarks/floatcmp.py
 	$(BIN)/python tests/benchmarks/overflow.py
 	$(BIN)/python tests/benchmarks/trace_sys.py 100
-	$(BIN)/python tests/benchmarks/trace_sys.py launch
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from distdiag.training.kill_switch import KillSwitch
     from distdiag.training.line_trace.session import trace_lines
     from distdiag.training.overflow.detect import detect_overflow
-    from distdiag.training.overflow.detection import OverflowDetected
     from distdiag.training.overflow.detector import DebugUnderflowOverflow
+    from distdiag.training.overflow.report import OverflowDetected
     from distdiag.training.printflock import printflock
     from distdiag.training.sync_check import sync_check
 
@@ -46,7 +46,7 @@ __all__ = [
 _HOME = {
     "DistdiagError": "distdiag.errors",
     "DebugUnderflowOverflow": "distdiag.training.overflow.detector",
-    "OverflowDetected": "distdiag.training.overflow.detection",
+    "OverflowDetected": "distdiag.training.overflow.report",
     "KillSwitch": "distdiag.training.kill_switch",
     "breakpoint": "distdiag.training.breakpoint.debugger",
     "detect_overflow": "distdiag.training.overflow.detect",

@@ -13,9 +13,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from distdiag import program_name
 from distdiag.errors import CannotExecute, CommandNotFound
 from distdiag.facts import programs
+from distdiag.users_python import users_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +27,6 @@ _FROM_PROCESS = 0
 A terminal sends SIGINT and SIGQUIT to the job as well.
 """
 _TURN_S = 1.0
-_TORCH_S = 10.0
-_HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 
 
 def argv_of(command: Sequence[str], *, example: str) -> list[str]:
@@ -45,7 +43,7 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     if first.startswith("-") or (
         first.endswith(".py") and os.path.isfile(first) and (program is None or "/" not in first)
     ):
-        return [job_python(), *command]
+        return [users_python()[0], *command]
     if program is not None:
         return list(command)
     path = (
@@ -68,29 +66,6 @@ def _put_uvx_last() -> None:
     is_of_uvx = "UV" in os.environ and os.environ.get("VIRTUAL_ENV") != sys.prefix
     if is_of_uvx and first == os.path.dirname(sys.executable):
         os.environ["PATH"] = os.pathsep.join([*rest, first])
-
-
-def job_python() -> str:
-    """Return the Python of a bare script: the active environment's, else that on PATH if it has torch, else ours."""
-    active = [
-        os.path.join(os.environ[name], "bin", "python")
-        for name in ("VIRTUAL_ENV", "CONDA_PREFIX")
-        if os.environ.get(name)
-    ]
-    for path in active:
-        if os.access(path, os.X_OK):
-            return path
-    ours = "" if program_name.is_one_file() else sys.executable
-    on_path = ""
-    for folder in os.get_exec_path():
-        if ours and os.path.realpath(folder) == os.path.realpath(os.path.dirname(ours)):
-            break
-        # No comparison of files: the Pythons of two environments may be links to one.
-        found = shutil.which("python3", path=folder) or shutil.which("python", path=folder) or ""
-        if found and programs.run([found, "-c", _HAS_TORCH], timeout_s=_TORCH_S).status == 0:
-            return found
-        on_path = on_path or found
-    return ours or on_path or sys.executable
 
 
 def say_python(argv: Sequence[str], command: Sequence[str], say: Callable[[str], None]) -> None:

@@ -84,7 +84,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
             Sub(
                 "sys",
                 "trace.sys.command:trace_sys",
-                "Trace system calls of running ranks or a new job, or read strace logs.",
+                "Trace system calls of running ranks, or read strace logs.",
             ),
         ),
     ),

@@ -56,7 +56,9 @@ fi
 include="$include -I/nowhere"
 test -f "$here/nvcc.profile" && include="$include -I$top/include"
 test -d "$top/targets" && include="$include -I$top/targets/x86_64-linux/include"
-exec "$cc" $include -include cuda_runtime.h -E -x c++ /dev/null -o /dev/null
+"$cc" $include -include cuda_runtime.h -E -x c++ /dev/null -o /dev/null || exit
+all="$*"
+case " $all " in *" -c "*) printf '\177ELF' >"${{all##* -o }}";; esac
 """
 
 _HOST_CONFIG = """

@@ -48,7 +48,9 @@ def symptoms() -> str:
         REPOSITORY_NOTE,
         "# Symptoms: error lines and what they mean\n",
         "Search this page for the error line you have. Each entry says what the line means, whether it is the cause or "
-        "a consequence, and the command that goes on from there. `…` is what differs from job to job.\n",
+        "a consequence, and the command that goes on from there. `…` is what differs from job to job. Paste the whole line "
+        "into the search box of this site, or ask on the command line: `distdiag explain 'LINE'`.\n",
+        _code_index(),
         "## Output of a training job\n",
         "Which rank failed first, and why: `distdiag logs job.log`.\n",
     ]
@@ -63,7 +65,46 @@ def symptoms() -> str:
     ]
     parts += ["## Crashes\n", "The thread, its frames and the reason: `distdiag core-bt CORE`.\n"]
     parts += [_crash(row) for row in _toml("crashes.toml")["crash"]]
-    return "\n".join(parts).rstrip() + "\n"
+    parts += ["## Xid errors\n", "In the kernel log, as `NVRM: Xid (PCI:…): CODE, …`: `distdiag doctor`.\n"]
+    parts += [_xid(row) for row in _toml("xids.toml")["xid"]]
+    seen: set[str] = set()
+
+    def first(anchor: re.Match[str]) -> str:
+        again = anchor[1] in seen
+        seen.add(anchor[1])
+        return "" if again else anchor[0]
+
+    return re.sub(r'<a id="([^"]+)"></a>', first, "\n".join(parts).rstrip()) + "\n"
+
+
+_CODE = re.compile(
+    r"\b(?:cudaError[A-Z]\w+|CUDA_ERROR_[A-Z_]+|nccl[A-Z]\w+Error|CU(?:DNN|BLAS)_STATUS_[A-Z_]*[A-Z]|IBV_WC_\w+|E[A-Z]{4,})\b"
+    r"(?: \(\d+\))?"
+)
+_NO_CODE = {"ERROR", "EXCEPTION"}
+
+
+def _codes(row: dict[str, Any]) -> list[str]:
+    """Return the error codes that an entry is about, with their numbers: `cudaErrorNoDevice (100)`."""
+    found = _CODE.findall(f"{row.get('pattern', '')}\n{row.get('source', '')}")
+    return list({_anchor(code): code for code in sorted(found) if code not in _NO_CODE}.values())
+
+
+def _code_index() -> str:
+    """Write the codes as links to the first entry of each."""
+    rows = [row for name in (*JOBS, "builds") for row in _toml(f"lines/{name}.toml")["line"]]
+    # With its number where one entry gives it.
+    found = {_anchor(code): code for code in sorted(code for row in rows for code in _codes(row))}
+    codes = [found[anchor] for anchor in sorted(found)]
+    return "## Error codes\n\n" + " · ".join(f"[`{code}`](#{_anchor(code)})" for code in codes) + "\n"
+
+
+def _anchor(code: str) -> str:
+    return code.partition(" ")[0].lower()
+
+
+def _xid(row: dict[str, Any]) -> str:
+    return f"### Xid {row['code']}\n\n{row['means'][0].upper()}{row['means'][1:]}.\n"
 
 
 def _toml(name: str) -> dict[str, Any]:
@@ -76,6 +117,8 @@ def _symptom(row: dict[str, Any], name: str, command: str) -> str:
     rows = [f"### `{title}`\n"]
     if len(lines) > 1:
         rows += ["Also:\n", *(f"- `{line}`" for line in lines[1:]), ""]
+    codes = [f'<a id="{_anchor(code)}"></a>`{code}`' for code in _codes(row)]
+    rows += [f"Error code: {', '.join(codes)}\n"] if codes else []
     rows.append(f"**{_ROLES[row['role']]}.** {_plain(row['means'])}.\n")
     if row.get("breaks"):
         rows.append(f"Affects: {_plain(row['breaks'])}.\n")

@@ -397,10 +397,12 @@ def cuda_env(folder: Path) -> str:
     machine.compiler("gcc-13", "13.3.0")
     machine.compiler("c++", "13.3.0")
     machine.path = [str(old / "bin")]
+    machine.write("/etc/os-release", 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n')
     (folder / "kept").mkdir()
     save_facts(machine, folder / "kept")
     text = run(folder, "distdiag cuda-env", typed="distdiag cuda-env --from kept")
     text = text.replace(f"{_HOME}/machine/root", "").replace(f"{_HOME}/machine/venv", "/venv")
+    text = text.replace(os.uname().release, "6.1.0-39-amd64")
     return text.replace(f"{_HOME}/machine", "/home/ann")
 
 

@@ -130,9 +130,9 @@ class Node:
             return self._refuse(HostState.LOST, f"the agent ended {how}", stage="run")
         words = self.complaint()
         last = f': "{words[-1][:_QUOTED_LETTERS]}"' if words else ""
-        known = _known_complaint(" ".join(words))
+        known = _known_complaint(words)
         if known is not None:
-            return self._refuse(known[0], known[1] or words[-1], stage="connect")
+            return self._refuse(*known, stage="connect")
         if status is not None and status < 0:
             return self._refuse(HostState.KILLED, f"the agent was killed {how}{last}")
         if status == 127:
@@ -198,6 +198,7 @@ class Node:
 _COMPLAINTS = (
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", HostState.HOST_KEY_CHANGED, "its host key has changed"),
     ("REVOKED", HostState.HOST_KEY_REVOKED, "its host key is marked as revoked"),
+    ("host key is known for", HostState.HOST_KEY_UNKNOWN, ""),
     ("Host key verification failed", HostState.HOST_KEY_UNKNOWN, "its host key is unknown here"),
     ("Could not resolve hostname", HostState.UNKNOWN_NAME, ""),
     ("Connection timed out", HostState.FILTERED, ""),
@@ -211,5 +212,10 @@ _COMPLAINTS = (
 """What OpenSSH's client says, see ssh(1) and its sources; `ssh` ends with 255 in all of these."""
 
 
-def _known_complaint(words: str) -> tuple[HostState, str] | None:
-    return next(((state, message) for pattern, state, message in _COMPLAINTS if re.search(pattern, words)), None)
+def _known_complaint(lines: list[str]) -> tuple[HostState, str] | None:
+    """Return the state that these lines of OpenSSH's client show, and the line or its meaning."""
+    for pattern, state, message in _COMPLAINTS:
+        found = next((line for line in lines if re.search(pattern, line)), None)
+        if found is not None:
+            return state, message or found
+    return None

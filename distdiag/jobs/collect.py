@@ -391,8 +391,6 @@ def kind_of(words: list[str], comm: str) -> str:
         return "spawned"
     script = next((os.path.basename(word) for word in words[1:4] if not word.startswith("-")), "")
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    if "trace" in words[1:6] and "distdiag" in [os.path.basename(word) for word in words[:4]]:
-        return "launcher"  # `distdiag trace sys -- train.py` stays above its job
     if base in _LAUNCHERS or base.startswith("slurmstepd") or comm == "pt_elastic":
         return "launcher"
     if base.startswith("python") and (script in _LAUNCHERS or module in _LAUNCHING_MODULES):
@@ -403,7 +401,7 @@ def kind_of(words: list[str], comm: str) -> str:
 _LAUNCHERS = (
     *("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
     *("mpirun.openmpi", "mpiexec.openmpi", "mpirun.mpich", "mpiexec.mpich", "orterun", "orted", "prted", "prterun"),
-    *("jsrun", "flux", "slurmstepd", "horovodrun"),
+    *("jsrun", "flux", "slurmstepd", "horovodrun", "strace"),
 )
 _LAUNCHING_MODULES = (
     "torch.distributed.run",

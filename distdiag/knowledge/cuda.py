@@ -18,6 +18,8 @@ class Tables:
     builds: dict[str, tuple[str, ...]]
     wheels: dict[str, dict[str, tuple[int, ...]]]
     nvcc: dict[str, tuple[str, str]]
+    deepspeed: str
+    deepspeed_needs: tuple[str, ...]
     known_archs: tuple[str, ...]
     named_archs: dict[str, str]
     forward_compatible: re.Pattern[str]
@@ -36,6 +38,8 @@ def tables() -> Tables:
         builds={torch: tuple(cuda) for torch, cuda in data["builds"].items()},
         wheels={cpu: {cuda: tuple(archs) for cuda, archs in builds.items()} for cpu, builds in data["wheels"].items()},
         nvcc={arch: (first, last) for arch, (first, last) in data["nvcc"].items()},
+        deepspeed=data["deepspeed"]["version"],
+        deepspeed_needs=tuple(data["deepspeed"]["needs"]),
         known_archs=tuple(data["arch_list"]["known"]),
         named_archs=data["arch_list"]["named"],
         forward_compatible=re.compile(data["forward_compatible"]["names"]),

@@ -31,20 +31,24 @@ def ours(names: list[str], connect_s: float) -> int:
     while left:
         for key, _ in selector.select(1):
             if key.data is not None:
-                heard = key.data[0].read()
-                key.data[1].append(heard.out)
+                link, said, watched = key.data
+                heard = link.read()
+                said.append(heard.out)
+                for fd in watched.difference(() if heard.ended else link.fds()):
+                    watched.discard(fd)
+                    selector.unregister(fd)
                 if heard.ended:
-                    selector.unregister(key.fd)
-                    key.data[0].kill()
-                    good += b"".join(key.data[1]) == b"ok\n"
+                    link.kill()
+                    good += b"".join(said) == b"ok\n"
                     left -= 1
                 continue
             for _, _, what in arrivals.take():
                 if isinstance(what, HostError):
                     left -= 1
                 elif not isinstance(what, str):
-                    (fd,) = what.fds()
-                    selector.register(fd, selectors.EVENT_READ, (what, []))
+                    told: tuple[Any, list[bytes], set[int]] = (what, [], set(what.fds()))
+                    for fd in what.fds():
+                        selector.register(fd, selectors.EVENT_READ, told)
     transport.close()
     return good
 

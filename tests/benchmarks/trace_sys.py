@@ -1,18 +1,15 @@
 """The reader of strace's logs beside a plain Python loop over the same lines and `grep -c .`; best of several rounds.
 
     python tests/benchmarks/trace_sys.py [MB]
-    python tests/benchmarks/trace_sys.py launch    what a job's own calls cost that nobody asked for
 
 Logs of `strace -ff -yy -ttt -T` with lines as a training job writes them, 4 threads; the same as one file of
-`strace -f -yy -ttt -T` with the threads interleaved, a tenth of the calls in two halves; and that without -y, where a
-descriptor is a number.
+`strace -f -yy -ttt -T` with the threads interleaved, a tenth of the calls in two halves.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +18,6 @@ from pathlib import Path
 
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 THREADS = 4
-_DECODED = re.compile(rb"(?<=\d)<[^>]*(?:->[^>]*)?>(?=[,)])")
 READER = """
 import resource, sys, time
 from distdiag.facts.strace.log import read_logs
@@ -37,19 +33,6 @@ began = time.perf_counter()
 sum(1 for path in sys.argv[1:] for line in open(path, "rb") if line.rpartition(b" = ")[2])
 print(time.perf_counter() - began)
 """
-
-CALLS = """
-import os, sys, time
-fd, count = os.open("/dev/zero", os.O_RDONLY), int(sys.argv[1])
-best = 1e9
-for _ in range(5):
-    began = time.perf_counter()
-    for _ in range(count):
-        os.read(fd, 1)
-    best = min(best, (time.perf_counter() - began) / count)
-print(best)
-"""
-UNTRACED = 200_000
 
 
 def calls(draw: random.Random) -> list[bytes]:
@@ -85,10 +68,10 @@ def write_logs(folder: Path, size: int) -> None:
     """Write the logs of each kind into a folder of its own, of `size` bytes together."""
     draw = random.Random(7)
     now_s = 1_700_000_000.0
-    for kind in ("-ff -yy", "-f -yy", "-f"):
+    for kind in ("-ff -yy", "-f -yy"):
         (folder / kind).mkdir()
     kinds = [calls(draw) for _ in range(THREADS)]
-    with open(folder / "-f -yy" / "log", "wb") as one, open(folder / "-f" / "log", "wb") as bare:
+    with open(folder / "-f -yy" / "log", "wb") as one:
         each = [open(folder / "-ff -yy" / f"F.{1000 + thread}", "wb") for thread in range(THREADS)]  # noqa: SIM115
         written = 0
         while written < size:
@@ -105,7 +88,6 @@ def write_logs(folder: Path, size: int) -> None:
                 lines = [line]
             for half in lines:
                 one.write(b"%d %b" % (1000 + thread, half))
-                bare.write(b"%d %b" % (1000 + thread, _DECODED.sub(b"", half)))
         for file in each:
             file.close()
 
@@ -124,32 +106,7 @@ def grep(paths: list[str]) -> float:
     return time.perf_counter() - began
 
 
-def launched() -> None:
-    """Compare the cost of a call that is not traced: bare, and below strace as distdiag starts it and as people do."""
-    distdiag = [str(Path(sys.executable).with_name("distdiag")), "trace", "sys", "--only", "network"]
-    with tempfile.TemporaryDirectory() as folder:
-        ways = {
-            "bare": [],
-            "distdiag trace sys --only network --": [*distdiag, "--report", f"{folder}/report", "--"],
-            "strace -f -e trace=network": ["strace", "-f", "-e", "trace=network", "-o", f"{folder}/log"],
-        }
-        found: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(ROUNDS):
-            for way, argv in ways.items():
-                count = UNTRACED // 50 if way.startswith("strace") else UNTRACED
-                command = [*argv, sys.executable, "-c", CALLS, str(count)]
-                told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-                found[way].append(float(told.stdout))
-    print(f"load {os.getloadavg()[0]:.1f}, best of {ROUNDS} rounds, read() of /dev/zero\n")
-    print("| | us a call | times bare |\n|---|---|---|")
-    for way, seconds in found.items():
-        print(f"| {way} | {min(seconds) * 1e6:.2f} | {min(seconds) / min(found['bare']):.2f} |")
-
-
 def main() -> None:
-    if sys.argv[1:] == ["launch"]:
-        launched()
-        return
     size = int(sys.argv[1] if len(sys.argv) > 1 else "200") * 10**6
     with tempfile.TemporaryDirectory() as folder:
         write_logs(Path(folder), size)
@@ -157,7 +114,7 @@ def main() -> None:
         print(
             "| log | size | calls | MB/s | peak memory | Python line loop | grep -c . |\n|---|---|---|---|---|---|---|"
         )
-        for kind in ("-ff -yy", "-f -yy", "-f"):
+        for kind in ("-ff -yy", "-f -yy"):
             paths = sorted(str(path) for path in (Path(folder) / kind).iterdir())
             megabytes = sum(os.stat(path).st_size for path in paths) / 1e6
             took, memory, count = best([sys.executable, "-c", READER, *paths])

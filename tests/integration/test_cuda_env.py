@@ -16,6 +16,8 @@ from cuda_machines import GCC, Machine
 from support import distdiag
 from toolkit import compiled, nvcc
 
+from distdiag.facts.cuda.toolkits import ask
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -144,6 +146,41 @@ def test_nvcc_refuses_its_compiler_and_the_fix_makes_it_compile(tmp_path: Path) 
     assert after.returncode == 0, after.stderr
 
 
+def test_a_variable_that_breaks_the_real_nvcc_is_found_by_trying_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stdlib.h").write_text("#error stands in the way\n")
+    program = str(nvcc())
+    cases: list[tuple[dict[str, str], str]] = [
+        ({"NVCC_PREPEND_FLAGS": "-ccbin /nope/g++"}, "/nope/g++: No such file"),
+        ({"NVCC_APPEND_FLAGS": "--compiler-bindir=/nope/g++"}, "/nope/g++: No such file"),
+        ({"NVCC_APPEND_FLAGS": "-arch=sm_20"}, "Unsupported gpu architecture"),
+        ({"NVCC_APPEND_FLAGS": "-std=c++14"}, "C++17"),
+        ({"NVCC_APPEND_FLAGS": "-ptx"}, "not an object file"),
+        ({"NVCC_APPEND_FLAGS": "--bogus", "NVCC_PREPEND_FLAGS": "-arch=sm_20"}, "'--bogus'"),
+        ({"CPATH": str(tmp_path)}, "stands in the way"),
+        ({"NVCC_APPEND_FLAGS": "-O3 -lineinfo -arch=sm_90"}, ""),
+    ]
+    for variables, words in cases:
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            (found,) = ask([program], {program: ()}, timeout_s=60.0, env=variables)
+        assert set(found.broken_by) == (set(variables) if words else set()), (variables, found)
+        assert words in found.broken_how
+        assert (found.complaint, found.top != "") == ("", True)
+
+
+def test_flags_that_break_the_real_nvcc_are_unset_by_the_fix() -> None:
+    flags = {"NVCC_APPEND_FLAGS": "-ccbin /nope/g++", "NVCC_PREPEND_FLAGS": "-lineinfo"}
+    result = cuda_env("--for", "build", "--json", path=str(nvcc().parent), env=flags)
+    finding = result.findings["cc.flags"]
+    assert (finding["level"], finding["fix"]["commands"]) == ("fail", ["unset NVCC_APPEND_FLAGS"])
+    assert "NVCC_APPEND_FLAGS breaks nvcc 13.0: /nope/g++" in finding["title"]
+    assert not {"cc.nvcc", "toolkit.nvcc-broken"} & result.findings.keys()
+    assert result.report["data"]["exports"]["NVCC_APPEND_FLAGS"] == ""
+
+
 def test_an_extension_without_code_for_the_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path / "box")
     machine.driver("580.65.06", "NVIDIA GeForce RTX 5090:12.0", cuda=13000)
@@ -195,8 +232,14 @@ def test_nodes_with_other_toolkits_are_named_across_the_cluster(tmp_path: Path) 
 def test_the_prebuild_is_for_all_gpus_of_the_nodes(wrapper: Path) -> None:
     result = cuda_env("--prebuild", "--ops", "cpu_adam,aio", path=str(wrapper))
     assert result.code == 0
-    commands = [line for line in result.out.splitlines() if not line.startswith("#") and "deepspeed" in line]
+    lines = [line for line in result.out.splitlines() if not line.startswith("#")]
+    commands = [line for line in lines if "--no-binary deepspeed" in line]
     assert len(commands) == 2
+    # No release is chosen by the day; what its import needs is installed before, and the import tried after.
+    assert all("deepspeed==0." in command for command in commands)
+    before, after = lines[lines.index(commands[0]) - 1], lines[lines.index(commands[0]) + 1]
+    assert {"setuptools", "einops", "hjson", "py-cpuinfo", "'pydantic>=2'"} <= set(before.split())
+    assert after.endswith("-c 'import deepspeed; print(deepspeed.__version__)'")
     for command in commands:
         assert "DS_BUILD_CPU_ADAM=1 DS_BUILD_AIO=1 MAX_JOBS=" in command
         assert "--no-build-isolation" in command
@@ -315,3 +358,20 @@ def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, wrap
     file.write_text(json.dumps(saved))
     result = cuda_env("--from", str(file))
     assert (result.code, "was not written by --save" in result.err) == (2, True)
+
+
+def test_the_page_holds_what_torchs_own_report_says_of_this_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"], capture_output=True, text=True, check=True
+    )
+    told = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    page = " ".join(cuda_env("-v").out.split())
+    libc = told["Libc version"].replace("-", " ")
+    system = told["OS"].rpartition(" (")[0]
+    wanted = [system, libc, told["PyTorch version"], told["Python version"].split()[0], os.uname().release]
+    wanted += [told[name].split()[-1] for name in ("GCC version", "CMake version") if told[name][0] != "C"]
+    wanted += [
+        " ".join(line.split()[1].split("==")) for line in done.stdout.splitlines() if line.startswith("[pip3] n")
+    ]
+    assert len(wanted) > 6
+    assert [each for each in wanted if each not in page] == []

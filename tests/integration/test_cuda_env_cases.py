@@ -487,20 +487,42 @@ def test_the_stub_is_taken_for_the_driver(node: Machine, monkeypatch: pytest.Mon
 
 
 def test_a_container_that_was_given_no_gpu(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fix is that of the container which this is, and is given only where a driver is missing."""
     box.torch("2.9.1+cu128", "12.8", archs=CU128)
-    box.write("/.dockerenv", "")
-    box.write("/sys/bus/pci/devices/0000:17:00.0/vendor", "0x10de\n")
-    box.write("/sys/bus/pci/devices/0000:17:00.0/class", "0x030200\n")
-    finding = found(box.report(monkeypatch, "run"))["driver.present"]
-    assert finding.level is Level.FAIL
-    assert "this container has no GPU access" in finding.title
-    assert finding.fix is not None
-    assert "--gpus all" in finding.fix.text
+    signs = {
+        "/.dockerenv": "docker run --gpus all",
+        "/run/.containerenv": "podman run --device nvidia.com/gpu=all",
+        "container=lxc": "its GPU devices",
+        "KUBERNETES_SERVICE_HOST=10.0.0.1": "nvidia.com/gpu: 1",
+        "/.singularity.d": "apptainer exec --nv",
+    }
+    for hardware in (False, True):
+        if hardware:
+            box.write("/sys/bus/pci/devices/0000:17:00.0/vendor", "0x10de\n")
+            box.write("/sys/bus/pci/devices/0000:17:00.0/class", "0x030200\n")
+        for sign, fix in signs.items():
+            name, _, value = sign.partition("=")
+            if value:
+                box.env[name] = value
+            else:
+                box.write(sign, "")
+            finding = found(box.report(monkeypatch, "run"))["driver.present"]
+            box.env.pop(name, None)
+            (box.root / sign[1:]).unlink(missing_ok=True)
+            assert finding.level is Level.FAIL
+            assert ("this container has no GPU access" in finding.title) is hardware
+            assert finding.fix is not None
+            assert fix in finding.fix.text, sign
+            others = [other for other in signs.values() if other != fix]
+            assert not any(other in finding.fix.text for other in others), sign
 
 
 def test_there_is_no_gpu_and_no_driver(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     box.torch("2.9.1+cu128", "12.8", archs=CU128)
-    assert "no NVIDIA GPU and no driver found" in found(box.report(monkeypatch, "run"))["driver.present"].title
+    finding = found(box.report(monkeypatch, "run"))["driver.present"]
+    assert "no NVIDIA GPU and no driver found" in finding.title
+    assert finding.fix is not None
+    assert "container" not in finding.fix.text
 
 
 def test_a_driver_that_never_answers(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1030,3 +1052,30 @@ def test_a_temporary_directory_that_is_not_there(node: Machine, monkeypatch: pyt
     assert "temporary files in /nonexistent" in finding.title
     assert finding.fix is not None
     assert finding.fix.commands == ("export TMPDIR=/tmp",)
+
+
+def test_the_versions_of_a_ticket_are_read_without_importing_anything(
+    node: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.write("/etc/os-release", 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.2 LTS"\n')
+    node.write("/proc/cpuinfo", "processor\t: 0\nmodel name\t: AMD EPYC 9654 96-Core Processor\n")
+    node.write(node.bin / "cmake", "#!/bin/sh\necho cmake version 3.28.3\n", mode=0o755)
+    node.write("/usr/lib/x86_64-linux-gnu/libnccl.so.2.26.2", "")
+    wheels = {"nvidia-cudnn-cu12": "9.10.2.21", "triton": "3.5.1", "flash-attn": "2.8.3", "deepspeed": "0.19.8"}
+    for name, version in wheels.items():
+        node.package(name, version)
+    node.write(node.folder / "venv/conda-meta/cuda-nvcc-12.8.93-h8f0b736_1.json", "{}")
+    first = node.examine(monkeypatch, "build")
+    node.package("nvidia-nccl-cu12", "2.27.5")
+    report = judged(first, replace(node.examine(monkeypatch, "build"), host="other"), goal="build")
+    rows = [row for row in report.data.sections if row.name == "Versions"]
+    assert [(row.level, row.hosts) for row in rows] == [("ok", (first.host,)), ("ok", ("other",))]
+    words = rows[0].line
+    assert words.startswith("Ubuntu 24.04.2 LTS, glibc ")
+    for each in ("CMake 3.28.3", "cuDNN 9.10.2.21", "NCCL 2.26.2", "Triton 3.5.1", "DeepSpeed 0.19.8"):
+        assert each in words
+    assert "NCCL 2.27.5" in rows[1].line  # the wheel's, which torch loads, before the system's
+    assert {"nvidia-cudnn-cu12 9.10.2.21", "cuda-nvcc 12.8.93 (conda)"} <= set(rows[0].details)
+    versions = report.data.nodes[1].versions
+    assert versions.libraries == {"cuDNN": "9.10.2.21", "NCCL": "2.27.5"}
+    assert (versions.conda, versions.processor) == ({"cuda-nvcc": "12.8.93"}, "AMD EPYC 9654 96-Core Processor")

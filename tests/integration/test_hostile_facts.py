@@ -202,8 +202,8 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from torch import nn
 
-    from distdiag.training.overflow.detection import OverflowDetected
     from distdiag.training.overflow.detector import DebugUnderflowOverflow
+    from distdiag.training.overflow.report import OverflowDetected
 
     path = tmp_path_factory.mktemp("frames") / "frames.jsonl"
     first = nn.Linear(8, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -22,7 +23,8 @@ from logs_cases import cases
 from support import need
 
 from distdiag.cluster import hostfile, hostlist, hosts
-from distdiag.cluster.transports import known_hosts, ssh_config
+from distdiag.cluster.transports import ssh_config
+from distdiag.cluster.transports.known_hosts import KnownHosts
 from distdiag.errors import DistdiagError
 from distdiag.facts import elf, line_trace_file, sockets
 from distdiag.facts.core import core_file, stored_cores
@@ -253,24 +255,20 @@ def test_hostfiles_as_a_command_reads_them(tmp_path: Path) -> None:
     assert_survived(found, END_TO_END)
 
 
-def test_known_hosts() -> None:
+def test_known_hosts(tmp_path: Path) -> None:
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIA" + "A" * 42
     original = (
         f"node1,10.0.0.1 ssh-ed25519 {key}\n[gpu*]:2222 ssh-ed25519 {key}\n@revoked * ssh-ed25519 {key}\n"
         f"|1|F1E1KeoE/eEWhi10WpGv4OdiO6Y=|3988QV0VE8wmZL7suNrYQLITLCg= ssh-ed25519 {key}\n"
     ).encode()
 
-    def read(data: bytes) -> None:
-        for number, line in enumerate(data.split(b"\n"), 1):
-            try:
-                found = known_hosts.parse("known_hosts", number, line)
-            except ValueError:
-                continue
-            if found is not None:
-                found.matches(b"node1")
-                found.matches(b"[gpu7]:2222")
+    def judge(path: str) -> None:
+        known = KnownHosts.read([path])
+        for name, port in (("node1", 22), ("gpu7", 2222)):
+            known.check(name, port, "ssh-ed25519", base64.b64decode(key))
+            known.has_certificate_authority(name, port)
 
-    each([original], read)
+    each([original], as_file(tmp_path / "known_hosts", judge))
 
 
 def test_configurations_of_ssh(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_reports_on_a_hung_job(hung: Job, words: str) -> None:
         "doctor",
         "core-bt --setup",
         "trace show /nonexistent",
-        f"trace sys --from {RECORDED / 'strace'}",
+        f"trace sys {RECORDED / 'strace'}",
         f"logs {RECORDED / 'logs'}",
         "flight-recorder --how",
         "flight-recorder /nonexistent",

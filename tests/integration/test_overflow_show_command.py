@@ -21,12 +21,11 @@ with warnings.catch_warnings():
     from torch import Tensor, nn
 
 from distdiag.commands.overflow.show.diagnose import examine
-from distdiag.commands.overflow.show.recording import LIMITS, SCHEMA
+from distdiag.commands.overflow.show.recording import LIMITS
 from distdiag.commands.overflow.show.selection import Request
 from distdiag.errors import UsageError
-from distdiag.training.overflow import detection
-from distdiag.training.overflow.detection import OverflowDetected
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
+from distdiag.training.overflow.report import SCHEMA, OverflowDetected
 
 if TYPE_CHECKING:
     from distdiag.commands.overflow.show.diagnose import OverflowShow
@@ -102,9 +101,20 @@ def checked(request: Request) -> Report[OverflowShow]:
     return examine(request, lambda _: None)
 
 
-def test_the_format_is_the_detectors() -> None:
-    assert SCHEMA == detection.SCHEMA
+def test_the_limits_are_those_of_torch() -> None:
     assert {name: torch.finfo(getattr(torch, name)).max for name in LIMITS} == LIMITS
+
+
+def test_a_traced_batch_in_which_something_is_found_is_kept_once(tmp_path: Path) -> None:
+    path = tmp_path / "frames.jsonl"
+    model = Small(1)
+    model.head.weight.data.fill_(60000)
+    with DebugUnderflowOverflow(model, save=str(path), trace_batch_nums=[0]), pytest.raises(OverflowDetected):
+        model(torch.randint(0, 64, (2, 8)))
+    report = checked(Request(paths=(str(path),)))
+    numbers = [json.loads(line)["number"] for line in path.read_text().splitlines() if '"kind": "frame"' in line]
+    assert numbers == list(range(len(numbers)))
+    assert [one.module for one in report.data.detections] == ["head"]
 
 
 def test_growth_near_the_limit_is_found_and_compared_with_the_batch_before(folder: Path) -> None:

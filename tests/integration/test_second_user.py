@@ -202,8 +202,6 @@ SAVES = {
     "core-bt": ("core-bt", "--setup", "--text", "DIR/setup.txt", "--save", "DIR/c/d"),
     "pyspy-all": ("pyspy-all", "--pid", "SLEEPER", "--save", "DIR/a/b", "--html", "DIR/page.html"),
     "trace sys, attached": ("trace", "sys", "--pid", "SLEEPER", "--for", "100ms", "--logs", "DIR/a/b"),
-    "trace sys, logs": ("trace", "sys", "--logs", "DIR/a/b", "--", "true"),
-    "trace sys, report": ("trace", "sys", "--report", "DIR/report.json", "--", "true"),
     "overflow": ("overflow", "--save", "DIR/a/b", "--", "sh", "-c", 'echo "$1" | "$0" -', sys.executable, OVERFLOWS),
     "allreduce-bench": (
         *("allreduce-bench", "--nproc", "1", "--sizes", "8", "--iters", "1"),
@@ -273,9 +271,7 @@ def test_what_another_user_has_laid_under_the_name_of_a_report_is_refused(
 
 
 @pytest.mark.parametrize("script", ['mkdir -m 777 "$1"', 'mkdir -m 777 "$1-his" && ln -s "$1-his" "$1"'])
-@pytest.mark.parametrize(
-    "saves", [SAVES["cuda-env"], SAVES["overflow"], SAVES["trace sys, logs"]], ids=lambda one: one[0]
-)
+@pytest.mark.parametrize("saves", [SAVES["cuda-env"], SAVES["overflow"]], ids=lambda one: one[0])
 def test_a_folder_of_another_user_is_not_saved_into(shared: Path, script: str, saves: tuple[str, ...]) -> None:
     assert other(script, shared / "facts").returncode == 0
     arguments = [str(shared / "facts") if word == "DIR/a/b" else word for word in saves]

@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "strace_waits.py"
 
 @pytest.mark.parametrize(
     "options",
-    [arguments(), [*arguments(), "-Y"], ["-ff", "-yy", "-ttt", "-T"], ["-f", "-tt", "-T"], ["-f", "-yy", "-r"]],
+    [arguments(), ["-f", "-ff", "-ttt", "-T", "-yy"], ["-f", "-yy", "-ttt", "-T", "-s", "200"]],
     ids=" ".join,
 )
 def test_a_program_that_waits_and_spins(options: list[str], tmp_path: Path) -> None:

@@ -50,9 +50,8 @@ ONE_FILE = {
     "a file each": lambda n: f'{at(n)} read(3</data/{n}>, "", 1) = 0 <0.{n:06}>\n',
     "paths that are not there": lambda n: f'{at(n)} openat(AT_FDCWD, "/d/{n}", 0) = -1 ENOENT (No) <0.{n:06}>\n',
     "threads": lambda n: f'{n + 1} {at(n)} read(3</data/x>, "", 1) = 0 <0.000010>\n',
-    "threads without -y": lambda n: f'{n + 1} {at(n)} openat(AT_FDCWD, "/f{n}", 0) = 3 <0.000010>\n',
     "threads that start each other": lambda n: (
-        f"{n + 1} {at(n)} clone(flags=CLONE_FILES|CLONE_THREAD) = {n + 2} <0.1>\nstrace: Process {n + 2} attached\n"
+        f"{n + 1} {at(n)} clone(flags=CLONE_FILES|CLONE_THREAD) = {n + 2} <0.1>\n"
     ),
     "processes": lambda n: f'1 {at(n)} openat(AT_FDCWD, "/f{n}", 0) = {n} <0.1>\n1 {at(n)} fork() = {n + 2} <0.1>\n',
     "blocked": lambda n: f"{n + 1} {at(n)} getpid() = 3 <0.1>\n{n + 1} {at(n)} read(3<{net(n)}>,  <unfinished ...>\n",
@@ -118,7 +117,7 @@ FILLS = (
 )
 
 
-@pytest.mark.parametrize("seed", ["6.13_files.txt", "6.13_threads.txt", "6.13_threads_stderr.txt"])
+@pytest.mark.parametrize("seed", ["5.10_files.txt", "6.13_files.txt"])
 def test_logs_of_strace_with_long_lines(seed: str, tmp_path: Path) -> None:
     """A quarter of a megabyte in lines just short enough not to be cut; square work would take minutes each."""
     path, head = tmp_path / "x.log", (RECORDED / seed).read_text(errors="replace")

@@ -80,6 +80,7 @@ LINES = {
     "no-route": "OSError: [Errno 113] No route to host",
     "mpi-connect": "ORTE has lost communication with a remote daemon.",
     "loader-bus-error": "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+    "loader-crashed": "ERROR: Unexpected segmentation fault encountered in worker.",
     "loader-timeout": "RuntimeError: DataLoader timed out after 120 seconds",
     "pin-memory": "RuntimeError: Pin memory thread exited unexpectedly",
     "stale-handle": "OSError: [Errno 116] Stale file handle: '/nfs/data/shard-7.tar'",

@@ -157,6 +157,42 @@ Root Cause (first observed failure):
 """
 
 
+_SPAWNED = b"""\
+Traceback (most recent call last):
+  File "/job/train.py", line 60, in <module>
+    torch.multiprocessing.spawn(main, nprocs=2)
+  File "/venv/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 215, in join
+    raise ProcessRaisedException(msg, error_index, failed_process.pid)
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 87, in _wrap
+    fn(i, *args)
+  File "/job/train.py", line 41, in main
+    load(state)
+KeyError: 'block.7.weight'
+"""
+
+
+def test_the_exception_of_a_spawned_process_is_the_cause(tmp_path: Path) -> None:
+    """torch.multiprocessing.spawn raises one of its own around it."""
+    path = tmp_path / "job.log"
+    path.write_bytes(_SPAWNED)
+    report = judged(path)
+    assert report.exit_code() == 1
+    assert "KeyError: 'block.7.weight', at /job/train.py:41 in main" in report.summary
+
+
+def test_the_stream_of_a_gloo_address_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_bytes(
+        b"RuntimeError: Gloo connectFullMesh failed with [/src/gloo/transport/tcp/pair.cc:152] timed out connecting: "
+        b"SO_ERROR: Connection refused, remote=[10.0.0.7]:37772$1\n"
+    )
+    assert "remote=[10.0.0.7]:37772: a rank had exited" in judged(path).summary
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

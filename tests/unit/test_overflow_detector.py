@@ -22,7 +22,7 @@ from distdiag.training.overflow import extrema
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distdiag.training.overflow.detection import Detection
+    from distdiag.training.overflow.report import Detection
 
 INF = math.inf
 MODES: tuple[Any, ...] = ("step", "full")
@@ -85,9 +85,9 @@ def must_find(model: nn.Module, *args: Any, mode: Any = "step", **kwargs: Any) -
 def test_the_module_that_divides_by_zero_is_named_and_no_other(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = Then(a=nn.Linear(4, 4), sub=Sub(), b=nn.Linear(4, 4))
     told = must_find(model, torch.ones(3, 4), mode=mode)
-    assert (told.place.module, told.place.kind, told.tensor, told.origin) == ("sub", "Sub", "output", "here")
+    assert (told.module, told.module_class, told.tensor, told.origin) == ("sub", "Sub", "output", "here")
     assert told.tally is not None
-    assert (told.tally.inf + told.tally.minus_inf, told.tally.first, told.when.batch) == (12, (0, 0), 0)
+    assert (told.tally.inf + told.tally.minus_inf, told.tally.first, told.batch) == (12, (0, 0), 0)
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("Detected inf/nan during batch_number=0")
     assert lines[at + 1 : at + 4] == ["Last 2 forward frames:", "abs min  abs max  metadata", " " * 18 + "a Linear"]
@@ -130,14 +130,14 @@ class GivesOn(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 def test_what_comes_by_keyword_was_made_by_the_module_around(mode: Any) -> None:
     told = must_find(Then(block=GivesOn()), torch.ones(1, 2), mode=mode)
-    assert (told.place.module, told.tensor, told.origin) == ("block.then", "input['hidden']", "between")
-    assert (told.made_by.module, told.made_by.kind) == ("block", "GivesOn")
+    assert (told.module, told.tensor, told.origin) == ("block.then", "input['hidden']", "between")
+    assert (told.made_by, told.made_by_class) == ("block", "GivesOn")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_the_model_is_given_is_not_its_fault(mode: Any) -> None:
     told = must_find(Then(a=nn.Linear(2, 2)), torch.tensor([[1.0, INF]]), mode=mode)
-    assert (told.place.module, told.tensor, told.origin) == ("", "input[0]", "given")
+    assert (told.module, told.tensor, told.origin) == ("", "input[0]", "given")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -160,7 +160,7 @@ def test_a_row_that_is_masked_from_end_to_end_is_a_hint(mode: Any) -> None:
     mask[1] = -INF
     model = Then(add=Does(lambda x: torch.softmax(x[0] + x[1], -1)))
     told = must_find(model, (torch.randn(3, 3), mask), mode=mode)
-    assert (told.place.module, told.origin) == ("add", "here")
+    assert (told.module, told.origin) == ("add", "here")
     assert "row of the mask `input[0][1]` of `add`" in told.hints[0]
 
 
@@ -218,7 +218,7 @@ def test_inf_is_found_in_every_dtype_that_has_it(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_inf_in_the_models_own_output_has_the_number_of_its_batch(mode: Any) -> None:
     model = Does(lambda x: x / 0)
-    assert must_find(model, torch.ones(2), mode=mode).when.batch == 0
+    assert must_find(model, torch.ones(2), mode=mode).batch == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -230,7 +230,7 @@ def test_a_traced_batch_is_judged_too_and_the_next_one_is_clean(mode: Any, capsy
         2,
         [1],
         mode=mode,
-        on_detect=lambda told: seen.append(-told.when.batch),
+        on_detect=lambda told: seen.append(-told.batch),
     ):
         model(torch.ones(1, 2))
         seen.append(7)
@@ -272,12 +272,12 @@ def test_inputs_changed_in_place_cannot_be_run_again_and_that_is_said() -> None:
     assert "changed in place" in told.hints[0]
     assert "mode='full'" in told.hints[0]
     told = must_find(Then(a=Does(lambda x: x.div_(0))), torch.ones(2), mode="full")
-    assert (told.place.module, told.origin) == ("a", "here")
+    assert (told.module, told.origin) == ("a", "here")
 
 
 def test_what_nan_to_num_hides_is_found_at_the_input() -> None:
     model = Then(bad=Sub(), hides=Does(lambda x: x.nan_to_num_()))
-    assert must_find(model, torch.ones(2), mode="full").place.module == "bad"
+    assert must_find(model, torch.ones(2), mode="full").module == "bad"
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -301,7 +301,7 @@ def test_a_bad_gradient_is_found_before_the_optimizer_uses_it() -> None:
         with pytest.raises(OverflowDetected) as error:
             _step(model, optimizer, lambda out: _spoils_gradients(out).sum())
     told = error.value.detection
-    assert (told.when.batch, told.when.step, told.place.module, told.tensor) == (1, 1, "late", "bias.grad")
+    assert (told.batch, told.step, told.module, told.tensor) == (1, 1, "late", "bias.grad")
     assert (told.origin, told.hints[0].split(".")[0]) == ("backward", "4 of 4 gradients contain nan or inf")
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
@@ -325,7 +325,7 @@ def test_each_gradient_is_looked_at_before_clipping_spreads_it() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             with pytest.raises(OverflowDetected) as error:
                 optimizer.step()
-            places[how] = error.value.detection.place.module
+            places[how] = error.value.detection.module
             assert detector.found == 1
         optimizer.zero_grad()
     assert places == {"step": "late", "each": "early"}
@@ -359,7 +359,7 @@ def test_a_buffer_that_is_bad_before_the_forward(mode: Any) -> None:
     assert norm.running_var is not None
     norm.running_var[0] = math.nan
     told = must_find(Then(norm=norm), torch.ones(3, 2), mode=mode)
-    assert (told.place.module, told.tensor, told.origin) == ("norm", "running_var", "weights")
+    assert (told.module, told.tensor, told.origin) == ("norm", "running_var", "weights")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -376,7 +376,7 @@ def test_a_shared_module_has_its_first_name_in_both_frames(mode: Any, capsys: py
 def test_headroom_is_told_before_it_is_gone() -> None:
     model = Then(wo=Does(lambda x: x * 6.27), drop=Does(lambda x: x * 1.2))
     told = must_find(model, torch.full((2, 2), 1e4).half())
-    assert told.place.module == "drop"
+    assert told.module == "drop"
     assert "6.27e+04 = 96% of float16 max, `output` of `wo` (Does)" in told.hints[0]
 
 
@@ -464,7 +464,7 @@ def test_the_second_run_has_the_random_numbers_and_buffers_of_the_first() -> Non
     model = Once()
     assert found(model, torch.ones(64)) is None
     told = must_find(model, torch.ones(64))
-    assert (told.place.kind, told.origin) == ("Once", "here")
+    assert (told.module_class, told.origin) == ("Once", "here")
     assert len(seen) == 3
     assert torch.equal(seen[-1], seen[-2])
     assert float(model.calls) == 2
@@ -481,12 +481,12 @@ def test_autocast_is_as_it_was() -> None:
         with torch.autocast("cpu", dtype=torch.float16):
             model(torch.full((1, 2), 300.0))
         assert detector.found == 1
-    assert (seen[0].place.module, seen[0].origin) == ("big", "here")
+    assert (seen[0].module, seen[0].origin) == ("big", "here")
 
 
 def test_ignored_modules_may_hold_what_they_like() -> None:
     model = Then(a=Does(lambda x: x * math.nan), b=Does(lambda x: x.nan_to_num()))
-    assert must_find(model, torch.ones(1), mode="full").place.module == "a"
+    assert must_find(model, torch.ones(1), mode="full").module == "a"
     for patterns in ("a", ["a:output", "b:input*"], "*"):
         told = found(model, torch.ones(1), mode="full", _ignore=patterns)
         assert (told is None) == (patterns != "a")
@@ -570,7 +570,7 @@ def test_transforms_of_torch_func_are_left_alone() -> None:
     for mode in MODES:
         with DebugUnderflowOverflow(model, mode=mode) as detector:
             grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.ones(3, 4))
-            assert (grads["weight"].shape, detector.counts.forwards) == ((3, 1, 4), 0)
+            assert (grads["weight"].shape, detector.counts.batches) == ((3, 1, 4), 0)
 
 
 class Forgets(nn.Module):
@@ -598,7 +598,7 @@ def test_buffers_that_vanish_and_lazy_modules_do_not_end_the_job(mode: Any) -> N
         with DebugUnderflowOverflow(Forgets(how), mode=mode) as detector:
             detector._root(torch.ones(2))
             detector._root(torch.ones(2))
-            assert detector.counts.forwards == 2
+            assert detector.counts.batches == 2
     assert found(nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()), torch.ones(4, 3), mode=mode) is None
 
 
@@ -633,7 +633,7 @@ def test_buffers_full_of_inf_that_are_not_used_are_no_fault(mode: Any) -> None:
     with torch.no_grad():
         bad.bias[0] = math.nan
     told = must_find(Then(see=Observes(), linear=bad), torch.ones(1, 2), mode=mode)
-    assert (told.place.module, told.tensor, told.origin) == ("linear", "bias", "weights")
+    assert (told.module, told.tensor, told.origin) == ("linear", "bias", "weights")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -764,7 +764,7 @@ def test_what_is_hidden_from_the_outputs_is_named_by_what_comes_of_it() -> None:
         with DebugUnderflowOverflow(model, gradients=how), pytest.raises(OverflowDetected) as error:
             _step(model, optimizer, lambda out: out.sum())
         told = error.value.detection
-        assert (told.place.module, told.tensor, told.origin) == ("big", "output", "here")
+        assert (told.module, told.tensor, told.origin) == ("big", "output", "here")
         assert "No output of the model contains it, but the gradients do." in told.hints
         optimizer.zero_grad()
 
@@ -812,7 +812,7 @@ def test_minus_inf_in_inference_is_told_unless_it_was_filled_in(made: Callable[[
 def test_what_went_in_and_may_be_a_mask_is_not_called_finite() -> None:
     model = Then(a=Does(lambda x: x.masked_fill(x > 1, -INF)), b=Does(lambda x: x.abs()))
     told = must_find(model, torch.tensor([1.0, 2.0]))
-    assert (told.place.module, told.origin) == ("b", "here")
+    assert (told.module, told.origin) == ("b", "here")
     assert (
         "Inputs were finite except for -inf in `input[0]`, as in masks; this module produced it (`abs`)."
         in told.sentence
@@ -838,15 +838,15 @@ def _logs(**between: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("between", [{}, {"twice": Does(lambda x: x.reshape(4, 8) * 2)}])
 def test_minus_inf_of_a_log_is_where_the_nan_of_a_later_module_began(mode: Any, between: dict[str, nn.Module]) -> None:
     told = must_find(_logs(**between), torch.randn(4, 8), mode=mode)
-    assert (told.place.module, told.place.kind, told.tensor, told.origin) == (
+    assert (told.module, told.module_class, told.tensor, told.origin) == (
         "block.scale",
         "LogScale",
         "output",
         "here",
     )
-    assert (told.operation, told.made_by.module) == ("log", "block.scale")
+    assert (told.operation, told.made_by) == ("log", "block.scale")
     assert told.became is not None
-    assert (told.became.place.module, told.became.tensor) == ("last", "output")
+    assert (told.became.module, told.became.tensor) == ("last", "output")
     assert (
         " -inf in `output` of `block.scale` (LogScale). Inputs were finite; this module produced it " in told.sentence
     )
@@ -857,9 +857,9 @@ def test_minus_inf_of_a_log_is_where_the_nan_of_a_later_module_began(mode: Any, 
 def test_without_a_second_run_the_frames_lead_back_to_the_module_that_made_minus_inf() -> None:
     model = Then(changes=Does(lambda x: x.mul_(1)), rest=_logs())
     told = must_find(model, torch.randn(4, 8), mode="full")
-    assert (told.place.module, told.origin, told.operation) == ("rest.block.scale", "here", "")
+    assert (told.module, told.origin, told.operation) == ("rest.block.scale", "here", "")
     assert told.became is not None
-    assert (told.became.place.module, "float32" in told.fix) == ("rest.last", False)
+    assert (told.became.module, "float32" in told.fix) == ("rest.last", False)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -873,8 +873,8 @@ def test_minus_inf_between_two_modules_is_of_the_module_around_them(mode: Any) -
             return self.last(torch.log(self.act(x)))
 
     told = must_find(Then(around=Around()), torch.randn(4, 8), mode=mode)
-    assert (told.place.module, told.tensor, told.origin) == ("around.last", "input[0]", "between")
-    assert (told.made_by.module, told.operation) == ("around", "log")
+    assert (told.module, told.tensor, told.origin) == ("around.last", "input[0]", "between")
+    assert (told.made_by, told.operation) == ("around", "log")
     assert "passed it on, and `around.last` (Linear) turned it into" in told.sentence
 
 
@@ -900,7 +900,7 @@ def test_a_softmax_of_a_row_that_is_all_masked_is_named_and_not_the_mask(mode: A
     assert found(Attends(), torch.randn(4, 8), hidden, mode=mode) is None
     hidden[2] = True
     told = must_find(Attends(), torch.randn(4, 8), hidden, mode=mode)
-    assert (told.place.module, told.tensor, told.origin, told.became) == ("soft", "output", "here", None)
+    assert (told.module, told.tensor, told.origin, told.became) == ("soft", "output", "here", None)
     assert "as in masks; this module produced it (`softmax` of a row that is all -inf)." in told.sentence
     assert told.fix.startswith("leave at least one position unmasked in each row")
 
@@ -911,7 +911,7 @@ def test_two_masks_of_the_least_number_that_add_up_to_minus_inf_are_no_calculati
     assert found(Then(add=add, soft=nn.Softmax(-1)), torch.randn(4, 4)) is None
     with torch.no_grad(), DebugUnderflowOverflow(add) as detector:
         add(torch.randn(4, 4))
-        assert (detector.counts.forwards, detector.counts.warnings) == (1, [])
+        assert (detector.counts.batches, detector.counts.warnings) == (1, [])
 
 
 def test_what_is_not_known_of_the_forward_is_not_said() -> None:
@@ -968,7 +968,7 @@ def test_a_traced_batch_that_overflows_does_not_keep_the_next_from_being_traced(
         for _ in range(5):
             model(torch.ones(1))
     out = capsys.readouterr().out
-    assert (error.value.detection.when.batch, out.count("Starting batch")) == (3, 2)
+    assert (error.value.detection.batch, out.count("Starting batch")) == (3, 2)
 
 
 def test_detect_overflow_says_once_what_is_run_twice(capsys: pytest.CaptureFixture[str]) -> None:

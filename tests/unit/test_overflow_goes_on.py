@@ -18,7 +18,7 @@ from distdiag import DebugUnderflowOverflow, OverflowDetected
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from distdiag.training.overflow.detection import Detection
+    from distdiag.training.overflow.report import Detection
 
 BAD = 1
 """The batch that has nan in one of its rows; the others stay worth comparing."""
@@ -329,7 +329,7 @@ def test_threads_that_share_a_model_are_each_judged_by_what_they_did(mode: Any) 
         raised = in_threads([lambda: work(1.0), lambda: work(math.inf)])
         assert [type(one) for one in raised] == [OverflowDetected], raised
         told = raised[0].detection  # type: ignore[attr-defined]
-        assert (told.place.kind, told.origin in ("here", "unseen")) == ("Does", True)
+        assert (told.module_class, told.origin in ("here", "unseen")) == ("Does", True)
         assert detector.counts.off == ""
 
 

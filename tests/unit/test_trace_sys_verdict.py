@@ -18,7 +18,6 @@ from distdiag.commands.trace.nodes import Answers
 from distdiag.commands.trace.sys.collect import Attached, Reply, Traced, arguments
 from distdiag.commands.trace.sys.command import parse_duration, parse_only
 from distdiag.commands.trace.sys.diagnose import diagnose, diagnose_logs
-from distdiag.commands.trace.sys.launch import BoundedLog
 from distdiag.commands.trace.sys.logs import read
 from distdiag.commands.trace.sys.types import MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.wording import log_name, parse_log_name
@@ -244,24 +243,23 @@ def test_recorded_logs_are_read_whatever_the_version(version: str) -> None:
     report = judge(RECORDED / f"{version}_live")
     (row,) = report.data.threads
     assert (row.main, row.n_calls > 20) == (True, True)
-    blocked = judge(RECORDED / f"{version}_blocked").data.threads[0]
-    assert blocked.last is not None
-    assert (blocked.state, blocked.last.call) == ("blocked", "recvfrom")
-    assert blocked.last.peer_rank is None
+    assert row.last is not None
+    assert (row.state, row.last.call, row.last.peer_rank) == ("blocked", "recvfrom", None)
 
 
 def test_what_is_no_log_is_an_error() -> None:
     with pytest.raises(DistdiagError, match="only a summary"):
         judge(RECORDED / "6.1_summary.txt")
+    with pytest.raises(DistdiagError, match="without -ttt -T -yy") as raised:
+        judge(RECORDED / "6.1_forks_relative.txt")
+    assert "strace -f -ff -ttt -T -yy -o DIR/trace -- COMMAND" in (raised.value.hint or "")
     with pytest.raises(UsageError, match="no such file"):
         judge(RECORDED / "not-there")
 
 
 def thread_log(pid: int, last: Call | None, n_calls: int = 0, at_s: float = 1000.0) -> ThreadLog:
     state = "detached" if last is not None else "returned"
-    return ThreadLog(
-        "", None, pid, "", at_s, at_s, n_calls, 0, state, 0.0, last, (), (), (), (), (), (), ()
-    )  # fmt: skip
+    return ThreadLog("", None, pid, "", at_s, at_s, n_calls, 0, state, 0.0, last)
 
 
 def seen(pid: int, threads: Sequence[Thread], logs: Sequence[ThreadLog], **more: object) -> Reply:
@@ -400,7 +398,8 @@ def test_native_stacks_of_several_jobs_are_refused_as_they_pause_the_ranks() -> 
 def test_names_of_logs_are_read_back() -> None:
     assert parse_log_name(log_name(3, "node-07", 4711)) == (3, "node-07", 4711)
     assert parse_log_name(log_name(None, "a.b", 1)) == (None, "a_b", 1)
-    assert parse_log_name("F.1234") is None
+    assert parse_log_name("F.1234") == (None, "", None)
+    assert parse_log_name("rank-3.1234") == (3, "", None)
 
 
 @pytest.mark.parametrize(
@@ -420,22 +419,3 @@ def test_kinds_of_calls_are_those_of_strace() -> None:
     assert parse_only(["network,file", "%desc"]) == ("network", "file", "desc")
     assert arguments(["network"])[-2:] == ["-e", "trace=%network,execve,?execveat,clone,?clone3,fork,vfork"]
     assert not [argument for argument in arguments() if argument.startswith("trace=")]
-
-
-def test_of_a_log_that_is_too_long_the_beginning_and_the_end_are_kept_in_whole_lines(tmp_path: Path) -> None:
-    path, lines = tmp_path / "log", [b"%07d line\n" % number for number in range(200_000)]
-    with open(path, "w+b") as file, open(path, "r+b") as writer, open(tmp_path / "kept", "w+b") as kept:
-        bounded = BoundedLog(file, 2**20)
-        for start in range(0, len(lines), 10_000):
-            writer.write(b"".join(lines[start : start + 10_000]))
-            writer.flush()
-            bounded.check()
-        if not bounded.tail:
-            pytest.skip("this file system makes no holes")
-        assert path.stat().st_blocks * 512 <= 2**20
-        bounded.copy_to(kept)
-    found = (tmp_path / "kept").read_bytes().splitlines(keepends=True)
-    assert (found[0], found[-1]) == (lines[0], lines[-1])
-    assert found == sorted(set(found))
-    assert 2**19 < sum(map(len, found)) < 2**20
-    assert set(found) <= set(lines)

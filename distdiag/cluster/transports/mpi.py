@@ -85,7 +85,7 @@ def _knock(host: Host) -> HostError | None:
         settings = ssh_config.resolve(host)
     except DistdiagError:
         return None
-    if settings.proxy_jump or settings.proxy_command:
+    if settings.proxied:
         return None
     where = f"{settings.hostname} port {settings.port}"
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shlex
 import socket
 import threading
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
 class Refused(Exception):
     """The host cannot be logged in to; says why."""
 
-    def __init__(self, refusal: HostError) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
+    def __init__(self, state: HostState, stage: str, message: str, **more: Any) -> None:  # noqa: ANN401 - of HostError
+        super().__init__(message)
+        self.refusal = HostError(state=state, stage=stage, message=message, **more)
 
 
 class Retry(Refused):
     """The connection broke before anything was done: worth another try."""
+
+
+class NeedsOpenSsh(Exception):
+    """OpenSSH's client is to accept an unknown host key."""
 
 
 class Login:
@@ -49,27 +54,24 @@ class Login:
         self._known: dict[tuple[str, ...], KnownHosts] = {}
         self._lock = threading.Lock()
         self._limits = Limits()
-        self._kept: list[paramiko.Transport] = []
-        self._wanted_types: dict[tuple[str, int], list[str]] = {}
-        """Types of host keys to ask for, where a host presented a type that is not known for it."""
+        self._known_types: dict[tuple[str, int], tuple[str, ...]] = {}
+        """Types of host keys to ask for, if a host presented a type that is not known for it."""
 
     def needs_openssh(self, settings: SshSettings) -> bool:
         """Return whether the host may show a certificate instead of a known key, which paramiko cannot check."""
         return self._known_hosts(settings).has_certificate_authority(*settings.known_as)
 
-    def enter(self, connection: object, settings: SshSettings, *, through_bastion: bool = False) -> ChannelLink:
+    def enter(self, connection: socket.socket, settings: SshSettings) -> ChannelLink:
         """Log in over a connected socket, start the command, and send it its first words.
 
         Raises:
             Refused: it cannot be done, and why.
             Retry: the connection broke before the login.
+            NeedsOpenSsh: its host key is unknown and to be accepted.
         """
         import paramiko
 
-        transport = self.authenticate(connection, settings)
-        if through_bastion:
-            # An inner connection that is closed early makes sshd end the bastion's: they all go at the end.
-            self._kept.append(transport)
+        transport = self._authenticate(connection, settings)
         began = time.monotonic()
         try:
             # paramiko waits for the answer to exec_command for ever.
@@ -82,12 +84,12 @@ class Login:
             why = f"no answer within {self._timeout_s:g} s" if late else _words(error)
             state = HostState.TIMEOUT if late else HostState.FAILED
             words = f"login works, but it does not run the command: {why}"
-            raise Refused(HostError(state=state, stage="session", message=words)) from error
-        link = ChannelLink(transport, channel, keep=through_bastion)
+            raise Refused(state, "session", words) from error
+        link = ChannelLink(transport, channel)
         link.write(self._words)  # it may have ended already: then its output shows why
         return link
 
-    def authenticate(self, connection: Any, settings: SshSettings) -> paramiko.Transport:  # noqa: ANN401 - a socket or channel
+    def _authenticate(self, connection: socket.socket, settings: SshSettings) -> paramiko.Transport:
         """Check the host key and prove who we are. Raises Refused or Retry, and closes the connection then."""
         import paramiko
 
@@ -97,50 +99,23 @@ class Login:
         # It would start a thread for this; start_client has the same limit.
         transport.packetizer.start_handshake = lambda timeout: None
         transport.auth_timeout = self._timeout_s
+        if known := self._known_types.get(settings.known_as):
+            options = transport.get_security_options()
+            # RSA keys sign in several ways.
+            options.key_types = sorted(
+                options.key_types, key=lambda type_: re.sub("^rsa-sha2-.*", "ssh-rsa", type_) not in known
+            )
         try:
-            self._prefer_known(transport, settings)
             self._handshake(transport, settings)
             self._check_key(transport, settings)
             _prove(transport, settings)
-        except Refused:
+        except (Refused, NeedsOpenSsh):
             _drop(transport)
             raise
         except (paramiko.SSHException, EOFError, OSError) as error:
             _drop(transport)
-            raise Refused(HostError(state=HostState.FAILED, stage="login", message=_words(error))) from error
+            raise Refused(HostState.FAILED, "login", _words(error)) from error
         return transport
-
-    def open_way(self, bastion: Any, host: str, port: int, timeout_s: float) -> object:  # noqa: ANN401 - a transport
-        """Open a connection from a bastion to a host behind it. Raises Refused."""
-        import paramiko
-
-        where = f"{host} port {port}"
-        began = time.monotonic()
-        try:
-            return bastion.open_channel("direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=timeout_s)
-        except paramiko.ChannelException as error:  # paramiko keeps its code only, RFC 4254, 5.1
-            forbidden = error.code == 1
-            words = (
-                f"the bastion {'forbids forwarding (AllowTcpForwarding)' if forbidden else 'cannot connect'} to {where}"
-            )
-            raise Refused(HostError(state=HostState.NO_ROUTE, stage="connect", message=words)) from error
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            if time.monotonic() - began > 0.95 * timeout_s:
-                words = f"the bastion gets no answer from {where} within {timeout_s:g} s"
-                raise Refused(HostError(state=HostState.FILTERED, stage="connect", message=words)) from error
-            words = f"the bastion opens no connection to {where}: {_words(error)}"
-            raise Retry(HostError(state=HostState.FAILED, stage="connect", message=words)) from error
-
-    def close(self) -> None:
-        """Drop the connections that were kept."""
-        for transport in self._kept:
-            _drop(transport)
-
-    def _prefer_known(self, transport: paramiko.Transport, settings: SshSettings) -> None:
-        wanted = self._wanted_types.get(settings.known_as)
-        if wanted:
-            options = transport.get_security_options()
-            options.key_types = sorted(options.key_types, key=lambda type_: _type_inside(type_) not in wanted)
 
     def _handshake(self, transport: paramiko.Transport, settings: SshSettings) -> None:
         import paramiko
@@ -152,35 +127,26 @@ class Login:
         except (paramiko.SSHException, EOFError, OSError) as error:
             if time.monotonic() - begin > 0.95 * self._timeout_s:
                 words = f"no complete ssh handshake within {self._timeout_s:g} s"
-                raise Refused(HostError(state=HostState.TIMEOUT, stage="handshake", message=words)) from error
+                raise Refused(HostState.TIMEOUT, "handshake", words) from error
             words = f"port {settings.port} aborted the ssh handshake: {_words(error)}"
             state = (
                 HostState.FAILED if isinstance(error, paramiko.ssh_exception.IncompatiblePeer) else HostState.NOT_SSH
             )
-            raise Retry(HostError(state=state, stage="handshake", message=words)) from error
+            raise Retry(state, "handshake", words) from error
 
     def _check_key(self, transport: paramiko.Transport, settings: SshSettings) -> None:
         key = transport.get_remote_server_key()
-        name, port = settings.known_as
         kind, blob = key.get_name(), key.asbytes()
         with self._lock:
-            verdict = self._known_hosts(settings).check(name, port, kind, blob)
+            verdict = self._known_hosts(settings).check(*settings.known_as, kind, blob)
         if verdict.key is KeyVerdict.KNOWN:
             return
-        if verdict.key is KeyVerdict.OTHER_TYPE and settings.known_as not in self._wanted_types:
-            with self._lock:
-                self._wanted_types[settings.known_as] = self._known_hosts(settings).known_types(name, port)
-            raise Retry(_other_key(settings, verdict, kind, blob))
-        if verdict.key is not KeyVerdict.UNKNOWN:
-            raise Refused(_other_key(settings, verdict, kind, blob))
-        if not self._accept_new:
-            raise Refused(_unknown_key(settings, kind, blob))
-        self._remember(known_hosts.line(name, port, kind, blob))
-
-    def _remember(self, line: str) -> None:
-        with self._lock:
-            known_hosts.append(known_hosts.own_file(), line)
-            self._known.clear()
+        if verdict.key is KeyVerdict.UNKNOWN:
+            raise NeedsOpenSsh if self._accept_new else _unknown_key(settings, kind, blob)
+        if verdict.key is KeyVerdict.OTHER_TYPE and settings.known_as not in self._known_types:
+            self._known_types[settings.known_as] = verdict.types
+            raise Retry(HostState.HOST_KEY_CHANGED, "host key", "it presents a key of another type than the known one")
+        raise _other_key(settings, verdict, kind, blob)
 
     def _known_hosts(self, settings: SshSettings) -> KnownHosts:
         files = (*settings.user_known_hosts, *settings.global_known_hosts, known_hosts.own_file())
@@ -192,11 +158,10 @@ class Login:
 class ChannelLink(Link):
     """A command on a host, over paramiko."""
 
-    def __init__(self, transport: paramiko.Transport, channel: paramiko.Channel, *, keep: bool) -> None:
+    def __init__(self, transport: paramiko.Transport, channel: paramiko.Channel) -> None:
         super().__init__()
         self._transport = transport
         self._channel = channel
-        self._keep = keep
         self.when_dropped: Callable[[], object] | None = None
         self._fd = channel.fileno()
         channel.settimeout(0)
@@ -256,9 +221,8 @@ class ChannelLink(Link):
 
     def kill(self) -> None:
         self._closing = True
-        if not self._keep:
-            _drop(self._transport)
-            self._channel.close()  # it is closed already; this lets go of its pipe
+        _drop(self._transport)
+        self._channel.close()  # it is closed already; this lets go of its pipe
         when_dropped, self.when_dropped = self.when_dropped, None
         if when_dropped is not None:
             when_dropped()
@@ -289,17 +253,15 @@ def _prove(transport: paramiko.Transport, settings: SshSettings) -> None:
     words = f"it rejects user {settings.user}"
     words += f" with {', '.join(tried)}" if tried else ", and there is no key to try"
     words += f"; it accepts {', '.join(accepted)}" if accepted else ""
-    raise Refused(HostError(state=HostState.AUTH, stage="login", message=words))
+    raise Refused(HostState.AUTH, "login", words)
 
 
 def _keys(settings: SshSettings, tried: list[str]) -> Iterator[tuple[str, Any]]:
     import paramiko
 
-    wanted = {key.asbytes() for path in settings.identity_files if (key := _load(path)) is not None}
-    if settings.identity_agent != "none" and os.environ.get("SSH_AUTH_SOCK"):
+    if settings.uses_agent and os.environ.get("SSH_AUTH_SOCK"):
         for agent_key in paramiko.Agent().get_keys():
-            if not settings.identities_only or agent_key.asbytes() in wanted:
-                yield "the agent's " + (agent_key.comment or agent_key.get_name()), agent_key
+            yield "the agent's " + (agent_key.comment or agent_key.get_name()), agent_key
     for path in settings.identity_files:
         key = _load(path)
         if key is None:
@@ -318,19 +280,14 @@ def _load(path: str) -> Any:  # noqa: ANN401 - some kind of paramiko.PKey, or No
         return None
 
 
-def _type_inside(algorithm: str) -> str:
-    """Return the type of the keys of an algorithm: RSA keys sign in several ways."""
-    return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
-
-
-def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> HostError:
+def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> Refused:
     line = known_hosts.line(*settings.known_as, kind, blob)
     shown = known_hosts.fingerprint(blob)
     file = settings.user_known_hosts[0] if settings.user_known_hosts else known_hosts.own_file()
-    return HostError(
-        state=HostState.HOST_KEY_UNKNOWN,
-        stage="host key",
-        message=f"its {kind} key is in no known_hosts file",
+    return Refused(
+        HostState.HOST_KEY_UNKNOWN,
+        "host key",
+        f"its {kind} key is in no known_hosts file",
         hint="compare the fingerprint with the host's own, then add the line; or accept all unknown keys "
         "(never changed keys) with --accept-new",
         commands=(f"echo '{line}' >> {shlex.quote(file)}  # {shown}",),
@@ -338,23 +295,24 @@ def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> HostError:
     )
 
 
-def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> HostError:
+def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> Refused:
+    """Return the refusal of a key that is revoked, changed, or of another type than those known."""
     name, port = settings.known_as
-    where = f"{verdict.file}, line {verdict.line}"
-    evidence = f"it presents the {kind} key {known_hosts.fingerprint(blob)}; see {where}"
+    shown = known_hosts.fingerprint(blob)
+    evidence = (f"it presents the {kind} key {shown}; see {verdict.file}, line {verdict.line}",)
     if verdict.key is KeyVerdict.REVOKED:
         words = f"its {kind} key is marked as revoked"
-        return HostError(state=HostState.HOST_KEY_REVOKED, stage="host key", message=words, evidence=(evidence,))
-    changed = f"its {kind} key is not the known key"
-    other_type = f"it presents a key of type {kind}, but only keys of other types are known for it"
+        return Refused(HostState.HOST_KEY_REVOKED, "host key", words, evidence=evidence)
     entry = name if port == 22 else f"[{name}]:{port}"
-    return HostError(
-        state=HostState.HOST_KEY_CHANGED,
-        stage="host key",
-        message=changed if verdict.key is KeyVerdict.CHANGED else other_type,
+    return Refused(
+        HostState.HOST_KEY_CHANGED,
+        "host key",
+        f"its {kind} key is not the known key"
+        if verdict.key is KeyVerdict.CHANGED
+        else f"it presents a key of type {kind}, but only keys of other types are known for it",
         hint="if the host was reinstalled, remove the old key; if not, this may be a man-in-the-middle attack",
         commands=(f"ssh-keygen -R {shlex.quote(entry)} -f {shlex.quote(verdict.file)}",),
-        evidence=(evidence,),
+        evidence=evidence,
     )
 
 

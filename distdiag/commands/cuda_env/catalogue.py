@@ -43,7 +43,7 @@ CHECKS = {
     "toolkit.cudart-devlink": "no libcudart.so to link against",
     "cc.nvcc": "nvcc's host compiler is missing or too new",
     "cc.torch": "torch's C++ compiler is missing, too new or too old",
-    "cc.flags": "NVCC_PREPEND_FLAGS or NVCC_APPEND_FLAGS change the compiler",
+    "cc.flags": "NVCC_PREPEND_FLAGS, NVCC_APPEND_FLAGS or another variable changes the compiler, or breaks nvcc",
     "archlist.syntax": "TORCH_CUDA_ARCH_LIST is invalid",
     "archlist.nvcc": "TORCH_CUDA_ARCH_LIST has architectures that nvcc cannot compile for",
     "archlist.gpus": "TORCH_CUDA_ARCH_LIST does not cover a GPU",

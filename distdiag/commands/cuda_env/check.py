@@ -14,6 +14,7 @@ from distdiag.commands.cuda_env.types import COMMAND, Request
 from distdiag.commands.cuda_env.view import cuda_env_view
 from distdiag.output import say
 from distdiag.runner import Asks, Question, Subcommand
+from distdiag.users_python import users_python
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.types import CudaEnv
@@ -46,8 +47,9 @@ def _collect(request: Request, progress: Progress) -> Gathered[CudaFacts]:
 
 def _ask(request: Request, *, local: bool) -> dict[str, object]:
     """Return what to look at. On other hosts the node side itself runs in the interpreter that --python names."""
-    python = python_here(request.python) if local else ""
-    return {"goal": str(request.goal), "python": python, "timeout_s": request.timeout_s, "root": ""}
+    python, chosen = (python_here(request.python), "") if request.python else users_python()
+    whose = {"python": python, "chosen": chosen} if local else {"python": "", "chosen": ""}
+    return {"goal": str(request.goal), **whose, "timeout_s": request.timeout_s, "root": ""}
 
 
 def prepared(request: Request, gathered: Gathered[CudaFacts]) -> Gathered[CudaFacts]:

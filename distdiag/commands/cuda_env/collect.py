@@ -6,10 +6,20 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distdiag.facts import machine, programs
-from distdiag.facts.cuda import building, compilers, driver, environment, libraries, requirements, toolkits, torchfiles
+from distdiag.facts.cuda import (
+    building,
+    compilers,
+    driver,
+    environment,
+    libraries,
+    requirements,
+    toolkits,
+    torchfiles,
+    versions,
+)
 from distdiag.facts.cuda.building import Building  # noqa: TC001 - these are decoded by their annotations
 from distdiag.facts.cuda.compilers import Compilers  # noqa: TC001
 from distdiag.facts.cuda.driver import Driver  # noqa: TC001
@@ -19,6 +29,7 @@ from distdiag.facts.cuda.places import Places
 from distdiag.facts.cuda.requirements import Unmet  # noqa: TC001
 from distdiag.facts.cuda.toolkits import Nvcc, Toolkit, Use  # noqa: TC001
 from distdiag.facts.cuda.torchfiles import DeepSpeed, Torch  # noqa: TC001
+from distdiag.facts.cuda.versions import Versions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,6 +42,8 @@ _VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDAToolkit_ROOT", "CUDACXX"),
     *("CC", "CXX", "NVCC_CCBIN", "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "TORCH_CUDA_ARCH_LIST"),
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "MAX_JOBS", "CPATH", "LIBRARY_PATH", "CONDA_PREFIX"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_MODULE_LOADING"),
+    *("CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH"),
     *(
         "VIRTUAL_ENV",
         "PYTHONPATH",
@@ -92,6 +105,9 @@ class CudaFacts:
     unmet: tuple[Unmet, ...] = ()
     meant: tuple[str, ...] = ()
     """Capabilities of the GPUs that builds are for, where they are not those of this machine."""
+    versions: Versions = field(default_factory=Versions)
+    chosen: str = ""
+    """By which rule this Python is the one to examine, where it is not distdiag's own."""
     no_path: tuple[str, ...] = ()
     """What PATH names and is not there."""
 
@@ -120,8 +136,8 @@ def more(ask: dict[str, Any], tell: Callable[[CudaFacts], None]) -> None:
 def look(ask: dict[str, Any]) -> CudaFacts:
     """Look at this node.
 
-    {"goal": run, build or all; "python": whose environment, "": this one's; "timeout_s": longest time for importing
-    torch and for the driver; "root": look below it instead of /}
+    {"goal": run, build or all; "python": whose environment, "": this one's; "chosen": by which rule;
+    "timeout_s": longest time for importing torch and for the driver; "root": look below it instead of /}
     """
     places = Places(ask["root"], dict(os.environ))
     executable = ask["python"] or sys.executable
@@ -133,7 +149,7 @@ def look(ask: dict[str, Any]) -> CudaFacts:
         "tools": lambda: _Tools(places, min(_QUICK_S, ask["timeout_s"])),
     }
     found = _all_at_once(ways)
-    return _assemble(ask["goal"], places, found)
+    return replace(_assemble(ask["goal"], places, found), chosen=ask.get("chosen", ""))
 
 
 def _all_at_once(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -185,7 +201,10 @@ class _Tools:
         if self.uses["torch"].nvcc in used and places.env.get("CC"):
             used[self.uses["torch"].nvcc] = ["-ccbin", places.env["CC"]]
         paths = [*used, *places.which_all("nvcc"), *(toolkit.nvcc for toolkit in self.found if toolkit.nvcc)]
-        self.nvccs = [toolkits.with_compiler(nvcc, places) for nvcc in toolkits.ask(paths, used, timeout_s=timeout_s)]
+        self.nvccs = [
+            toolkits.with_compiler(nvcc, places)
+            for nvcc in toolkits.ask(paths, used, timeout_s=timeout_s, env=places.env)
+        ]
         for nvcc in self.nvccs:  # what a wrapper leads to may lie in no usual place
             if nvcc.top and nvcc.top not in self.ways and nvcc.top not in (toolkit.real for toolkit in self.found):
                 self.found.append(toolkits.examine(nvcc.top, [nvcc.path]))
@@ -203,7 +222,7 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
     python = own.python
     tools: _Tools = found["tools"]
     packages = environment.packages(python.paths)
-    versions = {package.name: package.version for package in packages}
+    wheel_versions = {package.name: package.version for package in packages}
     build = building.look(places, python)
     wheels, conflicts = libraries.in_wheels(packages)
     loader = libraries.Loader(places.env.get("LD_LIBRARY_PATH", ""))
@@ -214,10 +233,10 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
         machine=os.uname().machine,
         variables={name: places.env[name] for name in _VARIABLES if name in places.env},
         python=python,
-        packages={name: version for name, version in versions.items() if _is_wanted(name)},
+        packages={name: version for name, version in wheel_versions.items() if _is_wanted(name)},
         torch=own.torch,
         imported=own.imported,
-        deepspeed=torchfiles.read_deepspeed(python, versions.get("deepspeed", "")),
+        deepspeed=torchfiles.read_deepspeed(python, wheel_versions.get("deepspeed", "")),
         driver=found["driver"],
         toolkits=tuple(
             toolkits.with_nvcc_version(toolkit, tools.nvccs) for toolkit in _with_wheels(tools, places, python)
@@ -233,6 +252,7 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
         building=build,
         no_path=tuple(folder for folder in dict.fromkeys(places.path) if folder and not os.path.isdir(folder)),
         unmet=requirements.unmet(packages, python.version),
+        versions=versions.look(places, wheel_versions, python.prefix, timeout_s=_QUICK_S),
     )
 
 
@@ -247,6 +267,7 @@ def _with_wheels(tools: _Tools, places: Places, python: Interpreter) -> list[Too
 def _is_wanted(name: str) -> bool:
     return name.startswith(("nvidia-", "torch", "cuda-", "flash-attn", "deepspeed", "apex", "xformers")) or name in (
         *("triton", "ninja", "pip", "setuptools", "wheel", "numpy", "transformer-engine", "bitsandbytes", "vllm"),
+        *("transformers", "accelerate", "lightning", "pytorch-lightning", "peft", "megatron-core", "onnx", "optree"),
     )
 
 

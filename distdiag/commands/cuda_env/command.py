@@ -64,7 +64,7 @@ def cuda_env(
 ) -> None:
     """Show why CUDA does not run or build here, and how to fix it on this machine.
 
-    The environment is that of --python, or of the Python that runs distdiag. Nothing is changed.
+    The environment is that of --python, else the active one, else distdiag's own. Nothing is changed.
 
     Exit status: 0 OK (perhaps with warnings), 1 something will break, 2 wrong usage, 3 unknown,
     130 interrupted.

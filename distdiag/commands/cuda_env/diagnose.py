@@ -26,6 +26,7 @@ from distdiag.commands.cuda_env.types import (
     Step,
 )
 from distdiag.diagnosis.finding_ids import matches
+from distdiag.facts.cuda.versions import Versions
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ _NOBODY = NodeEnv(
     compilers={},
     extensions=[],
     variables={},
+    packages={},
+    versions=Versions(),
     ready=Ready(run=None, build=None),
 )
 
@@ -98,6 +101,8 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
         driver=first.driver,
         gpus=first.gpus,
         compilers=first.compilers,
+        packages=first.packages,
+        versions=first.versions,
         arch_list=as_list(gpus),
         nodes=shown if len(shown) > 1 else (),
         differences=tuple(
@@ -283,7 +288,12 @@ def _node_env(facts: CudaFacts, ready: Ready) -> NodeEnv:
     """Choose what is of use to a program."""
     return NodeEnv(
         host=facts.host,
-        python={"executable": facts.python.executable, "version": facts.python.version, "error": facts.python.error},
+        python={
+            "executable": facts.python.executable,
+            "version": facts.python.version,
+            "error": facts.python.error,
+            "chosen": facts.chosen,
+        },
         torch=_torch(facts),
         driver=_driver(facts),
         gpus=[asdict(gpu) for gpu in facts.driver.answer.visible or facts.driver.answer.present],
@@ -292,6 +302,8 @@ def _node_env(facts: CudaFacts, ready: Ready) -> NodeEnv:
         compilers=_compilers(facts),
         extensions=[asdict(extension) for extension in facts.extensions],
         variables=facts.variables,
+        packages=facts.packages,
+        versions=facts.versions,
         ready=ready,
     )
 

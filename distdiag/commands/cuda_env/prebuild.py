@@ -14,6 +14,7 @@ from distdiag.commands.cuda_env.check import SUBCOMMAND, prepared
 from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import Goal
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.knowledge.cuda import tables
 from distdiag.output import say
 from distdiag.report import Level
 
@@ -65,13 +66,9 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     setting = f'TORCH_CUDA_ARCH_LIST="{archs}" ' if archs else ""
     start = f"{setting}{switches} MAX_JOBS={jobs(here)}"
     skip = "DS_SKIP_CUDA_CHECK=1 " if _refused(here) else ""
-    version = f"=={here.deepspeed.version.partition('+')[0]}" if here.deepspeed is not None else ""
-    pip = fixes.pip(here)
-    wheel = (
-        pip.replace("pip install", "pip wheel")
-        if not pip.startswith("uv")
-        else f"{shlex.quote(here.python.executable)} -m pip wheel"
-    )
+    version = here.deepspeed.version.partition("+")[0] if here.deepspeed is not None else tables().deepspeed
+    pip, python = fixes.pip(here), fixes.python(here)
+    wheel = f"{python} -m pip wheel"
     of = (
         f"all GPUs of {len(nodes)} nodes"
         if len(nodes) > 1 and not here.meant
@@ -82,13 +79,18 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
         else "everything torch supports: no GPU found here"
     )
     flags = "--no-build-isolation --no-cache-dir --no-binary deepspeed -v"
+    needs = [*tables().deepspeed_needs, *(() if here.python.pip else ("pip",))]
+    log = "2>&1 | tee build.log"
     return [
         *lines,
+        "# what DeepSpeed's build and import need beside torch",
+        f"{pip} {shlex.join(needs)}",
         f"# into this environment ({of}); the output also goes to build.log",
-        f"{skip}{start} {pip} {fixes.reinstall(here)} --no-deps {flags} deepspeed{version} 2>&1 | tee build.log",
+        f"{skip}{start} {pip} {fixes.reinstall(here)} --no-deps {flags} deepspeed=={version} {log}",
+        f"{python} -c 'import deepspeed; print(deepspeed.__version__)'",
         "# or build one wheel for all nodes with the same torch, Python and CUDA, and install "
         "dist/deepspeed-*.whl there",
-        f"{skip}{start} {wheel} {flags} --no-deps -w dist deepspeed{version} 2>&1 | tee build.log",
+        f"{skip}{start} {wheel} {flags} --no-deps -w dist deepspeed=={version} {log}",
         "# if it fails: " + "distdiag cuda-env --explain build.log",
     ]
 

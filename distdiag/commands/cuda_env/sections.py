@@ -19,6 +19,7 @@ from distdiag.commands.cuda_env.about.gpus import about_gpus
 from distdiag.commands.cuda_env.about.libraries import about_libraries
 from distdiag.commands.cuda_env.about.toolkits import about_toolkits
 from distdiag.commands.cuda_env.about.torch import about_torch
+from distdiag.commands.cuda_env.about.versions import about_versions
 from distdiag.commands.cuda_env.types import Goal, Problem, Section
 from distdiag.facts.cuda.toolkits import Use
 from distdiag.report import Level
@@ -82,7 +83,7 @@ def mended_by(
 
 def _judged(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch]) -> list[Section]:
     if facts.torch is not None and facts.torch.hip:
-        return [_rocm(facts)]
+        return [_rocm(facts), about_versions(facts)]
     found = [about_torch(facts)]
     if Goal.RUN in goal.parts:
         found += [about_driver(facts), about_gpus(facts)]
@@ -96,7 +97,7 @@ def _judged(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch]) -> list[Se
         found.append(about_building(facts))
     if Goal.RUN in goal.parts:
         found.append(about_system(facts))
-    return found
+    return [*found, about_versions(facts)]
 
 
 def _rocm(facts: CudaFacts) -> Section:
@@ -144,7 +145,7 @@ def after(facts: CudaFacts, exports: Iterable[tuple[str, str]], unset: Iterable[
         variables=variables,
         uses=_uses(facts, variables),
         compilers=_compilers(facts, variables) if "CXX" in changed else facts.compilers,
-        nvccs=tuple(_nvcc(nvcc, facts, variables) for nvcc in facts.nvccs) if changed & _HOST_COMPILER else facts.nvccs,
+        nvccs=tuple(_nvcc(nvcc, facts, variables, changed) for nvcc in facts.nvccs),
         loader_path=tuple(by_text[text] for text in loader if text in by_text),
         driver=_driver(facts, changed, loader),
     )
@@ -194,7 +195,11 @@ def _compilers(facts: CudaFacts, variables: Mapping[str, str]) -> Compilers:
     return replace(facts.compilers, cxx_asked=cxx, cxx=fixes.compiler_called(facts, cxx))
 
 
-def _nvcc(nvcc: Nvcc, facts: CudaFacts, variables: Mapping[str, str]) -> Nvcc:
+def _nvcc(nvcc: Nvcc, facts: CudaFacts, variables: Mapping[str, str], changed: set[str]) -> Nvcc:
+    known = set(nvcc.broken_by)  # all else is said of it without these
+    nvcc = replace(nvcc, broken_by=tuple(name for name in nvcc.broken_by if name not in changed))
+    if not (changed - known) & _HOST_COMPILER:
+        return nvcc
     name = variables.get("CC") or variables.get("NVCC_CCBIN") or ""
     named = fixes.compiler_called(facts, name) if name else None
     return replace(nvcc, compiler=named.path if named is not None else nvcc.compiler, complaint=None)

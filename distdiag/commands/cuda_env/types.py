@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
+from distdiag.facts.cuda.versions import Versions  # noqa: TC001
 from distdiag.report import Level
 
 COMMAND = "cuda-env"
@@ -109,6 +110,8 @@ class NodeEnv:
     compilers: dict[str, Any]
     extensions: list[dict[str, Any]]
     variables: dict[str, str]
+    packages: dict[str, str]
+    versions: Versions
     ready: Ready
 
 
@@ -179,6 +182,8 @@ class CudaEnv:
     driver: dict[str, Any]
     gpus: list[dict[str, Any]]
     compilers: dict[str, Any]
+    packages: dict[str, str]
+    versions: Versions
     arch_list: str
     """The architectures of all GPUs of all nodes, as TORCH_CUDA_ARCH_LIST; empty without a GPU."""
     nodes: tuple[NodeEnv, ...]

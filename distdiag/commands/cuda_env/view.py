@@ -61,7 +61,8 @@ def _about(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType
     elif report.data.sections:
         python = report.data.python
         number = f"Python {python['version']} ({python['executable']})" if python["version"] else python["executable"]
-        yield Wrapped(f"{report.data.host}, {number}, for {goals}", margin=0)
+        chosen = f": {python['chosen']}" if python["chosen"] else ""
+        yield Wrapped(f"{report.data.host}, {number}{chosen}, for {goals}", margin=0)
     if report.data.sections:
         yield Whole("")
 

@@ -12,7 +12,7 @@ from distdiag.report import Finding, Fix, Level, Report, Where
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from distdiag.commands.overflow.types import Detection, WatchedProcess
+    from distdiag.training.overflow.report import Detection, WatchedProcess
 
 
 _MOST_FILES = 4

@@ -15,11 +15,12 @@ import typer
 
 from distdiag import child_job
 from distdiag.commands.overflow.diagnose import diagnose
-from distdiag.commands.overflow.types import COMMAND, Detection, Overflow, WatchedProcess
+from distdiag.commands.overflow.types import COMMAND, Overflow
 from distdiag.commands.overflow.view import overflow_view
 from distdiag.facts.rank_identity import identify
 from distdiag.files import make_folder
 from distdiag.output import Output, deliver, document, emit
+from distdiag.training.overflow.report import Detection, WatchedProcess
 from distdiag.training.overflow.session import VARIABLE, Settings
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _MOST_LINES = 1_000_000
 
 
 def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> Overflow:
-    """Run a job to its end; `keep` is the folder for frames, `quiet` sends its stdout to stderr.
+    """Run a job to its end; `keep`: folder for its frames; `quiet`: its stdout is sent to stderr.
 
     Raises:
         UsageError: the folder cannot be made.
@@ -62,7 +63,7 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
 
 def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoReturn:
     """Report what was found, and end as the job did, or with 1; with --json, as the verdict says."""
-    # torchrun ends the other ranks as soon as one has ended: what is left here is to say what was found.
+    # torchrun ends the other ranks as soon as one has ended; the report is still to be printed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     report = diagnose(outcome, program)
@@ -83,7 +84,7 @@ def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoRet
 
 
 def _is_mine(outcome: Overflow, identity: Identity | None) -> bool:
-    """Return whether it is for this process to report: below a launcher each rank has a distdiag of its own."""
+    """Return whether this process reports: below a launcher each rank has a distdiag of its own."""
     if identity is None or not outcome.detections:
         return identity is None or identity.rank == 0
     return any(found.rank in (None, identity.rank) for found in outcome.detections)
@@ -101,32 +102,26 @@ def _watched(paths: Sequence[str]) -> Iterator[WatchedProcess]:
     for path in paths:
         if os.path.basename(path).startswith("watched-") and path.endswith(".json"):
             with open(path, "rb") as file:
-                record = _read(file.read(), WatchedProcess)
-            if record is not None:
-                yield record
+                yield from _read(file.read(), WatchedProcess)
 
 
 def _detections(paths: Sequence[str]) -> Iterator[Detection]:
-    for path in sorted(paths):
-        if not _has_frames(path):
-            continue
+    for path in filter(_has_frames, sorted(paths)):
         with open(path, "rb") as file:
             for _, line in zip(range(_MOST_LINES), file, strict=False):
                 if line.startswith(b'{"kind": "detection"'):
-                    record = _read(line, Detection)
-                    if record is not None:
-                        yield record
+                    yield from _read(line, Detection)
 
 
 def _has_frames(path: str) -> bool:
     return os.path.basename(path).startswith("frames-")
 
 
-def _read(data: bytes, kind: type[Record]) -> Record | None:
-    """Read what a process wrote; None if that was cut off by its end."""
+def _read(data: bytes, kind: type[Record]) -> list[Record]:
+    """Read a record; none if it was cut off by the end of its process."""
     import msgspec
 
     try:
-        return msgspec.json.decode(data, type=kind)
+        return [msgspec.json.decode(data, type=kind)]
     except msgspec.DecodeError:
-        return None
+        return []

@@ -194,14 +194,15 @@ def _gpus_on_the_bus(places: Places) -> int:
 
 
 def _container(places: Places) -> str:
-    """Name the sign that this is a container; empty if there is none."""
-    for path in ("/.dockerenv", "/run/.containerenv", "/.singularity.d"):
+    """Name the sign that this is a container, the innermost first; empty if there is none."""
+    for sign in ("$APPTAINER_CONTAINER", "$SINGULARITY_CONTAINER", "/.singularity.d", "$KUBERNETES_SERVICE_HOST"):
+        if places.env.get(sign[1:]) or (sign[0] == "/" and os.path.exists(places.at(sign))):
+            return sign
+    for path in ("/run/.containerenv", "/.dockerenv"):
         if os.path.exists(places.at(path)):
             return path
-    for name in ("KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "container"):
-        if places.env.get(name):
-            return f"${name}"
-    return ""
+    kind = places.env.get("container")  # podman, lxc, systemd-nspawn
+    return f"$container={kind}" if kind else ""
 
 
 def _fabric_manager() -> str:

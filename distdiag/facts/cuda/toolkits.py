@@ -1,7 +1,7 @@
 """CUDA toolkits on this machine: where they are, which version each file says, and who would use which one.
 
 Nothing is compiled but an empty file to nowhere (`nvcc -E`, `nvcc --dryrun`): that is how nvcc itself tells which
-toolkit and which host compiler it would use, see its manual.
+toolkit and which host compiler it would use, see its manual. Where variables add flags, one to a temporary directory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, replace
 
 from distdiag.facts import machine, programs
+from distdiag.facts.cuda.nvcc_variables import culprits, first_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class Nvcc:
 
     `kind`: binary, symlink or script. `release` as major.minor. `top` is the toolkit that it really uses, `compiler`
     the host compiler it would call. `complaint`: its first error for an empty file, empty if it compiles, None if it
-    was not asked or did not answer.
+    was not asked or did not answer. `broken_by` are variables without which it works, `broken_how` its error with them;
+    all else is said of it without them.
     """
 
     path: str
@@ -80,6 +82,8 @@ class Nvcc:
     complaint: str | None
     timed_out: bool
     archs: tuple[str, ...]
+    broken_by: tuple[str, ...] = ()
+    broken_how: str = ""
 
 
 @dataclass(frozen=True)
@@ -199,19 +203,38 @@ def kind_of(path: str) -> str:
         return "binary"
 
 
-def ask(paths: Iterable[str], used: Mapping[str, Sequence[str]], *, timeout_s: float) -> list[Nvcc]:
+def ask(
+    paths: Iterable[str], used: Mapping[str, Sequence[str]], *, timeout_s: float, env: Mapping[str, str]
+) -> list[Nvcc]:
     """Ask each nvcc its version; those that are `used` also what they do with an empty file, and for which GPUs.
 
-    `used` gives the options that are passed then: torch hands CC on as -ccbin.
+    `used` gives the options that are passed then: torch hands CC on as -ccbin. One that variables of `env` break is
+    asked again without them.
     """
-    paths = list(dict.fromkeys(paths))
+    found = _ask(list(dict.fromkeys(paths)), used, timeout_s)
+    for number, nvcc in enumerate(found):
+        if nvcc.path not in used or nvcc.timed_out:
+            continue
+        options = used[nvcc.path]
+        names, error = culprits(nvcc.path, options, env, fails=bool(nvcc.complaint), timeout_s=timeout_s)
+        if names:
+            (again,) = _ask([nvcc.path], used, timeout_s, without=names)
+            found[number] = replace(again, broken_by=names, broken_how=error)
+    return found
+
+
+def _ask(
+    paths: Sequence[str], used: Mapping[str, Sequence[str]], timeout_s: float, *, without: Iterable[str] = ()
+) -> list[Nvcc]:
+    prefix = [word for name in without for word in ("-u", name)]
     commands: dict[tuple[str, str], list[str]] = {}
     for path in paths:
-        commands[path, "version"] = [path, "--version"]
+        start = ["/usr/bin/env", *prefix, path] if prefix else [path]
+        commands[path, "version"] = [*start, "--version"]
         if path in used:
-            commands[path, "preprocess"] = [path, "-E", *used[path], *_EMPTY]
-            commands[path, "dryrun"] = [path, "--dryrun", "-c", *used[path], *_EMPTY]
-            commands[path, "archs"] = [path, "--list-gpu-arch"]
+            commands[path, "preprocess"] = [*start, "-E", *used[path], *_EMPTY]
+            commands[path, "dryrun"] = [*start, "--dryrun", "-c", *used[path], *_EMPTY]
+            commands[path, "archs"] = [*start, "--list-gpu-arch"]
     done = {key: end for key, end in programs.run_many(commands, timeout_s) if end is not None}
     return [_read_answers(path, {what: end for (asked, what), end in done.items() if asked == path}) for path in paths]
 
@@ -228,7 +251,11 @@ def _read_answers(path: str, done: dict[str, programs.Done]) -> Nvcc:
         release=release[1] if release else "",
         top=_top(plan),
         compiler=_compiler(plan),
-        complaint=None if tried is None or tried.timed_out else _complaint(texts["preprocess"]) if tried.status else "",
+        complaint=None
+        if tried is None or tried.timed_out
+        else first_error(texts["preprocess"])
+        if tried.status
+        else "",
         timed_out=any(end.timed_out for end in done.values()),
         archs=tuple(re.findall(r"^compute_(\w+)$", texts.get("archs", ""), re.MULTILINE)),
     )
@@ -252,14 +279,6 @@ def with_compiler(nvcc: Nvcc, places: Places) -> Nvcc:
     own = [f"{nvcc.top}/nvvm/bin", f"{nvcc.top}/bin"] if nvcc.top else []
     found = next((path for path in (f"{folder}/{nvcc.compiler}" for folder in own) if os.access(path, os.X_OK)), "")
     return replace(nvcc, compiler=found or places.which(nvcc.compiler) or nvcc.compiler)
-
-
-def _complaint(text: str) -> str:
-    """Give the error that matters of what nvcc printed: the first, and nvcc's own verdict if it has one."""
-    lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"error|fatal|not found|No such file", line)]
-    verdict = [line for line in errors[1:] if line.startswith("nvcc fatal")]
-    return "; ".join([*(errors or lines or ["it failed without a word"])[:1], *verdict[:1]])
 
 
 def torch_use(places: Places) -> Use:

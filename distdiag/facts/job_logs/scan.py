@@ -75,6 +75,7 @@ _HEAD = "Traceback (most recent call last)"
 _LINKS = {
     "The above exception was the direct": "raised from",
     "During handling of the above": "raised while handling",
+    "-- Process ": "reported as",
 }
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?!c10::Dist)(?P<raised>[^']{1,200})'")
 _FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')

@@ -7,10 +7,6 @@ import re
 
 from distdiag.facts.strace.types import CallError
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 _REPORTED = 200
 """The gravest of each thread are reported."""
 _MAX_HELD = 4000
@@ -58,8 +54,8 @@ class Errors:
         if len(self._found) < _MAX_FOUND:
             self._found.add(os.path.basename(path))
 
-    def add(self, name: str, error: str, target: str, at: bytes) -> None:
-        """Count an error of a call on `target`, made at the time `at`; nothing where it is usual."""
+    def add(self, name: str, error: str, target: str) -> None:
+        """Count an error of a call on `target`, unless it is usual."""
         if is_usual(name, error):
             return
         missing = error in ("ENOENT", "ENOTDIR") and name != "connect"
@@ -68,23 +64,20 @@ class Errors:
         held = self._held.get(key)
         if held is None:
             self._make_room()
-            held = self._held[key] = _Held(name, at, weight(name, error, target))
+            held = self._held[key] = _Held(name, weight(name, error, target))
         held.count += 1
-        held.last = at
         if missing and len(held.places) < _MAX_PLACES:
             held.places.add(target)
 
-    def gravest(self) -> Iterator[tuple[CallError, bytes, bytes]]:
-        """List those that are worth it, the gravest first, with the first and the last time as the log has them."""
+    def gravest(self) -> tuple[CallError, ...]:
+        """Return the errors to report, the gravest first."""
         rows = []
         for (_, error, target), held in self._held.items():
             if held.places and target in self._found:
                 continue
             only = next(iter(held.places)) if len(held.places) == 1 else target
-            found = CallError(held.name, error, only, max(1, len(held.places)), held.count, None, None, held.weight)
-            rows.append((found, held.first, held.last))
-        rows.sort(key=lambda row: (-row[0].weight, -row[0].count, row[0].target))
-        yield from rows[:_REPORTED]
+            rows.append(CallError(held.name, error, only, max(1, len(held.places)), held.count, held.weight))
+        return tuple(sorted(rows, key=lambda row: (-row.weight, -row.count, row.target))[:_REPORTED])
 
     def _make_room(self) -> None:
         if len(self._held) >= _MAX_HELD:
@@ -93,9 +86,8 @@ class Errors:
 
 
 class _Held:
-    def __init__(self, name: str, first: bytes, weight: int) -> None:
+    def __init__(self, name: str, weight: int) -> None:
         self.name = name
-        self.first = self.last = first
         self.weight = weight
         self.count = 0
         self.places: set[str] = set()

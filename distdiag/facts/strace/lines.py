@@ -1,30 +1,25 @@
-"""One line of strace's output -> what it says; any version, any options. Bytes, as logs hold what programs write."""
+"""One line of `strace -ttt -T -yy` -> a Line. Bytes, because logs quote what programs write."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import NamedTuple
 
-CALL, BEGUN, RESUMED, SIGNAL, ENDED, STACK, REMARK = "call", "begun", "resumed", "signal", "ended", "stack", "remark"
+CALL, BEGUN, RESUMED, SIGNAL, ENDED = "call", "begun", "resumed", "signal", "ended"
+OPTIONS = "-ttt -T -yy"
+"""What a log has to be written with."""
 DECODED = rb"<[^>\n]*(?:(?<=\d-)>[^>\n]*)*>"
-"""What -y writes of a descriptor; the arrow between the ends of a connection has a ">", and comes after a port."""
+"""A decoded descriptor (-yy). The arrow inside a connection contains a ">", always after the digit of a port."""
 STRING = rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*"'
 LINE_BYTES = 64 * 1024
 _BEGINNING, _ENDING = 32 * 1024, 4 * 1024
-"""Longer lines are cut to these; a path has 4 KiB at most, and four times as many where each byte is escaped."""
+"""Longer lines are cut to these; a path has at most 4 KiB, four times as many when each byte is escaped."""
 _LONG = re.compile(rb"^[^\n]{%d,}" % (LINE_BYTES + 1), re.MULTILINE)
 _SNIFFED_LINES = 500
 
-# Times: of day (-t, -tt) or since 1970 (-ttt); since the line before (-r); how long a call took (-T).
-_AT = rb"\d\d:\d\d:\d\d(?:\.\d{1,9})?|\d{8,12}(?:\.\d{1,9})?"
-_STEP = rb"\d{1,7}\.\d{1,9}"
 _TOOK = rb"\d{1,9}\.\d{1,9}"
-# A pid has 7 digits at most, so more are seconds. Then -r, or -t, -tt, -ttt, or both; then what -n and -i print.
-_PREFIX = re.compile(
-    rb"(?:\[pid +(\d{1,7})(?:<(.*?)>)?\] |(\d{1,7})(?:<(.*?)>)? +(?! ))?"
-    rb"(?:(" + _AT + rb")(?: \(\+ +\d+\.\d+\))? +| *(" + _STEP + rb") )?(?:\[ *[0-9a-f?]+\] )*(?=[a-zA-Z_<+-])"
-)
+# A pid has at most 7 digits, seconds since 1970 have more.
+_PREFIX = re.compile(rb"(?:(\d{1,7}) +)?(\d{8,12}\.\d{1,9}) (?=[a-z_<+-])")
 _NAME = rb"([a-z_][a-z0-9_]*)\("
 _END = rb"(.*)\) += ((-?\d+|\?|0x[0-9a-f]+)(?![\w.,])(?: (E[A-Z0-9]+)(?: \([^\n]*?\))?)?.*?)(?: <(" + _TOOK + rb")>)?$"
 _CALL = re.compile(_NAME + _END, re.DOTALL)
@@ -35,19 +30,20 @@ _RESUMED = re.compile(rb"<\.\.\. (\w+) resumed>")
 _INTERRUPTED = re.compile(rb"<\.\.\. resuming interrupted (\w+) \.\.\.>")
 _SIGNAL = re.compile(rb"--- (?:stopped by )?(\w+)(?: \{.*\})?(?: ---)?")
 _ENDED = re.compile(rb"\+\+\+ (exited with|killed by|superseded by) (\w+)")
-_NOISE = re.compile(rb"strace: |\[ Process PID=|[^ ]*strace: Process \d+ (?:attached|detached)$")
-_ATTACHED = re.compile(rb"strace: Process \d+ attached$")
-"""On a terminal it comes in the middle of the line of the clone(), after the path of strace where it has one."""
+_LIKE_STRACE = re.compile(
+    rb"^[^\n(]{0,80}[a-z_0-9]+\([^\n]*(?:\) += (?:-?\d|\?|0x)|<(?:unfinished|detached) \.\.\.>)", re.MULTILINE
+)
 _SUMMARY = re.compile(rb"^% time +seconds +usecs/call +calls", re.MULTILINE)
-_WITH_DECODED = re.compile(rb"(?:\d+|AT_FDCWD)<")
+_BARE = re.compile(rb"(?:read|write|close|p?poll|recv\w+|send\w+)\((?:\[\{fd=)?\d+[,)]", re.MULTILINE)
+_DECODED_FD = re.compile(rb"(?:\d|AT_FDCWD)<[^\d]")
 
 
 class Line(NamedTuple):
-    """One line. `tid`, `comm`, `at`: as written, empty where they are not; `step`: time since the last line.
+    """One line. `tid`: as written, empty with -ff; `at`: seconds since 1970; `took`: seconds of a call, as text.
 
-    `kind`: CALL: a whole call; BEGUN: only its beginning, and `result` says why: "unfinished", "detached", or nothing
-    where the line just ends; RESUMED: only its end; SIGNAL: `name`; ENDED: `name` is "exited", "killed" or
-    "superseded", `result` the status or signal; STACK: of -k; REMARK: strace on itself.
+    `kind`: CALL: a whole call; BEGUN: its first half, with `result` "unfinished" or "detached", or empty if the line is
+    torn; RESUMED: its second half; SIGNAL: `name`; ENDED: `name` is "exited", "killed" or "superseded", `result` the
+    status or signal.
     """
 
     kind: str
@@ -56,72 +52,50 @@ class Line(NamedTuple):
     result: bytes = b""
     error: bytes = b""
     took: bytes = b""
-    at: bytes = b""
+    at: float = 0.0
     tid: bytes = b""
-    comm: bytes = b""
-    step: bytes = b""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the lines of a log have. `steps`: times since the line before (-r); `decoded`: what descriptors are (-y)."""
-
-    tids: bool
-    timed: bool
-    steps: bool
-    took: bool
-    decoded: bool
 
 
 def parse(text: bytes) -> Line | None:
-    """Parse a line without its end; None if strace did not write it."""
+    """Parse a line without its line feed; None if strace did not write it with OPTIONS."""
     prefix = _PREFIX.match(text)
-    if prefix is not None:
-        call = None if text.endswith(_UNFINISHED) else _CALL.match(text, prefix.end())
-        pid, comm, bare, bare_comm, at, step = prefix.groups(b"")
-        if call is not None:
-            name, args, result, _, error, took = call.groups(b"")
-            result = result.partition(b" E")[0] if error else result
-            return Line(CALL, _name(name, args), args, result, error, took, at, pid or bare, comm or bare_comm, step)
-        line = _parse_other(text[prefix.end() :])
-        if line is not None:
-            return Line(*line[:6], at, pid or bare, comm or bare_comm, step)
-    if text.startswith(b" > "):
-        return Line(STACK)
-    return Line(REMARK) if _NOISE.match(text) else None
+    if prefix is None:
+        return None
+    tid, at = prefix[1] or b"", float(prefix[2])
+    call = None if text.endswith(_UNFINISHED) else _CALL.match(text, prefix.end())
+    if call is not None:
+        name, args, result, _, error, took = call.groups(b"")
+        result = result.partition(b" E")[0] if error else result
+        return Line(CALL, _name(name, args), args, result, error, took, at, tid)
+    line = _parse_other(text[prefix.end() :])
+    return line._replace(at=at, tid=tid) if line is not None else None
 
 
 def joined(begun: Line, resumed: Line) -> Line:
     """Return the call of which these are the two halves."""
-    args = begun.args + resumed.args
-    return Line(CALL, begun.name, args, resumed.result, resumed.error, resumed.took, begun.at)
+    return Line(
+        CALL, begun.name, begun.args + resumed.args, resumed.result, resumed.error, resumed.took, begun.at, begun.tid
+    )
 
 
-def continued(begun: Line, rest: bytes) -> Line | None:
-    """Return a call whose line was broken, as by the program's own output; None if `rest` is not its end."""
-    end = _parse_end(begun.name, rest)
-    return joined(begun, end) if end.result else None
-
-
-def sniff(head: bytes) -> Shape | str:
-    """Return how a log's lines look, or why it is none; `head` is the file's beginning."""
-    texts = [text for text in shorten(head).split(b"\n")[:_SNIFFED_LINES] if text]
-    parsed = [line for text in texts if (line := parse(text)) and line.kind not in (STACK, REMARK)]
+def problem(head: bytes) -> str:
+    """Return why a log cannot be read, from its first bytes; empty if it can."""
+    head = shorten(head)
+    texts = [text for text in head.split(b"\n")[:_SNIFFED_LINES] if text]
+    parsed = [line for text in texts if (line := parse(text)) is not None]
     calls = [line for line in parsed if line.kind in (CALL, BEGUN, RESUMED)]
     if not texts:
         return "the file is empty"
-    has_summary = _SUMMARY.search(head) is not None
-    if not any(line.result for line in calls) and not (parsed and len(parsed) == len(texts)):
-        return "only a summary (-c), not a log" if has_summary else "not a strace log"
-    if len(parsed) < 20 and len(parsed) < 0.2 * len(texts) and not has_summary:
-        return "not a strace log"
-    return Shape(
-        tids=_is_most([line.tid for line in parsed]) or b"[pid " in head,
-        timed=_is_most([line.at or line.step for line in parsed]),
-        steps=_is_most([line.step for line in parsed]),
-        took=any(line.took for line in calls),
-        decoded=any(_WITH_DECODED.match(line.args) for line in calls if line.kind != RESUMED),
-    )
+    if len(parsed) < 20 and len(parsed) < 0.2 * len(texts):
+        if _SUMMARY.search(head):
+            return "only a summary (-c), not a log"
+        return f"written by strace without {OPTIONS}" if _LIKE_STRACE.search(head) else "not a strace log"
+    whole = [line for line in calls if line.kind == CALL and line.result != b"?"]
+    if whole and not any(line.took for line in whole):
+        return "written by strace without -T"
+    if _BARE.search(head) and not _DECODED_FD.search(head):
+        return "written by strace without -yy"
+    return ""
 
 
 def shorten(block: bytes) -> bytes:
@@ -129,17 +103,8 @@ def shorten(block: bytes) -> bytes:
     return _LONG.sub(lambda long: long[0][:_BEGINNING] + b"..." + long[0][-_ENDING:], block)
 
 
-def seconds(at: bytes) -> float | None:
-    """Return the time of a line: of day or since 1970; None without one."""
-    if not at:
-        return None
-    if b":" in at:
-        return int(at[0:2]) * 3600 + int(at[3:5]) * 60 + float(at[6:])
-    return float(at)
-
-
 def _parse_other(body: bytes) -> Line | None:
-    """Parse what is no whole call, after the pid and the time; None if strace did not write it."""
+    """Parse anything but a whole call, after the pid and the time."""
     named = _CALL_BEGINNING.match(body)
     if named:
         return _parse_beginning(named[1], body[named.end() :])
@@ -148,7 +113,7 @@ def _parse_other(body: bytes) -> Line | None:
         return _parse_end(resumed[1], body[resumed.end() :])
     signal = _SIGNAL.match(body)
     if signal:
-        return Line(SIGNAL, signal[1], result=b"stopped" if body.startswith(b"--- stopped") else b"")
+        return Line(SIGNAL, signal[1])
     ended = _ENDED.match(body)
     return Line(ENDED, ended[1].split()[0], result=ended[2]) if ended else None
 
@@ -156,10 +121,9 @@ def _parse_other(body: bytes) -> Line | None:
 def _parse_beginning(name: bytes, rest: bytes) -> Line:
     for ending in _UNFINISHED:
         if rest.endswith(ending):
-            # One blank is put before it, and another is part of what strace wrote until then.
+            # strace puts one blank before it; another belongs to the arguments.
             return Line(BEGUN, _name(name, rest), rest[: -len(ending) - 1], ending[1:].partition(b" ")[0])
-    attached = _ATTACHED.search(rest)
-    return Line(BEGUN, _name(name, rest), _before_program(rest, attached.start()) if attached else rest)
+    return Line(BEGUN, _name(name, rest), rest)
 
 
 def _parse_end(name: bytes, rest: bytes) -> Line:
@@ -171,15 +135,6 @@ def _parse_end(name: bytes, rest: bytes) -> Line:
 
 
 def _name(written: bytes, args: bytes) -> bytes:
-    """Return the name of a call, also of one that strace started again when it came."""
+    """Return the name of a call; of one that was in progress when strace attached, its real name."""
     interrupted = _INTERRUPTED.match(args)
     return interrupted[1] if interrupted else written
-
-
-def _before_program(text: bytes, at: int) -> bytes:
-    """Return what comes before the program's name at `at`, and before the folder that it is in."""
-    return text[: text.rfind(b" ", 0, at) + 1 if text[at - 1 : at] == b"/" else at]
-
-
-def _is_most(values: list[bytes]) -> bool:
-    return 2 * sum(map(bool, values)) > len(values)

@@ -24,13 +24,12 @@ class Polls:
     def __init__(self) -> None:
         self._held: dict[str, _Path] = {}
         self._sleeps = 0
-        self._slept_s: float | None = None
+        self._slept_s = 0.0
 
-    def slept(self, took_s: float | None) -> None:
-        """Count a sleep; its length is None in a log without -T."""
+    def slept(self, took_s: float) -> None:
+        """Count a sleep."""
         self._sleeps += 1
-        if took_s is not None:
-            self._slept_s = (self._slept_s or 0.0) + took_s
+        self._slept_s += took_s
 
     def tried(self, target: str, error: str) -> None:
         """Count a call that looked for a path; another result than before begins anew."""
@@ -51,12 +50,11 @@ class Polls:
         """List the paths that were polled, the most tries first."""
         for target, path in sorted(self._held.items(), key=lambda item: -item[1].tries):
             if path.tries >= FEWEST:
-                slept_s = None if self._slept_s is None else self._slept_s - (path.slept_s or 0.0)
-                yield Poll(target, path.exists, path.tries, slept_s)
+                yield Poll(target, path.exists, path.tries, self._slept_s - path.slept_s)
 
 
 class _Path:
-    def __init__(self, exists: bool, slept_s: float | None) -> None:
+    def __init__(self, exists: bool, slept_s: float) -> None:
         self.exists = exists
         self.slept_s = slept_s
         self.tries = 0

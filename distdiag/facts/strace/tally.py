@@ -1,10 +1,12 @@
-"""What one thread did, added up call by call in bounded memory: counts, times, places, errors, and busy loops."""
+"""One thread's calls, added up one by one in bounded memory: counts, times, places, errors, and busy loops."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from typing import NamedTuple
 
-from distdiag.facts.strace import descriptors, lines
+from distdiag.facts.strace import lines, targets
 from distdiag.facts.strace.errors import Errors
 from distdiag.facts.strace.polls import Polls
 from distdiag.facts.strace.types import ARGUMENTS, Call, Count, Place, Spin
@@ -14,14 +16,15 @@ if TYPE_CHECKING:
     from distdiag.facts.strace.lines import Line
 
     Key = tuple[bytes, bytes]
+    """The beginning of a call, up to what it is about; and its error."""
 
 SLOW_S = 0.01
 """Longer than a disk needs to answer."""
-_MAX_HEADS = 4096
-"""More different beginnings of calls are added up by name and place."""
+_MAX_HEADS = 8192
+"""Beginnings of calls held at a time."""
 _SLOWEST = 10
-_MAX_PROGRAMS = 1000
 _MAX_CONNECTING = 1000
+_MAX_ENDS = 10_000
 _HEAD = re.compile(
     rb"(?:\w+at2?|statx)\((?:AT_FDCWD|-?\d+)(?:" + lines.DECODED + rb"(?:\(deleted\))?)?, " + lines.STRING
     + rb"|\w+\((?:\d+(?:" + lines.DECODED + rb"(?:\(deleted\))?)?|" + lines.STRING
@@ -36,14 +39,13 @@ _FINDS = re.compile(
 _SLEEPS = frozenset({b"nanosleep", b"clock_nanosleep"})
 _SELECTS, _OF_NOTHING = frozenset({b"select", b"_newselect", b"pselect6"}), b"0, NULL, NULL, NULL"
 """How Python before 3.11 sleeps."""
-_LEARNT_FROM = frozenset({b"execve", b"execveat", b"prctl", b"clone", b"clone3", b"fork", b"vfork", b"getsockopt"})
+_EXECUTES = frozenset({b"execve", b"execveat"})
+_STARTS = frozenset({b"clone", b"clone3", b"fork", b"vfork"})
 
-_PER_S, _SPAN_S, _UNTIMED = 1000.0, 0.1, 10_000
-"""A busy loop is faster than this for at least so long; in a log without times, so many calls."""
-_GAP_S, _COARSE_GAP_S = 0.01, 1.0
-"""After a longer pause it is not the same run; -t shows whole seconds only."""
+_PER_S, _SPAN_S, _GAP_S = 1000.0, 0.1, 0.01
+"""A busy loop is at least this fast for at least this long; a longer pause ends it."""
 _AGAIN = (b"EAGAIN", b"EWOULDBLOCK", b"ENOENT")
-# poll(2) and its like, and a wait that must not wait, return 0 where there was nothing; read() returns 0 at the end.
+# poll(2) and its like, and a wait that must not wait, return 0 if nothing happened; read() returns 0 at the end.
 _NOTHING = frozenset(
     {
         *(b"poll", b"ppoll", b"select", b"pselect6", b"_newselect", b"epoll_wait", b"epoll_pwait", b"epoll_pwait2"),
@@ -58,40 +60,56 @@ _ALWAYS = frozenset(
 )
 
 
+class _Head(NamedTuple):
+    """What follows from the beginning and error of a call. `finds`: it looks for a path; `idles`: a busy loop may
+    consist of it; `sums`: those it counts in, by name and by place.
+    """
+
+    target: str
+    finds: bool
+    idles: bool
+    sums: tuple[_Sum, ...]
+
+
 class Tally:
     """Sums of one thread, and its state after the lines so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, tid: int | None) -> None:
+        self.tid = tid
         self.n_calls = 0
-        self.first = self.newest = b""
-        self.comm = b""
+        self.first_at_s: float | None = None
+        self.last_at_s = 0.0
+        self.comm = ""
         self.state = "returned"
         self.last: Line | None = None
         self.pending: Line | None = None
-        self.signals: dict[str, int] = {}
-        self.programs: dict[str, None] = {}
+        self.executed = False
         self.children: dict[int, bool] = {}
-        """By id of what it started: whether that is a thread."""
+        """By id of each thread or process it started: whether it is a thread."""
         self.errors = Errors()
         self.polls = Polls()
         self.slowest: list[Call] = []
+        self.ends: set[str] = set()
         self._connecting: dict[bytes, str] = {}
+        self._heads: dict[Key, _Head] = {}
         self._loops: dict[Key, _Loop] = {}
-        self._heads: dict[Key, _Sum] = {}
-        self._names: dict[str, _Sum] = {}
-        self._places: dict[str, _Sum] = {}
+        self._names: dict[str, _Sum] = defaultdict(_Sum)
+        self._places: dict[str, _Sum] = defaultdict(_Sum)
 
     def take(self, line: Line) -> None:
-        """Add a line that is no half of a call, or the first one."""
-        if line.kind == lines.CALL:
+        """Add a line; the second half of a call is joined with its first."""
+        if self.first_at_s is None:
+            self.first_at_s = line.at
+        self.last_at_s = line.at
+        if line.kind == lines.RESUMED:
+            self._resume(line)
+        elif line.kind == lines.CALL:
             self._call(line)
         elif line.kind == lines.BEGUN:
             self.pending = line
             self.state = "detached" if line.result == b"detached" else "blocked"
             self.last = line._replace(result=b"")
-        elif line.kind == lines.SIGNAL and line.result != b"stopped":
-            name = line.name.decode()
-            self.signals[name] = self.signals.get(name, 0) + 1
+            self._mention(line)
         elif line.kind == lines.ENDED:
             how = line.name.decode()
             self.state = how if how == "superseded" else f"{how} {line.result.decode()}"
@@ -99,13 +117,11 @@ class Tally:
 
     def counts(self) -> tuple[Count, ...]:
         """Return the sums by the name of the call, most time first."""
-        self._fold()
         rows = [Count(name, row.count, row.errors, row.time_s, row.slowest_s) for name, row in self._names.items()]
         return tuple(sorted(rows, key=_by_time))
 
     def places(self) -> tuple[Place, ...]:
         """Return the sums by place, most time first."""
-        self._fold()
         rows = [Place(where, row.count, row.slow, row.time_s, row.slowest_s) for where, row in self._places.items()]
         return tuple(sorted(rows, key=_by_time))
 
@@ -114,172 +130,162 @@ class Tally:
         found = []
         for (head, _), loop in self._loops.items():
             name, _, args = head.partition(b"(")
-            spin = loop.spin(name.decode(), descriptors.about(name, args)[1], timed=bool(self.first))
-            found += [spin] if spin is not None else []
+            count, span_s = loop.spun()
+            if count:
+                found.append(Spin(name.decode(), targets.about(name, args)[1], count, span_s, count / span_s))
         return tuple(sorted(found, key=lambda spin: -spin.count))
+
+    def _resume(self, line: Line) -> None:
+        if not line.result:
+            self.state = "detached" if b"<detached" in line.args else self.state
+        elif self.pending is not None:
+            self._call(lines.joined(self.pending, line))
+        else:  # its beginning is not in the log; the rest of its arguments may be data
+            self._call(line._replace(kind=lines.CALL, args=b""))
 
     def _call(self, line: Line) -> None:
         self.state, self.pending, self.last = "returned", None, line
         self.n_calls += 1
-        head = _HEAD.match(line.name + b"(" + line.args)
-        key = (head[0] if head else line.name + b"(", line.error)
-        total = self._heads.get(key) or self._new_head(key)
-        took = float(line.took) if line.took else None
-        total.add(took)
-        if total.loop is not None and (not total.needs_zero or line.result.partition(b" ")[0] == b"0"):
-            total.loop.add(line.at)
-        if (
-            took is not None
-            and total.is_file
-            and (len(self.slowest) < _SLOWEST or took > (self.slowest[-1].time_s or 0.0))
-        ):
-            self.slowest = sorted([*self.slowest, as_call(line)], key=lambda call: -(call.time_s or 0.0))[:_SLOWEST]
-        if total.finds:
-            self.polls.tried(total.target, line.error.decode())
+        matched = _HEAD.match(line.name + b"(" + line.args)
+        key = (matched[0] if matched else line.name + b"(", line.error)
+        head = self._heads.get(key) or self._new_head(key, line)
+        took_s = float(line.took or 0)
+        for total in head.sums:
+            total.add(took_s, line.error)
+        if head.idles and (line.error or _got_nothing(line)):
+            self._loop(key).add(line.at)
+        if head.target.startswith("/"):
+            self._note_slow(line, took_s)
+        if head.finds:
+            self.polls.tried(head.target, line.error.decode())
         elif line.name in _SLEEPS or (line.name in _SELECTS and line.args.startswith(_OF_NOTHING)):
-            self.polls.slept(took)
+            self.polls.slept(took_s)
+        if line.args.count(b":[") > 1 or b":[" in line.result:
+            self._mention(line)
         if line.error:
-            self._fail(line, total)
-        elif line.name in _LEARNT_FROM:
-            self._learn(line)
+            self._fail(line, head.target)
+        else:
+            self._learn(line, head)
 
-    def _new_head(self, key: Key) -> _Sum:
+    def _new_head(self, key: Key, line: Line) -> _Head:
+        self._mention(line)
         if len(self._heads) >= _MAX_HEADS:
-            self._fold()
-            self._loops = {key: loop for key, loop in self._loops.items() if loop.is_likely}
-        total = self._heads[key] = _Sum(*key)
-        if total.finds and not total.error:
-            self.errors.found(total.target)
-        if total.call in _NOTHING or total.call in _ALWAYS or total.error in _AGAIN:
-            may_spin = total.error in _AGAIN or not total.error
-            total.loop = self._loops.setdefault(key, _Loop()) if may_spin else None
-        return total
+            self._heads.clear()
+        name, _, args = key[0].partition(b"(")
+        target, error = targets.about(name, args)[1], key[1]
+        where, finds = targets.place(target), bool(target) and _FINDS.fullmatch(name) is not None
+        idles = error in _AGAIN or (not error and (name in _NOTHING or name in _ALWAYS))
+        sums = (self._names[name.decode()], *([self._places[where]] if where else []))
+        if finds and not error:
+            self.errors.found(target)
+        return self._heads.setdefault(key, _Head(target, finds, idles, sums))
 
-    def _fail(self, line: Line, total: _Sum) -> None:
-        target = total.target
+    def _note_slow(self, line: Line, took_s: float) -> None:
+        if len(self.slowest) < _SLOWEST or took_s > (self.slowest[-1].time_s or 0.0):
+            self.slowest = sorted([*self.slowest, as_call(line)], key=lambda call: -(call.time_s or 0.0))[:_SLOWEST]
+
+    def _mention(self, line: Line) -> None:
+        if len(self.ends) < _MAX_ENDS:
+            self.ends.update(targets.ends(line.name, line.args + line.result))
+
+    def _loop(self, key: Key) -> _Loop:
+        if len(self._loops) >= _MAX_HEADS:
+            self._loops = {key: loop for key, loop in self._loops.items() if loop.spun()[0]}
+        return self._loops.setdefault(key, _Loop())
+
+    def _fail(self, line: Line, target: str) -> None:
         if line.name in _ADDRESSED:
-            target = descriptors.about(line.name, line.args)[1]
+            self._mention(line)
+            target = targets.about(line.name, line.args)[1]
             if line.error == b"EINPROGRESS" and line.name == b"connect" and len(self._connecting) < _MAX_CONNECTING:
                 self._connecting[line.args.partition(b",")[0]] = target
-        self.errors.add(line.name.decode(), line.error.decode(), target, line.at)
+        self.errors.add(line.name.decode(), line.error.decode(), target)
 
-    def _learn(self, line: Line) -> None:
+    def _learn(self, line: Line, head: _Head) -> None:
+        """Learn from a call without an error which program and threads there are, and how a connect() ended."""
         name = line.name
-        if name in (b"execve", b"execveat") and line.result == b"0":
-            path = descriptors.about(name, line.args)[1]
-            self.comm = path.rpartition("/")[2].encode()[:15]
-            if len(self.programs) < _MAX_PROGRAMS:
-                self.programs[path] = None
+        if name in _EXECUTES and line.result == b"0":
+            self.comm = head.target.rpartition("/")[2][:15]
+            self.executed = True
         elif name == b"getsockopt" and (failed := _SO_ERROR.search(line.args)):
-            # What became of a connection that nobody waited for in connect().
+            # The outcome of a connect() that returned EINPROGRESS.
             fd = line.args.partition(b",")[0]
-            target = self._connecting.pop(fd, "") or descriptors.about(name, line.args)[1]
-            self.errors.add("connect", failed[1].decode(), target, line.at)
+            target = self._connecting.pop(fd, "") or head.target
+            self.errors.add("connect", failed[1].decode(), target)
         elif name == b"prctl" and line.args.startswith(b'PR_SET_NAME, "'):
             comm, _, more = line.args[14:].partition(b'"')
-            if not more.startswith(b"..."):  # -s leaves no more of it
-                self.comm = descriptors.unescape(comm).encode()
-        elif name in (b"clone", b"clone3", b"fork", b"vfork"):
+            if not more.startswith(b"..."):  # -s cut it
+                self.comm = targets.unescape(comm)
+        elif name in _STARTS:
             child = line.result.partition(b"<")[0]
             if child.isdigit() and len(child) < 8:
                 self.children[int(child)] = b"CLONE_THREAD" in line.args
 
-    def _fold(self) -> None:
-        for total in self._heads.values():
-            name, where = total.call.decode(), descriptors.place(total.target)
-            self._names.setdefault(name, _Sum()).merge(total)
-            if where:
-                self._places.setdefault(where, _Sum()).merge(total)
-        self._heads = {}
-
 
 class _Sum:
-    """How many calls, and for how long; the times are None without -T."""
+    """The number of calls and their times."""
 
-    def __init__(self, head: bytes = b"", error: bytes = b"") -> None:
-        self.call, _, args = head.partition(b"(")
-        self.error = error
-        self.target = descriptors.about(self.call, args)[1]
-        self.is_file = self.target.startswith("/")
-        self.finds = bool(self.target) and _FINDS.fullmatch(self.call) is not None
-        self.needs_zero = not error and self.call in _NOTHING
-        self.loop: _Loop | None = None
+    def __init__(self) -> None:
         self.count = self.errors = self.slow = 0
-        self.time_s: float | None = None
-        self.slowest_s: float | None = None
+        self.time_s = self.slowest_s = 0.0
 
-    def add(self, took_s: float | None) -> None:
+    def add(self, took_s: float, error: bytes) -> None:
         self.count += 1
-        if self.error:
+        self.time_s += took_s
+        if error:
             self.errors += 1
-        if took_s is not None:
-            self.time_s = (self.time_s or 0.0) + took_s
-            if took_s >= SLOW_S:
-                self.slow += 1
-            if self.slowest_s is None or took_s > self.slowest_s:
-                self.slowest_s = took_s
-
-    def merge(self, other: _Sum) -> None:
-        self.count += other.count
-        self.errors += other.errors
-        self.slow += other.slow
-        if other.time_s is not None:
-            self.time_s = (self.time_s or 0.0) + other.time_s
-            self.slowest_s = max(self.slowest_s or 0.0, other.slowest_s or 0.0)
-
-
-def _by_time(row: Count | Place) -> tuple[float, int]:
-    return -(row.time_s or 0.0), -row.count
-
-
-def as_call(line: Line) -> Call:
-    """Return a line as it is reported."""
-    fd, target = descriptors.about(line.name, line.args)
-    args = descriptors.without_payload(line.name, line.args if line.result else line.args.rstrip(b", "))
-    return Call(
-        name=line.name.decode(),
-        args=args[: 4 * ARGUMENTS].decode("utf-8", "replace")[:ARGUMENTS],
-        fd=fd,
-        target=target,
-        at_s=lines.seconds(line.at),
-        result=line.result.decode("utf-8", "replace")[:ARGUMENTS],
-        error=line.error.decode(),
-        time_s=float(line.took) if line.took else None,
-    )
+        if took_s >= SLOW_S:
+            self.slow += 1
+        if took_s > self.slowest_s:
+            self.slowest_s = took_s
 
 
 class _Loop:
     """The calls of one kind on one target that got nothing done: a busy loop, if they are fast and many."""
 
     def __init__(self) -> None:
-        self._count = self._spun = self._length = 0
+        self._spun = self._length = 0
         self._span_s = self._first_s = self._last_s = 0.0
 
-    @property
-    def is_likely(self) -> bool:
-        return self._spun > 0 or self._count > _UNTIMED // 10
-
-    def add(self, at: bytes) -> None:
-        """Count a call that began at this time; empty where the log has no times."""
-        self._count += 1
-        if not at:
-            return
-        now_s = lines.seconds(at) or 0.0
-        if not 0 <= now_s - self._last_s <= (_GAP_S if b"." in at else _COARSE_GAP_S):
+    def add(self, at_s: float) -> None:
+        """Count a call that began at this time."""
+        if not 0 <= at_s - self._last_s <= _GAP_S:
             self._close()
-            self._first_s = now_s
-        self._last_s = now_s
+            self._first_s = at_s
+        self._last_s = at_s
         self._length += 1
 
-    def spin(self, name: str, target: str, *, timed: bool) -> Spin | None:
-        """Return the busy loop, if it is one."""
+    def spun(self) -> tuple[int, float]:
+        """Return the calls of the busy loop, and its seconds; zero calls if it is none."""
         self._close()
-        if not timed:
-            return Spin(name, target, self._count, None, None) if self._count >= _UNTIMED else None
-        return Spin(name, target, self._spun, self._span_s, self._spun / self._span_s) if self._spun else None
+        return self._spun, self._span_s
 
     def _close(self) -> None:
         span_s, length, self._length = self._last_s - self._first_s, self._length, 0
         if span_s >= _SPAN_S and length > _PER_S * span_s:
             self._spun += length
             self._span_s += span_s
+
+
+def _got_nothing(line: Line) -> bool:
+    return line.name in _ALWAYS or line.result.partition(b" ")[0] == b"0"
+
+
+def _by_time(row: Count | Place) -> tuple[float, int]:
+    return -row.time_s, -row.count
+
+
+def as_call(line: Line) -> Call:
+    """Return a line as it is reported."""
+    fd, target = targets.about(line.name, line.args)
+    args = targets.without_payload(line.name, line.args if line.result else line.args.rstrip(b", "))
+    return Call(
+        name=line.name.decode(),
+        args=args[: 4 * ARGUMENTS].decode("utf-8", "replace")[:ARGUMENTS],
+        fd=fd,
+        target=target,
+        at_s=line.at or None,
+        result=line.result.decode("utf-8", "replace")[:ARGUMENTS],
+        error=line.error.decode(),
+        time_s=float(line.took) if line.took else None,
+    )

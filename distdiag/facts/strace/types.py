@@ -1,22 +1,21 @@
-"""What logs of strace say. Seconds everywhere; a time of day where the log has no date; None where it has no times."""
+"""What strace logs contain. Times in seconds, points in time in seconds since 1970."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 ARGUMENTS = 200
-"""No more characters of the arguments of a call are kept."""
+"""Characters of a call's arguments that are kept."""
 WAITING = ("blocked", "detached")
 """States of a thread whose last call had not returned."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One system call; its `args` without what is read, written or sent.
+    """One system call; its `args` without the data that is read, written or sent.
 
-    `target`: the file, socket or path it is about, as it was at that time; empty if not known. `at_s`: when it began.
-    `time_s`: how long it took; None without -T, and while it lasts. `result` as strace puts it, empty while it lasts;
-    `error` its name, "ENOENT".
+    `target`: the file, socket or path it is about, empty if unknown. `at_s`: when it began. `time_s`: how long it took,
+    None while it lasts. `result`: as strace writes it, empty while it lasts; `error`: its name, "ENOENT".
     """
 
     name: str
@@ -31,21 +30,21 @@ class Call:
 
 @dataclass(frozen=True)
 class Count:
-    """All calls of one name; the times are None without -T."""
+    """All calls of one name."""
 
     name: str
     count: int
     errors: int
-    time_s: float | None
-    slowest_s: float | None
+    time_s: float
+    slowest_s: float
 
 
 @dataclass(frozen=True)
 class CallError:
-    """An error worth to be looked at, however often it came. `weight`: 10 is grave, 1 is likely nothing.
+    """One error, however often it occurred. `weight`: 10 is grave, 1 is probably harmless.
 
-    What was not found is one error for all folders it was looked for in: `target` is then a name, `places` their
-    number, and `target` the whole path where it was only one.
+    A missing file is one error for all directories searched: `target` is then its name and `places` their number; with
+    one place, `target` is the whole path.
     """
 
     name: str
@@ -53,8 +52,6 @@ class CallError:
     target: str
     places: int
     count: int
-    first_at_s: float | None
-    last_at_s: float | None
     weight: int
 
 
@@ -62,51 +59,50 @@ class CallError:
 class Place:
     """The calls on one part of the file tree, two names deep ("/mnt/data"), or on one kind of socket or pipe ("TCP").
 
-    `slow`: how many of them took 10 ms or more. The times are None without -T.
+    `slow`: how many of them took 10 ms or more.
     """
 
     where: str
     count: int
     slow: int
-    time_s: float | None
-    slowest_s: float | None
+    time_s: float
+    slowest_s: float
 
 
 @dataclass(frozen=True)
 class Spin:
-    """A call that returned at once over and over and got nothing done; without times only the count is known."""
+    """A call that returned at once, over and over, without getting anything done."""
 
     name: str
     target: str
     count: int
-    span_s: float | None
-    per_s: float | None
+    span_s: float
+    per_s: float
 
 
 @dataclass(frozen=True)
 class Poll:
-    """One path that a thread looks for again and again, asleep in between; all `tries` had the same result.
+    """A path that a thread looks for repeatedly, sleeping in between; all `tries` had the same result.
 
-    `exists`: it was there each time, as a lock that is not released. Several calls between two sleeps are one try.
-    `slept_s`: spent asleep since the first try; None without -T.
+    `exists`: it was there each time, like a lock that is not released. Several calls between two sleeps are one try.
+    `slept_s`: time asleep since the first try.
     """
 
     target: str
     exists: bool
     tries: int
-    slept_s: float | None
+    slept_s: float
 
 
 @dataclass(frozen=True)
 class ThreadLog:
-    """What the log says of one thread.
+    """One thread's part of a log.
 
-    `pid` and `tid`: None where the log does not say. `state`: "blocked" in its last call; "detached": was so when
-    strace left; "returned" from it; "exited 1"; "killed SIGSEGV"; "superseded" by another thread's execve; "cut": the
-    file ends inside its last line. `blocked_s`: how long its last call had lasted at the newest time in all logs that
-    were read together. `n_unread`: lines that strace did not write, counted with the first thread of a file.
-    `slowest`: the slowest calls on files. `programs`: what it executed. `polls`: the
-    paths that it waits for. Counts and places come by time, errors by
+    `pid` and `tid`: None where the log does not show them. `state`: "blocked" in its last call; "detached": blocked
+    when strace detached; "returned" from its last call; "exited 1"; "killed SIGSEGV"; "superseded" by another thread's
+    execve; "cut": the file ends inside its last line. `blocked_s`: from the start of its last call to the newest time
+    in all logs read together. `n_unread`: lines not written by strace, counted with the first thread of a file.
+    `ends`: the sockets and pipes it used, as `targets.ends` has them. Counts and places are sorted by time, errors by
     weight.
     """
 
@@ -121,14 +117,13 @@ class ThreadLog:
     state: str
     blocked_s: float | None
     last: Call | None
-    calls: tuple[Count, ...]
-    errors: tuple[CallError, ...]
-    places: tuple[Place, ...]
-    slowest: tuple[Call, ...]
-    spins: tuple[Spin, ...]
-    signals: tuple[tuple[str, int], ...]
-    programs: tuple[str, ...]
+    calls: tuple[Count, ...] = ()
+    errors: tuple[CallError, ...] = ()
+    places: tuple[Place, ...] = ()
+    slowest: tuple[Call, ...] = ()
+    spins: tuple[Spin, ...] = ()
     polls: tuple[Poll, ...] = ()
+    ends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,76 +1,196 @@
-"""What the first line that went wrong means: where it began, what made it, and what helps."""
+"""From the first bad line of a forward to a detection: where it began, which operation produced it, and the fix.
+
+Origins observes the operations of a replay: it finds the one that first made nan or inf of finite numbers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from distdiag.training.overflow import extrema
-from distdiag.training.overflow.detection import BETWEEN, GIVEN, HERE, WEIGHTS, Became, Detection, Place, kinds
-from distdiag.training.overflow.fixes import depends_on_min, fix_of, in_float32
-from distdiag.training.overflow.origins import Beginning, beginning, went_in
-from distdiag.training.overflow.recorder import NEAR, Reading
+from distdiag.training.overflow import extrema, nested
+from distdiag.training.overflow.frames import NEAR, Reading
+from distdiag.training.overflow.replay import COLLECTIVES
+from distdiag.training.overflow.report import BACKWARD, BETWEEN, GIVEN, HERE, LOSS, WEIGHTS, Became, Found, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from distdiag.training.overflow.detection import When
-    from distdiag.training.overflow.extrema import Tally
-    from distdiag.training.overflow.origins import Maker, Origins
-    from distdiag.training.overflow.recorder import Frame, Line
+    from torch import Tensor
+
+    from distdiag.training.overflow.frames import Frame, Line, Recorder
+    from distdiag.training.overflow.report import Tally, When
 
 
+_FILL = ("fill", "where", "scatter", "index", "copy", "lift", "put", "tri", "clone", "detach", "pad")
+"""Operations that write an -inf that the program chose, or move numbers unchanged; a conversion calculates nothing."""
+_LEAST = {torch.finfo(dtype).min for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+"""Masks are made of these, too; two of them added up are -inf."""
 _LOSS_GREW = 2.0
+_LOGS = {"log": 0, "log2": 0, "log10": 0, "log1p": -1, "logit": 0, "xlogy": 0}
+"""With the largest input for which each is not finite, or not a number."""
+_ROOTS = ("sqrt", "pow", "acos", "asin", "acosh", "atanh")
+_DIVISIONS = ("div", "reciprocal", "rsqrt", "remainder", "fmod")
+_BY_ORIGIN = {
+    GIVEN: "check the batch: the data, or the code before the model",
+    WEIGHTS: "check the previous step: clip gradients, lower the learning rate, skip steps whose gradients are bad",
+    LOSS: "check the loss: a log of 0, a division by 0, an exp of large values?",
+    BACKWARD: "check the loss and its scale; gradients='each' names the first bad gradient",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """An operation that produced nan or inf, in the module call `frame`.
+
+    `least`: the least number of its only float input. `masked_row`: a softmax had a row of nothing but -inf.
+    """
+
+    operation: str
+    frame: Frame | None
+    least: float | None = None
+    masked_row: bool = False
+
+
+class Origins(TorchDispatchMode):
+    """Maps each tensor that is not finite to the operation that produced it; filled-in -inf, as in masks, has none."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self._made: Any = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204
+        """Carry out an operation, and read its inputs and outputs."""
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") in COLLECTIVES:
+            return func(*args, **kwargs)
+        given = None
+        with contextlib.suppress(Exception):  # what cannot be read has no maker, and the forward continues
+            given = _Given((args, kwargs))  # before the operation writes into them
+        made = func(*args, **kwargs)
+        if given is not None:
+            with contextlib.suppress(Exception):
+                self._keep(_name_of(func), given, made, args)
+        return made
+
+    def _keep(self, operation: str, given: _Given, made: object, args: Sequence[Any]) -> None:
+        for tensor, least, greatest in extrema.pairs(tensor for _, tensor in nested.tensors(made, "")):
+            if not extrema.is_bad(least, greatest):
+                continue
+            known = next((self._made[bad] for bad in given.bad if bad in self._made), None)
+            if known is None and given.makes(operation, least, greatest):
+                known = Maker(operation, self._recorder.current, given.least, given.has_masked_row(operation, args))
+            if known is None:
+                self._made.pop(tensor, None)  # filled in anew
+            else:
+                self._made[tensor] = known
+
+    def maker_of(self, tensor: Tensor | None) -> Maker | None:
+        """Return the operation that made a tensor not finite; None if it was filled in or is not known."""
+        found: Maker | None = None if tensor is None else self._made.get(tensor)
+        return found
+
+    def of(self, line: Line) -> Maker | None:
+        """Return the operation that made the tensor of a line not finite."""
+        return self.maker_of(line.what.source) if isinstance(line.what, Reading) else None
+
+
+class _Given:
+    """The inputs of an operation."""
+
+    def __init__(self, values: object) -> None:
+        read = extrema.pairs(tensor for _, tensor in nested.tensors(values, ""))
+        floats = [least for tensor, least, _ in read if tensor.dtype.is_floating_point]
+        self.bad = [tensor for tensor, least, greatest in read if extrema.is_bad(least, greatest)]
+        self.least = floats[0] if len(floats) == 1 and math.isfinite(floats[0]) else None
+        self._is_any = bool(read)
+        leaves = (leaf for _, leaf in nested.leaves(values, ""))
+        self._has_bad = bool(self.bad) or any(least in _LEAST for least in floats)
+        self._has_bad |= any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
+
+    def makes(self, operation: str, least: float, greatest: float) -> bool:
+        """Return whether an operation with this result calculated it: filled in or passed on is neither."""
+        if not self._is_any or any(part in operation for part in _FILL):
+            return False
+        return not (self._has_bad and least == -math.inf < greatest < math.inf)
+
+    def has_masked_row(self, operation: str, args: Sequence[Any]) -> bool:
+        """Return whether a softmax had a row of nothing but -inf."""
+        if "softmax" in operation:
+            dim = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
+            return any(extrema.has_masked_row(tensor, dim) for tensor in self.bad)
+        return "attention" in operation and any(extrema.has_masked_row(tensor) for tensor in self.bad)
+
+
+def _name_of(func: Any) -> str:  # noqa: ANN401
+    return str(getattr(func, "_schema", func)).partition("(")[0].partition("::")[2].partition(".")[0].strip("_")
+
+
+class _Beginning(NamedTuple):
+    """The first line that shows it, and the call whose own code produced it; `maker`: by this operation."""
+
+    line: Line
+    frame: Frame
+    maker: Maker | None = None
 
 
 def from_frames(
     bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when: When, origins: Origins | None = None
-) -> Detection:
-    """Describe what the first line that went wrong means, from the frames that lead up to it and their `origins`."""
-    began = beginning(bad, masks, origins) if bad.phase in ("input", "output") else None
-    began = began or Beginning(bad, bad.frame)
-    line, maker = began.line, began.maker
-    origin, made = _origin(began)
-    tally, dtype = _tally(line), line.what.dtype if isinstance(line.what, Reading) else None
-    return Detection(
-        when=when,
-        place=_place(line.frame),
+) -> Found:
+    """Describe the first bad line of a forward from the frames up to it and, in a replay, their `origins`."""
+    began = _beginning(bad, masks, origins) if bad.phase in ("input", "output") else None
+    line, frame, maker = began or _Beginning(bad, bad.frame)
+    origin, frame = _origin(line, frame)
+    place, made_by = line.frame.place, frame.place
+    tally = _tally(line)
+    became = None if line is bad else Became(*bad.frame.place, bad.label, _bad_kinds(bad))
+    return Found(
+        "",
+        *when,
+        module=place.module,
+        module_class=place.kind,
         tensor=line.label,
         origin=origin,
-        made_by=_place(made),
-        tally=tally,
-        hints=tuple(_hints(bad, frames, masks)),
-        number=max(line.frame.number, 0),
-        seen=_before(line, masks, origin),
+        made_by=made_by.module,
+        made_by_class=made_by.kind,
         operation="" if maker is None else maker.operation,
-        how="" if maker is None else how(maker),
-        became=None if line is bad else Became(_place(bad.frame), bad.label, _bad_kinds(bad)),
-        kinds=_kinds(line),
-        fix=fix_of(origin, maker, dtype, _place(line.frame), _place(made)),
+        what=tally.kinds if tally else _kinds(line),
+        why=_why(origin, made_by, _before(line, masks, origin), maker, became),
+        became=became,
+        hints=tuple(_hints(bad, frames, masks)),
+        fix=_fix(origin, maker, line, made_by),
+        tally=tally,
+        number=max(line.frame.number, 0),
         frames=tuple(frames),
     )
 
 
 def except_for_masks(masks: Sequence[Line], origins: Origins) -> str:
-    """Name the first output of a module that has -inf, one that was calculated before others, and what made that."""
+    """Name the first output of a module that has -inf, calculated ones first, and the operation that produced it."""
     outputs = [mask for mask in masks if mask.phase == "output"]
-    calculated = [mask for mask in outputs if origins.of(mask) is not None]
-    line = next(iter([*calculated, *outputs]), None)
+    line = next(iter([*filter(origins.of, outputs), *outputs]), None)
     if line is None:
         return ""
     maker = origins.of(line)
     by = ", as in masks" if maker is None else f", which {how(maker)} produced from finite values"
-    return f"-inf in `{line.label}` of {_place(line.frame)}{by}"
+    return f"-inf in `{line.label}` of {line.frame.place}{by}"
 
 
 def how(maker: Maker) -> str:
-    """Describe an operation that made nan or inf: `log` of a tensor with min 0."""
+    """Describe the operation that produced nan or inf: `log` of a tensor with min 0."""
     if maker.masked_row:
         return f"`{maker.operation}` of a row that is all -inf"
-    given = f" of a tensor with min {maker.least:.3g}" if maker.least is not None and depends_on_min(maker) else ""
+    depends_on_min = maker.operation in (*_LOGS, *_ROOTS, "reciprocal", "rsqrt")
+    given = f" of a tensor with min {maker.least:.3g}" if maker.least is not None and depends_on_min else ""
     return f"`{maker.operation}`{given}"
 
 
@@ -83,28 +203,78 @@ def diverges(losses: Sequence[float]) -> list[str]:
     return [f"The loss was growing ({shown}): lower the learning rate, use warm-up, or clip the gradients."]
 
 
-def _origin(began: Beginning) -> tuple[str, Frame]:
-    """Return where it was made, in the words of a detection, and in which call."""
-    line, frame = began.line, began.line.frame
+def _beginning(bad: Line, masks: Sequence[Line], origins: Origins | None) -> _Beginning | None:
+    """Follow a bad line back to where it began, through -inf that was taken for a mask; None if that is the line."""
+    maker = None if origins is None else origins.of(bad)
+    before = [mask for mask in masks if mask.order < bad.order]
+    if maker is None or maker.frame is None or origins is None:
+        line = _through_frames(bad, before)
+        return None if line is None else _Beginning(line, line.frame)
+    if maker.frame is bad.frame:
+        return _Beginning(bad, bad.frame, maker)
+    if maker.frame in _around(bad.frame):
+        shown = (line for line in before if line.phase == "input" and origins.of(line) is maker)
+        return _Beginning(min(shown, key=lambda line: line.order, default=bad), maker.frame, maker)
+    line = next((line for line in maker.frame.lines if line.phase == "output" and line.is_bad), None)
+    return None if line is None else _Beginning(line, maker.frame, maker)
+
+
+def _through_frames(bad: Line, masks: Sequence[Line]) -> Line | None:
+    """Find the output with -inf, of a module with finite inputs, that a later module made nan of."""
+    outputs = sorted((mask for mask in masks if mask.phase == "output"), key=lambda line: line.order)
+    read = _bad_inputs(bad.frame) if bad.phase == "output" else []
+    found = None
+    while read:
+        found = next((line for line in outputs if any(line.what is given.what for given in read)), None)
+        if found is None:
+            return None
+        outputs = [line for line in outputs if line.order < found.order]
+        read = _bad_inputs(found.frame)
+    return found
+
+
+def _bad_inputs(frame: Frame) -> list[Line]:
+    return [line for line in frame.lines if line.phase == "input" and line.is_bad]
+
+
+def _around(frame: Frame) -> Iterator[Frame]:
+    while frame.parent is not None:
+        frame = frame.parent
+        yield frame
+
+
+def _origin(line: Line, frame: Frame) -> tuple[str, Frame]:
+    """Return the origin as in a detection, and the call that produced it."""
     if line.phase in ("weight", "buffer"):
-        return WEIGHTS, frame
-    if began.frame is not frame:
-        return BETWEEN, began.frame
+        return WEIGHTS, line.frame
+    if frame is not line.frame:
+        return BETWEEN, frame
     if line.phase == "input":
         return (GIVEN, frame) if frame.parent is None else (BETWEEN, frame.parent)
     return HERE, frame
 
 
 def _before(line: Line, masks: Sequence[Line], origin: str) -> str:
-    """Describe what came before, where not all of it was finite: what was taken for a mask; empty if all was."""
+    """Describe the -inf before it that was taken for a mask; empty if everything was finite."""
     if origin == HERE:
-        labels = [f"`{given.label}`" for given in went_in(line.frame)]
+        labels = [f"`{given.label}`" for given in _bad_inputs(line.frame)]
         return f"Inputs were finite except for -inf in {', '.join(labels)}, as in masks" if labels else ""
     earlier = (mask for mask in masks if mask.phase == "output" and mask.order < line.order)
     mask = next(earlier, None) if origin == BETWEEN else None
     if mask is None:
         return ""
-    return f"Outputs before it were finite except for -inf in `{mask.label}` of {_place(mask.frame)}, as in masks"
+    return f"Outputs before it were finite except for -inf in `{mask.label}` of {mask.frame.place}, as in masks"
+
+
+def _why(origin: str, made_by: Place, before: str, maker: Maker | None, became: Became | None) -> str:
+    by = f" ({how(maker)})" if maker else ""
+    then = f", and {Place(became.module, became.module_class)} turned it into {became.what}" if became else ""
+    if origin == HERE:
+        return f"{before or 'Inputs were finite'}; this module produced it{by}{then}."
+    if origin == BETWEEN:
+        before = before or "All outputs before it were finite"
+        return f"{before}: the forward of {made_by} produced it{by} and passed it on{then}."
+    return ""
 
 
 def _tally(line: Line) -> Tally | None:
@@ -114,39 +284,32 @@ def _tally(line: Line) -> Tally | None:
 
 
 def _bad_kinds(line: Line) -> str:
-    """Count the nan and inf in a tensor; -inf came there as it was."""
+    """Count the nan and inf of a tensor to which -inf came as it was."""
     tally = _tally(line)
-    return kinds(tally and replace(tally, minus_inf=0)) or _kinds(line)
+    return (replace(tally, minus_inf=0).kinds if tally else "") or _kinds(line)
 
 
 def _kinds(line: Line) -> str:
     return line.what.not_finite if isinstance(line.what, Reading) else ""
 
 
-def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> list[str]:
-    hints = []
+def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> Iterator[str]:
     if bad.phase == "output":
         rows = [mask for mask in masks if mask.order < bad.order and _has_masked_row(mask.what)]
-        hints += [
-            f"A whole row of the mask `{mask.label}` of {_place(mask.frame)} is -inf: its softmax is nan."
-            for mask in rows[-1:]
-        ]
+        for mask in rows[-1:]:
+            yield f"A whole row of the mask `{mask.label}` of {mask.frame.place} is -inf: its softmax is nan."
     lines = [line for frame in frames for line in frame.lines if line is not bad and isinstance(line.what, Reading)]
     near = max(lines, key=_share, default=None)
-    if near is not None and _share(near) >= NEAR:
-        hints.append(f"Before it: {_near_limit(near.what)}, `{near.label}` of {_place(near.frame)}.{_wider(near.what)}")
-    return hints + _in_float32(bad)
-
-
-def _in_float32(bad: Line) -> list[str]:
-    """Write what lets a module that overflows under autocast run without it; its weights are in float32 there."""
-    weights = [line.what for line in bad.frame.lines if line.phase == "weight" and isinstance(line.what, Reading)]
+    if near is not None and isinstance(near.what, Reading) and _share(near) >= NEAR:
+        dtype = str(near.what.dtype)[len("torch.") :]
+        of_limit = f"{near.what.abs_max:.2e} = {100 * _share(near):.0f}% of {dtype} max"
+        wider = " Run that part in bfloat16 or float32." if dtype == "float16" else ""
+        yield f"Before it: {of_limit}, `{near.label}` of {near.frame.place}.{wider}"
     what = bad.what
-    if not isinstance(what, Reading) or what.dtype is not torch.float16 or bad.phase != "output" or what.source is None:
-        return []
-    if any(weight.dtype is torch.float16 for weight in weights):
-        return []
-    return [in_float32(bad.frame.name, what.source.device.type)]
+    weights = [line.what for line in bad.frame.lines if line.phase == "weight" and isinstance(line.what, Reading)]
+    source = what.source if isinstance(what, Reading) and what.dtype is torch.float16 else None
+    if source is not None and bad.phase == "output" and not any(each.dtype is torch.float16 for each in weights):
+        yield in_float32(bad.frame.name, source.device.type)  # only autocast makes float16 of float32 weights
 
 
 def _has_masked_row(what: Reading | str) -> bool:
@@ -159,16 +322,55 @@ def _share(line: Line) -> float:
     return line.what.share_of_limit if isinstance(line.what, Reading) else 0.0
 
 
-def _near_limit(what: Reading | str) -> str:
-    assert isinstance(what, Reading)
-    dtype = str(what.dtype)[len("torch.") :]
-    return f"{what.abs_max:.2e} = {100 * what.share_of_limit:.0f}% of {dtype} max"
+def fix_of_origin(origin: str) -> str:
+    """Return the fix where no module is known."""
+    return _BY_ORIGIN.get(origin, "")
 
 
-def _wider(what: Reading | str) -> str:
-    is_half = isinstance(what, Reading) and what.dtype is torch.float16
-    return " Run that part in bfloat16 or float32." if is_half else ""
+def _fix(origin: str, maker: Maker | None, line: Line, made_by: Place) -> str:
+    """Return the fix, or what to check where that is not certain."""
+    dtype = line.what.dtype if isinstance(line.what, Reading) else None
+    if origin == HERE:
+        return _of_operation(maker) or _of_dtype(dtype, "this module")
+    if origin != BETWEEN:
+        return fix_of_origin(origin)
+    by = f"`{made_by.module}`" if made_by.module else "the model"
+    where = f"in the forward of {by}, before it calls `{line.frame.name}`"
+    if maker is None:
+        return f"check the code {where}: a division, log, exp or scale"
+    return f"{_of_operation(maker) or _of_dtype(dtype, f'`{maker.operation}`')} ({where})"
 
 
-def _place(frame: Frame) -> Place:
-    return Place(frame.name, frame.kind)
+def _of_operation(maker: Maker | None) -> str:
+    """Return the fix for an operation; empty for one that only large numbers make overflow."""
+    if maker is None:
+        return ""
+    name = f"`{maker.operation}`"
+    if maker.masked_row:
+        return (
+            f"leave at least one position unmasked in each row, or set the rows that are all masked to 0 after {name}"
+        )
+    if maker.operation in _LOGS:
+        lowest = _LOGS[maker.operation]
+        if maker.least is not None and maker.least <= lowest:
+            return f"{name} read {maker.least:.3g}: clamp its input, or add an epsilon"
+        return f"an input of {name} at or below {lowest}? clamp it, or add an epsilon"
+    if maker.operation in _ROOTS:
+        return f"an input of {name} out of its range? clamp it"
+    return f"{name} by 0? clamp the divisor, or add an epsilon" if maker.operation in _DIVISIONS else ""
+
+
+def _of_dtype(dtype: torch.dtype | None, what: str) -> str:
+    if dtype is torch.float16:
+        return f"if the inputs of {what} are near 65504, run it in bfloat16 or float32; else check its formula"
+    return f"check the formula of {what} and the size of its inputs"
+
+
+def in_float32(name: str, device: str) -> str:
+    """Write the lines that make a module run in float32, without autocast."""
+    module = f"model.get_submodule({name!r})" if name else "model"
+    return (
+        f"In float32, without autocast: m = {module}; "
+        "m.register_forward_pre_hook(lambda m, a: tuple(x.float() if x.is_floating_point() else x for x in a)); "
+        f'm.forward = torch.autocast("{device}", enabled=False)(m.forward)'
+    )

@@ -6,7 +6,8 @@ from threading import get_ident
 
 import torch
 
-from distdiag.training.overflow import extrema, ranks, replay
+from distdiag.training.overflow import extrema, replay
+from distdiag.training.overflow.report import is_one_of_many
 from distdiag.training.printflock import printflock
 
 
@@ -21,7 +22,7 @@ def detect_overflow(var: torch.Tensor, ctx: str) -> bool:
         found = extrema.start(var.detach())
         if isinstance(found, str) or not extrema.any_bad(extrema.fetch(found[1])):
             return False
-        if get_ident() in replay.running:  # it was said when this forward ran for the script
+        if get_ident() in replay.running:  # printed when this forward ran for the script
             return True
         tally = extrema.tally(var.detach())
     kinds = [("nans", tally.nan), ("infs", tally.inf + tally.minus_inf)] if tally is not None else [("nans or infs", 1)]
@@ -31,5 +32,5 @@ def detect_overflow(var: torch.Tensor, ctx: str) -> bool:
         shape = ", ".join(map(str, tally.shape))
         bad = tally.nan + tally.inf + tally.minus_inf
         lines.append(f"{ctx}: {tally.dtype} of shape [{shape}], {bad:,} of {tally.of:,} bad, the first at [{at}]")
-    printflock("\n".join(lines), prefix=ranks.count() > 1)
+    printflock("\n".join(lines), prefix=is_one_of_many())
     return True

@@ -1,23 +1,21 @@
-"""Whether something is wrong, alone or with the other ranks; what it was is seen by running the forward again."""
+"""Whether a forward, a loss or gradients are bad, alone or with the other ranks; a replay finds the module."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, nested, ranks
-from distdiag.training.overflow.cause import except_for_masks, from_frames, how
-from distdiag.training.overflow.detection import BACKWARD, LOSS, UNSEEN, Detection, Place
-from distdiag.training.overflow.fixes import fix_of
+from distdiag.training.overflow.cause import Origins, except_for_masks, fix_of_origin, from_frames, how
+from distdiag.training.overflow.frames import Recorder
 from distdiag.training.overflow.modules import kind_of, named
-from distdiag.training.overflow.origins import Origins
-from distdiag.training.overflow.recorder import Recorder
+from distdiag.training.overflow.quiet_end import is_of_script
 from distdiag.training.overflow.replay import Terms
-from distdiag.training.overflow.script import is_of_script
+from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, Found, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,55 +25,63 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from distdiag.training.overflow.backward import Gradient, StepGradients
-    from distdiag.training.overflow.detection import When
+    from distdiag.training.overflow.gradients import Gradient, StepGradients
     from distdiag.training.overflow.replay import Call
+    from distdiag.training.overflow.report import When
 
 
 _FIRST = 1_000_000
-"""What a rank says when the first forward since the last step went wrong; one less for each later one."""
+"""The weight of the first forward since the last step; one less for each later one."""
 _IN_LOSS, _IN_GRADIENTS = 2, 1
 _NOT_EACH = "With gradients='each' the first bad gradient is named, before clipping spreads it."
 _OPERATIONS = 8
-_MASKED = "masked: "
 _INSTEAD = {"log": "Where it is of a softmax: log_softmax."}
 _FINITE = "All module inputs and outputs in the forward were finite"
+_ORDER = {LOSS: 1, BACKWARD: 2}
 
 
-@dataclass(frozen=True)
-class ModelOutput:
-    """One tensor that the model gave back; its extrema are still on the device.
+class ModelOutput(NamedTuple):
+    """One output tensor of the model; its extrema are still on the device.
 
-    The tensor itself is not kept: until the next step of the optimizer that would be the logits of many forwards.
+    The tensor is not kept: until the next optimizer step that would be the logits of many forwards.
     """
 
     label: str
-    extrema: tuple[Tensor, Tensor]
+    extrema: tuple[Tensor, ...]
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it has nan or inf, and does not look like masked logits."""
+        least, greatest = extrema.fetch(self.extrema)
+        masked = extrema.may_be_masked(least, greatest, self.extrema[0].dtype)
+        return extrema.is_bad(least, greatest) and not masked
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that is over and not judged yet: by its outputs, or by its frames, which came to `found`."""
+    """A forward that is over and not judged yet; `found`: what its frames showed (mode="full")."""
 
     when: When
     call: Call | None
     outputs: tuple[ModelOutput, ...] = ()
-    found: Detection | None = None
+    found: Found | None = None
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """What backward was called on; its extrema are still on the device."""
 
     tensor: Tensor
-    extrema: tuple[Tensor, Tensor]
+    output: ModelOutput
     when: When
     hints: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """All that came since the last judgement; `last` is the last forward, which may have been judged before."""
+    """All since the last judgement; `last` is the last forward, which may have been judged before.
+
+    `since_step`: forwards since the last optimizer step, of which only the last can be replayed.
+    """
 
     forwards: Sequence[Forward]
     last: Forward | None
@@ -83,101 +89,99 @@ class Seen:
     gradients: StepGradients
     when: When
     since_step: int = 1
-    """So many forwards there were since the last step of the optimizer; only the last can be run again."""
 
-    def extrema(self) -> list[Tensor]:
-        """List what is to be fetched: of the forwards, the losses, the gradients."""
-        values = [value for forward in self.forwards for output in forward.outputs for value in output.extrema]
-        values += [value for loss in self.losses for value in loss.extrema]
-        return values + [value for gradient in self.gradients.now for value in gradient.extrema]
-
-    def weights(self) -> list[int]:
-        """Describe how bad it is, for each of these, if it is not finite: what came first is the worst."""
-        weights = [
-            _FIRST - number for number, forward in enumerate(self.forwards) for _ in range(2 * len(forward.outputs))
+    def weighted(self) -> list[tuple[Tensor, int]]:
+        """List the extrema to be fetched, each with the weight of being bad there."""
+        found = [
+            (value, _FIRST - number)
+            for number, forward in enumerate(self.forwards)
+            for output in forward.outputs
+            for value in output.extrema
         ]
-        weights += [_IN_LOSS] * (2 * len(self.losses))
-        return weights + [_IN_GRADIENTS] * (2 * len(self.gradients.now))
+        found += [(value, _IN_LOSS) for loss in self.losses for value in loss.output.extrema]
+        return found + [(value, _IN_GRADIENTS) for gradient in self.gradients.now for value in gradient.extrema]
+
+
+class Replayed(NamedTuple):
+    """The outcome of a replay: the detection, or why it cannot be replayed; else all but `masked` was finite."""
+
+    found: Found | None = None
+    why: str = ""
+    masked: str = ""
+
+
+_GONE = Replayed(why="the model no longer exists")
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges the forwards, the losses and the gradients of one model."""
+    """Judges one model. `keep`: frames to show; `alone_in_it`: keeps other threads out of it, or gives a reason."""
 
     model: Module
     sharing: ranks.Sharing
     keep: int
     ignore: tuple[str, ...]
     alone_in_it: Callable[[], AbstractContextManager[str]]
-    """Keeps other threads out of the model; gives a reason where that is not possible."""
     each: bool = False
     goes_on: bool = True
+    known_masks: set[str] = field(default_factory=set)
+    """Outputs in inference whose -inf was looked into."""
 
     def recorder(self, *, exact: bool) -> Recorder:
         """Return a new recorder for the model."""
         return Recorder(self.model, self.keep, self.ignore, exact=exact)
 
-    def alone(self, seen: Seen) -> Detection | None:
-        """Judge without asking anybody; the device is waited for once."""
-        values = extrema.fetch(seen.extrema())
+    def alone(self, seen: Seen) -> Found | None:
+        """Judge without other ranks; the device is waited for once."""
+        values = extrema.fetch([value for value, _ in seen.weighted()])
         if not any(forward.found for forward in seen.forwards) and not extrema.any_bad(values):
             return None
         bad = next((forward for forward in seen.forwards if self._is_bad(forward)), None)
         if bad is not None:
-            return self._of_forward(bad, *self._again(bad, self._terms(None)), asked=True)
+            return self._of_forward(bad, self._replay(bad), asked=True)
         found = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
-        return None if found is None else self._unless_in_forward(found, seen, *self._last_again(seen))
+        return None if found is None else self._unless_in_forward(found, seen, self._replay(seen.last))
 
-    def inference(self, forward: Forward, known: set[str]) -> tuple[Detection | None, str]:
-        """Judge a forward that no loss and no backward will tell of, or warn of what is not finite in its output.
-
-        `known`: outputs of which that was looked into before.
-        """
+    def inference(self, forward: Forward) -> tuple[Found | None, str]:
+        """Judge a forward without loss and backward; or return a warning of -inf in its outputs."""
         values = extrema.fetch([value for output in forward.outputs for value in output.extrema])
         if forward.found is None and not extrema.any_bad(values):
             return None, ""
         if self._is_bad(forward):
-            return self._of_forward(forward, *self._again(forward, self._terms(None)), asked=True), ""
-        new = [output.label for output in forward.outputs if output.label not in known and self._is_masked(output)]
-        known.update(new)
+            return self._of_forward(forward, self._replay(forward), asked=True), ""
+        bad = (output for output in forward.outputs if extrema.any_bad(extrema.fetch(output.extrema)))
+        new = [output.label for output in bad if output.label not in self.known_masks and not self._is_ignored(output)]
+        self.known_masks.update(new)
         return None, self._minus_inf(forward, new) if new else ""
 
-    def _is_masked(self, output: ModelOutput) -> bool:
-        least, greatest = extrema.fetch(output.extrema)
-        return extrema.is_bad(least, greatest) and not self._is_ignored(output)
-
     def _minus_inf(self, forward: Forward, labels: Sequence[str]) -> str:
-        """Run it again to see whether -inf in an output was filled in; say so if not, or that it is not known."""
-        when, model = forward.when, Place("", kind_of(self.model))
-        where = f"{when}: -inf in `{labels[0]}` of {model}"
-        recorder = self.recorder(exact=True)
-        origins = Origins(recorder)
+        """Replay it to see whether -inf in an output was filled in; warn if not, or if that is not known."""
         if forward.call is None:
             return ""
+        where = f"{forward.when}: -inf in `{{}}` of {Place('', kind_of(self.model))}"
+        recorder = self.recorder(exact=True)
+        origins = Origins(recorder)
         with self.alone_in_it() as crowded:
             why = crowded or forward.call.again(recorder, self._terms(None), origins)
         if why:
-            return (
-                f"{where}: it is unknown whether it is intended, as in masks: the forward cannot be replayed ({why})."
-            )
+            unknown = "it is unknown whether it is intended, as in masks: the forward cannot be replayed"
+            return f"{where.format(labels[0])}: {unknown} ({why})."
         for label, tensor in nested.tensors(recorder.output, "output"):
             maker = origins.maker_of(tensor) if label in labels else None
             if maker is not None:
-                where = where.replace(f"`{labels[0]}`", f"`{label}`")
-                instead = _INSTEAD.get(maker.operation, "")
-                return f"{where} is not a mask: {how(maker)} produced it from finite values. {instead}".rstrip()
+                text = f"{where.format(label)} is not a mask: {how(maker)} produced it from finite values."
+                return f"{text} {_INSTEAD.get(maker.operation, '')}".rstrip()
         return ""
 
-    def together(self, seen: Seen, group: Any) -> Detection | None:  # noqa: ANN401
-        """Judge what all ranks of a group have; all of them must come here. Returns the same to all."""
+    def together(self, seen: Seen, group: Any) -> Found | None:  # noqa: ANN401
+        """Judge with all ranks of a group, which must all call this; returns the same on all."""
         known = max((_FIRST - number for number, forward in enumerate(seen.forwards) if forward.found), default=0)
-        if not ranks.agree(seen.extrema(), seen.weights(), known, group):
+        if not ranks.agree(seen.weighted(), known, group):
             return None
         # Somewhere a number is not finite: that may be a mask, which takes a second look.
-        mine = max(
-            (_FIRST - number for number, forward in enumerate(seen.forwards) if self._is_bad(forward)), default=0
-        )
+        bad = [_FIRST - number for number, forward in enumerate(seen.forwards) if self._is_bad(forward)]
         found = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
+        mine = max(bad, default=0)
         mine = mine or (0 if found is None else _IN_LOSS if found.origin == LOSS else _IN_GRADIENTS)
         (worst,) = ranks.greatest([mine], group)
         if not worst:
@@ -185,155 +189,142 @@ class Judge:
         if worst > _IN_LOSS:
             number = _FIRST - worst
             forward = seen.forwards[number] if number < len(seen.forwards) else None
-            again = self._again_together(forward, number, group)
-            found = None if forward is None else self._of_forward(forward, *again, asked=mine == worst)
+            replayed = self._replay_together(forward, number, group)
+            found = None if forward is None else self._of_forward(forward, replayed, asked=mine == worst)
         else:
-            again = self._again_together(seen.last, len(seen.forwards), group)
-            if found is not None or again[0] is not None:
-                found = self._unless_in_forward(found, seen, *again)
-        return self._first_of(found, group)
+            replayed = self._replay_together(seen.last, len(seen.forwards), group)
+            if found is not None or replayed.found is not None:
+                found = self._unless_in_forward(found, seen, replayed)
+        return _first_of(found, group)
+
+    def of_recorder(self, recorder: Recorder, when: When, origins: Origins | None = None) -> Found | None:
+        """Describe the first bad line of a recorded forward."""
+        if recorder.bad is None:
+            return None
+        return from_frames(recorder.bad, recorder.frames, recorder.masks, when, origins)
 
     def _terms(self, group: Any) -> Terms:  # noqa: ANN401
         return Terms(ranks.members(group), self.sharing.is_shared, self.goes_on)
 
-    def _again_together(self, forward: Forward | None, number: int, group: Any) -> tuple[Detection | None, str]:  # noqa: ANN401
-        """Run a forward again, if all ranks can: there may be collectives in it."""
+    def _replay_together(self, forward: Forward | None, number: int, group: Any) -> Replayed:  # noqa: ANN401
+        """Replay a forward if all ranks can: it may have collectives."""
         terms = self._terms(group)
-        why = "the model no longer exists" if forward is None or forward.call is None else forward.call.why_not(terms)
+        why = _GONE.why if forward is None or forward.call is None else forward.call.why_not(terms)
         cannot, most, least = ranks.greatest([int(bool(why)), number, -number], group)
         if cannot or most != -least:
-            return None, why or "another rank cannot replay its forward"
-        return self._again(forward, terms)
+            return Replayed(why=why or "another rank cannot replay its forward")
+        return self._replay(forward, terms)
 
-    def _last_again(self, seen: Seen) -> tuple[Detection | None, str]:
-        return self._again(seen.last, self._terms(None))
-
-    def _again(self, forward: Forward | None, terms: Terms) -> tuple[Detection | None, str]:
-        """Run a forward again: what went wrong in it, or why that is not known; neither, if all of it is finite."""
+    def _replay(self, forward: Forward | None, terms: Terms | None = None) -> Replayed:
         if forward is None or forward.call is None:
-            return None, "the model no longer exists"
+            return _GONE
         recorder = self.recorder(exact=True)
         origins = Origins(recorder)
         with self.alone_in_it() as crowded:
-            why = crowded or forward.call.again(recorder, terms, origins)
-        if why or recorder.bad is not None:
-            return (None, why) if why else (self.of_recorder(recorder, forward.when, origins), "")
-        masked = except_for_masks(recorder.masks, origins)
-        return None, masked and f"{_MASKED}{masked}"
+            why = crowded or forward.call.again(recorder, terms or self._terms(None), origins)
+        if why:
+            return Replayed(why=why)
+        found = self.of_recorder(recorder, forward.when, origins)
+        return Replayed(found, masked="" if found else except_for_masks(recorder.masks, origins))
 
-    def _of_forward(self, forward: Forward, found: Detection | None, why: str, *, asked: bool) -> Detection | None:
-        """Describe what went wrong in a forward; `asked`: whether its outputs, on this rank, were bad."""
-        found = found or forward.found
+    def _of_forward(self, forward: Forward, replayed: Replayed, *, asked: bool) -> Found | None:
+        """Describe a bad forward; `asked`: its outputs were bad on this rank."""
+        found = replayed.found or forward.found
         if found is not None or not asked:
             return found
         label = next(output.label for output in forward.outputs if self._is_bad_output(output))
-        why = "" if why.startswith(_MASKED) else why
-        hint = f"The forward cannot be replayed ({why})" if why else "When replayed, everything was finite"
+        finite = "When replayed, everything was finite"
+        hint = f"The forward cannot be replayed ({replayed.why})" if replayed.why else finite
         return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) finds the module.")
 
-    def _unless_in_forward(
-        self, detection: Detection | None, seen: Seen, found: Detection | None, why: str
-    ) -> Detection | None:
-        """Describe what is wrong with a loss or with gradients, or where in the forward that began."""
-        if found is not None:
-            after = "loss" if detection is not None and detection.origin == LOSS else "gradients"
-            hint = f"No output of the model contains it, but the {after} do{'es' * (after == 'loss')}."
-            return replace(found, hints=(*found.hints, hint))
+    def _unless_in_forward(self, detection: Found | None, seen: Seen, replayed: Replayed) -> Found | None:
+        """Describe a bad loss or gradient, or where in the forward it began."""
+        if replayed.found is not None:
+            after = "loss does" if detection is not None and detection.origin == LOSS else "gradients do"
+            hint = f"No output of the model contains it, but the {after}."
+            return replace(replayed.found, hints=(*replayed.found.hints, hint))
         assert detection is not None
-        masked = why.removeprefix(_MASKED) if why.startswith(_MASKED) else ""
-        why = "" if masked else why
-        if detection.origin == LOSS:
-            return replace(
-                detection, seen=_of_loss("The model's output was finite" if why else _finite(1, masked), masked)
-            )
-        return replace(
-            detection, seen=_of_backward(_finite(seen.since_step, masked), seen.since_step, why, detection.number == 0)
-        )
-
-    def of_recorder(self, recorder: Recorder, when: When, origins: Origins | None = None) -> Detection | None:
-        """Describe what a recorder has seen in a forward."""
-        if recorder.bad is None:
-            return None
-        return from_frames(recorder.bad, recorder.frames, recorder.masks, when, origins)
+        describe = _of_loss if detection.origin == LOSS else _of_backward
+        return replace(detection, why=describe(seen.since_step, replayed, detection.number == 0))
 
     def _is_bad(self, forward: Forward) -> bool:
         return forward.found is not None or any(self._is_bad_output(output) for output in forward.outputs)
 
     def _is_bad_output(self, output: ModelOutput) -> bool:
-        least, greatest = extrema.fetch(output.extrema)
-        if not extrema.is_bad(least, greatest) or extrema.may_be_masked(least, greatest, output.extrema[0].dtype):
-            return False
-        return not self._is_ignored(output)
+        return output.is_bad and not self._is_ignored(output)
 
     def _is_ignored(self, output: ModelOutput) -> bool:
         return any(fnmatchcase(name, pattern) for name in ("", f":{output.label}") for pattern in self.ignore)
 
-    def _of_loss(self, seen: Seen) -> Detection | None:
-        for loss in seen.losses:
-            least, greatest = extrema.fetch(loss.extrema)
-            dtype = loss.extrema[0].dtype
-            if extrema.is_bad(least, greatest) and not extrema.may_be_masked(least, greatest, dtype):
-                bare = self._bare(loss.when, "loss", LOSS, "")
-                return replace(bare, tally=extrema.tally(loss.tensor), hints=loss.hints)
-        return None
+    def _of_loss(self, seen: Seen) -> Found | None:
+        loss = next((loss for loss in seen.losses if loss.output.is_bad), None)
+        if loss is None:
+            return None
+        return self._bare(loss.when, "loss", LOSS, *loss.hints, tensor=loss.tensor)
 
-    def _of_gradients(self, gradients: StepGradients, when: When) -> Detection | None:
-        if not _bad_gradients(gradients.now):
+    def _of_gradients(self, gradients: StepGradients, when: When) -> Found | None:
+        bad = _bad_gradients(gradients.now)
+        if not bad:
             return None
         early = _bad_gradients(gradients.early)
-        first, count = (early or _bad_gradients(gradients.now))[0], len(_bad_gradients(gradients.now))
-        hint = f"{count} of {len(gradients.now)} gradients contain nan or inf."
-        module, _, weight = first.name.rpartition(".")
-        kind = next((kind_of(submodule) for submodule, name in named(self.model).items() if name == module), "")
-        place = Place(module, kind)
-        bare = self._bare(when, f"{weight}.grad", BACKWARD, hint if self.each else f"{hint} {_NOT_EACH}")
-        return replace(bare, place=place, made_by=place, tally=extrema.tally(first.tensor), number=int(not early))
+        first = (early or bad)[0]
+        hint = f"{len(bad)} of {len(gradients.now)} gradients contain nan or inf."
+        name, _, weight = first.name.rpartition(".")
+        kind = next((kind_of(module) for module, other in named(self.model).items() if other == name), "")
+        hint = hint if self.each else f"{hint} {_NOT_EACH}"
+        found = self._bare(when, f"{weight}.grad", BACKWARD, hint, tensor=first.tensor, place=Place(name, kind))
+        return replace(found, number=int(not early))
 
-    def _bare(self, when: When, tensor: str, origin: str, hint: str) -> Detection:
-        root = Place("", kind_of(self.model))
-        fix = fix_of(origin, None, None, root, root)
-        return Detection(when, root, tensor, origin, made_by=root, tally=None, hints=(hint,) if hint else (), fix=fix)
-
-    def _first_of(self, mine: Detection | None, group: Any) -> Detection | None:  # noqa: ANN401
-        """Choose, of what the ranks have found, what came first; of equals the lowest rank's."""
-        rank = own_rank()
-        answers = ranks.gather(None if mine is None else replace(mine, rank=rank, host=host_name(), frames=()), group)
-        found = [answer for answer in answers if answer is not None]
-        if not found:
-            return None
-        first = min(found, key=lambda detection: (_ORDER.get(detection.origin, 0), detection.number, detection.rank))
-        alike = [
-            detection
-            for detection in found
-            if _ORDER.get(detection.origin, 0) == _ORDER.get(first.origin, 0) and detection is not first
-        ]
-        chosen: Detection = replace(first, other_ranks=tuple(sorted(detection.rank for detection in alike)))
-        return replace(chosen, frames=mine.frames) if mine is not None and chosen.rank == rank else chosen
+    def _bare(
+        self,
+        when: When,
+        label: str,
+        origin: str,
+        *hints: str,
+        tensor: Tensor | None = None,
+        place: Place | None = None,
+    ) -> Found:
+        """Make a detection without frames; in the model itself, unless a `place` is known."""
+        module, kind = place or Place("", kind_of(self.model))
+        where = Found("", *when, module=module, module_class=kind, tensor=label, origin=origin, hints=hints)
+        tally = None if tensor is None else extrema.tally(tensor)
+        what = tally.kinds if tally else ""
+        return replace(where, made_by=module, made_by_class=kind, tally=tally, what=what, fix=fix_of_origin(origin))
 
 
-_ORDER = {LOSS: 1, BACKWARD: 2}
+def _first_of(mine: Found | None, group: Any) -> Found | None:  # noqa: ANN401
+    """Choose the earliest detection of all ranks; of equals the lowest rank's."""
+    rank = own_rank()
+    answers = ranks.gather(None if mine is None else replace(mine, rank=rank, host=host_name(), frames=()), group)
+    found: list[Found] = [answer for answer in answers if answer is not None]
+    if not found:
+        return None
+    first = min(found, key=lambda each: (_ORDER.get(each.origin, 0), each.number, each.rank))
+    alike = [each for each in found if _ORDER.get(each.origin) == _ORDER.get(first.origin) and each is not first]
+    others = tuple(sorted(each.rank for each in alike if each.rank is not None))
+    frames = mine.frames if mine is not None and first.rank == rank else ()
+    return replace(first, other_ranks=others, frames=frames)
 
 
 def _finite(forwards: int, masked: str) -> str:
-    """Describe what is known to be finite: what modules do between is not seen, nor other forwards than the last."""
+    """Describe what is known to be finite: neither code between modules nor other forwards than the last."""
     text = _FINITE if forwards < 2 else f"{_FINITE}, in the last of {forwards} forwards since the last step"
     return f"{text}, except for {masked}" if masked else text
 
 
-def _of_loss(finite: str, masked: str) -> str:
-    """Describe where a loss that is not finite may have been made."""
+def _of_loss(forwards: int, replayed: Replayed, is_first: bool) -> str:
+    finite = "The model's output was finite" if replayed.why else _finite(1, replayed.masked)
     made = "the script produced it between there and the loss"
-    return f"{finite}: it came from there, or {made}." if masked else f"{finite}: {made}."
+    return f"{finite}: it came from there, or {made}." if replayed.masked else f"{finite}: {made}."
 
 
-def _of_backward(finite: str, forwards: int, why: str, is_first: bool) -> str:
-    """Describe where a gradient may have been made."""
-    if why:
+def _of_backward(forwards: int, replayed: Replayed, is_first: bool) -> str:
+    if replayed.why:
         return (
             "It was produced in the forward, the loss or backward; which is unknown, as the forward cannot "
-            f"be replayed ({why})."
+            f"be replayed ({replayed.why})."
         )
-    before = ", in an earlier forward" if forwards > 1 else ""
+    finite, before = _finite(forwards, replayed.masked), ", in an earlier forward" if forwards > 1 else ""
     if is_first:
         where = f"in the loss{before}, between modules or in backward, at this layer or a later layer"
         return f"{finite}, and so was each gradient before: it was produced {where}."
@@ -341,12 +332,13 @@ def _of_backward(finite: str, forwards: int, why: str, is_first: bool) -> str:
 
 
 def losses_of(tensors: object, when: When) -> list[Loss]:
-    """Start to look at what backward is called on, and say where that is and how it was calculated."""
+    """Start to read the tensors that backward is called on; note the line of the call and the last operations."""
     losses = []
-    for _, tensor in nested.tensors(tensors, "loss"):
+    for label, tensor in nested.tensors(tensors, "loss"):
         found = extrema.start(tensor.detach())
         if not isinstance(found, str):
-            losses.append(Loss(tensor.detach(), found[1], when, (*_place_of_call(), *_calculation(tensor))))
+            hints = (*_place_of_call(), *_calculation(tensor))
+            losses.append(Loss(tensor.detach(), ModelOutput(label, found[1]), when, hints))
     return losses
 
 
@@ -362,7 +354,7 @@ def _place_of_call() -> list[str]:
 
 
 def _calculation(tensor: Tensor) -> list[str]:
-    """Name the operations that came last, from the tensor backwards, along the first input of each."""
+    """Name the last operations, from the tensor backwards, along the first input of each."""
     names: list[str] = []
     node = tensor.grad_fn
     while node is not None and len(names) < _OPERATIONS and "AccumulateGrad" not in node.name():
@@ -372,7 +364,7 @@ def _calculation(tensor: Tensor) -> list[str]:
 
 
 def outputs_of(value: object) -> tuple[ModelOutput, ...]:
-    """Start to look at what a model gave back."""
+    """Start to read the outputs of a model."""
     found = ((label, extrema.start(tensor)) for label, tensor in nested.tensors(value, "output"))
     return tuple(ModelOutput(label, pair[1]) for label, pair in found if not isinstance(pair, str))
 

@@ -1,4 +1,4 @@
-"""The modules of a model: by the names the user gave them, hooks that stay with them, and which are watched."""
+"""The modules of a model: within wrappers, by the names the user gave them; and hooks that copies do not inherit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,18 @@ if TYPE_CHECKING:
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Attributes under which torch.compile, FSDP and activation checkpointing keep the module that they wrap."""
 
+detectors: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
+"""By the model that each is on, as `within_ddp` returns it."""
+
+
+def detector_of(module: Module) -> DebugUnderflowOverflow | None:
+    """Return the detector that is on a model."""
+    found = detectors.get(module)
+    return found() if found is not None else None
+
 
 def within_ddp(model: Module) -> Module:
-    """Return what DistributedDataParallel calls in its own forward, with inputs that are on the device.
+    """Return the module that DistributedDataParallel calls in its forward, with inputs that are on the device.
 
     Raises:
         ValueError: it is DataParallel, which copies the modules and their hooks into threads.
@@ -44,29 +53,26 @@ def ddp_in(model: Module) -> DistributedDataParallel | None:
 
 
 def innermost(model: Module) -> Module:
-    """Return the user's own module: what runs without torch.compile."""
+    """Return the user's own module, without DistributedDataParallel and torch.compile."""
     while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-            continue
-        inner = model._modules.get("_orig_mod")
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
         if inner is None:
             return model
         model = inner
 
 
 def named(model: Module) -> dict[Module, str]:
-    """Name all modules below one, itself "" ; a module that is used twice has the first of its names."""
+    """Map all modules of a model, itself "", to their names; one that is used twice has its first name."""
     return {module: clean(name) for name, module in model.named_modules()}
 
 
 def clean(name: str) -> str:
-    """Leave the wrappers out of a name."""
+    """Remove the wrappers from a name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def kind_of(module: Module) -> str:
-    """Return the class's name, as the user wrote it: fully_shard puts FSDP before it."""
+    """Return the class's name as the user wrote it: fully_shard puts FSDP before it."""
     kind = type(module)
     wrapped = kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1
     return kind.__bases__[-1].__name__ if wrapped else kind.__name__
@@ -80,7 +86,7 @@ class Hook:
         self.__name__ = type(self).__name__
 
     def __call__(self, *args: object) -> None:
-        """Do as the method does."""
+        """Call the method."""
         self._method(*args)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
@@ -89,36 +95,3 @@ class Hook:
     def __reduce__(self) -> tuple[object, ...]:
         # Of the standard library, so that a file can be read where there is no distdiag; it takes anything.
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-_watched: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
-
-
-def is_watched(module: Module) -> bool:
-    """Return whether a detector is on a model."""
-    return _watcher(module) is not None
-
-
-def displace_watcher(module: Module) -> None:
-    """Detach a detector that the script did not ask for."""
-    other = _watcher(module)
-    if other is not None and other.gives_way:
-        other.detach()
-
-
-def mark_watched(module: Module, detector: DebugUnderflowOverflow) -> None:
-    """Note that it is watched by this detector."""
-    _watched[module] = weakref.ref(detector)
-
-
-def unmark_watched(module: Module, detector: DebugUnderflowOverflow) -> bool:
-    """Note that it is not watched by this detector any more; False if it was not."""
-    if _watcher(module) is not detector:
-        return False
-    del _watched[module]
-    return True
-
-
-def _watcher(module: Module) -> DebugUnderflowOverflow | None:
-    watcher = _watched.get(module)
-    return watcher() if watcher is not None else None

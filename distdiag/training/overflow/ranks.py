@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other: one small reduction for each step, and all there is to say after a hit."""
+"""Communication of the ranks of a job: one small reduction for each step, and all details after a detection."""
 
 from __future__ import annotations
 
@@ -18,16 +18,24 @@ if TYPE_CHECKING:
 
 
 def count() -> int:
-    """How many ranks there are; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     dist = torch_distributed()
     return 1 if dist is None else int(dist.get_world_size())
 
 
-class Sharing:
-    """Whether the weights of a model are shared out over ranks, and over which.
+def _groups_of(module: Module) -> list[Any]:
+    if not any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        return []
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
-    In the midst of a forward fully_shard has put the weights together, and nothing of it is to be seen on them: so this
-    is asked before, of all parameters and submodules, and what was shared out once stays so.
+
+class Sharing:
+    """Whether the weights of a model are sharded over ranks, and over which.
+
+    In the midst of a forward fully_shard has put the weights together, and they do not show it: so this is asked
+    before, of all parameters and submodules, and what was sharded once stays so.
     """
 
     def __init__(self, model: Module) -> None:
@@ -50,10 +58,8 @@ class Sharing:
         kinds = [kind.__name__ for kind in type(module).__mro__]
         self.is_shared |= "FSDPModule" in kinds or "FullyShardedDataParallel" in kinds
         meshes = [getattr(weight, "device_mesh", None) for weight in module._parameters.values()]
-        if "FSDPModule" in kinds:  # while its weights are put together, only its own state knows of the ranks
-            state = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            meshes += [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in groups]
+        # While its weights are put together, only fully_shard's own state has the mesh.
+        meshes += [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in _groups_of(module)]
         for mesh in meshes:
             if mesh is not None:
                 self._meshes[tuple(mesh.mesh.flatten().tolist())] = mesh
@@ -99,7 +105,7 @@ def members(group: Any) -> frozenset[int]:  # noqa: ANN401
     return frozenset(dist.get_process_group_ranks(group))
 
 
-def agree(values: Sequence[Tensor], weights: Sequence[int], known: int, group: Any) -> int:  # noqa: ANN401
+def agree(weighted: Sequence[tuple[Tensor, int]], known: int, group: Any) -> int:  # noqa: ANN401
     """Return the greatest weight, of any rank, of 0-d tensors that are not finite, or of what is `known`; 0 if none is.
 
     All ranks of the group must call it. The device is waited for once.
@@ -108,9 +114,10 @@ def agree(values: Sequence[Tensor], weights: Sequence[int], known: int, group: A
     assert dist is not None
     device = _device(group)
     worst = torch.tensor([known], dtype=torch.float64).to(device)
-    if values:
-        bad = ~torch.isfinite(_on_one_device(values, device))
-        worst = torch.maximum(worst, (bad * torch.tensor(weights, dtype=torch.float64).to(device)).max())
+    if weighted:
+        bad = ~torch.isfinite(_on_one_device([value for value, _ in weighted], device))
+        weights = torch.tensor([weight for _, weight in weighted], dtype=torch.float64).to(device)
+        worst = torch.maximum(worst, (bad * weights).max())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     return int(worst.item())
 
@@ -126,7 +133,7 @@ def greatest(numbers: Sequence[int], group: Any) -> list[int]:  # noqa: ANN401
 
 
 def gather(mine: object, group: Any) -> list[Any]:  # noqa: ANN401
-    """Return what each rank of the group has to say, to all of them, which must all call this.
+    """Return the objects of all ranks of the group, which must all call this.
 
     torch's all_gather_object does the same, and needs numpy for it, which is not everywhere.
     """

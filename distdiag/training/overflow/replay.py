@@ -22,14 +22,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdiag.training.overflow import nested
-from distdiag.training.overflow.recorder import version_of
+from distdiag.training.overflow.frames import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch.nn import Module
 
-    from distdiag.training.overflow.recorder import Recorder
+    from distdiag.training.overflow.frames import Recorder
 
     _Place = tuple[Module, str]
 

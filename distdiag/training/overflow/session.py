@@ -1,4 +1,4 @@
-"""How models are watched, and the start of it once this process has imported torch. Whatever fails, the job runs."""
+"""Starts the detector in a process of `distdiag overflow`, once it has imported torch. Whatever fails, the job runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.abc import Loader, MetaPathFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -22,9 +22,9 @@ VARIABLE = "DISTDIAG_OVERFLOW"
 
 @dataclass(frozen=True)
 class Settings:
-    """`folder`: where each process tells what it watched and found; the others are the detector's arguments.
+    """`folder`: for the records of each process; the others are the detector's arguments.
 
-    `quiet`: who started the job reports what was found; else the error and its traceback do.
+    `quiet`: the command reports what was found; else the error and its traceback do.
     """
 
     folder: str
@@ -62,7 +62,7 @@ def begin_from_environment() -> None:
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch as it would be found, and does something after it was loaded."""
+    """Finds torch as Python would, and starts the detector after torch was loaded."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -77,22 +77,25 @@ class _AfterTorch(MetaPathFinder):
             spec = importlib.util.find_spec(name)
         finally:
             self._asks = False
-        if spec is not None and spec.loader is not None:  # who only looks whether torch is there does not load it
-            spec.loader = _Loads(spec.loader, self._begin, self._settings.folder)
+        if spec is not None and spec.loader is not None:  # looking for torch does not load it
+            spec.loader = _Loads(spec.loader, self._begin)
         return spec
 
     def _begin(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        # distdiag itself is loaded already; what is below it is found beside it.
-        from distdiag.training.overflow.finder import Finder
+        try:
+            # distdiag itself is loaded already; the rest of it is found beside it.
+            from distdiag.training.overflow.finder import Finder
 
-        Finder(self._settings).begin()
+            Finder(self._settings).begin()
+        except Exception as error:  # noqa: BLE001 - the job is what matters
+            _give_up(self._settings.folder, f"{type(error).__name__} {error}")
 
 
 class _Loads(Loader):
-    def __init__(self, loader: Loader, then: object, folder: str) -> None:
-        self._loader, self._then, self._folder = loader, then, folder
+    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
+        self._loader, self._then = loader, then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -103,27 +106,21 @@ class _Loads(Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        try:
-            self._then()  # type: ignore[operator]
-        except Exception as error:  # noqa: BLE001 - the job is what matters
-            why = f"{type(error).__name__} {error}"
-            _complain(why)
-            _leave_word(self._folder, why)
+        self._then()
 
 
 def _complain(why: str) -> None:
     sys.stderr.write(f"distdiag overflow: this process is not checked: {why}\n")
 
 
-def _leave_word(folder: str, why: str) -> None:
-    """Let it be known at the end, too, that nobody looks here."""
-    import json
+def _give_up(folder: str, why: str) -> None:
+    """Note, for the report too, that this process is not checked."""
+    from distdiag.facts import machine
+    from distdiag.training.overflow.report import WatchedProcess
 
-    from distdiag.facts import machine, private_files
-
-    pid, rank = os.getpid(), os.environ.get("RANK", "")
-    word = {"rank": int(rank) if rank.isdigit() else None, "host": machine.host_name(), "pid": pid, "ended": True}
+    _complain(why)
+    rank = os.environ.get("RANK", "")
+    process = WatchedProcess(int(rank) if rank.isdigit() else None, machine.host_name(), os.getpid(), left_out=[why])
+    process.ended = True
     with contextlib.suppress(OSError):
-        private_files.make_folder(folder)
-        text = json.dumps({**word, "models": [], "left_out": [why]})
-        private_files.write_whole(os.path.join(folder, f"watched-{pid}-{word['host']}.json"), text.encode())
+        process.write(folder)

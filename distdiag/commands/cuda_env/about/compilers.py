@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.types import BUILD, Problem, Section
+from distdiag.facts.cuda.nvcc_variables import FLAGS
 from distdiag.knowledge.cuda import minor, version
 from distdiag.knowledge.logs import shortened
 from distdiag.report import Level
@@ -232,23 +233,13 @@ def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *
 
 
 def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
-    """Point at flags that everybody's nvcc gets without seeing them."""
-    for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+    """Point at flags that everybody's nvcc gets without seeing them, and at variables that break it."""
+    for use in facts.uses.values():
+        nvcc = fixes.nvcc_at(facts, use.nvcc)
+        if nvcc is not None and nvcc.broken_by:
+            return _broken(facts, nvcc)
+    for name in FLAGS:
         value = facts.variables.get(name, "")
-        refused = next(
-            (nvcc.complaint for nvcc in facts.nvccs if nvcc.complaint and "Unknown option" in nvcc.complaint), ""
-        )
-        if value and refused:
-            return Problem(
-                id="cc.flags",
-                goals=BUILD,
-                level=Level.FAIL,
-                title=f"{name} has an option that nvcc does not support",
-                breaks=_BREAKS,
-                evidence=(f"{name}={value}", refused),
-                fix="unset it",
-                unset=(name,),
-            )
         if "allow-unsupported-compiler" in value:
             return _unchecked(facts, toolkit, name, value)
         if "ccbin" in value or "compiler-bindir" in value:
@@ -260,6 +251,32 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
                 evidence=(f"{name}={value}",),
             )
     return None
+
+
+def _broken(facts: CudaFacts, nvcc: Nvcc) -> Problem:
+    """Report variables that break nvcc, which was tried with and without them."""
+    names = nvcc.broken_by
+    used = nvcc.path == facts.uses["torch"].nvcc
+    said = _message(nvcc.broken_how).partition("; nvcc fatal")[0]
+    verb = "breaks" if len(names) == 1 else "break"
+    origins = [f"set in {origin.file}:{origin.line}" for origin in facts.building.origins if origin.variable in names]
+    return Problem(
+        id="cc.flags",
+        goals=BUILD,
+        level=Level.FAIL if used else Level.WARN,
+        title=f"{' and '.join(names)} {verb} nvcc {nvcc.release}: {said.removeprefix('nvcc fatal').lstrip(' :')}",
+        cause=f"Without {'it' if len(names) == 1 else 'them'} {nvcc.path} compiles the same file."
+        if not nvcc.complaint
+        else "",
+        breaks=_BREAKS if used else "builds from a shell or with CMake; torch uses another nvcc",
+        evidence=(
+            *(f"{name}={facts.variables.get(name, '')}" for name in names),
+            f"{nvcc.path} -c -x cu: {nvcc.broken_how}",
+            *origins,
+        ),
+        fix=f"unset {'it' if len(names) == 1 else 'them'} in this shell" + (", and where it is set" if origins else ""),
+        unset=names,
+    )
 
 
 def _for_cmake(facts: CudaFacts) -> Problem | None:

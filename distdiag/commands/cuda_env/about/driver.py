@@ -114,14 +114,8 @@ def _why_absent(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
             (f"export LD_LIBRARY_PATH={shlex.quote(folder)}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}",),
         )
     if driver.container and (driver.hardware or driver.kernel):
-        kubernetes = "KUBERNETES" in driver.container
-        text = (
-            "request GPUs in the pod spec: resources.limits nvidia.com/gpu"
-            if kubernetes
-            else "start the container with GPUs: docker run --gpus all, podman run --device "
-            "nvidia.com/gpu=all, apptainer --nv"
-        )
-        return "this container has no GPU access: the machine has a GPU, but the container has no libcuda", text, ()
+        title = "this container has no GPU access: the machine has a GPU, but the container has no libcuda"
+        return title, _with_gpus(driver.container), ()
     if driver.wsl:
         return (
             "WSL has no /usr/lib/wsl/lib/libcuda.so.1",
@@ -133,12 +127,26 @@ def _why_absent(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
         return f"the kernel has driver {driver.kernel}, but its user-space libraries (libcuda) are missing", text, ()
     if driver.hardware:
         return "an NVIDIA GPU is present, but no driver is loaded", "install the driver, then reboot", ()
-    return (
-        "no NVIDIA GPU and no driver found",
-        "on a login or build node this is expected: check builds only, with --for build. CUDA programs need a node "
-        "with a GPU",
-        (),
-    )
+    expected = "on a login or build node this is expected: check builds only, with --for build. "
+    if driver.container:
+        expected += f"If this container's machine has GPUs, {_with_gpus(driver.container)}. Otherwise "
+    return "no NVIDIA GPU and no driver found", expected + "CUDA programs need a node with a GPU", ()
+
+
+def _with_gpus(container: str) -> str:
+    """Return how this kind of container is started with GPUs, by the sign that it is one."""
+    if "KUBERNETES" in container:
+        return "request GPUs in the container's spec: resources: {limits: {nvidia.com/gpu: 1}}"
+    if any(word in container for word in ("APPTAINER", "SINGULARITY", "singularity")):
+        return "start the container with GPUs: apptainer exec --nv"
+    if container in ("/run/.containerenv", "$container=podman"):
+        return (
+            "start the container with GPUs: podman run --device nvidia.com/gpu=all (first, on the host: "
+            "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml)"
+        )
+    if container == "/.dockerenv":
+        return "start the container with GPUs: docker run --gpus all"
+    return "start the container with its GPU devices and the driver's libraries (nvidia-container-toolkit)"
 
 
 def _stub(facts: CudaFacts) -> Problem | None:

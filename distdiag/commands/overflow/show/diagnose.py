@@ -1,4 +1,4 @@
-"""Files of frames -> Report: what was detected, where the numbers grew, where two forwards diverge."""
+"""Frame files -> Report: the detections, where the numbers grew, where two forwards diverge."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 
 from distdiag.commands.overflow.show import wording
 from distdiag.commands.overflow.show.divergence import Divergence, Mismatch, compare
-from distdiag.commands.overflow.show.recording import INPUT, NEAR, Detection, NotFrames, Reader, Row
-from distdiag.commands.overflow.show.selection import COMMAND, MOST_ROWS, matches, rows_that_matter, select
+from distdiag.commands.overflow.show.growth import Growth  # noqa: TC001 - msgspec reads the annotations
+from distdiag.commands.overflow.show.recording import NEAR, NotFrames, Reader, Row
+from distdiag.commands.overflow.show.selection import COMMAND, select
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.training.overflow.report import Detection  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from distdiag.commands.overflow.show.divergence import Comparison
-    from distdiag.commands.overflow.show.growth import Growth
-    from distdiag.commands.overflow.show.recording import At, ForwardId, Recording
+    from distdiag.commands.overflow.show.recording import Recording
     from distdiag.commands.overflow.show.selection import Request, Selection
 
 _SUFFIX = ".jsonl"
 _SHOWN = 8
-_FLOAT8 = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz")
 
 
 class FileRead(msgspec.Struct, frozen=True):
-    """What was read; `truncated` within a line, `torn` lines that are none, `left_out` frames without room."""
+    """A file; `truncated` within a line, `torn` lines that cannot be read, `left_out` frames without room."""
 
     path: str
     rank: int | None
@@ -43,10 +43,7 @@ class FileRead(msgspec.Struct, frozen=True):
 
 
 class OverflowShow(msgspec.Struct, frozen=True):
-    """All of it; `answer` in a few sentences.
-
-    `rows` are those that matter, of the forward the answer is about; with --all every one of each forward.
-    """
+    """`answer`: a few sentences; `rows`: of the forward that it is about, with --all every one of each forward."""
 
     answer: tuple[str, ...]
     files: tuple[FileRead, ...]
@@ -57,10 +54,10 @@ class OverflowShow(msgspec.Struct, frozen=True):
 
 
 def examine(request: Request, news: Callable[[str], None]) -> Report[OverflowShow]:
-    """Read files of frames, and diagnose what is in them.
+    """Read and diagnose frame files.
 
     Raises:
-        UsageError: a file is not there, or no batch or module is like that.
+        UsageError: a file is missing, or no batch or module fits.
         DistdiagError: no file can be read.
     """
     reader = Reader(news, frozenset(request.batches))
@@ -94,11 +91,9 @@ def _files(paths: Sequence[str]) -> list[str]:
         elif os.path.exists(path):
             found.append(path)
         else:
+            wrote = 'give the files that DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote'
             raise UsageError(
-                f"{path}: no such file",
-                hint='give the files that DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote; it '
-                "creates a file "
-                "once there is something to save",
+                f"{path}: no such file", hint=f"{wrote}; it creates a file once there is something to save"
             )
     return found
 
@@ -110,7 +105,7 @@ def _check_choice(request: Request, recordings: Sequence[Recording]) -> None:
             raise UsageError(f"--batch {batch}: no frames of this batch", hint=f"available: {_some(batches)}")
     calls = (call for recording in recordings for forward in recording.forwards for call in forward.calls)
     names = dict.fromkeys(call.module for call in calls) if request.module else {}
-    if names and not any(map(matches(request.module), names)):
+    if names and not any(map(request.fits, names)):
         raise UsageError(f"no module matches --module {request.module}", hint=f"available: {_some(names)}")
 
 
@@ -122,7 +117,7 @@ def _some(names: Iterable[str]) -> str:
 def diagnose(
     request: Request, recordings: Sequence[Recording], unread: Mapping[str, str], *, interrupted: bool = False
 ) -> Report[OverflowShow]:
-    """Diagnose what was kept of frames; `unread` has why files could not be read. Pure."""
+    """Diagnose frames; `unread` has the files that could not be read, with the reasons. Pure."""
     selection = select(request, recordings)
     comparison = compare(request, selection)
     findings = (
@@ -132,33 +127,24 @@ def diagnose(
         *_diverges(comparison),
         *_incomplete(selection, unread, interrupted=interrupted),
     )
+    files = [
+        FileRead(**{name: getattr(recording, name) for name in FileRead.__struct_fields__})
+        for recording in selection.recordings
+    ]
     return Report(
         command=COMMAND,
         data=OverflowShow(
             answer=tuple(wording.answer(selection, comparison)),
-            files=tuple(map(_file, selection.recordings)),
+            files=tuple(files),
             detections=tuple(found for recording in selection.recordings for found in recording.detections),
             growth=selection.growth,
             divergence=None if comparison is None else comparison.found,
-            rows=tuple(_rows(request, selection)),
+            rows=tuple(selection.rows()),
         ),
         findings=findings,
         summary=_summary(selection, findings),
         interrupted=interrupted,
     )
-
-
-def _file(recording: Recording) -> FileRead:
-    return FileRead(**{name: getattr(recording, name) for name in FileRead.__struct_fields__})
-
-
-def _rows(request: Request, selection: Selection) -> list[Row]:
-    main = [] if selection.main is None else [selection.main]
-    rows: list[Row] = []
-    for forward in selection.forwards if request.everything else main:
-        if len(rows) < MOST_ROWS:
-            rows += rows_that_matter(request, forward, selection.growth_of(forward))
-    return rows[:MOST_ROWS]
 
 
 def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
@@ -170,14 +156,12 @@ def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
     return next(near, f"nothing detected; {wording.grew(selection)}")
 
 
-# Findings
-
-
 def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
     found = selection.detections
     for recording, detection in found[:_SHOWN]:
         rank = detection.rank if detection.rank is not None else recording.rank
         host = detection.host or recording.host
+        tally = tuple(detection.tally.lines()) if detection.tally is not None else ()
         yield Finding(
             id="overflow.detected",
             level=Level.FAIL,
@@ -185,7 +169,7 @@ def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
             where=Where(
                 hosts=(host,) if host else (), ranks=(*(() if rank is None else (rank,)), *detection.other_ranks)
             ),
-            evidence=(*_tally(detection), *detection.hints),
+            evidence=(*tally, *detection.hints),
             fix=_fix(request, detection),
         )
     if len(found) > _SHOWN:
@@ -203,76 +187,55 @@ def _fix(request: Request, detection: Detection) -> Fix | None:
 
 def _around(detection: Detection) -> str:
     """Return the module around the one that made it, and around where it became nan; empty for all of the model."""
-    names = [detection.made_by or detection.module]
-    names += [detection.became.module] if detection.became is not None else []
+    names = [detection.made_by or detection.module, *([detection.became.module] if detection.became else [])]
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
-def _tally(detection: Detection) -> Iterator[str]:
-    tally = detection.tally
-    if tally is None:
-        return
-    first = "" if tally.first is None else f", first at [{', '.join(map(str, tally.first))}]"
-    counts = ((tally.nan, "nan"), (tally.inf, "inf"), (tally.minus_inf, "-inf"))
-    bad = ", ".join(f"{count:,} {name}" for count, name in counts if count)
-    yield f"{tally.dtype} [{', '.join(map(str, tally.shape))}]: {bad or 'none'} of {tally.of:,}{first}"
-
-
 def _not_finite(selection: Selection) -> Iterator[Finding]:
-    """Report nan and inf that the detector says nothing of: it may be meant so, or the job ended first."""
+    """Report nan and inf that the detector did not: it may be meant, or the job ended first."""
     found = [
-        (forward.id, forward.not_finite[0], recording)
+        (forward.not_finite[0], recording)
         for recording, forward in selection.owned
-        # Only the first is detected where the job goes on.
+        # Only the first is detected where the job continues.
         if forward.not_finite and not any(found.batch <= forward.id.batch for found in recording.detections)
     ]
     if found:
-        forward, at, _ = found[0]
+        row, _ = found[0]
         yield Finding(
             id="overflow.not-finite",
             level=Level.WARN,
-            title=f"{at.abs_max} in `{at.tensor}` of {wording.named(at.module)} ({at.class_}), "
-            f"{selection.names.of(forward)}, not reported by the detector",
+            title=f"{row.abs_max} in `{row.tensor}` of {wording.named(row.module)} ({row.class_}), "
+            f"{selection.names.of(row.of)}, not reported by the detector",
             detail="Masks of -inf and the modules in `ignore` are not reported; or the job was killed "
             "before the report.",
-            where=_where([recording for _, _, recording in found]),
+            where=_where([recording for _, recording in found]),
         )
 
 
 def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     """Report outputs near their limit, each module once, where it was nearest."""
-    fits = matches(request.module)
-    best: dict[str, tuple[At, ForwardId, Recording]] = {}
+    best: dict[str, tuple[Row, Recording]] = {}
     for recording, forward in selection.owned:
-        for at in forward.near():
-            if fits(at.module) and (at.module not in best or at.share > best[at.module][0].share):
-                best[at.module] = (at, forward.id, recording)
-    ordered = sorted(best.values(), key=lambda found: -found[0].share)
+        for row in forward.near():
+            known = best.get(row.module)
+            if request.fits(row.module) and (known is None or row.share_of_limit > known[0].share_of_limit):
+                best[row.module] = (row, recording)
+    ordered = sorted(best.values(), key=lambda found: -found[0].share_of_limit)
     if not ordered:
         return
-    lines = [f"{_of_limit(at)} {selection.names.within(forward)}" for at, forward, _ in ordered[:_SHOWN]]
+    lines = [f"{wording.of_limit(row)} {selection.names.within(row.of)}" for row, _ in ordered[:_SHOWN]]
     more = f"; {wording.count(len(ordered) - 1, 'other module')} above {wording.percent(NEAR)}"
+    small = all(row.dtype == "float16" or row.dtype.startswith("float8") for row, _ in ordered)
+    wider = "run these modules in bfloat16 or float32, or scale down their inputs"
     yield Finding(
         id="overflow.near-limit",
         level=Level.WARN,
         title=lines[0] + (more if len(ordered) > 1 else ""),
-        where=_where([recording for _, _, recording in ordered]),
+        where=_where([recording for _, recording in ordered]),
         evidence=tuple(lines[1:]),
-        fix=Fix(text=_scale_down([at for at, _, _ in ordered])),
+        fix=Fix(text=wider if small else "scale down the inputs of these modules"),
     )
-
-
-def _scale_down(near: Sequence[At]) -> str:
-    if all(at.dtype in ("float16", *_FLOAT8) for at in near):
-        return "run these modules in bfloat16 or float32, or scale down their inputs"
-    return "scale down the inputs of these modules"
-
-
-def _of_limit(at: At) -> str:
-    what = "the input of " if at.tensor == INPUT else f"`{at.tensor}` of "
-    share = f"{wording.percent(at.share)} of {at.dtype} max"
-    return f"{what}{wording.named(at.module)} ({at.class_}) reaches {wording.magnitude(at.abs_max)} = {share}"
 
 
 def _diverges(comparison: Comparison | None) -> Iterator[Finding]:
@@ -285,22 +248,17 @@ def _diverges(comparison: Comparison | None) -> Iterator[Finding]:
         return
     first = [difference for difference in (found.first, found.in_numbers) if difference is not None]
     evidence = tuple(_only_in(comparison.names, found))
-    if not first and not evidence:
-        return
-    serious = (Mismatch.NOT_FINITE, Mismatch.DTYPE, Mismatch.KIND)
-    yield Finding(
-        id="overflow.diverges",
-        level=Level.WARN if any(difference.what in serious for difference in first) else Level.INFO,
-        title=wording.diverged(comparison),
-        evidence=evidence,
-    )
+    serious = any(each.what in (Mismatch.NOT_FINITE, Mismatch.DTYPE, Mismatch.KIND) for each in first)
+    if first or evidence:
+        level = Level.WARN if serious else Level.INFO
+        yield Finding(id="overflow.diverges", level=level, title=wording.diverged(comparison), evidence=evidence)
 
 
 def _only_in(names: tuple[str, str], found: Divergence) -> Iterator[str]:
-    for name, calls in zip(names, (found.only_a, found.only_b), strict=True):
-        if calls:
-            more = f" and {len(calls) - _SHOWN} more" if len(calls) > _SHOWN else ""
-            yield f"only in {name}: {', '.join(wording.named(at.module) for at in calls[:_SHOWN])}{more}"
+    for name, rows in zip(names, (found.only_a, found.only_b), strict=True):
+        if rows:
+            more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+            yield f"only in {name}: {', '.join(wording.named(row.module) for row in rows[:_SHOWN])}{more}"
 
 
 def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
@@ -312,43 +270,26 @@ def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted:
             evidence=tuple(list(unread.values())[1:_SHOWN]),
         )
     for recording in selection.recordings:
-        if why := _lacks(recording):
+        if why := wording.lacks(recording):
+            # The detection may be missing: without one, nothing is shown as fine.
             may_lack_detection = not recording.detections and (recording.truncated or recording.torn > 0)
             yield Finding(
                 id="overflow.incomplete",
-                # What is missing may be the detection: without one, nothing is shown as fine.
                 level=Level.UNKNOWN if may_lack_detection else Level.WARN,
-                title=f"{recording.path}: {'; '.join(why)}",
+                title=f"{recording.path}: {why}",
                 where=_where([recording]),
             )
     empty = [recording for recording in selection.recordings if recording.is_empty]
     if empty and not interrupted:
+        others = f", and neither do {len(empty) - 1} more files" if len(empty) > 1 else ""
         yield Finding(
             id="overflow.no-frames",
             level=Level.UNKNOWN,
-            title=f"{empty[0].path} has no frames"
-            + (f", and neither do {len(empty) - 1} more files" if len(empty) > 1 else ""),
+            title=f"{empty[0].path} has no frames{others}",
             detail="The detector saves the frames of batches in trace_batch_nums, and the last frames "
             "before a detection.",
             where=_where(empty),
         )
-
-
-def _lacks(recording: Recording) -> list[str]:
-    why = []
-    if recording.truncated:
-        why.append("the last line is incomplete: the job was killed or is still writing; the lines before it were read")
-    if recording.torn:
-        why.append(
-            f"{wording.count(recording.torn, 'line')} cannot be read, first line {recording.first_torn}: "
-            "if several ranks "
-            'write to this file, give each its own: save="frames-{rank}.jsonl"'
-        )
-    if recording.left_out:
-        why.append(
-            f"the file is too large: its last {recording.left_out:,} frames were skipped; select others by --batch"
-        )
-    return why
 
 
 def _where(recordings: Sequence[Recording]) -> Where:

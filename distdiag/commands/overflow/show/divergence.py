@@ -1,57 +1,41 @@
-"""Two forwards beside each other: which two, and the first module whose outputs differ. Pure."""
+"""Two forwards side by side: which two, and the first module whose outputs differ. Pure."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 
-from distdiag.commands.overflow.show.selection import FEW, MOST_ROWS, Names, matches
+from distdiag.commands.overflow.show.recording import ForwardId, Row  # noqa: TC001 - msgspec reads the annotations
+from distdiag.commands.overflow.show.selection import FEW, MOST_ROWS, Names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.commands.overflow.show.recording import At, Call, Forward, ForwardId, Row
+    from distdiag.commands.overflow.show.recording import Call, Forward
     from distdiag.commands.overflow.show.selection import Request, Selection
+
+    Keyed = Mapping[tuple[str, int], Call]
 
 _BEFORE, _AFTER = 3, 8
 """Outputs to show around the place where two forwards diverge."""
-_SAME = 1.001
-"""Numbers within this are the same, but for another order of adding up."""
-_Key = TypeVar("_Key")
 
 
 class Mismatch(StrEnum):
-    """How two outputs differ."""
+    """How two outputs differ; `kind`: a tensor on one side, none on the other."""
 
     KIND = "kind"
-    """A tensor on one side, none on the other."""
     NOT_FINITE = "not-finite"
     DTYPE = "dtype"
     SHAPE = "shape"
     NUMBERS = "numbers"
 
 
-class Pair(NamedTuple):
-    """The same call on both sides."""
-
-    a: Call
-    b: Call
-
-    def rows(self) -> list[tuple[Row, Row]]:
-        """Return the outputs that both have."""
-        others = {row.tensor: row for row in self.b.rows}
-        return [(row, others[row.tensor]) for row in self.a.rows if row.tensor in others]
-
-
 class Difference(msgspec.Struct, frozen=True):
-    """Where two outputs of the same name differ, by how much (`ratio`, of numbers), and what went in, abs max.
-
-    `of_least`: by their smallest magnitudes. `ratio` is None where one of the numbers is 0.
-    """
+    """Two outputs of the same name that differ, the `ratio` of their abs max, None with 0, and the largest inputs."""
 
     what: Mismatch
     a: Row
@@ -59,14 +43,13 @@ class Difference(msgspec.Struct, frozen=True):
     given_a: float | None
     given_b: float | None
     ratio: float | None = None
-    of_least: bool = False
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """Two forwards beside each other. `first` is None if they do not differ; `in_numbers` is the first but for shapes.
+    """Two forwards. `first` is None if they do not differ; `in_numbers` is the first that is no other shape or dtype.
 
-    `only_a` and `only_b`: calls that one side alone has. `around`: outputs of both around where they differ, with
-    --all every one.
+    `only_a` and `only_b`: calls of one side alone. `around`: outputs of both around where they differ, with --all every
+    one.
     """
 
     a: ForwardId
@@ -75,16 +58,16 @@ class Divergence(msgspec.Struct, frozen=True):
     compared: int
     first: Difference | None
     in_numbers: Difference | None
-    only_a: tuple[At, ...]
-    only_b: tuple[At, ...]
+    only_a: tuple[Row, ...]
+    only_b: tuple[Row, ...]
     around: tuple[tuple[Row, Row], ...]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two forwards, and their names in a sentence; `found` is None, with the reason, where they cannot be compared.
+    """Two forwards by name; `found` is None, with the reason, where they cannot be compared.
 
-    `batches`: in how many they were compared.
+    `batches`: the number of batches compared.
     """
 
     names: tuple[str, str]
@@ -124,25 +107,22 @@ def compare(request: Request, selection: Selection) -> Comparison | None:
 
 
 def _compare(request: Request, a: Forward, b: Forward) -> Comparison:
-    labels = Names([a.id, b.id])
-    found = compare_forwards(request, a, b)
-    if not found.compared:
-        return Comparison((labels.of(a.id), labels.of(b.id)), None, "no module call in common")
-    return Comparison((labels.of(a.id), labels.of(b.id)), found)
+    labels, found = Names([a.id, b.id]), compare_forwards(request, a, b)
+    names = labels.of(a.id), labels.of(b.id)
+    return Comparison(names, found) if found.compared else Comparison(names, None, "no module call in common")
 
 
 def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
-    """Put two forwards beside each other; numbers that differ by more than --factor diverge.
+    """Compare two forwards; numbers that differ by more than --factor diverge.
 
     Calls are matched by their number where both forwards called the same modules in the same order, else by module and
     how often it was called before. A frame that one side alone has counts only if the other kept frames around it.
     """
-    fits = matches(request.module)
     keyed_a, keyed_b = _keyed(a.calls, b.calls)
-    pairs = [Pair(call, keyed_b[key]) for key, call in keyed_a.items() if key in keyed_b and fits(call.module)]
+    pairs = [(call, keyed_b[key]) for key, call in keyed_a.items() if key in keyed_b and request.fits(call.module)]
     found = list(_differences(pairs, request.factor))
-    of_numbers = (difference for difference in found if difference.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE))
-    first, in_numbers = found[0] if found else None, next(of_numbers, None)
+    first = next(iter(found), None)
+    in_numbers = next((each for each in found if each.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE)), None)
     return Divergence(
         a=a.id,
         b=b.id,
@@ -150,29 +130,43 @@ def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
         compared=len(pairs),
         first=first,
         in_numbers=in_numbers,
-        only_a=tuple(call.output(call.rows[0]) for call in _only(keyed_a, keyed_b, b.calls) if fits(call.module)),
-        only_b=tuple(call.output(call.rows[0]) for call in _only(keyed_b, keyed_a, a.calls) if fits(call.module)),
-        around=tuple(_around(request, pairs, [each for each in (first, in_numbers) if each is not None])),
+        only_a=tuple(row for row in _only(keyed_a, keyed_b, b.calls) if request.fits(row.module)),
+        only_b=tuple(row for row in _only(keyed_b, keyed_a, a.calls) if request.fits(row.module)),
+        around=tuple(_around(request, pairs, [each.a for each in (first, in_numbers) if each is not None])),
     )
 
 
-def _around(request: Request, pairs: Sequence[Pair], found: Sequence[Difference]) -> list[tuple[Row, Row]]:
+def _rows(pair: tuple[Call, Call]) -> list[tuple[Row, Row]]:
+    """Return the outputs that both sides of a call have."""
+    others = {row.tensor: row for row in pair[1].rows}
+    return [(row, others[row.tensor]) for row in pair[0].rows if row.tensor in others]
+
+
+def _around(request: Request, pairs: Sequence[tuple[Call, Call]], found: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Choose the outputs of both around where they differ; all of them if they are few, or asked for."""
-    both = [rows for pair in pairs for rows in pair.rows()]
+    both = [rows for pair in pairs for rows in _rows(pair)]
     if request.everything or len(both) <= FEW:
         return both[:MOST_ROWS]
-    centers = [at for at, (row, _) in enumerate(both) if any(row is difference.a for difference in found)]
+    centers = [at for at, (row, _) in enumerate(both) if any(row is each for each in found)]
     return [rows for at, rows in enumerate(both) if any(-_BEFORE <= at - center <= _AFTER for center in centers)]
 
 
 def ratio(a: float, b: float) -> float:
     """Return how many times one magnitude is the other, 1 or more; infinity where only one of them is 0."""
     low, high = min(a, b), max(a, b)
-    return high / low if low else float("inf") if high else 1.0
+    return high / low if low else math.inf if high else 1.0
 
 
-def _occurrences(calls: Iterable[Call]) -> dict[tuple[str, int], Call]:
-    """Name each call by its module and how often that was called before."""
+def _keyed(a: Sequence[Call], b: Sequence[Call]) -> tuple[Keyed, Keyed]:
+    by_number = {call.number: call for call in a}
+    shared = [(by_number[call.number].module, call.module) for call in b if call.number in by_number]
+    if shared and all(name == other for name, other in shared):
+        return {(call.module, call.number): call for call in a}, {(call.module, call.number): call for call in b}
+    return _occurrences(a), _occurrences(b)
+
+
+def _occurrences(calls: Iterable[Call]) -> Keyed:
+    """Map each module and how often it was called before to the call."""
     seen: dict[str, int] = {}
     named = {}
     for call in calls:
@@ -181,40 +175,26 @@ def _occurrences(calls: Iterable[Call]) -> dict[tuple[str, int], Call]:
     return named
 
 
-def _keyed(a: Sequence[Call], b: Sequence[Call]) -> tuple[dict[tuple[str, int], Call], dict[tuple[str, int], Call]]:
-    by_number = {call.number: call for call in a}
-    shared = [(by_number[call.number].module, call.module) for call in b if call.number in by_number]
-    if shared and all(name == other for name, other in shared):
-        return ({(call.module, call.number): call for call in a}, {(call.module, call.number): call for call in b})
-    return _occurrences(a), _occurrences(b)
-
-
-def _only(own: dict[_Key, Call], other: dict[_Key, Call], others: Sequence[Call]) -> list[Call]:
+def _only(own: Keyed, other: Keyed, others: Sequence[Call]) -> list[Row]:
     if not others:
         return []
     first, last = others[0].number, others[-1].number
     whole = first == 0 and not others[-1].module
-    return [call for key, call in own.items() if key not in other and (whole or first <= call.number <= last)]
+    missing = [call for key, call in own.items() if key not in other]
+    return [call.rows[0] for call in missing if whole or first <= call.number <= last]
 
 
-def _differences(pairs: Sequence[Pair], factor: float) -> Iterator[Difference]:
-    """Yield all differences, in order.
-
-    The smallest magnitude of a tensor counts only as long as the sides were the same: of other data it is chance.
-    """
-    same = False
+def _differences(pairs: Sequence[tuple[Call, Call]], factor: float) -> Iterator[Difference]:
     for pair in pairs:
-        both = pair.rows()
         given_a, given_b = (None if call.given is None else call.given.most for call in pair)
-        for a, b in both:
+        for a, b in _rows(pair):
             what = _unlike(a, b)
             if what is not None:
                 yield Difference(what, a, b, given_a, given_b)
-            times, of_least = _times(a, b, factor, same=same)
-            if times is not None:
+            times = 1.0 if a.most is None or b.most is None else ratio(a.most, b.most)
+            if times > factor:
                 known = times if math.isfinite(times) else None
-                yield Difference(Mismatch.NUMBERS, a, b, given_a, given_b, known, of_least)
-        same = (same or pair is pairs[0]) and all(_is_same(a, b) for a, b in both)
+                yield Difference(Mismatch.NUMBERS, a, b, given_a, given_b, known)
 
 
 def _unlike(a: Row, b: Row) -> Mismatch | None:
@@ -225,23 +205,3 @@ def _unlike(a: Row, b: Row) -> Mismatch | None:
     if a.dtype != b.dtype:
         return Mismatch.DTYPE
     return Mismatch.SHAPE if a.shape != b.shape else None
-
-
-def _times(a: Row, b: Row, factor: float, *, same: bool) -> tuple[float | None, bool]:
-    """Return how many times their numbers differ, if by more than a factor, and whether it is the smallest that do."""
-    if a.most is None or b.most is None:
-        return None, False
-    greatest = ratio(a.most, b.most)
-    if greatest > factor:
-        return greatest, False
-    least = ratio(a.abs_min, b.abs_min) if isinstance(a.abs_min, float) and isinstance(b.abs_min, float) else 1.0
-    return (least, True) if same and least > factor else (None, False)
-
-
-def _is_same(a: Row, b: Row) -> bool:
-    if a.abs_max is None or b.abs_max is None:
-        return a.abs_max is b.abs_max
-    if a.most is None or b.most is None or (a.dtype, a.shape, a.text) != (b.dtype, b.shape, b.text):
-        return False
-    least = ratio(a.abs_min, b.abs_min) if isinstance(a.abs_min, float) and isinstance(b.abs_min, float) else 1.0
-    return ratio(a.most, b.most) <= _SAME and least <= _SAME

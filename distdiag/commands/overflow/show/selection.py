@@ -1,4 +1,4 @@
-"""Which forwards the answer is about, what they are called in it, and which of their outputs are shown. Pure."""
+"""The forwards that the answer is about, their names in it, and the rows of them that are shown. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from distdiag.commands.overflow.show.growth import growth_of
 from distdiag.commands.overflow.show.recording import NEAR
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from distdiag.commands.overflow.show.growth import Growth
-    from distdiag.commands.overflow.show.recording import Detection, Forward, ForwardId, Recording, Row
+    from distdiag.commands.overflow.show.recording import Forward, ForwardId, Recording, Row
+    from distdiag.training.overflow.report import Detection
 
 COMMAND = "overflow show"
 FEW = 24
-"""So many rows are shown at once; of more those that matter."""
+"""Rows that are shown at once; of more only those that matter."""
 MOST_ROWS = 100_000
 """With --all; of larger files --batch and --module choose."""
 _NEAREST = 8
@@ -29,7 +30,7 @@ _MOST_GROWTH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was typed. `module` is a pattern of names, empty for all; `batches` is empty for all.
+    """The options. `module`: a pattern of names, empty for all; `batches`: empty for all.
 
     `factor`: numbers of two sides that differ by more than this diverge. `everything`: every row, of every batch.
     """
@@ -45,6 +46,10 @@ class Request:
         """Write the command on the same files with other options."""
         return f"{self.program} {COMMAND} {shlex.join([*self.paths, *words])}"
 
+    def fits(self, module: str) -> bool:
+        """Return whether --module selects a module."""
+        return not self.module or fnmatchcase(module, self.module)
+
 
 class Names:
     """Names of forwards among each other: "rank 1", "batch 3", "rank 1, batch 3", "batch 3, forward 2"."""
@@ -56,7 +61,7 @@ class Names:
 
     def of(self, forward: ForwardId) -> str:
         """Return the name of a forward."""
-        parts = [name_of_source((forward.path, forward.rank), self._sources)] if len(self._sources) > 1 else []
+        parts = [_name_of_source((forward.path, forward.rank), self._sources)] if len(self._sources) > 1 else []
         if self._many_batches or not parts:
             parts.append(f"batch {forward.batch}")
         if forward.batch in self._many_turns:
@@ -64,13 +69,13 @@ class Names:
         return ", ".join(parts)
 
     def within(self, forward: ForwardId) -> str:
-        """Return in which forward: "in batch 3", "on rank 1 in batch 3"."""
+        """Return where: "in batch 3", "on rank 1 in batch 3"."""
         name = self.of(forward)
         return "on " + name.replace(", ", " in ", 1) if name.startswith("rank ") else f"in {name}"
 
 
-def name_of_source(source: tuple[str, int | None], among: Sequence[tuple[str, int | None]]) -> str:
-    """Name a recording, by path and rank, among others: by its rank where that tells them apart, else by its file."""
+def _name_of_source(source: tuple[str, int | None], among: Sequence[tuple[str, int | None]]) -> str:
+    """Name a recording, by path and rank, among others: by its rank if no other has that, else by its file."""
     path, rank = source
     if rank is not None and [other for _, other in among].count(rank) == 1:
         return f"rank {rank}"
@@ -80,41 +85,48 @@ def name_of_source(source: tuple[str, int | None], among: Sequence[tuple[str, in
 
 @dataclass(frozen=True)
 class Selection:
-    """What was asked for, of all that was read. `main` is the forward that the answer is about.
+    """The selected forwards. `main`: the one that the answer is about; `detections`: the earliest first, each once.
 
-    `growth` is that of the forwards with the greatest numbers, in the order of the file, where a module fits.
+    `growth` is that of the forwards with the greatest numbers, in the order of the file, where --module fits.
     """
 
+    request: Request
     recordings: tuple[Recording, ...]
     owned: tuple[tuple[Recording, Forward], ...]
     main: Forward | None
     growth: tuple[Growth, ...]
     names: Names
     detections: tuple[tuple[Recording, Detection], ...] = ()
-    """The earliest first, each once, though each rank has it in its file."""
-    module: str = ""
 
     @property
     def forwards(self) -> list[Forward]:
-        """The chosen forwards of all recordings."""
+        """The selected forwards of all recordings."""
         return [forward for _, forward in self.owned]
 
     def of(self, recording: Recording) -> list[Forward]:
-        """Return the chosen forwards of a recording."""
+        """Return the selected forwards of a recording."""
         return [forward for owner, forward in self.owned if owner is recording]
 
     def growth_of(self, forward: Forward | None) -> Growth | None:
-        """Return how the greatest number of a forward came about."""
+        """Return the path of a forward's greatest number."""
         return next((growth for growth in self.growth if forward is not None and growth.of is forward.id), None)
 
     def name_of(self, recording: Recording) -> str:
         """Name a recording among the others."""
-        sources = [(each.path, each.rank) for each in self.recordings]
-        return name_of_source((recording.path, recording.rank), sources)
+        return _name_of_source((recording.path, recording.rank), [(each.path, each.rank) for each in self.recordings])
+
+    def rows(self) -> list[Row]:
+        """Return the rows to show."""
+        shown = self.forwards if self.request.everything else [self.main] if self.main else []
+        rows: list[Row] = []
+        for forward in shown:
+            if len(rows) < MOST_ROWS:
+                rows += rows_that_matter(self.request, forward, self.growth_of(forward))
+        return rows[:MOST_ROWS]
 
 
 def select(request: Request, recordings: Sequence[Recording]) -> Selection:
-    """Choose forwards by --batch, and the one the answer is about: of the detection, else the nearest to a limit."""
+    """Choose forwards by --batch, and the main one: of the detection, else the nearest to a limit."""
     ordered = sorted(recordings, key=lambda recording: (recording.rank is None, recording.rank or 0))
     every = [(recording, forward) for recording in ordered for forward in recording.forwards]
     owned = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
@@ -124,21 +136,20 @@ def select(request: Request, recordings: Sequence[Recording]) -> Selection:
     found = [(id(recording), each.batch) for recording, each in detections]
     detected = [forward for key in found for recording, forward in owned if (id(recording), forward.id.batch) == key]
     wanted = {id(forward) for forward in (*highest, *detected[:1])}
-    fits = matches(request.module)
     growth = (growth_of(forward) for forward in forwards if id(forward) in wanted)
     return Selection(
+        request=request,
         recordings=tuple(ordered),
         owned=tuple(owned),
         main=next(iter((*detected, *highest)), None),
-        growth=tuple(each for each in growth if each is not None and fits(each.end.module)),
+        growth=tuple(each for each in growth if each is not None and request.fits(each.through[-1].module)),
         names=Names([forward.id for forward in forwards]),
         detections=tuple(detections),
-        module=request.module,
     )
 
 
 def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detection]]:
-    """List what was detected, the earliest first; what several ranks kept once, from the file of the rank it names."""
+    """List the detections, the earliest first; one that several ranks kept is taken from the rank it names."""
     found: dict[tuple[object, ...], tuple[Recording, Detection]] = {}
     for recording in recordings:
         for each in recording.detections:
@@ -148,22 +159,16 @@ def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detectio
     return sorted(found.values(), key=lambda pair: (pair[1].step, pair[1].batch))
 
 
-def matches(pattern: str) -> Callable[[str], bool]:
-    """Return a test of names by --module."""
-    return lambda name: not pattern or fnmatchcase(name, pattern)
-
-
 def rows_that_matter(request: Request, forward: Forward, growth: Growth | None) -> list[Row]:
-    """Choose the outputs of one forward to show, all of them if they are few, or asked for.
+    """Choose the rows of one forward to show, all of them if they are few, or asked for.
 
     They are those on the path of growth, the first that are not finite, those nearest to a limit, and both ends.
     """
-    fits = matches(request.module)
-    rows = [row for call in forward.calls if fits(call.module) for row in call.rows]
+    rows = [row for call in forward.calls if request.fits(call.module) for row in call.rows]
     if request.everything or len(rows) <= FEW:
         return rows
     path = growth.through if growth is not None else ()
-    through = {(at.number, at.tensor) for at in path}
+    through = {(row.number, row.tensor) for row in path}
     near = sorted((row for row in rows if row.share_of_limit >= NEAR), key=lambda row: -row.share_of_limit)
     grew = [row for row in rows if path and path[0].number <= row.number <= path[-1].number]
     if len(grew) > FEW:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.overflow.show.divergence import Mismatch, ratio
 from distdiag.commands.overflow.show.recording import INPUT
+from distdiag.training.overflow.report import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from distdiag.commands.overflow.show.divergence import Comparison, Difference, Divergence
-    from distdiag.commands.overflow.show.recording import At, Detection, Recording, Row
+    from distdiag.commands.overflow.show.recording import Recording, Row
     from distdiag.commands.overflow.show.selection import Selection
+    from distdiag.training.overflow.report import Detection
 
-MODEL = "the model"
-"""The outermost module, which has no name."""
 _GREW = 10.0
 """What grows by less than this on its path is worth no word: a layer does that."""
 
@@ -65,13 +65,13 @@ def sentence(selection: Selection, recording: Recording, detection: Detection) -
 
 
 def grew(selection: Selection) -> str:
-    """Describe where the numbers grew most: of all forwards that of the answer, else the nearest to a limit."""
+    """Describe where the numbers of the main forward grew."""
     growth = selection.growth_of(selection.main)
     if growth is None or selection.main is None:
         return _without_growth(selection)
     where = selection.names.within(selection.main.id)
-    start, end = growth.start, growth.end
-    limit = f"{percent(end.share)} of {end.dtype} max"
+    start, end = growth.through[0], growth.through[-1]
+    limit = f"{percent(end.share_of_limit)} of {end.dtype} max"
     if growth.factor < _GREW:
         text = "values do not grow: the largest finite value"
         if selection.detections:
@@ -87,13 +87,35 @@ def _without_growth(selection: Selection) -> str:
     if not selection.forwards:
         return "no frames were saved"
     peak = selection.main.peak() if selection.main is not None else 0.0
-    if peak and selection.module:
-        return f"the largest value is outside the modules of --module {shlex.quote(selection.module)}"
+    if peak and selection.request.module:
+        return f"the largest value is outside the modules of --module {shlex.quote(selection.request.module)}"
     return "the frames have no floating-point tensor that is all finite"
 
 
-def _at(at: At) -> str:
-    return f"the input of {named(at.module)}" if at.tensor == INPUT else named(at.module)
+def _at(row: Row) -> str:
+    return f"the input of {named(row.module)}" if row.tensor == INPUT else named(row.module)
+
+
+def of_limit(row: Row) -> str:
+    """Describe a row near its limit."""
+    what = "the input of " if row.tensor == INPUT else f"`{row.tensor}` of "
+    share = f"{percent(row.share_of_limit)} of {row.dtype} max"
+    return f"{what}{named(row.module)} ({row.class_}) reaches {magnitude(row.abs_max)} = {share}"
+
+
+def lacks(recording: Recording) -> str:
+    """Describe the part of a file that could not be read; empty if all of it was."""
+    why = []
+    if recording.truncated:
+        why.append("the last line is incomplete: the job was killed or is still writing; the lines before it were read")
+    if recording.torn:
+        torn = f"{count(recording.torn, 'line')} cannot be read, first line {recording.first_torn}"
+        why.append(f'{torn}: if several ranks write to this file, give each its own: save="frames-{{rank}}.jsonl"')
+    if recording.left_out:
+        why.append(
+            f"the file is too large: its last {recording.left_out:,} frames were skipped; select others by --batch"
+        )
+    return "; ".join(why)
 
 
 def diverged(comparison: Comparison) -> str:
@@ -101,18 +123,17 @@ def diverged(comparison: Comparison) -> str:
     (a, b), found = comparison.names, comparison.found
     if found is None:
         return f"{a} and {b} cannot be compared: {comparison.why}"
-    first, numbers = found.first, found.in_numbers
+    first, numbers, factor = found.first, found.in_numbers, found.factor
     if first is None:
         batches = f" in {comparison.batches:,} batches" if comparison.batches > 1 else ""
         compared = count(found.compared, "call")
-        return f"{a} and {b} do not diverge{batches}: {compared} compared, values within {found.factor:g}x"
-    factor = found.factor
+        return f"{a} and {b} do not diverge{batches}: {compared} compared, values within {factor:g}x"
     text = f"{a} and {b} diverge{_in_batch(found)} starting at {_place(first)}: {_differ((a, b), factor, first)}"
     if numbers is None:
         return f"{text}. Their values stay within {factor:g}x"
-    if numbers is not first:
-        text += f". Their values diverge starting at {_place(numbers)}: {_differ((a, b), factor, numbers)}"
-    return text
+    if numbers is first:
+        return text
+    return f"{text}. Their values diverge starting at {_place(numbers)}: {_differ((a, b), factor, numbers)}"
 
 
 def _in_batch(found: Divergence) -> str:
@@ -129,8 +150,6 @@ def _differ(names: tuple[str, str], factor: float, found: Difference) -> str:
     a, b = found.a, found.b
     if found.what in (Mismatch.KIND, Mismatch.DTYPE, Mismatch.SHAPE):
         return f"{_like(a)} vs {_like(b)}"
-    if found.of_least:
-        return f"abs min {magnitude(a.abs_min)} vs {magnitude(b.abs_min)}"
     text = f"abs max {magnitude(a.abs_max)} vs {magnitude(b.abs_max)}"
     if found.what == Mismatch.NOT_FINITE:
         text = f"{magnitude(a.abs_max)} in {names[0]}, {magnitude(b.abs_max)} in {names[1]}"

@@ -18,7 +18,7 @@ from distdiag.commands.trace.sys.collect import Reply
 from distdiag.commands.trace.sys.diagnose import diagnose
 from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.view import trace_sys_view
-from distdiag.commands.trace.sys.wording import PAYLOAD_WARNING, format_duration, log_name
+from distdiag.commands.trace.sys.wording import format_duration, log_name
 from distdiag.gathered import Gathered
 from distdiag.jobs.types import NodeStacks
 from distdiag.runner import Subcommand
@@ -115,8 +115,6 @@ class _Session:
             f"tracing {what} for {format_duration(self.request.for_s)}: each system call takes 75-190 times as "
             "long meanwhile"
         )
-        if self.request.payload_bytes:
-            self.progress.news(PAYLOAD_WARNING)
 
     def _request(self, host: str, pids: Sequence[int]) -> dict[str, Any]:
         ranks_by_pid = {
@@ -129,7 +127,6 @@ class _Session:
             "do": "attach",
             "pids": list(pids),
             "only": list(self.request.only),
-            "payload": self.request.payload_bytes,
             "limit_bytes": MAX_LOG_BYTES,
             "folder": os.path.abspath(self.request.logs) if self.request.logs and local else self.request.logs,
             "names": {str(pid): log_name(ranks_by_pid[pid], host, pid) for pid in pids},

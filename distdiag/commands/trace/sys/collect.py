@@ -100,8 +100,8 @@ class Reply:
 def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
     """Attach strace, or detach it and send what it saw.
 
-    {"do": "attach", "pids", "only": kinds of calls, "payload": bytes of it, "limit_bytes" of all logs, "folder" and
-    "names": by pid, of logs to keep, "near": whose sockets are sent, too}, or {"do": "finish"}
+    {"do": "attach", "pids", "only": kinds of calls, "limit_bytes" of all logs, "folder" and "names": by pid, of logs to
+    keep, "near": whose sockets are sent, too}, or {"do": "finish"}
     """
     if ask["do"] == "attach":
         _attach(ask, tell)
@@ -109,11 +109,11 @@ def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
         _finish(tell)
 
 
-def arguments(only: Iterable[str] = (), payload_bytes: int = 0) -> list[str]:
-    """Return the options that all our logs are written with; `payload_bytes` of what is read, written and sent."""
+def arguments(only: Iterable[str] = ()) -> list[str]:
+    """Return the options that all our logs are written with: without any data that is read, written or sent."""
     kinds = [f"%{kind}" for kind in only]
     calls = ["-e", f"trace={','.join([*kinds, _ALWAYS])}"] if kinds else []
-    return ["-f", *_DECODED_AND_TIMED, "-s", str(payload_bytes), *_WHOLE, *calls]
+    return ["-f", *_DECODED_AND_TIMED, "-s", "0", *_WHOLE, *calls]
 
 
 def private_file(path: str) -> Any:  # noqa: ANN401 - a binary file
@@ -178,7 +178,7 @@ class _Strace:
         self.cut = False
         self.began_s = self.ended_s = time.time()
         path = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
-        argv = [tool, *arguments(ask["only"], ask["payload"]), "-o", path, "-p", str(pid)]
+        argv = [tool, *arguments(ask["only"]), "-o", path, "-p", str(pid)]
         self.process = programs.start([sys.executable, "-S", "-c", _GUARD, *argv])
 
     @property
@@ -335,6 +335,6 @@ def _without_crowd(log: ThreadLog) -> ThreadLog:
         places=log.places[:_PLACES],
         slowest=log.slowest[:_FEW],
         spins=log.spins[:_FEW],
-        programs=log.programs[:_FEW],
         polls=log.polls[:_FEW],
+        ends=(),
     )

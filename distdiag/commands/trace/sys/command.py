@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.errors import DistdiagError, UsageError
-from distdiag.options import JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.errors import UsageError
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,9 +25,9 @@ _LONGEST_S = 600.0
 
 @on_hosts
 def trace_sys(
-    command: Annotated[
+    log: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND", help="Start this job under strace: a script, -m MODULE, a program."),
+        typer.Argument(metavar="LOG", help="Read these strace logs, files or directories, instead of attaching."),
     ] = None,
     pid: Annotated[
         list[int] | None,
@@ -48,28 +47,10 @@ def trace_sys(
         typer.Option(metavar="KINDS", help="Only these calls: network,file,process,desc,memory,signal."),
     ] = None,
     logs: Annotated[
-        str, typer.Option(metavar="DIR", help="Write strace's logs to this directory on each node, named by rank.")
+        str, typer.Option(metavar="DIR", help="Keep strace's logs in this directory on each node, named by rank.")
     ] = "",
-    payload: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=65536,
-            metavar="BYTES",
-            help="With --logs, keep this many bytes of the data of each call; may contain passwords and tokens.",
-        ),
-    ] = 0,
     save: SaveOpt = "",
-    from_: Annotated[
-        list[str] | None,
-        typer.Option("--from", metavar="PATH", help="Analyze facts that --save wrote, or logs of strace; repeatable."),
-    ] = None,
-    report: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE", help="With -- COMMAND: write the report to this file, as JSON, instead of stderr."
-        ),
-    ] = "",
+    from_: FromOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -77,14 +58,14 @@ def trace_sys(
 ) -> None:
     """Use strace to show what each rank is doing: blocking calls and their peers, errors, slow storage, busy-waits.
 
-    Attaches to running ranks for a short time, starts a job under strace (-- COMMAND), or reads strace logs (--from).
+    Attaches to running ranks for a short time, or reads logs that strace wrote. To trace a job from its start:
+
+    \b
+      strace -f -ff -ttt -T -yy -o DIR/trace -- python train.py
+      distdiag trace sys DIR
 
     While strace is attached, each system call takes 75-190 times as long; computation is not slowed. `trace blocked`
-    shows which rank blocks which without that cost. --only does not reduce the cost for a running process; for a job
-    started with it, it does.
-
-    The stdout, stderr and exit status of a started job pass through unchanged; its report goes to stderr at the end.
-    With --logs there is no report, but a log for each rank, to be read with --from DIR.
+    shows which rank blocks which without that cost. --only does not reduce it.
 
     Exit status: 0 no problem found, 1 problem found, 2 wrong usage, 3 some processes could not be traced,
     130 interrupted.
@@ -92,129 +73,57 @@ def trace_sys(
     \b
     Examples:
       distdiag trace sys --rank 0-3 --for 2s
-      distdiag trace sys --only network --logs /tmp/logs -- train.py
-      distdiag trace sys --from /tmp/logs
+      distdiag trace sys /tmp/logs
     """
     from distdiag import runner
+    from distdiag.commands.trace.ranks import wanted
     from distdiag.commands.trace.sys.attach import SUBCOMMAND
-    from distdiag.commands.trace.sys.types import COMMAND
+    from distdiag.commands.trace.sys.types import COMMAND, Request
     from distdiag.commands.trace.sys.view import trace_sys_view
     from distdiag.gathered import are_facts
-    from distdiag.output import Output, deliver, fail
+    from distdiag.output import Output, deliver
 
-    typed = Typed(
-        command=tuple(command or ()),
-        pids=tuple(pid or ()),
-        ranks=tuple(rank or ()),
-        job=job,
-        for_=for_,
-        only=tuple(only or ()),
-        logs=logs,
-        payload_bytes=payload,
-        save=save,
-        from_=tuple(from_ or ()),
-        report=report,
-        cluster=cluster,
-        as_json=as_json,
-    )
-    if typed.command and not typed.from_:
-        try:
-            _launch(typed)
-        except DistdiagError as error:
-            fail(COMMAND, error, as_json=as_json)
-    if typed.from_ and not are_facts(typed.from_):
-        output = Output(json=as_json, strict=strict)
-        deliver(COMMAND, lambda: _judge_logs(typed), lambda report: trace_sys_view(report.data), output)
-    options = runner.Options(as_json, strict, save, from_, cluster.explain)
-    runner.run(SUBCOMMAND, lambda: _to_attach(typed), options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Typed:
-    """The options as they were typed."""
-
-    command: tuple[str, ...]
-    pids: tuple[int, ...]
-    ranks: tuple[str, ...]
-    job: str
-    for_: str
-    only: tuple[str, ...]
-    logs: str
-    payload_bytes: int
-    save: str
-    from_: tuple[str, ...]
-    report: str
-    cluster: Cluster
-    as_json: bool
-
-    @property
-    def chooses(self) -> bool:
-        """Whether running processes were selected."""
-        return bool(self.pids or self.ranks or self.job)
-
-    def request(self, for_s: float = 5.0) -> Request:
-        """Return the request. Raises UsageError."""
-        from distdiag.commands.trace.ranks import wanted
-        from distdiag.commands.trace.sys.types import Request
-
-        if self.payload_bytes and not self.logs:
-            raise UsageError("--payload requires --logs: the report does not quote data", hint="add --logs DIR")
+    def request() -> Request:
         return Request(
             program=called_as(),
-            cluster=self.cluster,
-            wanted=wanted(self.pids, self.ranks, self.job, ""),
-            for_s=for_s,
-            only=parse_only(self.only),
-            logs=self.logs,
-            payload_bytes=self.payload_bytes,
+            cluster=cluster,
+            wanted=wanted(tuple(pid or ()), tuple(rank or ()), job, ""),
+            for_s=parse_duration(for_),
+            only=parse_only(only or ()),
+            logs=logs,
         )
 
-
-def _launch(typed: Typed) -> NoReturn:
-    """Start a job. Raises DistdiagError."""
-    from distdiag.commands.trace.sys.launch import launch
-
-    if typed.save:
-        raise UsageError(
-            "--save cannot be combined with -- COMMAND", hint="use --logs DIR to keep the logs of the ranks"
+    chooses = bool(pid or rank or job)
+    paths = [*(log or ()), *(from_ or ())]
+    if paths and not are_facts(paths):
+        attaches = chooses or bool(logs or save or only) or bool(cluster.typed())
+        output = Output(json=as_json, strict=strict)
+        deliver(
+            COMMAND, lambda: _judge_logs(request(), paths, attaches), lambda told: trace_sys_view(told.data), output
         )
-    if typed.chooses or typed.cluster.typed():
-        raise UsageError(
-            "-- COMMAND starts a job on this host; --pid, --rank, --job and --hosts select running processes",
-            hint="on several hosts, put it between the launcher (torchrun, srun, mpirun) and the script",
-        )
-    if typed.as_json:
-        raise UsageError(
-            "--json cannot be combined with -- COMMAND: stdout belongs to the job",
-            hint="--report FILE writes the report as JSON",
-        )
-    launch(typed.command, typed.request(), typed.report)
+
+    def asked() -> Request:
+        if not chooses and not from_:
+            raise UsageError(
+                "no process selected: strace slows processes down, so name the ranks or pids to trace",
+                hint=f"{called_as()} trace sys --rank 0   (or --pid PID, --job ID, or the logs of strace)",
+            )
+        return request()
+
+    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, paths, cluster.explain))
 
 
-def _judge_logs(typed: Typed) -> Report[TraceSys]:
+def _judge_logs(request: Request, paths: list[str], attaches: bool) -> Report[TraceSys]:
     """Analyze existing logs. Raises DistdiagError if none of them is a log of strace."""
     from distdiag.commands.trace.sys import logs
     from distdiag.commands.trace.sys.diagnose import diagnose_logs
 
-    if typed.chooses or typed.logs or typed.payload_bytes or typed.report or typed.only or typed.cluster.typed():
+    if attaches:
         raise UsageError(
-            "--from analyzes existing logs",
-            hint="remove --pid, --rank, --job, --hosts, --only, --logs, --payload and --report",
+            "existing logs are only read", hint="remove --pid, --rank, --job, --hosts, --only, --logs and --save"
         )
-    threads, found = logs.read([*typed.from_, *typed.command])  # a shell expands --from DIR/* to several names
-    return diagnose_logs(typed.request(), threads, found)
-
-
-def _to_attach(typed: Typed) -> Request:
-    """Check the options that attach to processes. Raises UsageError."""
-    if typed.report:
-        raise UsageError("--report requires -- COMMAND", hint="use --json > FILE")
-    if not typed.chooses and not typed.from_:
-        raise UsageError(
-            "no process selected: strace slows processes down, so name the ranks or pids to trace",
-            hint=f"{called_as()} trace sys --rank 0   (or --pid PID, --job ID, -- COMMAND, --from LOGS)",
-        )
-    return typed.request(parse_duration(typed.for_))
+    threads, found = logs.read(paths)
+    return diagnose_logs(request, threads, found)
 
 
 def parse_duration(text: str) -> float:

@@ -6,7 +6,7 @@ import shlex
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.sys.types import MAX_JOB_LOG_BYTES, MAX_LOG_BYTES, MAX_PROCESSES
+from distdiag.commands.trace.sys.types import MAX_LOG_BYTES, MAX_PROCESSES
 from distdiag.commands.trace.sys.wording import (
     format_duration,
     format_range,
@@ -15,6 +15,7 @@ from distdiag.commands.trace.sys.wording import (
     name_thread,
     where_of,
 )
+from distdiag.diagnosis import remedies
 from distdiag.diagnosis.wait_graph import find_roots
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.facts import syscall_names
@@ -302,12 +303,11 @@ def slow_storage(threads: Sequence[TracedThread]) -> Iterator[Finding]:
     by_place: dict[str, list[tuple[TracedThread, float, float]]] = defaultdict(list)
     for thread in threads:
         for place in thread.log.places if thread.log is not None else ():
-            if not place.where.startswith("/") or place.where.startswith(_NO_STORAGE) or place.time_s is None:
+            if not place.where.startswith("/") or place.where.startswith(_NO_STORAGE):
                 continue
             share = place.time_s / thread.span_s if thread.span_s else 0.0
-            slowest_s = place.slowest_s or 0.0
-            if slowest_s > _SLOW_S or (share > _SLOW_SHARE and place.slow >= _SLOW_COUNT):
-                by_place[place.where].append((thread, share, slowest_s))
+            if place.slowest_s > _SLOW_S or (share > _SLOW_SHARE and place.slow >= _SLOW_COUNT):
+                by_place[place.where].append((thread, share, place.slowest_s))
     for folder, rows in by_place.items():
         yield _slow_place(folder, rows)
 
@@ -347,7 +347,6 @@ def spins(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding
             groups[spin.name, spin.target].append((thread, spin))
     for (name, target), rows in groups.items():
         most, spin = max(rows, key=lambda row: row[1].count)
-        rate = f", {spin.per_s:.0f} times a second" if spin.per_s else ""
         others = f", and {len(rows) - 1} more threads" if len(rows) > 1 else ""
         on = f" on {target}" if target else ""
         pid = f" --pid {most.pid}" if most.pid is not None else ""
@@ -355,7 +354,7 @@ def spins(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding
             id="trace.busy-wait",
             level=Level.INFO if name == "sched_yield" else Level.WARN,
             title=f"{name_thread(most)}{others} busy-wait{'' if others else 's'}: {spin.count} calls to {name}{on} "
-            f"without success{rate}",
+            f"without success, {spin.per_s:.0f} times a second",
             where=where_of(thread for thread, _ in rows),
             fix=Fix(text="show which thread of the program that is", commands=(f"{request.program} pyspy-all{pid}",)),
         )
@@ -366,7 +365,7 @@ def polls(threads: Sequence[TracedThread]) -> Iterator[Finding]:
     groups: dict[tuple[str, bool], list[tuple[TracedThread, Poll]]] = defaultdict(list)
     for thread in threads:
         for poll in thread.log.polls if thread.log is not None and thread.is_main else ():
-            if poll.slept_s is None or poll.slept_s >= _ASLEEP * thread.span_s:
+            if poll.slept_s >= _ASLEEP * thread.span_s:
                 groups[poll.target, poll.exists].append((thread, poll))
     for (path, exists), rows in groups.items():
         most, poll = max(rows, key=lambda row: row[1].tries)
@@ -411,14 +410,6 @@ def cut(logs: Sequence[Log]) -> Iterator[Finding]:
             fix=Fix(text="trace fewer processes, for a shorter time, or only some calls: --only network"),
         )
     for log in logs:
-        if log.gap:
-            yield Finding(
-                id="trace.log-cut",
-                level=Level.WARN,
-                title=f"the log of {_name_log(log)} exceeded {MAX_JOB_LOG_BYTES >> 20} MiB: the counts cover "
-                "only its beginning and its end",
-                fix=Fix(text="trace only some calls: --only network"),
-            )
         if log.unread:
             yield Finding(
                 id="trace.log-unread",
@@ -508,21 +499,15 @@ def _fix_refused(request: Request, group: Sequence[Refused], why: str, node: Pro
 def _fix_denied(request: Request, group: Sequence[Refused], node: Processes | None) -> tuple[str, tuple[str, ...]]:
     scope = node.ptrace_scope if node is not None else None
     if node is not None and node.user == 0:
-        return (
-            "allow it in the container: docker run --cap-add SYS_PTRACE; in Kubernetes "
-            "securityContext.capabilities.add: [SYS_PTRACE]",
-            (),
-        )
-    pids = [word for row in group[:_SHOWN] for word in ("-p", str(row.pid))]
-    sudo = " ".join(['sudo env "PATH=$PATH"', request.program, "trace", "sys", *pids])
+        return remedies.ptrace_in_container().text, ()
     if scope == 3:
         return (
             "kernel.yama.ptrace_scope is 3: no process can be traced until this host is rebooted with a lower value",
             (),
         )
+    pids = " ".join(f"-p {row.pid}" for row in group[:_SHOWN])
+    as_root = remedies.as_other_user(f"{request.program} trace sys {pids}")
     if scope in (1, 2):
-        return "run it as root, or allow tracing until the next reboot", (
-            sudo,
-            "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope",
-        )
-    return "run it as that user, or as root", (sudo,)
+        allow = "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope"
+        return "run it as root, or allow tracing until the next reboot", (*as_root.commands, allow)
+    return as_root.text, as_root.commands

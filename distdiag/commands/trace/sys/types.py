@@ -19,13 +19,11 @@ MAX_PROCESSES = 64
 """Of one node; each has a strace of its own."""
 MAX_LOG_BYTES = 256 * 2**20
 """Of one node."""
-MAX_JOB_LOG_BYTES = 2**30
-"""Of a job that is started, on each host; of more, the beginning and the end are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of a run. `only`: classes of calls; `logs`: directory of strace's logs, `payload_bytes` in them."""
+    """The options of a run. `only`: classes of calls; `logs`: directory of strace's logs."""
 
     program: str
     cluster: Cluster
@@ -33,7 +31,6 @@ class Request:
     for_s: float = 5.0
     only: tuple[str, ...] = ()
     logs: str = ""
-    payload_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +72,7 @@ class TracedThread:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """One log. `cut`: strace detached early, at the size limit; `gap`: its middle was not kept, for the same
-    reason. `path`: where it is, if it was kept.
-    """
+    """One log. `cut`: strace detached early, at the size limit. `path`: where it is, if it was kept."""
 
     host: str
     rank: int | None
@@ -86,7 +81,6 @@ class Log:
     size_bytes: int
     span_s: float
     cut: bool = False
-    gap: bool = False
     unread: str = ""
 
 

@@ -102,15 +102,14 @@ def _threads(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
 
 def _calls(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    timed = any(call.time_s is not None for row in rows for call in row.calls)
     owners: dict[str, set[int]] = defaultdict(set)
     for row in rows:
         for call in row.calls:
             total = sums[call.name]
             total[0] += call.count
             total[1] += call.errors
-            total[2] += call.time_s or 0.0
-            total[3] = max(total[3], call.slowest_s or 0.0)
+            total[2] += call.time_s
+            total[3] = max(total[3], call.slowest_s)
             owners[call.name].update([row.rank] if row.rank is not None else [])
     if not sums:
         return
@@ -122,7 +121,7 @@ def _calls(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
     )
     ordered = sorted(sums.items(), key=lambda item: (-item[1][2], -item[1][0]))
     for name, (count, errors, time_s, slowest_s) in ordered[:_CALLS]:
-        times = (format_duration(time_s), format_duration(slowest_s)) if timed else ("?", "?")
+        times = (format_duration(time_s), format_duration(slowest_s))
         table.add_row(name, f"{count:.0f}", f"{errors:.0f}", *times, *([fold_ranks(owners[name])] if ranks else []))
     yield ""
     yield "system calls that returned; times are summed over all threads, waiting included"
@@ -138,10 +137,9 @@ def _places(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
             total = sums[place.where]
             total[0] += place.count
             total[1] += place.slow
-            total[2] += place.time_s or 0.0
-            total[3] = max(total[3], place.slowest_s or 0.0)
-    timed = any(place.time_s is not None for row in rows for place in row.places)
-    if not sums or not timed:
+            total[2] += place.time_s
+            total[3] = max(total[3], place.slowest_s)
+    if not sums:
         return
     table = plain_table(
         Column("directory", overflow="fold"),

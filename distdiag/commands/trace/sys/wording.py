@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from distdiag.commands.trace.sys.types import TracedThread
 
-PAYLOAD_WARNING = "the logs will contain data that is read, written and sent, including passwords and tokens"
 _LOG_NAME = re.compile(r"(?:rank-(\d{1,7})\.)?([\w-]+)\.pid(\d{1,10})\.strace", re.ASCII)
+_RANK = re.compile(r"rank-(\d{1,7})(?:\.|$)", re.ASCII)
 _NAMED = 4
 
 
@@ -25,10 +25,13 @@ def log_name(rank: int | None, host: str, pid: int) -> str:
     return f"{of_rank}{re.sub(r'[^a-zA-Z0-9_-]', '_', host)}.pid{pid}.strace"
 
 
-def parse_log_name(name: str) -> tuple[int | None, str, int] | None:
-    """Parse the rank, host and process in the name of a log; None if distdiag did not name it."""
+def parse_log_name(name: str) -> tuple[int | None, str, int | None]:
+    """Parse the rank, host and process in the name of a log; of any other name ("rank-3.4711") only the rank."""
     match = _LOG_NAME.fullmatch(name)
-    return (int(match[1]) if match[1] else None, match[2], int(match[3])) if match else None
+    if match:
+        return (int(match[1]) if match[1] else None), match[2], int(match[3])
+    rank = _RANK.match(name)
+    return (int(rank[1]) if rank else None), "", None
 
 
 def format_duration(seconds: float | None) -> str:

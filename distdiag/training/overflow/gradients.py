@@ -1,4 +1,4 @@
-"""The gradients of a model as the optimizer is about to use them, and calls of backward and of a GradScaler."""
+"""The gradients that an optimizer is about to use, and torch's own functions that the detector listens to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distdiag.training.overflow import extrema
 from distdiag.training.overflow.modules import clean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
     from torch.nn import Module
@@ -27,11 +27,11 @@ class Gradient(NamedTuple):
 
     name: str
     tensor: Tensor
-    extrema: tuple[Tensor, Tensor]
+    extrema: tuple[Tensor, ...]
 
 
 class StepGradients(NamedTuple):
-    """The gradients that an optimizer is about to use, and (`early`) the same when the backward made them, in order."""
+    """The gradients that an optimizer is about to use, the last computed first; `early`: as the backward made them."""
 
     now: list[Gradient]
     early: list[Gradient]
@@ -41,7 +41,7 @@ NO_GRADIENTS = StepGradients([], [])
 
 
 class GradientReader:
-    """The gradients of one model. With `each`, they are also looked at one by one while the backward makes them.
+    """The gradients of one model; with `each`, they are also read one by one while the backward computes them.
 
     Then the first bad one is known, before anything clips or scales them.
     """
@@ -49,13 +49,13 @@ class GradientReader:
     def __init__(self, model: Module, *, each: bool) -> None:
         self._model = model
         self._names: dict[int, str] = {}
-        self._own: dict[int, bool] = {}
+        self._own: set[int] = set()
         self._made: dict[str, Gradient] = {}
         self._handles: list[RemovableHandle] = []
-        if each:
-            for name, weight in model.named_parameters():
-                if weight.requires_grad:
-                    self._handles.append(weight.register_post_accumulate_grad_hook(self._hook(clean(name))))
+        for name, weight in model.named_parameters() if each else ():
+            if weight.requires_grad:
+                hook = functools.partial(self._saw, clean(name))
+                self._handles.append(weight.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -66,46 +66,38 @@ class GradientReader:
 
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer steps parameters of this model."""
-        known = self._own.get(id(optimizer))
-        if not known:  # parameters may have been given to it, or replaced, since
+        if id(optimizer) not in self._own:  # parameters may have been added to it, or replaced, since
             self._names = {id(weight): clean(name) for name, weight in self._model.named_parameters()}
-            known = any(id(weight) in self._names for weight in _weights(optimizer))
-            self._own[id(optimizer)] = known
-        return known
+            if any(id(weight) in self._names for weight in _weights(optimizer)):
+                self._own.add(id(optimizer))
+        return id(optimizer) in self._own
 
     def start(self, optimizer: Optimizer) -> StepGradients:
-        """Start to read the gradients that an optimizer is about to use, the last made first."""
+        """Start to read the gradients that an optimizer is about to use."""
         early, self._made = list(self._made.values()), {}
         if getattr(optimizer, "found_inf", None) is not None:
-            return NO_GRADIENTS  # a GradScaler and a fused optimizer: they are scaled, and looked at by those
-        found = [
-            _start(self._names[id(weight)], weight.grad) for weight in _weights(optimizer) if id(weight) in self._names
-        ]
-        return StepGradients([gradient for gradient in reversed(found) if gradient is not None], early)
+            return NO_GRADIENTS  # a GradScaler with a fused optimizer: still scaled, and checked by those
+        own = ((self._names.get(id(weight)), weight) for weight in _weights(optimizer))
+        return StepGradients(_started((name, weight) for name, weight in own if name is not None), early)
 
     def now(self) -> StepGradients:
-        """Start to read all gradients there are, where no step comes to look at them."""
-        found = [_start(clean(name), weight.grad) for name, weight in self._model.named_parameters()]
-        return StepGradients(
-            [gradient for gradient in reversed(found) if gradient is not None], list(self._made.values())
-        )
+        """Start to read all gradients of the model, where no step is made."""
+        named = ((clean(name), weight) for name, weight in self._model.named_parameters())
+        return StepGradients(_started(named), list(self._made.values()))
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def] # noqa: ANN202 - a hook of torch
-        def look(weight: Tensor) -> None:
-            found = _start(name, weight.grad)
-            self._made.pop(name, None)  # of a step that was skipped, or of an earlier part of this one
-            if found is not None:
-                self._made[name] = found
-
-        return look
+    def _saw(self, name: str, weight: Tensor) -> None:
+        self._made.pop(name, None)  # of a step that was skipped, or of an earlier part of this one
+        self._made.update((gradient.name, gradient) for gradient in _started([(name, weight)]))
 
 
-def _start(name: str, grad: Tensor | None) -> Gradient | None:
-    if grad is None:
-        return None
+def _started(weights: Iterable[tuple[str, Tensor]]) -> list[Gradient]:
+    gradients = []
     with torch.no_grad():
-        found = extrema.start(grad)
-    return None if isinstance(found, str) else Gradient(name, grad, found[1])
+        for name, weight in weights:
+            found = "none" if weight.grad is None else extrema.start(weight.grad)
+            if weight.grad is not None and not isinstance(found, str):
+                gradients.append(Gradient(name, weight.grad, found[1]))
+    return gradients[::-1]
 
 
 def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -115,11 +107,11 @@ def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
 
 _listeners: weakref.WeakSet[DebugUnderflowOverflow] = weakref.WeakSet()
 _ours: dict[str, Callable[..., Any]] = {}
-"""What stands in place of torch's own functions, by name."""
+"""Our wrappers of torch's functions, by name."""
 
 
 def listen(detector: DebugUnderflowOverflow) -> None:
-    """Notify a detector from now on."""
+    """Notify a detector of backward and of a GradScaler's scale and update from now on."""
     _listeners.add(detector)
     for name, (place, before) in _places().items():
         if name not in _ours:
@@ -127,7 +119,7 @@ def listen(detector: DebugUnderflowOverflow) -> None:
 
 
 def stop(detector: DebugUnderflowOverflow) -> None:
-    """Notify it no more; torch is as it was, unless somebody else has wrapped it since."""
+    """Stop notifying it; after the last one torch is as it was, unless something has wrapped it since."""
     _listeners.discard(detector)
     if not _listeners:
         for name, (place, _) in _places().items():
@@ -138,7 +130,7 @@ def stop(detector: DebugUnderflowOverflow) -> None:
 def _places() -> dict[str, tuple[Any, Callable[..., None]]]:
     scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler  # before 2.3
     return {
-        "backward": (torch.autograd, _before_backward),
+        "backward": (torch.autograd, lambda tensors=None, *_, **__: _newest().before_backward(tensors)),
         "scale": (scaler, _before_scale),
         "update": (scaler, _before_update),
     }
@@ -157,12 +149,8 @@ def _wrap(place: Any, name: str, before: Callable[..., None]) -> None:  # noqa: 
     setattr(place, name, wrapped)
 
 
-def _before_backward(tensors: Any = None, *args: object, **kwargs: object) -> None:  # noqa: ANN401
-    _newest().before_backward(tensors)
-
-
 def _before_scale(scaler: torch.amp.GradScaler, outputs: object = None) -> None:
-    """Look at a loss before it is scaled: inf that the scale makes is the scaler's own business."""
+    """Check a loss before it is scaled: inf that the scale makes is for the scaler to handle."""
     _newest().before_scale(outputs, scales=scaler.is_enabled())
 
 
@@ -171,8 +159,8 @@ def _newest() -> DebugUnderflowOverflow:
 
 
 def _before_update(scaler: torch.amp.GradScaler, *args: object, **kwargs: object) -> None:
-    """Return whether the scaler skipped a step; as no step then comes, nobody else looks at these gradients."""
+    """Notify of a skipped step: without a step, these gradients are not checked."""
     states = getattr(scaler, "_per_optimizer_states", {}).values()
     skips = any(float(bad) for state in states for bad in state.get("found_inf_per_device", {}).values())
     for detector in tuple(_listeners):
-        detector.before_update(scaler, skips=skips)
+        detector.before_update(skips=skips)

@@ -1,0 +1,220 @@
+"""Warnings about 16 bits: float16 outputs that grow, gradients that underflow, and sums that lose small values.
+
+Outputs and gradients are checked in steps 0, 1, 2, 4 and so on, and every 256th.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from distdiag.training.overflow import extrema
+from distdiag.training.overflow.cause import in_float32
+from distdiag.training.overflow.frames import Reading, Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.nn import Module
+
+    from distdiag.training.overflow.gradients import Gradient
+    from distdiag.training.overflow.replay import Call
+    from distdiag.training.overflow.report import Place
+
+
+_EVERY = 256
+_LARGE = 1e4
+"""In float16 the product of two such numbers is inf."""
+_GROWTH = 2.0
+_SHARE = 0.5
+"""The share of zeros and subnormals that is lost, if as much of what is not zero is subnormal: an embedding has many
+rows of zeros, and so has all that lies before a layer of zeros."""
+_BFLOAT = "In bfloat16: model.to(torch.bfloat16)"
+_MEND = "Use autocast and a GradScaler with float32 weights, or bfloat16: model.to(torch.bfloat16)"
+_SCALED = (
+    "Scale the loss: scaler = torch.amp.GradScaler({device!r}); scaler.scale(loss).backward(); "
+    "scaler.step(optimizer); scaler.update()"
+)
+_MANY_BACKWARDS = 4
+"""From here on a bfloat16 gradient loses two of its 8 bits to the sum that it is added to."""
+
+
+def _is_due(step: int) -> bool:
+    return step % _EVERY == 0 or (step < _EVERY and step & (step - 1) == 0)
+
+
+class Growth:
+    """The float16 outputs of modules, from check to check; the first forward of a step is recorded."""
+
+    def __init__(self, model: Module, *, reads_frames: bool) -> None:
+        self._model, self._reads_frames = model, reads_frames
+        self._recorder: Recorder | None = None
+        self._sizes: dict[Place, list[float]] = {}
+        """The first, the last but one and the last largest magnitude of each module."""
+        self._steps: list[int] = []
+        self._noted = 0.0
+
+    def begin(self, step: int, args: tuple[object, ...], kwargs: dict[str, object], *, autocast: bool) -> None:
+        """Record the forward that begins, if it is due and something in it is float16."""
+        if not self._reads_frames or not _is_due(step) or step in self._steps[-1:]:
+            return
+        if any(map(_is_compiled, self._model.modules())):
+            return
+        if not autocast and not any(weight.dtype is torch.float16 for weight in self._model.parameters()):
+            return
+        self._steps.append(step)
+        self._recorder = Recorder(self._model, 1, ("*",), exact=False)
+        self._recorder.attach()
+        self._recorder.begin(args, kwargs, everything=True)
+
+    def end(self, output: object, *, autocast: bool) -> str:
+        """End it, and warn of outputs that have grown over three checks to near the float16 maximum."""
+        if self._recorder is None:
+            return ""
+        self._recorder.end(output)
+        sizes: dict[Place, float] = {}
+        for frame in self._recorder.frames:
+            for line in frame.lines:
+                if line.phase == "output" and isinstance(line.what, Reading) and line.what.dtype is torch.float16:
+                    sizes[frame.place] = max(sizes.get(frame.place, 0.0), _finite_size(line.what))
+        self.stop()
+        grown = [place for place, size in sizes.items() if self._has_grown(place, size)]
+        most = max((sizes[place] for place in grown), default=0.0)
+        if not grown or most < _GROWTH * self._noted:
+            return ""
+        self._noted = most
+        place, device = grown[0], next(self._model.parameters()).device.type
+        others = f", as in {len(grown) - 1} modules after it" if len(grown) > 1 else ""
+        return (
+            f"step {self._steps[-1]}: the float16 output of {place} grows{others}: {self._sizes[place][0]:.1e} in step "
+            f"{self._steps[0]}, {sizes[place]:.1e} now, {100 * sizes[place] / extrema.limit(torch.float16):.0f}% of "
+            f"float16 max; 1e4 x 1e4 overflows. {in_float32(place.module, device) if autocast else _BFLOAT}"
+        )
+
+    def stop(self) -> None:
+        """Remove the hooks, also where the forward was left by an exception."""
+        if self._recorder is not None:
+            self._recorder.detach()
+            self._recorder = None
+
+    def _has_grown(self, place: Place, size: float) -> bool:
+        known = self._sizes.setdefault(place, [])
+        known.append(size)
+        if len(known) > 3:
+            del known[1]
+        rises = len(known) == 3 and known[0] < known[1] < known[2]
+        return size >= _LARGE and rises and size >= _GROWTH * known[0]
+
+
+def _finite_size(reading: Reading) -> float:
+    """Return the largest magnitude; 0 for nan, inf and the number that masks are made of."""
+    return reading.abs_max if reading.share_of_limit else 0.0
+
+
+def _is_compiled(module: Module) -> bool:
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+class Underflow:
+    """Gradients that are all exactly 0 in two steps in a row, and float16 gradients that are mostly subnormal."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+        self._before_zeros: set[str] = set()
+        """Gradients that were exactly 0 while others were not, as before a layer of zeros, which begins to learn."""
+        self._zeros_at = -1
+
+    def look(self, gradients: Sequence[Gradient], step: int, *, autocast: bool, scaled: bool) -> str:
+        """Describe the underflow of a step; empty if there is nothing new."""
+        was_zero, self._zeros_at = self._zeros_at >= 0, -1
+        if not gradients or not (was_zero or _is_due(step)):
+            return ""
+        half = autocast or any(gradient.tensor.dtype is torch.float16 for gradient in gradients)
+        if half and not scaled and "" not in self._noted and _are_zero(gradients):
+            if was_zero:
+                return self._all_zero(gradients, step)
+            self._zeros_at = step
+            return ""
+        return self._partly_lost(gradients, step) if _is_due(step) else ""
+
+    def _all_zero(self, gradients: Sequence[Gradient], step: int) -> str:
+        self._noted.add("")
+        weight = gradients[0].tensor
+        mend = _MEND if weight.dtype is torch.float16 else _SCALED.format(device=weight.device.type)
+        return (
+            f"step {step}: all {len(gradients)} gradients are exactly 0, as in the step before: nothing is learned. "
+            f"Either the loss does not depend on the weights, or they underflow: float16 has no number below 6e-08. "
+            f"{mend}"
+        )
+
+    def _partly_lost(self, gradients: Sequence[Gradient], step: int) -> str:
+        shares = {gradient.name: self._share_of(gradient) for gradient in gradients}
+        lost = {name: share for name, share in shares.items() if share >= _SHARE and name not in self._noted}
+        if not lost:
+            return ""
+        self._noted |= lost.keys()
+        name, share = max(lost.items(), key=lambda item: item[1])
+        return (
+            f"underflow in step {step}: {len(lost)} of {len(shares)} float16 gradients are mostly zero or subnormal; "
+            f"`{name}.grad`: {100 * share:.0f}%. {_MEND}"
+        )
+
+    def _share_of(self, gradient: Gradient) -> float:
+        """Return the share of a float16 gradient that is lost; 0 for other dtypes and where zeros are meant."""
+        tally = extrema.tally(gradient.tensor) if gradient.tensor.dtype is torch.float16 else None
+        if tally is None or not tally.of:
+            return 0.0
+        share = (tally.zeros + tally.subnormals) / tally.of
+        if tally.zeros == tally.of:
+            self._before_zeros.add(gradient.name)
+        elif share < _SHARE:
+            self._before_zeros.discard(gradient.name)
+        is_meant = gradient.name in self._before_zeros or tally.subnormals < _SHARE * (tally.of - tally.zeros)
+        return 0.0 if is_meant else share
+
+
+def _are_zero(gradients: Sequence[Gradient]) -> bool:
+    return bool(gradients) and not any(extrema.fetch([value for gradient in gradients for value in gradient.extrema]))
+
+
+class Advice:
+    """All of these for one model. `scaled`: whether a GradScaler scales the loss."""
+
+    def __init__(self, model: Module, *, reads_frames: bool) -> None:
+        self._growth, self._underflow = Growth(model, reads_frames=reads_frames), Underflow()
+        self._autocast = self._has_noted_sums = self.scaled = False
+        self._backwards = 0
+        self.stop = self._growth.stop
+
+    def before_forward(self, step: int, call: Call, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Begin with the first forward of a step."""
+        self._autocast = call.casts_to(torch.float16)
+        self._growth.begin(step, args, kwargs, autocast=self._autocast)
+
+    def after_forward(self, output: object) -> str:
+        """Return a warning of its outputs, if there is one."""
+        return self._growth.end(output, autocast=self._autocast)
+
+    def before_backward(self) -> None:
+        """Count a backward."""
+        self._backwards += 1
+
+    def before_step(self, gradients: Sequence[Gradient], step: int) -> list[str]:
+        """Return warnings of the gradients of a step."""
+        found = [self._sums(gradients, step)]
+        found.append(self._underflow.look(gradients, step, autocast=self._autocast, scaled=self.scaled))
+        return [text for text in found if text]
+
+    def _sums(self, gradients: Sequence[Gradient], step: int) -> str:
+        """Warn once of gradients in 16 bits that add up many backwards."""
+        backwards, self._backwards = self._backwards, 0
+        short = [each.tensor.dtype for each in gradients if each.tensor.dtype in (torch.float16, torch.bfloat16)]
+        if backwards < _MANY_BACKWARDS or not short or self._has_noted_sums:
+            return ""
+        self._has_noted_sums = True
+        dtype = str(short[0])[len("torch.") :]
+        return (
+            f"step {step}: {len(short)} gradients add up {backwards} backwards in {dtype}: small values are lost. "
+            "Keep weights in float32 and use autocast: gradients are float32 then"
+        )
