@@ -748,7 +748,7 @@ _DATA = {
     "cuda-env": ("commands.cuda_env.types:CudaEnv",),
     "estimate": ("commands.estimate.diagnose:Estimate",),
     "flight-recorder": ("diagnosis.flight_recorder.types:FlightRecorder",),
-    "floatcmp": ("commands.floatcmp.compare_files:FloatCmp",),
+    "floatcmp": ("training.floatcmp.result:Comparison",),
     "gpu-test": ("commands.gpu_test.types:GpuTest", "commands.gpu_test.isolate.types:Isolated"),
     "hang": ("commands.hang.types:Hang",),
     "kill-switch": ("commands.kill_switch:Switch",),

@@ -364,9 +364,10 @@ def sync_check(folder: Path) -> str:
 @sample
 def estimate(folder: Path) -> str:
     """A step of BLOOM-176B."""
-    shape = "--hidden 14336 --layers 70 --vocab 250880 --tp 4 --pp 12"
-    sizes = "--params 176.2B --batch 2048 --seq 2048 --step-time 105.22 --gpus 384 --gpu A100"
-    return run(folder, f"distdiag estimate {sizes} --recompute {shape} --busbw 50")
+    shape = {"model_type": "bloom", "hidden_size": 14336, "n_layer": 70, "vocab_size": 250880}
+    (folder / "config.json").write_text(_json.dumps(shape))
+    sizes = "--params 176.2B --config config.json --batch 2048 --seq 2048 --step-time 105.22 --gpus 384 --gpu A100"
+    return run(folder, f"distdiag estimate {sizes} --recompute --layout tp=4,pp=12 --busbw 50")
 
 
 @sample

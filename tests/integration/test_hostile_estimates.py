@@ -41,7 +41,7 @@ ESTIMATE = [
     "9",
     "--gpus",
     "16",
-    "--bench",
+    "--busbw",
 ]
 
 

@@ -418,7 +418,7 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
     from distdiag.commands.allreduce_bench.types import Request as BenchRequest
     from distdiag.commands.allreduce_bench.view import bench_view
     from distdiag.commands.gpu_test.check import job_of as gpu_test
-    from distdiag.commands.gpu_test.isolate.check import job_of as isolate
+    from distdiag.commands.gpu_test.isolate.diagnose import job_of as isolate
     from distdiag.commands.gpu_test.isolate.types import Request as IsolateRequest
     from distdiag.commands.gpu_test.isolate.view import isolate_view
     from distdiag.commands.gpu_test.types import Request as GpuTestRequest

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from cluster import Names, Network, need_network
-from support import Running, distdiag
+from support import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -290,114 +288,6 @@ def test_ipv6_only(network: Network) -> None:
     assert found == {"fd77::2": ("open", "silent"), node.address: ("closed", "")}
 
 
-def test_a_server_and_a_check_without_ssh(network: Network) -> None:
-    node = network["node1"]
-    serving = Running("ports", "serve", "--port", "6500", "--for", "100", "--json", wrap=tuple(node.command()))
-    try:
-        serving.wait_for("listening on port 6500")
-        token = re.search(r"DISTDIAG_TOKEN=(\w+) ", serving.wait_for(f" ports check {node.address}:6500"))
-        assert token is not None
-        assert len(token[1]) == 32
-        known = {"DISTDIAG_TOKEN": token[1]}
-        result = ports(network, "check", f"{node.address}:6500", env=known)
-        assert result.code == 0, result.out + result.err
-        rows = result.report["data"]["pairs"]
-        assert {(row["purpose"], row["state"]) for row in rows} == {("port", "ok"), ("ranks", "ok")}
-        forth = [row for row in rows if row["to"] == node.address]
-        back = [row for row in rows if row["from"] == node.address]
-        assert (len(forth), len(back)) == (3, 2)
-        wrong = ports(network, "check", f"{node.address}:6500", env={"DISTDIAG_TOKEN": "guess"})
-        assert (wrong.code, "wrong token" in wrong.err) == (3, True)
-        network["node1"].at_switch("tcp flags & (syn | ack) == syn drop", "out")
-        one_way = ports(network, "check", f"{node.address}:6500", env=known)
-        assert one_way.code == 1
-        assert any(
-            "-> client" in line or node.address in line for one in faults(one_way).values() for line in one["evidence"]
-        )
-        network["node1"].heal()
-    finally:
-        for pid, line in node.processes().items():  # nsenter, which we started, would end without waiting for it
-            if "ports serve" in line:
-                os.kill(pid, signal.SIGINT)
-        done = serving.finish()
-    assert done.code == 1  # it tells, too, that the way back was closed in the end
-
-
-def test_slow_strangers_do_not_keep_the_client_of_a_server_out(network: Network) -> None:
-    node = network["node1"]
-    crowd = (
-        "import socket, sys, time\n"
-        f"all = [socket.create_connection(('{node.address}', 6504), 9) for _ in range(200)]\n"
-        "for one in all: one.send(b'd')\n"
-        "print('ready', flush=True); time.sleep(600)\n"
-    )
-    known = {"DISTDIAG_TOKEN": "0123456789abcdef"}
-    serving = Running(
-        "ports", "serve", "--port", "6504", "--for", "100", "--json", wrap=tuple(node.command()), env=known
-    )
-    try:
-        serving.wait_for("listening on port 6504")
-        strangers = network.client.start(sys.executable, "-c", crowd, output=subprocess.PIPE)
-        assert strangers.stdout is not None
-        assert strangers.stdout.readline().strip() == "ready"
-        result = ports(network, "check", f"{node.address}:6504", env=known)
-        assert result.code == 0, result.out + result.err
-    finally:
-        for pid, line in node.processes().items():
-            if "ports serve" in line:
-                os.kill(pid, signal.SIGINT)
-        assert serving.finish().code == 0
-
-
-def test_a_check_without_a_server_is_no_success(network: Network) -> None:
-    address = network["node1"].address
-    closed = ports(network, "check", f"{address}:6502", env={"DISTDIAG_TOKEN": "x"})
-    assert (closed.code, faults(closed)["closed"]["level"]) == (1, "fail")
-    prepare(network, "open")
-    other = ports(network, "check", f"{address}:6000", env={"DISTDIAG_TOKEN": "x"})
-    assert (other.code, other.findings["not-checked"]["level"]) == (3, "unknown")
-
-
-def test_a_server_that_goes_away_midway_is_unknown(network: Network) -> None:
-    node = network["node2"]
-    server = (
-        "import socket as s\n"
-        "from distdiag.agent import handshake\n"
-        "l = s.create_server(('', 6503))\n"
-        "door = handshake.Acceptor([l], 'x')\n"
-        "while 1:\n"
-        "    for peer in door.wait()[0]: peer.connection.close()\n"
-    )
-    node.start(sys.executable, "-c", server)
-    node.wait_for_port(6503)
-    result = ports(network, "check", f"{node.address}:6503", env={"DISTDIAG_TOKEN": "x"})
-    assert (result.code, "lost contact with" in result.findings["not-checked"]["title"]) == (3, True)
-
-
-def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -> None:
-    node = network["node1"]
-    talk = (
-        "import socket as s, time\n"
-        "while True:\n"
-        f"    try: c = s.create_connection(('{node.address}', 6501), 5); break\n"
-        "    except OSError: time.sleep(0.05)\n"
-        "c.settimeout(9)\n"
-        "heard = c.recv(200); c.sendall(b'0' * 64 + b'\\n' + b'{\"sample\": 1}\\n')\n"
-        "rest = b''\n"
-        "try:\n    rest = c.recv(200)\nexcept OSError as e: rest = b'reset'\n"
-        "print(heard.decode().strip()[:11], rest)\n"
-    )
-    # The stranger is there first: of the few seconds that the server is open, none are spent on its start.
-    stranger = network.client.start(sys.executable, "-c", talk, output=subprocess.PIPE)
-    serving = Running("ports", "serve", "--port", "6501", "--for", "6", "--json", wrap=tuple(node.command()))
-    serving.wait_for("listening on port 6501")
-    said, _ = stranger.communicate(timeout=40)
-    assert said.startswith("distdiag-pe")
-    assert said.strip().endswith(("b''", "b'reset'"))
-    done = serving.finish(timeout=40)
-    assert done.code == 0  # it ended by itself
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -407,24 +297,14 @@ def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -
         (("no host",), "invalid host"),
         (tuple(f"10.0.{n // 250}.{n % 250}" for n in range(300)), "too many"),
         (("a", "b", "--port", "1-65535"), "too many"),
-        (("serve", "node1"), "serve takes no HOST"),
-        (("check",), "no HOST given"),
-        (("serve", "--hosts", "a,b"), "without ssh"),
         (("--hosts", ""), "no host given"),
         (("--hosts", "a,b", "--data", "17MiB"), "limit: 16MiB"),
         (("--hosts", "a,b", "--port", "1-5000"), "too many ports to test between nodes"),
-        (("check", "node1"), "the token that ports serve printed"),
     ],
 )
 def test_wrong_input(arguments: tuple[str, ...], words: str) -> None:
     result = distdiag("ports", *arguments)
     assert (result.code, words in result.err) == (2, True), result.err
-
-
-def test_a_taken_port_cannot_be_served(network: Network) -> None:
-    prepare(network, "open")
-    result = distdiag("ports", "serve", "--port", "6000", wrap=tuple(network["node1"].command()))
-    assert (result.code, "http.server" in result.err) == (3, True), result.err
 
 
 @pytest.mark.alone

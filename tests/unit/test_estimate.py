@@ -39,7 +39,9 @@ BLOOM = Run(
     recompute=True,
 )
 TYPED = ("estimate", "--json", "--params", "176.2B", "--batch", "2048", "--seq", "2048", "--step-time", "105.22")
-SHAPE = ("--gpus", "384", "--hidden", "14336", "--layers", "70", "--vocab", "250880", "--recompute")
+GPUS = ("--gpus", "384", "--recompute")
+BLOOM_CONFIG = {"model_type": "bloom", "hidden_size": 14336, "n_layer": 70, "vocab_size": 250880, "n_head": 112,
+                "tie_word_embeddings": True}  # fmt: skip
 
 
 def test_bloom_176b_as_its_log_reports_it() -> None:
@@ -74,7 +76,7 @@ def test_recomputation_is_a_third_more() -> None:
 
 
 def test_init_std_of_bloom() -> None:
-    ((_, std, _), (_, wider, _)) = init_std(14336)
+    std, wider = (each.std for each in init_std(14336))
     assert std == pytest.approx(0.00482, rel=0.01)
     assert wider == pytest.approx((0.4 / 14336) ** 0.5)
 
@@ -120,14 +122,20 @@ def test_computation_of_idefics_80b_as_published() -> None:
 
 def test_the_400_gbps_rule_follows_from_traffic_and_computation() -> None:
     # On the break-even network sending takes as long as computing, whatever the size of the model.
-    for params, micro_batches in ((80e9, 1), (8e9, 4)):
-        run = replace(IDEFICS, params=params, micro_batches=micro_batches)
+    for params, accumulate in ((80e9, 1), (8e9, 4)):
+        run = replace(IDEFICS, params=params, accumulate=accumulate)
         (row,) = (row for row in traffic(run) if row.in_use)
         need = zero3_break_even_bits_per_s(run, 156)
         assert row.node_bytes_per_step * 8 / need == pytest.approx(seconds_at(run, 156), rel=0.01)
     # A V100 at 40 TFLOPS with 600 tokens in a micro-batch: 0.75 x 40e12 / 600 bytes/s, the 400 Gb/s of the rule.
     v100 = Run(params=176e9, batch=384, seq=600, step_s=21, gpus=384, zero=3, recompute=True)
     assert zero3_break_even_bits_per_s(v100, 40) == pytest.approx(400e9, rel=0.01)
+
+
+def test_nodes_of_four_gpus_share_less() -> None:
+    report = _estimate("--params", "7B", "--gpus", "16x4", "--layout", "zero=3,accumulate=2")
+    run = report["data"]["run"]
+    assert (run["gpus"], run["gpus_per_node"], run["zero"], run["accumulate"]) == (64, 4, 3, 2)
 
 
 def test_data_parallel_groups_of_a_node_share_its_network() -> None:
@@ -142,9 +150,9 @@ def test_data_parallel_groups_of_a_node_share_its_network() -> None:
     assert on_one_node["DDP"].sharing == 1
 
 
-def test_micro_batches_cost_zero3_but_not_ddp() -> None:
+def test_accumulate_cost_zero3_but_not_ddp() -> None:
     one, four = (
-        {row.kind: row.bytes_per_step for row in traffic(replace(BLOOM, micro_batches=number))} for number in (1, 4)
+        {row.kind: row.bytes_per_step for row in traffic(replace(BLOOM, accumulate=number))} for number in (1, 4)
     )
     assert four["ZeRO-3"] == 4 * one["ZeRO-3"]
     assert four["DDP"] == one["DDP"]
@@ -162,7 +170,7 @@ def test_a_tp_group_over_nodes_is_warned_of() -> None:
     assert ids == ["estimate.tp-spans-nodes"]
     assert not diagnose(replace(BLOOM, tp=8), None, None).findings
     (finding,) = diagnose(replace(BLOOM, tp=6), None, None).findings
-    assert (finding.id, finding.fix and finding.fix.text[:10]) == ("estimate.tp-spans-nodes", "use --tp 4")
+    assert (finding.id, finding.fix and finding.fix.text[:10]) == ("estimate.tp-spans-nodes", "use tp=4, ")
     assert not diagnose(replace(BLOOM, tp=6, pp=1, gpus=6), None, None).findings
 
 
@@ -182,8 +190,10 @@ def test_a_card_with_zero3_shows_the_network_that_half_of_its_peak_needs() -> No
     assert diagnose(replace(IDEFICS, zero=1), peak, None).data.zero3 is None
 
 
-def test_the_command_judges_bloom() -> None:
-    result = distdiag(*TYPED, *SHAPE, "--gpu", "A100", "--tp", "4", "--pp", "12")
+def test_the_command_judges_bloom(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BLOOM_CONFIG))
+    shape = ("--config", str(tmp_path / "config.json"))
+    result = distdiag(*TYPED, *GPUS, *shape, "--gpu", "A100", "--layout", "tp=4,pp=12")
     data = result.report["data"]
     assert result.code == 0
     assert data["speed"]["hardware"] == pytest.approx(149.02, rel=0.01)
@@ -211,7 +221,7 @@ def test_a_tp_group_within_a_node_does_not_load_the_network() -> None:
 
 
 def test_a_step_faster_than_the_card_is_not_believed() -> None:
-    result = distdiag(*TYPED[:-1], "10", *SHAPE, "--gpu", "A100")
+    result = distdiag(*TYPED[:-1], "10", *GPUS, "--gpu", "A100")
     assert result.code == 1
     assert [finding["id"] for finding in result.report["findings"]] == ["estimate.above-peak"]
 
@@ -221,12 +231,16 @@ def test_a_step_faster_than_the_card_is_not_believed() -> None:
     [
         (("--gpu", "H100"), "several cards match"),
         (("--gpu", "Z80"), "no such card"),
-        (("--tp", "5"), "is not a multiple"),
-        (("--bench", "/nonexistent"), "does not exist"),
+        (("--layout", "tp=5"), "are not a multiple"),
+        (("--layout", "tp=4"), "need the shape"),
+        (("--layout", "tp"), "not a layout"),
+        (("--layout", "zero=4"), "not a layout"),
+        (("--gpus", "4x0"), "not a number of GPUs"),
+        (("--busbw", "fast"), "neither a number nor a file"),
     ],
 )
 def test_wrong_usage_names_the_option(more: tuple[str, ...], says: str) -> None:
-    result = distdiag(*TYPED, *SHAPE, *more)
+    result = distdiag(*TYPED, *GPUS, *more)
     assert result.code == 2
     assert says in result.err
 
@@ -241,7 +255,7 @@ def test_busbw_comes_from_what_allreduce_bench_saved(tmp_path: Path) -> None:
     measured = bench.report["data"]["results"][0]["busbw_bytes_per_s"]
     (tmp_path / "bench.json").write_text(json.dumps(bench.report))
     for path in (saved, tmp_path / "bench.json"):
-        result = distdiag(*TYPED, *SHAPE, "--bench", str(path))
+        result = distdiag(*TYPED, *GPUS, "--busbw", str(path))
         assert result.report["data"]["network"]["busbw_bytes_per_s"] == pytest.approx(measured)
 
 
@@ -273,8 +287,9 @@ def test_the_shape_of_a_hugging_face_config_counts_gates_and_shared_heads(tmp_pa
     assert report["data"]["speed"]["model"] == pytest.approx(per_token * 256 * 4096 / (20 * 8 * 1e12), rel=0.005)
     assert report["data"]["peak"]["name"] == "H100 SXM"
     assert not [each for each in report["findings"] if each["id"] == "estimate.shape-contradicts-params"]
-    by_words = "--hidden 3584 --layers 28 --vocab 152064 --ffn 18944 --heads 28 --kv-heads 4 --head-dim 128 --gated"
-    other = _estimate("--params", "7.62B", *by_words.split())
+    # Without --params: those of the shape.
+    other = _estimate("--config", str(config))
+    assert other["data"]["run"]["params"] == pytest.approx(7.615e9, rel=0.005)
     assert other["data"]["speed"]["model"] == report["data"]["speed"]["model"]
 
 
@@ -301,16 +316,17 @@ def test_palm_has_the_speed_of_its_paper() -> None:
 
 
 def test_a_shape_that_contradicts_the_parameters_is_a_warning_and_experts_count_where_active(tmp_path: Path) -> None:
-    report = _estimate("--params", "7.62B", "--hidden", "3584", "--layers", "28", "--vocab", "152064")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({name: QWEN[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size")}))
+    report = _estimate("--params", "20B", "--config", str(config))
     assert [each["id"] for each in report["findings"]] == ["estimate.shape-contradicts-params"]
     mixtral = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
                "num_experts_per_tok": 2}  # fmt: skip
-    config = tmp_path / "config.json"
     config.write_text(json.dumps(mixtral))
     by_shape = _estimate("--params", "46.7B", "--config", str(config))
     assert not by_shape["findings"]
-    by_params = _estimate("--params", "46.7B", "--active-params", "12.9B")
+    by_params = _estimate("--params", "12.9B")
     # By the shape also the attention, which is 5% here.
     assert by_shape["data"]["speed"]["model"] == pytest.approx(1.06 * by_params["data"]["speed"]["model"], rel=0.03)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ with warnings.catch_warnings():
     import torch
 
 from distdiag import floatcmp
-from distdiag.commands.floatcmp.compare_files import FloatCmp, Request
+from distdiag.commands.floatcmp.child import Request
 from distdiag.commands.floatcmp.diagnose import diagnose
 from distdiag.report import Verdict
 from distdiag.training.floatcmp import ulp
@@ -80,17 +81,15 @@ def test_nan_and_infinities_are_counted_apart_and_hide_nothing() -> None:
     b = torch.tensor([NAN, 1.0, NAN, INF, 3e38, -INF, -INF, 1.5])
     pair = pair_of(a, b)
     counts = pair.counts
-    assert (counts.both_nan, counts.nan_only_a, counts.nan_only_b) == (1, 1, 1)
-    assert (counts.inf_only_a, counts.inf_only_b, counts.inf_opposite) == (1, 1, 1)
-    assert (counts.equal, counts.one_sided, counts.differing) == (1, 5, 6)
+    assert (counts.both_nan, counts.equal, counts.one_sided, counts.differing) == (1, 1, 5, 6)
     assert (pair.max_abs, pair.counts.max_ulp) == (0.5, 2**22)
     assert [place.index for place in pair.one_sided] == [(1,), (2,), (4,), (5,), (6,)]
     assert pair.first is not None
     assert pair.first.index == (1,)
     assert pair.likeness == Likeness.DIFFERS
     text = str(floatcmp(a, b, names=("cpu", "cuda")))
-    assert "nan in cpu only: 1" in text
-    assert "inf in cuda only: 1" in text
+    assert "NaN or Inf on one side only, in 5 numbers" in text
+    assert "[2]  cpu 1.0 (0x3f800000)  cuda nan (0x7fc00000)" in text
 
 
 def test_nan_at_the_same_place_is_equal_whatever_its_bits() -> None:
@@ -139,22 +138,22 @@ def test_complex_numbers_are_two_numbers_each() -> None:
 def test_two_dtypes_are_compared_in_the_coarser_one() -> None:
     exact = torch.tensor([1.0, math.pi, 7.0])
     pair = pair_of(exact.bfloat16(), exact)
-    assert (pair.likeness, pair.unit, pair.counts.converted) == (Likeness.ROUNDING, "bfloat16", 1)
+    assert (pair.likeness, pair.unit) == (Likeness.ROUNDING, "bfloat16")
     assert any("compared in bfloat16" in note for note in pair.notes)
-    assert "equal once both are bfloat16 (1 number rounded by the conversion)" in str(floatcmp(exact.bfloat16(), exact))
+    assert "equal once both are bfloat16" in str(floatcmp(exact.bfloat16(), exact))
 
 
 def test_what_is_equal_only_once_converted_is_never_identical() -> None:
     big = 2**53 + 1
-    for a, b, converted in (
-        (torch.tensor([big]), torch.tensor([float(big)], dtype=torch.float64), 1),
-        (torch.tensor([2**53]), torch.tensor([2.0**53], dtype=torch.float64), 0),
-        (torch.tensor([2**63 - 1]), torch.tensor([2.0**63], dtype=torch.float64), 1),
-        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float16), 0),
-        (torch.tensor([1e-9]), torch.tensor([0.0], dtype=torch.float16), 1),
+    for a, b in (
+        (torch.tensor([big]), torch.tensor([float(big)], dtype=torch.float64)),
+        (torch.tensor([2**53]), torch.tensor([2.0**53], dtype=torch.float64)),
+        (torch.tensor([2**63 - 1]), torch.tensor([2.0**63], dtype=torch.float64)),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float16)),
+        (torch.tensor([1e-9]), torch.tensor([0.0], dtype=torch.float16)),
     ):
         for pair in (pair_of(a, b), pair_of(b, a)):
-            assert (pair.likeness, pair.counts.converted) == (Likeness.ROUNDING, converted), (a, b)
+            assert pair.likeness == Likeness.ROUNDING, (a, b)
 
 
 def sizes(of: int) -> torch.Tensor:
@@ -189,7 +188,7 @@ def test_what_only_rounding_makes_infinite_is_not_taken_for_an_infinity() -> Non
     wide = torch.tensor([1e5, 7.0, INF, 1e5])
     narrow = torch.tensor([INF, 7.0, 65504.0, 65504.0], dtype=torch.float16)
     counts = pair_of(wide, narrow).counts
-    assert (counts.equal, counts.inf_only_b, counts.inf_only_a) == (1, 1, 2)
+    assert (counts.equal, counts.one_sided) == (1, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *EIGHT_BITS])
@@ -210,16 +209,13 @@ def test_float64_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_a_reference_tells_who_is_nearer() -> None:
-    inputs = torch.arange(0, 10)
-    right = 10 ** (inputs.double() / 10)
+    right = 10 ** (torch.arange(0, 10).double() / 10)
     a, b = right.float(), right.float()
     b[9] = torch.nextafter(torch.nextafter(b[9], torch.tensor(INF)), torch.tensor(INF))
     by_tensor = pair_of(a, b, reference=right)
-    by_function = pair_of(a, b, reference=lambda at: 10 ** (at / 10), inputs=(inputs,))
-    assert torch.get_default_dtype() == torch.float32
-    for pair in (by_tensor, by_function):
-        assert pair.nearness is not None
-        assert (pair.nearness.nearer, pair.nearness.a.differing, pair.nearness.b.max_ulp) == ("a", 0, 2)
+    assert by_tensor.nearness is not None
+    nearness = by_tensor.nearness
+    assert (nearness.nearer, nearness.a.differing, nearness.b.max_ulp) == ("a", 0, 2)
     text = str(floatcmp(a, b, reference=right, names=("cpu", "cuda")))
     assert "cpu is correctly rounded in 100 %" in text
     assert "cuda is correctly rounded in 90.0 % (worst 2 ulp): cpu is closer" in text
@@ -261,7 +257,7 @@ def test_pieces_are_counted_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     assert floatcmp(a, b, reference=a.double(), worst=7) == whole
     turned = floatcmp(a.permute(2, 1, 0).contiguous().permute(2, 1, 0), b, reference=a.double(), worst=7)
     assert turned == whole
-    assert sum(bucket.count for bucket in whole.pairs[0].counts.histogram) == a.numel() - 1
+    assert sum(whole.pairs[0].counts.histogram.values()) == a.numel() - 1
 
 
 def test_an_expanded_tensor_is_not_copied_as_a_whole() -> None:
@@ -277,8 +273,6 @@ def test_the_worst_places_are_the_first_of_the_worst() -> None:
     b[7] += 1e-5
     pair = pair_of(a, b, worst=3)
     assert [place.index for place in pair.worst] == [(7,), (2,), (5,)]
-    assert pair.largest is not None
-    assert pair.largest.index == (7,)
     none = pair_of(a, b, worst=0)
     assert (none.worst, none.counts.max_ulp) == ((), pair.counts.max_ulp)
 
@@ -302,12 +296,12 @@ def test_nested_tensors_are_paired_by_name() -> None:
     a = {"model": {"w": one, "gone": one}, "step": 3, "opt": [one, {"m": one}], "note": "x", 0: one, "kind": one}
     b = {"model": {"w": one + 1, "new": one}, "step": 4, "opt": [one, {"m": one}], "note": "y", 0: one, "kind": None}
     found = floatcmp(a, b)
-    assert [pair.key for pair in found.pairs] == ["model.w", "step", "opt[0]", "opt[1].m", "0"]
-    assert (found.only_a, found.only_b) == (("kind (Tensor)", "model.gone"), ("kind (NoneType)", "model.new"))
+    assert [pair.key for pair in found.pairs] == ["model.w", "step", "opt[0]", "opt[1].m", "[0]"]
+    assert (found.only_a, found.only_b) == (("model.gone", "kind (Tensor)"), ("model.new", "kind (NoneType)"))
     assert (found.values_differ, found.not_compared) == (("note",), ())
     assert found.worst_first[0].key == "model.w"
     text = str(found)
-    assert "only in a: kind (Tensor), model.gone" in text
+    assert "only in a: model.gone, kind (Tensor)" in text
     assert "of 5 tensors, 2 differ beyond rounding, 3 are identical" in text
 
 
@@ -355,21 +349,7 @@ def test_a_share_is_never_rounded_to_all_or_none() -> None:
 )
 def test_a_verdict_for_each_kind(b: object, verdict: Verdict, ids: list[str]) -> None:
     found = floatcmp({"w": torch.ones(4)}, b)
-    facts = FloatCmp(
-        a="a.pt",
-        b="b.pt",
-        reference="",
-        tensors=len(found.pairs),
-        identical=sum(pair.likeness == Likeness.IDENTICAL for pair in found.pairs),
-        numbers=4,
-        both_nan=(),
-        pairs=found.worst_first,
-        only_a=found.only_a,
-        only_b=found.only_b,
-        values_differ=(),
-        not_compared=(),
-        peak_bytes=0,
-    )
+    facts = replace(found, pairs=found.worst_first)
     report = diagnose(Request(a="a.pt", b="b.pt"), facts)
     assert (report.verdict, [finding.id.partition(".")[2] for finding in report.findings]) == (verdict, ids)
     exact = diagnose(Request(a="a.pt", b="b.pt", exact=True), facts)

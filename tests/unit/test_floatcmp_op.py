@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from support import distdiag
 
-from distdiag.commands.floatcmp.operation import check_operation, diagnose_operation, parse_side
+from distdiag.commands.floatcmp import operation
+from distdiag.commands.floatcmp.compute import OPERATIONS, compare_operation, measure
+from distdiag.commands.floatcmp.operation import Kind, Side, diagnose_operation, parse_side
 from distdiag.errors import UsageError
-from distdiag.training.floatcmp import operation_result
-from distdiag.training.floatcmp.operation_result import Kind, Side
-from distdiag.training.floatcmp.operations import OPERATIONS, compare_operation, measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distdiag.training.floatcmp.operation_result import Measured
+    from distdiag.commands.floatcmp.operation import Measured
 
 TERMS = 512
 
@@ -60,11 +60,12 @@ def with_nan(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def measured(run: Callable[..., torch.Tensor], dtype: torch.dtype) -> Measured:
-    operation = OPERATIONS["matmul"]
-    generator = torch.Generator().manual_seed(1)
-    inputs = [value.to(dtype).double() for value in operation.make(generator, TERMS)]
-    result = run(*(value.to(dtype) for value in inputs))
-    return measure(operation, inputs, inputs[0] @ inputs[1], result, reproducible=True, terms=TERMS)
+    inputs = [value.to(dtype).double() for value in OPERATIONS["matmul"].make(random_numbers(), TERMS)]
+    return measure("matmul", TERMS, inputs, [run(*(value.to(dtype) for value in inputs))])
+
+
+def random_numbers() -> Callable[..., torch.Tensor]:
+    return partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +92,12 @@ def test_one_wrong_bit_is_found_at_its_place() -> None:
     assert found.worst_index == (3, 5)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_torch_computes_is_as_good_as_its_dtype(operation: str) -> None:
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_torch_computes_is_as_good_as_its_dtype(name: str) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
-        found = compare_operation(operation, 300, (Side(typed="a", dtype=dtype), Side(typed="b", threads=1)))
+        found = compare_operation(name, 300, (Side(typed="a", dtype=dtype), Side(typed="b", threads=1)))
         assert [each.kind for each in found.measured] == [Kind.EXPECTED] * 2, (dtype, found.measured)
-        assert not diagnose_operation(found).findings
+        assert not diagnose_operation(found, "distdiag").findings
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -108,16 +109,14 @@ def test_the_tail_of_a_long_softmax_is_as_good_as_float32(seed: int) -> None:
 
 
 def test_a_softmax_of_another_sum_is_beyond_rounding() -> None:
-    operation = OPERATIONS["softmax"]
-    inputs = operation.make(torch.Generator().manual_seed(1), TERMS)
-    x = inputs[0].float()
+    x = OPERATIONS["softmax"].make(random_numbers(), TERMS)[0].float()
     without_a_term = x.exp() / (x.exp().sum(-1, keepdim=True) - x[:, :1].exp())
-    found = measure(operation, [x.double()], x.double().softmax(-1), without_a_term, reproducible=True, terms=1)
+    found = measure("softmax", TERMS, [x.double()], [without_a_term])
     assert found.kind is Kind.BEYOND
 
 
 def test_the_names_are_those_of_the_operations() -> None:
-    assert tuple(OPERATIONS) == operation_result.OPERATIONS
+    assert tuple(OPERATIONS) == operation.OPERATIONS
 
 
 def test_what_was_asked_for_is_no_finding_and_the_same_unasked_is() -> None:
@@ -126,16 +125,16 @@ def test_what_was_asked_for_is_no_finding_and_the_same_unasked_is() -> None:
     asked = replace(
         found, measured=(coarse, found.measured[1]), sides=(Side(typed="cuda,tf32", tf32=True), found.sides[1])
     )
-    assert not diagnose_operation(asked).findings
-    unasked = diagnose_operation(replace(asked, sides=(Side(typed="cuda"), found.sides[1])))
+    assert not diagnose_operation(asked, "distdiag").findings
+    unasked = diagnose_operation(replace(asked, sides=(Side(typed="cuda"), found.sides[1])), "distdiag")
     assert [finding.id for finding in unasked.findings] == ["floatcmp.op-coarse"]
     assert "as coarse as TF32" in unasked.summary
     wrong = replace(asked, measured=(replace(coarse, kind=Kind.BEYOND), found.measured[1]))
-    assert diagnose_operation(wrong).verdict == "fail"
+    assert diagnose_operation(wrong, "distdiag").verdict == "fail"
     jitter = replace(found, measured=(replace(found.measured[0], reproducible=False), found.measured[1]))
-    assert diagnose_operation(jitter).verdict == "ok"
+    assert diagnose_operation(jitter, "distdiag").verdict == "ok"
     promised = replace(jitter, sides=(Side(typed="cuda,deterministic", deterministic=True), found.sides[1]))
-    assert diagnose_operation(promised).verdict == "fail"
+    assert diagnose_operation(promised, "distdiag").verdict == "fail"
 
 
 def test_sides_are_parsed() -> None:
@@ -155,8 +154,10 @@ def test_the_command_compares_two_dtypes_and_says_where_there_is_no_gpu() -> Non
     done = distdiag("floatcmp", "--json", "--op", "matmul", "cpu,float32", "cpu,bfloat16")
     assert done.code == 0, done.err
     assert [each["kind"] for each in done.report["data"]["measured"]] == ["expected", "expected"]
-    with pytest.raises(UsageError, match="no such operation"):
-        check_operation("matmal", 8, ("cpu", "cpu"), 60.0, "distdiag")
+    unknown = distdiag("floatcmp", "--op", "matmal", "cpu", "cpu")
+    assert (unknown.code, "no such operation" in unknown.err) == (2, True)
+    file_option = distdiag("floatcmp", "--op", "matmul", "cpu", "cpu", "--exact")
+    assert (file_option.code, "--exact is for files" in file_option.err) == (2, True)
     if not torch.cuda.is_available():
         none = distdiag("floatcmp", "--op", "matmul", "cpu", "cuda")
         assert (none.code, "this machine has no GPU that torch can use" in none.err) == (3, True)

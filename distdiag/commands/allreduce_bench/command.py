@@ -113,7 +113,7 @@ def allreduce_bench(
         str,
         typer.Option(
             metavar="PATH",
-            help="Compare with an earlier run: files of --save, output of --json or of nccl-tests (text or -J).",
+            help="Compare with an earlier run: files of --save, output of --json, or text of nccl-tests.",
         ),
     ] = "",
     plot: Annotated[

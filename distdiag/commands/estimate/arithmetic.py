@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from distdiag.commands.estimate.model_config import Shape
 
+BYTES_PER_VALUE = 2
+"""Of what is sent: bfloat16 or float16."""
 GOOD_SHARE = 0.5
 """Half of the data sheet's peak is good for a large training run. Source: ml-engineering, "TFLOPs as a metric"."""
 ABOUT = 0.9
@@ -21,7 +23,7 @@ ABOUT = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Shape):
-    """A training run. `batch` is global: sequences per step; `micro_batches`: gradient accumulation steps."""
+    """A training run. `batch` is global: sequences per step; `accumulate`: micro-batches in a step."""
 
     params: float
     batch: int
@@ -29,13 +31,11 @@ class Run(Shape):
     step_s: float
     gpus: int
     gpus_per_node: int = 8
-    active_params: float = 0
     tp: int = 1
     pp: int = 1
     zero: int = 0
-    micro_batches: int = 1
+    accumulate: int = 1
     recompute: bool = False
-    bytes_per_value: int = 2
 
     @property
     def layer_weights(self) -> tuple[float, float]:
@@ -50,6 +50,12 @@ class Run(Shape):
             attention + dense + expert * max(1, self.active_experts),
             attention + dense + expert * max(1, self.experts),
         )
+
+    @property
+    def active_params(self) -> float:
+        """Parameters that a token uses: without the other experts of a mixture."""
+        used, there_are = self.layer_weights
+        return max(self.params - (there_are - used), used)
 
     @property
     def attention_width(self) -> int:
@@ -111,8 +117,7 @@ def tflops_by_params(run: Run, *, recompute: bool) -> float:
     A forward takes 2, a backward 4, and a second forward 2 more. Attention scores and logits are not counted, so the
     result is a few percent low. Source: arXiv:2001.08361 (section 2.1) and arXiv:2104.04473 (section 5.1, appendix).
     """
-    params = run.active_params or run.params
-    return (8 if recompute else 6) * params * run.tokens / (run.step_s * run.gpus * 1e12)
+    return (8 if recompute else 6) * run.active_params * run.tokens / (run.step_s * run.gpus * 1e12)
 
 
 def tflops_by_layers(run: Run, *, recompute: bool) -> float:
@@ -132,7 +137,7 @@ def tflops_by_layers(run: Run, *, recompute: bool) -> float:
 
 def seconds_at(run: Run, tflops: float) -> float:
     """Return the time of a step's computation at so many TFLOPS per GPU (6ND, with recomputation 8ND)."""
-    return (8 if run.recompute else 6) * (run.active_params or run.params) * run.tokens / (run.gpus * tflops * 1e12)
+    return (8 if run.recompute else 6) * run.active_params * run.tokens / (run.gpus * tflops * 1e12)
 
 
 def zero3_break_even_bits_per_s(run: Run, tflops: float) -> float:
@@ -143,15 +148,26 @@ def zero3_break_even_bits_per_s(run: Run, tflops: float) -> float:
     ZeRO-3 on V100, "100 Gb/s is not enough, 200-400 is fine", and that faster GPUs need more. Source:
     https://github.com/deepspeedai/DeepSpeed/issues/2928 (the rule and its measurements).
     """
-    tokens = run.tokens / run.gpus / run.micro_batches
-    return 3 * run.bytes_per_value * 8 * tflops * 1e12 / ((8 if run.recompute else 6) * tokens)
+    tokens = run.tokens / run.gpus / run.accumulate
+    return 3 * BYTES_PER_VALUE * 8 * tflops * 1e12 / ((8 if run.recompute else 6) * tokens)
 
 
-def init_std(hidden: int) -> tuple[tuple[str, float, str], ...]:
-    """Return the standard deviations for initial weights of a hidden size: formula, value, source."""
+@dataclass(frozen=True)
+class InitStd:
+    """A standard deviation for initial weights."""
+
+    formula: str
+    std: float
+    source: str
+
+
+def init_std(hidden: int) -> tuple[InitStd, ...]:
+    """Return the standard deviations for initial weights of a hidden size; none for 0."""
+    if not hidden:
+        return ()
     return (
-        ("sqrt(1 / (3 hidden))", math.sqrt(1 / (3 * hidden)), "arXiv:2201.11990 (530B), used by BLOOM-176B"),
-        ("sqrt(2 / (5 hidden))", math.sqrt(2 / (5 * hidden)), "arXiv:1910.05895"),
+        InitStd("sqrt(1 / (3 hidden))", math.sqrt(1 / (3 * hidden)), "arXiv:2201.11990 (530B), used by BLOOM-176B"),
+        InitStd("sqrt(2 / (5 hidden))", math.sqrt(2 / (5 * hidden)), "arXiv:1910.05895"),
     )
 
 
@@ -165,9 +181,9 @@ def _data_parallel(run: Run) -> list[Traffic]:
     parameters twice. Where gradients are sharded (2), or parameters (3), each micro-batch pays. Source:
     arXiv:1910.02054, section 7.
     """
-    share = run.params / (run.tp * run.pp) * run.bytes_per_value
+    share = run.params / (run.tp * run.pp) * BYTES_PER_VALUE
     ring = (run.dp - 1) / run.dp
-    m = run.micro_batches
+    m = run.accumulate
     times = (
         ("DDP", 2, "2"),
         ("ZeRO-1", 2, "(1 + 1)"),
@@ -192,7 +208,7 @@ def _model_parallel(run: Run) -> list[Traffic]:
     """TP all_reduces 4 times per layer (6 with recomputation); PP sends activations and their gradients once each."""
     if not (run.hidden and run.layers):
         return []
-    activations = run.tokens / run.dp * run.hidden * run.bytes_per_value
+    activations = run.tokens / run.dp * run.hidden * BYTES_PER_VALUE
     found = []
     if run.tp > 1:
         calls, layers = 6 if run.recompute else 4, run.layers / run.pp

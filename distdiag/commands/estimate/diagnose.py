@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.estimate.arithmetic import (
     ABOUT,
+    BYTES_PER_VALUE,
     GOOD_SHARE,
+    InitStd,
     Run,
     Traffic,
     init_std,
@@ -61,15 +63,6 @@ class BreakEven:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitStd:
-    """A standard deviation for initial weights."""
-
-    formula: str
-    std: float
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """All figures of a run."""
 
@@ -92,9 +85,7 @@ def diagnose(run: Run, peak: Peak | None, network: Network | None) -> Report[Est
         peak=peak,
         traffic=traffic(run),
         network=network,
-        init_std=tuple(InitStd(formula=f, std=std, source=source) for f, std, source in init_std(run.hidden))
-        if run.hidden
-        else (),
+        init_std=init_std(run.hidden),
         compute_s=seconds_at(run, GOOD_SHARE * peak.tflops) if peak else None,
         zero3=_break_even(run, GOOD_SHARE * peak.tflops) if peak and run.zero == 3 and run.spans_nodes else None,
     )
@@ -118,7 +109,7 @@ def _speed(run: Run, peak: Peak | None) -> Speed:
         )
     else:
         steps = (
-            f"{factor} x {(run.active_params or run.params) / 1e9:.4g}e9 parameters x {run.batch} x {run.seq} tokens"
+            f"{factor} x {run.active_params / 1e9:.4g}e9 parameters x {run.batch} x {run.seq} tokens"
             f" / ({run.step_s:g} s x {run.gpus} GPUs) = {hardware:.1f} TFLOPS per GPU",
         )
     return Speed(
@@ -131,10 +122,10 @@ def _speed(run: Run, peak: Peak | None) -> Speed:
 
 
 def _break_even(run: Run, tflops: float) -> BreakEven:
-    tokens = run.tokens / run.gpus / run.micro_batches
+    tokens = run.tokens / run.gpus / run.accumulate
     return BreakEven(
         bits_per_s=zero3_break_even_bits_per_s(run, tflops),
-        steps=f"3 x {run.bytes_per_value} bytes x 8 x {tflops:g} TFLOPS"
+        steps=f"3 x {BYTES_PER_VALUE} bytes x 8 x {tflops:g} TFLOPS"
         f" / ({8 if run.recompute else 6} x {tokens:g} tokens of a GPU and micro-batch)",
         source="https://github.com/deepspeedai/DeepSpeed/issues/2928",
     )
@@ -186,7 +177,7 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
             level=Level.WARN,
             title=f"the shape has {shape / 1e9:.4g}e9 parameters, --params says {run.params / 1e9:.4g}e9",
             detail="The speed is counted from the shape, the traffic from --params.",
-            fix=Fix(text="pass --config config.json of the model; or check --ffn, --gated, --kv-heads and --vocab"),
+            fix=Fix(text="check that --config is of this model, and leave --params out to count by the shape"),
         )
     if run.tp_spans_nodes:
         fits = max(size for size in range(1, run.tp) if run.gpus_per_node % size == 0)
@@ -195,7 +186,7 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
             level=Level.WARN,
             title=f"TP={run.tp} spans nodes of {run.gpus_per_node} GPUs: every layer waits for the network",
             detail="Tensor parallelism runs four all_reduces per layer, and no computation hides them.",
-            fix=Fix(text=f"use --tp {fits}, and more pipeline or data parallelism"),
+            fix=Fix(text=f"use tp={fits}, and more pipeline or data parallelism"),
         )
     yield from _network(estimate)
 
@@ -243,7 +234,7 @@ def _network(estimate: Estimate) -> Iterator[Finding]:
             title=f"the traffic of a step takes {format_duration(seconds)}, longer than the step itself "
             f"({step:g} s): the busbw, the layout or the step time is not that of this run",
             evidence=evidence,
-            fix=Fix(text="check --busbw or --bench, --zero, --tp, --pp and --step-time"),
+            fix=Fix(text="check --busbw, --layout and --step-time"),
         )
     elif seconds > step / 2:
         yield Finding(

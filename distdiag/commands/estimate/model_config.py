@@ -1,4 +1,4 @@
-"""The shape of a transformer, from the options or from a Hugging Face config.json."""
+"""The shape of a transformer, from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ from dataclasses import dataclass
 
 _MOST_BYTES = 2**22
 _UNGATED = (
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "opt",
-    "bloom",
-    "falcon",
-    "phi",
-    "bert",
-    "roberta",
-    "mpt",
-    "starcoder2",
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "bert", "roberta", "mpt", "starcoder2"),
     "t5",
 )
 """Model types with two matrices in a feed-forward, by their modeling_*.py; later ones have a gate."""
@@ -64,7 +53,9 @@ def read_config(path: str) -> Shape:
 
     hidden, layers = size("hidden_size", "n_embd", "d_model"), size("num_hidden_layers", "n_layer", "num_layers")
     if not (hidden and layers):
-        raise UsageError(f"--config {path}: no hidden_size and num_hidden_layers", hint="use --hidden and --layers")
+        raise UsageError(
+            f"--config {path}: no hidden_size and num_hidden_layers", hint="give the config.json of the model"
+        )
     heads = size("num_attention_heads", "n_head")
     experts = size("num_local_experts", "num_experts", "n_routed_experts")
     shared = size("n_shared_experts")

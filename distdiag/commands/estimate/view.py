@@ -79,7 +79,7 @@ def _traffic(estimate: Estimate) -> Iterator[RenderableType]:
     if network:
         yield Wrapped(f"seconds at {network.busbw_bytes_per_s / GB:.3g} GB/s busbw, {network.origin}", margin=2)
     else:
-        yield Wrapped("no busbw known: add --bench DIR (from allreduce-bench --save) or --busbw GB/s", margin=2)
+        yield Wrapped("no busbw known: add --busbw GB/s, or --busbw DIR (from allreduce-bench --save)", margin=2)
 
 
 def _short(number: float) -> str:

@@ -1,4 +1,4 @@
-"""What you type for floatcmp; a process with a deadline reads the files with torch, which the parent never imports."""
+"""`distdiag floatcmp`: its options, and the child with a deadline that imports torch; the parent never does."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import typer
 from distdiag.options import JsonOpt, StrictOpt, called_as
 
 if TYPE_CHECKING:
-    from distdiag.commands.floatcmp.compare_files import Answer, FloatCmp, Request
+    from distdiag.commands.floatcmp.child import Answer, Request
+    from distdiag.commands.floatcmp.operation import OpComparison
     from distdiag.errors import DistdiagError
     from distdiag.facts import programs
     from distdiag.output import Progress
     from distdiag.report import Report
-    from distdiag.training.floatcmp.operation_result import OpComparison
+    from distdiag.training.floatcmp.result import Comparison
 
 
 def floatcmp(
@@ -71,12 +72,9 @@ def floatcmp(
       distdiag floatcmp --op matmul cpu cuda
       distdiag floatcmp --op matmul cuda,float32 cuda,float32,tf32
     """
-    if op:
-        files_only = [name for name, given in (("--reference", reference), ("--key", key), ("--exact", exact)) if given]
-        _compare_operation(op, size, (a, b), timeout, files_only, as_json=as_json, strict=strict)
-        return
-    from distdiag.commands.floatcmp.compare_files import COMMAND, Request
+    from distdiag.commands.floatcmp.child import COMMAND, Request
     from distdiag.commands.floatcmp.diagnose import floatcmp_view
+    from distdiag.commands.floatcmp.operation import operation_view
     from distdiag.output import Output, Progress, deliver
 
     request = Request(
@@ -88,46 +86,47 @@ def floatcmp(
         worst=worst,
         timeout_s=timeout,
         exact=exact,
+        op=op,
+        size=size,
     )
+    output = Output(json=as_json, strict=strict)
+    if op:
+        deliver(COMMAND, lambda: _compute(request), operation_view, output)
+        return
 
-    def run() -> Report[FloatCmp]:
+    def run() -> Report[Comparison]:
         with Progress() as progress:
-            return _check(request, progress)
+            return _compare(request, progress)
 
-    deliver(COMMAND, run, floatcmp_view, Output(json=as_json, strict=strict))
+    deliver(COMMAND, run, floatcmp_view, output)
 
 
-def _compare_operation(
-    operation: str,
-    size: int,
-    sides: tuple[str, str],
-    timeout_s: float,
-    files_only: list[str],
-    *,
-    as_json: bool,
-    strict: bool,
-) -> None:
-    from distdiag.commands.floatcmp.operation import COMMAND, check_operation, operation_view
+def _compute(request: Request) -> Report[OpComparison]:
+    """Compute an operation with the settings A and B. Raises UsageError, DistdiagError."""
+    from distdiag.commands.floatcmp.operation import OPERATIONS, diagnose_operation, parse_side
     from distdiag.errors import UsageError
-    from distdiag.output import Output, deliver
 
-    def run() -> Report[OpComparison]:
-        if files_only:
-            raise UsageError(f"{files_only[0]} is for files, not for --op", hint=f"leave out {files_only[0]}")
-        return check_operation(operation, size, sides, timeout_s, called_as())
+    given = {"--reference": request.reference, "--key": request.key, "--exact": request.exact}
+    for name in (name for name, value in given.items() if value):
+        raise UsageError(f"{name} is for files, not for --op", hint=f"leave out {name}")
+    if request.op not in OPERATIONS:
+        raise UsageError(f"--op {request.op}: no such operation", hint=f"one of: {', '.join(OPERATIONS)}")
+    for side in (request.a, request.b):
+        parse_side(side, request.op)
+    found = _ask(request).operation
+    assert found is not None
+    return diagnose_operation(found, request.program)
 
-    deliver(COMMAND, run, operation_view, Output(json=as_json, strict=strict))
 
-
-def _check(request: Request, progress: Progress) -> Report[FloatCmp]:
+def _compare(request: Request, progress: Progress) -> Report[Comparison]:
     """Compare two files of tensors.
 
     Raises:
-        UsageError: a file is not there, or no name fits the pattern.
-        DistdiagError: a file cannot be read, or the comparison did not come to its end.
+        UsageError: a file does not exist, or no name fits the pattern.
+        DistdiagError: a file cannot be read, or the comparison did not finish.
     """
     from distdiag.commands.floatcmp.diagnose import diagnose
-    from distdiag.errors import DistdiagError, UsageError
+    from distdiag.errors import UsageError
 
     for path in (request.a, request.b, request.reference):
         if path and not os.path.isfile(path) and not os.path.isdir(path):
@@ -137,25 +136,23 @@ def _check(request: Request, progress: Progress) -> Report[FloatCmp]:
             raise UsageError(f"{path}: its name is not UTF-8", hint="compare a symlink to it with another name")
     progress.news(f"comparing {request.a} with {request.b}")
     answer = _ask(request)
-    if answer.unreadable:
-        raise DistdiagError(answer.unreadable, hint=answer.hint)
-    if answer.found is None:
+    if answer.files is None:
         names = ", ".join(name or "(one unnamed tensor)" for name in answer.no_match)
         raise UsageError(f"no tensor matches --key {request.key}", hint=f"available: {names or 'none'}")
-    return diagnose(request, answer.found)
+    return diagnose(request, answer.files)
 
 
 def _ask(request: Request) -> Answer:
-    """Run the comparison in a process of its own."""
+    """Run the child, which imports torch. Raises DistdiagError."""
     import msgspec
 
-    from distdiag.commands.floatcmp.compare_files import ANSWER, STAGE, Answer
+    from distdiag.commands.floatcmp.child import ANSWER, STAGE, Answer
     from distdiag.errors import DistdiagError
     from distdiag.facts import programs
 
     order = msgspec.json.encode(request).decode()
     with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
-        argv = [sys.executable, "-P", "-m", "distdiag.commands.floatcmp.compare_files", order, folder]
+        argv = [sys.executable, "-P", "-m", "distdiag.commands.floatcmp.child", order, folder]
         try:
             done = programs.run(argv, timeout_s=request.timeout_s)
         except programs.CannotRun as error:
@@ -165,9 +162,12 @@ def _ask(request: Request) -> Answer:
             raise
         try:
             with open(os.path.join(folder, ANSWER), "rb") as file:
-                return msgspec.json.decode(file.read(), type=Answer)
+                answer = msgspec.json.decode(file.read(), type=Answer)
         except (OSError, msgspec.DecodeError) as error:
             raise _no_answer(request, done, os.path.join(folder, STAGE)) from error
+    if answer.failed:
+        raise DistdiagError(answer.failed, hint=answer.hint)
+    return answer
 
 
 def _no_answer(request: Request, done: programs.Done, stage_file: str) -> DistdiagError:
@@ -184,7 +184,8 @@ def _no_answer(request: Request, done: programs.Done, stage_file: str) -> Distdi
             f"no result within {request.timeout_s:g} s; it was still {stage}",
             hint="increase --timeout: " + request.again("--timeout", f"{4 * request.timeout_s:g}"),
         )
+    smaller = "compute fewer terms with --size" if request.op else "compare fewer tensors with --key"
     return DistdiagError(
         f"the comparison process died while {stage}: {how_it_died(done)}",
-        hint="if it was killed, it may have run out of memory: compare fewer tensors with --key",
+        hint=f"if it was killed, it may have run out of memory: {smaller}",
     )

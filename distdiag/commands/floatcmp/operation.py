@@ -1,138 +1,161 @@
-"""`distdiag floatcmp --op NAME A B`: from the two sides that were typed to the report. torch has its own process."""
+"""`distdiag floatcmp --op NAME A B`: settings from text, and the judgement on what compute.py measured. Pure."""
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import tempfile
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.commands.floatcmp.compare_op import ANSWER, OpAnswer, OpRequest
-from distdiag.errors import DistdiagError, UsageError
+from distdiag.errors import UsageError
 from distdiag.report import Finding, Fix, Level, Report
-from distdiag.training.floatcmp.operation_result import (
-    DTYPES,
-    OPERATIONS,
-    PRECISIONS,
-    TF32_OPERATIONS,
-    Kind,
-    Measured,
-    OpComparison,
-    Side,
-)
+from distdiag.training.floatcmp.result import Pair, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import RenderableType
 
-COMMAND = "floatcmp"
+OPERATIONS = (
+    *("matmul", "conv2d", "sum", "cumsum", "index_add"),
+    *("exp", "log", "sin", "tanh", "pow", "rsqrt", "sigmoid", "gelu", "softmax", "layer_norm"),
+)
+_TF32_OPERATIONS = ("matmul", "conv2d")
+_SETTING = re.compile(
+    r"(?P<device>cpu|cuda(?::\d{1,3})?)|(?P<dtype>float64|float32|float16|bfloat16)|threads=(?P<threads>[1-9]\d{0,3})"
+    r"|precision=(?P<precision>highest|high|medium)|(?P<tf32>tf32)|(?P<deterministic>deterministic)"
+)
 _WORDS = "cpu, cuda, cuda:1, a dtype, threads=4, tf32, precision=medium, deterministic"
-_EXPLAINED = {
+
+
+class Kind(StrEnum):
+    """The cause that explains the error of a result, the best first."""
+
+    EXPECTED = "expected"
+    """The rounding of its dtype."""
+    TF32 = "tf32"
+    """Inputs rounded to 11 bits, as TF32 does."""
+    BFLOAT16 = "bfloat16"
+    """Inputs rounded to 8 bits, as set_float32_matmul_precision("medium") does."""
+    SHORT_SUM = "short-sum"
+    """A sum kept in the 16 bits of the dtype."""
+    BEYOND = "beyond"
+    """None of these."""
+
+
+_MEANING = {
+    Kind.EXPECTED: "expected",
     Kind.TF32: "as coarse as TF32",
     Kind.BFLOAT16: "as coarse as products of bfloat16",
     Kind.SHORT_SUM: "as coarse as a sum in 16 bits",
     Kind.BEYOND: "more than rounding explains",
 }
+_CAUSE = {
+    Kind.TF32: "something turned TF32 on: unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    Kind.BFLOAT16: "something rounds float32 to bfloat16: unset ONEDNN_DEFAULT_FPMATH_MODE",
+    Kind.SHORT_SUM: "keep sums in float32: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False "
+    "(allow_fp16_...)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One way to compute it, as typed and parsed. `threads` 0: torch's default."""
+
+    typed: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 0
+    tf32: bool = False
+    precision: str = ""
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The error of one result against float64, computed from the same inputs.
+
+    `of_limit`: the largest error over what the dtype's rounding explains there. `max_ulp`: the largest error in ulp of
+    the dtype, at the size of the terms where they cancel. `right`: numbers that are correctly rounded.
+    """
+
+    kind: Kind
+    of_limit: float
+    max_ulp: float
+    right: int
+    not_finite: int
+    reproducible: bool
+    """Whether three runs gave the same bits."""
+    worst_index: tuple[int, ...]
+    worst_value: float
+    worst_reference: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpComparison:
+    """Two ways to compute one operation. `terms`: products or numbers in each sum, 1 for a function."""
+
+    operation: str
+    terms: int
+    sides: tuple[Side, Side]
+    measured: tuple[Measured, Measured]
+    pair: Pair
+    """How the two results compare."""
 
 
 def parse_side(text: str, operation: str) -> Side:
     """Parse "cuda,float32,tf32". Raises UsageError."""
-    found: dict[str, str | int | bool] = {}
+    found: dict[str, str] = {}
     for word in text.split(","):
-        match = re.fullmatch(r"(threads)=(\d{1,4})|(precision)=(\w+)|(tf32|deterministic)", word)
-        if re.fullmatch(r"cpu|cuda(:\d{1,3})?", word):
-            found["device"] = word
-        elif word in DTYPES:
-            found["dtype"] = word
-        elif match and match[1] and int(match[2]) > 0:
-            found["threads"] = int(match[2])
-        elif match and match[3] and match[4] in PRECISIONS:
-            found["precision"] = match[4]
-        elif match and match[5]:
-            found[match[5]] = True
-        else:
+        match = _SETTING.fullmatch(word)
+        if not match:
             raise UsageError(f"{text!r}: {word!r} is not a setting of --op", hint=f"separate by commas: {_WORDS}")
-    side = Side(typed=text, **found)  # type: ignore[arg-type]
-    if side.tf32 and (not side.device.startswith("cuda") or side.dtype != "float32"):
+        found |= {name: value for name, value in match.groupdict().items() if value}
+    side = Side(
+        typed=text,
+        device=found.get("device", "cpu"),
+        dtype=found.get("dtype", "float32"),
+        threads=int(found.get("threads", 0)),
+        tf32="tf32" in found,
+        precision=found.get("precision", ""),
+        deterministic="deterministic" in found,
+    )
+    if side.tf32 and (side.device == "cpu" or side.dtype != "float32"):
         raise UsageError(f"{text!r}: TF32 is float32 on a GPU", hint="write cuda,tf32")
-    if side.tf32 and operation not in TF32_OPERATIONS:
-        raise UsageError(f"--op {operation} never uses TF32", hint=f"--op {' or '.join(TF32_OPERATIONS)}")
+    if side.tf32 and operation not in _TF32_OPERATIONS:
+        raise UsageError(f"--op {operation} never uses TF32", hint=f"--op {' or '.join(_TF32_OPERATIONS)}")
     return side
 
 
-def check_operation(
-    operation: str, size: int, sides: tuple[str, str], timeout_s: float, program: str
-) -> Report[OpComparison]:
-    """Compute an operation in two ways and judge both. Raises UsageError, DistdiagError."""
-    if operation not in OPERATIONS:
-        raise UsageError(f"--op {operation}: no such operation", hint=f"one of: {', '.join(OPERATIONS)}")
-    a, b = (parse_side(text, operation) for text in sides)
-    request = OpRequest(program=program, operation=operation, size=size, sides=(a, b), timeout_s=timeout_s)
-    answer = _ask(request)
-    if answer.found is None:
-        raise DistdiagError(answer.refused, hint=answer.hint)
-    return diagnose_operation(answer.found)
-
-
-def _ask(request: OpRequest) -> OpAnswer:
-    import msgspec
-
-    from distdiag.facts import programs
-    from distdiag.facts.cuda.driver import how_it_died
-
-    order = msgspec.json.encode(request).decode()
-    with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
-        argv = [sys.executable, "-P", "-m", "distdiag.commands.floatcmp.compare_op", order, folder]
-        try:
-            done = programs.run(argv, timeout_s=request.timeout_s)
-        except programs.CannotRun as error:
-            raise DistdiagError(str(error), hint="check that this Python still exists") from error
-        except KeyboardInterrupt:
-            programs.kill_all()
-            raise
-        try:
-            with open(os.path.join(folder, ANSWER), "rb") as file:
-                return msgspec.json.decode(file.read(), type=OpAnswer)
-        except (OSError, msgspec.DecodeError) as error:
-            if done.timed_out:
-                raise DistdiagError(f"no result within {request.timeout_s:g} s", hint="increase --timeout") from error
-            raise DistdiagError(
-                f"the process with torch died: {how_it_died(done)}", hint="try a smaller --size"
-            ) from error
-
-
-def diagnose_operation(found: OpComparison) -> Report[OpComparison]:
+def diagnose_operation(found: OpComparison, program: str) -> Report[OpComparison]:
     """Judge each side by what its dtype explains; pure."""
-    findings = tuple(
-        finding for each in zip(found.sides, found.measured, strict=True) for finding in _findings(found, *each)
-    )
+    sides = zip(found.sides, found.measured, strict=True)
+    findings = tuple(finding for side, measured in sides for finding in _findings(found, side, measured, program))
     worst = next((finding for finding in findings if finding.level in (Level.FAIL, Level.WARN)), None)
-    return Report(command=COMMAND, data=found, findings=findings, summary=worst.title if worst else _summary(found))
+    return Report(command="floatcmp", data=found, findings=findings, summary=worst.title if worst else _summary(found))
 
 
 def _summary(found: OpComparison) -> str:
-    names = " and ".join(side.typed for side in found.sides)
-    if found.identical:
+    names, pair = " and ".join(side.typed for side in found.sides), found.pair
+    if pair.likeness == "identical" and not pair.counts.zero_signs:
         return f"{found.operation}: {names} give the same bits, as accurate as {found.sides[0].dtype} is"
-    count = f"{found.differing:,} of {found.numbers:,} numbers, by up to {found.max_ulp:,} ulp of {found.unit}"
+    counts = pair.counts
+    count = f"{counts.differing:,} of {counts.size:,} numbers, by up to {counts.max_ulp:,} ulp of {pair.unit}"
     return f"{found.operation}: {names} differ in {count}, and each is as accurate as its settings allow"
 
 
 def _is_asked_for(side: Side, kind: Kind) -> bool:
     """Return whether the settings of a side explain its error."""
+    allowed = {Kind.EXPECTED}
     if side.tf32 or side.precision in ("high", "medium"):
-        return kind is Kind.TF32 or (kind is Kind.BFLOAT16 and side.precision == "medium")
-    return kind is Kind.EXPECTED
+        allowed.add(Kind.TF32)
+    return kind in allowed or (kind is Kind.BFLOAT16 and side.precision == "medium")
 
 
-def _findings(found: OpComparison, side: Side, measured: Measured) -> Iterator[Finding]:
+def _findings(found: OpComparison, side: Side, measured: Measured, program: str) -> Iterator[Finding]:
     where = f"[{', '.join(map(str, measured.worst_index))}]"
-    evidence = (
-        f"worst at {where}: {measured.worst_value:.9g}, float64 {measured.worst_reference:.9g}, "
-        f"{measured.of_limit:.3g} x what {side.dtype} explains ({_rule(found)})",
-    )
+    values = f"{measured.worst_value:.9g}, float64 {measured.worst_reference:.9g}"
+    evidence = f"worst at {where}: {values}, {measured.of_limit:.3g} x what {side.dtype} explains ({_rule(found)})"
     if measured.not_finite:
         yield Finding(
             id="floatcmp.op-not-finite",
@@ -144,20 +167,20 @@ def _findings(found: OpComparison, side: Side, measured: Measured) -> Iterator[F
         yield Finding(
             id="floatcmp.op-wrong",
             level=Level.FAIL,
-            title=f"{side.typed}: the error of {found.operation} is {_EXPLAINED[Kind.BEYOND]} in {side.dtype}",
-            evidence=evidence,
+            title=f"{side.typed}: the error of {found.operation} is {_MEANING[Kind.BEYOND]} in {side.dtype}",
+            evidence=(evidence,),
             fix=Fix(
                 text="run it on another GPU or machine: a GPU that computes wrong needs replacing, "
                 "a library that does needs another version",
-                commands=("distdiag gpu-test",) if side.device.startswith("cuda") else (),
+                commands=(f"{program} gpu-test",) if side.device != "cpu" else (),
             ),
         )
-    elif measured.kind is not Kind.EXPECTED and not _is_asked_for(side, measured.kind):
+    elif not _is_asked_for(side, measured.kind):
         yield Finding(
             id="floatcmp.op-coarse",
             level=Level.WARN,
-            title=f"{side.typed}: {found.operation} is {_EXPLAINED[measured.kind]}, not as accurate as {side.dtype}",
-            evidence=evidence,
+            title=f"{side.typed}: {found.operation} is {_MEANING[measured.kind]}, not as accurate as {side.dtype}",
+            evidence=(evidence,),
             fix=Fix(text=_CAUSE[measured.kind]),
         )
     if not measured.reproducible:
@@ -165,18 +188,12 @@ def _findings(found: OpComparison, side: Side, measured: Measured) -> Iterator[F
             id="floatcmp.op-not-reproducible",
             level=Level.FAIL if side.deterministic else Level.INFO,
             title=f"{side.typed}: three runs of {found.operation} do not give the same bits",
-            fix=Fix(text="compare with deterministic, which calls torch.use_deterministic_algorithms(True)")
-            if not side.deterministic
-            else Fix(text="report it to PyTorch: deterministic algorithms were asked for"),
+            fix=Fix(
+                text="report it to PyTorch: deterministic algorithms were asked for"
+                if side.deterministic
+                else "compare with deterministic, which calls torch.use_deterministic_algorithms(True)"
+            ),
         )
-
-
-_CAUSE = {
-    Kind.TF32: "something turned TF32 on: unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    Kind.BFLOAT16: "something rounds float32 to bfloat16: unset ONEDNN_DEFAULT_FPMATH_MODE",
-    Kind.SHORT_SUM: "keep sums in float32: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False "
-    "(allow_fp16_...)",
-}
 
 
 def _rule(found: OpComparison) -> str:
@@ -184,29 +201,14 @@ def _rule(found: OpComparison) -> str:
 
 
 def operation_view(report: Report[OpComparison]) -> Iterator[RenderableType]:
-    """Render both sides beside each other."""
-    from rich.table import Column
-
-    from distdiag.output import plain_table
+    """List how accurate each side is."""
+    from distdiag.output import Wrapped
 
     found = report.data
-    yield f"{found.operation}, {_rule(found)}, {found.numbers:,} numbers; the same inputs on both sides"
-    table = plain_table(
-        Column("side", overflow="fold"),
-        Column("dtype"),
-        Column("rounded right", justify="right", no_wrap=True),
-        Column("worst ulp", justify="right", no_wrap=True),
-        Column("of limit", justify="right", no_wrap=True),
-        Column("error", overflow="fold"),
-    )
+    yield f"{found.operation}, {_rule(found)}, {found.pair.counts.size:,} numbers; the same inputs on both sides"
     for side, measured in zip(found.sides, found.measured, strict=True):
         asked = measured.kind is not Kind.EXPECTED and _is_asked_for(side, measured.kind)
-        error = "expected" if measured.kind is Kind.EXPECTED else _EXPLAINED[measured.kind]
-        if side.dtype == "float64":
-            error += ", but the reference is no better"
-        share = f"{100 * measured.right:.1f} %"
-        ratio = f"{measured.of_limit:.2g} x"
-        table.add_row(
-            side.typed, side.dtype, share, f"{measured.max_ulp:.3g}", ratio, f"{error}, as asked" if asked else error
-        )
-    yield table
+        error = f"error {_MEANING[measured.kind]}{', as asked' if asked else ''}"
+        right = f"{share(measured.right, found.pair.counts.size)} correctly rounded"
+        worst = f"worst {measured.max_ulp:.3g} ulp, {measured.of_limit:.2g} x the limit"
+        yield Wrapped(f"{side.typed} ({side.dtype}): {error}; {right}; {worst}", margin=2, hang=4)

@@ -1,38 +1,31 @@
-"""Reads files and checkpoints of tensors, and runs nothing in them.
+"""Read files and checkpoints of tensors, without executing anything in them: values by name.
 
-Files by torch.save, .npy and .safetensors are known by their first bytes. Checkpoints of many files are safetensors
-with an index, or those of torch.distributed.checkpoint. Numbers are mapped rather than copied where that is possible.
+Files from torch.save, .npy and .safetensors are recognized by their first bytes. Checkpoints of many files are
+safetensors with an index, or from torch.distributed.checkpoint. Numbers are mapped rather than copied where possible.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import math
 import os
 import pickle
 import re
-import struct
 import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from distdiag.training.floatcmp.compare import join_keys, leaves
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
-_NPY = b"\x93NUMPY"
-_MOST_HEADER_BYTES = 100_000_000  # what the safetensors package accepts, too
-_DTYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
-    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64"},
-}
-"""Names of dtypes in safetensors -> in torch."""
-_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError)
-"""What a header raises that is not as it should be; AttributeError: this torch lacks the dtype."""
 _METADATA, _INDEX = ".metadata", ".index.json"
+_MOST_INDEX_BYTES = 100_000_000
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": None,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -42,45 +35,42 @@ _METADATA_CLASSES = {
     "builtins": {"set", "frozenset", "tuple", "list", "dict", "int", "str", "slice"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
 }
-"""What the metadata of a checkpoint is made of; all of it only holds values."""
+"""The classes in the metadata of a checkpoint, which only hold values. None: all classes of the module."""
 _SAVE_AGAIN = 'if you trust the file, load it and save only its tensors: torch.save(model.state_dict(), "tensors.pt")'
 _WHOLE = "is it complete? compare its files with the original's"
 
 
 class Unreadable(Exception):
-    """A file that is none of ours, is damaged, or wants to run something; `hint` says what to do."""
+    """A file of another kind, damaged, or one that would execute code; `hint` is the fix."""
 
     def __init__(self, path: str, why: str, hint: str) -> None:
         super().__init__(f"{path}: {why}")
         self.hint = hint
 
 
-def read(path: str) -> object:
-    """Read a file of tensors, or a checkpoint: its folder, or the index of its files.
+def read(path: str) -> dict[str, object]:
+    """Read a file of tensors, or a checkpoint: its directory, or the index of its files.
 
     Raises:
-        Unreadable: and why.
+        Unreadable: with the reason.
     """
     try:
         if os.path.isdir(path):
             return _read_folder(path)
-        return _read_index(path) if path.endswith(_INDEX) else _read_file(path)
-    except (OSError, ValueError) as error:  # a name that cannot be a file's is a ValueError
-        why = getattr(error, "strerror", None) or str(error)
-        raise Unreadable(path, why, "choose a readable file or directory") from error
+        return leaves(_read_index(path) if path.endswith(_INDEX) else _read_file(path))
+    except (OSError, ValueError) as error:  # a name that cannot be a file's is a ValueError, as are those of leaves
+        where, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or str(error)
+        raise Unreadable(where, why, "give a readable file of tensors") from error
 
 
 def _read_file(path: str) -> object:
-    try:
-        with open(path, "rb") as file:
-            start = file.read(9)
-        if start.startswith(_NPY):
-            return _read_npy(path)
-        if len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] <= _MOST_HEADER_BYTES:
-            return _read_safetensors(path)
-        return _read_torch(path, mapped=start.startswith(b"PK"))
-    except OSError as error:
-        raise Unreadable(path, str(error.strerror), "choose a readable file") from error
+    with open(path, "rb") as file:
+        start = file.read(9)
+    if start.startswith(b"\x93NUMPY"):
+        return _read_npy(path)
+    if start[8:] == b"{":
+        return _read_safetensors(path)
+    return _read_torch(path, mapped=start.startswith(b"PK"))
 
 
 def _damaged(path: str, error: Exception) -> Unreadable:
@@ -93,7 +83,7 @@ def _damaged(path: str, error: Exception) -> Unreadable:
 
 
 def _one_line(error: Exception) -> str:
-    """Say what the reader says; not what torch recommends then: to load the file with all code in it."""
+    """Format a reader's error, without torch's advice to load the file with all code in it."""
     text = (str(error).splitlines() or [""])[0].partition("Weights only load failed")[0][:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -101,7 +91,7 @@ def _one_line(error: Exception) -> str:
 def _read_torch(path: str, *, mapped: bool) -> object:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old formats and TorchScript; what fails is raised
+            warnings.simplefilter("ignore")  # about old formats and TorchScript; failures raise
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
@@ -109,61 +99,41 @@ def _read_torch(path: str, *, mapped: bool) -> object:
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if wanted is None:
             raise _damaged(path, error) from error
-        why = (
-            f"not loaded: it contains more than tensors ({wanted[1]}), and loading that can execute code from the file"
-        )
-        raise Unreadable(path, why, _SAVE_AGAIN) from error
+        why = f"it contains more than tensors ({wanted[1]}), and loading that can execute code from the file"
+        raise Unreadable(path, f"not loaded: {why}", _SAVE_AGAIN) from error
+
+
+def _package(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        why = f"reading it needs {package}, which cannot be imported: {error}"
+        raise Unreadable(path, why, f"python -m pip install {package}") from error
 
 
 def _read_npy(path: str) -> torch.Tensor:
-    try:
-        import numpy
-    except ImportError as error:
-        why = f"reading a .npy file needs numpy, which cannot be imported: {error}"
-        raise Unreadable(path, why, "python -m pip install numpy") from error
+    numpy = _package("numpy", path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of headers by Python 2, and of sizes that overflow and are refused then
+            warnings.simplefilter("ignore")  # about headers by Python 2, and sizes that overflow and are then refused
             numbers = numpy.load(path, mmap_mode="c", allow_pickle=False)
-    except Exception as error:  # a header is Python source, and damage may raise anything at all
-        raise _damaged(path, error) from error
-    try:
         return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("="), copy=False))
-    except RuntimeError as error:  # built for another major version of numpy, or without
-        why = f"this torch cannot use numpy {numpy.__version__} ({_one_line(error)})"
-        raise Unreadable(path, why, "install a numpy version that this torch was built for") from error
-    except (TypeError, ValueError) as error:
-        why = f"not loaded: its values have dtype {str(numbers.dtype)[:60]}, perhaps text or records"
-        raise Unreadable(path, why, "save plain numbers: numpy.save(file, array.astype(numpy.float64))") from error
+    except OSError:
+        raise
+    except Exception as error:  # a header is Python source, and damage may raise anything
+        raise _damaged(path, error) from error
 
 
 def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
-    """Read the format of https://github.com/huggingface/safetensors#format: a length, JSON, the numbers.
-
-    Without its package, which is no part of torch.
-    """
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        text = file.read(length)
+    safe_open = _package("safetensors", path).safe_open
     try:
-        header = json.loads(text)
-        body = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)[8 + length :]
-        return {name: _view(body, entry) for name, entry in header.items() if name != "__metadata__"}
-    except _MALFORMED as error:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except OSError:
+        raise
+    except Exception as error:
         raise _damaged(path, error) from error
-
-
-def _view(body: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
-    """Return the numbers of one tensor; copied where they do not lie as the processor needs them."""
-    (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], getattr(torch, _DTYPES[entry["dtype"]])
-    if not 0 <= begin <= end <= body.numel():
-        raise ValueError(f"its data ends at byte {end:,}, but only {body.numel():,} bytes are there: truncated")
-    if any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"{end - begin:,} bytes do not match {entry['dtype']} of shape {tuple(shape)}")
-    data = body[begin:end]
-    if data.storage_offset() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype).reshape(shape)
 
 
 def _read_folder(path: str) -> dict[str, object]:
@@ -172,22 +142,18 @@ def _read_folder(path: str) -> dict[str, object]:
         return _read_distributed(path)
     indices = [name for name in names if name.endswith(f".safetensors{_INDEX}")]
     if len(indices) == 1:
-        return _read_index(os.path.join(path, indices[0]))
+        return leaves(_read_index(os.path.join(path, indices[0])))
     files = [name for name in names if name.endswith(".safetensors")]
-    if not files or len(indices) > 1:
-        what = (
-            "several indices"
-            if indices
-            else (f"no .safetensors file and no {_METADATA} of torch.distributed.checkpoint")
-        )
-        raise Unreadable(path, f"a directory with {what}", "give the file or the index to compare")
-    return _merge(path, files)
+    if files and not indices:
+        return leaves(_merge(path, files))
+    what = "several indices" if indices else f"no .safetensors file and no {_METADATA} of torch.distributed.checkpoint"
+    raise Unreadable(path, f"a directory with {what}", "give the file or the index to compare")
 
 
 def _read_index(path: str) -> dict[str, object]:
-    """Read what {"weight_map": {name: file}} names, as transformers writes it."""
+    """Read the tensors that {"weight_map": {name: file}} lists, the format of transformers."""
     with open(path, "rb") as file:
-        text = file.read(_MOST_HEADER_BYTES)
+        text = file.read(_MOST_INDEX_BYTES)
     try:
         files_by_name = json.loads(text)["weight_map"]
         files = sorted(set(files_by_name.values()))
@@ -205,20 +171,21 @@ def _read_index(path: str) -> dict[str, object]:
 def _merge(folder: str, files: list[str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name in files:
-        part = _read_file(os.path.join(folder, name))
+        path = os.path.join(folder, name)
+        part = _read_file(path)
         if not isinstance(part, dict):
-            raise Unreadable(os.path.join(folder, name), "its tensors are unnamed", _WHOLE)
-        for key in part:
-            if key in found:
-                raise Unreadable(folder, f"{key} is in two of its files, including {name}", "give one file")
+            raise Unreadable(path, "its tensors are unnamed", _WHOLE)
+        twice = [key for key in part if key in found]
+        if twice:
+            raise Unreadable(path, f"{twice[0]} is also in another file of the checkpoint", "give one file")
         found.update(part)
     return found
 
 
 def _read_distributed(path: str) -> dict[str, object]:
-    """Put the tensors of torch.distributed.checkpoint together from the parts that the ranks wrote.
+    """Assemble the tensors of torch.distributed.checkpoint from the parts that the ranks wrote.
 
-    Not by its own reader, which unpickles whatever the files name.
+    Its own reader unpickles anything that the files name. Numbers that no part covers stay NaN, or 0 in integers.
     """
     metadata = _read_metadata(os.path.join(path, _METADATA))
     try:
@@ -227,25 +194,20 @@ def _read_distributed(path: str) -> dict[str, object]:
             value = _read_part(path, info)
             if index.fqn not in found:
                 found[index.fqn] = value
-            elif found[index.fqn].dim():
-                at = tuple(slice(a, a + n) for a, n in zip(index.offset, value.shape, strict=True))
-                found[index.fqn][at] = value
             else:
-                found[index.fqn].copy_(value)
+                at = tuple(slice(a, a + n) for a, n in zip(index.offset or (), value.shape, strict=True))
+                found[index.fqn][at] = value
     except OSError:
         raise
-    except Exception as error:  # damage may make torch.load raise anything at all
+    except Exception as error:  # damage may make torch.load raise anything
         why = f"the checkpoint is damaged or from another torch version ({_one_line(error)})"
         raise Unreadable(path, why, _WHOLE) from error
-    return _nest(found, getattr(metadata, "planner_data", None) or {})
+    keys: Mapping[str, tuple[object, ...]] = getattr(metadata, "planner_data", None) or {}
+    return leaves({join_keys(keys.get(name) or (name,)): value for name, value in found.items()})
 
 
 def _allocate(path: str, metadata: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401 - torch's Metadata
-    """Make room for all tensors; what no part covers stays nan, where its dtype has that.
-
-    Raises:
-        ValueError: their size is not in the files.
-    """
+    """Allocate all tensors. Raises ValueError if the files are smaller than they."""
     stored = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
     needed = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in stored.values())
     present = sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
@@ -258,7 +220,7 @@ def _allocate(path: str, metadata: Any) -> dict[str, torch.Tensor]:  # noqa: ANN
     return found
 
 
-def _read_part(folder: str, info: Any) -> Any:  # noqa: ANN401 - a _StorageInfo; what torch.save wrote
+def _read_part(folder: str, info: Any) -> Any:  # noqa: ANN401 - a _StorageInfo; the value given to torch.save
     if getattr(info, "transform_descriptors", None):
         raise ValueError("its files are compressed")
     name = str(info.relative_path)
@@ -270,22 +232,10 @@ def _read_part(folder: str, info: Any) -> Any:  # noqa: ANN401 - a _StorageInfo;
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _nest(found: dict[str, object], paths: Mapping[str, tuple[object, ...]]) -> dict[str, object]:
-    """Nest values as they were saved: the names in a checkpoint are the keys that led there, joined by dots."""
-    whole: dict[Any, Any] = {}
-    for name, value in found.items():
-        *outer, last = paths.get(name) or (name,)
-        inner = whole
-        for key in outer:
-            inner = inner.setdefault(key, {})
-        inner[last] = value
-    return whole
-
-
 class _MetadataUnpickler(pickle._Unpickler):
-    """Makes what metadata is made of, and nothing else: a pickle can run whatever it names.
+    """Makes only the classes of metadata: a pickle can run anything that it names.
 
-    Python's unpickler in Python: a few bytes make that in C reserve gigabytes, for numbers of things that never come.
+    Python's unpickler in Python: in that in C a few bytes reserve gigabytes, for items that never follow.
     """
 
     dispatch: ClassVar[dict[int, Any]] = {
@@ -312,7 +262,7 @@ def _read_metadata(path: str) -> Any:  # noqa: ANN401 - torch's Metadata
     with open(path, "rb") as file:
         try:
             return _MetadataUnpickler(file).load()
-        except Exception as error:  # damage may raise anything at all
+        except Exception as error:  # damage may raise anything
             hint = (
                 "if you trust the file: python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR tensors.pt"
             )

@@ -193,7 +193,7 @@ def gpu_test(
 
     options = runner.Options(as_json, strict, save, from_, cluster.explain or print_command is not None)
     if isolate:
-        from distdiag.commands.gpu_test.isolate import check as pairs
+        from distdiag.commands.gpu_test.isolate import diagnose as pairs
 
         runner.run(pairs.subcommand(print_command), lambda: _pairs(shared(), size, memory, expect, inject), options)
     from distdiag.commands.gpu_test import check

@@ -13,7 +13,6 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.ports.server import ServerOptions
     from distdiag.commands.ports.types import PortsData, PortsFacts, Request
     from distdiag.gathered import Gathered
     from distdiag.output import Progress
@@ -22,37 +21,25 @@ if TYPE_CHECKING:
 _MOST_TARGETS = 65536
 _MOST_HOSTS = 256
 """Hosts that are tried from one node; nodes among each other: see gather.MOST_NODES."""
-_WORDS = ("serve", "check")
 
 
 @on_hosts
 def ports(
     what: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[HOST[:PORT]]... | serve | check HOST...", help="Hosts to test from here; none: check this node."
-        ),
+        typer.Argument(metavar="[HOST[:PORT]]...", help="Hosts to test from here; none: check this node."),
     ] = None,
     port: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Ports to test or serve: 6000,29500-29510; without HOST, who listens here. [default: 29500]",
+            help="Ports to test: 6000,29500-29510; without HOST, who listens here. [default: 29500]",
         ),
     ] = None,
     sample: Annotated[
         int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to test on each path between nodes.")
     ] = 2,
     data: Annotated[str, typer.Option(metavar="SIZE", help="Data to send over each path between nodes.")] = "1MiB",
-    token_file: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE", help="File with the token of serve and check; - reads stdin. [default: $DISTDIAG_TOKEN]"
-        ),
-    ] = "",
-    for_s: Annotated[
-        float, typer.Option("--for", min=1.0, max=86400.0, metavar="SECONDS", help="Stop `serve` after this long.")
-    ] = 600.0,
     timeout: Annotated[
         float, typer.Option(min=0.1, max=120.0, metavar="SECONDS", help="Give up on a port after this long.")
     ] = 3.2,
@@ -67,7 +54,7 @@ def ports(
     """Test whether nodes reach each other in both directions, and show which interface NCCL and Gloo use.
 
     Without HOST: check this node. With HOST: test its ports from here. With --hosts: test the paths between those
-    nodes. Without ssh: run `ports serve` on one node and `ports check THAT_NODE` on the other.
+    nodes; without ssh, reach them with --via.
 
     Exit status: 0 all paths are open, 1 a path is closed, 2 wrong usage, 3 unknown, 130 interrupted.
 
@@ -78,7 +65,6 @@ def ports(
       distdiag ports --hosts 'gpu[01-08]'  # test the paths between these nodes
     """
     from distdiag import runner
-    from distdiag.commands.ports.server import ServerOptions
     from distdiag.commands.ports.types import Request, read_ports
 
     words = what or []
@@ -97,23 +83,13 @@ def ports(
             verbose=verbose,
         )
 
-    own = _subcommand(words, ServerOptions(token_file=token_file, for_s=for_s))
-    runner.run(own, request, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(_subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
 
 
-def _targets(words: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+def _targets(hosts: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
     """Parse the hosts to try. Raises UsageError."""
     from distdiag.commands.ports.types import read_target
 
-    if words and words[0] == "serve":
-        if len(words) > 1:
-            raise UsageError("ports serve takes no HOST", hint="distdiag ports serve --port 6000")
-        return ()
-    hosts = words[1:] if words and words[0] == "check" else words
-    if words and not hosts:
-        raise UsageError(
-            "ports check: no HOST given", hint="distdiag ports check NODE, where `distdiag ports serve` runs"
-        )
     if len(set(hosts)) > _MOST_HOSTS:
         raise UsageError(
             f"too many hosts to test from one node: {len(set(hosts))}", hint=f"limit: {_MOST_HOSTS} at a time"
@@ -126,11 +102,10 @@ def _targets(words: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str, i
     return tuple(dict.fromkeys(found))
 
 
-def _names_ports(words: Sequence[str]) -> bool:
+def _names_ports(hosts: Sequence[str]) -> bool:
     """Return whether a host was typed with a port: then a listener is expected there."""
     from distdiag.commands.ports.types import read_target
 
-    hosts = [word for word in words if word not in _WORDS]
     return any(read_target(word, (1,)) == read_target(word, (2,)) for word in hosts)
 
 
@@ -145,8 +120,7 @@ def _bulk_bytes(text: str) -> int:
     return size
 
 
-def _subcommand(words: Sequence[str], options: ServerOptions) -> Subcommand[Request, PortsFacts, PortsData]:
-    """Return the command that was typed: this node, hosts from here, serve, check a server, or all pairs."""
+def _subcommand() -> Subcommand[Request, PortsFacts, PortsData]:
     from distdiag import runner
     from distdiag.commands.ports import gather, types
     from distdiag.commands.ports.diagnose import diagnose
@@ -154,7 +128,7 @@ def _subcommand(words: Sequence[str], options: ServerOptions) -> Subcommand[Requ
     from distdiag.gathered import Gathered
 
     def collect(request: Request, progress: Progress) -> Gathered[PortsFacts]:
-        facts = _collect(request, words, options, progress)
+        facts = gather.gather(request, progress)
         return Gathered(facts=[facts], interrupted=facts.interrupted)
 
     return runner.Subcommand(
@@ -168,17 +142,3 @@ def _subcommand(words: Sequence[str], options: ServerOptions) -> Subcommand[Requ
         shown_as_typed=("verbose",),
         by_every_rank=True,
     )
-
-
-def _collect(request: Request, words: Sequence[str], options: ServerOptions, progress: Progress) -> PortsFacts:
-    """Do what was asked for. Raises UsageError, DistdiagError."""
-    from distdiag.commands.ports import gather, server
-
-    if not words or words[0] not in _WORDS:
-        return gather.gather(request, progress)
-    if request.cluster.typed():
-        raise UsageError(
-            f"ports {words[0]} cannot be combined with --hosts and the like",
-            hint=f"ports {words[0]} is for two nodes without ssh: leave out --hosts, or leave out {words[0]}",
-        )
-    return (server.serve if words[0] == "serve" else server.check)(request, options, progress)

@@ -145,8 +145,6 @@ def _summary(request: Request, facts: PortsFacts, findings: list[Finding]) -> st
     if facts.paths:
         hosts = dict.fromkeys(facts.hosts[node] for path in facts.paths for node in (path.source, path.target))
         return f"all {len(hosts)} nodes ({fold_within(hosts, 160)}) reach each other on every tested port"
-    if facts.served:
-        return "no client connected"
     if facts.scanned:
         count = sum(map(len, facts.scanned.values()))
         return f"{count} port{'' if count == 1 else 's'} tested, none blocked"

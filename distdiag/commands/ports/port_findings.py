@@ -1,4 +1,4 @@
-"""Findings about single ports: open and what answers, closed, filtered, in use, not `ports serve`. Pure."""
+"""Findings about single ports: open and what answers, closed, filtered, in use. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def held_by(listener: Listener) -> str:
 
 def port_findings(facts: PortsFacts) -> list[Finding]:
     """Judge all single ports."""
-    return [*_scanned(facts), *_taken(facts), *_unserved(facts)]
+    return [*_scanned(facts), *_taken(facts)]
 
 
 def _taken(facts: PortsFacts) -> list[Finding]:
@@ -70,27 +70,6 @@ def _taken(facts: PortsFacts) -> list[Finding]:
             fix=Fix(text="a running job or a leftover process holds it: end it, or test another port (--port)"),
         )
         for port, owners in groups.items()
-    ]
-
-
-def _unserved(facts: PortsFacts) -> list[Finding]:
-    """Report servers that could not be checked: that proves nothing about the path."""
-    words = {
-        "stranger": "{name} is open, but what answers is not `distdiag ports serve`",
-        "busy": "{name} hung up at once, as `distdiag ports serve` does with too many clients",
-        "midway": "lost contact with `distdiag ports serve` at {name}",
-    }
-    return [
-        finding(
-            "not-checked",
-            Level.UNKNOWN,
-            words[why].format(name=name),
-            fix=Fix(
-                text="start it there and check again",
-                commands=(f"distdiag ports serve --port {name.rpartition(':')[2]}",),
-            ),
-        )
-        for name, why in facts.unserved.items()
     ]
 
 
@@ -139,9 +118,7 @@ def _closed(facts: PortsFacts, where: str, tried: list[PortResult], at: Where) -
     """Report ports that nothing listens on; at this machine itself, with what does listen."""
     ports = fold_ranks(result.port for result in tried)
     own = _listening_here(facts, tried[0].address)
-    if facts.checks:
-        fix = Fix(text="start it there", commands=(f"distdiag ports serve --port {tried[0].port}",))
-    elif facts.named:
+    if facts.named:
         fix = Fix(
             text="start what should listen there, such as rank 0 of the job; or correct MASTER_ADDR and MASTER_PORT"
         )
@@ -149,7 +126,7 @@ def _closed(facts: PortsFacts, where: str, tried: list[PortResult], at: Where) -
         fix = Fix(text="nothing, before a job runs: rank 0 listens there. To try another port: HOST:PORT")
     return finding(
         "closed",
-        Level.FAIL if facts.checks or facts.named else Level.WARN,
+        Level.FAIL if facts.named else Level.WARN,
         f"{where} is reachable, but nothing listens on {'ports' if len(tried) > 1 else 'port'} {ports}",
         detail="It refused the connection: the path is open and no firewall needs a change. (A firewall that "
         'rejects with "port unreachable" looks the same.)',

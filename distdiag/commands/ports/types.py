@@ -79,14 +79,9 @@ class PortsFacts:
     silent: list[str] = field(default_factory=list)
     doubles: tuple[str, ...] = ()
     """Hosts that are the same machine as another host of the list."""
-    unserved: dict[str, str] = field(default_factory=dict)
-    """Servers that could not be checked: stranger (another program), busy, midway (contact lost)."""
     rows: tuple[HostResult, ...] = ()
     refusals: dict[str, HostError] = field(default_factory=dict)
     local: bool = True
-    served: bool = False
-    checks: bool = False
-    """A `ports serve` should have answered: a closed port is a fault then."""
     named: bool = False
     """The ports were typed; on the default port nothing listens before a job runs."""
     interrupted: bool = False

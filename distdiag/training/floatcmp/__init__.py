@@ -1,4 +1,5 @@
-"""floatcmp: how far apart two sets of tensors are, in ulp (units in the last place), and who is nearer to a reference.
+"""floatcmp: the distance of two sets of tensors in ulp (units in the last place), and which is nearer to a reference.
 
-`compare` is what scripts call, `ulp` counts the distances, `result` holds the answer and its text, without torch.
+`compare` is the function for scripts, `tally` counts pairs, `ulp` measures distances, `result` is the answer and its
+text, without torch.
 """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from distdiag.training.floatcmp.result import NO_REFERENCE, Comparison, Likeness, Mismatch, Nearness, Pair, likeness
+from distdiag.training.floatcmp.tally import Tally
 from distdiag.training.floatcmp.ulp import (
-    Tally,
     as_integers,
     dtype_name,
     pieces,
@@ -23,30 +23,19 @@ from distdiag.training.floatcmp.ulp import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    Path = tuple[object, ...]
     Sides = tuple[torch.Tensor, torch.Tensor]
 
 _DEEPEST, _MOST = 100, 1_000_000
 
 
 class NotComparable(Exception):
-    """A value that is no tensor and no plain value either; its text says what it is."""
-
-
-class Index(int):
-    """The index of a list; equal to a dict's key of the same number, as lists are sometimes saved so."""
+    """A value that is neither a tensor nor a plain value; the text names its kind."""
 
 
 def floatcmp(
-    a: object,
-    b: object,
-    *,
-    reference: object = None,
-    inputs: Sequence[object] = (),
-    names: tuple[str, str] = ("a", "b"),
-    worst: int = 5,
+    a: object, b: object, *, reference: object = None, names: tuple[str, str] = ("a", "b"), worst: int = 5
 ) -> Comparison:
     """Compare tensors that should be equal: from two devices, two dtypes or two runs.
 
@@ -69,10 +58,8 @@ def floatcmp(
     Args:
         a: a tensor of any shape, device and strides, an array, a number, or nested dicts and lists of them.
         b: the same. Names missing on one side, and tensors of different shapes, are part of the result.
-        reference: the correct values, of the same shape and a more precise dtype (float64), or a function that computes
-            them. They are rounded correctly to the dtype of the comparison.
-        inputs: arguments for a `reference` that is a function: floating-point tensors are passed as float64 on the CPU,
-            and float64 is torch's default dtype during the call.
+        reference: the correct values, of the same shape and a more precise dtype (float64). They are rounded correctly
+            to the dtype of the comparison.
         names: names of the two sides.
         worst: number of elements to keep per tensor.
 
@@ -80,8 +67,7 @@ def floatcmp(
         TypeError: `a` or `b` itself is not a tensor, number, array, dict or list.
         ValueError: they are nested deeper than 100 levels, as a container that contains itself is.
     """
-    truth = _calculate(reference, inputs) if callable(reference) else reference
-    truths = leaves(truth) if truth is not None else None
+    truths = leaves(reference) if reference is not None else None
     found = compare_leaves(leaves(a), leaves(b), truths, names=names, worst=worst)
     if found.not_compared and not found.pairs and not isinstance(a, (dict, list, tuple)):
         raise TypeError(f"floatcmp cannot compare {found.not_compared[0].removeprefix(': ')}")
@@ -89,38 +75,41 @@ def floatcmp(
 
 
 def compare_leaves(
-    a: Mapping[Path, object],
-    b: Mapping[Path, object],
-    truths: Mapping[Path, object] | None,
+    a: Mapping[str, object],
+    b: Mapping[str, object],
+    truths: Mapping[str, object] | None,
     *,
     names: tuple[str, str],
     worst: int,
 ) -> Comparison:
-    """Compare what `leaves` returned, as floatcmp does."""
+    """Compare two results of `leaves`, as floatcmp does."""
     pairs: list[Pair] = []
-    only_a: list[str] = []
-    only_b: list[str] = []
+    only_a = [name for name in a if name not in b]
+    only_b = [name for name in b if name not in a]
     values_differ: list[str] = []
     not_compared: list[str] = []
     with _one_thread():
-        for path in (path for path in a if path in b):
-            name = path_name(path)
+        for name in (name for name in a if name in b):
             try:
-                x, y = as_tensor(a[path]), as_tensor(b[path])
+                x, y = as_tensor(a[name]), as_tensor(b[name])
                 if x is not None and y is not None:
-                    pairs.append(_compare_tensors(path, (x, y), truths, worst))
-                elif type(a[path]) is not type(b[path]):
-                    only_a.append(f"{name} ({type(a[path]).__name__})")
-                    only_b.append(f"{name} ({type(b[path]).__name__})")
-                elif a[path] != b[path]:
+                    pairs.append(_compare_tensors(name, (x, y), truths, worst))
+                elif type(a[name]) is not type(b[name]):
+                    only_a.append(f"{name} ({type(a[name]).__name__})")
+                    only_b.append(f"{name} ({type(b[name]).__name__})")
+                elif a[name] != b[name]:
                     values_differ.append(name)
             except NotComparable as why:
                 not_compared.append(f"{name}: {why}")
     return Comparison(
-        names=names,
+        a=names[0],
+        b=names[1],
+        tensors=len(pairs),
+        identical=sum(pair.likeness == Likeness.IDENTICAL for pair in pairs),
+        numbers=sum(pair.counts.size for pair in pairs),
         pairs=tuple(pairs),
-        only_a=(*only_a, *(path_name(path) for path in a if path not in b)),
-        only_b=(*only_b, *(path_name(path) for path in b if path not in a)),
+        only_a=tuple(only_a),
+        only_b=tuple(only_b),
         values_differ=tuple(values_differ),
         not_compared=tuple(not_compared),
     )
@@ -137,57 +126,31 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _calculate(reference: Callable[..., object], inputs: Sequence[object]) -> object:
-    """Call a reference that is a function, in float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.no_grad():
-            return reference(*[_in_float64(value) for value in inputs])
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _in_float64(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().to("cpu")
-        wide = torch.complex128 if value.is_complex() else torch.float64
-        return value.to(wide) if value.is_complex() or value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _in_float64(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_in_float64(inner) for inner in value]
-    return value
-
-
-def _compare_tensors(path: Path, given: Sides, truths: Mapping[Path, object] | None, worst: int) -> Pair:
+def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | None, worst: int) -> Pair:
     """Compare two tensors of one name. Raises NotComparable."""
-    (a, notes), (b, more) = (as_strided_reals(tensor) for tensor in given)
+    (a, notes), (b, more) = (_as_reals(tensor) for tensor in given)
     unit = common_dtype(a.dtype, b.dtype)
     notes = list(dict.fromkeys([*notes, *more]))
-    same_shape = a.shape == b.shape
     truth = None
     if truths is not None and precision(unit):
         try:
-            truth = _reference(path, truths, a.shape, unit)
+            truth = _reference(name, truths, a.shape, unit)
         except NotComparable as why:
             notes.append(f"{NO_REFERENCE}: {why}")
     if a.dtype != b.dtype:
         notes.append(f"{dtype_name(a.dtype)} against {dtype_name(b.dtype)}: compared in {dtype_name(unit)}")
-    tally = Tally(unit, keep=worst, scale=lambda: ulp_at(unit, min(usual_size(a), usual_size(b))))
-    nearness = None
-    if same_shape:
-        nearness = _count((a, b), truth, tally, unit)
+    tally = Tally(unit, keep=worst, scale=lambda: _usual_ulp(a, b, unit))
+    nearness = _count((a, b), truth, tally, unit) if a.shape == b.shape else None
     if tally.flushed is not None:
         count, side = max(zip(tally.flushed, "ab", strict=True))
         notes.append(f"{count:,} values are 0 in {side} only: each is compared at its own size")
     counts = tally.counts()
     unit_name = dtype_name(unit) if precision(unit) else ""
-    result = likeness(counts, unit_name, tally.max_scaled) if same_shape else Likeness.DIFFERS
+    result = likeness(counts, unit_name, tally.max_scaled) if a.shape == b.shape else Likeness.DIFFERS
     if result is Likeness.IDENTICAL and a.dtype != b.dtype and unit_name:
         result = Likeness.ROUNDING
     return Pair(
-        key=path_name(path),
+        key=name,
         likeness=result,
         shape_a=tuple(a.shape),
         shape_b=tuple(b.shape),
@@ -196,15 +159,19 @@ def _compare_tensors(path: Path, given: Sides, truths: Mapping[Path, object] | N
         unit=unit_name,
         counts=counts,
         max_scaled_ulp=tally.max_scaled,
-        max_abs=tally.largest[0],
+        max_abs=tally.max_abs,
         max_rel=tally.max_rel,
         first=_mismatch((a, b), unit, tally.first) if tally.first is not None else None,
         worst=tuple(_mismatch((a, b), unit, at) for _, at in tally.worst),
-        largest=_mismatch((a, b), unit, tally.largest[1]) if tally.largest[1] >= 0 else None,
         one_sided=tuple(_mismatch((a, b), unit, at) for at in tally.one_sided),
         nearness=nearness,
         notes=tuple(notes),
     )
+
+
+def _usual_ulp(a: torch.Tensor, b: torch.Tensor, unit: torch.dtype) -> float:
+    size = min(usual_size(a), usual_size(b))
+    return float(ulp_at(torch.tensor(size, dtype=torch.float64), unit)) if size else 0.0
 
 
 def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -221,14 +188,14 @@ def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return torch.int64
 
 
-def _reference(path: Path, truths: Mapping[Path, object], shape: torch.Size, unit: torch.dtype) -> torch.Tensor:
-    """Return the right values for a tensor. Raises NotComparable where there are none."""
-    if path not in truths:
+def _reference(name: str, truths: Mapping[str, object], shape: torch.Size, unit: torch.dtype) -> torch.Tensor:
+    """Return the right values for a tensor. Raises NotComparable."""
+    if name not in truths:
         raise NotComparable("it does not have this name")
-    found = as_tensor(truths[path])
+    found = as_tensor(truths[name])
     if found is None:
         raise NotComparable("it has no tensor there")
-    truth, _ = as_strided_reals(found)
+    truth, _ = _as_reals(found)
     if truth.shape != shape:
         raise NotComparable(f"its shape is {tuple(truth.shape)}")
     if precision(truth.dtype) <= precision(unit):
@@ -252,15 +219,12 @@ def _count(sides: Sides, truth: torch.Tensor | None, tally: Tally, unit: torch.d
 
 def _mismatch(sides: Sides, unit: torch.dtype, at: int) -> Mismatch:
     """Return the pair of numbers at a flat index."""
-    index: list[int] = []
-    for length in reversed(sides[0].shape):
-        at, inner = divmod(at, length)
-        index.insert(0, inner)
-    a, b = (side[tuple(index)].reshape(1).to("cpu") for side in sides)
+    index = tuple(int(number) for number in torch.unravel_index(torch.tensor(at), sides[0].shape))
+    a, b = (side[index].reshape(1).to("cpu") for side in sides)
     x, y = round_to(a, unit), round_to(b, unit)
     finite = all(bool(number.to(torch.float64).isfinite()) for number in (a, b, x, y))
     return Mismatch(
-        index=tuple(index),
+        index=index,
         a=repr(a.item()),
         a_bits=_bits(a),
         b=repr(b.item()),
@@ -274,24 +238,28 @@ def _bits(number: torch.Tensor) -> str:
     return f"0x{int(as_integers(number)) % 2**width:0{width // 4}x}"
 
 
-def leaves(value: object) -> dict[Path, object]:
-    """List all that is no dict and no list, by the keys and indices that lead there; a list of numbers is one leaf.
+def leaves(value: object) -> dict[str, object]:
+    """List the values in nested dicts and lists by name: "model.layers[0].weight"; a list of numbers is one value.
 
     Raises:
-        ValueError: nested too deeply, as what contains itself is, or more than a million values.
+        ValueError: nested too deeply, as a container that contains itself is; more than a million values; or two of
+            one name.
     """
-    found: dict[Path, object] = {}
+    found: dict[str, object] = {}
     _flatten(value, (), found)
     return found
 
 
-def _flatten(value: object, path: Path, found: dict[Path, object]) -> None:
+def _flatten(value: object, path: Sequence[object], found: dict[str, object]) -> None:
     if isinstance(value, Mapping):
         inner = list(value.items())
     elif isinstance(value, (list, tuple)) and not _is_numbers(value):
-        inner = [(Index(number), item) for number, item in enumerate(value)]
+        inner = list(enumerate(value))
     else:
-        found[path] = value
+        name = join_keys(path)
+        if name in found:
+            raise ValueError(f"two of its values are named {name}")
+        found[name] = value
         return
     if len(path) >= _DEEPEST or len(found) + len(inner) > _MOST:
         raise ValueError(f"nested deeper than {_DEEPEST} levels, or more than {_MOST:,} values")
@@ -299,22 +267,19 @@ def _flatten(value: object, path: Path, found: dict[Path, object]) -> None:
         _flatten(item, (*path, key), found)
 
 
+def join_keys(path: Sequence[object]) -> str:
+    """Format the keys and indices that lead to a value as its name."""
+    return "".join(f"[{key}]" if type(key) is int else f".{key}" for key in path).removeprefix(".")
+
+
 def _is_numbers(value: list[object] | tuple[object, ...]) -> bool:
     return bool(value) and all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in value)
 
 
-def path_name(path: Path) -> str:
-    """Format a path as a name: "model.layers[0].weight"."""
-    name = ""
-    for key in path:
-        name += f"[{int(key)}]" if isinstance(key, Index) else f"{'.' if name else ''}{key}"
-    return name
-
-
 def as_tensor(value: object) -> torch.Tensor | None:
-    """Return numbers, arrays and lists of numbers as a tensor; None for values that are none: text, None, dtypes.
+    """Return numbers, arrays and lists of numbers as a tensor; None for plain values: text, None, dtypes.
 
-    Python's numbers become float64, int64, bool and complex128.
+    Python's numbers become float64, int64, bool and complex128; whole numbers beyond 64 bits are plain values.
 
     Raises:
         NotComparable: it is neither.
@@ -323,31 +288,26 @@ def as_tensor(value: object) -> torch.Tensor | None:
         return value
     if value is None or isinstance(value, (str, bytes, torch.dtype, torch.device, torch.layout)):
         return None
-    try:
-        if isinstance(value, (bool, int, float, complex, list, tuple)):
-            return _from_numbers(value)
-        if hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__"):
+    if isinstance(value, (bool, int, float, complex, list, tuple)):
+        items = value if isinstance(value, (list, tuple)) else [value]
+        dtype = torch.complex128 if isinstance(value, complex) else None
+        try:
+            return torch.tensor(value, dtype=torch.float64 if any(isinstance(item, float) for item in items) else dtype)
+        except (OverflowError, RuntimeError, ValueError, TypeError):
+            return None
+    if hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__"):
+        try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # an array that is only for reading is only read
+                warnings.simplefilter("ignore")  # a read-only array is only read
                 return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:  # text, dates, objects, float128
-        raise NotComparable(f"{type(value).__name__}: {str(error).splitlines()[0][:120]}") from error
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:  # text, dates, objects, float128
+            raise NotComparable(f"{type(value).__name__}: {str(error).splitlines()[0][:120]}") from error
     hint = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
     raise NotComparable(f"{type(value).__name__}{hint}")
 
 
-def _from_numbers(value: Any) -> torch.Tensor | None:  # noqa: ANN401 - what torch.tensor takes
-    items = value if isinstance(value, (list, tuple)) else [value]
-    try:
-        if any(isinstance(item, float) for item in items):
-            return torch.tensor(value, dtype=torch.float64)
-        return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else None)
-    except (OverflowError, RuntimeError, ValueError):  # whole numbers beyond 64 bits, which compare well without torch
-        return None
-
-
-def as_strided_reals(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-    """Return a strided tensor of real numbers with the same values, and what there is to say about that.
+def _as_reals(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
+    """Return a strided tensor of real numbers with the same values, and notes on the conversion.
 
     Raises:
         NotComparable: it holds no values, or none that can be taken out.

@@ -1,8 +1,8 @@
-"""What floatcmp finds: plain data without tensors, what counts as rounding, and the text of both. Needs no torch."""
+"""The result of floatcmp as plain data without torch, what counts as rounding, and both as text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isqrt
 from typing import TYPE_CHECKING
@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-BUCKETS = (0, 1, 2, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
-"""The highest distance of each bucket of a histogram; what is above the last is a bucket of its own."""
-
 FAR = 2**63 - 1
-"""Distances do not count further: all float64 and 64-bit integers that lie further apart have this one."""
-
+"""The distance of all float64 and 64-bit integers that are at least this far apart."""
+BUCKETS = {
+    **{0: "0", 1: "1", 2: "2", 10: "3-10", 100: "11-100", 1_000: "101-1,000", 10_000: "1,001-10,000"},
+    **{100_000: "10,001-100,000", 1_000_000: "100,001-1,000,000", FAR: "above 1,000,000"},
+}
+"""The highest distance of each bucket of a histogram, and its label."""
 NO_REFERENCE = "the reference is not used"
-"""How the note begins that says why."""
-_TENSORS, _NAMES = 10, 8
+"""Beginning of the note that gives the reason."""
+_TENSORS, _NAMES = 12, 8
 
 
 class Likeness(StrEnum):
-    """What a comparison comes to, the best first."""
+    """The verdict of a comparison, the best first."""
 
     IDENTICAL = "identical"
     ROUNDING = "rounding"
@@ -32,60 +33,42 @@ class Likeness(StrEnum):
 
     @property
     def rank(self) -> int:
-        """0 for the best; the worst of all tensors is that of a comparison."""
+        """0 for the best."""
         return list(Likeness).index(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """One pair of numbers. The value is what repr gives, which is exact; the bits are those of its own dtype."""
+    """One pair of numbers: the repr of each, which is exact, and the bits in its own dtype.
+
+    `index` of complex numbers ends in 0 for the real part and 1 for the imaginary part; `ulp` is None unless both are
+    finite.
+    """
 
     index: tuple[int, ...]
-    """Of complex numbers, the last is 0 for the real part and 1 for the imaginary part."""
     a: str
     a_bits: str
     b: str
     b_bits: str
     ulp: int | None
-    """None where one of them is no finite number."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """How many pairs lie from `least` to `most` apart; `most` None: any distance above."""
-
-    least: int
-    most: int | None
-    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Pairs of numbers, counted by what they are. All of them together are `size`."""
+    """Pairs of numbers by kind; all of them together are `size`.
+
+    `equal` includes equal infinities and zeros of opposite signs (`zero_signs`). `one_sided`: a NaN or an infinity
+    against anything else, also an infinity made by rounding to the coarser dtype. `histogram` has the distances of
+    finite pairs and equal infinities. `max_ulp` of integers is their largest difference.
+    """
 
     size: int = 0
     equal: int = 0
-    """The same number, also the same infinity, also 0.0 and -0.0."""
     both_nan: int = 0
-    nan_only_a: int = 0
-    nan_only_b: int = 0
-    inf_only_a: int = 0
-    """An infinity against a finite number, also one made by rounding to the coarser dtype."""
-    inf_only_b: int = 0
-    inf_opposite: int = 0
-    converted: int = 0
-    """Of those that are equal: only once one of them was rounded to the dtype that is compared in."""
+    one_sided: int = 0
     zero_signs: int = 0
-    """Of those that are equal: 0.0 against -0.0."""
-    histogram: tuple[Bucket, ...] = ()
-    """Distances of all pairs of finite numbers; equal infinities are among those at 0. Empty buckets are left out."""
+    histogram: dict[str, int] = field(default_factory=dict)
     max_ulp: int = 0
-    """The largest distance of two finite numbers; of integers, their largest difference."""
-
-    @property
-    def one_sided(self) -> int:
-        """Pairs in which a nan or an infinity stands against something else."""
-        return self.nan_only_a + self.nan_only_b + self.inf_only_a + self.inf_only_b + self.inf_opposite
 
     @property
     def differing(self) -> int:
@@ -95,17 +78,14 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Nearness:
-    """How far each side lies from the reference, which was rounded correctly to the dtype that is compared in.
-
-    In these counts, `a` is the side and `b` the reference.
-    """
+    """Counts of each side, as their `a`, against the reference, as their `b`, in the dtype of the comparison."""
 
     a: Counts
     b: Counts
 
     @property
     def nearer(self) -> str:
-        """Return who is nearer: "a" or "b"; "" if they are alike, or the one right more often is wrong by more."""
+        """Return "a" or "b", whichever is nearer; "" if they are alike, or if the one right more often errs by more."""
         worst_a, worst_b = ((side.one_sided, side.max_ulp) for side in (self.a, self.b))
         wrong_a, wrong_b = self.a.differing, self.b.differing
         if (wrong_a, worst_a) == (wrong_b, worst_b):
@@ -117,10 +97,9 @@ class Nearness:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two tensors of the same name."""
+    """Two tensors of the same name; `key` is empty if tensors themselves were compared."""
 
     key: str
-    """Its names from the outermost inwards, with dots; empty if tensors themselves were compared."""
     likeness: Likeness
     shape_a: tuple[int, ...]
     shape_b: tuple[int, ...]
@@ -136,31 +115,44 @@ class Pair:
     max_rel: float
     """Of finite pairs, relative to the larger of the two: from 0 to 2."""
     first: Mismatch | None
-    """Where they begin to differ, in the order of memory of a contiguous tensor."""
+    """The first difference in the order of memory of a contiguous tensor."""
     worst: tuple[Mismatch, ...]
     """Finite pairs, the largest distance in ulp first; of equal ones the first."""
-    largest: Mismatch | None
-    """The largest absolute difference."""
     one_sided: tuple[Mismatch, ...]
     """The first places with a nan or an infinity on one side only."""
     nearness: Nearness | None
     notes: tuple[str, ...]
 
+    @property
+    def is_plainly_identical(self) -> bool:
+        """Whether there is nothing to report about it."""
+        counts = self.counts
+        noted = self.nearness or self.notes or counts.zero_signs or counts.both_nan
+        return self.likeness is Likeness.IDENTICAL and not noted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The answer of floatcmp. str() of it is for people; the parts are for programs, and have no tensors in them."""
+    """The result of floatcmp. str() of it is for people; the fields are for programs, and hold no tensors."""
 
-    names: tuple[str, str]
+    a: str
+    b: str
+    """Names of the two sides; in the command's report, the files."""
+    reference: str = ""
+    tensors: int
+    """How many both sides have."""
+    identical: int
+    numbers: int
     pairs: tuple[Pair, ...]
-    """The tensors that both sides have, in the order of the first."""
+    """The tensors that both sides have, in the order of the first; in the command's report, the worst first and
+    without those that are plainly identical."""
     only_a: tuple[str, ...]
-    """Names that the other side lacks, or has as something of another kind, which is said then."""
+    """Names that the other side lacks, or has as another kind of value, which is added then."""
     only_b: tuple[str, ...]
     values_differ: tuple[str, ...]
-    """Names of text and other values, no tensors, that are not the same."""
+    """Names of text and other values that are not tensors and not equal."""
     not_compared: tuple[str, ...]
-    """Names of what floatcmp cannot look into, each with the reason."""
+    """Names of values that floatcmp cannot compare, each with the reason."""
 
     @property
     def likeness(self) -> Likeness:
@@ -178,13 +170,13 @@ class Comparison:
         )
 
     def __str__(self) -> str:
-        return "\n".join(describe(self))
+        return "\n".join(describe(self, (self.a, self.b)))
 
 
 def limits(unit: str) -> tuple[int, int]:
     """Return the distances in ulp up to which numbers of a dtype differ by rounding: of one function, of a long sum.
 
-    They are a convention, and not a proof: what was calculated is not known here.
+    They are a convention, not a proof: the calculation is not known here.
 
     One function of float32 or float64: CUDA's own tables (CUDA C++ Programming Guide, mathematical functions) allow
     exp, log, sin and pow 1 to 4 ulp, vector libraries of CPUs 1 to 4: two sides are up to 8 apart. In 16 bits it is
@@ -213,7 +205,7 @@ def likeness(counts: Counts, unit: str, max_scaled_ulp: int) -> Likeness:
 
 
 def share(part: int, whole: int) -> str:
-    """Format a percentage that says 100 % of all alone, and 0 % of none alone."""
+    """Format a percentage: 100 % only for all, 0 % only for none."""
     if not whole or part in (0, whole):
         return "100 %" if part else "0 %"
     tenths = 1000 * part // whole
@@ -229,57 +221,54 @@ def sum_length(max_ulp: int) -> str:
     return f"{length // digits * digits:,}"
 
 
-def describe(found: Comparison) -> Iterator[str]:
-    """Format it as lines: the verdict, then the worst tensors, then what has no pair."""
-    if len(found.pairs) == 1 and found.likeness == found.pairs[0].likeness:
-        yield f"{found.names[0]} and {found.names[1]}: {verdict(found.pairs[0])}"
-        yield from details(found.pairs[0], found.names)
-        return
-    yield f"{found.names[0]} and {found.names[1]}: {_overall(found)}"
-    shown = [pair for pair in found.worst_first if pair.likeness != Likeness.IDENTICAL or pair.nearness][:_TENSORS]
-    for pair in shown:
-        yield f"  {pair.key}: {verdict(pair)}"
-    hidden = sum(pair.likeness != Likeness.IDENTICAL for pair in found.pairs) - len(shown)
-    if hidden > 0:
-        yield f"  ... and {hidden} more that differ"
-    for title, names in _unpaired(found):
-        yield f"  {title}: {shorten(names)}"
+def describe(found: Comparison, names: tuple[str, str]) -> Iterator[str]:
+    """Format it as lines: the verdict, the worst tensors, values without a counterpart, and the worst in full."""
+    unlike = [pair for pair in found.worst_first if pair.likeness != Likeness.IDENTICAL]
+    shown = unlike[:_TENSORS] or [pair for pair in found.pairs if pair.nearness][:1]
+    if found.tensors == 1 and found.pairs[0].likeness == found.likeness:
+        yield f"{names[0]} and {names[1]}: {verdict(found.pairs[0])}"
+        shown = list(found.pairs)
+    else:
+        yield f"{names[0]} and {names[1]}: {_overall(found)}"
+        yield from (f"  {pair.key}: {verdict(pair)}" for pair in shown)
+    if len(unlike) > len(shown):
+        yield f"  ... and {len(unlike) - len(shown)} more that differ"
+    titles = (f"only in {names[0]}", f"only in {names[1]}", "non-tensor values that differ", "not compared")
+    for title, listed in zip(
+        titles, (found.only_a, found.only_b, found.values_differ, found.not_compared), strict=True
+    ):
+        if listed:
+            yield f"  {title}: {shorten(listed)}"
     if shown:
-        yield f"the worst, {shown[0].key}:"
-        yield from details(shown[0], found.names)
+        if found.tensors > 1:
+            yield f"{shown[0].key} in full:"
+        yield from details(shown[0], names)
 
 
 def _overall(found: Comparison) -> str:
-    """Format how many tensors there are of each kind, in one line."""
-    kinds = [pair.likeness for pair in found.pairs]
+    """Format the number of tensors of each kind, in one line."""
+    kinds = [pair.likeness for pair in found.pairs if pair.likeness != Likeness.IDENTICAL]
     words = {
         Likeness.DIFFERS: "differ beyond rounding",
         Likeness.LONG_SUM: "differ as long sums do",
         Likeness.ROUNDING: "are equal within rounding",
-        Likeness.IDENTICAL: "are identical",
     }
     counted = [f"{kinds.count(kind)} {text}" for kind, text in words.items() if kind in kinds]
-    return f"of {len(kinds)} tensors, {', '.join(counted)}" if kinds else "no tensors in common"
-
-
-def _unpaired(found: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield what could not be compared as tensors: a title, and names."""
-    titles = (f"only in {found.names[0]}", f"only in {found.names[1]}", "non-tensor values that differ", "not compared")
-    for title, names in zip(titles, (found.only_a, found.only_b, found.values_differ, found.not_compared), strict=True):
-        if names:
-            yield title, names
+    if found.identical:
+        counted.append(f"{found.identical} are identical")
+    return f"of {found.tensors:,} tensors, {', '.join(counted)}" if counted else "no tensors in common"
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Format the first names, and how many more there are."""
+    """Format the first names and the number of the others."""
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     return ", ".join(name or "(the whole)" for name in names[:_NAMES]) + more
 
 
 def verdict(pair: Pair) -> str:
-    """Format in a few words what a tensor's comparison comes to."""
+    """Format the verdict about one tensor."""
     if pair.shape_a != pair.shape_b:
-        return f"different shapes, {_shape(pair.shape_a)} and {_shape(pair.shape_b)}"
+        return f"different shapes, {_index(pair.shape_a)} and {_index(pair.shape_b)}"
     if pair.counts.one_sided:
         return f"differs: NaN or Inf on one side only, in {_times(pair.counts.one_sided)}"
     if pair.likeness == Likeness.IDENTICAL:
@@ -287,8 +276,7 @@ def verdict(pair: Pair) -> str:
     if not pair.unit:
         return f"differs: {_times(pair.counts.differing)} of {pair.counts.size:,} are not equal"
     if pair.likeness == Likeness.ROUNDING and not pair.counts.differing:
-        how = f" ({_times(pair.counts.converted)} rounded by the conversion)" if pair.counts.converted else ""
-        return f"equal once both are {pair.unit}{how}"
+        return f"equal once both are {pair.unit}"
     near = f"{_ulp(pair.max_scaled_ulp)} of {pair.unit}"
     if pair.max_scaled_ulp < pair.counts.max_ulp:
         near += f" at their usual size ({_ulp(pair.counts.max_ulp)} at their own)"
@@ -301,7 +289,7 @@ def verdict(pair: Pair) -> str:
 
 
 def details(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
-    """Format all that is known of a tensor, as lines with a margin of 2."""
+    """Format one tensor in full, as lines with a margin of 2."""
     counts = pair.counts
     begin = f"; first difference at {_index(pair.first.index)}" if pair.first is not None else ""
     if counts.size:
@@ -309,9 +297,13 @@ def details(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     if pair.max_abs:
         own = f"{_ulp(counts.max_ulp)}, " if pair.unit else ""
         yield f"  max {own}absolute {pair.max_abs:.3g}, relative {pair.max_rel:.3g}"
-    yield from (f"  {line}" for line in _special_values(counts, names))
+    if counts.both_nan:
+        yield f"  nan on both sides: {counts.both_nan:,}"
+    if counts.zero_signs:
+        yield f"  zeros of opposite signs, which are equal: {counts.zero_signs:,}"
     if counts.differing - counts.one_sided:
-        yield f"  {'ulp' if pair.unit else 'difference'}: {_histogram(counts.histogram)}"
+        histogram = ", ".join(f"{label}: {count:,}" for label, count in counts.histogram.items())
+        yield f"  {'ulp' if pair.unit else 'difference'}: {histogram}"
     if pair.one_sided:
         yield "  first NaN or Inf on one side only:"
         yield from format_mismatches(pair.one_sided, names)
@@ -323,72 +315,28 @@ def details(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     yield from (f"  {note}" for note in pair.notes)
 
 
-def _special_values(counts: Counts, names: tuple[str, str]) -> Iterator[str]:
-    """Format what is counted apart, if there is any."""
-    a, b = names
-    for text, count in (
-        ("nan on both sides", counts.both_nan),
-        (f"nan in {a} only", counts.nan_only_a),
-        (f"nan in {b} only", counts.nan_only_b),
-        (f"inf in {a} only", counts.inf_only_a),
-        (f"inf in {b} only", counts.inf_only_b),
-        ("inf of opposite signs", counts.inf_opposite),
-        ("zeros of opposite signs, which are equal", counts.zero_signs),
-    ):
-        if count:
-            yield f"{text}: {count:,}"
-
-
-def _histogram(buckets: Sequence[Bucket]) -> str:
-    """Format a histogram in one line: "0: 8, 1: 1, 3-10: 5"."""
-    return ", ".join(f"{_range(bucket)}: {bucket.count:,}" for bucket in buckets)
-
-
-def _range(bucket: Bucket) -> str:
-    if bucket.most is None:
-        return f"above {bucket.least - 1:,}"
-    return f"{bucket.least:,}" + (f"-{bucket.most:,}" if bucket.most > bucket.least else "")
-
-
 def format_mismatches(found: Sequence[Mismatch], names: tuple[str, str], unit: str = "") -> Iterator[str]:
     """Format pairs of numbers below each other: index, distance, both values and their bits."""
-    rows = [
-        (
-            _index(mismatch.index),
-            "" if mismatch.ulp is None else _ulp(mismatch.ulp) if unit else _far(mismatch.ulp),
-            f"{names[0]} {mismatch.a} ({mismatch.a_bits})",
-            f"{names[1]} {mismatch.b} ({mismatch.b_bits})",
-        )
-        for mismatch in found
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        yield "    " + "  ".join(text for text in (*map(str.ljust, row[:3], widths), row[3]) if text)
+    a, b = names
+    for pair in found:
+        distance = "" if pair.ulp is None or not unit else f"  {_ulp(pair.ulp)}"
+        yield f"    {_index(pair.index)}{distance}  {a} {pair.a} ({pair.a_bits})  {b} {pair.b} ({pair.b_bits})"
 
 
 def format_nearness(found: Nearness, names: tuple[str, str]) -> str:
-    """Format in one sentence who is nearer to the reference."""
-    a, b = names
-    right = [share(counts.size - counts.differing, counts.size) for counts in (found.a, found.b)]
-    sides = ", ".join(
-        f"{name} is correctly rounded in {part} (worst {_worst(counts)})"
-        for name, part, counts in zip(names, right, (found.a, found.b), strict=True)
-    )
+    """Format in one sentence how near each side is to the reference."""
+    sides = []
+    for name, counts in zip(names, (found.a, found.b), strict=True):
+        right = share(counts.size - counts.differing, counts.size)
+        worst = f"{counts.one_sided:,} nan or inf" if counts.one_sided else _ulp(counts.max_ulp)
+        sides.append(f"{name} is correctly rounded in {right} (worst {worst})")
     alike = "both are equally close" if found.a == found.b else "neither is closer throughout"
-    nearer = {"a": f"{a} is closer", "b": f"{b} is closer", "": alike}[found.nearer]
-    return f"against the reference: {sides}: {nearer}"
-
-
-def _worst(counts: Counts) -> str:
-    return f"{counts.one_sided:,} nan or inf" if counts.one_sided else _ulp(counts.max_ulp)
+    nearer = f"{names['ab'.index(found.nearer)]} is closer" if found.nearer else alike
+    return f"against the reference: {', '.join(sides)}: {nearer}"
 
 
 def _ulp(distance: int) -> str:
-    return f"{_far(distance)} ulp"
-
-
-def _far(distance: int) -> str:
-    return "2**63 or more" if distance >= FAR else f"{distance:,}"
+    return "2**63 ulp or more" if distance >= FAR else f"{distance:,} ulp"
 
 
 def _times(count: int) -> str:
@@ -397,7 +345,3 @@ def _times(count: int) -> str:
 
 def _index(index: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, index))}]"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"({', '.join(map(str, shape))})"

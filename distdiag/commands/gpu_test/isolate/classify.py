@@ -11,20 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
-from distdiag.commands.gpu_test.isolate import findings, pair_graph, wording
-from distdiag.commands.gpu_test.isolate.findings import (
-    add_blamed,
-    add_doubtful,
-    add_links,
-    add_splits,
-    add_unsure,
-    healthy,
-    nothing_measured,
-    nothing_works,
-)
+from distdiag.commands.gpu_test.isolate import findings, pair_graph
 from distdiag.commands.gpu_test.isolate.pair_graph import Case
 from distdiag.commands.gpu_test.isolate.types import LEVELS, NET, NODE, Classification, Kind, PairStatus
-from distdiag.commands.gpu_test.isolate.wording import measured_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -53,7 +42,7 @@ def below_expectation(case: Case) -> None:
         case.troubles.append(
             Classification(
                 kind=Kind.UNIFORMLY_SLOW,
-                sentence=f"{alike} slow: {wording.typical(case, levels)}, expected {wording.speed(least)}",
+                sentence=f"{alike} slow: {findings.typical(case, levels)}, expected {findings.speed(least)}",
                 reason=("the cause is common to all pairs: a transport, a setting or a shared path, not one rank",),
                 next="rerun with --nccl-debug to see which transport is in use (NET/Socket, or SHM without P2P)",
             )
@@ -81,7 +70,7 @@ def no_network(case: Case) -> None:
     elif not any(all(host in case.hosts(edge) for edge in bad) for host in hosts):
         sentence = f"every pair between {fold(hosts)} is bad, but pairs inside nodes are good: the shared network"
         sides = [set(case.ranks_of[host]) for host in hosts]
-        case.troubles.append(findings.split(case, sentence, sides, bad, wording.WHY_NETWORK))
+        case.troubles.append(findings.split(case, sentence, sides, bad, findings.WHY_NETWORK))
         case.left -= bad
 
 
@@ -129,7 +118,7 @@ def between_nodes(case: Case) -> None:
         across = pair_graph.across(sides, net)
         names = " and ".join(fold(case.hosts(side)) for side in sides)
         case.troubles.append(
-            findings.split(case, f"{names} {wording.asunder(case, across)}, not a bad node", sides, across)
+            findings.split(case, f"{names} {findings.asunder(case, across)}, not a bad node", sides, across)
         )
         case.left -= across
 
@@ -141,7 +130,7 @@ def nothing_inside(case: Case) -> None:
     if len(hosts) > 1 and not case.at(NODE, case.good):
         sentence = f"every pair inside a node is bad on {fold(hosts)}, but pairs between nodes are good"
         sides = pair_graph.parts(case.at(NET, case.good))
-        case.troubles.append(findings.split(case, sentence, sides, bad, wording.WHY_INSIDE))
+        case.troubles.append(findings.split(case, sentence, sides, bad, findings.WHY_INSIDE))
         case.left -= bad
 
 
@@ -192,19 +181,17 @@ def classify(
     case = Case(pairs, host_of, least_bytes_per_s)
     below_expectation(case)
     if case.good:
-        for step in (dead_nodes, no_network, dead_ranks, between_nodes, nothing_inside, cells):
+        for step in (dead_nodes, no_network, dead_ranks, between_nodes, nothing_inside, cells, *findings.ADDITIONS):
             step(case)
-        for add in (add_blamed, add_splits, add_doubtful, add_links, add_unsure):
-            add(case)
     else:
-        case.troubles.append(nothing_works(case) if case.bad else nothing_measured(case))
+        case.troubles.append(findings.nothing_works(case) if case.bad else findings.nothing_measured(case))
     return _sum(case), case.status
 
 
 def _sum(case: Case) -> Classification:
     """Join the troubles into one classification, led by what was measured."""
-    found = case.troubles or [healthy(case)]
-    measured = [measured_at(case, level) for level in LEVELS if case.at(level, case.pairs)]
+    found = case.troubles or [findings.healthy(case)]
+    measured = [findings.measured_at(case, level) for level in LEVELS if case.at(level, case.pairs)]
     reason = (*measured, *(line for trouble in found for line in trouble.reason))
     if len(found) == 1:
         return replace(found[0], reason=reason)

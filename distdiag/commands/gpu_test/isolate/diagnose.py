@@ -1,33 +1,93 @@
-"""Pairs of ranks -> Report. Pure: the same answer for recorded facts."""
+"""`gpu-test --isolate`: its job on the ranks, and from their pairs to the Report. `diagnose` is pure."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test.isolate.classify import classify
-from distdiag.commands.gpu_test.isolate.types import STAGES, Classified, Isolated, Kind, Pair, PairResult, PairStatus
+from distdiag.commands.gpu_test.isolate.types import STAGES, Isolated, Kind, Pair, PairResult, PairStatus, Request
+from distdiag.commands.gpu_test.isolate.view import isolate_view
 from distdiag.diagnosis.wording import counted
-from distdiag.launch import rank_report
-from distdiag.launch.rank_report import paused
+from distdiag.errors import UsageError
+from distdiag.launch import rank_report, runner
+from distdiag.launch.record import Job
 from distdiag.launch.types import Device
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.isolate.types import Classification, Request
-    from distdiag.launch.record import Inventory, NotStarted, Plan, RunRecord
+    from distdiag.cluster.launch_commands import Recipe
+    from distdiag.commands.gpu_test.isolate.types import Classification, Fault
+    from distdiag.launch.record import Allocation, Inventory, NotStarted, Plan, RunRecord, SavedRun
+    from distdiag.runner import Subcommand
 
-_SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
-"""Where in its own source gloo raised an error."""
+_ITERATIONS = 4
 _SIZE_BYTES = {Device.CPU: 4 * 2**20, Device.CUDA: 64 * 2**20}
+_LEAST_BYTES = 4096
+_PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
+"""For all of a pair's work. NCCL makes its connections in it, which takes seconds."""
+_LEAST_TIMEOUT_S = {Device.CPU: 1.5, Device.CUDA: 5.0}
+"""Once pairs have worked, the others may take five times as long as the slowest of them, and at least this long."""
+_PAUSE_S = 0.25
+"""Before each time that slow pairs are measured again: other programs make noise in spells, which must not last
+through all samples of a pair. A second or two in all, and only if something is slow."""
+_LAG_S = 0.05
+_SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
+"""The position in gloo's source where it raised an error."""
 
 
-def size_for(request: Request, plan: Plan) -> int:
-    """Return the bytes that a pair reduces."""
+def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, Isolated]:
+    """Return the command. `recipe`: the launcher whose launch commands are printed instead of a test."""
+    return runner.subcommand(
+        "gpu-test", Request, job_of, lambda _, report: isolate_view(report), recipe, saved_as="gpu-test --isolate"
+    )
+
+
+def job_of(request: Request) -> Job[Request, Isolated]:
+    """Return the job of the ranks and its diagnosis. Raises UsageError if the request contradicts itself."""
+    if request.size_bytes is not None and request.size_bytes < _LEAST_BYTES:
+        raise UsageError("--size is too small to measure bandwidth", hint="leave it out, or use 1MiB or more")
+    return Job(
+        request=request,
+        rank="distdiag.commands.gpu_test.isolate.rank",
+        config=_config,
+        diagnose=diagnose,
+        no_data=no_data,
+    )
+
+
+def _size(request: Request, plan: Plan) -> int:
     return request.size_bytes or _SIZE_BYTES[plan.device]
+
+
+def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
+    return {
+        "size_bytes": _size(request, plan),
+        "nodes": plan.machines,
+        "iterations": _ITERATIONS,
+        "at_once": max(1, (share.cpus or 2) // 2) if plan.device is Device.CPU else None,
+        "least_timeout_s": _LEAST_TIMEOUT_S[plan.device],
+        "pause_s": _PAUSE_S,
+        "pair_timeout_s": min(_PAIR_TIMEOUT_S[plan.device], request.timeout_s),
+        "fault": None if request.fault is None else _fault(request.fault, plan.nproc),
+    }
+
+
+def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
+    hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
+    if not hit and nproc > 1:
+        raise UsageError(
+            f"--inject {fault.option} affects no pair of {nproc} ranks", hint="name some of the ranks, not all"
+        )
+    slow = fault.kind == "slow"
+    return {
+        "dropped": [] if slow else hit,
+        "slow": hit if slow else [],
+        "slow_ranks": list(fault.first) or list(range(nproc)),
+        "lag_s": _LAG_S,
+    }
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Isolated]:
@@ -36,33 +96,20 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     pairs = [_pair(fields) for fields in reported]
     host_of = {trace.rank: trace.host for trace in course.traces}
     classification, statuses = classify(pairs, host_of, least_bytes_per_s=request.expected_bytes_per_s)
-    finished = course.outcome is Outcome.FINISHED
+    finished, interrupted = course.outcome is Outcome.FINISHED, course.outcome is Outcome.INTERRUPTED
+    steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
     data = Isolated(
         **rank_report.facts_of(request, scene, plan, course),
-        size_bytes=size_for(request, plan),
-        pairs=tuple(
-            PairResult(
-                a=pair.a,
-                b=pair.b,
-                level=pair.level,
-                busbw_bytes_per_s=pair.busbw_bytes_per_s,
-                status=statuses[pair.a, pair.b],
-                samples=len(pair.samples),
-                wrong=pair.wrong,
-                error=pair.error,
-            )
-            for pair in pairs
-        ),
-        classification=_classified(classification) if finished else None,
-        measuring_s=_measuring(course),
+        size_bytes=_size(request, plan),
+        pairs=tuple(_result(pair, statuses[pair.a, pair.b]) for pair in pairs),
+        classification=classification if finished else None,
+        measuring_s=round(steps[-1] - steps[0], 3) if steps else None,
     )
     found = rank_report.findings_of(request, scene, plan, course)
     if finished and plan.nproc > 1:
+        pauses = {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
         found += _finding(request, classification, data)
-        found += paused(
-            request, course.traces, {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
-        )
-    interrupted = course.outcome is Outcome.INTERRUPTED
+        found += rank_report.paused(request, course.traces, pauses)
     return Report(
         command=request.command,
         data=data,
@@ -77,11 +124,6 @@ def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Isolate
     return Isolated(**facts, size_bytes=request.size_bytes or 0, pairs=(), classification=None, measuring_s=None)
 
 
-def _measuring(course: RunRecord) -> float | None:
-    steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
-    return round(steps[-1] - steps[0], 3) if steps else None
-
-
 def _pair(fields: dict[str, Any]) -> Pair:
     return Pair(
         a=fields["a"],
@@ -94,29 +136,36 @@ def _pair(fields: dict[str, Any]) -> Pair:
     )
 
 
-def _classified(found: Classification) -> Classified:
-    fields = asdict(found)
-    return Classified(**{name: fields[name] for name in ("kind", "ranks", "hosts", "links", "groups", "reason")})
+def _result(pair: Pair, status: PairStatus) -> PairResult:
+    return PairResult(
+        a=pair.a,
+        b=pair.b,
+        level=pair.level,
+        busbw_bytes_per_s=pair.busbw_bytes_per_s,
+        status=status,
+        samples=len(pair.samples),
+        wrong=pair.wrong,
+        error=pair.error,
+    )
 
 
 def _finding(request: Request, found: Classification, data: Isolated) -> list[Finding]:
     if found.kind is Kind.HEALTHY:
         return []
     host_of = {rank.rank: rank.host for rank in data.ranks}
-    # A failed pair is a fault, even where the culprit is unknown; a slow pair may be as it should be.
+    # A failed pair is a fault even if the culprit is unknown; a slow pair may be as it should be.
     broken = any(pair.status in (PairStatus.FAILED, PairStatus.WRONG) for pair in data.pairs)
     errors = dict.fromkeys(pair.error for pair in data.pairs if pair.error)
-    # Its first line counts pairs that are slow beside others; none is here.
+    # Its first line counts pairs that are slower than others; none is here.
     reason = found.reason[1:] if found.kind is Kind.UNIFORMLY_SLOW else found.reason
     ranks = sorted({*found.ranks, *(end for link in found.links for end in link)})
+    hosts = tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)]))
     return [
         Finding(
             id=f"{request.command}.{found.kind}",
             level=Level.UNKNOWN if found.kind is Kind.UNDECIDABLE and not broken else Level.FAIL,
             title=found.sentence,
-            where=Where(
-                hosts=tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)])), ranks=tuple(ranks)
-            ),
+            where=Where(hosts=hosts, ranks=tuple(ranks)),
             evidence=(*reason, *(f"torch: {error}" for error in list(errors)[:2])),
             fix=Fix(text=found.next) if found.next else None,
         )

@@ -146,30 +146,16 @@ class Request(types.Request):
 
 @dataclass(frozen=True, kw_only=True)
 class PairResult:
-    """The result of a pair: the bandwidth of an all_reduce between the two ranks, None if there is none."""
+    """The result of a pair; `samples`: how often it was measured; no bandwidth: it never worked, or was not tried."""
 
     a: int
     b: int
     level: str
-    """node: both on the same node. net: between two nodes."""
     busbw_bytes_per_s: float | None
     status: PairStatus
     samples: int
-    """How often it was measured."""
     wrong: int
     error: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Classified:
-    """What explains the pairs."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    links: tuple[tuple[int, int], ...]
-    groups: tuple[tuple[int, ...], ...]
-    reason: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +164,7 @@ class Isolated(types.RunFacts):
 
     size_bytes: int
     pairs: tuple[PairResult, ...]
-    classification: Classified | None
+    classification: Classification | None
     measuring_s: float | None
     """From the first pair to the last; None if no pair was measured."""
 
@@ -187,28 +173,15 @@ _HINT = "use slow:RANK, slow:A-B (a link), slow:all, block:RANK, block:A-B, or s
 
 
 def parse_fault(text: str) -> Fault:
-    """Parse what to slow down, block or split. Raises UsageError."""
+    """Parse the pairs to slow down, block or split. Raises UsageError."""
     kind, _, named = text.partition(":")
     if kind not in ("slow", "block", "split"):
         raise UsageError(f"--inject {text!r}: unknown fault for --isolate", hint=_HINT)
-    if named == "all" and kind == "slow":
+    if (kind, named) == ("slow", "all"):
         return Fault(option=text, kind=kind, first=())
-    words = named.split("-")
-    ranks = _ranks(text, named) if kind == "split" else tuple(int(word) for word in words if word.isdecimal())
-    if (
-        not ranks
-        or (kind != "split" and len(set(ranks)) != len(ranks))
-        or (kind != "split" and (len(ranks) > 2 or len(words) != len(ranks)))
-    ):
+    pattern = r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*" if kind == "split" else r"\d{1,6}(-\d{1,6})?"
+    ends = [list(map(int, part.split("-"))) for part in named.split(",")] if re.fullmatch(pattern, named) else []
+    ranks = {rank for part in ends for rank in (range(part[0], part[-1] + 1) if kind == "split" else part)}
+    if not ranks or (kind != "split" and len(ranks) != len(ends[0])):
         raise UsageError(f"--inject {text!r}: no valid ranks", hint=_HINT)
-    return Fault(option=text, kind=kind, first=tuple(sorted(set(ranks))))
-
-
-def _ranks(text: str, words: str) -> tuple[int, ...]:
-    found: list[int] = []
-    for word in words.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", word)
-        if match is None:
-            raise UsageError(f"--inject {text!r}: no valid ranks", hint=_HINT)
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(found)
+    return Fault(option=text, kind=kind, first=tuple(sorted(ranks)))

@@ -1,0 +1,186 @@
+"""Compute one operation with given settings in torch, and measure its error against float64. Imported by child.py only.
+
+Rounding explains some ulp of a function (result.limits). A sum of n terms is a random walk of n roundings of partial
+sums, which are random walks themselves, as the inputs are normal and of both signs: its error is about
+sqrt(n) u sqrt(sum of squares), u being half an ulp of 1 in the dtype of the sum (float32 for 16 bits). Six times that
+is the limit, plus one ulp for the result (Higham and Mary, "A new approach to probabilistic rounding error analysis",
+2019).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from distdiag.commands.floatcmp.operation import Kind, Measured, OpComparison, Side
+from distdiag.training.floatcmp.compare import floatcmp
+from distdiag.training.floatcmp.result import limits
+from distdiag.training.floatcmp.ulp import as_integers, dtype_name, precision, round_to, ulp_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    New = Callable[..., torch.Tensor]
+
+_SIGMAS, _RUNS = 6, 3
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`make` returns float64 inputs, `run` computes.
+
+    `terms`: of a sum of products or numbers, how many; None for functions. `scale`: the size of a function's terms
+    where they may cancel; None: the size of the result.
+    """
+
+    make: Callable[[New, int], list[torch.Tensor]]
+    run: Callable[..., torch.Tensor]
+    terms: Callable[[int], int] | None = None
+    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+def _row(new: New, size: int) -> list[torch.Tensor]:
+    return [new(64, size)]
+
+
+def _positive(new: New, size: int) -> list[torch.Tensor]:
+    return [new(64, size).abs() + 0.01]
+
+
+def _index_add(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(8, 64, dtype=values.dtype, device=values.device).index_add_(0, index, values)
+
+
+def _norm_scale(x: torch.Tensor) -> torch.Tensor:
+    """Return the size of the subtraction's terms: the mean is a sum whose error is an ulp of the usual size of x."""
+    return 1 + (x.abs() + x.mean(-1, keepdim=True).abs()) / x.std(-1, keepdim=True, correction=0)
+
+
+def _softmax_scale(x: torch.Tensor) -> torch.Tensor:
+    """Return each result times the condition of exp, by which the rounding of x - max is larger in the result."""
+    return x.softmax(-1) * (1 + x.amax(-1, keepdim=True) - x)
+
+
+def _layer_norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=0.0)
+
+
+def _all(size: int) -> int:
+    return size
+
+
+OPERATIONS = {
+    "matmul": Operation(lambda new, n: [new(256, n), new(n, 256)], torch.matmul, _all),
+    "conv2d": Operation(
+        lambda new, n: [new(2, max(1, n // 9), 24, 24), new(32, max(1, n // 9), 3, 3)],
+        torch.nn.functional.conv2d,
+        lambda n: 9 * max(1, n // 9),
+    ),
+    "sum": Operation(_row, lambda x: x.sum(-1), _all),
+    "cumsum": Operation(_row, lambda x: x.cumsum(-1), _all),
+    "index_add": Operation(lambda new, n: [new(8 * n, 64), torch.arange(8 * n) % 8], _index_add, _all),
+    "exp": Operation(_row, torch.exp),
+    "log": Operation(_positive, torch.log),
+    "sin": Operation(_row, torch.sin),
+    "tanh": Operation(_row, torch.tanh),
+    "pow": Operation(lambda new, n: [new(64, n).abs() + 0.1, new(64, n)], torch.pow),
+    "rsqrt": Operation(_positive, torch.rsqrt),
+    "sigmoid": Operation(_row, torch.sigmoid),
+    "gelu": Operation(_row, torch.nn.functional.gelu, scale=torch.abs),
+    "softmax": Operation(_row, lambda x: x.softmax(-1), scale=_softmax_scale),
+    "layer_norm": Operation(_row, _layer_norm, scale=_norm_scale),
+}
+
+
+def compare_operation(name: str, size: int, sides: tuple[Side, Side], seed: int = 0) -> OpComparison:
+    """Compute an operation in two ways, from inputs that both dtypes hold exactly.
+
+    Raises:
+        RuntimeError: torch cannot: no such device, or no deterministic algorithm.
+    """
+    operation = OPERATIONS[name]
+    coarser = min((getattr(torch, side.dtype) for side in sides), key=precision)
+    new = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    made = operation.make(new, size)
+    inputs = [round_to(value, coarser).double() if value.is_floating_point() else value for value in made]
+    threads = torch.get_num_threads()
+    try:
+        results = [_run(operation, inputs, side, threads) for side in sides]
+    finally:
+        _set(Side(typed=""), threads)
+    measured = [measure(name, size, inputs, runs) for runs in results]
+    return OpComparison(
+        operation=name,
+        terms=operation.terms(size) if operation.terms else 1,
+        sides=sides,
+        measured=(measured[0], measured[1]),
+        pair=floatcmp(results[0][0], results[1][0]).pairs[0],
+    )
+
+
+def _set(side: Side, threads: int) -> None:
+    if side.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
+    torch.set_num_threads(side.threads or threads)
+    torch.set_float32_matmul_precision(side.precision or ("high" if side.tf32 else "highest"))
+    torch.backends.cudnn.allow_tf32 = side.tf32
+    torch.use_deterministic_algorithms(side.deterministic)
+
+
+def _run(operation: Operation, inputs: Sequence[torch.Tensor], side: Side, threads: int) -> list[torch.Tensor]:
+    """Return the results of some runs, on the CPU."""
+    _set(side, threads)
+    dtype = getattr(torch, side.dtype)
+    given = [(value.to(dtype) if value.is_floating_point() else value).to(side.device) for value in inputs]
+    with torch.no_grad():
+        return [operation.run(*given).to("cpu").contiguous() for _ in range(_RUNS)]
+
+
+def measure(name: str, size: int, inputs: Sequence[torch.Tensor], runs: Sequence[torch.Tensor]) -> Measured:
+    """Classify the error of the first of some results on the CPU; the inputs are float64."""
+    operation, result = OPERATIONS[name], runs[0]
+    truth = operation.run(*inputs)
+    error, finite = (result.double() - truth).abs(), result.isfinite()
+    scale, allowed = _limits(operation, size, inputs, truth, result.dtype)
+    shares = {kind: error / limit.clamp_min(torch.finfo(torch.float64).tiny) for kind, limit in allowed.items()}
+    fits = (kind for kind, of_limit in shares.items() if bool((of_limit <= 1).all()))
+    at = int(shares[Kind.EXPECTED].where(finite, -1.0).argmax())
+    ulps = (error / ulp_at(torch.maximum(truth.abs(), scale), result.dtype)).where(finite, 0.0)
+    return Measured(
+        kind=next(fits, Kind.BEYOND),
+        of_limit=float(shares[Kind.EXPECTED].where(finite, 0.0).flatten()[at]),
+        max_ulp=float(ulps.max()),
+        right=int((round_to(truth, result.dtype) == result).sum()),
+        not_finite=int((~finite).sum()),
+        reproducible=all(bool((as_integers(result) == as_integers(other)).all()) for other in runs[1:]),
+        worst_index=tuple(int(number) for number in torch.unravel_index(torch.tensor(at), truth.shape)),
+        worst_value=float(result.flatten()[at].nan_to_num()),  # JSON has no nan
+        worst_reference=float(truth.flatten()[at]),
+    )
+
+
+def _limits(
+    operation: Operation, size: int, inputs: Sequence[torch.Tensor], truth: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[Kind, torch.Tensor]]:
+    """Return the size of the terms of each number, and for each kind, the best first, how large its error may be."""
+    if operation.terms is None:
+        scale = truth.abs() if operation.scale is None else operation.scale(inputs[0])
+        return scale, {Kind.EXPECTED: limits(dtype_name(dtype))[0] * ulp_at(torch.maximum(truth.abs(), scale), dtype)}
+    # A sum of squares is the same sum, of squared inputs.
+    spread = operation.run(*(value.square() if value.is_floating_point() else value for value in inputs)).sqrt()
+    walk = _SIGMAS * math.sqrt(operation.terms(size)) * spread
+    is_short = precision(dtype) < precision(torch.float32)
+    own = ulp_at(truth.abs(), dtype) + walk * 2.0 ** -precision(torch.float32 if is_short else dtype)
+    found = {Kind.EXPECTED: own}
+    if dtype == torch.float32:
+        # Each of two inputs is off by up to half an ulp of 11, or 8 bits; the errors of the products add up as squares.
+        found[Kind.TF32] = own + _SIGMAS * 2 * 2.0**-11 * spread
+        found[Kind.BFLOAT16] = own + _SIGMAS * 2 * 2.0**-8 * spread
+    if is_short:
+        found[Kind.SHORT_SUM] = own + walk * 2.0 ** -precision(dtype)
+    return spread, found
