@@ -77,7 +77,7 @@ def test_the_rank_at_fault_and_its_class_are_named(how: str, class_name: str, ra
     assert first["where"]["ranks"] == ranks
     assert first["fix"] is not None
     if how == "sleeps":
-        assert re.search(r"The timeout of their process group ends the wait in 5\d\d s\.", first["detail"]), first[
+        assert re.search(r"The process group's own timeout ends the wait in 5\d\d s\.", first["detail"]), first[
             "detail"
         ]
 

@@ -148,7 +148,7 @@ def test_a_rank_that_is_not_connected_is_missing_and_not_accused() -> None:
 def test_the_missing_node_of_a_list_is_named_unless_an_address_is_unknown() -> None:
     def found(*clients: str) -> list[Finding]:
         first = node(1, rank(0, from_n2(*clients), world=3))
-        known = {f"n{number}": (f"10.0.0.{number}",) for number in (1, 2, 3)}
+        known: dict[str, tuple[str, ...]] = {f"n{number}": (f"10.0.0.{number}",) for number in (1, 2, 3)}
         return judge(replace(first, starts=(replace(first.starts[0], expected=known),)), of_ranks=True)
 
     (one,) = found("10.0.0.2")

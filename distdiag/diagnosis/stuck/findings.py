@@ -247,7 +247,7 @@ def _timeout(joined: Joined) -> tuple[float | None, str]:
     """Return how long the ranks that wait still have, and whose timeout it is: their own, or torch's default."""
     evidence = joined.evidence
     if evidence.ends_in_s is not None:
-        return evidence.ends_in_s, "The timeout of their process group"
+        return evidence.ends_in_s, "The process group's own timeout"
     if evidence.waited_s is None:
         return None, ""
     limit_s, backend = (_NCCL_TIMEOUT_S, "NCCL") if has_gpu(evidence) else (_GLOO_TIMEOUT_S, "Gloo")
