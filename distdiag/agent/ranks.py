@@ -40,11 +40,20 @@ _NEEDED = (
         f"distdiag.agent.{name}"
         for name in ("boot", "forkserver", "handshake", "protocol", "rank_progress", "rendezvous")
     ),
-    *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text")),
+    *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text", "computed", "gpu_health")),
     "distdiag.agent.wire",
 )
 """The agent's modules that ranks import. All of them would not fit into a pipe, and each start would wait."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
+
+
+def carried_by_ranks(sources: dict[str, str]) -> dict[str, str]:
+    """Leave out what only the agent imports."""
+    return {
+        name: text
+        for name, text in sources.items()
+        if name in _NEEDED or not name.startswith(("distdiag.agent.", "distdiag.facts."))
+    }
 
 
 @dataclass
@@ -66,11 +75,7 @@ class Ranks:
 
     def __init__(self, wire: Writer, sources: dict[str, str], *, guest: bool = False) -> None:
         self._wire = wire
-        self._sources = {
-            name: text
-            for name, text in sources.items()
-            if name in _NEEDED or not name.startswith(("distdiag.agent.", "distdiag.facts."))
-        }
+        self._sources = carried_by_ranks(sources)
         self._guest = guest
         self.listener: socket.socket | None = None
         self._oom_kills = machine.oom_kills()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from distdiag.facts import procs, programs
+from distdiag.facts import programs
 from distdiag.facts.machine import user_name
 
 TYPE_CHECKING = False
@@ -94,8 +94,8 @@ class Health:
     error: str = ""
 
 
-def read(timeout_s: float) -> Health:
-    """Ask nvidia-smi. Never raises."""
+def read(timeout_s: float, *, users: bool = True) -> Health:
+    """Ask nvidia-smi; with `users`, also of whom the processes are. Never raises."""
     try:
         done = programs.run(["nvidia-smi", "-q"], timeout_s=timeout_s)
     except programs.CannotRun:
@@ -107,7 +107,7 @@ def read(timeout_s: float) -> Health:
     if not health.gpus:
         words = (text + done.stderr.decode("utf-8", "replace")).strip().splitlines()
         return Health(error=f"nvidia-smi: {words[-1].strip()[:160]}" if words else f"nvidia-smi: status {done.status}")
-    health = _with_users(health)
+    health = _with_users(health) if users else health
     left_s = max(1.0, (timeout_s - done.elapsed_s) / 2)
     answers = [programs.run(["nvidia-smi", "nvlink", option], timeout_s=left_s) for option in ("-s", "-e")]
     return with_links(health, *(answer.stdout.decode("utf-8", "replace") for answer in answers))
@@ -238,6 +238,8 @@ def _processes(tree: Tree) -> tuple[GpuProcess, ...]:
 
 
 def _with_users(health: Health) -> Health:
+    from distdiag.facts import procs  # which a rank does not carry
+
     def user(pid: int) -> str:
         number = procs.owner(pid)
         return "" if number is None else user_name(number)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.agent import boot, connect_back, handshake
+from distdiag.agent import boot, connect_back, handshake, ranks
 from distdiag.cluster import bootstrap, bundle
 
 ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
@@ -126,6 +126,21 @@ def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-S", "-P", "-"], input=order, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["gpu_test", "gpu_test.isolate", "allreduce_bench"])
+def test_what_a_rank_carries_is_whole_and_fits_into_a_pipe(command: str) -> None:
+    entry = f"distdiag.commands.{command}.rank"
+    carried = ranks.carried_by_ranks(
+        bundle.sources(bundle.AGENT, "distdiag.launch.collect", entry, "distdiag.agent.ranks")
+    )
+    starts = "distdiag.starts"
+    packed = boot.pack({**carried, starts: f"def main(config):\n    import {entry}\n    print('loaded')\n"}, starts, {})
+    assert len(packed) < 65536  # what a pipe of Linux holds
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", boot.START, str(len(packed))], input=packed, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"loaded\n", b"")
 
 
 def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> None:

@@ -271,7 +271,7 @@ class Compute:
         """Return what nvidia-smi reports of this GPU while it multiplies."""
         uuid = getattr(torch.cuda.get_device_properties(self.device), "uuid", None)
         read: list[gpu_health.Health] = []
-        reader = threading.Thread(target=lambda: read.append(gpu_health.read(_HEALTH_S)), daemon=True)
+        reader = threading.Thread(target=lambda: read.append(gpu_health.read(_HEALTH_S, users=False)), daemon=True)
         matrix = self._fractions(self._size(), 37, 101)
         self.rank.progress.step("reading the GPU's health under load")
         reader.start()
