@@ -21,6 +21,7 @@ from distdiag.commands.estimate.arithmetic import (
 from distdiag.commands.estimate.diagnose import Network, diagnose
 from distdiag.knowledge.bandwidth import tables
 from distdiag.knowledge.peaks import find_peaks, peaks
+from distdiag.report import Level
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -349,3 +350,11 @@ def test_a_shape_that_contradicts_the_parameters_is_a_warning_and_experts_count_
 )
 def test_gpus_as_nvidia_smi_prints_them(printed: str, name: str) -> None:
     assert [peak.name for peak in find_peaks(printed)] == [name]
+
+
+@pytest.mark.parametrize(("micro", "level", "percent"), [(128, Level.INFO, "8%"), (12, Level.WARN, "48%")])
+def test_the_bubble_of_a_pipeline_follows_from_its_micro_batches(micro: int, level: Level, percent: str) -> None:
+    found = {finding.id: finding for finding in diagnose(replace(BLOOM, accumulate=micro), None, None).findings}
+    bubble = found["estimate.pipeline-bubble"]
+    assert (bubble.level, percent in bubble.title) == (level, True), bubble.title
+    assert "estimate.pipeline-bubble" not in {each.id for each in diagnose(BLOOM, None, None).findings}

@@ -19,7 +19,7 @@ from distdiag.commands.estimate.arithmetic import (
     traffic,
     zero3_break_even_bits_per_s,
 )
-from distdiag.diagnosis.wording import format_duration
+from distdiag.diagnosis.wording import counted, format_duration
 from distdiag.knowledge.bandwidth import GB
 from distdiag.knowledge.peaks import Peak  # noqa: TC001 - msgspec reads the annotations
 from distdiag.report import Finding, Fix, Level, Report
@@ -75,6 +75,10 @@ class Estimate:
     compute_s: float | None
     """Time of the computation at half of the card's peak; None without a card."""
     zero3: BreakEven | None
+
+
+_LARGE_BUBBLE = 0.2
+"""Of a step. With m = 4 p, from where on GPipe (arXiv:1811.06965) calls it negligible, it is below."""
 
 
 def diagnose(run: Run, peak: Peak | None, network: Network | None) -> Report[Estimate]:
@@ -188,7 +192,24 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
             detail="Tensor parallelism runs four all_reduces per layer, and no computation hides them.",
             fix=Fix(text=f"use tp={fits}, and more pipeline or data parallelism"),
         )
+    if run.pp > 1 and run.accumulate > 1:
+        yield _bubble(run)
     yield from _network(estimate)
+
+
+def _bubble(run: Run) -> Finding:
+    """Report how long the stages of a pipeline idle: (p - 1) / m of the time in which they compute."""
+    idle = (run.pp - 1) / (run.accumulate + run.pp - 1)
+    return Finding(
+        id="estimate.pipeline-bubble",
+        level=Level.WARN if idle > _LARGE_BUBBLE else Level.INFO,
+        title=f"PP={run.pp} with {counted(run.accumulate, 'micro-batch', 'micro-batches')} idles for {idle:.0%} of each step",
+        evidence=(
+            f"(p - 1) / m = {run.pp - 1} / {run.accumulate} of the computing time (arXiv:2104.04473, section 2.2); an "
+            "interleaved schedule with v parts per stage has 1/v of that",
+        ),
+        fix=Fix(text=f"use {4 * run.pp} micro-batches or more (accumulate=), an interleaved schedule, or a smaller pp"),
+    )
 
 
 def _groups(row: Traffic) -> str:
