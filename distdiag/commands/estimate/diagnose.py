@@ -203,7 +203,7 @@ def _bubble(run: Run) -> Finding:
     return Finding(
         id="estimate.pipeline-bubble",
         level=Level.WARN if idle > _LARGE_BUBBLE else Level.INFO,
-        title=f"PP={run.pp} with {counted(run.accumulate, 'micro-batch', 'micro-batches')} idles for {idle:.0%} of each step",
+        title=f"PP={run.pp} with {counted(run.accumulate, 'micro-batch', 'micro-batches')} idles for {idle:.0%} of a step",
         evidence=(
             f"(p - 1) / m = {run.pp - 1} / {run.accumulate} of the computing time (arXiv:2104.04473, section 2.2); an "
             "interleaved schedule with v parts per stage has 1/v of that",
