@@ -200,10 +200,11 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
 def _bubble(run: Run) -> Finding:
     """Report how long the stages of a pipeline idle: (p - 1) / m of the time in which they compute."""
     idle = (run.pp - 1) / (run.accumulate + run.pp - 1)
+    parts = counted(run.accumulate, "micro-batch", "micro-batches")
     return Finding(
         id="estimate.pipeline-bubble",
         level=Level.WARN if idle > _LARGE_BUBBLE else Level.INFO,
-        title=f"PP={run.pp} with {counted(run.accumulate, 'micro-batch', 'micro-batches')} idles for {idle:.0%} of a step",
+        title=f"PP={run.pp} with {parts} idles for {idle:.0%} of each step",
         evidence=(
             f"(p - 1) / m = {run.pp - 1} / {run.accumulate} of the computing time (arXiv:2104.04473, section 2.2); an "
             "interleaved schedule with v parts per stage has 1/v of that",
