@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _CACHED = 4096
 _SHAPED = 400  # characters
 _NUMBER = re.compile(r"\d+")
+_EMPTY = re.compile(r"[\r\n]*")
 _GROUP = 200  # characters
 _AHEAD = 1024  # characters of the following lines: a sentence may end there, but not begin
 _BLOCK = 8192  # characters, and then to the end of the line
@@ -75,13 +76,19 @@ class Patterns:
             end = text.find("\n", start + _BLOCK, start + _LONGEST) + 1 or min(start + _LONGEST, len(text))
             block = text[start : end + _AHEAD]
             rows = [pattern for pattern in self._all if pattern.may_fit(block)]
-            while rows and start < end:
+            while rows and (start := _skip_empty(text, start, end)) < end:
                 behind = text.find("\n", start, end) + 1 or end
                 if (owned := _owner(rows, text[start : behind + _AHEAD], behind - start)) is not None:
                     pattern, match = owned
                     yield pattern.id, start + match.start(), match
                 start = behind
             start = end
+
+
+def _skip_empty(text: str, start: int, end: int) -> int:
+    """Return where the next line that is not empty begins: progress bars may end in thousands of carriage returns."""
+    empty = _EMPTY.match(text, start, end)
+    return start if empty is None else empty.end()
 
 
 def _owner(rows: Sequence[Pattern], text: str, length: int) -> tuple[Pattern, re.Match[str]] | None:

@@ -78,7 +78,7 @@ def _switches(node: NodeDoctor, system: System) -> Iterator[Symptom]:
 def _proxies(node: NodeDoctor, system: System) -> Iterator[Symptom]:
     """Report proxies that connections between the nodes go through, as gRPC and HTTP libraries follow them."""
     own = [address for nic in node.network.nics for address in nic.plain_addresses] if node.network is not None else []
-    own = [address for address in own if not ipaddress.ip_address(address).is_loopback]
+    own = [address for address in own if not (address.startswith("127.") or address == "::1")]
     caught = [address for address in own if not is_excepted(address, system.no_proxy)]
     if system.proxies and caught and not is_excepted(node.host, system.no_proxy):
         yield Symptom(

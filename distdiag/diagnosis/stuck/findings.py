@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 PREFIX = "hang"
 _GLOO_TIMEOUT_S, _NCCL_TIMEOUT_S = 1800.0, 600.0
 """torch/distributed/constants.py: default_pg_timeout and default_pg_nccl_timeout, since torch 2.2."""
+_LONG_WAIT_S = 60.0
 _SHOWN = 8
 _GROUPS = 4
 _WORKER_FRAMES = 6
@@ -88,7 +89,7 @@ def _about_ranks(
     title = _title(joined, claim, states, kind)
     level = Level.WARN if kind in GOES_ON else joined.level
     in_common = common_to(states, joined.evidence.stacks, joined.evidence.asked.groups)
-    about = (_moves(states), _waiting(joined, kind), _pace(joined, states, kind), _ends(joined))
+    about = (_moves(states), _waiting(joined, kind), _pace(joined, states, kind), _ends(joined, kind))
     details = (*about, _also_gone(joined), _also_polls(joined, states), _why(joined), in_common)
     return Finding(
         id=f"{PREFIX}.{kind}",
@@ -237,10 +238,13 @@ def _pace(joined: Joined, states: Sequence[RankState], kind: StuckKind) -> str:
     )
 
 
-def _ends(joined: Joined) -> str:
-    """Describe when the wait ends by the timeout of the process group."""
+def _ends(joined: Joined, kind: StuckKind) -> str:
+    """Describe when the wait ends by a timeout; a default only where it matters soon, or decides who is first."""
     left_s, whose = _timeout(joined)
-    return "" if left_s is None else f"{whose} ends the wait in {lasting(left_s)}."
+    is_default = joined.evidence.ends_in_s is None
+    if left_s is None or (is_default and kind not in GOES_ON and (joined.evidence.waited_s or 0.0) < _LONG_WAIT_S):
+        return ""
+    return f"{whose} ends the wait in {lasting(left_s)}."
 
 
 def _timeout(joined: Joined) -> tuple[float | None, str]:

@@ -97,7 +97,9 @@ def _or_start(joined: Joined, nodes: Sequence[NodePicture]) -> Joined:
 
 def launcher_claims(asked: Asked, judged: Sequence[Joined], nodes: Sequence[NodePicture]) -> list[Claim]:
     """Return why launchers have not started any rank; beside a job that runs, only what is sure."""
-    return [claim for claim in start_claims(asked, nodes, of_ranks=False) if claim.is_sure or not judged]
+    claims = [claim for claim in start_claims(asked, nodes, of_ranks=False) if claim.is_sure or not judged]
+    # A launcher without ranks has no name of its own but that of its meeting place.
+    return [claim for claim in claims if not asked.job or asked.job in " ".join([claim.says, *claim.evidence])]
 
 
 def start_finding(claim: Claim) -> Finding:

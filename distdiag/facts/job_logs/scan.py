@@ -54,10 +54,12 @@ _GROUP_MARGIN = re.compile(r"^ +[|+](?:[-+ \d]*-$| )?")
 _PART = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:: |:?$)(?!.*\(\d+ sub-exceptions?\)$)")
 """A sub-exception of a group that is no group itself."""
 _HEAD = "Traceback (most recent call last)"
+_SPAWNED = "reported by mp.spawn"
+"""What follows is the exception itself; the one before only repeats it."""
 _LINKS = {
     "The above exception was the direct": "raised from",
     "During handling of the above": "raised while handling",
-    "-- Process ": "reported as",
+    "-- Process ": _SPAWNED,
 }
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?!c10::Dist)(?P<raised>[^']{1,200})'")
 _FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
@@ -207,7 +209,8 @@ class _Traceback:
         if self.last and not self.link:  # of another process without a prefix
             return False
         if self.last:
-            self.links.insert(0, f"{self.link} {self.last[0][:_TAIL_OF_CHAIN]}")
+            if self.link != _SPAWNED:
+                self.links.insert(0, f"{self.link} {self.last[0][:_TAIL_OF_CHAIN]}")
             self.follow()
         return True
 
