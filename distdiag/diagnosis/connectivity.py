@@ -615,7 +615,7 @@ def _some_comes_through(case: Case) -> bool:
     swallowed = [{*_edge(path)} for path in case.test.paths if _is_swallowed(path)]
     return any(
         path.probe.verdict == "lossy"
-        or (path.probe.bulk_s is not None and {*_edge(path)} in swallowed)
+        or (path.probe.bulk_s is not None and path.probe.bulk_bytes >= BULK_BYTES and {*_edge(path)} in swallowed)
         or (_loses(case, path) and any(ends & {*_edge(path)} for ends in swallowed))
         for path in case.test.paths
     )
