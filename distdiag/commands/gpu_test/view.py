@@ -43,11 +43,10 @@ def _facts(data: GpuTest) -> Iterator[str]:
         for own in data.computed.values():
             for name, rate in own.rates().items():
                 rates.setdefault(name, []).append(rate)
-        yield "matrix products, each checked: " + _medians(rates.keys() - {*BANDWIDTHS}, rates, "TFLOP/s")
-        yield "memory: " + _medians(BANDWIDTHS, rates, "TB/s")
+        yield "products, each checked, TFLOP/s (median rank): " + _medians(rates.keys() - {*BANDWIDTHS}, rates, 1e12)
+        yield "copies, GB/s (median rank): " + _medians(BANDWIDTHS, rates, 1e9)
 
 
-def _medians(names: Iterable[str], rates: Mapping[str, list[float]], unit: str) -> str:
-    """Format the median of the ranks for each name: "float32 0.098, bfloat16 0.21 TFLOP/s (median rank)"."""
-    each = [f"{name} {median(rates[name]) / 1e12:.3g}" for name in rates if name in names]
-    return f"{', '.join(each)} {unit} (median rank)"
+def _medians(names: Iterable[str], rates: Mapping[str, list[float]], unit: float) -> str:
+    """Format the median of the ranks for each name, in units of so many a second: "float32 0.098, bfloat16 0.21"."""
+    return ", ".join(f"{name} {median(rates[name]) / unit:.3g}" for name in rates if name in names)
