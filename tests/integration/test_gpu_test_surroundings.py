@@ -33,6 +33,9 @@ if TYPE_CHECKING:
         ("--inject", "corrupt:1@memory"),
         ("--inject", "kill:2", "--nproc", "2"),
         ("--no-such-option",),
+        ("--compute", "5s", "--no-compute"),
+        ("--compute", "soon"),
+        ("--isolate", "--compute", "5s"),
     ],
 )
 def test_wrong_usage_is_exit_2_with_a_reason_in_json(arguments: tuple[str, ...]) -> None:

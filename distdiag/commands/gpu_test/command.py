@@ -195,7 +195,14 @@ def gpu_test(
     if isolate:
         from distdiag.commands.gpu_test.isolate import diagnose as pairs
 
-        runner.run(pairs.subcommand(print_command), lambda: _pairs(shared(), size, memory, expect, inject), options)
+        def wanted() -> isolate_model.Request:
+            if compute or no_compute:
+                raise UsageError(
+                    "--compute and --no-compute cannot be combined with --isolate", hint="leave one of them out"
+                )
+            return _pairs(shared(), size, memory, expect, inject)
+
+        runner.run(pairs.subcommand(print_command), wanted, options)
     from distdiag.commands.gpu_test import check
 
     def seconds() -> float | None:
