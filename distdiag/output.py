@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from distdiag.report import Finding, Report
 
 Data = TypeVar("Data")
+_FOLDED = "kube.pod-lacks"
+"""A remark whose fix is a patch of many lines: below the verdict, without it."""
 SCHEMA = "distdiag/1"
 _WIDEST = 100
 _LONGEST = 5000
@@ -459,10 +461,6 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
         _print_text(console, "fix: " + finding.fix.text)
         for command in finding.fix.commands:
             console.print("    " + as_called(command), soft_wrap=True)
-
-
-_FOLDED = "kube.pod-lacks"
-"""A remark whose fix is a patch of many lines: below the verdict, without it."""
 
 
 def _print_folded(console: Console, finding: Finding) -> None:

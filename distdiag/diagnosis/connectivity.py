@@ -178,10 +178,22 @@ def _nothing_works(case: Case, everybody: Culprit, paths: Sequence[NetworkPath])
 
 
 def _is_flaky(case: Case, path: NetworkPath) -> bool:
-    """Return whether a path is closed and another try over the same is not: no firewall does that, loss does."""
-    return not path.is_open and any(
-        other.is_open and _edge(other) == _edge(path) and other.purpose == path.purpose for other in case.test.paths
-    )
+    """Return whether loss closes a path, not a firewall: another try over it is open, or it opened and data stopped.
+
+    The latter only if every other path of its ends is open, and one of them loses packets.
+    """
+    if path.is_open:
+        return False
+    same = [other for other in case.test.paths if _edge(other) == _edge(path) and other.purpose == path.purpose]
+    if any(other.is_open for other in same):
+        return True
+    near = [other for other in case.test.paths if other not in same and {*_edge(other)} & {*_edge(path)}]
+    alone = path.probe.verdict in _STOPS and all(other.is_open or _is_swallowed(other) for other in near)
+    return alone and any(_loses(case, other) or other.probe.verdict == "lossy" for other in near)
+
+
+_STOPS = ("silent", "cut-off")
+"""Verdicts on connections that open."""
 
 
 def _is_explained_elsewhere(case: Case, path: NetworkPath) -> bool:
@@ -610,13 +622,15 @@ def _is_swallowed(path: NetworkPath) -> bool:
 def _some_comes_through(case: Case) -> bool:
     """Return whether large packets do come through, if few: a link that swallows them swallows all.
 
-    Proof are a path on which few did, the way back between the same nodes, and loss on another path of either.
+    Proof are a path on which few did, the way back between the same nodes, and loss on another path of the node that
+    all such paths have in common: elsewhere a busy machine loses packets too.
     """
     swallowed = [{*_edge(path)} for path in case.test.paths if _is_swallowed(path)]
+    common = set.intersection(*swallowed) if swallowed else set()
     return any(
         path.probe.verdict == "lossy"
         or (path.probe.bulk_s is not None and path.probe.bulk_bytes >= BULK_BYTES and {*_edge(path)} in swallowed)
-        or (_loses(case, path) and any(ends & {*_edge(path)} for ends in swallowed))
+        or (_loses(case, path) and common & {*_edge(path)})
         for path in case.test.paths
     )
 

@@ -5,7 +5,7 @@ Standard library only: rank 0 decides with it, during the test, whether all rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_high
 
 from distdiag.facts.gpu_health import GpuHealth  # noqa: TC001 - msgspec reads the annotations
@@ -61,7 +61,7 @@ class Computed:
 
     model: str
     products: tuple[Product, ...] = ()
-    bandwidths: dict[str, float] | None = None
+    bandwidths: dict[str, float] = field(default_factory=dict)
     rounds: int = 1
     cpus: int = 0
     health: GpuHealth | None = None
@@ -69,7 +69,7 @@ class Computed:
     def rates(self) -> dict[str, float]:
         """Return every measured rate by name, per second."""
         products = {product.precision: product.flops_per_s for product in self.products if product.best_s}
-        return {**products, **(self.bandwidths or {})}
+        return {**products, **self.bandwidths}
 
 
 def slow(rates: Mapping[int, float], limit: float) -> tuple[float, list[int]]:

@@ -126,6 +126,28 @@ def test_large_packets_that_vanish_on_one_try_and_come_through_on_another_are_lo
     assert level_and_ids(blocked, elsewhere=9)[0][0] == "gpu-test.link-lossy"
 
 
+@pytest.mark.parametrize(("lost", "ids"), [(9, [("link-lossy", ("n2",))]), (0, [("rank-ports-silent", ("n2", "n1"))])])
+def test_a_connection_that_stops_beside_loss_is_loss(lost: int, ids: list[tuple[str, tuple[str, ...]]]) -> None:
+    paths = [
+        NetworkPath(source="n2", target="n1", purpose="ranks", probe=probe("silent")),
+        NetworkPath(source="n1", target="n2", purpose="ranks", probe=probe("ok")),
+        NetworkPath(source="n2", target="n3", purpose="ranks", probe=probe("ok", sent_again=lost)),
+        NetworkPath(source="n3", target="n1", purpose="ranks", probe=probe("ok")),
+    ]
+    found = [(each.id.partition(".")[2], each.where.hosts) for each in judged(meeting(*paths))]
+    assert [(id_, set(hosts)) for id_, hosts in found] == [(id_, set(hosts)) for id_, hosts in ids]
+
+
+def test_loss_elsewhere_does_not_make_loss_of_a_node_that_swallows_large_packets() -> None:
+    hole = [
+        NetworkPath(source=source, target="n3", purpose="ranks", probe=probe("swallowed-up", sent_again=3))
+        for source in ("n1", "n2")
+    ]
+    busy = NetworkPath(source="n1", target="n2", purpose="ranks", probe=probe("ok", sent_again=9))
+    found = judged(meeting(*hole, busy))
+    assert ("gpu-test.mtu-black-hole", ("n3",)) in [(each.id, each.where.hosts) for each in found]
+
+
 def test_a_name_that_leads_home_is_not_called_a_refusal() -> None:
     home = NetworkPath(source="n2", target="n1", purpose="port", probe=probe("refused", resolved="127.0.1.1"))
     assert [found.id for found in judged(meeting(home))] == ["gpu-test.address-loopback"]

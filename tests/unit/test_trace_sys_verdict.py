@@ -16,7 +16,7 @@ from distdiag.commands.pyspy_all.subcommand import _choose as choose_to_sample
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.nodes import Answers
 from distdiag.commands.trace.sys.collect import Attached, Reply, Traced, arguments
-from distdiag.commands.trace.sys.command import parse_duration, parse_only
+from distdiag.commands.trace.sys.command import parse_only
 from distdiag.commands.trace.sys.diagnose import diagnose, diagnose_logs
 from distdiag.commands.trace.sys.logs import read
 from distdiag.commands.trace.sys.types import MAX_PROCESSES, Request
@@ -25,6 +25,7 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.socket_owners import Network
 from distdiag.facts.strace.types import Call, ThreadLog
 from distdiag.jobs.roles import of_job, to_sample
+from distdiag.options import parse_duration
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
@@ -406,13 +407,13 @@ def test_names_of_logs_are_read_back() -> None:
     ("text", "seconds"), [("5", 5.0), ("5s", 5.0), ("500ms", 0.5), ("2m", 120.0), ("1.5 s", 1.5), ("1min", 60.0)]
 )
 def test_times_are_read(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
+    assert parse_duration(text, "--for", longest_s=600) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "5h", "0", "11m", "1e3"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        parse_duration(text)
+        parse_duration(text, "--for", longest_s=600)
 
 
 def test_kinds_of_calls_are_those_of_strace() -> None:

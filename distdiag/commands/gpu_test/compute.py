@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
 
 from distdiag.facts import gpu_health
@@ -283,11 +283,6 @@ class Compute:
         return replace(own[0], processes=()) if own else None
 
 
-def told(computed: Computed) -> dict[str, object]:
-    """Return what a rank reports, as JSON has it."""
-    return asdict(computed)
-
-
 def _better(first: Computed, second: Computed) -> Computed:
     """Return the best rates of two rounds, and whatever either found wrong."""
     products = []
@@ -297,10 +292,9 @@ def _better(first: Computed, second: Computed) -> Computed:
             bad = replace(bad, wrong_repetition=old.repetitions + 1)
         times = [product.best_s for product in (old, new) if product.best_s]
         products.append(replace(bad, best_s=min(times, default=0.0), repetitions=old.repetitions + new.repetitions))
-    before, after = first.bandwidths or {}, second.bandwidths or {}
     return replace(
         second,
         products=tuple(products),
-        bandwidths={name: max(rate, before.get(name, 0.0)) for name, rate in after.items()},
+        bandwidths={name: max(rate, first.bandwidths.get(name, 0.0)) for name, rate in second.bandwidths.items()},
         rounds=first.rounds + 1,
     )

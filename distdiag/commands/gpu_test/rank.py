@@ -7,6 +7,7 @@ sees itself; the parent, which sees all ranks, decides which of them is at fault
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 
 from distdiag.commands.gpu_test import compute
 from distdiag.launch.rank import Pauses, first_lines, is_out_of_memory, load_torch, run_rank
@@ -54,7 +55,7 @@ class Rank(AnyRank):
             pauses.start()
             pauses.begin()
             computed = compute.Compute(self, self.config["compute_s"]).run()
-            self.progress.step("computed", computed=compute.told(computed), paused=pauses.since_begin())
+            self.progress.step("computed", computed=asdict(computed), paused=pauses.since_begin())
 
     def reduce(self) -> None:
         """All-reduce one element, then the whole buffer, and check every element of the result."""

@@ -231,10 +231,12 @@ def _pace(joined: Joined, states: Sequence[RankState], kind: StuckKind) -> str:
     if kind not in GOES_ON or bar is None or bar.left_s is None:
         return ""
     left_s, _ = _timeout(joined)
-    ends = "the timeout comes first" if left_s is not None and bar.left_s > left_s else "it ends before the timeout"
+    ends = (
+        "" if left_s is None else "; the timeout comes first" if bar.left_s > left_s else "; it ends before the timeout"
+    )
     return (
         f"{bar.name or 'Its progress bar'}: {bar.done} of {bar.total} in {lasting(bar.spent_s)}, {lasting(bar.left_s)} "
-        f"left at this rate; {ends}."
+        f"left at this rate{ends}."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,8 @@ def launcher_claims(asked: Asked, judged: Sequence[Joined], nodes: Sequence[Node
     """Return why launchers have not started any rank; beside a job that runs, only what is sure."""
     claims = [claim for claim in start_claims(asked, nodes, of_ranks=False) if claim.is_sure or not judged]
     # A launcher without ranks has no name of its own but that of its meeting place.
-    return [claim for claim in claims if not asked.job or asked.job in " ".join([claim.says, *claim.evidence])]
+    words = [re.split(r"[\s,;()]+", " ".join([claim.says, *claim.evidence])) for claim in claims]
+    return [claim for claim, own in zip(claims, words, strict=True) if not asked.job or asked.job in own]
 
 
 def start_finding(claim: Claim) -> Finding:

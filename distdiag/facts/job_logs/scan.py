@@ -54,13 +54,12 @@ _GROUP_MARGIN = re.compile(r"^ +[|+](?:[-+ \d]*-$| )?")
 _PART = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:: |:?$)(?!.*\(\d+ sub-exceptions?\)$)")
 """A sub-exception of a group that is no group itself."""
 _HEAD = "Traceback (most recent call last)"
-_SPAWNED = "reported by mp.spawn"
-"""What follows is the exception itself; the one before only repeats it."""
-_LINKS = {
-    "The above exception was the direct": "raised from",
-    "During handling of the above": "raised while handling",
-    "-- Process ": _SPAWNED,
-}
+_LINK = re.compile(
+    r"(?P<cause>The above exception was the direct)|(?P<context>During handling of the above)"
+    r"|(?P<spawned>-- Process \d+ terminated with the following error:$)"
+)
+"""Lines between two tracebacks of one exception; the last is of torch.multiprocessing.spawn, which only repeats it."""
+_LINKS = {"cause": "raised from", "context": "raised while handling"}
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?!c10::Dist)(?P<raised>[^']{1,200})'")
 _FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
 _INFO = re.compile(rb"([\w.-]{1,200}):(\d{1,18}):(\d{1,18}) \[(-?\d{1,18})\] NCCL INFO (.*)")
@@ -209,8 +208,8 @@ class _Traceback:
         if self.last and not self.link:  # of another process without a prefix
             return False
         if self.last:
-            if self.link != _SPAWNED:
-                self.links.insert(0, f"{self.link} {self.last[0][:_TAIL_OF_CHAIN]}")
+            if how := _LINKS.get(self.link):
+                self.links.insert(0, f"{how} {self.last[0][:_TAIL_OF_CHAIN]}")
             self.follow()
         return True
 
@@ -543,8 +542,8 @@ class FileScan:
         if text.startswith("Original Traceback (most recent call last)"):  # of a DataLoader worker
             traceback.follow()
             return True
-        if link := next((how for words, how in _LINKS.items() if text.startswith(words)), ""):
-            traceback.link = link
+        if match := _LINK.match(text):
+            traceback.link = match.lastgroup or ""
             return True
         if not text:
             return True

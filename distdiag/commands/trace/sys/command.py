@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 KINDS = ("network", "file", "process", "desc", "memory", "signal")
 """Classes of calls, as strace names them."""
-_UNITS_S = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
 _LONGEST_S = 600.0
 
 
@@ -88,7 +86,7 @@ def trace_sys(
             program=called_as(),
             cluster=cluster,
             wanted=wanted(tuple(pid or ()), tuple(rank or ()), job, ""),
-            for_s=parse_duration(for_),
+            for_s=parse_duration(for_, "--for", longest_s=_LONGEST_S),
             only=parse_only(only or ()),
             logs=logs,
         )
@@ -124,20 +122,6 @@ def _judge_logs(request: Request, paths: list[str], attaches: bool) -> Report[Tr
         )
     threads, found = logs.read(paths)
     return diagnose_logs(request, threads, found)
-
-
-def parse_duration(text: str) -> float:
-    """Parse a time in seconds: 5, 5s, 500ms, 2m. Raises UsageError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|)\s*", text)
-    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if match is None:
-        raise UsageError(f"--for: {text!r} is not a time", hint="write seconds, or a unit: 5, 5s, 500ms, 2m")
-    if not 0.0 < seconds <= _LONGEST_S:
-        raise UsageError(
-            f"--for: {text} is too {'short' if not seconds else 'long'}",
-            hint=f"more than 0, at most {_LONGEST_S / 60:.0f}m: traced processes are slow",
-        )
-    return seconds
 
 
 def parse_only(texts: Iterable[str]) -> tuple[str, ...]:
