@@ -40,7 +40,9 @@ def parse_duration(text: str, option: str, *, longest_s: float) -> float:
     if match is None:
         raise UsageError(f"{option}: {text!r} is not a time", hint="write seconds, or a unit: 5, 5s, 500ms, 2m")
     if not 0.0 < seconds <= longest_s:
-        raise UsageError(f"{option}: {text} is out of range", hint=f"more than 0, at most {longest_s:g}s")
+        most = f"{longest_s / 60:g}m" if longest_s >= 60 else f"{longest_s:g}s"
+        how = "short" if not seconds else "long"
+        raise UsageError(f"{option}: {text} is too {how}", hint=f"more than 0, at most {most}")
     return seconds
 
 

@@ -204,7 +204,7 @@ def test_a_rank_without_torch_is_named_with_its_python() -> None:
 def test_one_element_that_is_wrong_in_one_repetition_names_the_rank() -> None:
     result = gpu_test("--nproc", "3", "--inject", "wrong-compute:1")
     assert result.code == 1
-    assert set(result.findings) - {"rank-paused"} == {"wrong-compute"}  # a busy machine may pause a rank
+    assert list(result.findings) == ["wrong-compute"]
     assert result.findings["wrong-compute"]["where"]["ranks"] == [1]
     assert "1 element of a 384x384 float32 product changed in repetition 2" in result.findings["wrong-compute"]["title"]
 

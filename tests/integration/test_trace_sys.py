@@ -311,7 +311,7 @@ os.write(writes, b"{SECRET} " * 20)
     [
         ((), "no process selected"),
         (("--for", "5x", "-p", "1"), "'5x' is not a time"),
-        (("--for", "2h", "-p", "1"), "'2h' is not a time"),
+        (("--for", "2h", "-p", "1"), "2h is too long"),
         (("--for", "20m", "-p", "1"), "at most 10m"),
         (("--only", "net", "-p", "1"), "'net' is not a class of system calls"),
         (("/dev/null/logs",), "no such file"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold_within
@@ -29,9 +30,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     found = [
         *rank_report.findings_of(request, scene, plan, course),
         *compute_findings.findings_of(computed, course.traces, request),
-        *rank_report.paused(
-            request, course.traces, {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
-        ),
+        *_paused(request, course),
     ]
     data = GpuTest(
         **rank_report.facts_of(request, scene, plan, course),
@@ -53,6 +52,13 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> GpuTest:
     """Return the facts of a run in which no rank was started."""
     return GpuTest(**facts, size_bytes=request.size_bytes, memory_bytes=None, arch_list=(), computed={})
+
+
+def _paused(request: Request, course: RunRecord) -> list[Finding]:
+    """Return ranks that did not run while they computed; want of a core for a second of a test is a remark."""
+    pauses = {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
+    found = rank_report.paused(request, course.traces, pauses)
+    return [replace(each, level=Level.INFO) if each.level is Level.WARN else each for each in found]
 
 
 def _summary(found: list[Finding], scene: Inventory, plan: Plan, *, computed: bool) -> str:
