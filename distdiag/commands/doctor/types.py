@@ -79,6 +79,7 @@ CHECKS = {
     "gpu.fabric": "the NVLink fabric is not ready",
     "gpu.throttled": "clocks of a GPU are held down",
     "gpu.pcie-width": "a GPU has fewer PCIe lanes than it could",
+    "gpu.slower": "a GPU has a lower clock or power limit than the others of its model",
     "gpu.pcie-replays": "PCIe packets of a GPU were sent again",
     "gpu.imex": "no IMEX channel for NVLink between nodes",
     "gpu.busy": "a GPU is in use before the job starts",
@@ -115,7 +116,7 @@ CHECKS = {
     **{id_: words for id_, words in PATH_IDS.items() if id_.startswith("rank-ports-")},
     "paths-untested": "paths between nodes of which no result came",
     "mtu-black-hole": "large packets between nodes are lost",
-    "link-slow": "a path between nodes has very low throughput",
+    "link-slow": "a path between nodes has much less throughput than the others",
     "link-lossy": "a path between nodes loses packets",
     "no-answer": "a node did not answer when the paths were to be tested",
 }
