@@ -56,9 +56,9 @@ class LostUpdates:
             return ""
         return (
             f"step {step}: {same / of:.0%} of the bfloat16 weights with a gradient did not change, of a sample of "
-            f"{of:,}: at a learning rate of {_learning_rate(optimizer):.3g} the update is smaller than half the spacing "
-            "of bfloat16, and is lost. Keep the weights in float32 and compute in bfloat16 by autocast, or use an "
-            "optimizer with float32 copies or stochastic rounding"
+            f"{of:,}: at a learning rate of {_learning_rate(optimizer):.3g} the update is smaller than half the "
+            "spacing of bfloat16, and is lost. Keep the weights in float32 and compute in bfloat16 by autocast, or use "
+            "an optimizer with float32 copies or stochastic rounding"
         )
 
 
