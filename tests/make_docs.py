@@ -536,18 +536,19 @@ _STUCK = {
 _LEVELS = {"info", "warn", "fail", "unknown"}
 _MAKERS = {
     "Finding": ("id", "level", "title"),
-    "Problem": ("id", "goals", "level", "title"),
     "Symptom": ("id", "level", "title"),
 }
 """What becomes a finding, with its first fields in their order."""
-_COMMAND_OF = {"Problem": "cuda-env", "Symptom": "doctor"}
+_COMMAND_OF = {"Symptom": "doctor"}
 """Whose findings they become: their ids are without it."""
 _ID = re.compile(r"[a-z][a-z0-9-]*(?:\.[a-zA-Z0-9…-]+)+")
 
 
 def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
     """Return every finding id that the code can make: by the calls of Finding, and of what becomes one."""
-    found = _made_by_calls(Code(package))
+    code = Code(package)
+    found = _made_by_calls(code)
+    _note_problems(found, code)
     for name, state in _host_states():
         found[f"hosts.{name}"].sentences.append(state)
     for known in _job_rows():
@@ -586,9 +587,22 @@ def _note_verdicts(found: dict[str, Entry]) -> None:
                 entry.sentences.append(_named(row["title"]))
 
 
+def _note_problems(found: dict[str, Entry], code: Code) -> None:
+    """Note the rows of cuda-env, whose level a check may choose."""
+    chosen: dict[str, set[str]] = defaultdict(set)
+    for path, call, inside in code.calls["problem"]:
+        level = next((word.value for word in call.keywords if word.arg == "level"), None)
+        for name in code.strings(path, call.args[0], inside):
+            chosen[name] |= code.strings(path, level, inside) & _LEVELS or ({"fail", "warn", "info"} if level else set())
+    for row in _toml("cuda_problems.toml")["problem"]:
+        entry = found[f"cuda-env.{row.get('id', row['name'])}"]
+        entry.levels |= chosen[row["name"]] or {row.get("level", "fail")}
+        entry.sentences.append(row["title"].translate({ord("["): "", ord("]"): ""}))
+
+
 def _is_open(name: str) -> bool:
     plain = name.partition(".")[2]
-    return plain.startswith("…") or name in ("logs.nccl-…", "doctor.log.…", "doctor.differs.…")
+    return plain.startswith("…") or name in ("logs.nccl-…", "doctor.log.…", "doctor.differs.…", "cuda-env.log.…")
 
 
 def _made_by_calls(code: Code) -> dict[str, Entry]:
@@ -613,7 +627,7 @@ def _note(
     entry: Entry, code: Code, path: Path, words: dict[str | None, ast.expr], inside: list[ast.FunctionDef]
 ) -> None:
     level = words.get("level")
-    made = {"cuda_env", "doctor"} & set(path.parts)  # of a Problem or a Symptom
+    made = "doctor" in path.parts  # of a Symptom
     if not (isinstance(level, ast.Attribute) and level.attr == "level" and made):
         entry.levels |= code.strings(path, level, inside) & _LEVELS
     for text in code.texts(path, words.get("title"), inside):

@@ -90,6 +90,12 @@ def install_system(facts: CudaFacts, **names: str) -> tuple[str, ...]:
     return (f"{sudo}{tool} {words} {name}",) if facts.building.nvidia_repository or "cuda-" not in name else ()
 
 
+def install_toolkit(facts: CudaFacts, number: str = "") -> tuple[str, ...]:
+    """Return the command that installs a toolkit of a version, as "12.8"."""
+    name = f"cuda-toolkit-{number.replace('.', '-')}" if number else "cuda-toolkit"
+    return install_system(facts, apt=name, dnf=name, zypper=name)
+
+
 def from_repository(facts: CudaFacts) -> str:
     """Report where a system's toolkit comes from, where its package tool does not know yet."""
     known = facts.building.nvidia_repository
