@@ -593,7 +593,9 @@ def _note_problems(found: dict[str, Entry], code: Code) -> None:
     for path, call, inside in code.calls["problem"]:
         level = next((word.value for word in call.keywords if word.arg == "level"), None)
         for name in code.strings(path, call.args[0], inside):
-            chosen[name] |= code.strings(path, level, inside) & _LEVELS or ({"fail", "warn", "info"} if level else set())
+            chosen[name] |= code.strings(path, level, inside) & _LEVELS or (
+                {"fail", "warn", "info"} if level else set()
+            )
     for row in _toml("cuda_problems.toml")["problem"]:
         entry = found[f"cuda-env.{row.get('id', row['name'])}"]
         entry.levels |= chosen[row["name"]] or {row.get("level", "fail")}

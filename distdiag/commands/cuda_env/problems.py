@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -67,6 +68,11 @@ def problem(
 def checks() -> dict[str, str]:
     """Return what --only and --ignore can name: the ids without the command's name, and what each is about."""
     return {str(id_): str(about) for id_, about in _table()["checks"].items()}
+
+
+def with_gpus(container: str) -> str:
+    """Return how this kind of container is started with GPUs, by the sign that it is one."""
+    return next(str(row["start"]) for row in _table()["container"] if re.search(row["sign"], container))
 
 
 @cache

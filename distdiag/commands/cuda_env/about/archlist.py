@@ -18,13 +18,12 @@ from distdiag.commands.cuda_env.archs import (
 )
 from distdiag.commands.cuda_env.problems import problem
 from distdiag.commands.cuda_env.types import Mend, Problem, Section
-from distdiag.knowledge.cuda import compiles, major, minor, tables, version
+from distdiag.knowledge.cuda import compiles, minor, tables, version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.facts.cuda.toolkits import Toolkit
 
 _NAME = "TORCH_CUDA_ARCH_LIST"
 
@@ -148,8 +147,9 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
     names = ", ".join(arch.torch for arch in refused)
     if read is not None and all(how_it_runs(read.cubins, read.ptx, gpu) for gpu in gpus):
         return _set_to(";".join(kept), f"remove {names} from the list")
-    for other in _other_toolkits(facts):
-        if all(compiles(arch.nvcc, other.version) for arch in refused):
+    used = fixes.target_toolkit(facts)
+    for other in fixes.toolkits_for(facts, fixes.torch_cuda(facts)):
+        if other is not used and all(compiles(arch.nvcc, other.version) for arch in refused):
             text = f"use the toolkit in {other.root} ({other.version}), which supports it"
             return Mend(text=text, exports=fixes.choose_toolkit(facts, other))
     older = _older_code(facts, gpus)
@@ -162,16 +162,6 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
     if not gpus and (better := recommended(facts)):
         return _set_to(better, f"list only supported architectures; or {newer}")
     return Mend(text=newer, commands=fixes.install_toolkit(facts, first) if first else ())
-
-
-def _other_toolkits(facts: CudaFacts) -> list[Toolkit]:
-    """List the other toolkits here that torch accepts, the newest first."""
-    used, wanted = fixes.target_toolkit(facts), fixes.torch_cuda(facts)
-    fitting = [
-        toolkit for toolkit in fixes.usable_toolkits(facts) if not wanted or major(toolkit.version) == major(wanted)
-    ]
-    others = [toolkit for toolkit in fitting if used is None or toolkit.real != used.real]
-    return sorted(others, key=lambda toolkit: version(toolkit.version), reverse=True)
 
 
 def _older_code(facts: CudaFacts, gpus: Sequence[Arch]) -> list[str]:

@@ -13,7 +13,7 @@ from distdiag.commands.cuda_env.fixes import (
     install_torch,
     loader_path_without,
 )
-from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.problems import problem, with_gpus
 from distdiag.commands.cuda_env.types import Mend, Problem, Section
 from distdiag.knowledge.cuda import major, tables, version
 from distdiag.report import Level
@@ -64,7 +64,7 @@ def _absent(facts: CudaFacts) -> Problem:
     """Report why there is no driver: the nearest cause first, in containers the flag that was forgotten."""
     driver = facts.driver
     folder = os.path.dirname(driver.installed[-1]) if driver.installed else ""
-    start = _with_gpus(driver.container) if driver.container else ""
+    start = with_gpus(driver.container) if driver.container else ""
     on_bus = f"{driver.hardware} NVIDIA GPU(s) on the PCI bus" if driver.hardware else "no NVIDIA GPU on the PCI bus"
     return problem(
         _why_absent(driver),
@@ -92,22 +92,6 @@ def _why_absent(driver: Driver) -> str:
     if driver.kernel:
         return "driver.no-libraries"
     return "driver.not-loaded" if driver.hardware else "driver.present"
-
-
-def _with_gpus(container: str) -> str:
-    """Return how this kind of container is started with GPUs, by the sign that it is one."""
-    if "KUBERNETES" in container:
-        return "request GPUs in the container's spec: resources: {limits: {nvidia.com/gpu: 1}}"
-    if any(word in container for word in ("APPTAINER", "SINGULARITY", "singularity")):
-        return "start the container with GPUs: apptainer exec --nv"
-    if container in ("/run/.containerenv", "$container=podman"):
-        return (
-            "start the container with GPUs: podman run --device nvidia.com/gpu=all (first, on the host: "
-            "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml)"
-        )
-    if container == "/.dockerenv":
-        return "start the container with GPUs: docker run --gpus all"
-    return "start the container with its GPU devices and the driver's libraries (nvidia-container-toolkit)"
 
 
 def _without(facts: CudaFacts, entries: Iterable[str], text: str = "") -> Mend:
