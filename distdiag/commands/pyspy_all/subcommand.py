@@ -55,7 +55,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
         wish,
         lambda hosts: _choose(request, hosts),
         progress,
-        doing="sampling the processes",
+        doing="sampling {processes}",
     )
 
 
