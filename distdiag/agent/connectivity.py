@@ -82,7 +82,6 @@ class Connectivity:
 
 
 def _why_not_listening(port: int, error: OSError) -> str:
-    """Describe the process that holds a port."""
     holder = machine.port_holder(port)
     if holder is None or not holder.pid:
         return error.strerror or str(error)

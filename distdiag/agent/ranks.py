@@ -148,7 +148,7 @@ class Ranks:
                 self._report_end(rank)
 
     def inspect(self, order: protocol.Inspect) -> None:
-        """Report the state of the given ranks, stopped ones first, and the stacks of the first 16."""
+        """Report the state of the given ranks, stopped ones first, and the stacks of the first _STACKS."""
         from distdiag.facts import sockets
 
         pids = self._pids(order.ranks)

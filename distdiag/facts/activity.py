@@ -240,7 +240,6 @@ class _Change:
                 self._gone_s[gone.parent] = self._gone_s.get(gone.parent, 0.0) + gone.cpu_s + gone.reaped_s
 
     def own(self, pid: int) -> Iterator[tuple[float, Moved]]:
-        """List the movements of a rank itself."""
         before, now, comm = self.first.ranks[pid], self.last.ranks[pid], self.last.table[pid].comm
         for tid, thread in now.threads.items():
             cpu_s = thread.cpu_s - _cpu_s(before.threads.get(tid), thread)
@@ -306,7 +305,6 @@ class _Change:
             yield sent / (_BYTES_S * self.seconds), "sent", sent
 
     def unread(self, pid: int) -> str:
-        """Name the counters of a rank that could not be read."""
         ranks = [reading.ranks.get(pid) for reading in (self.first, self.last)]
         if pid not in self.last.table:
             return "it has exited"

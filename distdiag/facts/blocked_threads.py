@@ -142,8 +142,6 @@ def locks_before(text: str, pid: int, kind: str, inode: int | None) -> tuple[Loc
 
 
 class _Process:
-    """State shared by the threads of one process."""
-
     def __init__(self, pid: int, look: Look, patience_s: float) -> None:
         self.pid = pid
         self.calls: list[_Call] = []
@@ -151,7 +149,6 @@ class _Process:
 
     @cached_property
     def opened(self) -> dict[int, Descriptor]:
-        """Its open descriptors, by number."""
         found = descriptors(self.pid, self.look, patience_s=self._patience_s)
         return {descriptor.fd: descriptor for descriptor in found.descriptors}
 
@@ -250,7 +247,6 @@ def _thread(process: _Process, task: procs.Task, call: _Call, asleep_s: float | 
 
 
 def _watches(process: _Process, call: _Call) -> list[Watch]:
-    """List the descriptors of a call."""
     if call.name in syscall_names.POLLS and call.memory:
         whole = call.memory[0][: len(call.memory[0]) // 8 * 8]
         return [Watch(fd, wants(events)) for fd, events, _ in struct.iter_unpack("=ihh", whole) if fd >= 0]

@@ -18,7 +18,7 @@ _NO_LIMIT = 2**60
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The tightest limits; None: unlimited. `cpus`: a quota, in processors; `oom_kills`: of the innermost cgroup."""
+    """The tightest limits; None: unlimited. `cpus`: a quota, in processors; `oom_kills`: of our own cgroup."""
 
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None

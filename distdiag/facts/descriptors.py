@@ -181,7 +181,6 @@ def _stat_all(pid: int, fds: Iterable[int]) -> dict[int, os.stat_result]:
 
 
 def _describe(pid: int, fd: int, link: str, info: str, answer: os.stat_result | None) -> Descriptor:
-    """Describe the descriptor by itself."""
     deleted = link.endswith(_DELETED) and (answer is None or answer.st_nlink == 0)
     target = link[: -len(_DELETED)] if deleted else link
     kind = _kind(target, answer, deleted=deleted)

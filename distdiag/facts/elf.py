@@ -123,8 +123,6 @@ class File:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A program header: the address of a piece of the file in memory."""
-
     kind: int
     offset: int
     address: int

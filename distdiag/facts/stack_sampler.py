@@ -115,7 +115,6 @@ class _Before:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it exited or is a zombie."""
         return self.proc is None or self.proc.state in "ZX"
 
     @property
@@ -124,7 +123,6 @@ class _Before:
         return not self.blocked and self.tracer is None and self.proc is not None and self.proc.state in "RS"
 
     def how_it_ended(self) -> str:
-        """Describe the end of an exited process."""
         return "exited" if self.proc is None else "exited and is a zombie"
 
     def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Sample:
@@ -152,7 +150,6 @@ class _Before:
         return self._sample(status, reason, (thread,), native=False, left_stopped=False, gil_holder=main.gil_holder)
 
     def after(self, dump: py_spy.Dump, options: SampleOptions, *, native: bool) -> Sample:
-        """Return a sample of py-spy's result, or of its failure."""
         done = dump.done
         left_stopped = native and self._let_go(cut_off=done is not None and done.cut_off)
         if done is None:

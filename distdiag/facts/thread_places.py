@@ -92,8 +92,6 @@ def read(
 
 
 class _Thread:
-    """One thread: its samples so far, or the errors of sampling."""
-
     def __init__(self, pid: int, tid: int, comm: str) -> None:
         self.tid, self.comm, self.state = tid, comm, ""
         self.samples: list[tuple[str, Sample]] = []
@@ -122,12 +120,10 @@ class _Thread:
         return self._read_state() == "R" and self._read_switches() == self._switches
 
     def drain(self) -> None:
-        """Take the samples of perf."""
         if self.sampler is not None:
             self.samples += [("perf", sample) for sample in self.sampler.drain()]
 
     def is_short_of_samples(self) -> bool:
-        """Return whether it runs, can be sampled, and has too few samples."""
         can = self.sampler is not None or self.ptrace_error is None
         return self.state == "R" and can and len(self.samples) < _ENOUGH
 

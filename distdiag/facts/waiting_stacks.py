@@ -67,9 +67,9 @@ class _Layout(NamedTuple):
     """Offsets, in bytes, that differ between versions; the defaults are for 3.13.
 
     `gil`: offset of an interpreter's pointer to its lock; None: one lock for all, a part of the runtime. `behind`:
-    offset of the frame pointer in the thread's frame object; None: the thread points to the frame itself. `held_by_c`:
-    the owner value of a frame that represents the interpreter's own loop. `sign_in_tag`: an int's size and sign share
-    one number, the sign in its lowest bits.
+    offset of the frame pointer in the _PyCFrame that a thread points to; None: it points to the frame. `held_by_c`: the
+    owner value of a frame that represents the interpreter's own loop. `sign_in_tag`: an int's size and sign share one
+    number, the sign in its lowest bits.
     """
 
     interpreters: int = 632
@@ -204,8 +204,6 @@ class _Code(NamedTuple):
 
 
 class _Process:
-    """The memory of one process, in CPython's layout."""
-
     def __init__(self, pid: int, fd: int, wanted: re.Pattern[str] | None) -> None:
         self._pid, self._fd, self._wanted = pid, fd, wanted
         self._at = _interpreter(pid)
@@ -221,7 +219,6 @@ class _Process:
             self._ask_offsets()
 
     def main(self) -> Main:
-        """Find and read the main thread."""
         interpreter = self._word(self._at["_PyRuntime"] + self._layout.interpreters)
         threads: dict[int, tuple[int, int]] = {}
         holders: set[int] = set()

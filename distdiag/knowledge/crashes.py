@@ -95,7 +95,7 @@ def recognise(
 
 
 def known_crashes() -> tuple[Crash, ...]:
-    """List all known crashes, the most specific evidence first."""
+    """List all known crashes, in order of trust."""
     return tuple(crash for crash, _ in _crashes())
 
 

@@ -138,7 +138,6 @@ def _chosen(request: Request, sections: Sequence[Section]) -> list[Section]:
 
 
 def _silenced(request: Request, whole: Mapping[str, Sequence[Section]]) -> tuple[Silenced, ...]:
-    """List the findings hidden by --ignore, with the user's reasons."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for host, sections in whole.items():
         for section in sections:
@@ -223,7 +222,6 @@ def _missing(host: str, why: str) -> Finding:
 
 
 def _compared(facts: CudaFacts) -> dict[str, object]:
-    """Return the facts that all nodes of a job should share."""
     torch, used = facts.torch, fixes.used_toolkit(facts)
     compiler = facts.compilers.cxx
     nccl = next((version for name, version in facts.packages.items() if name.startswith("nvidia-nccl")), None)
@@ -283,7 +281,6 @@ def readiness(ready: Ready, request: Request) -> str:
 
 
 def _node_env(facts: CudaFacts, ready: Ready) -> NodeEnv:
-    """Select the facts for --json."""
     return NodeEnv(
         host=facts.host,
         python={

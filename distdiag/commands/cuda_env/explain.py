@@ -171,7 +171,7 @@ def _elsewhere(text: str, found: Sequence[Match], nodes: Sequence[CudaFacts]) ->
 
 
 def _of_another_torch(found: Sequence[Match], nodes: Sequence[CudaFacts]) -> list[str]:
-    """List torch CUDA builds mentioned by failures that no torch here has."""
+    """List builds of torch, by CUDA, in failures of the log but not installed here."""
     own = {minor(facts.torch.cuda) for facts in nodes if facts.torch is not None}
     said = [match.groups["torch"] for match in found if "mismatch" in match.known.id and "torch" in match.groups]
     signs = [f"a torch for CUDA {number}" for number in dict.fromkeys(map(minor, said)) if own and number not in own]

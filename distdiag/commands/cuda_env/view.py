@@ -68,7 +68,6 @@ def _about(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType
 
 
 def _consequences(findings: Sequence[Finding]) -> Iterator[RenderableType]:
-    """Quote lines of a log that are consequences of its causes, or no failure."""
     following = [finding for finding in findings if finding.level is Level.INFO and finding.evidence]
     if following:
         yield Whole("related lines, not causes:")

@@ -55,8 +55,6 @@ def archs(path: str) -> Archs | None:
 
 
 class _Walk:
-    """Walks through fat binaries, from header to header."""
-
     def __init__(self, file: elf.File) -> None:
         self.found: set[tuple[int, int, int]] = set()
         self.complete = True
@@ -125,6 +123,5 @@ def _code(found: elf.Elf) -> list[elf.Section]:
 
 
 def _named(found: set[tuple[int, int, int]], wanted: int) -> tuple[str, ...]:
-    """Name the architectures of one kind, in numerical order."""
     suffixes = {_SPECIFIC: "a", _FAMILY: "f"}
     return tuple(f"{arch}{suffixes.get(flags, '')}" for kind, arch, flags in sorted(found) if kind == wanted)

@@ -144,7 +144,6 @@ def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
 
 
 def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """List the named files, and all files in named folders."""
     found: dict[str, None] = {}
     missing = []
     for path in paths:

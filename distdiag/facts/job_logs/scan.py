@@ -448,7 +448,6 @@ class FileScan:
             self._closely(number, line, rank)
 
     def _closely(self, number: int, line: bytes, rank: int | None) -> None:
-        """Parse a line with a sign."""
         by_torch = rank is not None
         if b"NCCL INFO" in line:
             info = _INFO.search(line)
@@ -556,7 +555,6 @@ class FileScan:
         return False
 
     def _is_of_one(self, number: int) -> bool:
-        """Return whether a single rank writes a stream."""
         stream = self._scan.streams[number]
         return stream.rank is not None or stream.local is not None
 
@@ -844,7 +842,6 @@ def _writer(text: str) -> tuple[int | None, dict[str, str]]:
 
 
 def _set_up(comm: NcclRank, message: bytes) -> None:
-    """Record the interface, network and version of a process."""
     oob, net = _OOB.search(message), _NET.search(message)
     if oob:
         comm.interface, comm.address = _ascii(oob[2]), _ascii(oob[3])
@@ -895,7 +892,6 @@ _WRAPPED = re.compile(r"^[a-z]{2,20} (?!=)[a-z'(\[]")
 
 
 def _begins_in_traceback(block: bytes) -> bool:
-    """Return whether the start of a log is cut off within a traceback."""
     at = block.find(b'File "', 0, 1 << 16)
     return at >= 0 and b"Traceback (most recent call last)" not in block[:at]
 

@@ -95,7 +95,6 @@ def _why_absent(driver: Driver) -> str:
 
 
 def _without(facts: CudaFacts, entries: Iterable[str], text: str = "") -> Mend:
-    """Return the fix that removes entries from LD_LIBRARY_PATH, if any."""
     entries = list(entries)
     return Mend(text=text, exports=(("LD_LIBRARY_PATH", loader_path_without(facts, entries)),) if entries else ())
 

@@ -131,7 +131,6 @@ def _broken(facts: CudaFacts) -> Problem | None:
 
 
 def _no_room(facts: CudaFacts, complaint: str) -> Problem:
-    """Report that the directory for temporary files is missing, full or not writable."""
     place = facts.variables.get("TMPDIR", "/tmp")
     mend = Mend(commands=("df -h /tmp",)) if place == "/tmp" else Mend(exports=(("TMPDIR", "/tmp"),))
     return problem("toolkit.no-room", place=place, evidence=(complaint,), mend=mend)
