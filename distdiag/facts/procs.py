@@ -1,7 +1,7 @@
 """Processes of this machine: identity, variables of a job, and the reason for a standstill.
 
-All is read from /proc, see proc(5); no process is stopped, signalled or attached to. Of an environment only the
-variables for a place in a job, or for the GPUs of a process, are ever examined.
+All is read from /proc, see proc(5); no process is stopped, signalled or attached to. Only those variables of an
+environment are ever examined that give a process's place in a job, or its GPUs.
 """
 
 from __future__ import annotations

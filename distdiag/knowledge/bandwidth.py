@@ -174,12 +174,12 @@ def wire_factor(n: int) -> float:
 
 
 def nic_share(busbw: float, nodes: int, world_size: int) -> float:
-    """Return the least traffic of each rank's NIC, in busbw's unit: busbw (k-1)/(n-1) for n ranks on k nodes.
+    """Return the minimum traffic of each rank's NIC, in busbw's unit: busbw (k-1)/(n-1) for n ranks on k nodes.
 
     An all_reduce of S bytes that sums within the nodes first sends 2(k-1)/k of S/(n/k) through each NIC, while busbw
     counts 2(n-1)/n of S; S cancels out (ml-engineering, network/README.md, "So what should you expect?", where 381.8 *
     3/31 = 36.9). One ring over all ranks sends more, busbw / (n/k), which is why `assess` compares busbw with a ring's
-    share of the NICs: this least share of a sound network is 49% on two nodes and 90% on many.
+    share of the NICs: this minimum share of a sound network is 49% on two nodes and 90% on many.
     """
     return busbw * (nodes - 1) / (world_size - 1) if nodes > 1 else 0.0
 

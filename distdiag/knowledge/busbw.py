@@ -23,7 +23,7 @@ class Assessment:
     """The judgement of a busbw, with the arithmetic line by line.
 
     `percent_of_link`: traffic of a GPU's links in percent of their line rate (under NVLS less than busbw).
-    `percent_of_nic`: the least traffic of each rank's NIC (nic_share). Both None without such traffic or with an
+    `percent_of_nic`: the minimum traffic of each rank's NIC (nic_share). Both None without such traffic or with an
     unknown rate.
     """
 

@@ -68,7 +68,7 @@ class Case:
 
     @property
     def nic_share(self) -> float:
-        """The least traffic of each rank's NIC."""
+        """The minimum traffic of each rank's NIC."""
         return nic_share(self.busbw, self.setting.nodes, self.setting.world_size)
 
     @property
@@ -96,7 +96,7 @@ class Case:
         return 100 * traffic[0] / traffic[1] if traffic else None
 
     def percent_of_nic(self) -> float | None:
-        """Return the least traffic of each rank's NIC in percent of its rate; None if unknown or unused."""
+        """Return the minimum traffic of each rank's NIC in percent of its rate; None if unknown or unused."""
         nic = self.setting.nic_bytes_per_s
         return 100 * self.nic_share / nic if nic and self.setting.nodes > 1 else None
 

@@ -84,7 +84,7 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
     ready = _ready(request, judged, incomplete=bool(gathered.refusals or gathered.missing))
     shown = tuple(_node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes)
     first = shown[0] if shown else _NOBODY
-    # Of one node: others need their own.
+    # For the first node only, as others need their own.
     exports, left = (
         mended_by(nodes[0], request.goal, lambda problem: not _left_out(request, problem.id)) if nodes else ({}, ())
     )

@@ -77,7 +77,7 @@ def judge_log(request: Request, options: runner.Options, log: tuple[str, str]) -
 
 
 def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts]) -> Report[CudaEnv]:
-    """Explain the log. Of this machine only its fixes are used; -v adds the whole report."""
+    """Explain the log with this machine's fixes; -v adds the whole report."""
     text, unread = log
     nodes = gathered.facts
     found = read_log(text)
