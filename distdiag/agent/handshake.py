@@ -261,9 +261,7 @@ class Acceptor:
             connection, address = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_oldest():
-                time.sleep(
-                    _NO_ROOM_S
-                )  # all descriptors are in use by honest peers; the listener remains ready meanwhile
+                time.sleep(_NO_ROOM_S)  # honest peers use all descriptors; the listener stays ready meanwhile
             return
         if len(self._unproven) >= self._most:
             self._drop_oldest()
