@@ -1,4 +1,4 @@
-"""Findings from the table of verdicts, knowledge/verdicts.toml."""
+"""Findings from knowledge/verdicts.toml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One row: the texts of a finding, or of the end of a rank."""
+    """One row: the texts of a finding, or of a rank's exit."""
 
     name: str
     title: str
@@ -43,7 +43,7 @@ def finding(
     evidence: tuple[str, ...] = (),
     **given: object,
 ) -> Finding:
-    """Make the finding of a verdict; `words` and `given` are filled into its texts, where they are not empty."""
+    """Return the finding of a row; non-empty `words` and `given` fill its placeholders."""
     row = _table("verdict")[verdict]
     every = {"name": verdict, **(words or {}), **given}
     said = {name: str(value) for name, value in every.items() if value not in ("", None)}
@@ -60,7 +60,7 @@ def finding(
 
 
 def ending(name: str) -> Verdict | None:
-    """Return the row of a rank's end: a signal's name, or "status"."""
+    """Return the row of a rank's exit; `name`: a signal or "status"."""
     return _table("end").get(name)
 
 
