@@ -1,4 +1,4 @@
-"""flight-recorder as one HTML page that needs no network, and no script: the last calls of all ranks over time."""
+"""flight-recorder as a static HTML page without network or script: the last calls of all ranks over time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ span, td, th, p, li { unicode-bidi: isolate; } .quiet { opacity: .7; }
 
 
 def check_place(path: str) -> None:
-    """Check beforehand that a file can be written. Raises UsageError."""
+    """Check in advance that a file can be written. Raises UsageError."""
     folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
         raise UsageError(f"--html {path}: cannot write this file", hint="choose a writable path")
@@ -44,7 +44,7 @@ def write_page(report: Report[FlightRecorder], path: str) -> None:
 
 
 def make_page(report: Report[FlightRecorder]) -> str:
-    """Format a report into HTML. What comes from dumps is text in it, and the page's policy allows nothing to run."""
+    """Format a report as HTML. Text from dumps is escaped, and the page's policy forbids scripts."""
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     rows = "".join(_rank(row) for row in report.data.ranks)

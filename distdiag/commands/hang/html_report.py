@@ -1,4 +1,4 @@
-"""hang as one page for a browser: every rank a square, by host and local rank; equal texts are embedded once."""
+"""hang as one page for a browser: a square per rank, by host and local rank; equal texts are embedded once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LETTERS = {
     "exited": "X",
     "unreadable": "?",
 }
-"""What a square shows of each class of stacks: not by colour alone."""
+"""Letter of each class of stacks, so that colour is not the only sign."""
 _EDGES = 400
 
 
@@ -45,12 +45,12 @@ def write_page(report: Report[Hang], path: str, *, strict: bool) -> None:
 
 
 def make_page(content: Mapping[str, Any]) -> str:
-    """Format a report, the same document that --json prints, into one HTML page, in ASCII."""
+    """Format the document of --json as one HTML page, in ASCII."""
     return html_page.fill("distdiag.commands.hang", "html_report.html", _content(content))
 
 
 class _Pool:
-    """Values by number, each held once."""
+    """Numbered values, each held once."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -86,7 +86,7 @@ def _order(process: Mapping[str, Any]) -> tuple[str, bool, int, str, int]:
 
 
 def _row(process: Mapping[str, Any], strings: _Pool, stacks: _Pool) -> list[Any]:
-    """Return one rank: texts and stacks by their numbers, in the order that the page's script names."""
+    """Return one rank, with texts and stacks as numbers, in the order of the page's script."""
     names = ("host", "job", "doing", "stuck", "waits", "recorder")
     return [
         *(strings.number(process[name]) for name in names),
@@ -98,7 +98,7 @@ def _row(process: Mapping[str, Any], strings: _Pool, stacks: _Pool) -> list[Any]
 
 
 def _edges(processes: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, str]]:
-    """Fold who waits for whom: equal waits for one rank are one edge; who waits in a collective waits for the stuck."""
+    """Fold the wait graph: equal waits for one rank are one edge; ranks in a collective wait for the stuck ones."""
     stuck = [p for p in processes if p["stuck"]]
     groups: dict[tuple[str, str], list[int]] = {}
     for process in processes:

@@ -1,4 +1,4 @@
-"""pyspy-all as one HTML page that needs no network: frames and stacks that processes share are embedded once."""
+"""pyspy-all as one offline HTML page: shared frames and stacks are embedded once."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:
 
 
 def make_page(content: Mapping[str, Any]) -> str:
-    """Format a report, the same document that --json prints, into one HTML page, in ASCII.
+    """Format the document of --json as one HTML page, in ASCII.
 
-    Names and reasons in it are untrusted. They reach the page as JSON and are shown as text; if that ever failed, the
-    page's policy runs only the script and the style of the template, known by their hashes, and allows no request.
+    Names and reasons in it are untrusted: embedded as JSON and shown as text. As a second barrier the page's policy
+    allows only the template's script and style, by hash, and no requests.
     """
     page = files("distdiag.commands.pyspy_all").joinpath("html_report.html").read_text("ascii")
     for element in ("style", "script"):
@@ -59,7 +59,7 @@ def _hash_inside(page: str, element: str) -> str:
 
 
 class _Pool:
-    """Values by number, each held once."""
+    """Numbered values, each held once."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -72,7 +72,7 @@ class _Pool:
 
 
 class _Shared:
-    """Values that processes share; the page looks them up by number."""
+    """Values shared by processes; the page looks these up by number."""
 
     def __init__(self) -> None:
         self.strings, self.frames, self.stacks, self.threads, self.counters = (_Pool() for _ in range(5))
@@ -107,7 +107,7 @@ class _Shared:
 
 
 def _content(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce the report to what the page shows; a process is named by its index in `rows`."""
+    """Reduce the report to the page's content; processes are referred to by index in `rows`."""
     data, shared = document["data"], _Shared()
     processes = sorted(data["processes"], key=_order)
     members = _Members(processes)
@@ -132,7 +132,7 @@ def _order(process: Mapping[str, Any]) -> tuple[str, bool, int, bool, str, int]:
 
 
 class _Members:
-    """Finds the processes of a group or an outlier; its hosts and pids are sets, not pairs."""
+    """Finds the processes of a group or an outlier, whose hosts and pids are sets rather than pairs."""
 
     def __init__(self, processes: Iterable[Mapping[str, Any]]) -> None:
         self._by_rank: dict[int | None, list[tuple[int, Mapping[str, Any]]]] = {}
@@ -141,8 +141,8 @@ class _Members:
                 self._by_rank.setdefault(process["rank"], []).append((place, process))
 
     def of(self, some: Mapping[str, Any], job: str | None = None) -> str:
-        """Fold the places of the processes: "0-1,3-511"."""
-        # Of a rank that was not found neither host nor pid may be known.
+        """Fold the indexes of the processes: "0-1,3-511"."""
+        # A missing rank may have neither host nor pid.
         hosts, pids = {*some["hosts"], ""}, set(some["pids"])
         return fold_ranks(
             place
