@@ -24,8 +24,8 @@ _OLD_ENOUGH = "import sys;sys.exit(sys.version_info<(3,9))"
 _HAS_TORCH = 'import sys,importlib.util as u;sys.exit(sys.version_info<(3,9) or u.find_spec("torch") is None)'
 _DECODE = "import sys;from base64 import b64decode as d;exec(d(sys.argv.pop(1)))"
 
-# Test that only root or this user can have placed a program: its file and all folders above are owned by one of both,
-# and not writable by others (or cannot have our entries replaced: the sticky bit).
+# Test that only root or this user can have placed a program: root or this user owns its file and all folders above,
+# and others cannot write there (or not replace entries: the sticky bit).
 TRUSTED = """distdiag_trusted() {
 case $1 in *[[:space:]*?[]*|[!/]*) return 1;; esac
 p=$1

@@ -41,7 +41,7 @@ GOODBYE_S = 2.0
 
 
 def more_for(hosts: int) -> int:
-    """Return the seconds that this machine may lag while it starts and reads so many agents."""
+    """Return the extra seconds this machine needs to start and read many agents."""
     return hosts // _HOSTS_PER_S
 
 

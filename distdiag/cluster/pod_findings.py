@@ -65,7 +65,6 @@ def with_pods(report: Report[Any], pods: Sequence[Pod], error: str = "") -> Repo
 
 
 def _with_nodes(finding: Finding, pods: dict[str, Pod]) -> Finding:
-    """Add the nodes of the pods that a finding accuses."""
     if finding.level is Level.INFO:
         return finding
     nodes = [f"{name} is on node {pods[name].node}" for name in finding.where.hosts if name in pods and pods[name].node]

@@ -307,7 +307,7 @@ def _capabilities(container: Mapping[str, Any]) -> list[str]:
 
 
 def _lacks(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the lacks of a pod: "ptrace", "memlock", "shm", "processes" (of its other containers)."""
+    """Yield a pod's missing settings: "ptrace", "memlock", "shm", "processes" (of its other containers)."""
     added = {name.removeprefix("CAP_") for name in _capabilities(container)}
     privileged = container.get("securityContext", {}).get("privileged") or "ALL" in added
     if not privileged and not added & {"SYS_PTRACE", "SYS_ADMIN"}:

@@ -29,7 +29,7 @@ _GRACE_S = 0.3
 _PREFER_S = 0.3
 """How much longer the best address may take than another working one."""
 _ALL_PAIRS = 16
-"""Up to this many nodes probe all others; beyond, each one and its neighbour, and rank 0's node, probe each other."""
+"""Up to this many nodes probe all others; beyond, each probes its two neighbours, and rank 0's node probes all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def gpu_place(places: Sequence[Places]) -> GpuPlace | None:
 
 
 def is_located(places: Sequence[Places]) -> bool:
-    """Return whether the place of the main thread is known in all readings."""
+    """Return whether the place of the main thread is known in any reading."""
     return bool(places) and any(each.threads and each.threads[0].method for each in places)
 
 

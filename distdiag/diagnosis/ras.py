@@ -281,7 +281,7 @@ def _members(snapshot: Snapshot) -> Iterator[tuple[Communicator, Member]]:
 
 
 def _lags(snapshot: Snapshot) -> Iterator[Lag]:
-    """Yield the communicators in which ranks have different operation counts."""
+    """Yield a lag for each communicator and operation with different counts."""
     for communicator in snapshot.communicators:
         for operation, groups in communicator.groups.items():
             if len(groups) < 2:

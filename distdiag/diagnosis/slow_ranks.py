@@ -33,7 +33,7 @@ _HINTS = ("comm", "gpu")
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRanks:
-    """The slow ranks: the number of samples in which they wait (maximum) and the others do (minimum)."""
+    """The slow ranks. `slow_wait`: most waiting samples of one of them; `others_wait`: fewest of any other rank."""
 
     slow: tuple[RankState, ...]
     others: tuple[RankState, ...]

@@ -178,7 +178,6 @@ def _entry(thread: Thread) -> object:
 
 
 def _with_first(sample: Sample, tid: int) -> Sample:
-    """Move a thread to the front."""
     chosen = next((thread for thread in sample.threads if thread.os_thread_id == tid), None)
     if chosen is None:
         return sample
@@ -314,7 +313,6 @@ def _locate(sample: Sample, frames: tuple[Frame, ...], watched: Watched) -> tupl
 
 
 def _kind_of(sample: Sample, frames: tuple[Frame, ...], watched: Watched) -> tuple[StackClass, str]:
-    """Return the class and operation of a thread."""
     kind, operation = classify_stack(frames)
     main = sample.standstill[0] if sample.standstill else None
     is_busy = (busy_share(watched.samples) or 0.0) >= BUSY

@@ -263,6 +263,5 @@ def _names(meeting: RendezvousTest) -> Mapping[str, str]:
 
 
 def _line_with(match: re.Match[str], words: str) -> str:
-    """Return the part of a message around the address."""
     start, end = match.span()
     return words[max(0, start - 40) : end + 80].strip()

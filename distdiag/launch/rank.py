@@ -371,7 +371,6 @@ def _nccl_version() -> str | None:
 
 
 def _cuda_complaint() -> str:
-    """Return torch's own reason why CUDA is unavailable."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

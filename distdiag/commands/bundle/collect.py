@@ -126,7 +126,6 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
 
 
 def _process(pid: int, rank: int | None) -> tuple[RankProcess, set[str]]:
-    """Return one process and its secrets."""
     argv = _read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
     words = _read(f"/proc/{pid}/environ").split("\0")
     pairs = dict(word.split("=", 1) for word in words if "=" in word)

@@ -120,7 +120,6 @@ def _hosts(details: Gathered[Any], collected: Sequence[Collected]) -> list[str]:
 
 
 def _missing(details: Gathered[Any], collected: Sequence[Collected]) -> dict[str, str]:
-    """Map hosts to the reason for missing facts."""
     found: dict[str, str] = {}
     for name, gathered in (*((each.part.name, each.gathered) for each in collected), ("logs and limits", details)):
         found.update({host: error.message for host, error in gathered.refusals.items() if host not in found})

@@ -66,7 +66,6 @@ def _short(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """Truncate a message at a word."""
     return text if len(text) <= _WHAT else text[:_WHAT].rpartition(" ")[0] + " ..."
 
 

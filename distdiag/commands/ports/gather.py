@@ -93,7 +93,6 @@ def _take_facts(nodes: Sequence[Node], targets: Targets, facts: PortsFacts) -> N
 
 
 def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progress, facts: PortsFacts) -> None:
-    """Test the targets from each node."""
     ask = {"targets": [list(target) for target in request.targets], "timeout_s": request.timeout_s}
     for node in nodes:
         node.order(protocol.Collect(ask=ask))

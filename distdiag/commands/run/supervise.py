@@ -174,7 +174,7 @@ class _Job:
             self._stalled()
 
     def _read_stacks(self, held_at: float) -> None:
-        """Read the stacks of living ranks, then release the launcher, which the recorder has held since."""
+        """Read the stacks of living ranks, then release the launcher, held since `held_at` (Unix time)."""
         ranks = {event["pid"]: event["rank"] for event in self._events if event["event"] == "start"}
         samples = take_samples(self._living(), SampleOptions(timeout_s=_STACKS_S))
         os.write(self._control, b"release\n")
@@ -240,7 +240,6 @@ class _Job:
         return picture
 
     def _read(self) -> None:
-        """Read new events from the recorder."""
         with contextlib.suppress(OSError), open(os.path.join(self.output, "events.jsonl"), "rb") as file:
             file.seek(self._read_to)
             for line in file:

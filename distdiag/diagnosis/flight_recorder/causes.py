@@ -2,8 +2,8 @@
 
 Ranks that called different operations as the same collective are reported first: the minority is at fault, and a tie
 blames no rank. Otherwise each rank waits, in the oldest unfinished operation of each group, for the members missing
-from it. Blamed are awaited ranks that wait for no rank themselves, and ranks with an operation unfinished on their own
-device but finished on peers. If every awaited rank waits too, the ranks form a cycle.
+from it. A rank is blamed if others wait for it and it waits for none, or if its own device did not finish an operation
+that peers finished. If every awaited rank waits too, the ranks form a cycle.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> 
 
 
 def _has_no_end(failure: Failure, round_: Round) -> bool:
-    """Return whether no exit is reported for the rank and no other evidence shows that this failure ended it."""
+    """Return whether, without a reported exit, no evidence shows that this failure ended its rank."""
     is_exception = failure.groups.get("id") == "exception"
     went_on = failure.job_went_on and failure.generation == round_.book.generations - 1
     if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:

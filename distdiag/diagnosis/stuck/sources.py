@@ -131,7 +131,6 @@ def gone_ranks(evidence: Evidence) -> frozenset[int]:
 
 
 def _living_ranks(evidence: Evidence) -> frozenset[int]:
-    """Return the ranks with a live process."""
     members = (state.member for state in evidence.stacks.states if state.thread.kind is not StackClass.EXITED)
     return frozenset(member.rank for member in members if member.rank is not None and member.process is not None)
 
