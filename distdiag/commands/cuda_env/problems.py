@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.types import Goal, Mend, Problem
-from distdiag.knowledge.known_lines import fill
-from distdiag.report import Level
+from distdiag.diagnosis.verdicts import Verdict, filled, read_table, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from distdiag.report import Level
+
+_TABLE = "cuda_problems"
 _NO_MEND = Mend()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
-    name: str
-    title: str
-    id: str = "{name}"
+class _Row(Verdict):
     goals: Goal = Goal.ALL
-    level: Level = Level.FAIL
     cause: str = "[{cause}]"
     breaks: str = "[{breaks}]"
-    fix: str = "[{fix}]"
-    commands: tuple[str, ...] = ()
 
 
 def problem(
@@ -46,42 +40,32 @@ def problem(
     Args:
         mend: the check's own fix; what it leaves empty is the row's.
     """
-    text = _rows()[row]
-    every = {"name": row, **(words or {}), **given}
-    said = {name: str(value) for name, value in every.items() if value not in ("", None)}
+    text = filled(_rows()[row], {**(words or {}), **given})
     return Problem(
-        id=fill(text.id, said),
+        id=text.id,
         goals=text.goals.parts,
         level=level or text.level,
-        title=fill(text.title, said),
-        cause=fill(text.cause, said),
-        breaks=fill(text.breaks, said),
+        title=text.title,
+        cause=text.cause,
+        breaks=text.breaks,
         evidence=tuple(filter(None, evidence)),
-        fix=mend.text or fill(text.fix, said),
+        fix=mend.text or text.fix,
         exports=mend.exports,
         unset=mend.unset,
-        commands=mend.commands or tuple(fill(command, said) for command in text.commands),
+        commands=mend.commands or text.commands,
     )
 
 
-@cache
 def checks() -> dict[str, str]:
     """Return what --only and --ignore can name: the ids without the command's name, and what each is about."""
-    return {str(id_): str(about) for id_, about in _table()["checks"].items()}
+    return {str(id_): str(about) for id_, about in read_table(_TABLE)["checks"].items()}
 
 
 def with_gpus(container: str) -> str:
     """Return how this kind of container is started with GPUs, by the sign that it is one."""
-    return next(str(row["start"]) for row in _table()["container"] if re.search(row["sign"], container))
+    return next(str(row["start"]) for row in read_table(_TABLE)["container"] if re.search(row["sign"], container))
 
 
 @cache
 def _rows() -> dict[str, _Row]:
-    import msgspec
-
-    return {row.name: row for row in msgspec.convert(_table()["problem"], list[_Row])}
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(resources.files("distdiag.knowledge").joinpath("cuda_problems.toml").read_text("utf-8"))
+    return rows(_TABLE, "problem", _Row)
