@@ -1,7 +1,6 @@
 """Start of the agent: a Python program, and the shell lines that find a Python for it on a host.
 
-The lines are sent to the stdin of a plain `sh`, so that no login shell, ssh or container tool splits or quotes them
-again.
+The lines are sent to the stdin of a plain `sh`, so that no login shell, ssh or container tool splits or requotes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The grammar of host lists: node[08-11,20]-ib[0-1],gpu[1-9/2],[fe80::1],!node09-ib0.
 
-Digits are kept as written, because n1, n01 and n001 are three hosts. The order is kept too: it may be the order of
-ranks.
+Digits are kept as written, because n1, n01 and n001 are three hosts. So is the order: it may be the order of ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Kubernetes' own reports on a job's pods: killed, evicted, ended, not started, or lacking rights for a diagnosis.
-Pure.
+"""Kubernetes' reports on a job's pods: killed, evicted, ended, not started, or without rights for a diagnosis. Pure.
 
 A killed container explains a hang if the others have run since before: their ranks wait for a dead process. If all were
 started later, it is history, and a warning.

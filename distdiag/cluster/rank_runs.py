@@ -1,8 +1,7 @@
-"""Run of N ranks on nodes from start to end, with a deadline independent of torch.
+"""Run of N ranks on nodes from start to end, with a deadline independent of torch; blame is decided elsewhere.
 
 A run ends when every rank finished; shortly after a rank died or gave up, to collect the others' reports; or after the
-timeout without a step of any rank. In the last case state and stack of each rank are read before all are killed. Blame
-is decided elsewhere.
+timeout without a step of any rank. In the last case state and stack of each rank are read before all are killed.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class GpuKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuVerdict:
-    """A judgement. `named`: the idle ranks of ONE_IDLE, or the computing ones unless all compute. `spinning`: waiting
-    ranks.
+    """A judgement. `named`: idle ranks of ONE_IDLE, or the computing ones unless all compute; `spinning`: those
+    waiting.
 
     `is_sure`: pids prove which rank uses which GPU.
     """

@@ -111,8 +111,8 @@ def _differ(first: Sample, last: Sample, *, waits: bool) -> bool:
 def _callers_changed(before: Thread, after: Thread, *, waits: bool) -> bool:
     """Return whether a caller of the current function has assigned a variable, so that this is a new call.
 
-    For a waiting rank the direct caller of the wait counts too. Otherwise that caller may be a polling loop, and only
-    its callers count.
+    For a waiting rank the direct caller of the wait counts too; elsewhere that may be a polling loop, and does not
+    count.
     """
     if before.reader != after.reader or len(before.frames) != len(after.frames):
         return False
@@ -190,8 +190,7 @@ def still_s(samples: Sequence[Sample]) -> float:
 def _may_have_moved_unseen(samples: Sequence[Sample]) -> bool:
     """Return whether a thread woke up repeatedly while its frames cannot show a repeated call at one place.
 
-    A loop at module level has no local variables to compare. Polling threads wake up anyway, and so do traced ones, at
-    less CPU time than a step.
+    A loop at module level has no local variables to compare. Polling and traced threads wake up too, at less CPU time.
     """
     times = woke(samples)
     if times < _WOKE or polls(samples):

@@ -74,9 +74,7 @@ class Lag:
 
 @dataclass(frozen=True)
 class RasVerdict:
-    """The judgement. `why`: one sentence. `stands_still`: no count rose between the readings; None if counts are
-    unknown.
-    """
+    """The judgement. `why`: one sentence. `stands_still`: no count rose between readings; None if unknown."""
 
     state: RasState
     why: str

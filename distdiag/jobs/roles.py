@@ -47,9 +47,7 @@ class _Part:
     members: list[Member] = field(default_factory=list)
     zombies: list[Process] = field(default_factory=list)
     without_rank: int = 0
-    """Processes with torch but no rank that started ranks of this part: possibly missing ranks, as when rank 0 starts
-    the others.
-    """
+    """Processes with torch but no rank that started ranks of this part, perhaps as rank 0 themselves."""
 
 
 def to_sample(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int], list[int]]:

@@ -216,7 +216,7 @@ def _worth_another_sample(samples: list[Sample], once: bool) -> bool:
 
 
 def _hints(pid: int, samples: list[Sample]) -> tuple[tuple[str, int, str], ...]:
-    """Classify innermost frames by source line: `.item()` and `.wait()` have no frames. The source never leaves the
+    """Classify innermost frames by source line, as `.item()` and `.wait()` have no frames; the source stays on the
     node.
     """
     innermost = {

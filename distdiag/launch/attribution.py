@@ -149,8 +149,7 @@ def cut(
 ) -> tuple[Attribution, list[Finding]]:
     """Find cut connections: ranks report only lost peers, but no rank was lost.
 
-    Return the attribution without the ranks that are only witnesses, and the finding; otherwise the same attribution
-    and [].
+    Return the attribution without ranks that are only witnesses, and the finding; else the same attribution and [].
     """
     hurt = {*parts.died, *(trouble.rank for trouble in parts.troubles)}
     if course.meeting is None or not hurt or parts.missing or parts.lost or not parts.only_consequences:

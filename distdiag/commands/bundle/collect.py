@@ -1,7 +1,6 @@
 """Facts of one node for bundle: processes of the job, the machine, and the ends of logs.
 
-Not judged or redacted here: secrets are listed, and the parent removes these from the facts of all nodes before writing
-any file.
+Not redacted here: secrets are listed, and the parent removes these from the facts of all nodes before writing a file.
 """
 
 from __future__ import annotations

@@ -37,9 +37,7 @@ def taken_job(request: Request, hosts: Iterable[Processes]) -> TakenJob | None:
 
 
 def _is_one(jobs: Sequence[Job]) -> bool:
-    """Return whether the jobs are parts of one, split by different rendezvous addresses: their ranks are disjoint and
-    complete.
-    """
+    """Return whether the jobs are one, split by rendezvous address: the ranks are disjoint and complete."""
     ranks = [(job, member) for job in jobs for member in job.members if member.process is not None]
     alike = {(job.launcher, job.world_size, member.process.command) for job, member in ranks if member.process}
     return len(alike) == 1 and sorted(member.rank or 0 for _, member in ranks) == list(range(jobs[0].world_size or 0))

@@ -22,9 +22,7 @@ _SAMPLES = 16
 
 @dataclass(frozen=True)
 class Part:
-    """A command in the bundle. `home`: MODULE:NAME of its Subcommand, under distdiag.commands; `about`: for the
-    manifest.
-    """
+    """A command in the bundle. `home`: MODULE:NAME of its Subcommand; `about`: text for the manifest."""
 
     name: str
     home: str

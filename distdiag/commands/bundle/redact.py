@@ -141,9 +141,7 @@ class Redactor:
         return value
 
     def text(self, text: str, *, versions: bool = False, is_host: bool = False) -> str:
-        """Return a text with placeholders. `versions`: it has version numbers, no addresses; `is_host`: it is a host
-        name.
-        """
+        """Return a text with placeholders. `versions`: has version numbers, no addresses; `is_host`: is a host name."""
         if (whole := self._hosts.get(text.lower())) is not None and (is_host or text.lower() not in _COMMON):
             return whole
         if (cached := self._cache.get((text, versions))) is not None:

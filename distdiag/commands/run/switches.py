@@ -157,9 +157,7 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 def environment(
     chosen: list[Variable], switches: Switches, sanitizer: list[str], before: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, object]]:
-    """Return the job's environment and the settings for each Python process in it; --ranks moves variables to the
-    latter.
-    """
+    """Return the job's environment, and the settings for each of its Pythons, which have the variables with --ranks."""
     values = {variable.name: variable.value for variable in chosen}
     some = switches.ranks is not None
     asked: dict[str, object] = {

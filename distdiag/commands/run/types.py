@@ -81,8 +81,8 @@ class RankStack:
 class Stacks:
     """The stacks of the ranks still alive after the first exit; no ranks: the others had exited too.
 
-    `held_s`: duration of the reading, during which the launcher was held, or until another rank exited. `folder`: with
-    the dumps for pyspy-all.
+    `held_s`: duration of the reading; the launcher was held for it, or until another rank exited. `folder`: of the
+    dumps.
     """
 
     at_s: float

@@ -234,8 +234,7 @@ def _outdated(job: Job) -> dict[int, Outdated]:
 def ranks_of(dumps: Sequence[Dump]) -> tuple[dict[int, Dump], list[Dump], list[Dump]]:
     """Assign dumps to ranks: (newest dump by rank, dumps without a rank, dumps replaced by newer ones).
 
-    The rank in the content takes precedence over the file name. In names without "rank", the number that differs in all
-    of the names is the rank.
+    The rank in the content takes precedence over the file name. In names without "rank", the number that differs is it.
     """
     nameless = [dump for dump in dumps if dump.rank is None]
     numbers = {id(dump): _numbers(dump.path) for dump in nameless}

@@ -187,8 +187,8 @@ def _with_shells(suspects: list[Failure], round_: Round, wordless: Sequence[Fail
 def _is_own_end(failure: Failure, book: Book) -> bool:
     """Return whether a silent exit is the rank's own failure.
 
-    Ranks that lost a peer also end with status 1 or SIGABRT: for these, the rank's own output must be present and
-    without an error.
+    Ranks that lost a peer also end with status 1 or SIGABRT: for these, the rank must have written output without an
+    error.
     """
     return failure.rank in {*book.writers, *book.last_words} or not failure.what.startswith(
         ("exit status 1 ", "exit status 1;", "SIGABRT")
