@@ -174,14 +174,20 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
             title=f"{speed.hardware / peak.tflops:.0%} of peak: a well-tuned large run reaches about half",
             evidence=(f"half of {peak.tflops:g} = {GOOD_SHARE * peak.tflops:g} TFLOPS ({peak.source})",),
         )
-    shape = run.params_of_shape
-    if shape and not 1 / _SHAPE_OFF < shape / run.params < _SHAPE_OFF:
+    whole = run.params_of_shape
+    # Without a vocabulary, the layers alone are a lower bound.
+    shape = whole or (run.layer_weights[1] if run.ffn else 0)
+    if shape > _SHAPE_OFF * run.params or 0 < whole < run.params / _SHAPE_OFF:
         yield Finding(
             id="estimate.shape-contradicts-params",
             level=Level.WARN,
-            title=f"the shape has {shape / 1e9:.4g}e9 parameters, --params says {run.params / 1e9:.4g}e9",
+            title=f"the shape has {'' if whole else 'at least '}{shape / 1e9:.4g}e9 parameters, --params says "
+            f"{run.params / 1e9:.4g}e9",
             detail="The speed is counted from the shape, the traffic from --params.",
-            fix=Fix(text="check that --config is of this model, and leave --params out to count by the shape"),
+            fix=Fix(
+                text="check that --config is of this model"
+                + (", and leave --params out to count by the shape" if whole else "")
+            ),
         )
     if run.tp_spans_nodes:
         fits = max(size for size in range(1, run.tp) if run.gpus_per_node % size == 0)
