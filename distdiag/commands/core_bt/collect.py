@@ -224,7 +224,7 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts
     own = _c_frames(facts, plain)
     if why := _why_no_program(facts.exe):
         tools = (f"stacks: the program {facts.exe or 'that crashed'} {why}",)
-        return _with_own(replace(facts, tools=tools), own, timeout_s)
+        return _with_own(replace(facts, tools=tools), own)
     by_pystack = pystack.of_core(plain, facts.exe, facts.notes.files, own, timeout_s=timeout_s)
     by_gdb = None
     if ask["gdb"] or (ask["gdb"] is None and stacks.needs_gdb(by_pystack, crashed)):
@@ -233,7 +233,7 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts
     merged = stacks.merge(by_pystack, by_gdb, crashed)
     facts = replace(facts, threads=_short(merged), tools=_tools(by_pystack, by_gdb))
     # One frame is what gdb makes of the registers alone.
-    return facts if len(merged[0].thread.frames) > 1 else _with_own(facts, own, timeout_s)
+    return facts if len(merged[0].thread.frames) > 1 else _with_own(facts, own)
 
 
 def _c_frames(facts: CoreFacts, plain: str) -> unwinder.CFrames | None:
@@ -254,12 +254,12 @@ def _why_no_program(path: str) -> str:
     return ""
 
 
-def _with_own(facts: CoreFacts, own: unwinder.CFrames | None, timeout_s: float) -> CoreFacts:
+def _with_own(facts: CoreFacts, own: unwinder.CFrames | None) -> CoreFacts:
     """Replace the threads whose C stack the own unwinder follows further than pystack and gdb."""
     assert facts.notes is not None
     if own is None:
         return facts
-    alone = own.stacks(pystack.source_lines(own.debuggable, timeout_s=timeout_s) if own.debuggable else {})
+    alone = own.stacks()
     merged = _short(stacks.merge(alone, None, facts.notes.threads[0].tid))
     found, is_more = stacks.longer(facts.threads, merged)
     return replace(facts, threads=found, tools=(*facts.tools, *_tools(alone))) if is_more else facts
