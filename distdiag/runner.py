@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import typer
 
+from distdiag import pages
 from distdiag.agent.protocol import Collect
 from distdiag.cluster import start_fleet
 from distdiag.cluster.pod_findings import with_pods
@@ -71,6 +72,8 @@ class Subcommand(Generic[Asked, Facts, Data]):
     findings_in_view: bool = False
     saved_as: str = ""
     """What its saved facts are called, where that is not its name."""
+    page: Callable[[Mapping[str, Any]], dict[str, Any]] = pages.whole
+    """What its page for a browser shows of the data of its report."""
     by_every_rank: bool = False
     """Started several times by a launcher, each of them does it; else rank 0 alone."""
 
@@ -86,6 +89,8 @@ class Options:
     explain: bool = False
     brief: bool = False
     """Print one line."""
+    html: str = ""
+    """The file to write a page for a browser to."""
 
 
 def run(
@@ -108,13 +113,18 @@ def run(
 
     def report() -> Report[Data]:
         unsaved: list[DistdiagError] = []
-        request, gathered = facts_of(subcommand, make_request(), options, unsaved)
+        asked = make_request()
+        if options.html:
+            pages.check_place(options.html)
+        request, gathered = facts_of(subcommand, asked, options, unsaved)
         judged.append((request, gathered))
         with _of_files(options):
             made = subcommand.diagnose(request, gathered)
             if gathered.pods or gathered.pods_error:
                 made = with_pods(made, gathered.pods, gathered.pods_error)
         made = finish(made)
+        if options.html:
+            pages.write_page(made, options.html, subcommand.page, strict=options.strict)
         return not_saved(made, unsaved[0]) if unsaved else made
 
     def view(made: Report[Data]) -> Iterable[RenderableType]:
