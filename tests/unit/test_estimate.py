@@ -289,6 +289,10 @@ def test_a_shape_that_contradicts_the_parameters_is_a_warning_and_experts_count_
     config.write_text(json.dumps({name: QWEN[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size")}))
     report = _estimate("--params", "20B", "--config", str(config))
     assert [each["id"] for each in report["findings"]] == ["estimate.shape-contradicts-params"]
+    config.write_text(json.dumps({name: value for name, value in QWEN.items() if name != "vocab_size"}))
+    (found,) = _estimate("--params", "1.5B", "--config", str(config))["findings"]
+    assert found["title"] == "the shape has at least 6.525e9 parameters, --params says 1.5e9"
+    assert not _estimate("--params", "7.62B", "--config", str(config))["findings"]
     mixtral = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
                "num_experts_per_tok": 2}  # fmt: skip

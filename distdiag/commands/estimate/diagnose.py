@@ -114,10 +114,12 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
         yield finding("above-peak", words, share=f"{share:.0%}", evidence=estimate.speed.steps)
     elif share < _ABOUT * _GOOD_SHARE:
         yield finding("below-half-of-peak", share=f"{share:.0%}")
-    shape = run.params_of_shape
-    if shape and not 1 / _SHAPE_OFF < shape / run.params < _SHAPE_OFF:
-        given = f"{run.params / 1e9:.4g}e9"
-        yield finding("shape-contradicts-params", shape=f"{shape / 1e9:.4g}e9", params=given)
+    whole = run.params_of_shape
+    # Without a vocabulary, the layers alone are a lower bound.
+    shape = whole or (run.weights(run.experts) if run.ffn else 0)
+    if shape > _SHAPE_OFF * run.params or 0 < whole < run.params / _SHAPE_OFF:
+        words = {"shape": f"{'' if whole else 'at least '}{shape / 1e9:.4g}e9", "params": f"{run.params / 1e9:.4g}e9"}
+        yield finding("shape-contradicts-params", words, superfluous="--params" if whole else "")
     if run.spans_nodes and run.gpus_per_node % run.tp:
         fits = max(size for size in range(1, run.tp) if run.gpus_per_node % size == 0)
         yield finding("tp-spans-nodes", tp=run.tp, gpus=run.gpus_per_node, fits=fits)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 
+from distdiag.diagnosis.verdicts import read_table
 from distdiag.errors import DistdiagError
 from distdiag.facts import programs
 from distdiag.facts.text import printable
@@ -29,20 +27,17 @@ class Job:
     @property
     def never_starts(self) -> str:
         """Why a pending job will not start; empty if it may."""
-        return _words()["never"].get(self.reason.strip("()").replace("_", " "), "")
+        return str(read_table("slurm")["never"].get(self.reason.strip("()").replace("_", " "), ""))
 
     @property
     def status(self) -> str:
         """One of running, pending, suspended, held, will-not-start and gone."""
-        status = next((each for each, states in _words()["state"].items() if self.state in states), "running")
+        status = next(
+            (each for each, states in read_table("slurm")["state"].items() if self.state in states), "running"
+        )
         if status == "pending" and self.never_starts:
             return "held" if self.never_starts == "it is held" else "will-not-start"
-        return status
-
-
-@cache
-def _words() -> dict[str, dict[str, str]]:
-    return tomllib.loads(resources.files("distdiag.knowledge").joinpath("slurm.toml").read_text("utf-8"))
+        return str(status)
 
 
 def slurm(*argv: str) -> str:
@@ -59,7 +54,7 @@ def slurm(*argv: str) -> str:
         lines = [printable(line) for line in done.stderr.decode("utf-8", "replace").strip().splitlines()]
         text = "; ".join(line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in lines)[:400]
         text = "no answer within 60 s" if done.timed_out else text or f"exit status {done.status}"
-        hint = next(hint for sign, hint in _words()["hint"].items() if sign in text.lower())
+        hint = next(hint for sign, hint in read_table("slurm")["hint"].items() if sign in text.lower())
         raise DistdiagError(f"{argv[0]}: {text}", hint=hint)
     return done.stdout.decode("utf-8", "replace")
 
