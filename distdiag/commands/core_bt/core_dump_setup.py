@@ -1,4 +1,4 @@
-"""Whether a crash would leave a core with stacks, and what to set if not: the findings of --setup. Pure."""
+"""The findings of core-bt --setup: whether a crash would leave a core with stacks, and the setting to change. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILES = (PatternKind.RELATIVE, PatternKind.ABSOLUTE)
 
 @dataclass(frozen=True)
 class _Node:
-    """What the findings of a node are made of: `processes` are its ranks, else distdiag itself."""
+    """The facts behind the findings of a node; `processes` are its ranks, else distdiag itself."""
 
     facts: SetupFacts
     pattern: CorePattern
@@ -73,7 +73,7 @@ class _Node:
 
 
 def setup_findings(setups: Mapping[str, SetupFacts]) -> list[Finding]:
-    """Judge the facts of all nodes, by their names; what is the same on several of them is one finding."""
+    """Judge the facts of all nodes, by host; equal findings of several nodes are one."""
     folded: dict[tuple[str, Level, str, str, Fix | None], list[tuple[str, Finding]]] = {}
     for host, facts in setups.items():
         for found in _of_node(facts, alone=len(setups) == 1):
@@ -131,7 +131,7 @@ def _set_pattern(node: _Node) -> Fix:
 
 
 def _handler(node: _Node) -> Iterator[Finding]:
-    """Judge what takes the cores: nothing, a program, or that of another machine."""
+    """Judge the receiver of cores: none, a program, or a program on the host of this container."""
     facts, pattern, systemd = node.facts, node.pattern, node.facts.systemd
     largest = max((process.memory_bytes or 0 for process in node.processes), default=0)
     if pattern.kind is PatternKind.NOWHERE:
@@ -152,7 +152,7 @@ def _handler(node: _Node) -> Iterator[Finding]:
 
 def _limit(node: _Node) -> Iterator[Finding]:
     """Judge RLIMIT_CORE, which the kernel obeys for files only. Programs may get it (%c), or, as in Debian's pattern
-    for systemd-coredump, a number instead; systemd-coredump obeys what it gets."""
+    for systemd-coredump, a number instead; systemd-coredump obeys the limit it is passed."""
     pattern = node.pattern
     if pattern.kind not in _FILES and not pattern.passes_limit:
         return
@@ -233,7 +233,7 @@ def _other_folder(node: _Node) -> Fix:
 
 
 def _kept(node: _Node) -> Iterator[Finding]:
-    """Judge what the kernel keeps from a core for safety, and what it leaves out of one."""
+    """Judge processes without a core for safety (dumpable), and cores without memory (coredump_filter)."""
     secret = [each for each in node.processes if each.dumpable is False and node.facts.suid_dumpable != 1]
     bare = [each for each in node.processes if each.filter is not None and not each.filter & _STACKS_AND_HEAP]
     yield from (node.finding(verdict, some) for verdict, some in (("dumpable", secret), ("filter", bare)) if some)
@@ -253,7 +253,7 @@ def _overwrites(node: _Node) -> Iterator[Finding]:
 
 
 def _space(node: _Node) -> Iterator[Finding]:
-    """Compare what is free where cores go with what the processes have in memory, by file system."""
+    """Compare the free space for cores with the memory of the processes, by file system."""
     disks: dict[int | None, list[tuple[CoreFolder, int]]] = {}
     for process in node.processes:
         folder = node.facts.store or process.folder

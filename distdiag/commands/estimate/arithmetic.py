@@ -1,9 +1,9 @@
 """The arithmetic of `distdiag estimate`. Pure; each formula names its source.
 
 Units: parameters and tokens are counts, times are seconds, traffic is bytes that each GPU sends in one step, TFLOPS
-are 1e12 operations a second of one GPU. The busbw of an all_reduce over several nodes is what all NICs of a node carry
-together, as its ring enters and leaves each node once. Where several groups of a node send at the same time (8 data-
-parallel groups with TP=8), each has a part of it: `Traffic.sharing` counts them.
+are 1e12 operations a second of one GPU. The busbw of an all_reduce over several nodes is the rate of all NICs of a node
+together, as its ring enters and leaves each node once. Groups of a node that send at the same time (8 data-parallel
+groups with TP=8) share it: `Traffic.sharing` counts the groups.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _BYTES = 2
-"""Of a value that is sent: bfloat16 or float16."""
+"""Size of a sent value: bfloat16 or float16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def attention_width(self) -> int:
-        """Heads x head size; as in GPT the hidden size where that is not given."""
+        """Heads x head size; the hidden size, as in GPT, if the head size is unknown."""
         return self.heads * self.head_dim or self.hidden
 
     @property
@@ -49,7 +49,7 @@ class Shape:
         return self.weights(self.experts) + self.vocab * self.hidden * (1 if self.tied else 2)
 
     def weights(self, experts: int) -> float:
-        """Return the weights of all layers, projections and feed-forwards, with so many experts of each mixture."""
+        """Return the weights of all layers, projections and feed-forwards, with this number of experts per layer."""
         width = self.attention_width
         kv = width * self.kv_heads // self.heads if self.heads and self.kv_heads else width
         ffn = (self.layers - self.dense_layers) * (self.ffn or 4 * self.hidden) * max(1, experts)
@@ -81,11 +81,11 @@ class Run(Shape):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each GPU sends in one step, and how it was counted.
+    """Bytes that each GPU sends in one step, with the arithmetic.
 
-    `in_use`: by the run as described; the others are alternatives. `within_node`: it stays on NVLink or PCIe of a node,
-    while the run has several nodes. `sharing`: groups that share the network of a node. `node_bytes_per_step` is what
-    leaves a node; divided by busbw between nodes, a time.
+    `in_use`: by the run as described; other rows are alternatives. `within_node`: it stays on NVLink or PCIe of a node,
+    while the run has several nodes. `sharing`: groups that share the network of a node. `node_bytes_per_step` leaves a
+    node; divided by busbw between nodes, it is a time.
     """
 
     kind: str
@@ -116,12 +116,12 @@ def tflops(run: Run, *, recompute: bool) -> float:
 
 
 def traffic(run: Run) -> tuple[Traffic, ...]:
-    """List what each way of parallel training sends.
+    """Return the traffic of each way of parallel training.
 
     Sources: arXiv:1910.02054, section 7, and of TP and PP arXiv:2104.04473, section 3.2.
 
     DDP all_reduces the gradients (2 x); ZeRO-1 and 2 reduce_scatter them and all_gather parameters; ZeRO-3 gathers
-    parameters twice. Where gradients are sharded (2), or parameters (3), each micro-batch pays. With a shape: TP
+    parameters twice. If gradients (2) or parameters (3) are sharded, each micro-batch pays. With a shape: TP
     all_reduces 4 times per layer (6 with recomputation); PP sends activations and their gradients once each.
     """
     dp, m = run.gpus // (run.tp * run.pp), run.accumulate

@@ -21,14 +21,14 @@ _GOOD_SHARE = 0.5
 _ABOUT = 0.9
 """What is within a tenth of half counts as half: BLOOM-176B ran at 48% and was called done."""
 _SHAPE_OFF = 1.1
-"""So far --params may be from the shape: norms, biases and rounded names ("7B" has 7.6) stay below."""
+"""--params may differ from the shape by this factor: norms, biases and rounded names ("7B" has 7.6) stay below."""
 _LARGE_BUBBLE = 0.2
 """Of a step. With m = 4 p, from where on GPipe (arXiv:1811.06965) calls it negligible, it is below."""
 _INIT_STD = {
     "sqrt(1 / (3 hidden)), arXiv:2201.11990 (530B), used by BLOOM-176B": 1 / 3,
     "sqrt(2 / (5 hidden)), arXiv:1910.05895": 2 / 5,
 }
-"""Formulas for the standard deviation of initial weights, with their source -> variance x hidden size."""
+"""Formula and source of a standard deviation of initial weights -> variance x hidden size."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the options of `distdiag estimate` name: numbers, a layout, a card, a config.json."""
+"""Parses the options of `distdiag estimate`: numbers, a layout, a card, a config.json."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distdiag.knowledge.peaks import Peak, find_peaks, peaks
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _LAYOUT = {"tp": (1, 10**6), "pp": (1, 10**6), "zero": (0, 3), "accumulate": (1, 10**6)}
-"""Words of --layout, each with the least and the greatest number."""
+"""Words of --layout -> smallest and largest number."""
 _UNGATED = (
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "bert", "roberta", "mpt", "starcoder2"),
     "t5",
 )
-"""Model types with two matrices in a feed-forward, by their modeling_*.py; later ones have a gate."""
+"""Model types with two matrices in a feed-forward (modeling_*.py in transformers); later types have a gate."""
 
 
 def read_run(given: dict[str, object], params: str, config: str, gpus: str, layout: str) -> Run:

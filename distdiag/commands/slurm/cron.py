@@ -26,7 +26,7 @@ _FOLDER = "distdiag-cron"
 
 @dataclass(frozen=True, kw_only=True)
 class Cron:
-    """A job that submits itself. `job`: the run that was submitted; empty where it was stopped."""
+    """A job that submits itself. `job`: the run that was submitted; empty if it was stopped."""
 
     name: str
     folder: str
@@ -141,14 +141,14 @@ def _start(name: str, folder: str, every: str, script: str) -> Report[Cron]:
     write_whole(path, script.encode())
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, "stop"))
-    slurm("sbatch", "--test-only", path)  # reports what the site's rules do not allow
+    slurm("sbatch", "--test-only", path)  # reports violations of the site's rules
     job = slurm("sbatch", "--parsable", path).strip().partition(";")[0]
     summary = f"{name} runs every {every}: the first run is job {job}"
     return Report(command=COMMAND, data=Cron(name=name, folder=folder, job=job), findings=(), summary=summary)
 
 
 def _stop(name: str, folder: str) -> Report[Cron]:
-    """Forbid the next run, then cancel: a run that is about to submit one sees the file, or its job is cancelled."""
+    """Forbid the next run, then cancel: a run about to submit one sees the file, or its job is cancelled."""
     from distdiag.commands.slurm.queue import alive, slurm
     from distdiag.diagnosis.wording import counted
     from distdiag.errors import UsageError

@@ -60,7 +60,7 @@ def slurm(*argv: str) -> str:
 
 
 def jobs_of_user() -> list[Job]:
-    """Return all jobs of this user, also those that have just ended. Raises DistdiagError."""
+    """Return all jobs of this user, including jobs that have just ended. Raises DistdiagError."""
     return parse_jobs(slurm("squeue", "--me", "--states=all", "--noheader", f"--format={_FORMAT}"))
 
 

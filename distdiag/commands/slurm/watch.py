@@ -23,9 +23,9 @@ _BEST_FIRST = ("running", "pending", "suspended", "held", "will-not-start", "gon
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """The jobs of one name or id, those that are over included while SLURM remembers them.
+    """The jobs of one name or id, including ended jobs while SLURM remembers them.
 
-    `state` is that of the best of them (in a chain, one runs and the others wait): running, pending, suspended, held,
+    `state` is that of the best job (in a chain, one runs and the others wait): running, pending, suspended, held,
     will-not-start, or gone.
     """
 
@@ -36,7 +36,7 @@ class Watched:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """All that were asked for."""
+    """One entry per name or id given."""
 
     watched: tuple[Watched, ...]
 

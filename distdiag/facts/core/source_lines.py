@@ -23,7 +23,7 @@ _PLACE = re.compile(r"(.*):(\d+)(?: \(discriminator \d+\))?")
 def read(
     addresses: Mapping[str, Sequence[int]], timeout_s: float = _MAX_S
 ) -> tuple[dict[tuple[str, int], list[Line]], str]:
-    """Read what is at each address of each file, as that was linked; an inlined call comes before its caller.
+    """Read the lines at each address of each file, as linked; an inlined call precedes its caller.
 
     Returns:
         The lines by file and address, and why some are missing, "" if none are.

@@ -1,4 +1,4 @@
-"""Cores that are stored: where to find them, the first bytes of packed ones, and these unpacked."""
+"""Stored cores: searches for them, reads the first bytes of packed cores, and unpacks them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HEAD_BYTES = 16 << 20
 """Enough for the headers of 250,000 mappings."""
 _MORE_THAN_PROMISED_BYTES = 64 << 20
-"""What may follow the memory: section headers, as gdb's gcore writes them."""
+"""Bytes that may follow the memory: section headers, as gdb's gcore writes."""
 _LEFT_FREE_BYTES = 64 << 20
 _HEAD_TIMEOUT_S = 20.0
 
@@ -122,9 +122,9 @@ def _mib(size: int) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: paths of cores, newest first, and the folders that were searched.
+    """The result of a search: paths of cores, newest first, and the searched folders.
 
-    `skipped`: files and folders that could not be read, or are called like a core and are none, and why.
+    `skipped`: unreadable files and folders, and files named like a core that are no core, each with the reason.
     """
 
     cores: tuple[str, ...]
@@ -164,7 +164,7 @@ def _usual_folders() -> Iterator[tuple[str, int]]:
 
 
 class _Search:
-    """One search: what it found, by device and inode, and what is left of its time."""
+    """One search: its results, by device and inode, and its limits of files and time."""
 
     def __init__(self) -> None:
         self.cores: dict[tuple[int, int], tuple[float, str]] = {}

@@ -159,7 +159,7 @@ class CFrames:
         }
 
     def stacks(self) -> Stacks:
-        """Return the C frames only, as far as they could be followed."""
+        """Return the C frames alone, as far as unwinding got."""
         without = f", without source lines: {self.without_lines}" if self.without_lines else ""
         threads = tuple(stacks.of_c_alone(tid, frames) for tid, frames in self.frames().items())
         return Stacks("distdiag", threads, f"C frames only{without}", 0.0)
@@ -177,7 +177,7 @@ class CFrames:
                 self.whole = False  # others may know more of its symbols
 
     def _debuggable(self) -> dict[str, list[int]]:
-        """Return the addresses, by file, of which debug information may know more, and whose frames are shown."""
+        """Return addresses of shown frames by file, for files with debug information."""
         found: dict[str, list[int]] = {}
         for stack in self._stacks.values():
             inside = True  # as in `stacks.essential`
