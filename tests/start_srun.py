@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cluster_slurm import Slurm
 
 _RANK = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID"
+_PLACE = "MASTER_ADDR=mn1 MASTER_PORT=29500 WORLD_SIZE=3"
 _ENDS_S = 20
 
 
@@ -23,14 +24,13 @@ _ENDS_S = 20
 class SrunFault:
     """`exports`: of the batch script; `task`: shell lines before the program of each of `tasks`, one a node.
 
-    `culprits`, `words`, `alone`, `log`: see StartFault; alone is the last node.
+    `culprits`, `words`: see StartFault; `log`: in the first finding of `logs`.
     """
 
     culprits: tuple[int, ...]
     words: str
-    alone: str
     log: str
-    exports: str = "MASTER_ADDR=mn1 MASTER_PORT=29500 WORLD_SIZE=3"
+    exports: str = _PLACE
     task: str = _RANK
     program: str = f"exec {sys.executable} {TRAIN}"
     tasks: int = 3
@@ -44,50 +44,33 @@ def _torchrun(name: str) -> str:
 SRUN_FAULTS = {
     "srun-port": SrunFault(
         (1,),
-        "rank 1 on mn2 & mn1:29501 & mn1:29500",
-        "",
+        "rank 1 on mn2 & mn1:29501, & mn1:29500",
         "mn1:29501",
-        task=f"{_RANK}; [ $RANK != 1 ] || export MASTER_PORT=29501",
+        task=f"{_RANK}; test $RANK != 1 || MASTER_PORT=29501",
     ),
     "srun-name": SrunFault(
-        (0, 1, 2),
-        "mn[1-3] cannot resolve mn01",
-        "mn3 cannot resolve mn01",
-        "mn01",
-        exports="MASTER_ADDR=mn01 MASTER_PORT=29500 WORLD_SIZE=3",
+        (0, 1, 2), "mn3|mn[1-3] & cannot resolve mn01", "mn01", exports=_PLACE.replace("mn1", "mn01")
     ),
     "srun-world-size": SrunFault(
-        (),
-        "WORLD_SIZE is 4 & started 3 processes",
-        "4 ranks & has started 3",
-        "3 of 4",
-        exports="MASTER_ADDR=mn1 MASTER_PORT=29500 WORLD_SIZE=4",
+        (), "4 & has started 3", "3 of 4", exports="MASTER_ADDR=mn1 MASTER_PORT=29500 WORLD_SIZE=4"
     ),
     "srun-rank-0-exits": SrunFault(
         (0,),
-        "mn1:29500 & nothing listens on mn1 & rank 0",
-        "mn1:29500 & nothing listens",
+        "rank 2 on mn3 & mn1:29500 & nothing listens",
         "mn1:29500|rank 0",
-        task=f"{_RANK}; [ $RANK != 0 ] || exit 0",
+        task=f"{_RANK}; test $RANK != 0 || exit 0",
     ),
     "srun-localhost": SrunFault(
-        (1, 2),
-        "mn[2-3] & localhost",
-        "mn3 & localhost",
-        "localhost:29500",
-        exports="MASTER_ADDR=localhost MASTER_PORT=29500 WORLD_SIZE=3",
+        (1, 2), "mn3|mn[2-3] & localhost:29500, itself", "localhost:29500", exports=_PLACE.replace("mn1", "localhost")
     ),
     "srun-torchrun-port": SrunFault(
         (1,),
         "mn2 waits at mn1:29401",
-        "",
         "mn1:29401",
-        task="[ $SLURM_PROCID != 1 ] || place=mn1:29401",
+        task="test $SLURM_PROCID != 1 || place=mn1:29401",
         program=_torchrun("${place:-mn1:29400}"),
     ),
-    "srun-torchrun-missing": SrunFault(
-        (2,), "2 of 3 nodes & mn3", "for more", "2 of 3|mn3", program=_torchrun("mn1:29400"), tasks=2
-    ),
+    "srun-torchrun-missing": SrunFault((2,), "2 of 3 & on mn3", "2 of 3|mn3", program=_torchrun("mn1:29400"), tasks=2),
 }
 
 
@@ -105,7 +88,7 @@ def start(fault: SrunFault, slurm: Slurm, *, limit_s: float = 1800) -> Path:
     return output
 
 
-def log_of(fault: SrunFault, slurm: Slurm, *, patience_s: float) -> Path:
+def log_of(fault: SrunFault, slurm: Slurm, *, patience_s: float = 120) -> Path:
     """Run the job with short limits until it has given up."""
     output, until = start(fault, slurm, limit_s=_ENDS_S), time.monotonic() + patience_s
     while not (slurm.folder / "ended").exists() and time.monotonic() < until:

@@ -80,27 +80,22 @@ def _live_srun(fault: SrunFault, settle_s: float) -> Iterator[Answer]:
     with Slurm(3) as slurm:
         start_srun.start(fault, slurm)
         time.sleep(settle_s)
-        report = start_srun.ask(slurm, f"mn{fault.tasks}")
-        yield "one", score_words(fault.alone, (), report), report, {}
-        report = start_srun.ask(slurm, "all")
         culprits = [f"mn{number + 1}" for number in fault.culprits]
-        yield "all", score_words(fault.words, culprits, report, alone=False), report, {}
+        for asked, where in (("one", f"mn{fault.tasks}"), ("all", "all")):
+            report = start_srun.ask(slurm, where)
+            yield asked, score_words(fault.words, culprits, report, alone=asked == "one"), report, {}
 
 
 def _logs(name: str) -> Iterator[Answer]:
-    if name in SRUN_FAULTS:
-        with Slurm(3) as slurm:
-            files = [start_srun.log_of(SRUN_FAULTS[name], slurm, patience_s=120)]
-            report = read_logs(files)
-            found = score_words(SRUN_FAULTS[name].log, (), report)
-            last = [file.read_text().strip().splitlines()[-1:] for file in files]
-    else:
-        with Network(3, names=FAULTS[name].names) as network:
-            files = logs_of(FAULTS[name], network, patience_s=120)
-            report = read_logs(files)
-            found = score_log(name, report)
-            last = [file.read_text().strip().splitlines()[-1:] for file in files]
-    yield "logs", found, report, {"launcher_says": last}
+    with Slurm(3) if name in SRUN_FAULTS else Network(3, names=FAULTS[name].names) as bed:
+        if isinstance(bed, Slurm):
+            files = [start_srun.log_of(SRUN_FAULTS[name], bed)]
+        else:
+            files = logs_of(FAULTS[name], bed, patience_s=120)
+        report = read_logs(files)
+        last = [file.read_text().strip().splitlines()[-1:] for file in files]
+    fault = SRUN_FAULTS.get(name)
+    yield "logs", score_words(fault.log, (), report) if fault else score_log(name, report), report, {"last": last}
 
 
 if __name__ == "__main__":

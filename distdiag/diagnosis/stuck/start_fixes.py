@@ -28,10 +28,7 @@ _SHOWN = 4
 
 
 def at_place(rows: Sequence[StartRow], place: str, *, job: Sequence[StartRow], but: str = "") -> Fix:
-    """Return how to start these processes of a job again so that they meet at a place.
-
-    `but`: what to do besides, or instead.
-    """
+    """Return how to start these processes again so that they meet at a place; `but`: what to do besides, or instead."""
     launch = rows[0].start.above or rows[0].start.launch
     hosts = format_hosts(row.host for row in rows)
     if rows[0].is_rank and launch.program == "torchrun":

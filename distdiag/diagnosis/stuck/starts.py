@@ -340,7 +340,8 @@ class _Group:
         for rank, count in ranks.items():
             if count > 1:
                 rows = [row for row, launch in launches if launch.node_rank == rank]
-                title = f"{format_hosts(row.host for row in rows)} were both started with --node-rank {rank}"
+                both = "both" if count == 2 else "all"
+                title = f"{format_hosts(row.host for row in rows)} were {both} started with --node-rank {rank}"
                 text = f"give each node its own: 0 to {self._first.launch.nodes[0] - 1}"
                 free = sorted(set(range(self._first.launch.nodes[0])) - set(ranks))
                 lines = self._lines((row, f"--node-rank={own}") for row, own in zip(rows[1:], free, strict=False))
@@ -400,9 +401,8 @@ class _Group:
             found = self._made(rows, Level.FAIL, f"{title}, where the job meets", _WHY.get(state, ""), fix)
             other = self._head(first)
             is_reached = any(row.start.joined and row.host != other for row in self._rows)
-            yield (
-                found if is_reached or not other else replace(found, hosts=tuple(dict.fromkeys([*found.hosts, other])))
-            )
+            ends = [*found.hosts, *([other] if other and not is_reached else [])]
+            yield replace(found, hosts=tuple(dict.fromkeys(ends)))
 
     def _wrong_interface(self) -> Iterable[Claim]:
         """A rank that knocks at an address of another rank's node that it cannot reach."""
@@ -543,8 +543,6 @@ class _Group:
             return
         hosts = {row.host for row in self._rows}
         own = {address for row in self._rows for address in row.own}
-        is_own = self._rows[0].meeting is not None and meets_at_loopback(self._rows[0].meeting)
-        detail = f"{self._first.launch.host} leads any other node to itself." if is_own else ""
         joined = len(hosts) + len(self._came() - own)
         asked = [node.host for node in self._nodes if node.host not in hosts and not node.missing]
         absent = self._named_absent() or ([] if self._others else asked)
@@ -559,7 +557,11 @@ class _Group:
             yield replace(self._made([], self._level(), title, "", fix), hosts=tuple(absent))
             return
         level = self._level() if asked else Level.WARN
-        yield self._made(self._rows, level, some, detail, self._ask_all(), accuses=False)
+        yield self._made(self._rows, level, some, self._leads_home(), self._ask_all(), accuses=False)
+
+    def _leads_home(self) -> str:
+        met = self._rows[0].meeting
+        return f"{met.host} leads any other node to itself." if met is not None and meets_at_loopback(met) else ""
 
     def _ranks_missing(self) -> Iterable[Claim]:
         """Ranks wait at rank 0's store, and others have not connected to it."""
@@ -582,7 +584,7 @@ class _Group:
                 wait = "waits" if len(self._rows) == 1 else "wait"
                 title = f"{names} {wait} at {place} for more of its {size} ranks"
                 if tasks and tasks < size and self._first.above is None:
-                    title += f"; its launcher has started {tasks}"
+                    title += f"; its launcher has started {tasks} tasks"
                 yield self._made(self._rows, Level.WARN, title, "", self._ask_all(), accuses=False)
             return
         absent, level = self._named_absent(), self._level()
@@ -593,7 +595,7 @@ class _Group:
         title = f"{names} {'has' if one else 'have'} not come to {place}"
         title += ": no rank there is connected to rank 0" if absent else ""
         detail = f"{'It is' if one else 'They are'} still starting, never started, or exited."
-        detail = " ".join((detail, *self._interfaces(lacking=False)))
+        detail = " ".join((self._leads_home() if absent else "", detail, *self._interfaces(lacking=False))).strip()
         output = format_hosts(absent) if absent else name_ranks(missing)
         text = f"if the output of {output} shows no import in progress, start {'it' if one else 'them'} again"
         fix = Fix(text=text, commands=(f"{self._asked.program} logs FILE",))
