@@ -42,11 +42,11 @@ class GpuHealth:
     """One GPU, in nvidia-smi's order, that of the PCI bus.
 
     `uncorrectable` and `correctable`: memory errors since the driver was loaded or the GPU was reset. `slowdowns`:
-    active reasons for throttling. `application_clock_mhz`: the limit of `nvidia-smi -ac`. `busy_percent`: share of
-    time in which kernels ran. `inactive_links`: NVLinks that are down, of `links`. `link_errors`: recoveries and
-    replays of NVLinks, by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`: retransmitted packets
-    since the reset. `recovery`: the action requested by the driver ("None", "Reset"). `clique`: the GPUs of several
-    nodes that share memory over NVLink. `broken`: nvidia-smi's text in place of values ("GPU is lost").
+    active reasons for throttling. `application_clock_mhz`: the limit of `nvidia-smi -ac`; `busy_percent`: share of time
+    in kernels. `inactive_links`: NVLinks that are down, of `links`. `link_errors`: recoveries and replays of NVLinks,
+    by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`: retransmitted packets since the reset.
+    `recovery`: the action requested by the driver ("None", "Reset"). `clique`: the GPUs of several nodes that share
+    memory over NVLink. `broken`: nvidia-smi's text in place of values ("GPU is lost").
     """
 
     index: int

@@ -183,16 +183,16 @@ class Compared:
 class Bench(types.RunFacts):
     """The facts of a run."""
 
-    device_name: str | None
+    device_name: str | None = None
     nodes: int
     stat: str
-    results: tuple[SizeResult, ...]
-    arrivals: tuple[Arrival, ...]
-    verdict: Expectation | None
-    compared: tuple[Compared, ...]
-    no_core_share: float
+    results: tuple[SizeResult, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
+    verdict: Expectation | None = None
+    compared: tuple[Compared, ...] = ()
+    no_core_share: float = 0.0
     """Part of the time that the median rank waited for a core: other programs use them, and times say little."""
-    training: tuple[str, ...]
+    training: tuple[str, ...] = ()
     """What it means for a model of --params, in lines."""
 
 
