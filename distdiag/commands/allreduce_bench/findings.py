@@ -218,7 +218,6 @@ def expectation(
     if largest is None or largest.busbw_bytes_per_s is None:
         return None
     nodes = len(plan.machines)
-    least = _LARGE_BETWEEN_NODES_BYTES if nodes > 1 else _LARGE_IN_A_NODE_BYTES
     setting = Setting(
         device_name=device_name if plan.device is Device.CUDA else None,
         world_size=plan.nproc,
@@ -226,12 +225,18 @@ def expectation(
         ranks_per_node=plan.nproc // nodes,
         nic_bytes_per_s=nic_rate(plan, scene),
     )
-    found = assess(largest.busbw_bytes_per_s, setting)
-    too_small = largest.size_bytes < least and plan.device is Device.CUDA
-    small = f"the largest all_reduce, {short(largest.size_bytes)}, is too small to judge: use {short(least)} or more"
+    return expected_of(setting, largest.size_bytes, largest.busbw_bytes_per_s)
+
+
+def expected_of(setting: Setting, size_bytes: int, busbw_bytes_per_s: float) -> Expectation:
+    """Judge an all_reduce of this size; too small a size on GPUs is unknown."""
+    least = _LARGE_BETWEEN_NODES_BYTES if setting.nodes > 1 else _LARGE_IN_A_NODE_BYTES
+    found = assess(busbw_bytes_per_s, setting)
+    too_small = size_bytes < least and setting.device_name is not None
+    small = f"the largest all_reduce, {short(size_bytes)}, is too small to judge: use {short(least)} or more"
     return Expectation(
         judgement=Judgement.UNKNOWN if too_small else found.judgement,
-        size_bytes=largest.size_bytes,
+        size_bytes=size_bytes,
         expected_busbw_bytes_per_s=found.expected_bytes_per_s,
         percent_of_link=found.percent_of_link,
         percent_of_nic=found.percent_of_nic,

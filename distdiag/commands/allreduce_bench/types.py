@@ -76,6 +76,8 @@ class Request(types.Request):
     """--save, --compare and --plot, as they were typed."""
     baseline: Baseline | None = None
     """The earlier run to compare with."""
+    nics_bytes_per_s: float | None = None
+    """Of --nics: the line rate of a node where a table of nccl-tests is judged alone."""
     fault: Fault | None = None
 
     @property

@@ -27,6 +27,8 @@ def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iter
     data = report.data
     yield from host_table(data.hosts)
     if not data.ranks:
+        if data.verdict is not None and not report.findings:  # of a table, which the user has
+            yield Text("\n".join(data.verdict.lines))
         return
     if any(finding.where.ranks and finding.level is Level.FAIL for finding in report.findings):
         yield rank_table(data)
