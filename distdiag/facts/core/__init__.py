@@ -1,1 +1,1 @@
-"""Core files as facts: read from their notes and headers, without a debugger."""
+"""Core files, parsed from their notes and headers without a debugger."""

@@ -1,7 +1,7 @@
-"""The functions of a program or library: where they are, by its table for exceptions, and their names, by its symbols.
+"""Functions of a program or library: their bounds from the exception-handling table, their names from the symbols.
 
-The table is .eh_frame_hdr with .eh_frame (Linux Standard Base 5, 10.6), which no strip takes away; see elf(5) for the
-rest. Addresses are those that the file was linked for; a library is loaded elsewhere.
+The table is .eh_frame_hdr with .eh_frame (Linux Standard Base 5, 10.6), which strip never removes; see elf(5) for the
+rest. Addresses are link-time addresses, not those of a loaded library.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 VERSION = re.compile(r"@@?[A-Z][A-Za-z]*_[\w.]+$")
-"""What may follow the name of a symbol: "@@GLIBC_2.34"."""
+"""Version suffix of a symbol name: "@@GLIBC_2.34"."""
 UNREADABLE = (OSError, ValueError, elf.Malformed, struct.error)
-"""What `Binary` raises for a file that is missing, damaged, or another than it was."""
+"""Raised by `Binary` for a missing, damaged or replaced file."""
 _MAPPED = re.compile(r"^(\w+)-(\w+) \S+ (\w+) \S+ \d+ +(/.+)$", re.MULTILINE)
-_MAX_SYMBOLS_BYTES = 1 << 30  # libtorch_cpu.so has 13 MB of them
+_MAX_SYMBOLS_BYTES = 1 << 30  # libtorch_cpu.so has 13 MB of symbols
 _MAX_ENTRY_BYTES = 1 << 16  # of one function
 _PT_LOAD, _PT_GNU_EH_FRAME = 1, 0x6474E550
 _HEADER, _SEGMENT, _WORD = struct.Struct("<8s10xH12xQ16xH6x"), struct.Struct("<I4xQQ8xQ16x"), struct.Struct("<I")
@@ -35,12 +35,12 @@ _EH_FRAME_HDR = b"\x01\x1b\x03\x3b"  # version 1, encodings that gcc and clang u
 _PAIR, _PAIRS_AT = struct.Struct("<ii"), 12
 _SYMBOL = struct.Struct("<IB3xQ8x")
 _AT_ONCE, _MAX_ALIKE = _SYMBOL.size << 18, 4096
-_KINDS = {0: 1, 2: 2, 10: 2}  # STT_NOTYPE, as assemblers write it by themselves; STT_FUNC, STT_GNU_IFUNC
+_KINDS = {0: 1, 2: 2, 10: 2}  # STT_NOTYPE, written by assemblers; STT_FUNC, STT_GNU_IFUNC
 _BINDINGS = {0: 1, 2: 2, 1: 3}  # local, weak, global
 
 
 class Binary:
-    """One file. Raises OSError, ValueError, elf.Malformed, struct.error if it is missing or damaged."""
+    """One ELF file; every method may raise UNREADABLE."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -64,7 +64,8 @@ class Binary:
         raise elf.Malformed
 
     def begin_before(self, address: int) -> tuple[int | None, bool]:
-        """Return where the last function before `address` begins (None: nowhere), and whether another begins there."""
+        """Return the start of the last function before `address` (None: no such function), and whether one starts
+        there."""
         with elf.File(self._path) as file:
             begins = _Begins(file, self._pairs_at, self._pairs)
             at = bisect_left(begins, address - self._base)
@@ -72,7 +73,7 @@ class Binary:
             return (begins[at - 1] + self._base if at else None), another
 
     def function(self, address: int) -> Fde:
-        """Return the FDE of the function at an address; raises CannotUnwind, too."""
+        """Return the FDE of the function at an address. Raises CannotUnwind as well."""
         if not self._is_x86_64:
             raise CannotUnwind
         with elf.File(self._path) as file:
@@ -89,7 +90,7 @@ class Binary:
         offset = self._offset(address)
         content = _entry(file, offset)
         (back,) = _WORD.unpack_from(content)
-        if back == 0:  # that is what a CIE has in its place
+        if back == 0:  # a CIE has 0 in place of the back reference
             raise CannotUnwind
         cie_at = offset + _WORD.size - back
         if cie_at not in self._cies:
@@ -103,9 +104,9 @@ class Binary:
         raise elf.Malformed
 
     def names(self, addresses: set[int]) -> dict[int, str]:
-        """Return the names of the functions that begin at these addresses, without those that were stripped."""
+        """Return the names of the functions that begin at these addresses, omitting stripped names."""
         own = elf.read(self._path)
-        if own is None or not own.sections:  # pystack may find symbols by its dynamic section all the same
+        if own is None or not own.sections:  # pystack may still find symbols through the dynamic section
             raise elf.Malformed
         found: dict[int, str] = {}
         sections = {section.name: section for section in own.sections}
@@ -120,7 +121,7 @@ class Binary:
 
 
 class _Begins:
-    """Where functions begin, relative to the table itself; only what is looked at is read."""
+    """Function start addresses, relative to the table itself; read on demand (binary search touches few entries)."""
 
     def __init__(self, file: elf.File, at: int, count: int) -> None:
         self._file, self._at, self._count = file, at, count
@@ -132,7 +133,6 @@ class _Begins:
         return self._pair(index)[0]
 
     def fde_at(self, index: int) -> int:
-        """Return where the FDE of a function is, relative to the table as well."""
         return self._pair(index)[1]
 
     def _pair(self, index: int) -> tuple[int, int]:
@@ -141,19 +141,19 @@ class _Begins:
 
 
 def _entry(file: elf.File, offset: int) -> bytes:
-    """Read what follows the length of an entry of .eh_frame."""
+    """Read an entry of .eh_frame after its length field."""
     (size,) = _WORD.unpack(file.at(offset, _WORD.size))
-    if not _WORD.size < size < _MAX_ENTRY_BYTES:  # all bits set: 8 bytes of length follow, which nobody writes
+    if not _WORD.size < size < _MAX_ENTRY_BYTES:  # all bits set would mean an 8-byte length, which no compiler emits
         raise CannotUnwind
     return file.at(offset + _WORD.size, size)
 
 
 def _names(file: elf.File, at: int, size: int, names_at: int, wanted: set[int]) -> dict[int, str]:
-    """Return the names of the functions at `wanted`; of several at one address, the most public."""
+    """Return the names of the functions at `wanted`; prefer global to weak to local among aliases."""
     best: dict[int, tuple[int, int, int]] = {}
     for first in range(0, size // _SYMBOL.size * _SYMBOL.size, _AT_ONCE):
         data = file.at(at + first, min(_AT_ONCE, size // _SYMBOL.size * _SYMBOL.size - first))
-        # Half a million of them are looked through in no time as one text of the lower halves of their values.
+        # bytes.find over the lower halves of all values: fast for half a million symbols.
         values = memoryview(data).cast("I")[2 :: _SYMBOL.size // 4].tobytes()
         for address in wanted:
             for index in islice(_indices(values, struct.pack("<I", address & 0xFFFFFFFF)), _MAX_ALIKE):
@@ -165,7 +165,6 @@ def _names(file: elf.File, at: int, size: int, names_at: int, wanted: set[int]) 
 
 
 def _indices(words: bytes, word: bytes) -> Iterator[int]:
-    """List the indices at which `words` has `word`."""
     at = words.find(word)
     while at >= 0:
         if at % len(word) == 0:
@@ -174,7 +173,7 @@ def _indices(words: bytes, word: bytes) -> Iterator[int]:
 
 
 class Functions:
-    """The functions of the programs and libraries that a process has mapped, by address; each is looked up once."""
+    """Functions of the files that a process maps, by address; lookups are cached."""
 
     def __init__(self, files: Sequence[MappedFile]) -> None:
         self._mapped = MappedFiles(files)
@@ -188,12 +187,12 @@ class Functions:
         return cls([MappedFile(int(start, 16), int(end, 16), int(at, 16), path) for start, end, at, path in lines])
 
     def path(self, address: int) -> str:
-        """Return the path of the file that is mapped at an address; "" if none is."""
+        """Return the path of the file mapped at an address, else ""."""
         mapped = self._mapped.at(address)
         return mapped.path if mapped else ""
 
     def before(self, address: int, name: str) -> str:
-        """Return the name of the function whose last call returns to `address`, else `name`, that of the one there."""
+        """Return the function containing the call that returns to `address`, else `name`, the function at `address`."""
         if address not in self._names:
             try:
                 self._names[address] = self._before(address, name)
@@ -215,14 +214,14 @@ class Functions:
 
 
 def demangled(name: str) -> str:
-    """Return the name of a C++ function as its source has it; other names stay as they are."""
+    """Demangle a C++ name; other names are returned unchanged."""
     if not name.startswith("_Z"):
         return name
     import ctypes
 
     try:
         demangle = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
-    except (OSError, AttributeError):  # musl, or no C++ here
+    except (OSError, AttributeError):  # musl, or no libstdc++
         return name
     demangle.restype = ctypes.c_char_p
     return (demangle(name.encode(), None, None, None) or name.encode()).decode("utf-8", "replace")

@@ -1,9 +1,9 @@
-"""Call frame information of x86-64, which compilers leave for exceptions: where the caller of a frame is.
+"""Call frame information of x86-64, emitted by compilers for exceptions: how to find the caller of a frame.
 
-Formats: DWARF 5, sections 6.4 (the table and its instructions), 2.5 (expressions) and 7.7 (their codes); what .eh_frame
-makes of it: Linux Standard Base 5, 10.6. Numbers of registers: System V ABI, AMD64 supplement, 3.6.2.
+Formats: DWARF 5, sections 6.4 (the table and its instructions), 2.5 (expressions) and 7.7 (opcodes); differences in
+.eh_frame: Linux Standard Base 5, 10.6. Register numbers: System V ABI, AMD64 supplement, 3.6.2.
 
-The bytes are not trusted: whatever makes no sense in them is `CannotUnwind`.
+The bytes are untrusted: invalid data raises `CannotUnwind`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     Rule = tuple[int, Any]
-    """One of the kinds below, and its number or expression."""
+    """Rule kind (one of the constants below) with its number or expression."""
     Word = Callable[[int], int]
-    """Returns the word of 8 bytes at an address; raises CannotUnwind where it is not known."""
+    """Returns the 8-byte word at an address; raises CannotUnwind if the core lacks it."""
 
 STACK_POINTER, RETURN_ADDRESS = 7, 16
 _CALLEE_SAVED = (3, 6, 12, 13, 14, 15)  # rbx, rbp, r12 to r15
@@ -32,16 +32,16 @@ _RELATIVE_TO_ITSELF = 0x10
 
 
 class CannotUnwind(Exception):
-    """The caller cannot be found: no table for this address, a damaged one, or one that needs what is not known."""
+    """The caller is unknown: the table is missing, damaged, or needs an unknown register."""
 
 
 class Cie:
-    """A common information entry, which many functions share; `signal`: it describes a frame that the kernel made."""
+    """A common information entry, shared by many functions; `signal`: it describes a frame made by the kernel."""
 
     __slots__ = ("code_factor", "data_factor", "pointers", "program", "signal")
 
     def __init__(self, content: bytes) -> None:
-        """Parse it; `content` follows its length and its id."""
+        """Parse an entry; `content` starts after its length and id."""
         try:
             self._read(content)
         except (LookupError, ValueError, struct.error) as error:
@@ -61,7 +61,7 @@ class Cie:
         for letter in letters[1:]:
             if letter == "R":
                 self.pointers = content[at]
-            elif letter == "P":  # the function that handles exceptions
+            elif letter == "P":  # personality routine
                 at += struct.calcsize(_POINTERS[content[at] & 0xF])
             elif letter not in "LS":
                 raise CannotUnwind
@@ -69,12 +69,12 @@ class Cie:
 
 
 class Fde:
-    """A frame description entry: the code from `begin` on, up to `end`."""
+    """A frame description entry: the code in [begin, end)."""
 
     __slots__ = ("_program", "begin", "cie", "end")
 
     def __init__(self, cie: Cie, content: bytes, address: int) -> None:
-        """Parse it; `content` follows its length and its reference to `cie`, and lies at `address`."""
+        """Parse an entry; `content`, at `address`, starts after the length and the reference to `cie`."""
         try:
             form = _POINTERS[cie.pointers & 0xF]
             width = struct.calcsize(form)
@@ -103,7 +103,7 @@ class Fde:
 
 
 class Rules:
-    """How to find the caller's registers: one row of the table that a function's instructions make."""
+    """How to recover the caller's registers: one row of the table built by a function's instructions."""
 
     def __init__(self, cie: Cie) -> None:
         self._cie = cie
@@ -114,15 +114,15 @@ class Rules:
 
     @property
     def outermost(self) -> bool:
-        """Whether nobody called this function: the thread began here."""
+        """Whether the function has no caller, as the first function of a thread."""
         return self._of.get(RETURN_ADDRESS, (None,))[0] == _UNDEFINED
 
     def mark_initial(self) -> None:
-        """Keep the rules of the CIE, to which DW_CFA_restore goes back."""
+        """Save the rules of the CIE for DW_CFA_restore."""
         self._initial = dict(self._of)
 
     def caller_registers(self, registers: dict[int, int], word: Word) -> dict[int, int]:
-        """Return the registers as the caller will find them, without those that are not known."""
+        """Return the caller's registers, omitting unknown values."""
         try:
             cfa = self._frame_address(registers, word)
             kept = registers if self._cie.signal else _CALLEE_SAVED
@@ -146,7 +146,7 @@ class Rules:
         return registers[number] + offset & _MASK
 
     def execute(self, program: bytes, place: int, address: int) -> None:
-        """Carry out the instructions of a program that begins at `place`, as far as they hold for `address`."""
+        """Execute the instructions of a program that starts at `place`, up to those that apply to `address`."""
         at = 0
         while at < len(program):
             kind, low = program[at] & 0xC0, program[at] & 0x3F
@@ -198,7 +198,6 @@ class Rules:
 
 
 def _register_and_offset(cfa: Rule) -> tuple[int, int]:
-    """Return register and offset of a rule that has them."""
     kind, what = cfa
     if kind != _REGISTER:
         raise CannotUnwind
@@ -218,7 +217,7 @@ def _value(kind: int, what: Any, cfa: int, registers: dict[int, int], word: Word
 
 
 def _evaluate(expression: bytes, registers: dict[int, int], word: Word, stack: list[int]) -> int:
-    """Evaluate an expression without jumps: those of signal frames and of procedure linkage tables have none."""
+    """Evaluate an expression without jumps; signal frames and procedure linkage tables use none."""
     at = 0
     while at < len(expression):
         code = expression[at]
@@ -250,7 +249,7 @@ def _as_signed(value: int) -> int:
 
 
 def _unsigned(data: bytes, at: int) -> tuple[int, int]:
-    """Parse an unsigned LEB128 (DWARF 5, 7.6); return it and where it ends."""
+    """Parse an unsigned LEB128 (DWARF 5, 7.6); return its value and end."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift
@@ -295,9 +294,9 @@ _OPERANDS: dict[int, tuple[Callable[[bytes, int], tuple[Any, int]], ...]] = {
     0x14: (_unsigned, _unsigned),  # DW_CFA_val_offset
     0x15: (_unsigned, _signed),  # DW_CFA_val_offset_sf
     0x16: (_unsigned, _block),  # DW_CFA_val_expression
-    0x2E: (_unsigned,),  # DW_CFA_GNU_args_size, of no use here
+    0x2E: (_unsigned,),  # DW_CFA_GNU_args_size, ignored
 }
-_SIGNED = (0x05, 0x11, 0x12, 0x13, 0x14, 0x15)  # their last operand counts in the factor of the CIE
+_SIGNED = (0x05, 0x11, 0x12, 0x13, 0x14, 0x15)  # the last operand is a multiple of the CIE's data factor
 _OF_CFA: dict[int, Callable[[Rule, list[Any]], Rule]] = {
     0x0C: lambda _, operands: (_REGISTER, tuple(operands)),  # DW_CFA_def_cfa
     0x0D: lambda was, operands: (_REGISTER, (operands[0], _register_and_offset(was)[1])),  # DW_CFA_def_cfa_register

@@ -1,9 +1,9 @@
-"""A core file as facts: its notes (what crashed), its memory, the variables of its rank. See elf(5), core(5).
+"""Parser of core files: notes, memory, and the launcher's variables of the rank. See elf(5), core(5).
 
-Notes come first in a core of the kernel, so that a cut-off one has them too. Nothing in a core is trusted: counts and
-sizes are compared with what is there before anything is read or kept. Layouts are those of Linux:
-include/uapi/linux/elfcore.h (prstatus, prpsinfo), include/uapi/asm-generic/siginfo.h, and fs/binfmt_elf.c (NT_FILE, the
-order of all); registers: asm/user_64.h of x86, uapi/asm/ptrace.h of arm64.
+The kernel writes notes first, so a truncated core still has them. Cores are untrusted: counts and sizes are checked
+against the file size before reading or allocating. Layouts follow Linux: include/uapi/linux/elfcore.h (prstatus,
+prpsinfo), include/uapi/asm-generic/siginfo.h, and fs/binfmt_elf.c (NT_FILE, note order); registers: asm/user_64.h of
+x86, uapi/asm/ptrace.h of arm64.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     """The path of a core, or its first bytes (see `stored_cores.head`)."""
 
     class Readable(Protocol):
-        """What `elf.File` and `Bytes` are."""
+        """Implemented by `elf.File` and `Bytes`."""
 
         size: int
 
         def at(self, offset: int, size: int) -> bytes:
-            """Read `size` bytes; Malformed if they are not all there."""
+            """Read exactly `size` bytes. Raises Malformed if the file ends before."""
 
 
 MAGIC = b"\x7fELF"
@@ -47,19 +47,19 @@ _KINDS = {1: "an object file", 2: "a program", 3: "a program or library"}
 _ET_CORE = 4
 _IDENTITY_BYTES = 20  # up to e_machine
 _BITS_32, _BITS_64, _LITTLE, _BIG = 1, 2, 1, 2
-_LONGEST_OWNER = 8  # "CORE", "LINUX" and "GNU", with their zeros
+_LONGEST_OWNER = 8  # "CORE", "LINUX" and "GNU", with padding
 _PT_LOAD, _PT_NOTE = 1, 4
 _PN_XNUM = 0xFFFF
 _AT_ONCE = 4096
-_MAX_NOTES = 1 << 17  # of ten kinds for each of 13,000 threads
+_MAX_NOTES = 1 << 17  # ten kinds for each of 13,000 threads
 _MAX_BYTES = 32 << 20
-"""Of headers and notes; a torch job's are 0.2 MB. By default the kernel writes up to 4 MiB about mapped files."""
+"""Limit for headers and notes; a torch job has 0.2 MB. By default the kernel writes up to 4 MiB about mapped files."""
 _PC_AT = {"x86_64": 240, "aarch64": 368}
-"""Where in a prstatus the program counter stands: the registers begin at 112, and 16 or 32 come before it."""
+"""Offset of the program counter in prstatus: registers start at 112, and 16 or 32 precede the counter."""
 _REGISTERS_AT, _REGISTERS = 112, struct.Struct("<27Q")
 _DWARF_NUMBERS = (15, 14, 13, 12, 6, 3, 11, 10, 9, 8, 0, 2, 1, 4, 5, None, 16, None, None, 7)
-"""Of the registers of x86-64 in the order of user_regs_struct: r15, r14, r13, r12, rbp, rbx, r11 to r8, rax, rcx, rdx,
-rsi, rdi, orig_rax, rip, cs, eflags, rsp; by the System V ABI, AMD64 supplement, 3.6.2."""
+"""DWARF numbers of the x86-64 registers in the order of user_regs_struct: r15, r14, r13, r12, rbp, rbx, r11 to r8, rax,
+rcx, rdx, rsi, rdi, orig_rax, rip, cs, eflags, rsp; see System V ABI, AMD64 supplement, 3.6.2."""
 _NT_PRSTATUS, _NT_PRPSINFO, _NT_AUXV, _NT_SIGINFO, _NT_FILE = 1, 3, 6, 0x53494749, 0x46494C45
 _PRSTATUS = struct.Struct("<12xh18xi")  # pr_cursig, pr_pid
 _PRPSINFO = struct.Struct("<16xI4xi12x16s80s")  # pr_uid, pr_pid, pr_fname, pr_psargs
@@ -69,7 +69,7 @@ _AUXV = struct.Struct("<QQ")
 _WORD, _PID = struct.Struct("<Q"), struct.Struct("<i")
 _AT_EXECFN = 31
 
-_FAULTS = (4, 5, 7, 8, 11)  # SIGILL, SIGTRAP, SIGBUS, SIGFPE, SIGSEGV, when the kernel says why: codes 1 to 127
+_FAULTS = (4, 5, 7, 8, 11)  # SIGILL, SIGTRAP, SIGBUS, SIGFPE, SIGSEGV with a kernel code, 1 to 127
 _SENT = (0, -1, -6)  # SI_USER, SI_QUEUE, SI_TKILL
 _MAX_PATH_BYTES = 4096
 _PAGE = 4096
@@ -78,22 +78,22 @@ _MAX_ENVIRONMENT_BYTES = 512 * 1024
 
 
 class NotACore(Exception):
-    """Not a core that can be read; the text is the reason, to follow "FILE: "."""
+    """Not a readable core; the text is the reason, to follow "FILE: "."""
 
 
 class OtherMachine(NotACore):
-    """A core of an unsupported kind of machine."""
+    """A core of an unsupported architecture."""
 
 
 class Bytes:
-    """The beginning of a file, in memory."""
+    """Core data in memory."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.size = len(data)
 
     def at(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes; Malformed if they are not all there."""
+        """Return exactly `size` bytes. Raises Malformed if the data ends before."""
         if offset + size > self.size:
             raise Malformed
         return self._data[offset : offset + size]
@@ -101,7 +101,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Note:
-    """A note whose content is all there: `size` bytes from `offset` of the file on."""
+    """A complete note: `size` bytes of content at `offset` in the file."""
 
     owner: bytes
     kind: int
@@ -110,13 +110,13 @@ class Note:
 
 
 class Image:
-    """The program headers of a file of 64 bits, little endian.
+    """The program headers of a 64-bit little-endian ELF file.
 
-    `machine` as uname(2) names it, empty for an unsupported one. `whole_bytes` is where the last segment ends: a
-    file that has fewer, `size_bytes`, was cut off.
+    `machine` as in uname(2), "" if unsupported. `whole_bytes` is the end of the last segment; a smaller `size_bytes`
+    means that the file was truncated.
 
     Raises:
-        Malformed: it is no such file, or its program headers are not there.
+        Malformed: not such a file, or its program headers are missing.
     """
 
     def __init__(self, file: Readable) -> None:
@@ -131,11 +131,11 @@ class Image:
         self._read_segments(header[5], self._count(segments_at=header[5], sections_at=header[6], in_header=header[10]))
 
     def at(self, offset: int, size: int) -> bytes:
-        """Read bytes of the file; Malformed if they are not all there."""
+        """Read exactly `size` bytes of the file. Raises Malformed if it ends before."""
         return self._file.at(offset, size)
 
     def memory(self, address: int, most_bytes: int) -> bytes:
-        """Return what lay at an address, up to the end of its segment; nothing where that is not in the file."""
+        """Return memory from an address to the end of its segment, at most `most_bytes`; b"" if not in the file."""
         found = bisect_right(self._starts, address) - 1
         if found < 0:
             return b""
@@ -145,7 +145,7 @@ class Image:
         return self._file.at(offset, size) if size > 0 else b""
 
     def notes(self) -> Iterator[Note]:
-        """List the notes in their order, up to the first that is not all there; all are padded to 4 bytes."""
+        """List the notes in order, up to the first truncated note; notes are padded to 4 bytes."""
         left = _MAX_NOTES
         for at, size in self._notes:
             end = min(at + size, self.size_bytes)
@@ -164,8 +164,9 @@ class Image:
     def _count(self, *, segments_at: int, sections_at: int, in_header: int) -> int:
         """Count the program headers.
 
-        Too many for the header's field are counted by the first section, which the kernel writes last: where a cut
-        has taken it, by where the notes begin, for they follow the program headers (fs/binfmt_elf.c, elf_core_dump).
+        If the header field overflows (PN_XNUM), the count is in the first section header, which the kernel writes last.
+        In a truncated core, derive the count from the offset of the notes, which follow the program headers
+        (fs/binfmt_elf.c, elf_core_dump).
         """
         if in_header != _PN_XNUM:
             return in_header
@@ -190,18 +191,18 @@ class Image:
                         column.append(value)
                 elif kind == _PT_NOTE:
                     self._notes.append((offset, size))
-        # With kernel.core_sort_vma, and before there was this choice (about 6.13), Linux writes small mappings first.
+        # With kernel.core_sort_vma, and before that setting (about 6.13), Linux writes small mappings first.
         order = sorted(range(len(columns[0])), key=columns[0].__getitem__)
         self._starts, self._offsets, self._sizes = (array("Q", map(column.__getitem__, order)) for column in columns)
 
 
 @contextlib.contextmanager
 def opened(core: Core) -> Iterator[Image]:
-    """Open a core; NotACore is also raised for what turns out to be wrong with it while it is open.
+    """Open a core; parse errors inside the `with` block also become NotACore.
 
     Raises:
-        NotACore: it is none, or is damaged or cut off where something was looked for.
-        OSError, ValueError: it cannot be opened or read, or is not a regular file; this is no path.
+        NotACore: not a core, or damaged or truncated at the requested data.
+        OSError, ValueError: invalid path, not a regular file, or unreadable.
     """
     with File(core, _MAX_BYTES) if isinstance(core, str) else contextlib.nullcontext(Bytes(core)) as file:
         _check(file.at(0, min(_IDENTITY_BYTES, file.size)))
@@ -213,7 +214,7 @@ def opened(core: Core) -> Iterator[Image]:
 
 
 def _check(head: bytes) -> None:
-    """Refuse what is not a core of a supported machine, by the beginning of its header."""
+    """Raise NotACore unless the header is that of a core of a supported architecture."""
     if not head:
         raise NotACore("empty (was the disk full?)")
     if head[:4] != MAGIC:
@@ -231,7 +232,7 @@ def _check(head: bytes) -> None:
 
 @dataclass(frozen=True)
 class CoreThread:
-    """A thread; `pc` is the address that it was at. The kernel gives every thread the signal that ended them all."""
+    """A thread; `pc` is its program counter. The kernel gives every thread the fatal signal."""
 
     tid: int
     signal: int
@@ -240,7 +241,7 @@ class CoreThread:
 
 @dataclass(frozen=True)
 class MappedFile:
-    """Addresses that showed a file from `offset` bytes on; the path ends in " (deleted)" if it was no more then."""
+    """A file mapped at [start, end) from `offset` bytes on; " (deleted)" follows the path of an unlinked file."""
 
     start: int
     end: int
@@ -249,27 +250,27 @@ class MappedFile:
 
 
 class MappedFiles:
-    """Mapped files by their addresses."""
+    """Mapped files, searchable by address."""
 
     def __init__(self, files: Sequence[MappedFile]) -> None:
         self._files = sorted(files, key=lambda file: file.start)
         self._starts = [file.start for file in self._files]
 
     def at(self, address: int) -> MappedFile | None:
-        """Return the file that is mapped at an address."""
+        """Return the file mapped at an address."""
         index = bisect_right(self._starts, address) - 1
         return self._files[index] if index >= 0 and address < self._files[index].end else None
 
 
 @dataclass(frozen=True)
 class CoreNotes:
-    """A process that crashed, with the ids of its own pid namespace.
+    """A crashed process, with the ids of its own pid namespace.
 
-    The first of `threads` is the one that crashed. `code` is si_code of sigaction(2), None if the core has none (gdb's
-    gcore). `address`: what could not be accessed or executed; None if the signal was sent, or the processor does not
-    tell. `sender_pid`: who sent the signal, if a process did. `program` has at most 15 letters, `arguments` 79.
-    `execfn`: the program as it was started, empty if that is not in the core. `whole_bytes`: the size that its headers
-    promise; for a core given by its first bytes, `size_bytes` and `truncated` are those of them.
+    `threads[0]` crashed. `code` is si_code of sigaction(2), None if the core lacks it (gdb's gcore). `address`: the
+    fault address; None for a sent signal, or if the processor does not report it. `sender_pid`: the process that sent
+    the signal. `program` has at most 15 characters, `arguments` 79. `execfn`: the path passed to execve, "" if not in
+    the core. `whole_bytes`: the size implied by the headers; for a core given as bytes, `size_bytes` and `truncated`
+    describe those bytes.
     """
 
     machine: str
@@ -293,8 +294,8 @@ def read(core: Core) -> CoreNotes:
     """Read the notes.
 
     Raises:
-        NotACore: it is none, or is damaged, or ends before its notes say who crashed.
-        OSError, ValueError: it cannot be opened or read, or is not a regular file; this is no path.
+        NotACore: not a core, damaged, or truncated before the notes of the crashed thread.
+        OSError, ValueError: invalid path, not a regular file, or unreadable.
     """
     with opened(core) as image:
         threads, content = _gather(image, _PC_AT[image.machine])
@@ -322,7 +323,7 @@ def read(core: Core) -> CoreNotes:
 
 
 def registers(image: Image) -> Iterator[tuple[int, dict[int, int]]]:
-    """List the id of each thread and its registers by their DWARF numbers; nothing for a machine other than x86-64."""
+    """List thread ids with their registers by DWARF number; empty unless x86-64."""
     if image.machine != "x86_64":
         return
     for note in image.notes():
@@ -333,15 +334,15 @@ def registers(image: Image) -> Iterator[tuple[int, dict[int, int]]]:
 
 
 def rank_variables(core: Core) -> dict[str, str]:
-    """Return the variables by which launchers number a rank, from the environment that the program was started with.
+    """Return the launcher's rank variables from the initial environment of the process.
 
-    It lies below the program's name, at the top of the stack; nothing where the core does not have that. No other
-    variable is looked at. Raises what `read` raises.
+    The environment lies below the program's name at the top of the stack; {} if the core omits it. Other variables are
+    not returned. Raises as `read`.
     """
     with opened(core) as image:
         auxv = next((image.at(note.offset, note.size) for note in image.notes() if note.kind == _NT_AUXV), b"")
         address, size = _execfn_at(auxv), _MAX_ENVIRONMENT_BYTES
-        while size >= _PAGE:  # its segment may begin less than that below
+        while size >= _PAGE:  # the segment may begin less than `size` below
             if found := image.memory(max(0, address - size), size):
                 return procs.wanted(filter(None, found.split(b"\0")))  # most of it is zero
             size //= 2
@@ -349,31 +350,31 @@ def rank_variables(core: Core) -> dict[str, str]:
 
 
 def build_ids(core: Core, notes: CoreNotes) -> dict[str, str]:
-    """Return the build id, in hexadecimal, of each mapped program and library that has one, by path.
+    """Return the build id, in hexadecimal, of each mapped program and library, by path; omit files without one.
 
-    It is in the first page of a file, which the kernel keeps (bit 4 of coredump_filter, core(5)). Raises what `read`
-    raises.
+    Build ids are in the first page of a file, which the kernel dumps (bit 4 of coredump_filter, core(5)). Raises as
+    `read`.
     """
     return {path: build_id for path, build_id in _binaries(core, notes) if build_id}
 
 
 def changed_files(core: Core, notes: CoreNotes) -> tuple[str, ...]:
-    """List mapped programs and libraries that have another build id on this disk than in the core.
+    """List mapped programs and libraries whose build id on this disk differs from the core's.
 
-    Not those that are gone (`missing_files`), that may not be read here, or that had no build id.
+    Excludes missing files (see `missing_files`), unreadable files, and files without a build id.
     """
     pages = ((path, was, _first_page(path)) for path, was in _as_named_now(build_ids(core, notes)))
     return tuple(dict.fromkeys(path for path, was, page in pages if page is not None and _build_id(page) != was))
 
 
 def missing_files(core: Core, notes: CoreNotes) -> tuple[str, ...]:
-    """List mapped programs and libraries that this disk does not have."""
+    """List mapped programs and libraries missing from this disk."""
     now = _as_named_now(dict(_binaries(core, notes)))
     return tuple(dict.fromkeys(path for path, _ in now if _is_gone(path)))
 
 
 def _gather(image: Image, pc_at: int) -> tuple[list[CoreThread], dict[int, bytes]]:
-    """Read the threads, and the notes of which there is one for the process."""
+    """Read the threads, and the per-process notes by kind."""
     threads, content = [], {}
     for note in image.notes():
         if note.owner != b"CORE":
@@ -393,7 +394,7 @@ def _why(siginfo: bytes | None, signal: int) -> tuple[int, int | None, int | Non
     if siginfo is None:
         return signal, None, None, None
     signal, code = _SIGINFO.unpack_from(siginfo)
-    # SI_KERNEL (128), as for an address that cannot be one (x86-64: not canonical), leaves the address at 0.
+    # SI_KERNEL (128), sent for a non-canonical address on x86-64, leaves the address at 0.
     address = _WORD.unpack_from(siginfo, _SIGINFO.size)[0] if signal in _FAULTS and 0 < code < 128 else None
     sender = _PID.unpack_from(siginfo, _SIGINFO.size)[0] if code in _SENT else None
     return signal, code, address, sender
@@ -417,7 +418,7 @@ def _execfn(image: Image, auxv: bytes) -> str:
 
 
 def _execfn_at(auxv: bytes) -> int:
-    """Return the address of the name that the program was started by; 0 if there is none."""
+    """Return the address of the path passed to execve, else 0."""
     whole = len(auxv) // _AUXV.size * _AUXV.size
     return int(dict(_AUXV.iter_unpack(auxv[:whole])).get(_AT_EXECFN, 0))
 
@@ -427,7 +428,7 @@ def _text(data: bytes) -> str:
 
 
 def _binaries(core: Core, notes: CoreNotes) -> Iterator[tuple[str, str]]:
-    """List path and build id of each mapped ELF file whose first page is in the core; empty if it has none."""
+    """List path and build id ("" if none) of each mapped ELF file whose first page is in the core."""
     seen = set()
     with opened(core) as image:
         for file in notes.files:
@@ -447,7 +448,7 @@ def _build_id(page: bytes) -> str:
 
 
 def _as_named_now(ids: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """List path and build id; a file that was replaced before the crash by the path of its replacement."""
+    """List path and build id, with the path of the replacement for files replaced before the crash."""
     for path, build_id in ids.items():
         yield path[: -len(_DELETED)] if path.endswith(_DELETED) else path, build_id
 
@@ -466,5 +467,5 @@ def _is_gone(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except (OSError, ValueError):
-        pass  # not ours to see
+        pass  # permission denied
     return False

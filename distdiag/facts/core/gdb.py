@@ -1,6 +1,6 @@
-"""C stacks of a core or of a live process, by gdb, which reads symbols of those libraries only that are on a stack.
+"""C stacks of a core or a live process by gdb, loading symbols only of libraries on a stack.
 
-By default gdb reads those of all libraries: seconds where torch is loaded, however few threads are asked for.
+By default gdb loads the symbols of all libraries, which takes seconds with torch, even for one thread.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SETTINGS = (
     *("print thread-events off", "print inferior-events off", "filename-display absolute", "demangle-style gnu-v3"),
     f"backtrace limit {MAX_FRAMES}",
 )
-"""No code of the program is run (auto-load) and no value shown. gdb ignores the settings that it does not know."""
+"""No code from the program runs (auto-load) and values are hidden. gdb ignores unknown settings."""
 _NO_LIBRARIES = 'python gdb.execute("set auto-solib-add off")'
-"""A gdb without Python refuses this, and reads all libraries."""
+"""A gdb without Python rejects this command and loads all libraries."""
 _READ_NEEDED_LIBRARIES = """python
 import re
 def unread(known):
@@ -52,8 +52,8 @@ def read_all():
                 name = unread(known)
 read_all()
 """
-"""Each library that is read may lead to further frames, and these to further libraries."""
-_HARMFUL = ("PYTHONHOME", "PYTHONPATH")  # gdb has a Python of its own
+"""A loaded library may reveal further frames, and those further libraries."""
+_HARMFUL = ("PYTHONHOME", "PYTHONPATH")  # gdb embeds its own Python
 _HEADER = re.compile(r'Thread \d+ \(.*?\b(?:LWP|process) (?P<tid>\d+)\)?(?: "(?P<name>.*)")?\)+:')
 _FRAME = re.compile(
     r"#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>.+?)(?: \((?:\.\.\.|[^ ]+=\.\.\.(?:, [^ ]+=\.\.\.)*)?\))?"
@@ -63,12 +63,12 @@ _DOUBTS = re.compile(r"may not match|is newer than|past end of file|truncated|no
 
 
 def of_core(core: str, executable: str, *, timeout_s: float, only_first: bool = False) -> Stacks:
-    """Read the C stacks of a core; with `only_first`, that of its first thread alone, which is the one that crashed."""
+    """Read the C stacks of a core; `only_first`: only its first thread, which crashed."""
     return _run_gdb([os.path.realpath(executable), os.path.abspath(core)], timeout_s, only_first=only_first)
 
 
 def of_process(pid: int, *, timeout_s: float) -> Stacks:
-    """Read the C stacks of a live process, which is paused meanwhile; it is left as it was found."""
+    """Read the C stacks of a live process, which is paused meanwhile and then restored to its state."""
     with left_as_found(pid) as attaching:
         if attaching.hindrance:
             return Stacks("gdb", (), attaching.hindrance, 0.0)
@@ -80,9 +80,9 @@ def of_process(pid: int, *, timeout_s: float) -> Stacks:
 
 
 class Attaching:
-    """What a tool does to a process: `hindrance` is why it may not attach, "" if it may.
+    """An attempt to attach to a process: `hindrance` is why it is impossible, else "".
 
-    `is_over`: it detached before it ended.
+    `is_over`: the tool detached before it exited.
     """
 
     def __init__(self, hindrance: str) -> None:
@@ -92,7 +92,7 @@ class Attaching:
 
 @contextlib.contextmanager
 def left_as_found(pid: int) -> Iterator[Attaching]:
-    """Resume a process that a tool attached to, if that left it stopped."""
+    """Resume a process if the tool that attached to it left it stopped."""
     before = procs.read(pid)
     attaching = Attaching(_hindrance(pid, before))
     try:
@@ -104,7 +104,7 @@ def left_as_found(pid: int) -> Iterator[Attaching]:
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:
-    """Parse what `thread apply ... bt` prints, without the words between threads and a line that is not complete."""
+    """Parse the output of `thread apply ... bt`, ignoring an incomplete last line."""
     found: list[ThreadStack] = []
     for line in text.split("\n")[:-1]:
         header, frame = _HEADER.fullmatch(line), _FRAME.fullmatch(line)
@@ -116,7 +116,7 @@ def parse(text: str) -> tuple[ThreadStack, ...]:
 
 
 def _without_guesses(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Leave out what gdb guesses at the end of a stack that it cannot follow: callers that are in no file."""
+    """Drop the callers outside any file that gdb guesses at the end of a stack it cannot follow."""
     count = len(frames)
     while count > 1 and frames[count - 1].function == "??" and not frames[count - 1].module:
         count -= 1
@@ -148,7 +148,7 @@ def _each(option: str, words: Sequence[str]) -> list[str]:
 
 
 def _why(done: programs.Done, has_threads: bool, timeout_s: float) -> str:
-    """Return what makes the answer of gdb doubtful, or why there is none; "" if nothing does."""
+    """Return why the stacks are missing or doubtful, else ""."""
     if done.timed_out:
         return f"gdb did not {'finish' if has_threads else 'answer'} within {timeout_s:g} s"
     lines = done.stderr.decode("utf-8", "replace").splitlines()
@@ -164,7 +164,7 @@ def _frame(match: re.Match[str]) -> Frame:
     number = match["line"]
     return Frame(
         language="c",
-        function=printable(match["function"]).removeprefix("__GI_"),  # as glibc calls its functions inside
+        function=printable(match["function"]).removeprefix("__GI_"),  # glibc's prefix for internal calls
         file=printable(match["file"] or ""),
         line=int(number) if number else None,
         module=printable(match["module"] or ""),

@@ -1,7 +1,8 @@
-"""Why a process aborted, as its core has it: the last message of the C library, the C++ exception.
+"""Why a process aborted, from its core: the last message of the C library, the C++ exception.
 
-glibc keeps its last message for debuggers (assert/assert.c, malloc, __fortify_fail; __abort_msg in stdlib/abort.c). An
-exception follows a header that begins with "GNUCC++", see libsupc++/unwind-cxx.h; who throws has it on the stack.
+glibc keeps its last message for debuggers (assert/assert.c, malloc, __fortify_fail; __abort_msg in stdlib/abort.c). A
+C++ exception follows a header that begins with "GNUCC++", see libsupc++/unwind-cxx.h; the throwing thread has its
+address on the stack.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _WORD, _SYMBOL = struct.Struct("<Q"), struct.Struct("<IBBHQQ")
 _CLASSES = b"\0++CCUNG", b"\1++CCUNG"
 """_Unwind_Exception.exception_class of an exception, and of a rethrown exception (std::rethrow_exception)."""
 _TYPE_BEFORE, _OBJECT_AFTER = 80, 32
-"""From that header: how far before it its type_info (of one thrown again: the object) is, and after it the object."""
+"""Offset of type_info before the exception header (if rethrown: of the object), and of the object after the header."""
 _STACK_BYTES = 64 << 10
 _MAX_TEXT_BYTES = 4096
 _RSP = 7
@@ -31,9 +32,9 @@ _LIBC = re.compile(r"/libc(-[\d.]+)?\.so[.\d]*$")
 
 
 def read(core: Core, notes: CoreNotes) -> tuple[str, str]:
-    """Return the message of the C library, and the exception as std::terminate prints it; "" where there is none.
+    """Return the message of the C library, and the exception in the format of std::terminate; "" if none.
 
-    The exception may be an older one, which was caught: only the frames show whether the process ended by one.
+    The exception may be an earlier one that was caught; only the frames show whether it ended the process.
     """
     try:
         with core_file.opened(core) as image:
@@ -44,7 +45,7 @@ def read(core: Core, notes: CoreNotes) -> tuple[str, str]:
 
 
 class _Memory:
-    """Memory as the core has it, and what it left to the mapped files: constants."""
+    """Memory from the core, or from the mapped files for constants omitted from the core."""
 
     def __init__(self, image: Image, notes: CoreNotes) -> None:
         self._image = image
@@ -64,7 +65,7 @@ class _Memory:
         return int(_WORD.unpack(data)[0]) if len(data) == _WORD.size else 0
 
     def text(self, address: int) -> str:
-        """Read a text up to its zero; empty if there is none that a person could read."""
+        """Read a NUL-terminated string; "" unless printable."""
         data = self.at(address, _MAX_TEXT_BYTES).partition(b"\0")[0] if address else b""
         try:
             text = data.decode()
@@ -77,11 +78,11 @@ def _of_libc(memory: _Memory, notes: CoreNotes) -> str:
     libc = next((file for file in notes.files if file.offset == 0 and _LIBC.search(file.path)), None)
     symbol = _symbol(libc.path, "__abort_msg") if libc is not None else 0
     message = memory.word(libc.start + symbol) if libc is not None and symbol else 0
-    return memory.text(message + 4) if message else ""  # its size comes before it
+    return memory.text(message + 4) if message else ""  # preceded by its size
 
 
 def _symbol(path: str, name: str) -> int:
-    """Return the address of a dynamic symbol of a library; 0 if it has no such symbol."""
+    """Return the address of a dynamic symbol of a library, else 0."""
     found = elf.read(path)
     parts = {section.name: section for section in found.sections} if found is not None else {}
     if ".dynsym" not in parts or ".dynstr" not in parts:
@@ -94,7 +95,7 @@ def _symbol(path: str, name: str) -> int:
 
 
 def _of_cpp(memory: _Memory, image: Image, tid: int) -> str:
-    """Describe the innermost exception that the thread's stack points to, as std::terminate prints it."""
+    """Describe the innermost exception on the thread's stack in the format of std::terminate."""
     header = next(_exceptions(memory, image, tid), 0)
     if not header:
         return ""
@@ -102,7 +103,7 @@ def _of_cpp(memory: _Memory, image: Image, tid: int) -> str:
     thrown = memory.word(header - _TYPE_BEFORE) if again else header + _OBJECT_AFTER
     kind = memory.text(memory.word(memory.word(thrown - _OBJECT_AFTER - _TYPE_BEFORE) + 8)).lstrip("*")
     name = demangled(f"_ZTS{kind}").removeprefix("typeinfo name for ") if kind else "an unknown type"
-    first = memory.word(thrown + 8)  # std::runtime_error and c10::Error keep their text there, Gloo a list of texts
+    first = memory.word(thrown + 8)  # std::runtime_error and c10::Error keep their text here, Gloo a list of texts
     text = memory.text(first) or memory.text(memory.word(first)) if first else ""
     return f"terminate called after throwing an instance of '{name}'" + (f"\n  what():  {text}" if text else "")
 

@@ -1,8 +1,8 @@
-"""Python frames by pystack, in a child that may crash or hang on a damaged core; C frames by `unwinder`, or by pystack.
+"""Python frames by pystack, in a child that may crash or hang on a damaged core; C frames by `unwinder` or pystack.
 
-Only its stacks are used: what it says of the signal is wrong for SIGBUS, and on a core it names the threads after
-those of whatever process has that id now. Its C frames it looks up by their return addresses (1.7.2), so a function
-that ends in a call that does not return, as those on the way to abort() do, gets the name of the next: see `Functions`.
+Only the stacks are used: pystack misreports SIGBUS, and names the threads of a core after the process that has that id
+now. It resolves C frames by their return addresses (1.7.2), so a function that ends in a noreturn call, as on the path
+to abort(), is named after the next function: see `Functions`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def of_core(
     timeout_s: float,
     python: str = "",
 ) -> Stacks:
-    """Read all threads of a core by the pystack of `python`, by default of this Python; `files`: what it has mapped.
+    """Read all threads of a core with pystack under `python` (default: this Python); `files`: the mapped files.
 
-    `own`: the C frames, None if they could not be followed. Where they are whole pystack reads the Python frames alone:
-    over C it needs 180 MB for a core of torch, and takes the line of a caller from where it returns to.
+    `own`: the C frames, None if unwinding failed. If complete, pystack reads only Python frames: reading C frames costs
+    it 180 MB for a core of torch, and it reports a caller's line at the return address.
     """
-    # A virtual environment's python is a link; pystack looks for the name of the real one in the core.
+    # A virtual environment's python is a link; pystack searches the core for the name of the real file.
     target = ["core", os.path.abspath(core), os.path.realpath(executable)]
     functions = Functions(files)
     first = None
@@ -58,7 +58,7 @@ def of_core(
 
 
 def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
-    """Read all threads of a live process, which is paused meanwhile; it is left as it was found."""
+    """Read all threads of a live process, which is paused meanwhile and then restored to its state."""
     with gdb.left_as_found(pid) as attaching:
         if attaching.hindrance:
             return Stacks("pystack", (), attaching.hindrance, 0.0)
@@ -83,16 +83,16 @@ def _ask(
         return Stacks("pystack", (), str(error), 0.0)
     try:
         threads, error_text = parse(done.stdout.decode("utf-8", "replace"), functions, own)
-    except (ValueError, KeyError, TypeError, IndexError):  # it ended before it had printed all
+    except (ValueError, KeyError, TypeError, IndexError):  # the child exited before printing everything
         return Stacks("pystack", (), _why(done, timeout_s, python), done.elapsed_s, cut_off=done.cut_off)
     return Stacks("pystack", threads, error_text, done.elapsed_s, cut_off=done.cut_off)
 
 
 def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[tuple[ThreadStack, ...], str]:
-    """Parse what the child prints: the threads, and what went wrong; `own`: C frames instead of pystack's.
+    """Parse the child's output into threads and an error text; `own`: C frames to use instead of pystack's.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError: the child ended before it had printed all.
+        ValueError, KeyError, TypeError, IndexError: the output is incomplete.
     """
     answer = json.loads(text)
     threads: dict[int, ThreadStack] = {}
@@ -101,7 +101,7 @@ def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[
         native = c_frames.get(row["tid"], []) if c_frames is not None else None
         stack = _stack(row, answer["frames"], functions, native)
         above = threads.get(stack.tid)
-        # A thread that runs several interpreters has a row for each, the innermost last.
+        # A thread that runs several interpreters has one row for each, innermost last.
         if above:
             stack = replace(stack, frames=stack.frames + above.frames, aligned=stack.aligned and above.aligned)
         threads[stack.tid] = stack
@@ -117,7 +117,7 @@ def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[
 
 
 def _may_do_better(found: Stacks) -> bool:
-    """Return whether to ask for all: it died, or its Python frames do not fit our C frames."""
+    """Return whether to retry with C frames: pystack died, or its Python frames do not fit our C frames."""
     if not found.threads:
         return found.error.startswith(_DIED)
     return any(not stack.aligned and any(f.language == "python" for f in stack.frames) for stack in found.threads)
@@ -139,7 +139,7 @@ def _why(done: programs.Done, timeout_s: float, python: str) -> str:
 def _stack(
     row: dict[str, Any], frames: Sequence[Sequence[Any]], functions: Functions, own: list[Frame] | None
 ) -> ThreadStack:
-    """Return the stack of a thread, whose row has the outermost frame first, with our own C frames if there are any."""
+    """Build a thread's stack from its row (outermost frame first), with our own C frames if given."""
     loops: list[list[Frame]] = []
     for number, entry, shim in row["python"]:
         if entry or not loops:
@@ -154,14 +154,14 @@ def _stack(
 
 
 def _native(rows: Sequence[Sequence[Any]], functions: Functions) -> Iterator[Frame]:
-    """List C frames, innermost first. The address of the innermost, and that where a signal came, follow no call."""
+    """List C frames, innermost first. The innermost address and one interrupted by a signal follow no call."""
     exact: int | None = rows[0][4] if rows else None
     for at, (symbol, file, line, module, address) in enumerate(rows):
         name = VERSION.sub("", symbol)
         if at and rows[at - 1][0] == _RETURN_OF_SIGNAL:
             exact = address
         path = functions.path(address - (address != exact))
-        if path and not _may_be(module, path):  # a core that was cut off misleads pystack
+        if path and not _may_be(module, path):  # pystack reads wrong modules from a truncated core
             name, line = "??", 0
         if name.endswith(_INLINED):
             name = name[: -len(_INLINED)]
@@ -171,11 +171,11 @@ def _native(rows: Sequence[Sequence[Any]], functions: Functions) -> Iterator[Fra
             name = functions.before(address + (address == exact), name)
         name = "??" if name in UNKNOWN else printable(name)
         module = path or ("" if module in UNKNOWN else module)
-        # Without a line pystack has the module in the place of the file.
+        # Without a line, pystack puts the module in the file field.
         yield Frame("c", name, printable(file) if line else "", line or None, printable(module))
 
 
 def _may_be(module: str, path: str) -> bool:
-    """Return whether libc.so.6, as a program asked for it, may be libc-2.31.so, as the kernel knows it."""
+    """Return whether libc.so.6 (soname) may be libc-2.31.so (path known to the kernel)."""
     shorter, longer = sorted((os.path.basename(name).partition(".so")[0] for name in (module, path)), key=len)
     return longer.startswith(shorter)

@@ -1,7 +1,7 @@
-"""Reads stacks by pystack and prints them as JSON: a program of its own, which imports nothing of distdiag.
+"""Standalone program that reads stacks with pystack and prints JSON; it imports nothing from distdiag.
 
-Its text is run by whatever Python has pystack, with the arguments "core", its path, that of the program, and "python"
-(frames of Python only) or "all"; or "process" and its id. See `pystack.parse` for what it prints.
+Run by a Python that has pystack, with the arguments "core", its path, the program's path, and "python" (Python frames
+only) or "all"; or "process" and its pid. For the output format see `pystack.parse`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Read what the arguments name, and print it."""
-    os.environ.pop("DEBUGINFOD_URLS", None)  # libdw would ask the network
+    """Read the core or process in the arguments, and print its stacks."""
+    os.environ.pop("DEBUGINFOD_URLS", None)  # stops libdw from querying the network
     from pystack import engine
 
     out = os.dup(1)
@@ -30,17 +30,17 @@ def main() -> None:
         with os.fdopen(out, "w") as file:
             json.dump(_read(engine, *sys.argv[1:]), file, separators=(",", ":"))
 
-    # pystack calls itself for every Python frame: 10,000 of them are more than the usual stack of 8 MiB holds.
+    # pystack recurses for every Python frame: 10,000 frames overflow the usual 8 MiB stack.
     threading.stack_size(1 << 29)
     thread = threading.Thread(target=answer)
     thread.start()
     thread.join()
-    # Taking Python apart takes longer than all that was printed.
+    # Finalizing the interpreter would take longer than the work itself.
     os._exit(0)
 
 
 def _read(engine: ModuleType, kind: str, *target: str) -> dict[str, Any]:
-    """Read as much as can be: threads without Python as well, else those with it, else these without C frames."""
+    """Read all threads with C frames, else only threads with Python, else those without C frames."""
     modes = engine.NativeReportingMode
     is_process = kind == "process"
     threads: Sequence[Any] = []
@@ -68,7 +68,7 @@ def _core(engine: ModuleType, target: Sequence[str], mode: object) -> Sequence[A
 
 
 def _packed(threads: Sequence[Any]) -> dict[str, Any]:
-    """Write each frame once and the threads by its number: endless recursion is a hundred thousand equal frames."""
+    """Store each distinct frame once, and threads as frame numbers: endless recursion has 100,000 equal frames."""
     numbers: dict[tuple[Any, ...], int] = {}
 
     def number(*frame: str | int) -> int:

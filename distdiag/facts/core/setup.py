@@ -1,4 +1,4 @@
-"""Whether a crash would leave a core here, as facts: core_pattern, its folder, limits, settings. See core(5)."""
+"""Whether a crash would leave a core here: core_pattern, its folder, limits, settings. See core(5)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PER_PROCESS = frozenset("pPiI")
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of include/linux/proc_ns.h
 _PR_GET_DUMPABLE = 3
 _COREDUMP_CONF = "systemd/coredump.conf"
-_SYSTEMD_FOLDERS = ("/etc", "/run", "/usr/local/lib", "/usr/lib")  # the first one is the strongest
+_SYSTEMD_FOLDERS = ("/etc", "/run", "/usr/local/lib", "/usr/lib")  # highest precedence first
 _UNITS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 _HANDLERS = {
     "systemd-coredump": ("systemd-coredump", ("/var/lib/systemd/coredump",)),
@@ -30,11 +30,11 @@ _HANDLERS = {
     "abrt-hook-ccpp": ("abrt", ("/var/spool/abrt", "/var/tmp/abrt")),
     "wsl-capture-crash": ("WSL", ("/mnt/?/Users/*/AppData/Local/Temp/wsl-crashes",)),
 }
-"""How a program's name begins, its common name, and where it keeps cores."""
+"""Prefix of the program's name -> common name, and the folders for its cores."""
 
 
 class PatternKind(str, Enum):
-    """Where the kernel sends a core: a file in the directory of the process, a file of a fixed path, a program."""
+    """Destination of a core: a file relative to the working directory, a fixed path, a program, a socket, or none."""
 
     RELATIVE = "relative"
     ABSOLUTE = "absolute"
@@ -47,9 +47,9 @@ class PatternKind(str, Enum):
 class CorePattern:
     """core_pattern, parsed.
 
-    `folder` is the part of the path before its first %; relative for a relative pattern. `program` takes the cores
-    instead, `handler` is its common name, and `folders` (patterns of glob) are where it keeps them. `unique`: no two
-    processes of a machine write the same file. `passes_limit`: the program gets the limit on the size of the core.
+    `folder` is the path before its first %; relative for a relative pattern. `program` receives the cores instead,
+    `handler` is its common name, and `folders` (globs) its stores. `unique`: no two processes of a machine write the
+    same file. `passes_limit`: the program receives the core size limit.
     """
 
     text: str
@@ -65,10 +65,10 @@ class CorePattern:
 
 @dataclass(frozen=True)
 class CoreFolder:
-    """A folder that cores are written to. `free_bytes` and `filesystem` (st_dev) None: not there, or not ours to read.
+    """A folder for cores. `free_bytes` and `filesystem` (st_dev) are None if missing or unreadable.
 
-    `writable`: by the user of the process, as owner and mode say. `blocked_by`: what has the name of the core and will
-    stay ("a folder", "a file of another user").
+    `writable`: by the user of the process, judging by owner and mode. `blocked_by`: an existing file of the core's name
+    that the kernel will not replace ("a folder", "another user's file").
     """
 
     path: str
@@ -81,7 +81,7 @@ class CoreFolder:
 
 @dataclass(frozen=True)
 class Limits:
-    """RLIMIT_CORE, soft and hard, and the soft RLIMIT_FSIZE, which cuts a core too. Bytes; None for no limit."""
+    """RLIMIT_CORE, soft and hard, and the soft RLIMIT_FSIZE, which also truncates cores. Bytes; None: unlimited."""
 
     core: int | None
     core_hard: int | None
@@ -90,10 +90,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProcessSetup:
-    """What would become of the core of a process. None: not ours to read.
+    """Whether and where a process would dump core. None: permission denied.
 
-    `launchers`: what started it, the nearest first; `unit`: its systemd service. `contained`: it has process ids of its
-    own, as in a container. `memory_bytes` of its own (its core is at least that large). `filter`: coredump_filter.
+    `launchers`: nearest first; `unit`: the systemd service. `contained`: in its own pid namespace, as in a container.
+    `memory_bytes`: private memory (the least size of its core). `filter`: coredump_filter.
     """
 
     pid: int
@@ -119,11 +119,11 @@ class CoredumpConf:
 
 @dataclass(frozen=True)
 class SetupFacts:
-    """One node. None: not ours to read, or it makes no sense here.
+    """One node. None: permission denied, or not applicable.
 
-    `own` is this process, `ranks` those of the given ids, `gone` the ids of no process. `container`: what it seems to
-    run in, "" for a machine of its own; there the handler and its files are those of the host. `handler_there`:
-    the program that takes cores exists. `store`: where it keeps them. `may_set`: core_pattern may be written from here.
+    `own` is this process, `ranks` those of the given pids, `gone` the pids without a process. `container`: the detected
+    runtime, else ""; inside, the handler and its files are the host's. `handler_there`: the program that receives cores
+    exists. `store`: its folder of cores. `may_set`: core_pattern is writable from here.
     """
 
     pattern: CorePattern | None
@@ -140,7 +140,7 @@ class SetupFacts:
 
 
 def read(pids: Sequence[int]) -> SetupFacts:
-    """Read what would become of the cores of this process, and of those with the given ids."""
+    """Read the core dump setup of this process and of the given pids."""
     pattern = read_pattern()
     container = _container()
     ours = pattern is not None and pattern.kind is PatternKind.PROGRAM and not container
@@ -163,7 +163,7 @@ def read(pids: Sequence[int]) -> SetupFacts:
 
 
 def read_pattern() -> CorePattern | None:
-    """Read where this system puts cores; None if its kernel makes none, or if that may not be read."""
+    """Read core_pattern; None if the kernel lacks core dumps, or permission is denied."""
     text = machine.read_text(_PATTERN)
     uses_pid = machine.read_text(_USES_PID).strip() not in ("", "0")
     return parse_pattern(text.rstrip("\n"), uses_pid=uses_pid) if text else None
@@ -197,13 +197,13 @@ def core_folder(
 ) -> CoreFolder:
     """Check a folder, through the path `seen`, for a process that would write its core there.
 
-    `name` is that of the core, if known; `user` and `groups` are the effective ones of the process.
+    `name`: the file name of the core, if known; `user` and `groups`: effective ids of the process.
     """
     try:
         state, disk = os.stat(seen or path), os.statvfs(seen or path)
     except OSError as error:
         return CoreFolder(path, not isinstance(error, FileNotFoundError), False)
-    if not state.st_nlink:  # a working directory that was removed
+    if not state.st_nlink:  # removed working directory
         return CoreFolder(path, False, False)
     writable = stat.S_ISDIR(state.st_mode) and not disk.f_flag & os.ST_RDONLY and _may_write(state, user, groups)
     blocked_by = _blocked_by(os.path.join(seen or path, name), user, state) if name else ""
@@ -218,7 +218,7 @@ def _may_write(state: os.stat_result, user: int, groups: frozenset[int]) -> bool
 
 
 def _blocked_by(path: str, user: int, folder: os.stat_result) -> str:
-    """Return what has the name of a core and will stay: the kernel removes what it can (do_coredump, fs/coredump.c)."""
+    """Describe an existing file that the kernel cannot replace with the core (do_coredump, fs/coredump.c)."""
     try:
         state = os.lstat(path)
     except OSError:
@@ -230,7 +230,7 @@ def _blocked_by(path: str, user: int, folder: os.stat_result) -> str:
 
 
 def coredump_conf(root: str = "") -> CoredumpConf:
-    """Read the settings of systemd-coredump, below `root`. A drop-in beats the file, and the last name the first."""
+    """Read the settings of systemd-coredump below `root`. Drop-ins override the main file, in order of their names."""
     main = next(
         (path for path in (f"{root}{top}/{_COREDUMP_CONF}" for top in _SYSTEMD_FOLDERS) if os.path.isfile(path)), ""
     )
@@ -274,14 +274,14 @@ def _limits(pid: int) -> Limits | None:
 
 
 def _dumpable(pid: int, status: str) -> bool | None:
-    """Return whether the kernel would dump this process; not if it changed its user or may not read its program."""
+    """Return whether the kernel would dump this process; it refuses after setuid or for an unreadable program."""
     if pid == os.getpid():
         import ctypes
 
         return int(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)) == 1
     user = _ids(status, "Uid")[1]
     try:
-        # Files in /proc/PID of a process that may not be dumped belong to root, see proc(5).
+        # Files in /proc/PID of an undumpable process belong to root, see proc(5).
         owner = os.stat(f"/proc/{pid}/stat").st_uid
     except OSError:
         return None
@@ -294,7 +294,7 @@ def _memory(status: str) -> int | None:
 
 
 def _folder_of(pid: int, status: str, pattern: CorePattern | None) -> CoreFolder | None:
-    """Check the folder as the process sees it: its working directory, or the path in its own root."""
+    """Check the folder as seen by the process: its working directory, or the path below its own root."""
     if pattern is None or pattern.kind not in (PatternKind.RELATIVE, PatternKind.ABSOLUTE):
         return None
     relative = pattern.kind is PatternKind.RELATIVE
@@ -309,7 +309,7 @@ def _folder_of(pid: int, status: str, pattern: CorePattern | None) -> CoreFolder
 
 
 def _unit(pid: int) -> str:
-    """Return the systemd service of a process; empty if it is in none."""
+    """Return the systemd service of a process, else ""."""
     paths = [line.rpartition(":")[2] for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines()]
     return next((name for name in map(os.path.basename, paths) if name.endswith(".service")), "")
 
@@ -341,7 +341,7 @@ def _ids(status: str, name: str) -> list[int]:
 def _number(text: str, base: int = 10) -> int | None:
     try:
         return int(text, base)
-    except ValueError:  # "unlimited", or nothing
+    except ValueError:  # "unlimited", or empty
         return None
 
 

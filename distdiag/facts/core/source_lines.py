@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     Line = tuple[str, str, int]
-    """Function, source file and line ("" and 0 if not known)."""
+    """Function, source file and line ("" and 0 if unknown)."""
 
 _MAX_S = 10.0  # debug information can be gigabytes
 _DEBUG_FOLDER = "/usr/lib/debug"
@@ -23,17 +23,17 @@ _PLACE = re.compile(r"(.*):(\d+)(?: \(discriminator \d+\))?")
 def read(
     addresses: Mapping[str, Sequence[int]], timeout_s: float = _MAX_S
 ) -> tuple[dict[tuple[str, int], list[Line]], str]:
-    """Read the lines at each address of each file, as linked; an inlined call precedes its caller.
+    """Look up link-time addresses of each file; an inlined call precedes its caller.
 
     Returns:
-        The lines by file and address, and why some are missing, "" if none are.
+        The lines by file and address, and why some are missing, else "".
     """
     found: dict[tuple[str, int], list[Line]] = {}
     tool = carried_tools.find("addr2line")
     if addresses and tool is None:
         return found, "addr2line (binutils) is not installed"
     deadline = time.monotonic() + min(timeout_s, _MAX_S)
-    environment = {**os.environ, "LC_ALL": "C", "DEBUGINFOD_URLS": ""}  # it would ask the network
+    environment = {**os.environ, "LC_ALL": "C", "DEBUGINFOD_URLS": ""}  # stops addr2line from querying the network
     for path, wanted in addresses.items():
         argv = [tool or "", "-a", "-i", "-f", "-C", "-e", path, *map(hex, wanted)]
         try:
@@ -48,7 +48,7 @@ def read(
 
 
 def _lines(group: str) -> Iterator[Line]:
-    """Parse pairs of a function and its place, "FILE:LINE" or "??:0"."""
+    """Parse pairs of lines: a function and its place, "FILE:LINE" or "??:0"."""
     rows = group.splitlines()
     for function, place in zip(rows[::2], rows[1::2]):
         match = _PLACE.fullmatch(place)
@@ -58,7 +58,7 @@ def _lines(group: str) -> Iterator[Line]:
 
 
 def has_debug_information(path: str) -> bool:
-    """Return whether a file has it, in itself or in a file beside it, see gdb's manual (Separate Debug Files)."""
+    """Return whether a file has debug information, or a separate debug file (gdb manual, Separate Debug Files)."""
     found = elf.read(path)
     if found is None:
         return False
@@ -72,7 +72,7 @@ def has_debug_information(path: str) -> bool:
 
 
 def _linked_debug_files(path: str, sections: Sequence[elf.Section]) -> Iterator[str]:
-    """List where the file that .gnu_debuglink names may be."""
+    """List candidate paths of the file in .gnu_debuglink."""
     folder = os.path.dirname(os.path.realpath(path))
     for section in sections:
         if section.name == ".gnu_debuglink":

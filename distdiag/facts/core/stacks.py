@@ -1,4 +1,4 @@
-"""Stacks in which Python and C frames are one, and how those of pystack, gdb and our unwinder are merged. Pure."""
+"""Stacks of Python and C frames, and the merging of those of pystack, gdb and our unwinder. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 UNKNOWN = ("???", "??", "")
-"""How tools write a function or module that they do not know."""
+"""Placeholders of tools for an unknown function or module."""
 MAX_FRAMES = 512
-"""A stack with more frames is endless recursion, of which both ends are enough."""
+"""A longer stack is endless recursion; its two ends are kept."""
 
 # Objects/call.c, Python/ceval.c, Python/pythonrun.c, Modules/main.c and their like, CPython 3.6 to 3.14.
 _CALLS_AND_STARTS = re.compile(
@@ -30,10 +30,10 @@ _EVAL = re.compile(r"_PyEval_EvalFrameDefault|_TAIL_CALL_\w+\.llvm\.")
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame of one thread. `file`, `line` and `module` are "", None and "" where not known.
+    """One frame of one thread. `file`, `line` and `module` are "", None and "" if unknown.
 
-    `language` is "python" or "c" (whatever is compiled). `module` is the program or shared object of a C frame.
-    `entry`: C code started a loop of the interpreter for this Python frame; those that it called may share the loop.
+    `language` is "python" or "c" (any compiled code). `module` is the program or shared object of a C frame. `entry`: C
+    code started an interpreter loop for this Python frame; its callees may share the loop.
     """
 
     language: str
@@ -46,9 +46,9 @@ class Frame:
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """One thread's frames, innermost first. `tid` as the kernel counts; `gil`: it holds the GIL, None if not known.
+    """One thread's frames, innermost first. `tid` is the kernel's id; `gil`: holds the GIL, None if unknown.
 
-    `aligned`: every loop of the interpreter among the C frames has its Python frames; else their places are a guess.
+    `aligned`: Python frames match every interpreter loop among the C frames; else their positions are a guess.
     """
 
     tid: int
@@ -60,10 +60,9 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class Stacks:
-    """What one tool read from one core or process in `seconds`.
+    """Output of one tool for one core or process, read in `seconds`.
 
-    `error` says why there are no threads or, beside threads, what makes them doubtful. `cut_off`: the tool was ended
-    before it was done.
+    `error`: why threads are missing or doubtful. `cut_off`: the tool was terminated early.
     """
 
     tool: str
@@ -75,7 +74,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Merged:
-    """One thread as it is shown. `tools` read it: none for a crashed thread whose stack no tool has."""
+    """One thread as displayed. `tools` that read it: empty for a crashed thread without a stack."""
 
     thread: ThreadStack
     crashed: bool
@@ -83,13 +82,13 @@ class Merged:
 
 
 def needs_gdb(pystack: Stacks, crashed_tid: int) -> bool:
-    """Return whether pystack lacks where the thread crashed, which gdb, far slower, may know."""
+    """Return whether pystack lacks the crash location; gdb, far slower, may have it."""
     stack = next((thread for thread in pystack.threads if thread.tid == crashed_tid), None)
     return stack is None or not stack.aligned or not reaches_start(_native(stack.frames))
 
 
 def merge(pystack: Stacks, gdb: Stacks | None, crashed_tid: int | None) -> tuple[Merged, ...]:
-    """Join the answers, thread by thread: the one that crashed is first, the others stay in their order."""
+    """Merge the stacks thread by thread; the crashed thread is first, the others keep their order."""
     by_pystack = {thread.tid: thread for thread in pystack.threads}
     by_gdb = {thread.tid: thread for thread in gdb.threads} if gdb else {}
     names = pystack.tool, gdb.tool if gdb else ""
@@ -102,7 +101,7 @@ def merge(pystack: Stacks, gdb: Stacks | None, crashed_tid: int | None) -> tuple
 
 
 def longer(threads: Sequence[Merged], others: Sequence[Merged]) -> tuple[tuple[Merged, ...], bool]:
-    """Replace threads without Python frames of which `others` know more; return all, and whether any was replaced."""
+    """Replace threads without Python frames by longer stacks from `others`; return all, and whether any changed."""
     known = {merged.thread.tid: merged for merged in threads}
     better = {}
     for other in others:
@@ -114,16 +113,16 @@ def longer(threads: Sequence[Merged], others: Sequence[Merged]) -> tuple[tuple[M
 
 
 def interleave(loops: Sequence[Sequence[Frame]], native: Sequence[Frame]) -> tuple[tuple[Frame, ...], bool]:
-    """Put Python frames where the C frames are that run them.
+    """Put Python frames in place of the C frames that run them.
 
     Args:
-        loops: the Python frames by the loop of the interpreter that runs them; loops and frames innermost first.
+        loops: Python frames grouped by interpreter loop; loops and frames innermost first.
         native: C frames, innermost first.
 
     Returns:
-        All frames, innermost first, and whether there are as many loops as frames of them. Where there are not, they
-        are counted from the end that is whole: from the start of the thread if the C frames reach it, as the innermost
-        Python frame may be gone or not yet there; else from the innermost, and those without a place come last.
+        All frames, innermost first, and whether loops and evaluation frames match in number. If not, match from the
+          intact end: from the thread's start if the C frames reach it, as the innermost Python frame may be missing;
+          else from the innermost, with unmatched loops at the end.
     """
     places = [at for at, frame in enumerate(native) if is_eval(frame)]
     spare = len(loops) - len(places)
@@ -141,13 +140,13 @@ def interleave(loops: Sequence[Sequence[Frame]], native: Sequence[Frame]) -> tup
 
 
 def of_c_alone(tid: int, native: Sequence[Frame]) -> ThreadStack:
-    """Return the stack of a thread of which only C frames are known, innermost first."""
+    """Return the stack of a thread with only C frames, innermost first."""
     frames, aligned = interleave([], native)
     return ThreadStack(tid, "", shorten(frames), None, aligned)
 
 
 def shorten(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Keep both ends of a stack that is deeper than MAX_FRAMES, with a frame between that counts what is left out."""
+    """Cut the middle of a stack deeper than MAX_FRAMES; a frame in its place counts the omitted frames."""
     if len(frames) <= MAX_FRAMES:
         return tuple(frames)
     end = MAX_FRAMES // 4
@@ -157,7 +156,7 @@ def shorten(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def essential(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Leave the interpreter's calls out, but not where the thread is: what comes before any other frame stays."""
+    """Drop the interpreter's own frames, except innermost frames, which show the thread's position."""
     found: list[Frame] = []
     inside = True
     for frame in frames:
@@ -169,26 +168,26 @@ def essential(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 
 
 def is_interpreter(frame: Frame) -> bool:
-    """Return whether a C frame only carries a call from Python to Python, or started the thread.
+    """Return whether a C frame only connects two Python frames, or started the thread.
 
-    A loop that runs Python frames is none: where these are not known it is shown instead of them.
+    An evaluation loop is not such a frame: it replaces Python frames if those are unknown.
     """
     if frame.language != "c" or is_eval(frame):
         return False
     if _BOTTOMS.fullmatch(frame.function.partition("@")[0]):
         return True
-    # gdb names no module for the program itself, nor where it knows the source.
+    # gdb omits the module for the program itself, and if the source is known.
     ours = not frame.module or bool(_PYTHON.fullmatch(os.path.basename(frame.module)))
     return ours and bool(_CALLS_AND_STARTS.fullmatch(frame.function.partition(".")[0]))
 
 
 def is_eval(frame: Frame) -> bool:
-    """Return whether a C frame is a loop of the interpreter, which runs Python frames."""
+    """Return whether a C frame is an evaluation loop, which runs Python frames."""
     return frame.language == "c" and bool(_EVAL.match(frame.function))
 
 
 def reaches_start(native: Sequence[Frame]) -> bool:
-    """Return whether C frames were followed to where the thread began."""
+    """Return whether the C frames reach the start of the thread."""
     return any(_BOTTOMS.fullmatch(frame.function.partition("@")[0]) for frame in native[-2:])
 
 
@@ -204,7 +203,7 @@ def _of_both(tid: int, pystack: ThreadStack | None, gdb: ThreadStack | None) -> 
 
 
 def _known(frames: Sequence[Frame]) -> tuple[int, int]:
-    """Return the number of frames, and of those with a name."""
+    """Return the number of frames, and of named frames."""
     return len(frames), sum(frame.function not in UNKNOWN for frame in frames)
 
 
@@ -213,7 +212,7 @@ def _native(frames: Iterable[Frame]) -> list[Frame]:
 
 
 def _loops(frames: Iterable[Frame]) -> list[list[Frame]]:
-    """List the Python frames by the loops that run them, innermost first."""
+    """Group the Python frames by evaluation loop, innermost first."""
     loops: list[list[Frame]] = [[]]
     for frame in frames:
         if frame.language == "python":

@@ -1,4 +1,4 @@
-"""Stored cores: searches for them, reads the first bytes of packed cores, and unpacks them."""
+"""Stored cores: search, reading the first bytes of compressed cores, and decompression."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HEAD_BYTES = 16 << 20
 """Enough for the headers of 250,000 mappings."""
 _MORE_THAN_PROMISED_BYTES = 64 << 20
-"""Bytes that may follow the memory: section headers, as gdb's gcore writes."""
+"""Allowance for data after the memory: section headers, as written by gdb's gcore."""
 _LEFT_FREE_BYTES = 64 << 20
 _HEAD_TIMEOUT_S = 20.0
 
@@ -38,11 +38,11 @@ _NEVER = ("/proc", "/sys")
 
 
 def head(path: str, most_bytes: int, *, timeout_s: float = _HEAD_TIMEOUT_S) -> bytes:
-    """Return the first bytes of the core in a file, unpacked; fewer if it was cut off before.
+    """Return the first bytes of the core in a file, unpacked; fewer if truncated.
 
     Raises:
-        CannotUnpack: it is damaged from the beginning, its program is not installed, or it takes too long.
-        OSError, ValueError: as of `packing_of`.
+        CannotUnpack: damaged from the beginning, the decompressor is not installed, or timeout.
+        OSError, ValueError: see `packing_of`.
     """
     packing = packing_of(path)
     if packing is Packing.NONE:
@@ -62,14 +62,14 @@ def head(path: str, most_bytes: int, *, timeout_s: float = _HEAD_TIMEOUT_S) -> b
 
 
 def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
-    """Unpack a core into a new file in a folder, which nobody else may read; its path. The caller removes it.
+    """Unpack a core into a new private file in a folder, to be removed by the caller; return its path.
 
-    There must be room for the size that its own headers promise, and not much more than that is written.
+    The folder must have room for the size in the core's headers; writing stops slightly above that size.
 
     Raises:
-        CannotUnpack: there is no core in it, or it would have more than `most_bytes` or than there is room for, or
-            `head`'s reasons, or it was cut off (`CutOff`); then no file is left behind.
-        OSError, ValueError: as of `packing_of`, and if there is no such folder; also if `path` is not packed.
+        CannotUnpack: not a core, larger than `most_bytes` or the free space, truncated (`CutOff`), or for a reason of
+          `head`; no file is left behind.
+        OSError, ValueError: see `packing_of`; also if the folder is missing or `path` is not packed.
     """
     packing = packing_of(path)
     if packing is Packing.NONE:
@@ -124,7 +124,7 @@ def _mib(size: int) -> str:
 class Found:
     """The result of a search: paths of cores, newest first, and the searched folders.
 
-    `skipped`: unreadable files and folders, and files named like a core that are no core, each with the reason.
+    `skipped`: unreadable files and folders, and non-cores named like a core, each with the reason.
     """
 
     cores: tuple[str, ...]
@@ -133,11 +133,11 @@ class Found:
 
 
 def find(folder: str | None) -> Found:
-    """Find cores by what is in the files: in a folder (or the file itself), or where this system would put them.
+    """Find cores by content: in a folder, in a file, or (None) where this system stores them.
 
-    A given folder is searched three levels deep, without hidden folders, up to 20,000 files and 10 seconds in all; one
-    that is packed by zstd or lz4 is only seen if it is called like a core. If none is given, the working directory and
-    the pattern's folders are searched, but not what is below the working directory.
+    A given folder is searched three levels deep, without hidden folders, up to 20,000 files and 10 seconds in all; zstd
+    and lz4 files are opened only if named like a core. None: search the working directory (not below) and the folders
+    of core_pattern.
     """
     search = _Search()
     if folder is not None and not os.path.isdir(folder):
@@ -158,13 +158,13 @@ def _usual_folders() -> Iterator[tuple[str, int]]:
     if pattern is None:
         return
     if pattern.folder:
-        # What comes after the first % may name folders.
+        # Components after the first % may be folders.
         yield os.path.abspath(pattern.folder), pattern.text[len(pattern.folder) + 1 :].count("/")
     yield from ((path, 1) for kept in pattern.folders for path in sorted(glob.glob(kept)))
 
 
 class _Search:
-    """One search: its results, by device and inode, and its limits of files and time."""
+    """One search: results by device and inode, and the limits on files and time."""
 
     def __init__(self) -> None:
         self.cores: dict[tuple[int, int], tuple[float, str]] = {}
@@ -174,7 +174,7 @@ class _Search:
         self._deadline = time.monotonic() + _MAX_SEARCH_S
 
     def look(self, path: str, depth: int, *, given: bool) -> None:
-        """Look into a folder, the nearer files first; one that was not given may be missing."""
+        """Search a folder breadth-first; a folder not `given` may be missing."""
         waiting = deque([(path, depth)])
         while waiting:
             folder, left = waiting.popleft()
@@ -199,7 +199,7 @@ class _Search:
         return []
 
     def examine(self, path: str, *, named: bool) -> None:
-        """Keep a file if it is a core; if it is only called like one, keep why it is none."""
+        """Record a file that is a core; for a file merely named like one, record why it is not."""
         looks = named or _LOOKS_LIKE_A_CORE.search(os.path.basename(path)) is not None
         try:
             why = _why_no_core(path, by_program=looks)
@@ -216,10 +216,10 @@ class _Search:
 
 
 def _why_no_core(path: str, *, by_program: bool) -> str | None:
-    """Return None for a core, packed or not, else why it is none, "" if that is obvious.
+    """Return None for a core, packed or not, else the reason ("" if obvious).
 
     Raises:
-        OSError, ValueError, Malformed, CannotUnpack: it cannot be read.
+        OSError, ValueError, Malformed, CannotUnpack: unreadable.
     """
     with File(path) as file:
         size, start = file.size, file.at(0, min(file.size, len(_REPORT)))
@@ -228,7 +228,7 @@ def _why_no_core(path: str, *, by_program: bool) -> str | None:
     if start == _REPORT:
         return "an apport report: apport-unpack FILE DIR extracts the core to DIR/CoreDump"
     packing = packing_of(path)
-    # A program is started only for a file that is called like a core.
+    # Start a decompressor only for a file named like a core.
     promising = by_program if packing in BY_PROGRAM else start.startswith(MAGIC) or packing is not Packing.NONE
     return None if promising and _is_core(head(path, _IDENTITY_BYTES)) else ""
 

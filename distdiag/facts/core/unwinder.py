@@ -1,9 +1,8 @@
-"""The C frames of the threads of a core, followed through the tables that compilers leave for exceptions.
+"""C frames of the threads of a core, unwound through the exception-handling tables of compilers.
 
-It answers where no other tool does: the program is gone, the core is cut off, there is neither pystack nor gdb. It
-needs less memory than these, too: libdw, by which pystack follows frames, sorts the whole table of each library (30 MB
-for libtorch_cpu.so); here only those entries are read that are on a stack. Functions are named by their symbols;
-`source_lines` reads what debug information has (source lines, inlined calls).
+Works without the program, on a truncated core, and without pystack or gdb. It also needs less memory: libdw, used by
+pystack, sorts the whole table of each library (30 MB for libtorch_cpu.so), while this reads only the entries of frames
+on a stack. Functions are named from symbols; `source_lines` adds debug information (source lines, inlined calls).
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     from distdiag.facts.core.core_file import Image, MappedFile
     from distdiag.facts.core.source_lines import Line
 
-_MAX_FRAMES, _MAX_S = 2048, 5  # more is endless recursion, or what others follow faster
+_MAX_FRAMES, _MAX_S = 2048, 5  # more is endless recursion, or faster in other tools
 _WORD = struct.Struct("<Q")
 
 
 class Location:
-    """Code that runs: `address` in `path`, as that was linked, in the function that begins at `begin`.
+    """A code location: link-time `address` in `path`, in the function that begins at `begin`.
 
-    Where a file changed or cannot be read, `begin` is None and `address` is that in memory; `path` is "" where no file
-    was mapped. `signal`: the kernel made this frame, to return from a signal handler.
+    For a changed or unreadable file, `begin` is None and `address` is the memory address; `path` is "" outside mapped
+    files. `signal`: a frame made by the kernel to return from a signal handler.
     """
 
     __slots__ = ("address", "begin", "path", "signal")
@@ -43,7 +42,7 @@ class Location:
 
 
 class CStack:
-    """The frames of a thread, innermost first; `whole`: they reach to where the thread began."""
+    """The frames of a thread, innermost first; `whole`: complete up to the start of the thread."""
 
     __slots__ = ("locations", "whole")
 
@@ -53,9 +52,9 @@ class CStack:
 
 
 def unwind(core: str, files: Sequence[MappedFile], unlike: Container[str]) -> dict[int, CStack]:
-    """Follow each thread as far as can be; `unlike`: files that are no longer what they were.
+    """Unwind each thread as far as possible; `unlike`: files changed since the crash.
 
-    Raises CannotUnwind if the core is unreadable, not of x86-64, or has more frames than can be followed in some time.
+    Raises CannotUnwind if the core is unreadable, not of x86-64, or takes longer than _MAX_S.
     """
     deadline = time.monotonic() + _MAX_S
     found: dict[int, CStack] = {}
@@ -82,7 +81,6 @@ class _Unwinder:
         self._known: dict[int, tuple[Location, call_frames.Rules | None]] = {}
 
     def stack(self, registers: dict[int, int]) -> CStack:
-        """Follow the frames of a thread that had these registers."""
         found = CStack()
         with contextlib.suppress(CannotUnwind):
             self._follow(found, registers)
@@ -90,7 +88,7 @@ class _Unwinder:
         return found
 
     def _follow(self, found: CStack, registers: dict[int, int]) -> None:
-        # A thread's own place, and that to which a signal handler returns, are exact; a caller is one call before it.
+        # The innermost address, and one interrupted by a signal, are exact; a return address is one past the call.
         is_exact = True
         while len(found.locations) < _MAX_FRAMES:
             address = registers[call_frames.RETURN_ADDRESS] - (not is_exact)
@@ -107,7 +105,7 @@ class _Unwinder:
             pointer = call_frames.STACK_POINTER
             if call_frames.RETURN_ADDRESS not in caller or pointer not in caller:
                 raise CannotUnwind
-            # The stack grows downwards, unless a signal has its own.
+            # The stack grows downwards, except across a signal with its own stack.
             if not is_exact and caller[pointer] <= registers[pointer]:
                 raise CannotUnwind
             registers = caller
@@ -139,9 +137,9 @@ class _Unwinder:
 
 
 class CFrames:
-    """All threads of a core; `whole`: to where each began, and the symbols of all files could be read.
+    """All threads of a core; `whole`: unwound completely, with the symbols of all files.
 
-    `without_lines`: why the source lines of some frames are missing, "" if none are. Raises CannotUnwind, see `unwind`.
+    `without_lines`: why some source lines are missing, else "". Raises CannotUnwind, see `unwind`.
     """
 
     def __init__(self, core: str, files: Sequence[MappedFile], unlike: Container[str]) -> None:
@@ -152,14 +150,14 @@ class CFrames:
         self._lines, self.without_lines = source_lines.read(self._debuggable())
 
     def frames(self) -> dict[int, list[Frame]]:
-        """Return the frames of each thread, innermost first; an inlined call is a frame of its own."""
+        """Return the frames of each thread, innermost first; inlined calls get separate frames."""
         return {
             tid: [frame for at in stack.locations for frame in self._frames(at, self._lines.get((at.path, at.address)))]
             for tid, stack in self._stacks.items()
         }
 
     def stacks(self) -> Stacks:
-        """Return the C frames alone, as far as unwinding got."""
+        """Return the C frames alone."""
         without = f", without source lines: {self.without_lines}" if self.without_lines else ""
         threads = tuple(stacks.of_c_alone(tid, frames) for tid, frames in self.frames().items())
         return Stacks("distdiag", threads, f"C frames only{without}", 0.0)
@@ -174,10 +172,10 @@ class CFrames:
             try:
                 self._names.update(((path, begin), name) for begin, name in Binary(path).names(wanted).items())
             except UNREADABLE:
-                self.whole = False  # others may know more of its symbols
+                self.whole = False  # other tools may read its symbols
 
     def _debuggable(self) -> dict[str, list[int]]:
-        """Return addresses of shown frames by file, for files with debug information."""
+        """Return the addresses of displayed frames by file, for files with debug information."""
         found: dict[str, list[int]] = {}
         for stack in self._stacks.values():
             inside = True  # as in `stacks.essential`
