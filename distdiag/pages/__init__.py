@@ -1,4 +1,4 @@
-"""Reports as pages for a browser: one design, one file each, without any request to a network."""
+"""Reports as self-contained HTML pages of one design, which make no network requests."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from distdiag.report import Report
 
     Reduce = Callable[[Mapping[str, Any]], dict[str, Any]]
-    """What a command's page shows of the data of its report."""
+    """Reduces the data of a report to the part that the page shows."""
 
-# The JSON stands in a script element: these characters could end it, or start a comment that swallows the page.
+# JSON in a script element: these characters could close it, or start a comment that swallows the page.
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&"})
 _SHARED = ("version", "command", "verdict", "exit_code", "summary")
 
 
 def check_place(path: str) -> None:
-    """Check before anything is collected that a page can be written. Raises UsageError."""
+    """Check that a page can be written, before collecting anything. Raises UsageError."""
     folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
         raise UsageError(f"--html {path}: cannot write this file", hint="choose a writable path")
 
 
 def whole(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of a report as its page reads it where nothing is left out or shared."""
+    """Return the data of a report unreduced, as a page reads it."""
     return {"data": data}
 
 
 def write_page(report: Report[Any], path: str, reduce: Reduce = whole, *, strict: bool) -> None:
-    """Write the report of a command that has a page. Raises DistdiagError."""
+    """Write the page of a report. Raises DistdiagError."""
     write_whole(path, make_page(document(report, strict=strict), reduce).encode())
 
 
 def make_page(content: Mapping[str, Any], reduce: Reduce = whole) -> str:
-    """Format a report, the same document that --json prints, as one page in ASCII.
+    """Format a report, the document of --json, as one ASCII page.
 
-    Names in it are untrusted: they reach the page as JSON and are shown as text. If that ever failed, the page's
-    policy runs only the script and the style of this package, known by their hashes, and allows no request.
+    Names in it are untrusted: they are embedded as JSON and shown as text. As a second defence the page's policy allows
+    only this package's script and style, by hash, and no requests.
     """
     name = content["command"].replace("-", "_")
     shown = {
@@ -70,17 +70,17 @@ def folded_where(where: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Pool:
-    """Values by number, each held once."""
+    """Deduplicated values, numbered."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, value: Hashable) -> int:
-        """Return the number of a value, a new one for a new value."""
+        """Return the number of a value, assigning the next to a new value."""
         return self._numbers.setdefault(value, len(self._numbers))
 
     def values(self) -> list[Hashable]:
-        """Return all values by number."""
+        """Return all values, ordered by number."""
         return list(self._numbers)
 
 

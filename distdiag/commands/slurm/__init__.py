@@ -1,1 +1,1 @@
-"""distdiag slurm: a command that SLURM runs again and again, and whether a job still runs or waits."""
+"""distdiag slurm: run a command repeatedly as SLURM jobs, and check that jobs still run or wait."""

@@ -1,4 +1,4 @@
-"""`distdiag slurm cron`: a batch job that runs a command and submits its own next run, and how it is stopped."""
+"""`distdiag slurm cron`: a batch job that runs a command and submits its own next run, and how to stop it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOLDER = "distdiag-cron"
 
 @dataclass(frozen=True, kw_only=True)
 class Cron:
-    """A job that submits itself. `job`: the run that was submitted; empty if it was stopped."""
+    """A job that resubmits itself. `job`: the submitted run; empty after --stop."""
 
     name: str
     folder: str
@@ -88,7 +88,7 @@ def cron(  # noqa: PLR0913 - an option is an argument
 
 
 def _folder_of(folder: str, name: str) -> str:
-    """Return the folder of a series. SLURM substitutes % in the path of a log. Raises UsageError."""
+    """Return the folder of a series. SLURM substitutes % in log paths. Raises UsageError."""
     from distdiag.errors import UsageError
 
     if not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII):
@@ -100,7 +100,7 @@ def _folder_of(folder: str, name: str) -> str:
 
 
 def _script(folder: str, command: Sequence[str], name: str, every: str, keep: int, sbatch: Sequence[str]) -> str:
-    """Return the batch script, with all options in it, so that each run submits the next alike. Raises UsageError."""
+    """Return the batch script; it contains all options, so that each run resubmits it unchanged. Raises UsageError."""
     from importlib import resources
 
     from distdiag.errors import UsageError
@@ -114,8 +114,8 @@ def _script(folder: str, command: Sequence[str], name: str, every: str, keep: in
         raise UsageError(f"--every {every} is too short", hint="at least 1m: each run is a job of the scheduler")
     options = [
         *(f"--job-name={name}", "--nodes=1", "--ntasks=1", f"--output={folder}/logs/%j.out", "--open-mode=append"),
-        "--dependency=singleton",  # a run that waits for the one before, where that takes longer than the period
-        "--no-requeue",  # else a run that a node's failure requeues submits a second series
+        "--dependency=singleton",  # a run waits for the previous run if that exceeds the period
+        "--no-requeue",  # else a run requeued after a node failure submits a second series
         *sbatch,
     ]
     head = (

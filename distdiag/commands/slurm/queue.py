@@ -10,7 +10,7 @@ from distdiag.facts import programs
 from distdiag.facts.text import printable
 
 _FORMAT = "%i|%F|%T|%r|%S|%j"
-"""Job, array job, state, reason, (expected) start, name: the name last, as it may hold the separator."""
+"""Job, array job, state, reason, (expected) start, name: the name last, as it may contain the separator."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Job:
 
 
 def slurm(*argv: str) -> str:
-    """Run one of SLURM's commands; returns its stdout.
+    """Run one of SLURM's commands; return its stdout.
 
     Raises:
-        DistdiagError: it is not installed, did not answer in time, or refused; in SLURM's own words.
+        DistdiagError: not installed, timed out, or refused, in SLURM's own words.
     """
     try:
         done = programs.run(argv, timeout_s=60.0)
@@ -60,16 +60,16 @@ def slurm(*argv: str) -> str:
 
 
 def jobs_of_user() -> list[Job]:
-    """Return all jobs of this user, including jobs that have just ended. Raises DistdiagError."""
+    """Return all jobs of this user, including recently ended jobs. Raises DistdiagError."""
     return parse_jobs(slurm("squeue", "--me", "--states=all", "--noheader", f"--format={_FORMAT}"))
 
 
 def parse_jobs(text: str) -> list[Job]:
-    """Parse squeue's lines of _FORMAT; others are left out."""
+    """Parse squeue's lines of _FORMAT; skip other lines."""
     lines = (printable(line).split("|", 5) for line in text.splitlines())
     return [Job(*parts) for parts in lines if len(parts) == 6]
 
 
 def alive(name: str) -> list[Job]:
-    """Return this user's jobs of a name that run or wait. Raises DistdiagError."""
+    """Return this user's running and waiting jobs of a name. Raises DistdiagError."""
     return [job for job in jobs_of_user() if job.name == name and job.status != "gone"]

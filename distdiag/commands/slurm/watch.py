@@ -1,4 +1,4 @@
-"""`distdiag slurm watch JOB...`: whether a job runs or waits, and whether one that waits will ever start."""
+"""`distdiag slurm watch JOB...`: check that a job runs, or waits and can start."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _BEST_FIRST = ("running", "pending", "suspended", "held", "will-not-start", "gon
 class Watched:
     """The jobs of one name or id, including ended jobs while SLURM remembers them.
 
-    `state` is that of the best job (in a chain, one runs and the others wait): running, pending, suspended, held,
-    will-not-start, or gone.
+    `state` is the best state of these jobs (in a chain, one runs and the others wait): running, pending,
+    suspended, held, will-not-start, or gone.
     """
 
     asked: str
