@@ -1,4 +1,4 @@
-"""Cores of one node, or one live process, as facts: the notes first, then the stacks."""
+"""Reads the cores of one node, or live processes: notes first, then stacks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _MAX_THREADS = 512
 
 @dataclass(frozen=True)
 class CoreFacts:
-    """One core file. `error`: why it could not be read; else there are notes.
+    """One core file. `error`: why it is unreadable; otherwise `notes` is set.
 
-    `message` and `exception`: see `last_words.read`. `inside`: the address that could not be accessed was inside of the
-    file that was mapped there; None if that file is gone, or was written since.
+    `message` and `exception`: see `last_words.read`. `inside`: the fault address is within the current size of the file
+    mapped there; None if the file is missing or was modified after the crash.
     """
 
     path: str
@@ -53,7 +53,7 @@ class CoreFacts:
 
 @dataclass(frozen=True)
 class LiveFacts:
-    """One live process and its threads; the states are letters of proc(5), before and after its stacks were read."""
+    """One live process and its threads; the states are letters of proc(5), before and after reading the stacks."""
 
     pid: int
     error: str
@@ -68,7 +68,7 @@ class LiveFacts:
 
 @dataclass(frozen=True)
 class NodeCores:
-    """The answer of a node. `left_out`: cores that were found and not read; `missed`: paths, and why they were not."""
+    """The facts of one node. `left_out`: number of cores not read; `missed`: unreadable paths, with reasons."""
 
     host: str
     cores: tuple[CoreFacts, ...] = ()
@@ -80,16 +80,16 @@ class NodeCores:
 
 
 def facts(ask: dict[str, Any]) -> NodeCores:
-    """Return that this node is here; cores take longer than facts may."""
+    """Return the host name at once; reading cores takes longer than the deadline for facts."""
     return NodeCores(machine.host_name())
 
 
 def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
-    """Read cores, or what is asked for instead.
+    """Read the cores, processes or setup in `ask`.
 
-    {"paths": files and folders, empty: the newest of where this system puts cores; "exe", "gdb": True, False, None:
-    where it is needed; "all": all threads by gdb, too; "timeout_s"; "pids": live processes; "setup": whether this
-    machine and the ranks on it can leave a core}
+    Keys: "paths": files and folders, empty: the newest core where this system stores cores; "exe"; "gdb": True, False,
+    None: if needed; "all": all threads by gdb as well; "timeout_s"; "pids": live processes; "setup": check whether this
+    machine and its ranks can leave a core.
     """
     host = machine.host_name()
     if ask["setup"]:
@@ -101,7 +101,7 @@ def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
 
 
 def _rank_pids() -> list[int]:
-    """List the processes here that are ranks of a job."""
+    """List the ranks of jobs on this machine."""
     return [pid for pid in procs.table() if pid != os.getpid() and _rank(procs.variables(pid) or {}) is not None]
 
 
@@ -134,7 +134,7 @@ def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
 
 
 def _facts(path: str, core: Core, notes: CoreNotes, ask: dict[str, Any]) -> CoreFacts:
-    """Return what a core has but its stacks; it is `core` itself, unpacked, or its first bytes."""
+    """Return everything but the stacks; `core` is the unpacked core or its first bytes."""
     modified_s = os.stat(path).st_mtime
     message, exception = _last_words(core, notes)
     return CoreFacts(
@@ -169,14 +169,14 @@ def _is_inside(notes: CoreNotes, core_s: float) -> bool | None:
 
 
 def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
-    """Read a packed core; its notes before all of it is unpacked, if they come first, as in those of the kernel."""
+    """Read a packed core: its notes before unpacking if they are at the beginning, as in a kernel's core."""
     facts = None
     try:
         head = stored_cores.head(path, _HEAD_BYTES)
         facts = _facts(path, head, core_file.read(head), ask)
     except core_file.OtherMachine:
         raise
-    except core_file.NotACore:  # gdb's gcore has its notes at the end
+    except core_file.NotACore:  # gdb's gcore writes notes at the end
         pass
     import tempfile
 
@@ -188,7 +188,7 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
                 raise
             size = error.unpacked_bytes if isinstance(error, packed_files.CutOff) else None
             return replace(_of_size(facts, size), tools=(f"stacks: {error}",))
-        # Its first bytes do not have the memory with the last words.
+        # The first bytes lack the memory with the last words.
         facts = facts or _facts(path, plain, core_file.read(plain), ask)
         assert facts.notes is not None
         message, exception = _last_words(plain, facts.notes)
@@ -197,7 +197,7 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
 
 
 def _of_size(facts: CoreFacts, size: int | None) -> CoreFacts:
-    """Set the size of a packed core, which its first bytes do not have; None: as long as its headers promise."""
+    """Set the size of a core read from its first bytes; None: the size implied by its headers."""
     assert facts.notes is not None
     whole = facts.notes.whole_bytes
     size = whole if size is None else size
@@ -210,7 +210,7 @@ def _rank(variables: dict[str, str]) -> int | None:
 
 
 def _executable(notes: CoreNotes) -> str:
-    """Return the program: by the path that the kernel started, else the first file that is mapped."""
+    """Return the program: the path passed to execve if it exists, else the first mapped file."""
     for path in (notes.execfn, notes.files[0].path if notes.files else ""):
         if path.startswith("/") and os.path.exists(path):
             return os.path.realpath(path)
@@ -218,7 +218,7 @@ def _executable(notes: CoreNotes) -> str:
 
 
 def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts:
-    """Add the stacks: of pystack; of gdb where it lacks the thread that crashed; of our own where both do."""
+    """Add stacks by pystack; by gdb if that lacks the crashed thread; by our unwinder if both do."""
     assert facts.notes is not None
     crashed, timeout_s = facts.notes.threads[0].tid, ask["timeout_s"]
     own = _c_frames(facts, plain)
@@ -232,7 +232,7 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts
         by_gdb = gdb.of_core(plain, facts.exe, timeout_s=timeout_s, only_first=only_first)
     merged = stacks.merge(by_pystack, by_gdb, crashed)
     facts = replace(facts, threads=_short(merged), tools=_tools(by_pystack, by_gdb))
-    # One frame is what gdb makes of the registers alone.
+    # One frame is all that gdb gets from the registers alone.
     return facts if len(merged[0].thread.frames) > 1 else _with_own(facts, own)
 
 
@@ -255,7 +255,7 @@ def _why_no_program(path: str) -> str:
 
 
 def _with_own(facts: CoreFacts, own: unwinder.CFrames | None) -> CoreFacts:
-    """Replace the threads whose C stack the own unwinder follows further than pystack and gdb."""
+    """Replace the threads that our unwinder followed further than pystack and gdb."""
     assert facts.notes is not None
     if own is None:
         return facts
@@ -280,7 +280,6 @@ def _live(pid: int, ask: dict[str, Any]) -> LiveFacts:
 
 
 def _tools(*answers: Stacks | None) -> tuple[str, ...]:
-    """Format which tools read the stacks, and their errors."""
     return tuple(
         f"{answer.tool}: {answer.error or f'{len(answer.threads)} threads'}"
         + (f" ({answer.seconds:.1f} s)" if answer.seconds >= 0.05 else "")
@@ -290,7 +289,7 @@ def _tools(*answers: Stacks | None) -> tuple[str, ...]:
 
 
 def _short(threads: tuple[Merged, ...]) -> tuple[Merged, ...]:
-    """Leave out what the interpreter does between Python frames, and threads beyond what a person reads."""
+    """Drop interpreter frames between Python frames, and threads beyond a readable number."""
     return tuple(
         replace(merged, thread=replace(merged.thread, frames=stacks.shorten(stacks.essential(merged.thread.frames))))
         for merged in threads[:_MAX_THREADS]

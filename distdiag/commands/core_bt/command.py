@@ -1,4 +1,4 @@
-"""What you type for core-bt, and how it goes from there to its report."""
+"""Command line of core-bt, and its way to a report."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
 
 
 def _check_working_directory() -> None:
-    """Paths are relative to it, and it is searched for cores."""
+    """Relative paths and the search for cores depend on it."""
     try:
         os.getcwd()
     except OSError as error:

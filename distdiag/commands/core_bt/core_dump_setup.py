@@ -1,4 +1,4 @@
-"""The findings of core-bt --setup: whether a crash would leave a core with stacks, and the setting to change. Pure."""
+"""Findings of core-bt --setup: whether a crash would leave a usable core, and the setting to change. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 _MAX_EVIDENCE = 6
 _A_CORE_BYTES = 1 << 30
-"""Space for a core of an unknown process."""
+"""Assumed core size of a process of unknown size."""
 _LEAST_BYTES = 4096
-"""A smaller core does not even have its notes; systemd-coredump keeps none then."""
+"""A smaller core lacks even its notes; systemd-coredump then keeps none."""
 _STACKS_AND_HEAP = 1
-"""Bit of coredump_filter: private memory without a file."""
+"""Bit of coredump_filter for anonymous private memory."""
 _ALL_CORES = "/var/crash/core.%e.%h.%p"
 _FILES = (PatternKind.RELATIVE, PatternKind.ABSOLUTE)
 
 
 @dataclass(frozen=True)
 class _Node:
-    """The facts behind the findings of a node; `processes` are its ranks, else distdiag itself."""
+    """A node to judge; `processes` are its ranks, else distdiag itself."""
 
     facts: SetupFacts
     pattern: CorePattern
@@ -39,11 +39,10 @@ class _Node:
 
     @property
     def sudo(self) -> str:
-        """The prefix of commands for the administrator."""
         return "" if self.facts.is_root else "sudo "
 
     def name(self, process: ProcessSetup) -> str:
-        """Format one process for a piece of evidence."""
+        """Name a process in evidence."""
         if not self.facts.ranks:
             return "here"
         by_pid = f"pid {process.pid}"
@@ -58,9 +57,9 @@ class _Node:
         evidence: Iterable[str] = (),
         **words: str,
     ) -> Finding:
-        """Return a finding about processes, with their ranks and ids if they are ranks; `fix` instead of the row's.
+        """Return a finding about processes, with ranks and pids if they are ranks; `fix` replaces the row's.
 
-        The title has no numbers, so that it is the same for several nodes.
+        The title has no numbers, so that findings of several nodes can be equal.
         """
         some = "ranks" if len(about) == len(self.processes) else "some ranks"
         words["some"] = some if self.facts.ranks else "processes started here"
@@ -73,7 +72,7 @@ class _Node:
 
 
 def setup_findings(setups: Mapping[str, SetupFacts]) -> list[Finding]:
-    """Judge the facts of all nodes, by host; equal findings of several nodes are one."""
+    """Judge the facts of all nodes, by host; equal findings of several nodes are merged."""
     folded: dict[tuple[str, Level, str, str, Fix | None], list[tuple[str, Finding]]] = {}
     for host, facts in setups.items():
         for found in _of_node(facts, alone=len(setups) == 1):
@@ -131,7 +130,7 @@ def _set_pattern(node: _Node) -> Fix:
 
 
 def _handler(node: _Node) -> Iterator[Finding]:
-    """Judge the receiver of cores: none, a program, or a program on the host of this container."""
+    """Judge the handler of cores: none, a program, or a program on the host of this container."""
     facts, pattern, systemd = node.facts, node.pattern, node.facts.systemd
     largest = max((process.memory_bytes or 0 for process in node.processes), default=0)
     if pattern.kind is PatternKind.NOWHERE:
@@ -151,8 +150,11 @@ def _handler(node: _Node) -> Iterator[Finding]:
 
 
 def _limit(node: _Node) -> Iterator[Finding]:
-    """Judge RLIMIT_CORE, which the kernel obeys for files only. Programs may get it (%c), or, as in Debian's pattern
-    for systemd-coredump, a number instead; systemd-coredump obeys the limit it is passed."""
+    """Judge RLIMIT_CORE.
+
+    The kernel applies it to files only. Programs may receive it (%c), or, as in Debian's pattern for systemd-coredump,
+    a number instead; systemd-coredump obeys the limit it receives.
+    """
     pattern = node.pattern
     if pattern.kind not in _FILES and not pattern.passes_limit:
         return
@@ -203,7 +205,7 @@ def _raise(node: _Node, some: Sequence[ProcessSetup]) -> Fix:
 
 
 def _folder(node: _Node) -> Iterator[Finding]:
-    """Judge the folder of each process: does it exist, may the process write, and is the name free."""
+    """Judge the folder of each process: it exists, is writable, and the name is free."""
     problems: dict[str, list[ProcessSetup]] = {}
     for process in node.processes:
         if process.folder is not None and (problem := _problem(process.folder, node.pattern.text)):
@@ -233,7 +235,7 @@ def _other_folder(node: _Node) -> Fix:
 
 
 def _kept(node: _Node) -> Iterator[Finding]:
-    """Judge processes without a core for safety (dumpable), and cores without memory (coredump_filter)."""
+    """Judge processes excluded for safety (dumpable), and cores without memory (coredump_filter)."""
     secret = [each for each in node.processes if each.dumpable is False and node.facts.suid_dumpable != 1]
     bare = [each for each in node.processes if each.filter is not None and not each.filter & _STACKS_AND_HEAP]
     yield from (node.finding(verdict, some) for verdict, some in (("dumpable", secret), ("filter", bare)) if some)

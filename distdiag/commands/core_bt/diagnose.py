@@ -35,7 +35,7 @@ _ENDS_BY_EXCEPTION = re.compile(r"terminate|__cxa_|_Unwind_|__gxx_|rethrow_excep
 
 
 def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
-    """Report what crashed, where, and why; or what prevents a core on a machine."""
+    """Report each crash with its place and cause, or the obstacles to a core on a machine."""
     nodes, rows = gathered.facts, gathered.rows
     cores: list[tuple[Core, Crash | None]] = []
     unread: list[Unread] = []
@@ -113,7 +113,7 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
 
 
 def _last_words(facts: CoreFacts, functions: Sequence[str]) -> str:
-    """Return the last message of the process, without an exception that was thrown and caught earlier."""
+    """Return the last message of the process, ignoring an exception that was caught earlier."""
     ended = not functions or any(_ENDS_BY_EXCEPTION.search(function) for function in functions)
     return facts.message or (facts.exception if ended else "")
 
@@ -141,7 +141,7 @@ def _thread(merged: Merged) -> Thread:
 
 
 def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> list[Finding]:
-    """Return a finding for each distinct crash, however many processes had it; consequences come last."""
+    """Return one finding per distinct crash, for all processes with it; consequences are last."""
     groups: dict[tuple[object, ...], list[tuple[Core, Crash | None]]] = {}
     for core, known in cores:
         if core.signal:
@@ -172,7 +172,7 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
             *(f"message: {line.strip()}" for line in first.message.splitlines()[:_MAX_MESSAGE_LINES]),
             *([f"{first.signal_name}: {first.meaning}"] if known is not None else []),
             *(core.path for core, _ in group[:8]),
-            # In an unknown crash the fix has them.
+            # For an unknown crash the fix lists the tools.
             *(first.tools if first.crash_thread is None and known is not None else ()),
             *(("its Python frames are missing", *first.tools) if _lacks_python(first) else ()),
             *([f"source: {known.source}"] if known is not None and known.source else []),
@@ -182,7 +182,7 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
 
 
 def _lacks_python(core: Core) -> bool:
-    """Return whether the thread that crashed ran Python, and its Python frames are not known."""
+    """Return whether the crashed thread ran Python and its Python frames are missing."""
     frames = core.crash_thread.frames if core.crash_thread is not None else ()
     return any(is_eval(frame) for frame in frames) and not any(frame.language == "python" for frame in frames)
 

@@ -13,7 +13,7 @@ COMMAND = "core-bt"
 
 
 class Threads(StrEnum):
-    """What --threads takes."""
+    """Values of --threads."""
 
     CRASHED = "crashed"
     ALL = "all"
@@ -53,10 +53,10 @@ class Thread:
 class Core:
     """One core, or a live process (then `path` is empty). None: not in the core.
 
-    `time`: when it was written, seconds since 1970. `message`: why it aborted: the last message of the C library,
-    or the uncaught exception. `mapped`: the file that was mapped at the address. `role`: cause, or
-    consequence of a failure elsewhere. `threads`: those that did not crash. `changed`: files that have changed since
-    the crash. `tools`: what read the stacks, or why it could not.
+    `time`: modification time, seconds since 1970. `message`: why it aborted: the last message of the C library, or the
+    uncaught exception. `mapped`: the file mapped at the address. `role`: cause, or consequence of a failure elsewhere.
+    `threads`: the other threads. `changed`: files changed since the crash. `tools`: the tools that read the stacks, or
+    why none could.
     """
 
     path: str = ""
@@ -86,7 +86,7 @@ class Core:
 
 @dataclass(frozen=True, kw_only=True)
 class Unread:
-    """A file that is no core, or cannot be read, and why."""
+    """A file that is not a core or is unreadable, and why."""
 
     path: str
     host: str
@@ -95,7 +95,7 @@ class Unread:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreBt:
-    """All that was found, the earliest crash first; `searched`: the directories, if no core was named."""
+    """Everything found, the earliest crash first; `searched`: the directories, if no core was named."""
 
     cores: tuple[Core, ...]
     unread: tuple[Unread, ...]

@@ -23,7 +23,7 @@ _MAX_FRAMES, _LAST_FRAMES, _MAX_MESSAGE_LINES = 40, 12, 6
 def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[RenderableType]:
     """Format every core: the process, the crashed thread with its stack, the other threads."""
     for core in report.data.cores:
-        if not (core.meaning or core.path):  # a process that is not there
+        if not (core.meaning or core.path):  # process not found
             continue
         yield ""
         yield Wrapped(who(core), margin=0, hang=2, style="bold")
@@ -40,7 +40,7 @@ def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[Rende
 
 
 def plain_lines(report: Report[CoreBt]) -> Iterator[str]:
-    """Format the same as plain lines, for a report that is attached to an issue; with secrets redacted."""
+    """Format the same as plain text for a bug report, with secrets redacted."""
     for core in report.data.cores:
         yield redacted(who(core))
         yield f"  {core.signal_name}: {core.meaning}"

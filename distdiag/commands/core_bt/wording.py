@@ -1,4 +1,4 @@
-"""Wording that the view, the findings and the written report of core-bt share. Pure."""
+"""Wording shared by the view, the findings and the text report of core-bt. Pure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ABORTS = re.compile(
     r"|__assert\w*_fail\w*|__(fortify|stack_chk)_fail\w*|__chk_fail"
     r"|std::terminate\b.*|__gnu_cxx::.*|__cxxabiv1::.*|__cxa_\w+|__gxx_\w+|_Unwind_\w+"
 )
-"""Functions of the C library, C++ and Python between the failure and the signal that ends the process."""
+"""Functions of the C library, C++ and Python between the failure and the fatal signal."""
 _RUNTIME = re.compile(r"(libc|libstdc\+\+|libgcc_s|libc\+\+(abi)?|libpthread|ld-musl-\w+)[.-]")
 _PYTHON = re.compile(r"(lib)?python\d?(\.\d+)?[a-z]*(\.so[\d.]*)?$")
 _STANDARD = re.compile(r"(void |\w+ )?(std|__gnu_cxx|__cxxabiv1)::|operator (new|delete)\b")
-"""The standard library of C++, also where it was compiled into another library."""
+"""The C++ standard library, including code inlined into other libraries."""
 
 
 def who(core: Core) -> str:
@@ -50,7 +50,7 @@ def format_frame(frame: Frame) -> str:
 
 
 def where(core: Core) -> str:
-    """Format where it crashed: the innermost Python frame outside of libraries, and the C function that failed."""
+    """Format the place of the crash: the innermost Python frame outside libraries, and the C function that failed."""
     frames = _named_frames(core)
     mine = [frame for frame in frames if frame.language == "python"]
     python = next((frame for frame in mine if not _LIBRARY.search(frame.file)), mine[0] if mine else None)
@@ -62,9 +62,9 @@ def where(core: Core) -> str:
 
 
 def _caller_of_abort(core: Core, frames: Sequence[Frame]) -> Frame | None:
-    """Return the first C frame outside of the C library, C++ and Python themselves, if the process aborted.
+    """Return the innermost C frame outside the C library, C++ and Python, if the process aborted.
 
-    None if there is none before the first Python frame, or if the kernel sent the signal.
+    None if a Python frame comes first, or if the kernel sent the signal.
     """
     if core.signal_name != "SIGABRT":
         return None
@@ -79,23 +79,23 @@ def _is_runtime(frame: Frame) -> bool:
 
 
 def without_numbers(text: str) -> str:
-    """Return the last message without the numbers, which differ between ranks; the line of an assertion stays."""
+    """Strip the numbers from the last message, as they differ between ranks; keep the line of an assertion."""
     return text if "Assertion" in text else re.sub(r"0x[0-9a-f]+|\d+", "#", text)
 
 
 def _named_frames(core: Core) -> tuple[Frame, ...]:
-    """Return the frames from the failing function; if it has no name, from the function that it called."""
+    """Return the frames from the failing function on; if unnamed, from its callee."""
     frames, found = core.crash_thread.frames if core.crash_thread is not None else (), faulting_frames(core)
     named = not found or found[0].function not in UNKNOWN or len(found) == len(frames)
     return found if named else frames[len(frames) - len(found) - 1 :]
 
 
 def faulting_frames(core: Core) -> tuple[Frame, ...]:
-    """Return the frames of the thread that crashed, without the innermost that only abort for what failed before."""
+    """Return the frames of the crashed thread, without the innermost frames that only abort."""
     frames = core.crash_thread.frames if core.crash_thread is not None else ()
     aborted = core.signal_name == "SIGABRT"
     if not (frames and (aborted or _SENDS_SIGNAL.fullmatch(frames[0].function.partition("@")[0]))):
-        return frames  # the kernel sent it for what happened there
+        return frames  # sent by the kernel for a fault in this frame
     return tuple(dropwhile(lambda frame: _aborts(frame, aborted=aborted), frames)) or frames
 
 
