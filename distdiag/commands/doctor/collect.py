@@ -1,4 +1,4 @@
-"""Facts of one node for doctor: read at the same time, each part with its own deadline. Nothing is judged here."""
+"""Facts of one node for doctor, read in parallel, each part with its own deadline. Nothing is judged here."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ _SLACK_S = 2.0
 
 @dataclass(frozen=True)
 class Arrived:
-    """What is known before anything was read."""
+    """The first report, sent before reading anything."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of processes that are started as this one was; None: unlimited. In bytes, files or processes."""
+    """A resource limit inherited by child processes; None: unlimited. In bytes, files or processes."""
 
     name: str
     soft: int | None
@@ -84,7 +84,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class System:
-    """The node itself. `may_lock`: it may lock memory beyond its limit. `in_step`: started by SLURM or mpirun."""
+    """The node itself. `may_lock`: has CAP_IPC_LOCK. `in_step`: started by SLURM or mpirun."""
 
     kernel: str
     arch: str
@@ -101,17 +101,17 @@ class System:
     shm: Space | None
     variables: dict[str, str] = field(default_factory=dict)
     huge_pages: str = ""
-    """Whether memory is given in transparent huge pages: always, madvise, never."""
+    """Setting of transparent huge pages: always, madvise, never."""
     somaxconn: int | None = None
-    """Connections that may wait to be accepted by one listening socket."""
+    """Maximum length of a listening socket's accept queue."""
     proxies: tuple[str, ...] = ()
-    """Variables that name a proxy; their values may hold a password."""
+    """Names of proxy variables; the values may hold a password."""
     no_proxy: str = ""
 
 
 @dataclass(frozen=True)
 class Disks:
-    """Its file systems: those of `written`, folders that jobs write to, and all whose files lie elsewhere."""
+    """The file systems of the node: those of `written`, the folders that jobs write to, and network mounts."""
 
     spaces: tuple[Space, ...]
     written: tuple[str, ...]
@@ -120,7 +120,7 @@ class Disks:
 
 @dataclass(frozen=True)
 class NodeNetwork:
-    """Its network. `names` is None where the resolver did not answer in time."""
+    """The network of the node. `names` is None if the resolver timed out."""
 
     nics: tuple[Nic, ...]
     ib_ports: tuple[IbPort, ...]
@@ -132,7 +132,7 @@ class NodeNetwork:
 
 @dataclass(frozen=True)
 class Software:
-    """The Python that runs distdiag there, and what it would import; empty: not there. `error`: why it is not known."""
+    """The Python that runs distdiag there, and its packages' versions; "": not installed. `error`: why unknown."""
 
     executable: str
     python: str = ""
@@ -149,7 +149,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Gpus:
-    """Its GPUs: what the bus, the driver's libraries and nvidia-smi say; `asked_s`: the time that these had for it."""
+    """The GPUs of the node according to the bus, the driver's libraries and nvidia-smi; `asked_s`: their time limit."""
 
     driver: Driver
     health: Health
@@ -157,12 +157,12 @@ class Gpus:
     imex_channels: int = 0
     """Devices through which GPUs of several nodes share memory over NVLink (GB200)."""
     imex_nodes: tuple[str, ...] = ()
-    """The nodes of IMEX's own list, sorted."""
+    """The nodes in IMEX's own list, sorted."""
 
 
 @dataclass(frozen=True)
 class KernelLog:
-    """Lines of the kernel's log that say something, of the last week; or why it cannot be read."""
+    """Relevant lines of the kernel's log of the last week; or why it is unreadable."""
 
     lines: tuple[KernelLine, ...]
     error: str = ""
@@ -170,9 +170,9 @@ class KernelLog:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The ranks that are running here, by pid, and how many threads are ready to run (the load of the last minute).
+    """The ranks running here, by pid, and the load average of the last minute.
 
-    `oldest_s`: for how long the oldest rank has been running; None without ranks.
+    `oldest_s`: running time of the oldest rank; None without ranks.
     """
 
     pids: tuple[int, ...]
@@ -182,7 +182,7 @@ class Jobs:
 
 @dataclass(frozen=True)
 class Clock:
-    """By how much its clock is ahead of the clock of who asked, and how uncertain that is: half the round trip."""
+    """Offset of the node's clock to that of the machine running distdiag, and the uncertainty: half the round trip."""
 
     offset_s: float
     uncertainty_s: float
@@ -190,9 +190,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Part:
-    """What is sent at a time. `time_s`: its clock when it was asked; `late`: parts that did not end in time.
+    """One message of a node. `time_s`: its clock on receipt of the request; `late`: parts that timed out.
 
-    `failed`: parts that could not be read, and why. `clock` is added by who asked.
+    `failed`: unreadable parts, and why. `clock` is added on receipt of the message.
     """
 
     time_s: float | None = None
@@ -217,8 +217,8 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
     """Read this node.
 
     Args:
-        ask: {"paths": further folders, "timeout_s": for each part, "python": its packages; "": our own, "kernel": rows
-            of lines of the kernel's log}.
+        ask: {"paths": further folders, "timeout_s": for each part, "python": the interpreter to examine; "": our own,
+          "kernel": patterns for the kernel's log}.
     """
     tell(Part(time_s=time.time()))
     parts: dict[str, Callable[[], Any]] = {
@@ -239,7 +239,7 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
 def _or_none(name: str, read: Callable[[], Any], failed: dict[str, str]) -> Any:  # noqa: ANN401 - a part of some type
     try:
         return read()
-    except Exception as error:  # noqa: BLE001 - a part that fails is said, and costs no other
+    except Exception as error:  # noqa: BLE001 - a failing part is reported, and affects no other
         failed[name] = f"{type(error).__name__}: {error}"[:200]
         return None
 
@@ -317,7 +317,7 @@ def _network() -> NodeNetwork:
 
 
 def _software(executable: str, timeout_s: float) -> Software:
-    """Read what a Python would import, from its files: torch itself is never imported."""
+    """Read the versions a Python would import, from files: torch itself is never imported."""
     python = environment.interpreter(executable, timeout_s=timeout_s)
     if python.error:
         return Software(executable, error=python.error)
@@ -337,7 +337,6 @@ def _software(executable: str, timeout_s: float) -> Software:
 
 
 def _libraries(torch_folder: str) -> dict[str, int]:
-    """Return the sizes of torch's own libraries."""
     try:
         with os.scandir(os.path.join(torch_folder, "lib")) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if ".so" in entry.name}
@@ -360,7 +359,7 @@ def _kernel(rows: Patterns) -> KernelLog:
 
 
 def _jobs() -> Jobs:
-    """Find the ranks: what has a rank in its environment and has loaded torch, without their children."""
+    """Find the ranks: processes with a rank in the environment and torch loaded, without their children."""
     seen = processes.facts({"pids": [], "user": ""})
     found = [each for each in seen.processes if each.place and each.torch]
     pids = {each.pid for each in found}
@@ -384,7 +383,7 @@ def _gpus(timeout_s: float) -> Gpus:
 
 
 def _imex() -> tuple[int, tuple[str, ...]]:
-    """Return how many channels of IMEX there are, and the nodes of its list."""
+    """Return the number of IMEX channels, and the nodes in its list."""
     try:
         channels = len(os.listdir("/dev/nvidia-caps-imex-channels"))
     except OSError:

@@ -1,4 +1,4 @@
-"""What you type for doctor."""
+"""Command line of doctor."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def doctor(
             from distdiag.commands.doctor.view import metrics
             from distdiag.files import write_whole
 
-            write_whole(prom, metrics(report, time.time()), 0o644)  # node_exporter is another user
+            write_whole(prom, metrics(report, time.time()), 0o644)  # node_exporter runs as another user
         return report
 
     options = runner.Options(as_json, strict, save, from_, cluster.explain, brief=brief, html=html)
@@ -103,7 +103,7 @@ def doctor(
 
 
 def _check_place(target: str) -> None:
-    """Refuse a file that could not be written, before any node is asked. Raises UsageError."""
+    """Reject an unwritable file, before contacting any node. Raises UsageError."""
     import os
 
     folder = os.path.dirname(os.path.abspath(target))

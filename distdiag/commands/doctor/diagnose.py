@@ -1,4 +1,4 @@
-"""Facts of all nodes -> the report: symptoms folded over nodes, the odd node out, and who is fit. Pure."""
+"""Facts of all nodes -> the report: symptoms folded over nodes, outlier nodes, and fitness. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FIT, WARNED, UNFIT, UNKNOWN = "fit", "fit with warnings", "not fit", "unknown"
 _LATE_CLOCK_S, _WRONG_CLOCK_S = 1.0, 15.0
-"""torchrun takes a node whose clock is 15 s off for dead (keep-alives of the c10d rendezvous, 3 x 5 s)."""
+"""torchrun declares a node dead if its clock is off by 15 s (keep-alives of the c10d rendezvous, 3 x 5 s)."""
 _MANY_FLAPS, _FLAPS_RATIO = 10, 5
 _ROOM = 60
 _EVIDENCE_LINES = 8
@@ -78,7 +78,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
 
 
 def _to_paste(request: Request, finding: Finding) -> Finding:
-    """Put the hosts that were named into the commands of a fix."""
+    """Insert the host options of this run into the commands of a fix."""
     typed = _hosts_typed(request)
     if finding.fix is None or not typed:
         return finding
@@ -92,7 +92,7 @@ def _hosts_typed(request: Request) -> str:
 
 
 def _unchecked(request: Request, nodes: Sequence[NodeDoctor]) -> tuple[str, ...]:
-    """List what was not tested, and the commands that do."""
+    """List the checks not done, with the commands for them."""
     typed = _hosts_typed(request)
     work = "Gloo" if _without_gpu(nodes) else "GPUs and NCCL"
     load = f"{work} under load: distdiag gpu-test{typed}"
@@ -101,7 +101,7 @@ def _unchecked(request: Request, nodes: Sequence[NodeDoctor]) -> tuple[str, ...]
 
 
 def _without_gpu(nodes: Sequence[NodeDoctor]) -> bool:
-    """Return whether none of the nodes has a GPU, and this is certain."""
+    """Return whether all nodes certainly lack GPUs."""
     return bool(nodes) and all(
         node.gpus is not None and not (node.gpus.health.gpus or node.gpus.driver.devices or node.gpus.driver.hardware)
         for node in nodes
@@ -109,7 +109,7 @@ def _without_gpu(nodes: Sequence[NodeDoctor]) -> bool:
 
 
 def _for_what(fit: str, nodes: Sequence[NodeDoctor]) -> str:
-    """Return what the nodes are fit for, where that is less than one may think."""
+    """Return a restriction of the verdict, if any."""
     if fit not in (FIT, WARNED) or not _without_gpu(nodes):
         return ""
     return "; no NVIDIA GPU here: checked for CPU and Gloo only"
@@ -137,7 +137,7 @@ def _silenced(request: Request, findings: Iterable[Finding]) -> tuple[Silenced, 
 
 
 def _incomplete(gathered: Gathered[NodeDoctor]) -> list[Finding]:
-    """Report parts that did not come: what is not known is never shown as fine."""
+    """Report missing parts: unknown never passes as OK."""
     groups: dict[str, list[str]] = {}
     known = {node.host for node in gathered.facts}
     for host, why in gathered.missing.items():
@@ -176,7 +176,7 @@ class _Group:
 
 
 def _folded(nodes: Sequence[NodeDoctor], *, several: bool) -> list[Finding]:
-    """Bring symptoms of several nodes together: those of one id and subject, whatever their numbers are."""
+    """Merge symptoms of several nodes by id and subject, ignoring their numbers."""
     groups: dict[tuple[str, Level, str], _Group] = {}
     for node, first_rank in zip(nodes, _first_ranks(nodes), strict=True):
         own = (*node_symptoms(node, several=several), *settings_symptoms(node), *gpu_symptoms(node, first_rank))
@@ -188,14 +188,14 @@ def _folded(nodes: Sequence[NodeDoctor], *, several: bool) -> list[Finding]:
 
 
 def _as_meant(group: _Group, nodes: int) -> _Group:
-    """Make a remark of what is the same on all nodes and then mostly meant so: RDMA ports that are not cabled."""
+    """Downgrade a symptom that is usually intended if equal on all nodes: RDMA ports without a cable."""
     if group.symptom.id != "rdma-down" or nodes < 2 or len(group.hosts) < nodes or len(group.titles) > 1:
         return group
     return _Group(replace(group.symptom, level=Level.INFO), group.hosts, group.titles)
 
 
 def _first_ranks(nodes: Sequence[NodeDoctor]) -> list[int | None]:
-    """Return the rank of each node's first GPU if every GPU has a rank; None where the nodes have different numbers."""
+    """Return the rank of each node's first GPU, assuming one rank per GPU; None if the numbers of GPUs differ."""
     counts = [len(node.gpus.health.gpus) if node.gpus is not None else 0 for node in nodes]
     if len(set(counts)) != 1:
         return [None] * len(nodes)
@@ -212,7 +212,7 @@ def _finding(group: _Group, *, several: bool) -> Finding:
 
 
 def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
-    """Name nodes whose clock is off: from the middle of all clocks, where this machine's is one."""
+    """Name nodes whose clock deviates from the median of all clocks, including this machine's."""
     clocks = {node.host: node.clock for node in nodes if node.clock is not None}
     middle = median([0.0, *(clock.offset_s for clock in clocks.values())]) if len(clocks) > 1 else 0.0
     found = []
@@ -239,7 +239,7 @@ def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
 
 
 def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
-    """Name nodes where a link of an RDMA card went down far more often since its start than on the others."""
+    """Name nodes with an RDMA link that went down far more often since boot than on the others."""
     downs: dict[str, tuple[int, str]] = {}
     for node in nodes:
         if node.network is not None and node.network.ib_ports:
@@ -259,14 +259,14 @@ def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
 
 
 def _overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
-    """Name nodes whose cores other programs use: a warning where the other nodes are free."""
+    """Name nodes with foreign load on the cores: a warning if the other nodes are idle."""
     for node, jobs, system, alone in overloaded(nodes):
         words = {"host": node.host, "load": f"{jobs.load:.0f}", "cpus": counted(system.cpus_online, "CPU")}
         yield _of_hosts(symptom("load", words, level=Level.WARN if alone else Level.INFO), [node.host])
 
 
 def _rebooted(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
-    """Name nodes that started while the ranks of the others were already running, and have no rank."""
+    """Name nodes without ranks that booted while the ranks of the others were running."""
     for node, up_s, age_s in rebooted(nodes):
         yield _of_hosts(symptom("rebooted", host=node.host, up=format_age(up_s), age=format_age(age_s)), [node.host])
 
@@ -293,7 +293,7 @@ def _node_row(node: NodeDoctor, findings: Sequence[Finding]) -> NodeRow:
 
 
 def _facts_of(node: NodeDoctor) -> dict[str, str]:
-    """Choose what describes a node in a table, and folds over nodes that are alike."""
+    """Choose the facts for a table that folds over equal nodes."""
     found = {}
     system, network, software = node.system, node.network, node.software
     if system is not None:
@@ -342,7 +342,7 @@ def _fit(findings: Sequence[Finding], judged: Sequence[NodeRow], unreached: Sequ
 
 
 def _exclude(judged: Sequence[NodeRow], unreached: Sequence[str]) -> str:
-    """Fold the nodes to leave out; nothing where that leaves none."""
+    """Fold the nodes to exclude; "" if none would remain."""
     bad = [row.host for row in judged if row.fit == UNFIT]
     out = dict.fromkeys([*bad, *unreached])
     left = [row for row in judged if row.host not in out]
@@ -352,7 +352,7 @@ def _exclude(judged: Sequence[NodeRow], unreached: Sequence[str]) -> str:
 def _summary(
     fit: str, exclude: str, findings: Sequence[Finding], judged: Sequence[NodeRow], unreached: Sequence[str]
 ) -> str:
-    """Write the last line: who is fit, why not, and how to start without those that are not."""
+    """Format the last line: which nodes are fit, why others are not, and how to start without those."""
     nodes = counted(len({*unreached, *(row.host for row in judged)}), "node")
     if fit in (FIT, WARNED):
         warnings = sum(finding.level is Level.WARN for finding in findings)

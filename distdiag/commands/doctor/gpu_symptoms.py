@@ -1,4 +1,4 @@
-"""What is wrong with the GPUs of one node: driver, errors of memory and links, clocks, Xids, who is on them. Pure."""
+"""Symptoms of the GPUs of one node: driver, memory and link errors, clocks, Xids, other users. Pure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _FEW_LINK_ERRORS = 10
 _MANY_REPLAYS = 1000
 _BUSY_PERCENT, _AT_POWER_LIMIT = 90, 0.9
 _LONG_S = 20
-"""What does not return within it hangs: 8 GPUs without persistence mode take less."""
+"""A call that exceeds this hangs: 8 GPUs without persistence mode need less."""
 
 
 @dataclass(frozen=True)
 class SpeedLimit:
-    """What bounds the speed of a GPU, equal on GPUs of one model.
+    """A bound on the speed of a GPU, equal on GPUs of one model.
 
-    `of` reads it, None where it is not known. `tolerance`: gaps above this share count.
+    `of` reads it, None if unknown. `tolerance`: larger relative gaps count.
     """
 
     label: str
@@ -44,7 +44,7 @@ class SpeedLimit:
     of: Callable[[GpuHealth], float | None]
 
     def write(self, value: float) -> str:
-        """Format a value."""
+        """Format a value with its unit."""
         return f"{value:.0f} {self.unit}"
 
 
@@ -54,17 +54,17 @@ SPEED_LIMITS = (
     SpeedLimit("application clock", "MHz", 0.02, lambda gpu: gpu.application_clock_mhz),
     SpeedLimit("SM clock under load", "MHz", 0.2, lambda gpu: _loaded_clock(gpu)),
 )
-"""GPUs of one model differ by up to a tenth in their clock under load, from silicon and heat."""
+"""Clocks under load differ by up to a tenth within a model, from silicon and heat."""
 
 
 def _loaded_clock(gpu: GpuHealth) -> float | None:
-    """Return the SM clock of a busy GPU; None at its power limit, where the clock follows the program."""
+    """Return the SM clock of a busy GPU; None at its power limit, since the clock then depends on the program."""
     has_power = gpu.power_w and gpu.power_limit_w and gpu.power_w < _AT_POWER_LIMIT * gpu.power_limit_w
     return gpu.clock_mhz if has_power and (gpu.busy_percent or 0) >= _BUSY_PERCENT else None
 
 
 def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
-    """Yield all of them; `first_rank`: the rank of this node's first GPU if each GPU has one, None: not known."""
+    """Yield all of them; `first_rank`: the rank of this node's first GPU, assuming one rank per GPU; None: unknown."""
     gpus = node.gpus
     if gpus is None or not (gpus.driver.kernel or gpus.driver.hardware or gpus.health.gpus):
         return
@@ -86,7 +86,7 @@ def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
 
 
 class _Name:
-    """What a GPU is called: its index, its PCI address, and the local rank that a job has on it."""
+    """Name of a GPU: its index, its PCI address, and its local rank in a job."""
 
     def __init__(self, gpu: GpuHealth, node: NodeDoctor, first_rank: int | None) -> None:
         self._gpu = gpu
@@ -95,7 +95,7 @@ class _Name:
         self._visible = variables.get("CUDA_VISIBLE_DEVICES")
 
     def local_rank(self) -> int | None:
-        """Return its place among the GPUs that a job sees; None if it does not see it, or that is not known."""
+        """Return its index among the visible GPUs of a job; None if hidden or unknown."""
         if self._visible is None:
             return self._gpu.index
         words = [word.strip() for word in self._visible.split(",")]
@@ -114,7 +114,7 @@ def _is_uuid_of(word: str, uuid: str) -> bool:
 
 
 def _short(address: str) -> str:
-    """Write a PCI address as lspci and the kernel do: nvidia-smi has a domain of eight digits."""
+    """Format a PCI address like lspci and the kernel; nvidia-smi prints an eight-digit domain."""
     return address.lower().removeprefix("0000") if len(address.partition(":")[0]) == 8 else address.lower()
 
 
@@ -138,13 +138,13 @@ def _driver(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
 
 
 def _imex(gpus: Gpus) -> Iterator[Symptom]:
-    """Judge the channels through which GPUs of several nodes share memory; only such GPUs have a clique."""
+    """Judge the IMEX channels, needed to share memory between nodes; only GPUs capable of that have a clique."""
     if any(gpu.clique for gpu in gpus.health.gpus) and not gpus.imex_channels:
         yield symptom("gpu.imex")
 
 
 def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
-    """Report GPUs that do not respond; a job's share of a node, or a container's, is no fault."""
+    """Report GPUs that do not respond; GPUs hidden from a job or container are not a fault."""
     driver, answer, health = gpus.driver, gpus.driver.answer, gpus.health
     lost = [index for index in answer.lost if index not in answer.blocked]
     here = max(len(health.gpus), len(answer.present))
@@ -154,7 +154,7 @@ def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
         return
     fewer = driver.hardware - here if here else 0
     if lost or (fewer > 0 and not _is_shared(node, gpus)):
-        # Without a word of NVML that it is broken, this job or container may only not be allowed to open it.
+        # Unless NVML reports it broken, a lost GPU may be closed to this job or container by permissions.
         is_sure = not lost or any(index in answer.broken for index in lost) or not _is_shared(node, gpus)
         names = ", ".join(map(str, lost))
         yield symptom(
@@ -172,7 +172,7 @@ def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
 
 
 def _is_shared(node: NodeDoctor, gpus: Gpus) -> bool:
-    """Return whether something may hide GPUs: a container, a job with a share of the node, a cgroup."""
+    """Return whether GPUs may be hidden: by a container, a job with a share of the node, or a cgroup."""
     in_step = node.system is not None and node.system.in_step
     return bool(in_step or gpus.driver.container or gpus.driver.answer.blocked)
 
@@ -202,7 +202,7 @@ def _active_links(gpu: GpuHealth) -> int:
 
 
 def _links(gpu: GpuHealth, name: str, most_links: int) -> Iterator[Symptom]:
-    """Judge its NVLinks beside those of the other GPUs: without a bridge, or with a small one, links are unused."""
+    """Compare the NVLinks with those of the other GPUs: without a bridge, or with a small one, links are unused."""
     if gpu.inactive_links and _active_links(gpu) < most_links:
         links = ", ".join(map(str, gpu.inactive_links))
         some = "all NVLinks are" if len(gpu.inactive_links) == gpu.links else f"NVLink {links}:"
@@ -232,7 +232,7 @@ def _slow(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
 
 
 def _beside_others(node: NodeDoctor, gpus: Sequence[GpuHealth], first_rank: int | None) -> Iterator[Symptom]:
-    """Report GPUs with a lower limit or clock than most of their model on this node."""
+    """Report GPUs with a lower limit or clock than the median of their model on this node."""
     for limit in SPEED_LIMITS:
         for model in dict.fromkeys(gpu.name for gpu in gpus):
             values = {gpu.index: value for gpu in gpus if gpu.name == model and (value := limit.of(gpu))}
@@ -252,13 +252,13 @@ def _beside_others(node: NodeDoctor, gpus: Sequence[GpuHealth], first_rank: int 
 
 
 def _lanes(text: str) -> int:
-    """Return the lanes of "16x"; 0 where they are not known."""
+    """Return the lanes of "16x"; 0 if unknown."""
     number = text.removesuffix("x")
     return int(number) if number.isdecimal() and int(number) else 0
 
 
 def _users(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
-    """Report who is on a GPU before the job is: what another one left there takes its memory."""
+    """Report processes on a GPU before the job starts, as leftovers occupy memory."""
     found = [process for process in gpu.processes if "C" in process.kind and not _is_service(process)]
     if not found:
         return
@@ -292,7 +292,7 @@ def _settings(gpus: Sequence[GpuHealth]) -> Iterator[Symptom]:
 
 
 def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
-    """Report the newest line of each Xid and GPU; a reset may have mended what the log still has."""
+    """Report the newest line of each Xid and GPU; a reset may have fixed older errors in the log."""
     lines = node.kernel.lines if node.kernel is not None else ()
     if node.kernel is not None and node.kernel.error:
         yield symptom("log.unread", error=node.kernel.error)
@@ -330,15 +330,15 @@ def _gpus(node: NodeDoctor) -> tuple[GpuHealth, ...]:
 
 
 def _is_at(gpu: GpuHealth, address: str) -> bool:
-    """Compare PCI addresses: the kernel's has four digits of domain, and no function."""
+    """Compare PCI addresses: the kernel's has a four-digit domain, and no function."""
     return _short(gpu.address).rpartition(".")[0] == re.sub(r"^0000(?=[0-9a-f]{4}:)", "", address).partition(".")[0]
 
 
 def _xid_level(parsed: XidLine, gpu: GpuHealth | None) -> Level:
-    """Judge an Xid of the log by what the GPU says now: an error that a reset has mended since is a remark.
+    """Judge an Xid from the log by the current state of the GPU: an error fixed by a reset is a remark.
 
-    Counts of memory errors and the wanted recovery are cleared by a reset. Of a GPU that is not there any more, and of
-    links, the log is the only witness.
+    A reset clears the counts of memory errors and the recovery action. For a missing GPU, and for links, the log is the
+    only evidence.
     """
     if parsed.blames not in ("gpu", "memory", "remap") or (gpu is None and parsed.blames == "remap"):
         return Level.INFO

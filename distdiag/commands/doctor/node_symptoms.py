@@ -1,4 +1,4 @@
-"""What is wrong with one node by itself: limits, memory, disks, network, versions, the kernel's log. Pure."""
+"""Symptoms of one node: limits, memory, disks, network, versions, the kernel's log. Pure."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _FEW_FILES, _MANY_FILES = 1024, 4096
 _FEW_PROCESSES = 1024
 _LEAST_STACK = _MIB
 _SHM_FOR_EACH_RANK = 32 * _MIB
-"""NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
+"""NCCL needs about 10 MB of /dev/shm for each of the few peers that a rank reaches through it (nccl#290)."""
 _CONTAINER_SHM = 64 * _MIB
-"""What docker and Kubernetes give a container: two DataLoader workers with batches of 16 MiB fill it."""
+"""Default size in docker and Kubernetes: two DataLoader workers with batches of 16 MiB fill it."""
 _FULL_BYTES, _LOW_BYTES, _LOW_SHARE = 16 * _MIB, _GIB, 0.05
 _FEW_INODES = 0.01
 _DENIED = "Permission denied"
@@ -49,13 +49,13 @@ _CONGESTION = (
     *("port_xmit_discards", "packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err"),
     "roce_adp_retrans",
 )
-"""Counters that grow on a busy fabric too."""
+"""Counters that also grow on a busy fabric."""
 _SHOWN_PIDS = 8
 _LIMIT_NAMES = {"memlock": "-l", "nofile": "-n", "nproc": "-u", "core": "-c", "stack": "-s", "as": "-v"}
 
 
 def node_symptoms(node: NodeDoctor, *, several: bool) -> Iterator[Symptom]:
-    """Yield all of them; `several`: the job is to run on several nodes."""
+    """Yield all of them; `several`: for a job on several nodes."""
     if node.system is not None:
         yield from _limits(node, node.system)
         yield from _memory(node.system)
@@ -109,7 +109,7 @@ def _other_limits(limits: dict[str, Limit], system: System, *, has_gpu: bool) ->
 
 
 def _of_whom(system: System) -> str:
-    """Say whose limit it is: a login's is often another one than that of the daemon that starts jobs."""
+    """Return the context of a limit: a login's often differs from that of the daemon that starts jobs."""
     if system.in_step:
         return "This is the limit inside the launcher's step."
     return "This is the limit of a login; inside a job of a batch system it may differ: run doctor there."
@@ -163,7 +163,7 @@ def _shm(node: NodeDoctor, system: System) -> Iterator[Symptom]:
 
 
 def _disks(disks: Disks) -> Iterator[Symptom]:
-    """Judge the file systems, each once: /tmp and the home are often on the same."""
+    """Judge each file system once: /tmp and the home are often on the same."""
     seen = set()
     for space in disks.spaces:
         whole = (space.kind, space.source, space.total_bytes, space.error)
@@ -174,14 +174,14 @@ def _disks(disks: Disks) -> Iterator[Symptom]:
 
 
 def _disk(space: Space, *, is_written: bool) -> Symptom | None:
-    """Judge one file system. One that no job is known to write to may be full or read-only."""
+    """Judge one file system; one without job output may be full or read-only."""
     words = {"path": space.path, "quoted": quoted(space.path), "error": space.error}
     mounted = (f"{space.source} on {space.path} type {space.kind}",)
     if space.error.startswith(NO_ANSWER):
         return symptom("mount-hung", words, subject=space.path, evidence=mounted)
     if space.error:
         if not is_written and space.error == _DENIED:
-            return None  # what another user has mounted with FUSE is closed to all others, root included
+            return None  # another user's FUSE mount is closed to all other users, including root
         evidence = (f"{space.source} type {space.kind}",) if space.kind else ()
         return symptom("disk-error", words, subject=space.path, evidence=evidence)
     if not is_written:
@@ -239,7 +239,7 @@ def _interfaces(nics: tuple[Nic, ...], *, several: bool) -> Iterator[Symptom]:
 
 
 def _selected(node: NodeDoctor) -> Iterator[Symptom]:
-    """Judge which interfaces NCCL and Gloo would take in a job on several nodes."""
+    """Judge the interfaces selected by NCCL and Gloo for a job on several nodes."""
     network, variables = node.network, node.system.variables if node.system is not None else {}
     if network is None or not any(nic.running and nic.addresses for nic in network.nics if not nic.loopback):
         return
@@ -261,7 +261,7 @@ def _selected(node: NodeDoctor) -> Iterator[Symptom]:
 
 
 def _gloo_on_loopback(node: NodeDoctor) -> Iterator[Symptom]:
-    """Remark, of a node alone, what would be a fault in a job over several nodes."""
+    """Remark on a selection that would be a fault in a job over several nodes."""
     network, variables = node.network, node.system.variables if node.system is not None else {}
     if network is None or network.names is None:
         return
@@ -287,7 +287,7 @@ def _running(node: NodeDoctor) -> Iterator[Symptom]:
 
 
 def _rdma(ports: tuple[IbPort, ...]) -> Iterator[Symptom]:
-    """Judge the ports of RDMA cards: unused second ports are common, one of many that is down is not."""
+    """Judge the ports of RDMA cards: unused second ports are common, one of many being down is not."""
     known = [port for port in ports if port.link in ("InfiniBand", "Ethernet")]
     down = [port for port in known if port.state != "ACTIVE"]
     waiting = [port for port in down if port.state == "INIT"]
@@ -307,7 +307,7 @@ def _rdma(ports: tuple[IbPort, ...]) -> Iterator[Symptom]:
 
 
 def versions_of(node: NodeDoctor) -> dict[str, str]:
-    """Return the versions of what a job would use, by the names that advisories have."""
+    """Return the versions relevant to a job, by the names used in advisories."""
     system, software = node.system, node.software
     found = {"kernel": system.kernel, "arch": system.arch} if system is not None else {}
     if software is not None:
@@ -332,7 +332,7 @@ def _software(node: NodeDoctor) -> Iterator[Symptom]:
         yield symptom("torch", words, evidence=(software.executable,))
     variables = node.system.variables if node.system is not None else None
     for advisory in advisories.matching(versions_of(node), variables):
-        # A remark: most jobs never meet it, and what it takes besides the version is not to be seen here.
+        # A remark: most jobs never trigger it, and the conditions besides the version are not visible here.
         yield symptom(
             "advisory",
             subject=advisory.id,
@@ -346,11 +346,11 @@ def _software(node: NodeDoctor) -> Iterator[Symptom]:
 
 
 _REMARKS = ("storage", "link", "oom")
-"""Kinds of lines that are worth a warning only for some minutes."""
+"""Kinds of lines that warrant a warning only for some minutes."""
 
 
 def _log(node: NodeDoctor) -> Iterator[Symptom]:
-    """Judge the kernel's log, but for GPUs: what is past is a remark, unless it is of the hardware or of just now."""
+    """Judge the kernel's log except for GPUs: past events are remarks, unless about hardware or very recent."""
     for kind in ("hardware", *_REMARKS):
         lines = [line for line in (node.kernel.lines if node.kernel is not None else ()) if line.kind == kind]
         if lines:
@@ -366,7 +366,7 @@ def _log(node: NodeDoctor) -> Iterator[Symptom]:
 
 
 def _killed(line: KernelLine) -> dict[str, str]:
-    """Return what a line of the OOM killer names: the process, and that the limit was a cgroup's."""
+    """Parse a line of the OOM killer: the process, and whether a cgroup's limit was hit."""
     match = re.search(r"Killed process (?P<pid>\d+) \((?P<process>[^)]*)\)", line.text)
     return {
         **(match.groupdict() if match else {}),

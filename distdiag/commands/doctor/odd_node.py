@@ -1,7 +1,7 @@
-"""Odd node out: facts of all nodes folded; what differs, ranked by what it can cause, and who differs. Pure.
+"""Outlier nodes: facts compared over all nodes; differences ranked by possible harm, with the deviating nodes. Pure.
 
-Numbers are compared by clusters: three nodes with 503.1, 503.2 and 503.1 GiB are the same. Where no value is that of
-most nodes, the difference is said and nobody is named.
+Numbers are clustered: three nodes with 503.1, 503.2 and 503.1 GiB are equal. Without a majority value, the difference
+is reported without naming a node.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 _ROOM = 60
 _MEMORY, _SPACE = 0.02, 0.1
-"""Gaps that make two clusters: firmware takes some memory of each node, file systems are never equal to the byte."""
+"""Relative gaps between clusters: firmware reserves memory on each node, and file systems differ by bytes."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a difference of this kind can cause; the order of _KINDS is that of harm."""
+    """Possible harm of a kind of difference; _KINDS is ordered by harm."""
 
     level: Level
     causes: str
@@ -119,7 +119,7 @@ _KINDS = {
     ),
 }
 _HINTS = ("IFNAME", "_HCA", "_DEBUG", "_FILE", "_HOSTID", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_")
-"""Variables that may well differ between nodes."""
+"""Variables that may legitimately differ between nodes."""
 
 
 _SAID_BY = {
@@ -139,11 +139,11 @@ _SAID_BY = {
 def odd_findings(
     nodes: Sequence[NodeDoctor], said: Mapping[str, Collection[str]]
 ) -> tuple[list[Finding], list[DifferenceRow]]:
-    """Compare the nodes: findings, the most harmful first, and a row for each fact that differs.
+    """Compare the nodes: findings, the most harmful first, and a row for each differing fact.
 
     Args:
         nodes: at least two.
-        said: by id, the hosts of findings that are no remarks: what one of them says already is not said again.
+        said: hosts by id of findings above INFO; a difference covered by one of them is not repeated.
     """
     found = [*_all_differences(nodes)]
     ranks = list(_KINDS)
@@ -166,7 +166,7 @@ def _is_said(difference: Difference, said: Mapping[str, Collection[str]]) -> boo
 
 
 def _all_differences(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[str, Difference]]:
-    """Compare each part on the nodes that have it: what did not come is no value."""
+    """Compare each part over the nodes that sent it: a missing part is not a value."""
     reads: tuple[tuple[str, Callable[..., _Values]], ...] = (
         ("system", _of_system),
         ("disks", _of_disks),
@@ -191,7 +191,7 @@ def _all_differences(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[str, Differe
 
 
 def _comparable(texts: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, object]]:
-    """Leave out what has another name on each node: an interface that is eth0 here and ens3 there is no difference."""
+    """Drop facts whose label varies by node: an interface named eth0 here and ens3 there is no difference."""
     everywhere = set.intersection(*(set(own) for own in texts.values()))
     return {
         host: {label: value for label, value in own.items() if label in everywhere or not label.startswith("~")}
@@ -200,7 +200,7 @@ def _comparable(texts: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, o
 
 
 class _Values:
-    """What of a node is compared, by label: texts, and numbers with their tolerance and how they are written."""
+    """Comparable values of a node, by label: texts, and numbers with their tolerance and format."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -209,16 +209,16 @@ class _Values:
         self.kinds: dict[str, str] = {}
 
     def text(self, kind: str, label: str, value: object) -> None:
-        """Add a text; nothing for None, which counts as "none" where others have one.
+        """Add a text; None is omitted, and counts as "none" if other nodes have a value.
 
-        A label that begins with ~ is only compared where all nodes have it.
+        A label that begins with ~ is only compared if all nodes have it.
         """
         self.kinds[label] = kind
         if value is not None and value != "":
             self.texts[label] = str(value)
 
     def number(self, kind: str, label: str, value: float | None, how: tuple[float, Callable[[float], str]]) -> None:
-        """Add a number, with its tolerance and how it is written."""
+        """Add a number, with its tolerance and format."""
         self.kinds[label] = kind
         if value is not None:
             self.numbers[label] = value
@@ -235,7 +235,7 @@ def _of_system(system: System) -> _Values:
         in_bytes = limit.name in ("memlock", "stack", "core", "as")
         soft = "unlimited" if limit.soft is None else format_size(limit.soft) if in_bytes else str(limit.soft)
         if limit.name == "nproc" and limit.soft is not None:
-            # The kernel derives its default from the memory: never the same on two machines.
+            # The kernel derives its default from the memory size, which differs slightly between machines.
             values.number("limits", "nproc limit", float(limit.soft), (_SPACE, lambda number: f"{number:.0f}"))
         else:
             values.text("limits", f"{'address space' if limit.name == 'as' else limit.name} limit", soft)
@@ -259,7 +259,7 @@ def _of_disks(disks: Disks) -> _Values:
     values = _Values()
     for place, space in enumerate(disks.spaces):
         if space.error:
-            continue  # said by itself
+            continue  # has its own finding
         if space.path in disks.written:
             label = "the home folder" if place == 1 else space.path
             values.text("mounts", f"~file system of {label}", space.kind)
@@ -345,7 +345,7 @@ def _level(kind: str, difference: Difference) -> Level:
 
 
 def _odd(difference: Difference) -> tuple[str, ...]:
-    """Return who does not have what most have; nobody where no value is that of most."""
+    """Return the hosts without the majority value; () without a majority."""
     most = len(difference.common_hosts)
     return () if any(len(hosts) >= most for _, hosts in difference.others) else difference.odd_hosts
 

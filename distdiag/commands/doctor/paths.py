@@ -1,7 +1,7 @@
-"""The paths between the nodes: each tries its peers, in both directions, on an ephemeral port, as ranks do.
+"""Network paths between the nodes: each node tests its peers on an ephemeral port, in both directions, as ranks do.
 
-Above 16 nodes each tries its neighbours in the list. What is sent is more than a few full packets, so that a path that
-swallows large packets is seen.
+Above 16 nodes each tests its neighbours in the list. The payload exceeds a few full packets, to detect paths that drop
+large packets.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _BULK_BYTES = 2**18
 _LIMITS_S = (2.0, 1.0)
 _ORDER_S = 2.0
 _MORE_TRIES, _DOUBTFUL_SHARE = 3, 0.5
-"""All paths are tried again while one looks slow, and the best counts: busy processes at both ends are slow now and
-then, a link always."""
+"""While a path looks slow, all are tested again and the best result counts: busy endpoints are slow occasionally, a bad
+link always."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePaths:
-    """What one node saw of its paths to others.
+    """Results of one node for its paths to others.
 
-    `peers`: the hosts that it was to try; `silent`: it did not answer when the paths were to be tested.
+    `peers`: the hosts it had to test; `silent`: it did not respond when the test began.
     """
 
     network: Network | None = None
@@ -50,17 +50,17 @@ class NodePaths:
 
 
 class PathProbe(Prober):
-    """Lets all nodes try their peers at the same time."""
+    """Makes all nodes test their peers at the same time."""
 
     def __init__(self, fleet: Fleet, nodes: Mapping[str, Node], variables: Mapping[str, Mapping[str, str]]) -> None:
-        """`variables`: of each host, those that select an interface."""
+        """`variables`: by host, those that select an interface."""
         super().__init__(fleet, list(nodes.values()), _ORDER_S)
         self._hosts = {node.name: host for host, node in nodes.items()}
         self._variables = variables
         self._paths: dict[tuple[str, str], NetworkPath] = {}
 
     def run(self) -> dict[str, NodePaths]:
-        """Listen everywhere, try every path, end; return what each host saw."""
+        """Listen everywhere, test every path, stop; return the results of each host."""
         heard = self.ask_all(protocol.ReachListen(), ReachListening)
         served = self.serve()
         addresses = {
@@ -115,7 +115,7 @@ def _peers(source: str, names: list[str]) -> list[str]:
 
 
 def judge(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
-    """Judge the paths between all nodes, as ports and gpu-test do. Pure."""
+    """Judge the paths between all nodes, with the criteria of ports and gpu-test. Pure."""
     test = PathTest(
         hosts={host: host for host in by_host},
         networks={host: own.network for host, own in by_host.items() if own.network is not None},
@@ -134,7 +134,7 @@ def judge(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
 
 
 def _untested(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
-    """Report paths of which no result came: they are not known to be open."""
+    """Report paths without a result as unknown."""
     tried = {(path.source, path.target) for own in by_host.values() for path in own.paths}
     left = [(host, peer) for host, own in by_host.items() for peer in own.peers if (host, peer) not in tried]
     if not left:
@@ -154,7 +154,7 @@ def _untested(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
 def add_paths(
     fleet: Fleet, nodes: Mapping[str, Node], facts: Sequence[Any], variables: Mapping[str, Mapping[str, str]]
 ) -> list[Any]:
-    """Test the paths between the nodes that sent facts, and add to the facts of each what it saw."""
+    """Test the paths between the nodes that sent facts, and add the results to the facts."""
     up = {node.name for node in fleet.up}
     hosts = {node_facts.host for node_facts in facts}
     known = {host: node for host, node in nodes.items() if host in hosts and node.name in up}

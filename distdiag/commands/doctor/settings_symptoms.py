@@ -1,4 +1,4 @@
-"""Settings of one node that slow jobs down or break them: switches for debugging, proxies, ports, NFS, load. Pure."""
+"""Settings of one node that slow down or break jobs: debugging switches, proxies, ports, NFS, load. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from distdiag.commands.doctor.types import NodeDoctor, Symptom
 
 _FEW_PORTS = 4096
-"""Each pair of ranks that meets over TCP has a connection or more, and closed ones hold their port for a minute."""
+"""Each pair of ranks using TCP has at least one connection, and a closed connection holds its port for a minute."""
 _SHORT_QUEUE = 128
-"""SOMAXCONN before Linux 5.4. A store that 1,000 ranks connect to at once drops some, which retry seconds later."""
+"""SOMAXCONN before Linux 5.4. If 1,000 ranks connect to a store at once, some are dropped and retry seconds later."""
 _MANY_REQUESTS = 10_000
 _SLOW_QUEUE_MS = 10.0
 _OVERLOAD, _BESIDE_OTHERS = 1.5, 3
@@ -33,8 +33,8 @@ _SWITCHES = (
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", ("1",), "every allocation calls cudaMalloc, which waits for the GPU"),
     ("TORCH_NCCL_BLOCKING_WAIT", ("1",), "every collective blocks the process"),
 )
-"""(variable, values, what it costs). Sources: CUDA C++ Programming Guide (CUDA_LAUNCH_BLOCKING), NCCL's and torch's
-pages of environment variables, torch c10/cuda/CUDACachingAllocator.cpp."""
+"""(variable, values, cost). Sources: CUDA C++ Programming Guide (CUDA_LAUNCH_BLOCKING), NCCL's and torch's pages of
+environment variables, torch c10/cuda/CUDACachingAllocator.cpp."""
 
 
 def settings_symptoms(node: NodeDoctor) -> Iterator[Symptom]:
@@ -63,7 +63,7 @@ def _switches(node: NodeDoctor, system: System) -> Iterator[Symptom]:
 
 
 def _proxies(node: NodeDoctor, system: System) -> Iterator[Symptom]:
-    """Report proxies that connections between the nodes go through, as gRPC and HTTP libraries follow them."""
+    """Report proxies that affect connections between the nodes, as gRPC and HTTP libraries honour them."""
     own = [address for nic in node.network.nics for address in nic.plain_addresses] if node.network is not None else []
     own = [address for address in own if not (address.startswith("127.") or address == "::1")]
     caught = [address for address in own if not is_excepted(address, system.no_proxy)]
@@ -73,7 +73,7 @@ def _proxies(node: NodeDoctor, system: System) -> Iterator[Symptom]:
 
 
 def is_excepted(name: str, no_proxy: str) -> bool:
-    """Return whether `no_proxy` has a host or address: "*", names, suffixes, addresses, networks (10.0.0.0/8)."""
+    """Return whether `no_proxy` covers a host or address: "*", names, suffixes, addresses, networks (10.0.0.0/8)."""
     for entry in (part.strip().lstrip(".") for part in no_proxy.replace(" ", ",").split(",")):
         if entry and (entry == "*" or name == entry or name.endswith(f".{entry}") or _is_within(name, entry)):
             return True
@@ -125,7 +125,7 @@ def _nfs(disks: Disks) -> Iterator[Symptom]:
 
 
 def overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[NodeDoctor, Jobs, System, bool]]:
-    """Yield each node whose cores other programs use, and whether the other nodes are free of them."""
+    """Yield each node with foreign load on its cores, and whether the other nodes are idle."""
     loads = {node.host: node.jobs.load for node in nodes if node.jobs is not None}
     for node in nodes:
         jobs, system = node.jobs, node.system
@@ -136,10 +136,10 @@ def overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[NodeDoctor, Jobs, 
 
 
 def rebooted(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[NodeDoctor, float, float]]:
-    """Yield each node that has no rank and started later than the ranks of the others.
+    """Yield each node without ranks that booted after the ranks elsewhere started.
 
     Yields:
-        The node, seconds since its start, and the age of the oldest rank elsewhere in seconds.
+        The node, seconds since boot, and the age of the oldest rank elsewhere in seconds.
     """
     ages = [node.jobs.oldest_s for node in nodes if node.jobs is not None and node.jobs.oldest_s is not None]
     for node in nodes:

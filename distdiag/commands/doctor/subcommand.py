@@ -1,4 +1,4 @@
-"""doctor from its request to its report: all nodes read themselves at the same time, and their clocks are compared."""
+"""doctor from request to report: all nodes read their facts in parallel, and their clocks are compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AGENT = Agent(
     facts=Arrived,
     carries=("distdiag.facts.cuda",),
     examines_python=True,
-    start_s=10.0,  # a node that is dead costs this much, and the others wait for it
+    start_s=10.0,  # an unreachable node delays the others by this much
 )
 _SPARE_S = 4.0
 _PARTS = ("system", "disks", "network", "software", "gpus", "kernel", "jobs")
@@ -37,7 +37,7 @@ _PARTS = ("system", "disks", "network", "software", "gpus", "kernel", "jobs")
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
     def ask(*, local: bool) -> dict[str, Any]:
-        # On other hosts the node side itself runs in the interpreter that --python names.
+        # On other hosts the node side itself runs in the interpreter given by --python.
         python = python_here(request.cluster.python) if local else ""
         return {"paths": list(request.paths), "timeout_s": request.timeout_s, "python": python, "kernel": for_kernels()}
 
@@ -55,7 +55,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
 
 
 def _with_clock(part: Part, asked_at: float, read_at: float) -> Part:
-    """Compare the clocks: the node read its own somewhere between question and answer, as seen from here."""
+    """Compare the clocks, assuming that the node read its own halfway between request and reply."""
     if part.time_s is None:
         return part
     half = max(0.0, read_at - asked_at) / 2
@@ -68,7 +68,7 @@ def _with_paths(fleet: Fleet, nodes: Mapping[str, Node], facts: Sequence[NodeDoc
 
 
 def join(host: str, parts: Sequence[Part], why: str) -> NodeDoctor:
-    """Make one of what a node sent."""
+    """Merge the messages of a node."""
 
     def first(name: str) -> Any:  # noqa: ANN401 - a part of some type
         return next((value for part in parts if (value := getattr(part, name)) is not None), None)

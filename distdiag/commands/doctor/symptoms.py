@@ -1,4 +1,4 @@
-"""Symptoms of nodes from the table of their texts, knowledge/doctor_symptoms.toml."""
+"""Symptoms of nodes, with texts from knowledge/doctor_symptoms.toml."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def symptom(
     repair: Fix | None = None,
     **given: object,
 ) -> Symptom:
-    """Make the symptom of a row; `words` and `given` are filled into its texts, where they are not empty.
+    """Make the symptom of a row; non-empty `words` and `given` fill its texts.
 
     Args:
-        repair: the check's own fix, in place of the row's.
+        repair: the check's own fix, replacing the row's.
     """
     text = filled(_rows()[row], {**(words or {}), **given})
     return Symptom(
@@ -46,7 +46,7 @@ def symptom(
 
 @cache
 def checks() -> dict[str, str]:
-    """Return what --only and --ignore can name: the ids without the command's name, and what each is about."""
+    """Return the ids accepted by --only and --ignore, without the command's name, with their descriptions."""
     paths = {id_: words for id_, words in PATH_IDS.items() if id_.startswith("rank-ports-")}
     return {**{str(id_): str(about) for id_, about in read_table(_TABLE)["checks"].items()}, **paths}
 

@@ -1,4 +1,4 @@
-"""What doctor is asked, what it has of one node, and its answer as --json prints it. Pure data."""
+"""The request of doctor, its facts of one node, and its result as printed by --json. Pure data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COMMAND = "doctor"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `ignore`: (id, reason); `paths`: further folders whose file systems are looked at.
+    """The options of one run. `ignore`: (id, reason); `paths`: further folders whose file systems are checked.
 
-    `connects`: whether the nodes try the paths between them.
+    `connects`: whether to test the paths between the nodes.
     """
 
     program: str
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeDoctor:
-    """The facts of one node; a part that is None did not come: it is in `late` or `failed`, or all of `missing`."""
+    """The facts of one node; a missing part is None, with the reason in `late`, `failed` or `missing`."""
 
     host: str
     clock: Clock | None = None
@@ -60,9 +60,9 @@ class NodeDoctor:
 
 @dataclass(frozen=True, kw_only=True)
 class Symptom:
-    """What is wrong with one node, without its name: equal ones of several nodes become one finding.
+    """A problem of one node, without its name: equal symptoms of several nodes become one finding.
 
-    `subject` tells what of the node it is about: two symptoms of one id and subject are the same.
+    `subject`: the affected part of the node; symptoms are equal if id and subject are.
     """
 
     id: str
@@ -76,7 +76,7 @@ class Symptom:
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceRow:
-    """A fact that is not the same on all nodes: value -> hosts. `outliers`: hosts without what most have, if any."""
+    """A fact that differs between nodes: value -> hosts. `outliers`: hosts without the majority value, if any."""
 
     id: str
     fact: str
@@ -86,7 +86,7 @@ class DifferenceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRow:
-    """One node: "fit", "fit with warnings", "not fit" or "unknown", and the ids of the findings that say so."""
+    """One node: "fit", "fit with warnings", "not fit" or "unknown", and the ids of the findings behind that."""
 
     host: str
     fit: str
@@ -98,7 +98,7 @@ class NodeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Silenced:
-    """A finding that --ignore took out."""
+    """A finding suppressed by --ignore."""
 
     id: str
     title: str
@@ -107,7 +107,7 @@ class Silenced:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """The answer. `fit` of all nodes; `exclude`: nodes to leave out, as SLURM's --exclude takes them."""
+    """The result. `fit`: of all nodes; `exclude`: nodes to exclude, in the format of SLURM's --exclude."""
 
     fit: str
     exclude: str

@@ -1,4 +1,4 @@
-"""doctor for people (what the nodes are, what is wrong, who is fit), in one line, and for node_exporter."""
+"""Views of doctor: terminal (facts, findings, verdict) and metrics for node_exporter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def doctor_view(report: Report[Doctor], *, verbose: bool) -> Iterator[Renderable
 
 
 def _facts(data: Doctor) -> Iterator[RenderableType]:
-    """Draw a row for each fact, or for each of its values where the nodes differ, the commonest first."""
+    """Draw a row per fact, or per value if the nodes differ, the most common first."""
     several = len(data.nodes) > 1
     columns = [Column("", no_wrap=True), Column("", overflow="fold"), Column("nodes", overflow="fold")]
     table = plain_table(*columns[: 2 + several])
@@ -84,7 +84,7 @@ def _finding(finding: Finding, *, whole: bool = True) -> Iterator[RenderableType
 def metrics(report: Report[Doctor], at: float) -> bytes:
     """Format the report for node_exporter's textfile collector; `at`: seconds since 1970.
 
-    A node of which nothing is known has no value of distdiag_doctor_fit: absent is not 0.
+    An unknown node has no value of distdiag_doctor_fit: absent is not 0.
     """
     lines = [
         "# HELP distdiag_doctor_fit Whether the node is fit to start a job: 1, also with warnings, or 0.",
