@@ -1,14 +1,14 @@
 """Failures of distdiag itself: what happened, then what to type. Faults of the user's job are findings, not errors.
 
-Each class has an id for programs and an exit status: DistdiagError and NodeFailed 3, UsageError 2, 126 or
-127 as in shells; Interrupted 130.
+Each class has an id for programs and an exit status: DistdiagError and NodeFailed 3, UsageError 2, 126 or 127 as in
+shells; Interrupted 130.
 """
 
 from __future__ import annotations
 
 
 class DistdiagError(Exception):
-    """An error without a report; `hint` says what to do about it, as a command where there is one."""
+    """An error without a report; `hint` is the remedy, a command if possible."""
 
     id = "distdiag.failed"
     exit_code = 3
@@ -19,32 +19,32 @@ class DistdiagError(Exception):
 
 
 class UsageError(DistdiagError):
-    """The options contradict each other, or name what is not there."""
+    """The options contradict each other, or name a missing object."""
 
     id = "usage"
     exit_code = 2
 
 
 class CannotExecute(UsageError):
-    """The command of a job may not be executed; the status is a shell's."""
+    """The command of a job is not executable; shell exit status."""
 
     exit_code = 126
 
 
 class CommandNotFound(UsageError):
-    """There is no such command or file; the status is a shell's."""
+    """The command or file does not exist; shell exit status."""
 
     exit_code = 127
 
 
 class NodeFailed(DistdiagError):
-    """The agent ended, stayed silent or broke the protocol."""
+    """The agent exited, timed out or broke the protocol."""
 
     id = "distdiag.facts-failed"
 
 
 class Interrupted(DistdiagError):
-    """Ctrl-C before there was anything to report."""
+    """Ctrl-C before any result."""
 
     id = "interrupted"
     exit_code = 130

@@ -1,4 +1,4 @@
-"""Files that a user names: written whole or not at all, read from a folder or one by one."""
+"""Files named by the user: written atomically, read one by one or from folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEAD_BYTES, _TAIL_BYTES = 16 << 20, 48 << 20
 
 
 def check_picture(target: str) -> None:
-    """Refuse a picture (--plot) that could not be made, before any work is done. Raises UsageError, DistdiagError."""
+    """Reject a picture (--plot) that cannot be written, before any work is done. Raises UsageError, DistdiagError."""
     if target in ("", "-"):
         return
     if os.path.splitext(target)[1].lower() not in _PICTURES:
@@ -44,14 +44,14 @@ def check_picture(target: str) -> None:
 
 
 def write_picture(figure: Figure, target: str) -> None:
-    """Write a figure of matplotlib. Raises DistdiagError."""
+    """Write a matplotlib figure. Raises DistdiagError."""
     drawn = io.BytesIO()
     figure.savefig(drawn, bbox_inches="tight", format=os.path.splitext(target)[1][1:].lower())
     write_whole(target, drawn.getvalue())
 
 
 def make_folder(option: str, folder: str) -> None:
-    """Make a folder that an option names, for this user alone. Raises UsageError."""
+    """Make a private folder named by an option. Raises UsageError."""
     try:
         private_files.make_folder(folder)
     except OSError as error:
@@ -64,7 +64,7 @@ def write_for_host(folder: str, host: str, data: bytes) -> None:
 
 
 def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Write a file that a user names, by default for that user alone, whole or not at all; see private.write_whole.
+    """Write a file atomically, by default private; see private_files.write_whole.
 
     Raises:
         DistdiagError: it cannot be written.
@@ -76,7 +76,7 @@ def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
 
 
 def named_files(paths: Sequence[str]) -> Iterator[Path]:
-    """Yield files, and all files of folders. Raises UsageError where there is nothing."""
+    """Yield files, expanding folders. Raises UsageError if a path does not exist."""
     for name in paths:
         path = Path(name)
         if name and path.is_dir():
@@ -88,10 +88,10 @@ def named_files(paths: Sequence[str]) -> Iterator[Path]:
 
 
 def log_text(name: str) -> tuple[str, str]:
-    """Read a log as a text, also a packed one; "-" is stdin. Returns the text, and what of it was left out, if any.
+    """Read a log, possibly packed, as text; "-" is stdin. Return the text, and a note on omitted parts, else "".
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: it is unreadable.
     """
     from distdiag.facts.job_logs.collect import Unreadable, blocks
     from distdiag.facts.packed_files import CannotUnpack
@@ -100,7 +100,7 @@ def log_text(name: str) -> tuple[str, str]:
     room, kept, dropped = _HEAD_BYTES, 0, 0
     try:
         for block in blocks(name, cuts):
-            if room > 0:  # causes are at the beginning, what somebody waited for at the end
+            if room > 0:  # causes are at the beginning, timeouts at the end
                 head.append(block)
                 room -= len(block)
                 continue
@@ -122,6 +122,6 @@ def log_text(name: str) -> tuple[str, str]:
 
 
 def as_text(data: bytes) -> str:
-    """Decode what people have in files; UTF-16 is what PowerShell's > writes."""
+    """Decode a user's file; UTF-16 is written by PowerShell's >."""
     utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
     return data.decode("utf-16" if utf_16 else "utf-8", "replace")

@@ -1,7 +1,7 @@
-"""The facts of one run, of all its hosts: what --save DIR writes, a file for each host, and --from judges again.
+"""The facts of one run from all hosts: written by --save DIR, a file per host, and read again by --from.
 
-A file holds the request and what a host reported, or why it reported nothing. So a folder of them, or files that
-several people sent, are enough for the same report on another machine.
+A file holds the request and a host's facts, or why it has none. A folder of such files, or files sent by several
+people, suffice to reproduce the report on another machine.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Facts = TypeVar("Facts")
 _SCHEMA = "distdiag-facts/1"
 _MOST_BYTES = 256 * 2**20
 _PY_SPY = re.compile(rb"\s*Process \d+: .*\n(?:Python v\d|\s*\n\s*Thread )")
-"""How the text of `py-spy dump` begins, which pyspy-all reads."""
+"""Beginning of the text of `py-spy dump`, which pyspy-all reads."""
 _MOST_REASONS = 3
 _MOST_OTHERS = 6
 _ONE_RUN_S = 3600.0
-"""Files of one folder are of one run, or of runs that people made on each node at the same occasion."""
+"""Files of one folder within this time belong to one run, or to runs started by hand on each node."""
 
 
 @dataclass(kw_only=True)
 class Gathered(Generic[Facts]):
-    """What came from the hosts, in the order in which they were named; each of the facts has a `host`.
+    """Facts received from the hosts, in the order of the hosts; each has a `host`.
 
-    `missing`: by host, why not all of its facts came. `rows` and `refusals`: what became of each host that was asked
-    for; this machine alone has no row.
+    `missing`: by host, why facts are missing or incomplete. `rows` and `refusals`: the outcome for each requested host;
+    a run on this machine alone has no rows.
     """
 
     facts: list[Facts] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Gathered(Generic[Facts]):
     refusals: dict[str, HostError] = field(default_factory=dict)
     interrupted: bool = False
     pods: tuple[Pod, ...] = ()
-    """What Kubernetes says of them, where hosts are pods. `pods_error`: why it said nothing in the end."""
+    """State in Kubernetes of hosts that are pods. `pods_error`: why the final query failed."""
     pods_error: str = ""
 
 
@@ -65,7 +65,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class _Saved(msgspec.Struct, Generic[Asked, Facts], frozen=True, kw_only=True):
-    """One host's file. `number`: its place among the hosts; `at`: when it was saved, in seconds since 1970."""
+    """One host's file. `number`: position of the host; `at`: time of saving, in seconds since 1970."""
 
     schema: str = _SCHEMA
     command: str
@@ -84,22 +84,22 @@ class _Saved(msgspec.Struct, Generic[Asked, Facts], frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Foreign(Generic[Facts]):
-    """How files of another tool become facts: each is parsed (which may raise Senseless), and all together they are."""
+    """How to convert another tool's files to facts: parse each (may raise Senseless), then combine all."""
 
     parse: Callable[[bytes, Path], list[Any]]
     combine: Callable[[list[Any]], list[Facts]]
     request: Callable[[Any], Any]
-    """What was asked, as far as such files show it: from the request that was typed to judge them."""
+    """Derives the request from the typed request, as far as such files show it."""
 
 
 def save(folder: str, command: str, request: object, gathered: Gathered[Any]) -> None:
-    """Write a file for each host. Values of variables (--env NAME=VALUE) are left out. Raises DistdiagError."""
+    """Write a file for each host, omitting values of variables (--env NAME=VALUE). Raises DistdiagError."""
     for name, host_file in documents(command, request, gathered):
         write_whole(os.path.join(folder, name), host_file)
 
 
 def documents(command: str, request: object, gathered: Gathered[Any]) -> Iterator[tuple[str, bytes]]:
-    """Yield (file name, content) for each host, as --save writes them."""
+    """Yield the --save files (file name, content), one per host."""
     facts = {of_host.host: of_host for of_host in gathered.facts}
     rows = {row.host: row for row in gathered.rows}
     pods = {pod.name: pod for pod in gathered.pods}
@@ -126,13 +126,13 @@ def documents(command: str, request: object, gathered: Gathered[Any]) -> Iterato
 
 
 def _without_values(request: Any) -> Any:  # noqa: ANN401 - each command has a type of its own
-    """Keep the names of variables that were typed for the hosts: their values may be secrets."""
+    """Keep only the names of variables typed for the hosts: the values may be secrets."""
     names = tuple(variable.partition("=")[0] for variable in request.cluster.env)
     return replace(request, cluster=replace(request.cluster, env=names))
 
 
 def are_facts(paths: Sequence[str]) -> bool:
-    """Return whether one of these files, or of those in these folders, is what --save or bundle wrote."""
+    """Return whether any of these files, or files in these folders, was written by --save or bundle."""
     there = [path for path in paths if path and (os.path.isdir(path) or os.path.isfile(path))]
     begin = b'{"schema":"' + _SCHEMA.encode()
     return any(_begins(path).startswith(begin) or is_bundle(path) for path in named_files(there))
@@ -152,22 +152,22 @@ def read(
     types: tuple[type[Asked], type[Facts]],
     foreign: Foreign[Facts] | None = None,
 ) -> tuple[Asked | None, Gathered[Facts]]:
-    """Read what --save wrote: files, or all of folders; of several runs, the request of the first.
+    """Read files written by --save; of several runs, return the first request.
 
-    A file that cannot be read is as a host that did not answer, if it was named or is called as those that can be read.
+    An unreadable file counts as a host that did not answer, if it was named or has the suffix of readable files.
 
     Args:
-        paths: files, folders, and files that `distdiag bundle` wrote.
-        command: whose facts they are to be; those of others are passed over.
-        types: of its request, and of the facts of one host.
-        foreign: what reads files that are not ours.
+        paths: files, folders, and files written by `distdiag bundle`.
+        command: the command of the facts; other commands' facts are skipped.
+        types: of the request, and of the facts of one host.
+        foreign: parser for other tools' files.
 
     Raises:
-        UsageError: a path is not there, or none of the files can be read.
+        UsageError: a path does not exist, or no file is readable.
     """
     reader = _Reader(command, types, foreign)
     files = [(name, path) for name in paths for path in named_files([name])]
-    gc.disable()  # hundreds of thousands of small objects that all stay: they would be walked again and again
+    gc.disable()  # hundreds of thousands of small long-lived objects, which the collector would scan repeatedly
     try:
         for name, path in {path.resolve(): (name, path) for name, path in files}.values():
             reader.take(path, named=str(path) == name)
@@ -179,7 +179,7 @@ def read(
 def decode(
     files: Iterable[tuple[Path, bytes]], command: str, types: tuple[type[Asked], type[Facts]]
 ) -> tuple[Asked | None, Gathered[Facts]]:
-    """Read files of --save that are not on disk: (name, content). Raises UsageError where none can be read."""
+    """Read --save files from memory: (name, content). Raises UsageError if none is readable."""
     reader = _Reader(command, types, None)
     for path, data in files:
         reader.take_content(path, lambda data=data: data, named=True)  # type: ignore[misc]
@@ -194,7 +194,7 @@ class _Reader(Generic[Asked, Facts]):
         foreign: Foreign[Facts] | None,
     ) -> None:
         self._command, self._foreign = command, foreign
-        # What a Generic is of is only known here.
+        # The type parameters are only known at run time.
         saved: Any = _Saved
         self._type = saved[types]
         self._runs: dict[Path, dict[Path, _Saved[Asked, Facts]]] = {}
@@ -250,7 +250,7 @@ class _Reader(Generic[Asked, Facts]):
         if not gathered.facts and not gathered.rows and not gathered.refusals:
             raise self._nothing(paths)
         for path, (why, named) in self._unread.items():
-            # What else lies in a folder is nobody's facts, unless it is called as these are.
+            # Ignore unrelated files in a folder; report unreadable files with the suffix of readable ones.
             if named or path.suffix in self._suffixes:
                 gathered.missing[path.name] = f"{path} {why}"
         return request, gathered
@@ -281,7 +281,7 @@ def _add(gathered: Gathered[Facts], saved: _Saved[Any, Facts]) -> None:
 
 
 def _is_report(data: bytes) -> bool:
-    """Return whether a file is what --json writes, which commands keep beside the facts."""
+    """Return whether a file is a --json report, which commands write next to the facts."""
     return re.match(rb'\s*\{\s*"schema":\s*"distdiag/\d', data[:60]) is not None
 
 

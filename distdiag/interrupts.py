@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first one ends the work, wherever it arrives; the ones after it change nothing.
+"""Ctrl-C, SIGTERM and SIGHUP: the first raises KeyboardInterrupt wherever it arrives; later ones are ignored.
 
-The first raises KeyboardInterrupt, once. What is left to do takes seconds then: a second would only lose the report.
+After the first only seconds of work remain, and another interrupt would lose the report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNALS = [signal.SIGINT, signal.SIGTERM]
-"""A scheduler that ends us gets what is known by then; so does a file, when the terminal hangs up."""
+"""A scheduler that terminates us still gets a partial report; so does a file when the terminal hangs up."""
 _AGAIN_S = 0.01
 _handling = False
 _holding = False
@@ -24,9 +24,9 @@ _came = False
 
 
 def handle(*, hold: bool = False) -> None:
-    """Handle them from now on, but not what a script, nohup or a trap made us ignore. Only in the main thread.
+    """Install the handlers, except for signals ignored on entry (script, nohup, trap). Main thread only.
 
-    `hold`: only remember that one came, until `release`.
+    `hold`: only record a signal, until `release`.
     """
     global _handling, _holding
     _handling, _holding = True, hold
@@ -37,7 +37,7 @@ def handle(*, hold: bool = False) -> None:
 
 
 def release() -> None:
-    """Hold them no more. Raises KeyboardInterrupt if one came meanwhile."""
+    """Stop holding signals. Raises KeyboardInterrupt if one arrived meanwhile."""
     global _holding, _came
     _holding = False
     if _came:
@@ -46,22 +46,22 @@ def release() -> None:
 
 
 def settle() -> None:
-    """Ignore them from now on if they were handled: the report is written."""
+    """Ignore handled signals from now on: the report is written."""
     if _handling:
         ignore()
 
 
 def ignore() -> None:
-    """Ignore them from now on.
+    """Ignore the signals from now on.
 
-    By a handler that does nothing, not by SIG_IGN: of a signal that came just before, Python would print a traceback.
+    Uses an empty handler instead of SIG_IGN: for a signal already pending, Python would print a traceback.
     """
     for number in _SIGNALS:
         signal.signal(number, _nothing)
 
 
 def finish() -> None:
-    """Ignore them to the very end, also when Python takes its own handlers away while it ends."""
+    """Ignore the signals until exit, including while Python removes its own handlers during finalization."""
     ignore()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     for number in _SIGNALS:
@@ -70,7 +70,7 @@ def finish() -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Only remember an interrupt that comes meanwhile, for `came`: for short work that must be done to its end."""
+    """Defer interrupts to `came`, for short work that must complete."""
     global _holding
     before, _holding = _holding, True
     try:
@@ -80,7 +80,7 @@ def held() -> Iterator[None]:
 
 
 def came() -> bool:
-    """Return whether an interrupt came while it was held."""
+    """Return whether an interrupt arrived while held."""
     return _came
 
 
@@ -97,9 +97,9 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Raise a KeyboardInterrupt again, a moment later, that was raised where Python lets no exception out.
+    """Raise a KeyboardInterrupt again, a moment later, if Python could not propagate it.
 
-    In a __del__, or a callback of a weak reference as each import has them; it would be lost, and the work go on.
+    This happens in a __del__, or in a weak reference callback, as during every import; otherwise it would be lost.
     """
     if not isinstance(unraisable.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)

@@ -1,4 +1,4 @@
-"""What a diagnosis comes to: findings, a verdict, an exit status. Pure data; printing is deliver's."""
+"""The result of a diagnosis: findings, a verdict, an exit status. Pure data; output.deliver prints it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 
 class Level(StrEnum):
-    """How bad a finding is. UNKNOWN: too little evidence to say."""
+    """Severity of a finding. UNKNOWN: too little evidence."""
 
     FAIL = "fail"
     WARN = "warn"
@@ -21,7 +21,7 @@ class Level(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What all findings come to."""
+    """The overall verdict of all findings."""
 
     OK = "ok"
     WARN = "warn"
@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a finding accuses, so that a script can drain it; empty where it is about all or none."""
+    """The culprits of a finding, so that a script can drain them; empty if it concerns all or none."""
 
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Witnesses:
-    """Who saw it, or suffers from it, without being at fault."""
+    """Hosts and ranks that observed or suffer from the problem without being at fault."""
 
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -48,20 +48,20 @@ class Witnesses:
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """What to do, in words, and the commands to paste."""
+    """The remedy in words, and commands to paste."""
 
     text: str
     commands: tuple[str, ...] = ()
 
 
 def quoted(word: str) -> str:
-    """Quote a word of a command that is printed: for zsh too, where a word or value that begins with = or ^ is more."""
+    """Quote a word of a printed command, for zsh too, which expands words and values that begin with = or ^."""
     return f"'{word}'" if word[:1] in ("=", "^") and shlex.quote(word) == word else shlex.quote(word)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, or worth saying. The id never changes its meaning."""
+    """One problem or remark. The meaning of an id never changes."""
 
     id: str
     level: Level
@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Generic[Data]):
-    """The answer of one command: the facts it rests on, and what they mean."""
+    """The answer of one command: facts and findings."""
 
     command: str
     data: Data
@@ -85,7 +85,7 @@ class Report(Generic[Data]):
 
     @property
     def verdict(self) -> Verdict:
-        """The worst level counts; what is unknown is never shown as fine."""
+        """The worst level counts; unknown never passes as OK."""
         levels = {finding.level for finding in self.findings}
         if Level.FAIL in levels:
             return Verdict.FAIL

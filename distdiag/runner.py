@@ -1,10 +1,10 @@
-"""From the options of a command to its report: the one way of all commands that look at nodes.
+"""The shared path of all commands that inspect nodes, from options to report.
 
     options -> facts of all hosts (collected now, or --from) -> diagnose -> report
 
-A command gives what is its own: what to collect, how to diagnose it, how to show it. What is the same for all stands
-here once: --save and --from, --explain-transport, --json, Ctrl-C with what is known by then, hosts that cannot be used,
-second names of one machine, answers that break the protocol.
+A command supplies what to collect, and how to diagnose and show it. Shared here: --save and --from,
+--explain-transport, --json, Ctrl-C with a partial report, unusable hosts, several names for one machine, protocol
+violations.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ _NOTABLE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Subcommand(Generic[Asked, Facts, Data]):
-    """What is a command's own. Its request has `program` and `cluster`; its facts have `host`."""
+    """The parts of one command. Its request has `program` and `cluster`; its facts have `host`."""
 
     name: str
     request: type[Asked]
     facts: type[Facts]
     collect: Callable[[Asked, Progress], Gathered[Facts]]
-    """May raise UsageError, and DistdiagError where this machine's own node side failed."""
+    """Raises UsageError, or DistdiagError if the node side failed on this machine."""
     diagnose: Callable[[Asked, Gathered[Facts]], Report[Data]]
     """Pure."""
     view: Callable[[Asked, Gathered[Facts], Report[Data]], Iterable[RenderableType]]
     explain: Callable[[Asked], list[str]]
-    """Writes how the hosts would be reached."""
+    """Describes how the hosts would be reached."""
     shown_as_typed: tuple[str, ...] = ()
-    """Fields of the request that say what is shown, and how: with --from, values typed now override saved values."""
+    """Display options in the request: with --from, values typed now override the saved values."""
     foreign: Foreign[Facts] | None = None
-    """Reads files of --from that are another tool's."""
+    """Parser for another tool's files given to --from."""
     findings_in_view: bool = False
     saved_as: str = ""
-    """What its saved facts are called, where that is not its name."""
+    """Name of its saved facts, if not `name`."""
     page: Callable[[Mapping[str, Any]], dict[str, Any]] = pages.whole
-    """What its page for a browser shows of the data of its report."""
+    """Reduces the data of the report to that shown on the HTML page."""
     by_every_rank: bool = False
-    """Started several times by a launcher, each of them does it; else rank 0 alone."""
+    """Every process started by a launcher runs the command; else rank 0 alone."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that are the same on every command."""
+    """The options shared by all commands."""
 
     as_json: bool = False
     strict: bool = False
@@ -91,7 +91,7 @@ class Options:
     brief: bool = False
     """Print one line."""
     html: str = ""
-    """The file to write a page for a browser to."""
+    """Path of the HTML page to write."""
 
 
 def run(
@@ -100,13 +100,13 @@ def run(
     options: Options,
     finish: Callable[[Report[Data]], Report[Data]] = lambda report: report,
 ) -> NoReturn:
-    """Run the command, print its report, and leave with its exit status.
+    """Run the command, print its report, and exit with its status.
 
     Args:
-        subcommand: what it is.
-        make_request: makes the request of what was typed; may raise UsageError.
-        options: what was typed of the options that all commands have.
-        finish: what else is done with the report, before it is printed; may raise DistdiagError, or add to it.
+        subcommand: the command.
+        make_request: builds the request from the command line; may raise UsageError.
+        options: the shared options.
+        finish: processes the report before printing; may add to it, or raise DistdiagError.
     """
     if options.explain:
         deliver_lines(subcommand.name, lambda: subcommand.explain(make_request()), as_json=options.as_json)
@@ -143,7 +143,7 @@ def run(
 
 @contextlib.contextmanager
 def _of_files(options: Options) -> Iterator[None]:
-    """What is read from files may contradict itself in any way: then the files are at fault."""
+    """Blame inconsistent input files for an exception, as they may contradict themselves in any way."""
     try:
         yield
     except DistdiagError:
@@ -158,7 +158,7 @@ def _of_files(options: Options) -> Iterator[None]:
 
 
 def not_saved(report: Report[Data], error: DistdiagError) -> Report[Data]:
-    """Add to a report that a file could not be written: what was found is not lost with it."""
+    """Add a file that could not be written to the report as a finding, so that the diagnosis is not lost."""
     fix = Fix(text=error.hint) if error.hint else None
     failed = Finding(id=f"{report.command}.not-saved", level=Level.UNKNOWN, title=str(error), fix=fix)
     return replace(report, findings=(*report.findings, failed), summary=f"{report.summary}; {error}")
@@ -170,9 +170,9 @@ def facts_of(
     options: Options,
     unsaved: list[DistdiagError] | None = None,
 ) -> tuple[Asked, Gathered[Facts]]:
-    """Collect the facts, and save them; or read those that were saved, with the request of then.
+    """Collect and save the facts; or read saved facts, with their request.
 
-    Facts that cannot be saved are not lost for that: the error goes into `unsaved`, if there is one.
+    A failed save does not lose the facts: the error is appended to `unsaved`, if given.
 
     Raises:
         UsageError: the options contradict each other, or a file cannot be read or written.
@@ -205,7 +205,7 @@ def _kube_of(request: Any) -> Kube | None:  # noqa: ANN401 - a dataclass
 
 
 def _with_pods_now(kube: Kube, gathered: Gathered[Facts], progress: Progress) -> Gathered[Facts]:
-    """Ask for the pods once more, at the end: one may have been killed meanwhile."""
+    """Read the states of the pods again at the end: one may have been killed meanwhile."""
     progress.now("reading the states of the pods")
     if gathered.interrupted:
         return gathered
@@ -243,40 +243,40 @@ def _default(request: Any, name: str) -> object:  # noqa: ANN401 - a dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """What is asked of which hosts, and how long all of it may take."""
+    """Requests by host, and the time limit for all of them."""
 
     by_host: Mapping[str, Mapping[str, Any]]
     timeout_s: float
     doing: str = ""
-    """The progress line, where it depends on what is asked."""
+    """Progress line, overriding that of the question."""
     steps: int = 0
-    """How many equal steps the nodes take, one each `step_s`; 0 if that is not known."""
+    """Number of equal steps on each node, `step_s` each; 0 if unknown."""
     step_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Generic[First, Part, Facts]):
-    """Questions to nodes in two steps: each reports first what is there, then it is asked for more."""
+    """A two-step query: each node first reports its basics, then receives a request."""
 
     part: type[Part]
-    """The type of what a node answers; it may send several."""
+    """Type of a node's answer; a node may send several."""
     plan: Callable[[Mapping[str, First], bool], Asks]
-    """From the first reports, what each host is asked: `plan(reports, local)`, local if it is this machine alone.
+    """Maps the first reports to the request for each host: `plan(reports, local)`, local: only this machine.
 
-    A host that is left out is not asked. May raise DistdiagError.
+    Omitted hosts receive no request. May raise DistdiagError.
     """
     join: Callable[[str, First, Sequence[Part], str], Facts | None]
-    """From the reports of a host, and why they may be incomplete, its facts; None: it has none."""
+    """Combines the reports of a host, and why they may be incomplete, into its facts; None: no facts."""
     doing: str = ""
-    """The progress line meanwhile; empty: none, for what takes no time."""
+    """Progress line; empty for quick queries."""
     each_name: bool = False
-    """Ask a machine under each of its names: behind them may be another environment."""
+    """Query a machine under each of its names, which may lead to different environments."""
     before: Callable[[Mapping[str, Node]], None] = lambda _: None
-    """Called first, with the nodes that will be asked."""
+    """Called first, with the nodes to be queried."""
     timed: Callable[[Part, float, float], Part] = lambda part, *_: part
-    """Called with each answer, and when the node was asked and its answer was read, by this machine's clock (s)."""
+    """Called with each answer, and the times of request and receipt, by this machine's clock (s)."""
     together: Callable[[Fleet, Mapping[str, Node], Sequence[Facts]], list[Facts]] | None = None
-    """Called last, with the nodes by host: adds to their facts what shows only between them."""
+    """Called last, with the nodes by host; adds facts about connections between nodes."""
 
 
 def gather(
@@ -286,13 +286,13 @@ def gather(
     progress: Progress,
     again: Callable[[Gathered[Facts]], bool] = lambda _: False,
 ) -> Gathered[Facts]:
-    """Reach this machine or all hosts that are meant, and ask them at the same time; as long as `again`, once more.
+    """Connect to this machine or all target hosts, and query them in parallel; repeat while `again` returns true.
 
-    Ctrl-C ends it early: what is known by then is given.
+    Ctrl-C ends it early, returning the facts received by then.
 
     Raises:
         UsageError: the options contradict each other.
-        DistdiagError: the node side failed on this machine; or what `plan` raises.
+        DistdiagError: the node side failed on this machine; or as raised by `plan`.
     """
     targets = find_targets(cluster, os.environ)
     local = targets.launcher is None
@@ -317,7 +317,7 @@ def gather(
 
 
 def gather_once(cluster: Cluster, agent: Agent, progress: Progress) -> Gathered[Any]:
-    """Collect what all nodes report at once, where nothing is to be asked after that; facts have `host`.
+    """Collect the first reports of all nodes, for commands without a second step; facts have `host`.
 
     Raises:
         UsageError: the options contradict each other.
@@ -332,7 +332,7 @@ def gather_once(cluster: Cluster, agent: Agent, progress: Progress) -> Gathered[
 
 
 def reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
-    """Connect to the hosts, and show the progress."""
+    """Connect to the hosts, showing progress."""
     if targets.launcher is not None:
         progress.news(f"connecting to {describe(targets)}")
         fleet.gather(lambda now: progress.now(f"connecting, {len(now.up)} of {_count(len(now.hosts), 'host')}"))
@@ -341,7 +341,7 @@ def reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
 
 
 def named(nodes: Iterable[Node], *, local: bool) -> dict[str, Node]:
-    """Return nodes by what their hosts are called: as they were named, or, of this machine alone, by itself."""
+    """Return nodes by host: by the names used to select hosts, or the host name of this machine."""
     found: dict[str, Node] = {}
     for node in nodes:
         host = node.told.host if local else node.host
@@ -350,7 +350,7 @@ def named(nodes: Iterable[Node], *, local: bool) -> dict[str, Node]:
 
 
 def explain(cluster: Cluster, agent: Agent) -> list[str]:
-    """Write how the hosts would be reached."""
+    """Describe how the hosts would be reached."""
     return start_fleet.explain(cluster, find_targets(cluster, os.environ), agent)
 
 
@@ -366,7 +366,7 @@ class _Talk(Generic[First, Part, Facts]):
         self._plan = Asks(by_host={}, timeout_s=0.0)
 
     def go(self) -> None:
-        machines = self._fleet.machines(local=self._local)  # raises if this machine alone cannot be used
+        machines = self._fleet.machines(local=self._local)  # raises if this machine, alone, is unusable
         self.nodes = named(self._fleet.up if self._question.each_name else machines, local=self._local)
         self._plan = plan = self._question.plan({host: node.told for host, node in self.nodes.items()}, self._local)
         asked = {host: self.nodes[host] for host in plan.by_host}
@@ -401,7 +401,7 @@ class _Talk(Generic[First, Part, Facts]):
         return doing if self._local or not doing else f"{doing} on {_count(len(self._plan.by_host), 'host')}"
 
     def _tell(self, names: Sequence[str]) -> None:
-        """Show how far the nodes are: by steps, by hosts that are done, or by the time."""
+        """Show progress by steps, finished hosts, or time."""
         total, elapsed_s = len(self._plan.by_host), time.time() - min(self._asked_at.values())
         steps, done = self._plan.steps, total - len(names)
         if total > 1 and done:

@@ -1,1 +1,1 @@
-"""One package for each subcommand, all of one shape: command, collect, diagnose, view, and rank where ranks run."""
+"""One package per subcommand: command, collect, diagnose, view, and rank for code run by ranks."""

@@ -100,7 +100,7 @@ def _deliver(action: str, path: str, act: Callable[[str], Switch], *, as_json: b
 
 
 def _turn_on(path: str, reason: str) -> Switch:
-    """Write the file whole: a job never reads half a reason. Whoever may enter the folder may read it: no secrets."""
+    """Write the file atomically: a job never reads half a reason. It is world-readable: no secrets."""
     line = " ".join(reason.split()) or f"by {getpass.getuser()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
     unfinished = f"{path}.{os.getpid()}.tmp"
     file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)

@@ -1,4 +1,4 @@
-"""`distdiag sync-check FILES`: compare the sums that `distdiag.sync_check(save=...)` wrote on each rank."""
+"""`distdiag sync-check FILES`: compare the checksums saved by `distdiag.sync_check(save=...)` on each rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STALE = "sync-check.stale-files"
 
 @dataclass(frozen=True, kw_only=True)
 class SyncCheck:
-    """What was compared: values that all ranks hold, and shards."""
+    """Counts of compared values: replicated on all ranks, and sharded."""
 
     world_size: int
     ranks: tuple[int, ...]
@@ -72,7 +72,7 @@ def _check(files: Sequence[str]) -> Report[SyncCheck]:
     stale = []
     for path in found:
         rank, size, entries = _read(path)
-        if size != world_size:  # a run with fewer ranks overwrites only their files
+        if size != world_size:  # a run with fewer ranks overwrites only its own files
             stale.append(f"{path} (of {size} ranks)")
             continue
         if rank in by_rank:
@@ -100,7 +100,7 @@ def _read(path: Path) -> tuple[int, int, list[Entry]]:
 
 
 def diagnose(by_rank: Mapping[int, Sequence[Entry]], world_size: int, stale: Sequence[str] = ()) -> Report[SyncCheck]:
-    """Compare and judge; pure. `stale`: files of an earlier run with another number of ranks, left out."""
+    """Compare and judge; pure. `stale`: omitted files of an earlier run with another number of ranks."""
     from distdiag.report import Report
     from distdiag.training.sync_check import compare
 
@@ -135,7 +135,7 @@ def _left_out(stale: Sequence[str], world_size: int) -> Iterator[Finding]:
 
 
 def _fix_of(fault: Difference) -> str:
-    """Return what makes the ranks agree, by what differs."""
+    """Return the fix for a kind of difference."""
     if fault.kind == "dataloader":
         return (
             "give all ranks the same number of batches: DistributedSampler(..., drop_last=True), or join() of the model"
@@ -155,7 +155,7 @@ def _fix_of(fault: Difference) -> str:
 
 
 def _commands_of(fault: Difference) -> tuple[str, ...]:
-    """Return the test of the devices where values differ for no other reason."""
+    """Return a device test if the values differ without another explanation."""
     from distdiag.options import called_as
 
     is_value = fault.kind not in ("dataloader", "step", "optimizer", "RNG") and not fault.why.startswith("missing")
