@@ -1,1 +1,1 @@
-"""allreduce-bench: bandwidth of collectives, honestly measured."""
+"""allreduce-bench: measure and judge the bandwidth of collectives."""

@@ -1,4 +1,4 @@
-"""Run allreduce-bench on ranks; repeated runs are judged together, compared with an earlier run if given."""
+"""Runs allreduce-bench on ranks; repeated runs are judged together, and compared with an earlier run if given."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def job_of(request: Request) -> Job[Request, Bench]:
-    """Return what the ranks run and how it is diagnosed. Raises UsageError where the request contradicts itself."""
+    """Return the job of the ranks and its diagnosis. Raises UsageError for contradictory options."""
     _check_forms(request)
     return Job(
         request=request,
@@ -84,7 +84,7 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
 
 
 class _RowReporter:
-    """Reports each row as soon as it is measured."""
+    """Reports each row once measured."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -92,7 +92,7 @@ class _RowReporter:
         self._so_far = ""
 
     def report(self, run: Run, progress: Progress) -> str:
-        """Report new rows; return the last row and how many there are."""
+        """Report new rows; return the last row and the count."""
         zero = run.traces[0]
         if sum("row" in event.payload for event in zero.events) <= self._reported:
             return self._so_far
@@ -125,16 +125,16 @@ def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, Save
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[SavedRun]:
-    """Measure; and measure rows again that were slower than in the earlier run: only what stays slower counts.
+    """Measure; repeat rows that were slower than in the earlier run: only rows that stay slower count.
 
-    Two runs of the same differ by more than the spread of their iterations: where the ranks' memory and cores are is
-    drawn anew each time.
+    Two identical runs differ by more than the spread of their iterations, since the placement of memory and cores
+    varies.
     """
     if table.is_alone(request):
         return Gathered(facts=[])
     me = identify(os.environ)
     runs = [runner.carry_out(job_of(request), progress)]
-    while (me is None or me.world_size == 1) and len(runs) <= _REPEATS:  # under a launcher the others are gone by now
+    while (me is None or me.world_size == 1) and len(runs) <= _REPEATS:  # a launcher's other ranks have exited
         again = _slower(request, _judged(request, runs))
         if again is None:
             break
@@ -149,14 +149,14 @@ def _judged(request: Request, runs: Sequence[SavedRun]) -> Report[Bench]:
     report = rank_report.report_of(job_of(request), runs[0])
     for run in runs[1:]:
         again = _slower(request, report)
-        if again is None:  # it is compared with another run than when it was measured
+        if again is None:  # compared with another run than at the time of measurement
             break
         report = diagnose.repeated(request, report, rank_report.report_of(job_of(again), run).data)
     return report
 
 
 def _slower(request: Request, report: Report[Bench]) -> Request | None:
-    """Return a request for the rows that were slower than in the earlier run; None if there is none."""
+    """Return a request for the rows slower than in the earlier run, None if none."""
     slower = [row for row in report.data.compared if row.slower]
     if not slower or report.interrupted:
         return None
@@ -166,7 +166,7 @@ def _slower(request: Request, report: Report[Bench]) -> Request | None:
 
 
 def _fault_again(request: Request) -> Fault | None:
-    """Return the injected fault where it affects all rows."""
+    """Return an injected fault that affects all rows."""
     return request.fault if request.fault is not None and request.fault.kind is FaultKind.SLOW else None
 
 
@@ -187,7 +187,7 @@ def read_files(compare: str, picture: str) -> Baseline | None:
 
 
 def draw(report: Report[Bench], request: Request, picture: str) -> Report[Bench]:
-    """Draw the picture, if it goes to a file."""
+    """Save the picture if --plot names a file."""
     if picture not in ("", "-"):
         try:
             plot.save(report.data, request.unit, picture)

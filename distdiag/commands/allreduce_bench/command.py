@@ -1,4 +1,4 @@
-"""What you type for allreduce-bench."""
+"""Command line of allreduce-bench."""
 
 from __future__ import annotations
 

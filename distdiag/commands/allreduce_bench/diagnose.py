@@ -1,4 +1,4 @@
-"""What the ranks measured and how they fared -> rows of times and bandwidths -> Report. Pure."""
+"""Measurements and outcomes of the ranks -> rows of times and bandwidths -> Report. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ENOUGH_FOR_DRIFT = 20
 def rows_of(
     request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]
 ) -> tuple[SizeResult, ...]:
-    """Return a row for each collective and size of which rank 0 reported the times, or why there are none."""
+    """Return a row for each collective and size reported by rank 0, measured or skipped."""
     reported = [_reported_rows(trace) for trace in traces]
     world_size = len(traces)
     found = []
@@ -44,7 +44,7 @@ def rows_of(
 
 
 def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]) -> tuple[Arrival, ...]:
-    """Return for each row and rank how late it entered the collective."""
+    """Return for each row and rank its delay in entering the collective."""
     return tuple(
         Arrival(
             rank=trace.rank,
@@ -61,7 +61,7 @@ def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline])
 
 
 def times_of(seconds: Sequence[float]) -> Times:
-    """Return the statistics of at least one time."""
+    """Return statistics over at least one time."""
     ordered = sorted(seconds)
     n = len(ordered)
     return Times(
@@ -75,13 +75,13 @@ def times_of(seconds: Sequence[float]) -> Times:
 
 
 def bandwidths(op: str, size_bytes: int, world_size: int, seconds: float) -> tuple[float, float]:
-    """Give algbw and busbw in bytes per second."""
+    """Return algbw and busbw in bytes per second."""
     algbw = size_bytes / seconds
     return algbw, algbw * bus_factor(op, world_size)
 
 
 def chosen(times: Times, stat: Stat) -> float:
-    """Give the time that stands for a row."""
+    """Return the time that represents a row."""
     return float(getattr(times, stat))
 
 
@@ -126,13 +126,13 @@ def _nearest(ordered: list[float], percent: int) -> float:
 
 
 def rows_for(request: Request, device: str) -> list[tuple[str, int]]:
-    """List what is to be measured, collectives one after the other."""
+    """List the (collective, bytes) to measure, grouped by collective."""
     sizes = request.sizes or parse_sizes(USUAL[device])
     return [(op, size) for op in request.ops for size in sizes]
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Bench]:
-    """Say what the run shows."""
+    """Judge a run."""
     rows = rows_for(request, plan.device)
     results = rows_of(request, rows, course.traces)
     arrivals = arrivals_of(rows, course.traces)
@@ -173,7 +173,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 
 
 def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Bench]:
-    """Judge the same run again where slower rows were repeated: of each row the better of its times counts."""
+    """Judge a run together with its repetition of slower rows: the better time of each row counts."""
     assert request.baseline is not None
     better = {(row.op, row.size_bytes): row for row in again.compared}
     compared = tuple(
@@ -202,12 +202,12 @@ def _pauses(course: RunRecord) -> dict[int, list[PausedTold]]:
 
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Bench:
-    """Return the facts of a run in which no rank was started."""
+    """Return the facts of a run that started no ranks."""
     return Bench(**facts, nodes=len(why.scene.places), stat=request.stat)
 
 
 def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Finding]:
-    """Return the rows that were skipped, a finding for each reason."""
+    """Return a finding for each reason to skip rows."""
     reasons: dict[tuple[str, str], list[SizeResult]] = {}
     for row in results:
         if row.skipped:

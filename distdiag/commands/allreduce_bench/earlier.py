@@ -1,4 +1,4 @@
-"""An earlier run to compare with: distdiag's own JSON, or the text of nccl-tests."""
+"""An earlier run to compare with: distdiag's own JSON, or the text output of nccl-tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST_S, _MOST_S = 1e-9, 1e6
 _GIGA = 1e9
 _MOST_BYTES = 64 * 2**20
 _LONGEST_LINE = 1024
-"""Longer lines are cut: no pattern may search a line of many megabytes."""
+"""Longer lines are truncated, to bound the cost of the patterns."""
 _IQR_OF_SIGMA = 1.35
 """The inter-quartile range of a normal distribution, in standard deviations."""
 _HINT = "use the output of `distdiag allreduce-bench --json`, or the text of nccl-tests"
@@ -34,7 +34,7 @@ _DTYPES = {
     **{"float": "float32", "half": "float16", "double": "float64", "bf16": "bfloat16", "char": "int8", "int": "int32"},
     **{"f8e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2"},
 }
-"""Types of nccl-tests and rccl-tests -> of torch. Others have the same name, or match no row."""
+"""Types of nccl-tests and rccl-tests -> torch. Other types have the same name, or match no row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Earlier:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The rows of a file; `made_by` is distdiag, nccl-tests or rccl-tests, with the version if the file has it."""
+    """The rows of a file; `made_by` is distdiag, nccl-tests or rccl-tests, with the version if known."""
 
     rows: tuple[Earlier, ...]
     made_by: str
@@ -63,7 +63,7 @@ class Baseline:
     device: str | None
     notes: tuple[str, ...]
     nodes: int | None = None
-    """Hosts of the ranks; None where the file does not name them."""
+    """Number of hosts; None if not in the file."""
     wrong: int = 0
     """Results with wrong data."""
 
@@ -75,14 +75,14 @@ class Baseline:
 
 @dataclass(kw_only=True)
 class _Found:
-    """The plausible rows of a file so far, the first of each kind; skipped rows are counted by reason."""
+    """The plausible rows of a file, the first of each key; skipped rows are counted by reason."""
 
     rows: dict[tuple[str, int, str, bool], Earlier] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
 
     def add(self, row: Earlier) -> None:
-        """Add a row unless it is implausible or a repetition."""
+        """Add a row unless implausible or repeated."""
         key = (row.op, row.size_bytes, row.dtype, row.in_place)
         plausible = _LEAST_S <= row.p50_s <= _MOST_S and 0 <= row.busbw_bytes_per_s <= _FASTEST_BYTES_PER_S
         if row.size_bytes == 0:
@@ -95,7 +95,7 @@ class _Found:
             self.rows[key] = row
 
     def notes(self) -> tuple[str, ...]:
-        """List the limits of these rows."""
+        """List the limitations of these rows."""
         wrong = [f"wrong data in {counted(self.wrong, 'result')}"] if self.wrong else []
         return (*wrong, *(f"skipped {counted(count, 'result')}: {reason}" for reason, count in self.skipped.items()))
 
@@ -104,7 +104,7 @@ def read(path: str) -> Baseline:
     """Read the file or pipe of --compare.
 
     Raises:
-        UsageError: it cannot be read, is too large, or has no usable results.
+        UsageError: unreadable, too large, or without usable results.
     """
     return read_text_of(as_text(_load(path)), path)
 
@@ -216,17 +216,17 @@ _RANK = re.compile(
     r".{0,100}?(?:\bon {1,60}(\S{1,255}) {1,9})?\bdevice {1,9}\d{1,9} \[[^]]{0,40}\] {0,9}(\S.{0,99})"
 )
 _BLANK_HALF = " " * 25
-"""The gap in a line where only in-place was measured; the columns of a whole line are closer."""
+"""The gap in a line with only in-place results; other columns are closer together."""
 
 
 def _read_nccl_tests(text: str, path: str) -> Baseline:
     """Read all tables of a text.
 
     Raises:
-        UsageError: there is no table, or they are of different numbers of ranks.
+        UsageError: no table, or tables of different numbers of ranks.
     """
     if text[-1] not in "\r\n":
-        # The last word may be the first half of a number.
+        # The text may end in the middle of a number.
         text = text.rpartition(" ")[0]
     tables = _Tables(path)
     for line in text.splitlines():
@@ -250,7 +250,7 @@ def _read_nccl_tests(text: str, path: str) -> Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
-    """Positions of columns, counted from the size: for out-of-place and in-place, each by name."""
+    """Positions of columns relative to the size: for out-of-place and in-place, each by name."""
 
     halves: tuple[dict[str, int], ...]
     redop: int | None
@@ -258,7 +258,7 @@ class _Columns:
 
 
 class _Tables:
-    """The state of reading a text line by line."""
+    """State of the line-by-line parser."""
 
     def __init__(self, path: str) -> None:
         self.made_by = "nccl-tests"
@@ -274,7 +274,6 @@ class _Tables:
         self._sizes: set[int] = set()
 
     def take(self, line: str) -> None:
-        """Read a line."""
         if "_perf" in line and (op := _op_in(line)):
             if "Collective test starting" in line:
                 self._mentioned.clear()
@@ -286,7 +285,7 @@ class _Tables:
         words = line.split()
         if columns := _columns_in(words):
             self.columns = columns
-            # Of several commands mentioned before a header, each may have printed the table.
+            # If several commands precede a header, any of them may have printed the table.
             if self._mentioned:
                 self._op = self._mentioned.pop() if len(self._mentioned) == 1 else ""
             self._mentioned.clear()
@@ -294,13 +293,13 @@ class _Tables:
             self._take_row(row, self.columns, only_in_place=_BLANK_HALF in line.strip())
 
     def world_sizes(self) -> set[int]:
-        """Return the numbers of ranks of the runs; of groups side by side, that of the largest."""
+        """Return the numbers of ranks of the runs; of parallel groups, that of the largest."""
         return self._sizes | {max(map(len, self._ranks.values()), default=0)} - {0}
 
     def precise(self) -> tuple[Earlier, ...]:
-        """Return the rows with bandwidths of all digits: nccl-tests prints two decimals, 0.00 for a small size.
+        """Return the rows with full-precision bandwidths: nccl-tests prints two decimals, 0.00 for a small size.
 
-        busbw / algbw is the same for all sizes of a collective: its fastest row has it most precisely.
+        busbw / algbw is constant for a collective, and most precise in its fastest row.
         """
         factors: dict[str, float] = {}
         rows = self._found.rows.values()
@@ -319,7 +318,7 @@ class _Tables:
         return self._found.wrong
 
     def notes(self) -> tuple[str, ...]:
-        """List the limits of these rows."""
+        """List the limitations of these rows."""
         assumed = ["the file does not name the collective: all_reduce is assumed"] if self._assumed else []
         means = ["its times are means, as nccl-tests prints them"] if self._found.rows else []
         return (*assumed, *means, *self._found.notes())
@@ -337,7 +336,7 @@ class _Tables:
         self._in_table = True
         op = self._op or self._named
         redop = "" if columns.redop is None else "".join(words[columns.redop :][:1])
-        # Collectives that reduce nothing left that column blank before 2022: a time is in its place.
+        # Before 2022 this column was blank for collectives without a reduction; a time takes its position.
         blank = not math.isnan(_number(redop))
         if not op and (blank or redop in ("", "none")):
             self._found.skipped["unknown collective: name the file after it, for example all_gather_perf.txt"] += 1
@@ -357,8 +356,8 @@ class _Tables:
             self._found.skipped["CPU time (-C 1)"] += 1
             return
         time_s = _number(cells.get("time")) * unit_s
-        # In a torn line other words are in the places of time and algbw. Until June 2020 algbw held the factor
-        # (n - 1) / n for some collectives, and it is printed with two decimals.
+        # In a torn line other words take the positions of time and algbw. Until June 2020 algbw included the factor (n
+        # - 1) / n for some collectives; it has two decimals.
         rate = size_bytes / time_s / _GIGA if time_s > 0 else math.nan
         if not 0.45 * rate - 0.02 <= _number(cells.get("algbw")) <= 1.1 * rate + 0.02:
             self._found.skipped["size, time and bandwidth do not match"] += 1
@@ -377,13 +376,13 @@ class _Tables:
 
 
 def _op_in(text: str) -> str:
-    """Return the collective of a program's name; empty if there is none."""
+    """Return the collective in a program's name, else ""."""
     match = _OP.search(text)
     return match[1].replace("alltoall", "all_to_all") if match else ""
 
 
 def _number(text: str | None) -> float:
-    """Parse a number; nan if it is none, which no comparison accepts."""
+    """Parse a number; nan, which fails every comparison, if invalid."""
     try:
         return float(text or "nan")
     except ValueError:
@@ -391,7 +390,7 @@ def _number(text: str | None) -> float:
 
 
 def _columns_in(words: list[str]) -> _Columns | None:
-    """Parse a line that may be a header; those of 2019 and before begin with bytes, and their times are in ms."""
+    """Parse a possible header line; those of 2019 and before begin with bytes, and their times are in ms."""
     start = next((at for at, word in enumerate(words) if word in ("size", "bytes")), None)
     if start is None or words[start + 1 : start + 2] not in (["count"], ["N"]):
         return None
@@ -408,7 +407,7 @@ def _columns_in(words: list[str]) -> _Columns | None:
 
 
 def _row_in(words: list[str]) -> list[str]:
-    """Return the words from the size on, without the prefix of a launcher; none if it is not a row."""
+    """Return the words from the size on, without a launcher's prefix; [] if not a row."""
     for at in range(min(len(words) - 2, 12)):
         # `[1,0]<stdout>:137438953472`: the widest sizes leave no space.
         size = re.split(r"[:>\]]", words[at])[-1]

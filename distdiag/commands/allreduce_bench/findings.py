@@ -1,4 +1,5 @@
-"""What is wrong with a bandwidth: a late rank, a fall at large sizes, slow for this hardware or beside earlier runs."""
+"""Findings about bandwidth: a late rank, a drop at large sizes, slow for the hardware, slower than an earlier run.
+Pure."""
 
 from __future__ import annotations
 
@@ -60,12 +61,12 @@ def format_row(row: SizeResult, unit: Unit) -> str:
 
 
 _ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""No rank leaves these before every rank has entered, so a rank that was inside for a short time entered late."""
+"""No rank leaves these before every rank has entered, so a short time inside means a late entry."""
 _LATE_SHARE = 0.3
 _LATE_S = 50e-6
-"""A rank is late where it entered later than the first by this part of the row's time, and by so much at least."""
+"""Least delay after the first rank, absolute and relative to the row's time, to count as late."""
 _OTHERS_SHARE = 0.5
-"""And the next latest by no more than this part of it."""
+"""Largest delay of the next latest rank, relative to that of the late rank."""
 _ENOUGH_FOR_LATE = 10
 _LARGE_BYTES = 2**20
 _FALL = 0.6
@@ -89,7 +90,7 @@ class Late:
 
 
 def late_rank(results: Sequence[SizeResult], arrivals: Sequence[Arrival]) -> Late | None:
-    """Return the rank that is late in most of the rows; None where there is none."""
+    """Return the rank that is late in most rows, if any."""
     times = {(row.op, row.size_bytes): row.time_s.p50 for row in results if row.time_s and _counts(row)}
     named: list[tuple[Arrival, float]] = []
     rows = 0
@@ -119,14 +120,14 @@ def _lateness(arrival: Arrival) -> float:
 
 
 def _is_of(arrival: Arrival, op: str, size_bytes: int) -> bool:
-    # A row's real size may be a little less than the requested size.
+    # A row's real size may be slightly below the requested size.
     return arrival.op == op and arrival.size_bytes == size_bytes
 
 
 def shape_findings(
     request: Request, results: Sequence[SizeResult], arrivals: Sequence[Arrival], *, whole: bool = True
 ) -> list[Finding]:
-    """Return what the rows show; how they vary only if the run is `whole`, and no rank died."""
+    """Return findings from the rows; about their variation only if the run is `whole`: no rank died."""
     late = late_rank(results, arrivals)
     found = [_straggler(request, late)] if late is not None else []
     for op in dict.fromkeys(row.op for row in results):
@@ -146,7 +147,7 @@ def _varies(times: Times) -> bool:
 
 
 def _unsteady(request: Request, results: Sequence[SizeResult]) -> list[Finding]:
-    """Return rows whose mean is far from their median: over time they carry less than the median suggests."""
+    """Report rows whose mean is far above their median, and so carry less over time than the median suggests."""
     rows = [row for row in results if row.time_s is not None and row.iterations >= _ENOUGH_FOR_LATE]
     bad = [row for row in rows if row.time_s is not None and _varies(row.time_s)]
     if not bad or len(bad) <= len(rows) / 2:
@@ -192,7 +193,7 @@ def _outliers(rows: list[SizeResult]) -> list[Finding]:
 
 def _drift(rows: list[SizeResult]) -> list[Finding]:
     bad = [row for row in rows if row.drift is not None and row.drift > _DRIFT and row.size_bytes >= _LARGE_BYTES]
-    # A single row can be chance: other traffic came meanwhile.
+    # A single row can be chance, such as temporary other traffic.
     if len(bad) < 2:
         return []
     worst = max(bad, key=lambda row: row.drift or 0.0)
@@ -229,7 +230,7 @@ def expectation(
 
 
 def expected_of(setting: Setting, size_bytes: int, busbw_bytes_per_s: float) -> Expectation:
-    """Judge an all_reduce of this size; too small a size on GPUs is unknown."""
+    """Judge an all_reduce of this size; on GPUs, sizes too small to judge are unknown."""
     least = _LARGE_BETWEEN_NODES_BYTES if setting.nodes > 1 else _LARGE_IN_A_NODE_BYTES
     found = assess(busbw_bytes_per_s, setting)
     too_small = size_bytes < least and setting.device_name is not None
@@ -246,7 +247,7 @@ def expected_of(setting: Setting, size_bytes: int, busbw_bytes_per_s: float) -> 
 
 
 def nic_rate(plan: Plan, scene: Inventory) -> float | None:
-    """Return the line rate in bytes/s that each GPU has of its node's active RDMA ports, the least of all nodes."""
+    """Return the line rate of a node's active RDMA ports per GPU, in bytes/s, the lowest of all nodes."""
     rates = []
     for place in scene.places:
         ranks = sum(share.nproc for share in plan.shares if share.node == place.node)
@@ -257,7 +258,7 @@ def nic_rate(plan: Plan, scene: Inventory) -> float | None:
 
 
 def hardware_findings(request: Request, found: Expectation | None) -> list[Finding]:
-    """Return a bandwidth that is lower than it should be."""
+    """Return a finding if the bandwidth is below expectation."""
     if found is None or found.judgement not in (Judgement.LOW, Judgement.BAD):
         return []
     verdict = "bandwidth-bad" if found.judgement == Judgement.BAD else "bandwidth-low"
@@ -267,7 +268,7 @@ def hardware_findings(request: Request, found: Expectation | None) -> list[Findi
 
 
 def training(request: Request, plan: Plan, scene: Inventory, results: Sequence[SizeResult]) -> tuple[str, ...]:
-    """Return what the bandwidth means for a model of --params, in lines; empty without that option."""
+    """Return the implications for a model of --params, in lines; empty without that option."""
     largest = _largest(results)
     if request.params is None or largest is None or not largest.algbw_bytes_per_s or plan.nproc < 2:
         return ()
@@ -286,17 +287,17 @@ def _largest(results: Sequence[SizeResult]) -> SizeResult | None:
 
 _BAND_LEAST, _BAND_MOST = 0.1, 0.5
 _SPREADS = 3.0
-"""A median moves between runs by more than the spread of its iterations: by so many inter-quartile ranges of both runs.
-Never by more than half of the time: what takes twice as long is not noise."""
+"""Tolerance of a median between runs, in inter-quartile ranges of the noisier run: medians vary between runs more than
+iterations do. At most half of the time: a doubling is not noise."""
 _BUSY = 0.05
 _NEVER_BUSY = 10
-"""So many times as long is not explained by other programs on the cores."""
+"""A slowdown by this factor is not explained by other programs on the cores."""
 _WORSE_ROWS = 1 / 3
-"""A single row beyond its band can be chance; so many of them are not."""
+"""A single row beyond its band can be chance; this share of rows is not."""
 
 
 def compare(baseline: Baseline, results: Sequence[SizeResult]) -> tuple[Compared, ...]:
-    """Compare each row that both runs have; the other form (in place or not) is the next best."""
+    """Compare each row common to both runs, preferring the same form (in place or not)."""
     earlier = {(row.op, row.size_bytes, row.dtype, row.in_place): row for row in baseline.rows}
     found = []
     for row in results:
@@ -326,7 +327,7 @@ def _compared(row: SizeResult, before: Earlier) -> Compared:
 
 
 def differs(baseline: Baseline, world_size: int, device: str) -> str:
-    """Return why the times of two runs are not comparable; empty if they are."""
+    """Return why the times of two runs are not comparable, else ""."""
     if baseline.world_size is not None and baseline.world_size != world_size:
         return f"{counted(world_size, 'rank')} now, {baseline.world_size} in the earlier run"
     if baseline.device and baseline.device != device:
@@ -337,7 +338,7 @@ def differs(baseline: Baseline, world_size: int, device: str) -> str:
 def comparison_findings(
     request: Request, baseline: Baseline, why: str, compared: Sequence[Compared], no_core: float = 0.0
 ) -> list[Finding]:
-    """Return where this run is slower than the earlier run; `why`: not comparable; `no_core`: see types.Bench."""
+    """Return findings for rows slower than in the earlier run; `why`: not comparable; `no_core`: see types.Bench."""
     words = {"made_by": baseline.made_by, "device": baseline.device or ""}
     words |= {"least": f"{_BAND_LEAST:.0%}", "most": f"{_BAND_MOST:.0%}"}
     if why or not compared:

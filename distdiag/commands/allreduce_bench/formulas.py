@@ -1,8 +1,8 @@
-"""Sizes and bandwidths of collectives, as nccl-tests counts them. Standard library only: it travels with the ranks.
+"""Sizes and bandwidths of collectives, as in nccl-tests. Standard library only: it is sent to the ranks.
 
 S is the size of the whole array in bytes, so that numbers of different collectives compare: for all_gather,
-reduce_scatter and all_to_all that is the count of one rank times the ranks. algbw = S / t; busbw = algbw x a factor
-that makes the numbers of any world size comparable with the speed of the links.
+reduce_scatter and all_to_all the count of one rank times the ranks. algbw = S / t; busbw = algbw x a factor
+that makes any world size comparable with the link speed.
 Source: nccl-tests, doc/PERFORMANCE.md, and the ...GetCollByteCount functions of src/*.cu.
 """
 
@@ -14,7 +14,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", 
 SPREAD = ("all_gather", "reduce_scatter", "all_to_all")
 """Each rank has one part of the array."""
 ONLY_IN_PLACE = ("all_reduce", "broadcast", "reduce")
-"""torch has no other form of them."""
+"""torch has only this form."""
 BOTH_WAYS = ("all_gather", "reduce_scatter")
 NO_PEER = "a single rank has no peer to send to"
 """Why sendrecv is skipped on a single rank."""
@@ -29,7 +29,7 @@ ITEM_BYTES = {
     "int64": 8,
 }
 _ALIGN_BYTES = 16
-"""nccl-tests rounds each rank's part down to this."""
+"""nccl-tests rounds each rank's part down to a multiple of this."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ Line = tuple[str, list[int], list[float]]
 
 
 def drawn(data: Bench, unit: Unit) -> str:
-    """Draw in text, for a terminal of 80 columns; empty where there are less than two sizes."""
+    """Draw in text, for a terminal of 80 columns; "" for fewer than two sizes."""
     import plotille
 
     lines = _lines(data.results, unit)

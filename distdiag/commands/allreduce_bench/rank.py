@@ -1,7 +1,7 @@
-"""What every rank of allreduce-bench runs: each collective at each size, checked and timed.
+"""The program of every rank of allreduce-bench: checks and times each collective at each size.
 
-Only the collective is inside the timed region. Its data are zeros where values are summed, so that they stay zeros
-however often they are summed; a pattern of which every element is known is sent before, untimed.
+Only the collective is inside the timed region. For sums its data are zeros, which stay zeros however often summed;
+before, untimed, a pattern is sent whose every element is verified.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 _PERIOD = {"int8": 113, "uint8": 113, "bfloat16": 251}
 _USUAL_PERIOD = 2039
-"""Values are 1 to PERIOD: primes, and exact in the dtype. One rank alone adds to an element, so sums stay exact."""
+"""Values are 1 to PERIOD: primes, exact in the dtype. One rank alone contributes to an element, so sums stay exact."""
 _RANK_SHIFT, _PEER_SHIFT = 31, 17
 _SUMMED = ("all_reduce", "reduce_scatter", "reduce")
 _MEMORY_SHARE = 0.8
 _BATCH_S = 0.5
-"""A rank reports that it is alive between batches of iterations that take about as long."""
+"""Approximate time of a batch of iterations; a rank reports that it is alive between batches."""
 _MAX_ITERATIONS, _FEW, _USUAL, _LONG_S = 1000, 5, 20, 5.0
 
 
 class _Unfit(Exception):
-    """This row cannot be measured here; every rank comes to the same result."""
+    """This row cannot be measured here; all ranks agree on that."""
 
 
 class _Unsupported(_Unfit):
-    """The backend has no such collective, or not for this dtype."""
+    """The backend lacks this collective, or lacks it for this dtype."""
 
 
 def main(config: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 class Rank(AnyRank):
-    """One rank on its way through the sizes."""
+    """One rank, measuring all rows."""
 
     def work(self) -> None:
         """Run the stages of this command."""
@@ -77,7 +77,7 @@ class Rank(AnyRank):
             self.progress.step(f"row {number} measured", row={"number": number, **measured})
 
     def least_free_bytes(self) -> int:
-        """Agree on the memory that every rank has for its buffers."""
+        """Agree on the memory available to every rank for buffers."""
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info()[0] // self.config["sharing"]
         else:
@@ -97,7 +97,7 @@ class Rank(AnyRank):
         self.synchronize()
 
     def measure(self, number: int, op: str, size_bytes: int) -> dict[str, Any]:
-        """Check and time a collective at one size; return what the parent needs."""
+        """Check and time a collective at one size; return the measurements."""
         words = f"{op} of {size_bytes} bytes"
         shape = shape_of(op, size_bytes, self.config["dtype"], self.world_size)
         if self.world_size == 1 and op == "sendrecv":
@@ -124,7 +124,7 @@ class Rank(AnyRank):
         return {**self.gather(times), "paused": paused, "wrong": None if wrong is None else wrong["wrong"]}
 
     def prepare(self, op: str, shape: Shape) -> _Work:
-        """Make the buffers, if every rank can."""
+        """Allocate the buffers, if every rank can."""
         dtype = self.config["dtype"]
         in_place = is_in_place(op, self.config["in_place"])
         needed = needed_bytes(op, shape, dtype, in_place=in_place)
@@ -160,7 +160,7 @@ class Rank(AnyRank):
         return {**work.check(self.progress.still, after=False), **own}
 
     def warm_up(self, work: _Work) -> tuple[int, float]:
-        """Run it untimed; return how often to time it, the same on all ranks, and the seconds that it takes."""
+        """Run it untimed; return the number of iterations to time, equal on all ranks, and the seconds of one."""
         self.meet()
         taken = []
         for _ in range(max(1, self.config["warmup"])):
@@ -177,7 +177,7 @@ class Rank(AnyRank):
         return self.config["iterations"] or min(_MAX_ITERATIONS, needed), typical
 
     def inject_fault(self, number: int) -> None:
-        """Die or stop in the row that --inject names."""
+        """Die or stop in the row of --inject."""
         fault = self.config["fault"]
         if fault is not None and fault["row"] == number and fault["kind"] in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault["kind"] == "kill" else signal.SIGSTOP)
@@ -195,7 +195,7 @@ class Rank(AnyRank):
         return times
 
     def time_on_cpu(self, call: Callable[[], None], iterations: int, lag: float) -> list[int]:
-        """Time calls that return when they are done."""
+        """Time synchronous calls."""
         clock = time.perf_counter_ns
         times = []
         for _ in range(iterations):
@@ -207,7 +207,7 @@ class Rank(AnyRank):
         return times
 
     def time_on_device(self, call: Callable[[], None], iterations: int, lag: float) -> list[int]:
-        """Time calls that only put work into the stream: the device's own clock, read when all is done."""
+        """Time calls that only enqueue work, by the device's own clock, read at the end."""
         marks = []
         for _ in range(iterations):
             if lag:
@@ -222,7 +222,7 @@ class Rank(AnyRank):
         return [round(begin.elapsed_time(end) * 1e6) for begin, end in marks]
 
     def gather(self, times: list[int]) -> dict[str, Any]:
-        """Return the slowest rank's time of each iteration, this rank's median, and how late it entered."""
+        """Return the slowest rank's time of each iteration, this rank's median, and its delay in entering."""
         own = self.tensor(times, torch.float64)
         slowest = own.clone()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -234,7 +234,7 @@ class Rank(AnyRank):
 
 
 class _Work:
-    """A collective at one size on one rank: its buffers, what they hold and what they must hold after it."""
+    """A collective at one size on one rank: its buffers, the data sent and the data expected."""
 
     def __init__(self, rank: Rank, op: str, shape: Shape, *, in_place: bool) -> None:
         self.op, self.shape, self.in_place = op, shape, in_place
@@ -253,24 +253,25 @@ class _Work:
             self.send = torch.empty(shape.send, dtype=self.dtype, device=self.device)
         elif apart:
             self.receive = torch.empty(shape.receive, dtype=self.dtype, device=self.device)
-        # Pages that were never written would all be the same one: nothing is read from memory then.
+        # Unwritten pages would all map to one zero page, without memory traffic.
         whole.fill_(0)
         self.send.fill_(0)
         self.receive.fill_(0)
         self.call = _call(self)
 
     def tile(self, shift: int = 0) -> torch.Tensor:
-        """One period of values, shape (period,): element i is 1 + (i + shift) mod period."""
+        """Return one period of values, shape (period,): element i is 1 + (i + shift) mod period."""
         return torch.arange(1, self.period + 1, device=self.device).roll(-(shift % self.period)).to(self.dtype)
 
     def own_tile(self) -> torch.Tensor:
-        """What this rank adds to a sum, shape (period x world size,): the tile where it is this rank's turn, else 0."""
+        """Return this rank's contribution to a sum, shape (period x world size,): the tile on this rank's turns, else
+        0."""
         tile = self.tile().repeat(self.world_size)
         turn = torch.arange(len(tile), device=self.device) % self.world_size == self.rank
         return tile * turn.to(self.dtype)
 
     def sent(self) -> list[torch.Tensor]:
-        """What this rank sends: a tile for each equal part of its send buffer."""
+        """Return the data this rank sends: a tile for each equal part of its send buffer."""
         if self.op in _SUMMED:
             return [self.own_tile()]
         if self.op == "broadcast":
@@ -280,7 +281,7 @@ class _Work:
         return [self.tile(_RANK_SHIFT * self.rank)]
 
     def due(self) -> list[torch.Tensor]:
-        """What it must receive, likewise; empty where it receives nothing."""
+        """Return the data it must receive, in the same form; empty if it receives none."""
         ranks = range(self.world_size)
         if self.op == "reduce" and self.rank != 0:
             return []
@@ -293,7 +294,7 @@ class _Work:
         return [self.tile(self.rank * self.shape.count if self.op == "reduce_scatter" else 0)]
 
     def fill(self) -> None:
-        """Write what is to be sent."""
+        """Write the pattern into the send buffer."""
         tiles = self.sent()
         for part, tile in zip(self.send.chunk(len(tiles)), tiles, strict=True):
             whole = len(part) // len(tile) * len(tile)
@@ -301,13 +302,13 @@ class _Work:
             part[whole:] = tile[: len(part) - whole]
 
     def settle(self) -> None:
-        """Get ready to be called again and again: zeros where values are summed, else the pattern as it is."""
+        """Prepare for repeated calls: zeros for sums, else keep the pattern."""
         if self.op in _SUMMED:
             self.send.fill_(0)
             self.receive.fill_(0)
 
     def own_wrong(self) -> dict[str, Any]:
-        """Return how many elements of what is about to be sent are wrong, and the first of them."""
+        """Return the number of corrupt elements in the send buffer, and the first index."""
         wrong, first, _, _ = _compare(self.send, self.sent(), lambda note: None)
         return {"own_wrong": wrong, "own_first_index": first if wrong else None}
 
@@ -357,9 +358,10 @@ def _send_and_receive(work: _Work) -> None:
 def _compare(
     buffer: torch.Tensor, tiles: list[torch.Tensor], still: Callable[[str], None]
 ) -> tuple[int, int, float, float]:
-    """Count elements unlike the tiles, each repeated over its part; with index, value and due value of the first.
+    """Count elements that differ from the tiles, each repeated over its part; with index, value and expected value of
+    the first.
 
-    In blocks: no second large buffer.
+    Compares in blocks, to avoid a second large buffer.
     """
     wrong, first, got, expected = 0, 0, 0.0, 0.0
     length = len(buffer) // len(tiles)

@@ -1,4 +1,4 @@
-"""A table of nccl-tests judged alone, without a run: beside what its GPUs and network should give. Pure."""
+"""Judges a table of nccl-tests alone, without a run, by the expected figures of its GPUs and network. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGE = "all_reduce_perf -b 8 -e 8G -f 2"
 
 
 def is_alone(request: Request) -> bool:
-    """Return whether the request is of a table and no ranks. Raises UsageError where --nics is of no use."""
+    """Return whether to judge a table without starting ranks. Raises UsageError for a useless --nics."""
     asks_for_ranks = request.nproc is not None or request.cluster.typed() or identify(os.environ) is not None
     alone = request.baseline is not None and request.baseline.is_table and not asks_for_ranks
     if request.nics_bytes_per_s is not None and not alone:
@@ -58,7 +58,7 @@ def judge(request: Request) -> Report[Bench]:
 
 
 def _setting(request: Request, table: Baseline) -> Setting | None:
-    """Return where the table was measured; None where its head is missing."""
+    """Return the setting of the measurement; None if the table's head is missing."""
     if not table.world_size:
         return None
     nodes = table.nodes or 1
@@ -100,7 +100,7 @@ def _test(request: Request) -> Fix:
 
 
 def _unknown(request: Request, table: Baseline, verdict: Expectation | None) -> Iterator[Finding]:
-    """Report why there is no judgement, and what would allow one."""
+    """Report why judgement is impossible, and the missing data."""
     if verdict is not None and verdict.judgement != Judgement.UNKNOWN:
         return
     if not table.world_size:

@@ -1,4 +1,4 @@
-"""What allreduce-bench is asked for, sizes as they are typed, and what it measures, in seconds and bytes."""
+"""The request of allreduce-bench, parsing of sizes, and its measurements in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(types.RankFault):
-    """A fault to inject into one rank; kill and stop happen in the row of this number, from 1."""
+    """A fault to inject into one rank; kill and stop happen in row number `row`, from 1."""
 
     row: int = 1
 
     @property
     def at(self) -> tuple[str, str]:
-        """The row, where there is a choice."""
+        """The row, for kinds that take one."""
         return (str(self.row), f"row {self.row}") if self.kind in (FaultKind.KILL, FaultKind.STOP) else ("", "")
 
 
@@ -45,7 +45,7 @@ class Unit(StrEnum):
 
 
 class Stat(StrEnum):
-    """Which time of an iteration represents a size."""
+    """The time of an iteration that represents a size."""
 
     P50 = "p50"
     MEAN = "mean"
@@ -56,7 +56,7 @@ class Stat(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request(types.Request):
-    """What was typed; `iterations` None: as many as `min_time_s` needs. `in_place` None: torch's usual form."""
+    """The options of one run; `iterations` None: determined by `min_time_s`. `in_place` None: torch's usual form."""
 
     command = "allreduce-bench"
     stages = STAGES
@@ -73,11 +73,11 @@ class Request(types.Request):
     unit: Unit = Unit.GBPS_BYTES
     params: float | None = None
     files: tuple[tuple[str, str], ...] = ()
-    """--save, --compare and --plot, as they were typed."""
+    """--save, --compare and --plot, as typed."""
     baseline: Baseline | None = None
     """The earlier run to compare with."""
     nics_bytes_per_s: float | None = None
-    """Of --nics: the line rate of a node where a table of nccl-tests is judged alone."""
+    """From --nics: the line rate of a node, to judge a table of nccl-tests alone."""
     fault: Fault | None = None
 
     @property
@@ -109,7 +109,7 @@ class Request(types.Request):
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Times of one iteration, of the slowest rank each time. p50 and p99 as nccl-tests picks them; iqr = p75 - p25."""
+    """Times of one iteration, each on its slowest rank. p50 and p99 as in nccl-tests; iqr = p75 - p25."""
 
     p50: float
     p99: float
@@ -121,7 +121,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeResult:
-    """A row. Bandwidths are of the median time (or of --stat). `wrong` None: not checked."""
+    """A row. Bandwidths use the median time (or --stat). `wrong` None: not checked."""
 
     op: str
     size_bytes: int
@@ -141,7 +141,7 @@ class SizeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """How a rank entered the collectives: its median time inside, and how much later than the first it entered."""
+    """A rank's entry into the collectives: its median time inside, and its delay after the first rank."""
 
     rank: int
     host: str
@@ -153,7 +153,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What is known of such hardware, and how the largest all_reduce compares; None where it is unknown."""
+    """Known figures for such hardware, and the largest all_reduce relative to them; None if unknown."""
 
     judgement: str
     size_bytes: int
@@ -166,7 +166,7 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A row and that of the earlier run: `ratio` is its time / the earlier time; beyond 1 + `band` it is slower."""
+    """A row of both runs: `ratio` is its time / the earlier time; beyond 1 + `band` it is slower."""
 
     op: str
     size_bytes: int
@@ -191,9 +191,9 @@ class Bench(types.RunFacts):
     verdict: Expectation | None = None
     compared: tuple[Compared, ...] = ()
     no_core_share: float = 0.0
-    """Part of the time that the median rank waited for a core: other programs use them, and times say little."""
+    """Share of time that the median rank waited for a core: if other programs use the cores, times mean little."""
     training: tuple[str, ...] = ()
-    """What it means for a model of --params, in lines."""
+    """Implications for a model of --params, in lines."""
 
 
 USUAL = {"cpu": "1KiB:64MiB:x4", "cuda": "1KiB:4GiB:x4"}
@@ -215,7 +215,7 @@ def _range(text: str) -> list[int]:
     factor = _factor(words.pop()) if len(words) == 3 else 2.0
     if len(words) > 2:
         raise UsageError(f"--sizes {text}: too many colons", hint="write FIRST:LAST:xFACTOR, such as 1KiB:1GiB:x4")
-    # As nccl-tests reads them: 1K is 1024 bytes, while 1KB is 1000.
+    # Suffixes as in nccl-tests: 1K is 1024 bytes, while 1KB is 1000.
     ends = [parse_size(re.sub(r"(?i)(?<=\d)([kmgt])$", r"\1i", word.strip())) for word in words]
     if ends[0] < 1:
         raise UsageError(f"--sizes {text}: a size cannot be 0", hint="start at 4 bytes or more")

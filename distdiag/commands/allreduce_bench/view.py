@@ -1,4 +1,4 @@
-"""allreduce-bench for people: columns as nccl-tests has them, units, colour; nothing else."""
+"""Terminal view of allreduce-bench, with the columns of nccl-tests."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iterator[RenderableType]:
-    """The hosts that could not be used, the table of ranks where one failed, then the rows."""
+    """Yield unusable hosts, the table of ranks if one failed, then the rows."""
     data = report.data
     yield from host_table(data.hosts)
     if not data.ranks:
-        if data.verdict is not None and not report.findings:  # of a table, which the user has
+        if data.verdict is not None and not report.findings:  # of a table, already known to the user
             yield Text("\n".join(data.verdict.lines))
         return
     if any(finding.where.ranks and finding.level is Level.FAIL for finding in report.findings):
