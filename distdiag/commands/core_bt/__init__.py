@@ -1,1 +1,1 @@
-"""distdiag core-bt: what crashed and why, from core files or a live process."""
+"""distdiag core-bt: explain crashes, from core files or a live process."""

@@ -64,7 +64,7 @@ def where(core: Core) -> str:
 def _caller_of_abort(core: Core, frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost C frame outside the C library, C++ and Python, if the process aborted.
 
-    None if a Python frame comes first, or if the kernel sent the signal.
+    None if no such frame precedes the first Python frame, or if the kernel sent the signal.
     """
     if core.signal_name != "SIGABRT":
         return None

@@ -1,1 +1,1 @@
-"""Is this cluster fit to start: limits, disks, clocks, network, GPUs and versions of all nodes, and who differs."""
+"""doctor: check limits, disks, clocks, network, GPUs and versions of all nodes, and compare the nodes."""

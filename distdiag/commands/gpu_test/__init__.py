@@ -1,1 +1,1 @@
-"""`distdiag gpu-test`: can all ranks talk, reduce correctly and use their memory; if not, which one, and why."""
+"""`distdiag gpu-test`: whether all ranks can communicate, reduce, compute and use their memory, and which fails."""

@@ -1,4 +1,4 @@
-"""What gpu-test does with ranks."""
+"""The job of gpu-test on the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOAT_BYTES = 4
 
 
 def job_of(request: Request) -> Job[Request, GpuTest]:
-    """Return what the ranks run and how it is diagnosed. Raises UsageError where the request contradicts itself."""
+    """Return the job of the ranks and its diagnosis. Raises UsageError for contradictory options."""
     if request.size_bytes < _FLOAT_BYTES:
         raise UsageError("--size is smaller than one float32 element", hint="use at least 4 bytes")
     return Job(

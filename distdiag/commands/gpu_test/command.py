@@ -1,4 +1,4 @@
-"""What you type for gpu-test."""
+"""Command line of gpu-test."""
 
 from __future__ import annotations
 

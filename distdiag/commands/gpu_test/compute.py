@@ -1,15 +1,14 @@
 """The stage compute of gpu-test's ranks: matrix products and copies, checked and timed.
 
-A product is checked three ways. A small one of the whole numbers -1, 0 and 1 has sums below 256, which every precision
-holds exactly in any order of summation. A large one has the same bits in every repetition on one device, and on every
-device of one model. The sums of its rows and columns follow from the factors in float64 (Huang and Abraham,
-"Algorithm-based fault tolerance for matrix operations", 1984).
+Three checks of products. A small product of -1, 0 and 1 has sums below 256, exact in every precision and order of
+summation. A large product has identical bits in every repetition, on every device of one model. Its row and column sums
+follow from the factors in float64 (Huang and Abraham, "Algorithm-based fault tolerance for matrix operations", 1984).
 
-Equal bits rest on cuBLAS ("Results Reproducibility" in its documentation): one version gives the same bits on each run,
-on GPUs of one architecture with one number of SMs, while a handle serves a single stream. Ranks compute on the default
-stream alone. CUBLAS_WORKSPACE_CONFIG and other switches that choose kernels are part of the model's name. Two sources
-of other bits are turned off: TunableOp, which uses the fastest kernel of a trial (torch.cuda.tunable), and the atomics
-of rocBLAS, which torch allows unless use_deterministic_algorithms is on (pytorch/pytorch#48654).
+Identical bits rely on cuBLAS ("Results Reproducibility" in its documentation): one version gives the same bits on each
+run, on GPUs of one architecture with one number of SMs, while a handle serves a single stream. Ranks compute on the
+default stream alone. CUBLAS_WORKSPACE_CONFIG and other switches that choose kernels are part of the model's name. Two
+sources of varying bits are disabled: TunableOp, which picks the fastest kernel of a trial (torch.cuda.tunable), and the
+atomics of rocBLAS, which torch allows unless use_deterministic_algorithms is on (pytorch/pytorch#48654).
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ _SMALL = 256
 _N_ON_CPU = 384
 _LARGEST_N = 8192
 _PRODUCTS_SHARE = 0.7
-"""Of the time; the rest is for bandwidths."""
+"""Share of the time for products; the rest is for bandwidths."""
 _LEAST_REPETITIONS = {"cuda": 3, "cpu": 25}
-"""The best of a few repetitions of a millisecond on a busy core varies by 25%."""
+"""The best of few one-millisecond repetitions on a busy core varies by 25%."""
 _ROUNDS = 3
 _COPY_BYTES_ON_CPU = 32 << 20
 _HOST_BYTES = 64 << 20
@@ -51,25 +50,25 @@ _ALL_TURNS_S = 2.0
 _HEALTH_S = 5.0
 _SIGMAS = 16
 _EPSILON = {"float32": 2.0**-24, "tf32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "fp8": 2.0**-8}
-"""Rounding of one element of the result; products in fp8 are written as bfloat16."""
+"""Rounding of one element of the result; fp8 products are written as bfloat16."""
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
 _BLAS_FILES = ("libcublas", "librocblas", "libhipblaslt")
 _SWITCHES = ("CUBLAS", "NVIDIA_TF32", "TORCH_BLAS", "ROCBLAS_", "HIPBLASLT_", "MKL_", "ONEDNN_", "DNNL_")
 _SLOW_FAULT = 0.7
-"""Of its speed is what `--inject slow-compute` leaves."""
+"""Relative speed under `--inject slow-compute`."""
 
 
 class Compute:
-    """Computes on the device of one rank for so many seconds in each round."""
+    """Computes on the device of one rank, for the given seconds per round."""
 
     def __init__(self, rank: Rank, seconds: float) -> None:
         self.rank, self.seconds = rank, seconds
         self.device = rank.device
         self.on_gpu = self.device.type == "cuda"
         self.bad: set[int] = set()
-        """The ranks that computed slowly or wrongly: known to rank 0 after `run`."""
+        """Ranks that computed slowly or wrongly; set on rank 0 by `run`."""
         if not self.on_gpu:
-            torch.set_num_threads(1)  # so that a rank measures one core, however many ranks share the node
+            torch.set_num_threads(1)  # each rank measures one core, however many ranks share the node
         elif torch.version.hip:
             torch.use_deterministic_algorithms(True)
         if self.on_gpu and hasattr(torch.cuda, "tunable"):
@@ -77,7 +76,7 @@ class Compute:
         self.n = self._size()
 
     def run(self) -> Computed:
-        """Measure with all ranks at once; again, up to three times, while one of them looks slow."""
+        """Measure on all ranks at once; repeat, up to three rounds in all, while any looks slow."""
         found = self._measure(1)
         again = self._agree(1, found)
         for number in range(2, _ROUNDS + 1):
@@ -87,12 +86,12 @@ class Compute:
         if self.on_gpu:
             bad = again or any(product.is_wrong for product in found.products)
             found = replace(found, health=self._health_under_load() if bad else None)
-            torch.cuda.empty_cache()  # NCCL allocates outside of torch's cache
+            torch.cuda.empty_cache()  # NCCL allocates outside torch's cache
             return found
         return replace(found, cpus=len(os.sched_getaffinity(0)))
 
     def _agree(self, number: int, found: Computed) -> bool:
-        """Return whether a rank is slow beside the others, as rank 0 sees it."""
+        """Return rank 0's verdict whether any rank is slow compared to the others."""
         rank, store = self.rank, self.rank.store
         rank.progress.step(f"comparing the results of all ranks, round {number}", waiting=True)
         store.set(f"compute/{number}/{rank.rank}", json.dumps(found.summary()))
@@ -116,9 +115,9 @@ class Compute:
         return Computed(self._model(), products, self._bandwidths(self.seconds * (1 - _PRODUCTS_SHARE)))
 
     def _model(self) -> str:
-        """Name everything that decides the bits and the speed of a product: devices with equal names are compared.
+        """Name all influences on the bits and the speed of a product: only devices with equal names are compared.
 
-        On a GPU also the file of its BLAS library: outside of pip's packages, torch's version does not determine it.
+        On a GPU this includes the file of its BLAS library, which torch's version determines only for pip packages.
         """
         switches = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(_SWITCHES)]
         if not self.on_gpu:
@@ -136,7 +135,7 @@ class Compute:
         return ", ".join([*parts, f"n {self.n}", *switches])
 
     def _precisions(self) -> list[str]:
-        """List what the device multiplies in hardware."""
+        """List the precisions supported in hardware."""
         if not self.on_gpu:
             return ["float32", "bfloat16"]
         if torch.version.hip:
@@ -163,16 +162,16 @@ class Compute:
             )
             return replace(found[0], sums_off=self._sums_off(precision, left, right, found[1]))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            if precision != "fp8":  # of which not every build and GPU has a kernel
+            if precision != "fp8":  # not every build and GPU has an fp8 kernel
                 raise
             return Product(precision, skipped=str(error).splitlines()[0][:160])
 
     def _size(self) -> int:
-        """Return n, from the memory that is free on the GPU: half of it holds 64 n^2 bytes, the int64 steps of the
-        factors and the float64 copies of the sums. Other programs may take it meanwhile: out-of-memory is reported."""
+        """Return n for the free memory of the GPU: half of it must hold 64 n^2 bytes, the int64 steps of the factors
+        and the float64 copies of the sums. Other programs may take it meanwhile: out-of-memory is reported."""
         if not self.on_gpu:
             return _N_ON_CPU
-        torch.cuda.empty_cache()  # what the stage memory filled counts as free again
+        torch.cuda.empty_cache()  # returns the memory of the stage memory
         free = torch.cuda.mem_get_info()[0] / self.rank.config["sharing"]
         n = _LARGEST_N
         while n > _SMALL and 64 * n * n > free / 2:
@@ -180,11 +179,12 @@ class Compute:
         return n
 
     def _multiply(self, precision: str, left: torch.Tensor, right: torch.Tensor) -> Multiply:
-        """Return what multiplies two float32 matrices, shape (n, n), in a precision; rounded to it already.
+        """Return a function that multiplies two float32 matrices, shape (n, n), in a precision, with inputs already
+        rounded.
 
-        torch._scaled_mm checks (aten/src/ATen/native/cuda/Blas.cpp): compute capability 8.9 or from 9.0, all sizes
-        multiples of 16, the first matrix by rows and the second by columns, scales of one float32 element on the
-        device. Before torch 2.5 it also returned the largest value of the result.
+        torch._scaled_mm requires (aten/src/ATen/native/cuda/Blas.cpp): compute capability 8.9 or from 9.0, all sizes
+        multiples of 16, the first matrix in row-major and the second in column-major order, scales of one float32
+        element on the device. Before torch 2.5 it also returned the largest value of the result.
         """
         if precision == "fp8":
             one = torch.ones((), device=self.device)
@@ -201,20 +201,20 @@ class Compute:
         return lambda: a @ b
 
     def _fractions(self, n: int, by_row: int, by_column: int) -> torch.Tensor:
-        """Return k/128 with |k| < 128 in no visible order, shape (n, n), float32: exact in all precisions but fp8."""
+        """Return pseudo-random k/128 with |k| < 128, shape (n, n), float32: exact in all precisions but fp8."""
         index = torch.arange(n, device=self.device, dtype=torch.int64)
         mixed = (index[:, None] * by_row + 1) * (index[None, :] * by_column + 3) % 65521 * 40503
         return ((mixed >> 7) % 255 - 127).to(torch.float32) / 128
 
     def _inexact(self, precision: str) -> int:
-        """Count wrong elements of a product of -1, 0 and 1, beside the product of whole numbers on the CPU."""
+        """Count wrong elements of a product of -1, 0 and 1, compared with an exact product on the CPU."""
         left = (self._fractions(_SMALL, 37, 101) * 128).remainder(3) - 1
         right = (self._fractions(_SMALL, 59, 17) * 128).remainder(3) - 1
         result = self._multiply(precision, left, right)().to("cpu", torch.float64)
         return int((result != left.cpu().double() @ right.cpu().double()).sum())
 
     def _repeat(self, product: Product, multiply: Multiply, seconds: float) -> tuple[Product, torch.Tensor]:
-        """Multiply for so long; return what was seen, and the result that most repetitions have."""
+        """Multiply for `seconds`; return the observations, and the most frequent result."""
         rank = self.rank
         multiply()
         rank.synchronize()
@@ -246,8 +246,8 @@ class Compute:
         """Run it once; return its seconds and its result.
 
         On a GPU between two events of its stream, as launches are asynchronous ("Asynchronous execution" in torch's
-        CUDA semantics). On the CPU in time of this thread: other programs on its cores change the wall clock, not the
-        speed of the core. `slowed`: take as long as at 70% of the speed.
+        CUDA semantics). On the CPU in thread time: other programs affect the wall clock, not the speed of the core.
+        `slowed`: take as long as at 70% of the speed.
         """
         clock = time.perf_counter if self.on_gpu else time.thread_time
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.on_gpu else []
@@ -267,14 +267,14 @@ class Compute:
         return events[0].elapsed_time(events[1]) / 1e3, result
 
     def _digest(self, result: torch.Tensor) -> str:
-        """Return two weighted sums of the bits of a result, modulo 2^64: any single element that changes, shows."""
+        """Return two weighted sums of the bits of a result, modulo 2^64, which detect a change of any element."""
         bits = result.view(torch.int32 if result.element_size() == 4 else torch.int16)
         weights = torch.arange(1, len(bits) + 1, device=self.device, dtype=torch.int64)
         rows, columns = (int((bits.sum(dim, dtype=torch.int64) * weights).sum()) for dim in (1, 0))
         return f"{rows & (2**64 - 1):016x}{columns & (2**64 - 1):016x}"
 
     def _sums_off(self, precision: str, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> int:
-        """Count the rows and columns whose sum is farther from that of the factors than rounding explains."""
+        """Count the rows and columns whose sum deviates from that of the factors by more than rounding explains."""
         if precision == "fp8":
             left, right = (matrix.to(torch.float8_e4m3fn).float() for matrix in (left, right))
         left, right, result = left.double(), right.double(), result.double()
@@ -284,7 +284,7 @@ class Compute:
         allowed = _SIGMAS * len(left) ** 0.5 * size * (_EPSILON[precision] + len(left) * 2.0**-24)
         rows = result @ ones - left @ (right @ ones)
         columns = ones @ result - (ones @ left) @ right
-        # Negated, so that a sum that is no number counts as off.
+        # Negated, so that nan counts as off.
         return int((~(rows.abs() <= allowed)).sum() + (~(columns.abs() <= allowed)).sum())
 
     # --- bandwidths
@@ -298,7 +298,7 @@ class Compute:
         }
         if self.on_gpu:
             part = a[: _HOST_BYTES // 4]
-            with contextlib.suppress(RuntimeError):  # a system that pins no memory
+            with contextlib.suppress(RuntimeError):  # pinned memory unavailable
                 host = torch.empty(len(part), pin_memory=True)
                 ways["to device"] = (4 * len(part), lambda: part.copy_(host, non_blocking=True))
                 ways["from device"] = (4 * len(part), lambda: host.copy_(part, non_blocking=True))
@@ -320,9 +320,9 @@ class Compute:
         return best
 
     def _best_in_turn(self, way: Callable[[], torch.Tensor], seconds: float) -> float:
-        """Time copies to or from the host while the other ranks of the node rest: GPUs may share a PCIe switch.
+        """Time copies to or from the host while the node's other ranks are idle: GPUs may share a PCIe switch.
 
-        The turns of local ranks follow the monotonic clock, which is one for the node.
+        Local ranks take turns by the monotonic clock, which is common to the node.
         """
         number = self.rank.config["local_world_size"]
         seconds = min(seconds, _ALL_TURNS_S)
@@ -331,7 +331,7 @@ class Compute:
         return self._best_of(way, seconds / number)
 
     def _health_under_load(self) -> gpu_health.GpuHealth | None:
-        """Return what nvidia-smi reports of this GPU while it multiplies."""
+        """Return nvidia-smi's report of this GPU while it multiplies."""
         uuid = getattr(torch.cuda.get_device_properties(self.device), "uuid", None)
         read: list[gpu_health.Health] = []
         reader = threading.Thread(target=lambda: read.append(gpu_health.read(_HEALTH_S, users=False)), daemon=True)
@@ -347,8 +347,10 @@ class Compute:
 
 
 def _allow_tf32(allowed: bool) -> None:
-    """Let float32 products round their factors to TF32, or not. Since torch 2.9 the old name warns, and reading it
-    raises where the new one was set ("TensorFloat-32" in torch's CUDA semantics)."""
+    """Let float32 products round factors to TF32, or not.
+
+    Since torch 2.9 the old name warns, and reading it raises if the new one was set ("TensorFloat-32" in torch's CUDA semantics).
+    """
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):
         matmul.fp32_precision = "tf32" if allowed else "ieee"
@@ -357,7 +359,7 @@ def _allow_tf32(allowed: bool) -> None:
 
 
 def _better(first: Computed, second: Computed) -> Computed:
-    """Return the best rates of two rounds, and whatever either found wrong."""
+    """Merge two rounds: the best rates, and the errors of either."""
     products = []
     for old, new in zip(first.products, second.products):
         bad = old if old.is_wrong else new

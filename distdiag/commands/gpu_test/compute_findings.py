@@ -1,4 +1,4 @@
-"""Which ranks compute wrongly or slowly, from what each of them measured. Pure."""
+"""Ranks that compute wrongly or slowly, from the measurements of all. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from distdiag.launch.types import Request
 
 _FAR_BELOW_PEAK = 0.4
-"""Of the data sheet's 16-bit peak, which products of this size reach to 60 or 80 percent on an idle GPU."""
+"""Share of the data sheet's 16-bit peak; products of this size reach 60 to 80 percent on an idle GPU."""
 _MOST_EVIDENCE = 8
 
 
 def findings_of(computed: Mapping[int, Computed], traces: Sequence[RankTimeline], request: Request) -> list[Finding]:
-    """Return what the stage compute found, wrong results first."""
+    """Return the findings of the stage compute, wrong results first."""
     judge = _Judge(computed, {trace.rank: trace for trace in traces}, request)
     wrong = judge.wrong()
     return [*wrong, *([] if wrong else judge.differing()), *judge.slow(), *judge.below_peak()]
@@ -37,7 +37,7 @@ class _Judge:
         self.on_gpu = any(not own.cpus for own in computed.values())
 
     def wrong(self) -> list[Finding]:
-        """Return the ranks whose own checks failed."""
+        """Report ranks that failed their own checks."""
         said = {
             rank: lines
             for rank, own in sorted(self.computed.items())
@@ -60,7 +60,7 @@ class _Judge:
         ]
 
     def differing(self) -> list[Finding]:
-        """Return the ranks whose large products differ in bits from those of the same model."""
+        """Report ranks whose large products differ in bits from those of the same model."""
         found = []
         compared = by_model({rank: (own.model, own.digests()) for rank, own in self.computed.items()})
         for (precision, model), digests in compared.items():
@@ -87,7 +87,7 @@ class _Judge:
         return found[:1]
 
     def slow(self) -> list[Finding]:
-        """Return the ranks that are slow beside those of the same model, one finding for products, one for copies."""
+        """Report ranks slower than those of the same model, one finding for products, one for copies."""
         seen = slow_by_rate({rank: (own.model, own.rates()) for rank, own in self.computed.items()})
         products: dict[int, list[str]] = {}
         copies: dict[int, list[str]] = {}
@@ -145,7 +145,7 @@ class _Judge:
         )
 
     def below_peak(self) -> list[Finding]:
-        """Return a warning where all GPUs of a model are far from what its data sheet has."""
+        """Warn if all GPUs of a model are far below the peak of its data sheet."""
         rates: dict[str, dict[int, float]] = {}
         for rank, own in self.computed.items():
             best = max((p.flops_per_s for p in own.products if p.precision in ("bfloat16", "float16")), default=0.0)
@@ -227,7 +227,7 @@ def _wrong(product: Product) -> Iterator[str]:
 
 
 def _health(gpu: GpuHealth | None) -> Iterator[str]:
-    """Return what stands out of a GPU's health under load."""
+    """Format notable values of a GPU's health under load."""
     if gpu is None:
         return
     if gpu.slowdowns:

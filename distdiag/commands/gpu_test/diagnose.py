@@ -1,4 +1,4 @@
-"""How the ranks fared -> Report. Pure: the same answer for recorded facts."""
+"""Outcomes of the ranks -> Report. Pure: recorded facts give the same answer."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> GpuTest:
-    """Return the facts of a run in which no rank was started."""
+    """Return the facts of a run that started no ranks."""
     return GpuTest(**facts, size_bytes=request.size_bytes, memory_bytes=None, arch_list=(), computed={})
 
 
 def _paused(request: Request, course: RunRecord) -> list[Finding]:
-    """Return ranks that did not run while they computed; want of a core for a second of a test is a remark."""
+    """Report ranks that waited for a core while computing; in a test of seconds this is a remark."""
     pauses = {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
     found = rank_report.paused(request, course.traces, pauses)
     return [replace(each, level=Level.INFO) if each.level is Level.WARN else each for each in found]

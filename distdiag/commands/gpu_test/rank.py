@@ -1,7 +1,7 @@
-"""What every rank of gpu-test runs: the stages start, connect, init, agree, reduce, memory, compute, done.
+"""The program of every rank of gpu-test: the stages start, connect, init, agree, reduce, memory, compute, done.
 
-Each step is reported before it starts, so that the place of a rank that hangs is known. A rank reports only what it
-sees itself; the parent, which sees all ranks, decides which of them is at fault.
+Each step is reported before it starts, to locate a hanging rank. A rank reports only its own observations; the parent,
+which has those of all ranks, identifies the faulty rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-# The reduced values are whole numbers below 2**24, so float32 sums of them are exact in any order.
+# The reduced values are whole numbers below 2**24, so float32 sums are exact in any order.
 PERIOD = 2039
-"""Element i starts as i mod PERIOD: a prime, so that a chunk moved by a power of two shows."""
+"""Element i starts as i mod PERIOD: a prime, which exposes chunks moved by a power of two."""
 MARK = 2048
-"""Rank r adds this where i mod world_size == r, so each source rank leaves its own trace."""
+"""Added by rank r at each i with i mod world_size == r, so each source rank leaves a distinct trace."""
 MEMORY_CHUNK_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
@@ -34,7 +34,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 class Rank(AnyRank):
-    """One rank on its way through the stages."""
+    """One rank, running all stages."""
 
     dtype: torch.dtype
 
@@ -88,7 +88,7 @@ class Rank(AnyRank):
     def wrong_result(
         self, wrong: torch.Tensor, result: torch.Tensor, expected: float, how: str, own: torch.Tensor | None
     ) -> None:
-        """Report a wrong sum, and whether it came from wrong data of this rank itself."""
+        """Report a wrong sum, and whether this rank's own data caused it."""
         first = int(wrong[0])
         self.trouble(
             "wrong-result",
@@ -108,7 +108,7 @@ class Rank(AnyRank):
         self.synchronize()
 
     def memory(self) -> None:
-        """Allocate in chunks, write a pattern of position and chunk everywhere, then read all of it back."""
+        """Allocate in chunks, write a pattern of position and chunk everywhere, then read it all back."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             requested = int(torch.cuda.mem_get_info()[0] * self.config["memory_fraction"] / self.config["sharing"])
@@ -141,7 +141,7 @@ class Rank(AnyRank):
 
 
 def pattern(count: int, rank: int, world_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a rank sends: shape (count,), element i is i mod PERIOD, plus MARK where i mod world_size is the rank."""
+    """Return a rank's data, shape (count,): element i is i mod PERIOD, plus MARK if i mod world_size is the rank."""
     tile = torch.arange(PERIOD, dtype=dtype, device=device)
     buffer = torch.empty(count, dtype=dtype, device=device)
     whole = count // PERIOD * PERIOD
@@ -152,12 +152,15 @@ def pattern(count: int, rank: int, world_size: int, dtype: torch.dtype, device: 
 
 
 def expected_tile(world_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One period of the right sum, shape (PERIOD,): every position is marked by exactly one rank."""
+    """Return one period of the right sum, shape (PERIOD,): every position is marked by exactly one rank."""
     return torch.arange(PERIOD, dtype=dtype, device=device) * world_size + MARK
 
 
 def wrong_elements(result: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
-    """Indices, shape (k,), where the result is not the tile repeated. Compares in blocks: no second large buffer."""
+    """Return the indices, shape (k,), at which the result is not the repeated tile.
+
+    Compares in blocks, to avoid a second large buffer.
+    """
     block = tile.repeat(128)
     wrong = []
     for begin in range(0, result.numel(), block.numel()):
@@ -168,7 +171,7 @@ def wrong_elements(result: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
 
 
 def explain(result: torch.Tensor, sent: torch.Tensor, wrong: torch.Tensor, world_size: int) -> str:
-    """Return what kind of wrong sum this is, from the first wrong stretch of the buffer."""
+    """Classify a wrong sum by the first wrong stretch of the buffer."""
     stretch = wrong[: 8 * world_size].cpu()
     got = result[stretch.to(result.device)].double().cpu()
     right = (stretch % PERIOD).double() * world_size + MARK

@@ -1,4 +1,4 @@
-"""What gpu-test is asked for, and what it finds."""
+"""The request of gpu-test, and its result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "compute", "done")
 STAGELESS = ("corrupt", "dtype", "no-import", "slow-compute", "wrong-compute")
-"""Faults that have their own place."""
+"""Faults with a fixed stage."""
 SIZE_BYTES = 64 * 2**20
 COMPUTE_S = {"cuda": 1.5, "cpu": 0.5}
-"""How long each round of the stage compute takes by default."""
+"""Default time of each round of the stage compute."""
 
 
 def compute_config(seconds: float | None, plan: Plan, share: Allocation) -> dict[str, object]:
-    """Return what `compute.Compute` reads of a rank's config; `seconds`: as typed."""
+    """Return the part of a rank's config read by `compute.Compute`; `seconds`: as typed."""
     return {
         "sharing": share.sharing,
         "local_world_size": share.local_world_size,
@@ -49,26 +49,26 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(types.RankFault):
-    """A fault to inject into one rank; in `stage` where the kind allows any."""
+    """A fault to inject into one rank; in `stage` if the kind allows any."""
 
     stage: str
 
     @property
     def at(self) -> tuple[str, str]:
-        """The stage, where there is a choice."""
+        """The stage, for kinds that take one."""
         return ("", "") if self.kind in STAGELESS else (self.stage, f"stage {self.stage}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(types.Request):
-    """What was typed."""
+    """The options of one run."""
 
     command = "gpu-test"
     stages = STAGES
     size_bytes: int = SIZE_BYTES
     memory_fraction: float | None = None
     compute_s: float | None = None
-    """How long each round of the stage compute takes; None for COMPUTE_S, 0 leaves it out."""
+    """Time of each round of the stage compute; None for COMPUTE_S, 0 skips it."""
     fault: Fault | None = None
 
     @property
@@ -91,11 +91,11 @@ class Request(types.Request):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTest(types.RunFacts):
-    """The facts of one run; `arch_list` is what torch was compiled for, empty on the CPU."""
+    """The facts of one run; `arch_list`: the GPU architectures torch was compiled for, empty on the CPU."""
 
     size_bytes: int
     memory_bytes: int | None
-    """Written and read back by each rank, the smallest; None if no rank got that far."""
+    """Smallest amount of memory written and read back by a rank; None if no rank completed it."""
     arch_list: tuple[str, ...]
     computed: dict[int, Computed]
-    """By rank, of those that got so far."""
+    """By rank, for ranks that completed the stage compute."""

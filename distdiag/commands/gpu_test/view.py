@@ -1,4 +1,4 @@
-"""gpu-test for people: columns, units, folding; nothing else."""
+"""Terminal view of gpu-test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def gpu_test_view(report: Report[GpuTest]) -> Iterator[RenderableType]:
-    """The hosts that could not be used, the table of ranks, then the versions that the ranks reported."""
+    """Yield unusable hosts, the table of ranks, then versions reported by the ranks."""
     yield from host_table(report.data.hosts)
     if not report.data.ranks:
         return
@@ -48,5 +48,5 @@ def _facts(data: GpuTest) -> Iterator[str]:
 
 
 def _medians(names: Iterable[str], rates: Mapping[str, list[float]], unit: float) -> str:
-    """Format the median of the ranks for each name, in units of so many a second: "float32 0.098, bfloat16 0.21"."""
+    """Format the median of the ranks for each name, in units per second: "float32 0.098, bfloat16 0.21"."""
     return ", ".join(f"{name} {median(rates[name]) / unit:.3g}" for name in rates if name in names)

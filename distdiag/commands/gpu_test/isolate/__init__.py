@@ -1,1 +1,1 @@
-"""gpu-test --isolate: which rank, node or link is at fault, from the bandwidth of every two ranks."""
+"""gpu-test --isolate: find the faulty rank, node or link from the bandwidth of every pair of ranks."""

@@ -1,7 +1,7 @@
-"""From pairs of ranks to what is at fault: a node, a rank, a link, or groups that do not work together. Pure.
+"""Finds the fault behind bad pairs of ranks: a node, a rank, a link, or groups that cannot communicate. Pure.
 
-Bad pairs are explained by as few culprits as can be, the largest first: nodes, ranks, groups, and only then single
-links. Where the evidence is too little, that is the answer.
+Bad pairs are explained by as few culprits as possible, the largest first: nodes, ranks, groups, then single links.
+Insufficient evidence is a result as well.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate.types import Edge, Pair
 
 _SCATTERED = 1 / 5
-"""Of the pairs among some members. If more are slow without a pattern, it is noise or the layout, not so many links."""
+"""Share of the pairs of some members. More slow pairs without a pattern are noise or topology, not that many links."""
 
 
 def below_expectation(case: Case) -> None:
-    """Add levels whose good pairs, too, are below the expected bandwidth.
+    """Report levels whose good pairs, too, are below the expected bandwidth.
 
-    Not of a pair that is the only one: it is a bad pair then, and one of its ranks may be to blame.
+    A single pair is a bad pair instead, and one of its ranks may be at fault.
     """
     least = case.least or 0.0
     levels = [level for level, typical in case.typical.items() if typical < least]
@@ -50,7 +50,7 @@ def below_expectation(case: Case) -> None:
 
 
 def dead_nodes(case: Case) -> None:
-    """Blame nodes of several ranks none of which has a good pair, but each two bad ones."""
+    """Blame nodes of several ranks if none of these has a good pair, and each has two bad ones."""
     working = {end for edge in case.good for end in edge}
     bads = Counter(end for edge in case.bad for end in edge)
     for ranks in case.ranks_of.values():
@@ -59,7 +59,7 @@ def dead_nodes(case: Case) -> None:
 
 
 def no_network(case: Case) -> None:
-    """Add the network where no pair between nodes is good: such pairs are no evidence about single nodes and ranks."""
+    """Blame the network if no pair between nodes is good; such pairs are no evidence about single nodes or ranks."""
     bad = case.at(NET, case.left)
     hosts = case.hosts({end for edge in bad for end in edge})
     if not bad or case.at(NET, case.good):
@@ -75,7 +75,7 @@ def no_network(case: Case) -> None:
 
 
 def dead_ranks(case: Case) -> None:
-    """Blame ranks that work with no other rank of any node; but not those that may be a group apart."""
+    """Blame ranks that work with no other rank of any node, except possible members of a separate group."""
     dead = pair_graph.culprits(case.good, case.left)
     unmet = _unmet(case, dead)
     if unmet:
@@ -87,7 +87,7 @@ def dead_ranks(case: Case) -> None:
 
 
 def _unmet(case: Case, dead: Iterable[int]) -> dict[int, set[int]]:
-    """Find for ranks those that they did not meet, nor any that works with these: with them they might work."""
+    """Map ranks to the untested peers with which each might work: those not connected to a tested peer."""
     part_of = {member: part for part in pair_graph.parts(case.good) for member in part}
     unmet = {}
     for rank in dead:
@@ -98,7 +98,7 @@ def _unmet(case: Case, dead: Iterable[int]) -> dict[int, set[int]]:
 
 
 def between_nodes(case: Case) -> None:
-    """Classify nodes as a whole: two of them work together if any pair of their ranks does."""
+    """Classify whole nodes: two nodes work together if any pair of their ranks does."""
     first = {rank: own[0] for own in case.ranks_of.values() for rank in own}
     net = case.at(NET, case.left)
     good, bad = (
@@ -124,7 +124,7 @@ def between_nodes(case: Case) -> None:
 
 
 def nothing_inside(case: Case) -> None:
-    """Add nodes inside which no two ranks work together, while ranks of different nodes do."""
+    """Report nodes without a working pair inside, while pairs between nodes work."""
     bad = case.at(NODE, case.left)
     hosts = case.hosts({end for edge in bad for end in edge})
     if len(hosts) > 1 and not case.at(NODE, case.good):
@@ -135,7 +135,7 @@ def nothing_inside(case: Case) -> None:
 
 
 def cells(case: Case) -> None:
-    """Classify the ranks of each node, and of each rail: those that are paired between nodes."""
+    """Classify the ranks of each node, and of each rail: the ranks paired between nodes."""
     for level in LEVELS:
         for part in pair_graph.parts(case.at(level, case.pairs)):
             bad = {edge for edge in case.at(level, case.left) if edge[0] in part}
@@ -170,13 +170,13 @@ def classify(
     """Find the fewest culprits that explain all bad pairs.
 
     Args:
-        pairs: each two ranks once, of both levels, those that were skipped as well.
+        pairs: each pair of ranks once, of both levels, including skipped pairs.
         host_of: the node of each rank.
-        least_bytes_per_s: what a pair of either level should have at least, if that is known. Else pairs are only
-            compared with each other, and all may be slow.
+        least_bytes_per_s: minimum bandwidth of a pair at either level, if known. Otherwise pairs are only compared with
+          each other, and all may be slow.
 
     Returns:
-        What is at fault, and how each pair (a, b) fared.
+        The fault, and the status of each pair (a, b).
     """
     case = Case(pairs, host_of, least_bytes_per_s)
     below_expectation(case)
@@ -189,7 +189,7 @@ def classify(
 
 
 def _sum(case: Case) -> Classification:
-    """Join the troubles into one classification, led by what was measured."""
+    """Join the troubles into one classification, preceded by the measurements."""
     found = case.troubles or [findings.healthy(case)]
     measured = [findings.measured_at(case, level) for level in LEVELS if case.at(level, case.pairs)]
     reason = (*measured, *(line for trouble in found for line in trouble.reason))

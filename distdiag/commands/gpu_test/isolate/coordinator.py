@@ -1,8 +1,8 @@
-"""Rank 0's part of measuring pairs: which pairs are next, which are left out, and which are measured again.
+"""Rank 0's part of measuring pairs: chooses the next pairs, skips some, and repeats others.
 
-Noise makes pairs slow as faults do, but not each time: a slow pair is measured again, in turn with good pairs, until
-it was fast once or slow so often, beside good pairs that were not, that it is no chance. Standard library only: it
-travels with the ranks.
+Noise slows pairs as faults do, but not every time: a slow pair is measured again, alternating with good pairs, until it
+was fast once, or slow so often, next to good pairs that were not, that chance is excluded. Standard library only: it is
+sent to the ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
-    """Arrange all pairs to be measured; no rank is twice in a round, and no pair in two rounds.
+    """Arrange all pairs in rounds; no rank is twice in a round, and no pair in two rounds.
 
     Args:
         nodes: the ranks of each node by local rank; nodes may have different numbers of ranks.
 
     Returns:
-        For each round its pairs (a, b), a < b, sorted. First pairs inside the nodes, all nodes at the same time: for g
-        ranks g - 1 rounds, or g where g is odd. Then pairs of nodes, for k nodes k - 1 or k rounds: when two nodes
-        meet, local rank i of one meets local rank i of the other, for each i that both have.
+        For each round its pairs (a, b), a < b, sorted. First pairs inside the nodes, all nodes in parallel: for g ranks
+          g - 1 rounds, or g if g is odd. Then pairs of nodes, for k nodes k - 1 or k rounds: when two nodes meet, local
+          rank i of one meets local rank i of the other, for each i that both have.
     """
     inside = [list(_meetings(len(ranks))) for ranks in nodes]
     found = []
@@ -44,7 +44,7 @@ def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
 def _meetings(members: int) -> Iterator[list[Pair]]:
     """Pair members 0, 1, ... with each other once by the circle method: one stays, the others move on by one seat.
 
-    With an odd number, the partner of the member that stays is idle.
+    With an odd number, the partner of the fixed member is idle.
     """
     circle = members - 1 + members % 2
     for turn in range(circle if members > 1 else 0):
@@ -57,24 +57,24 @@ def _pair(a: int, b: int) -> Pair:
 
 
 _HOPELESS = 3
-"""A rank that failed with so many others and worked with none is not tried with the peers of those: each try costs a
-timeout. It is tried with others, to distinguish groups that do not reach each other from a bad rank."""
+"""A rank that failed with this many others and worked with none skips the peers of those: each try costs a timeout.
+Other peers are tried, to distinguish unconnected groups from a bad rank."""
 _PATIENCE = 5.0
 _AGAIN_FAILED = 2
-"""Of the pairs that failed are tried again, once: it costs a timeout."""
+"""Failed pairs to retry, once: each retry costs a timeout."""
 _SAMPLES = 24
-"""How often a pair that may be slow is measured again, at most."""
+"""Maximum number of repetitions for a possibly slow pair."""
 _DIM = 0.6
-"""Below this part of the best of its level a good pair, too, is measured again: slow pairs are compared with it."""
+"""Good pairs below this fraction of their level's best are measured again as well, as the reference for slow pairs."""
 _SAMPLES_DIM = 3
 _FEW = 12
-"""So often where need be, however long it takes: that proves a slow pair beside a single good one."""
+"""Repetitions allowed regardless of time: enough to prove a pair slow next to a single good one."""
 _SAMPLING_S = 20.0
-"""After so long, what may be chance stays so."""
+"""Afterwards, pairs that may be slow by chance stay unsure."""
 
 
 class Coordinator:
-    """Plans rounds of pairs, one after the other; `results` has the result of each pair, with all its samples."""
+    """Plans rounds of pairs sequentially; `results` has the result of each pair, with all its samples."""
 
     def __init__(
         self,
@@ -84,9 +84,15 @@ class Coordinator:
         pause_s: float,
         left_out: Collection[int] = (),
     ) -> None:
-        """`nodes`: the ranks of each; `at_once`: pairs that a node can have at the same time, None for any number;
-        `patience_s`: the least and the most that a pair is waited for; `pause_s`: how long to rest before each time
-        that slow pairs are measured again; `left_out`: ranks to be in no pair."""
+        """Plan all pairs.
+
+        Args:
+            nodes: the ranks of each node.
+            at_once: maximum number of concurrent pairs of a node, None: unlimited.
+            patience_s: minimum and maximum timeout of a pair.
+            pause_s: rest before each repetition of slow pairs.
+            left_out: ranks to exclude.
+        """
         self._pause_s = pause_s
         self._patience_s = patience_s
         self._longest_s: float | None = None
@@ -96,7 +102,7 @@ class Coordinator:
         self.results: dict[tuple[int, int], dict[str, Any]] = {}
 
     def plan(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """Yield the name and the pairs of each round; its results must be noted before the next round is requested."""
+        """Yield the name and the pairs of each round; note its results before requesting the next round."""
         for number, pairs in enumerate(self._rounds, 1):
             yield f"round {number} of {len(self._rounds)}", [pair for pair in pairs if not self._is_hopeless(pair)]
         failed = self._failed()
@@ -110,12 +116,12 @@ class Coordinator:
             time.sleep(self._pause_s)
             for number, pair in enumerate(suspects, 1):
                 words = f"sample {sample + 2}, {number} of {len(suspects)}"
-                # A good pair just before it has the same noise: what slows both is no evidence.
+                # A good pair measured just before has the same noise: a slowdown of both is no evidence.
                 yield f"{words}: reference pair", [self._control(pair, good)]
                 yield words, [pair]
 
     def note(self, pair: tuple[int, int], result: dict[str, Any]) -> None:
-        """Keep a result; what was wrong once remains so, and a pair that worked once has not failed."""
+        """Record a result; wrong data once is wrong for good, and a pair that worked once has not failed."""
         if not result["failed"]:
             self._longest_s = max(self._longest_s or 0.0, result["took_s"])
         before = self.results.get(pair, result)
@@ -124,7 +130,7 @@ class Coordinator:
         self.results[pair] = {**better, "bandwidths": samples, "wrong": max(before["wrong"], result["wrong"])}
 
     def patience_s(self) -> float:
-        """Return the seconds that a pair may take for a step, from the longest time of a pair that worked."""
+        """Return the timeout of a pair's step in seconds, from the longest time of a working pair."""
         least, most = self._patience_s
         return most if self._longest_s is None else min(most, max(least, _PATIENCE * self._longest_s))
 
@@ -133,7 +139,7 @@ class Coordinator:
         return "node" if self._node_of[pair[0]] == self._node_of[pair[1]] else "net"
 
     def all_results(self) -> list[dict[str, Any]]:
-        """List all pairs with their results; pairs never tried have neither samples nor an error."""
+        """List all pairs with their results; untried pairs have neither samples nor an error."""
         untried: dict[str, Any] = {"bandwidths": [], "failed": False, "wrong": 0, "error": "", "iterations": 0}
         return [
             {"a": pair[0], "b": pair[1], "level": self.level(pair), **self.results.get(pair, untried)}
@@ -142,7 +148,7 @@ class Coordinator:
         ]
 
     def _parts(self, pairs: list[tuple[int, int]], at_once: int | None) -> list[list[tuple[int, int]]]:
-        """Divide a round, so that no node has more pairs than it can serve: they would slow each other down."""
+        """Split a round to bound the concurrent pairs of a node: beyond that, pairs slow each other down."""
         parts: list[list[tuple[int, int]]] = []
         of_node: dict[int, int] = {}
         for pair in pairs:
@@ -156,7 +162,7 @@ class Coordinator:
         return parts
 
     def suspects(self, *, also_dim: bool) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
-        """List the good pairs, and those to measure again, as they may be slow: first those with the most samples."""
+        """List the good pairs, and the possibly slow pairs to repeat, those with the most samples first."""
         good: set[tuple[int, int]] = set()
         found: list[tuple[int, float, tuple[int, int]]] = []
         working = {
@@ -174,8 +180,7 @@ class Coordinator:
         return good, [pair for _, _, pair in sorted(found)[:DOZEN]]
 
     def _control(self, suspect: tuple[int, int], good: set[tuple[int, int]]) -> tuple[int, int]:
-        """Choose a good pair to measure beside a suspect: of its level, of its node if there is one, with the fewest
-        samples."""
+        """Choose the good pair to measure next to a suspect: same level, preferably same node, fewest samples."""
         nodes = {self._node_of[rank] for rank in suspect}
 
         def order(pair: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
@@ -186,10 +191,10 @@ class Coordinator:
         return min(others, key=order)
 
     def _failed(self) -> list[tuple[int, int]]:
-        """List failed pairs to be tried again, where others of their level work."""
+        """List failed pairs to retry, if others of their level work."""
         working = {self.level(pair) for pair, result in self.results.items() if not result["failed"]}
         failed = [pair for pair, result in self.results.items() if result["failed"] and self.level(pair) in working]
-        # First those whose ranks work together by way of others: groups that do not meet fail in any case.
+        # First pairs with ranks connected through others: unconnected groups fail in any case.
         return sorted(failed, key=lambda pair: (not self._meet(pair), pair))[:_AGAIN_FAILED]
 
     def _is_hopeless(self, pair: tuple[int, int]) -> bool:
@@ -207,7 +212,7 @@ class Coordinator:
         return pair[1] in self._connected(pair[0])
 
     def _connected(self, rank: int) -> set[int]:
-        """Find all ranks that work with a rank, directly or through others; itself, too."""
+        """Find all ranks connected to a rank by working pairs, including itself."""
         found, waiting = {rank}, [rank]
         while waiting:
             here = waiting.pop()

@@ -1,4 +1,4 @@
-"""`gpu-test --isolate`: its job on the ranks, and from their pairs to the Report. `diagnose` is pure."""
+"""`gpu-test --isolate`: the job of the ranks, and the Report from their pairs. `diagnose` is pure."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _ITERATIONS = 4
 _SIZE_BYTES = {Device.CPU: 4 * 2**20, Device.CUDA: 64 * 2**20}
 _LEAST_BYTES = 4096
 _PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
-"""For all of a pair's work. NCCL makes its connections in it, which takes seconds."""
+"""Timeout for all of a pair's work, including NCCL's connection setup, which takes seconds."""
 _LEAST_TIMEOUT_S = {Device.CPU: 1.5, Device.CUDA: 5.0}
-"""Once pairs have worked, the others may take five times as long as the slowest of them, and at least this long."""
+"""Once pairs have worked, others may take five times as long as the slowest of them, but at least this."""
 _PAUSE_S = 0.25
-"""Before each time that slow pairs are measured again: other programs make noise in spells, which must not last
-through all samples of a pair. A second or two in all, and only if something is slow."""
+"""Rest before each repetition of slow pairs: noise occurs in spells, which must not cover all samples of a pair. Adds a
+second or two in all, and only if a pair is slow."""
 _LAG_S = 0.05
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
-"""The position in gloo's source where it raised an error."""
+"""The position in gloo's source that prefixes its error messages."""
 
 
 def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, Isolated]:
@@ -130,7 +130,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Isolated:
-    """Return the facts of a run in which no rank was started."""
+    """Return the facts of a run that started no ranks."""
     return Isolated(
         **facts, size_bytes=request.size_bytes or 0, left_out=(), pairs=(), classification=None, measuring_s=None
     )
@@ -168,7 +168,7 @@ def _finding(request: Request, found: Classification, data: Isolated) -> list[Fi
     # A failed pair is a fault even if the culprit is unknown; a slow pair may be as it should be.
     broken = any(pair.status in (PairStatus.FAILED, PairStatus.WRONG) for pair in data.pairs)
     errors = dict.fromkeys(pair.error for pair in data.pairs if pair.error)
-    # Its first line counts pairs that are slower than others; none is here.
+    # The first line counts pairs slower than the others: zero here.
     reason = found.reason[1:] if found.kind is Kind.UNIFORMLY_SLOW else found.reason
     ranks = sorted({*found.ranks, *(end for link in found.links for end in link)})
     hosts = tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)]))

@@ -1,4 +1,4 @@
-"""Each kind of trouble as a whole: its name, the culprits, the evidence, what to do; and the words for pairs. Pure."""
+"""Classifications for each kind of trouble: culprits, evidence, next step; and the wording for pairs. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate.types import Edge
 
 _LINES = 8
-"""Of evidence for each trouble."""
+"""Lines of evidence for each trouble."""
 _NAMED = 4
 """Links or groups in a sentence."""
 _VERBS = {
@@ -39,7 +39,7 @@ _PARTNERS = {
     (True, frozenset({NODE})): ("inside", "fine with other nodes: something that its ranks share"),
     (True, frozenset({NODE, NET})): ("inside and with every other node", ""),
 }
-"""(is a node, bad levels) -> the partners of the bad pairs, and what it means if the other level is good."""
+"""(is a node, bad levels) -> the partners of the bad pairs, and the conclusion if the other level is good."""
 WHY_SPLIT = (
     "not a bad rank or node: seen where only some nodes had the plugin libnccl-net.so (NVIDIA/nccl#1634), or with two "
     "switches or rails that are not connected"
@@ -58,7 +58,7 @@ NEXT_THIRD = "whichever of the two is also bad with the third is at fault; if ne
 
 
 def partners(case: Case, ranks: Collection[int]) -> tuple[str, str]:
-    """Return the partners of a culprit's bad pairs, and what it means if its pairs at the other level are good."""
+    """Return the partners of a culprit's bad pairs, and the conclusion if its pairs at the other level are good."""
     good = Counter(case.pairs[edge].level for edge in touching(ranks, case.good))
     bad = Counter(case.pairs[edge].level for edge in touching(ranks, case.bad))
     levels = frozenset(level for level in bad if bad[level] > good[level])
@@ -74,7 +74,7 @@ def partners(case: Case, ranks: Collection[int]) -> tuple[str, str]:
 
 
 def asunder(case: Case, edges: Collection[Edge]) -> str:
-    """Format how groups fare that do not work across these edges."""
+    """Format the state of groups that do not work across these edges."""
     if {case.status[edge] for edge in edges} == {PairStatus.FAILED}:
         return "work inside each group but not across: a configuration difference"
     how = fare(case, edges, "across", are_several=True)
@@ -82,7 +82,7 @@ def asunder(case: Case, edges: Collection[Edge]) -> str:
 
 
 def fare(case: Case, edges: Collection[Edge], partners: str = "", *, are_several: bool = False) -> str:
-    """Return how bad pairs fared: "is slow with ...: 0.21 GB/s (others 1.4 GB/s)"."""
+    """Format the state of bad pairs: "is slow with ...: 0.21 GB/s (others 1.4 GB/s)"."""
     states = {case.status[edge] for edge in edges}
     verbs = _VERBS[min(states)] if len(states) == 1 else ("is bad", "are bad")
     figures = [counts(case, edges)] if len(states) > 1 else []
@@ -93,20 +93,20 @@ def fare(case: Case, edges: Collection[Edge], partners: str = "", *, are_several
 
 
 def counts(case: Case, edges: Iterable[Edge]) -> str:
-    """Count pairs by how they fared: "2 failed, 1 slow"."""
+    """Count pairs by status: "2 failed, 1 slow"."""
     by_status = Counter(case.status[edge] for edge in sorted(edges))
     return ", ".join(f"{count} {status}" for status, count in by_status.items())
 
 
 def _slow(case: Case, level: str, edges: Iterable[Edge]) -> str:
     usual = f"others {speed(case.typical[level])}"
-    if not case.at(level, case.good):  # a single pair, below what was expected
+    if not case.at(level, case.good):  # a single pair, below expectation
         usual = f"expected {speed(case.least or 0.0)}"
     return f"{speed(median(map(case.speed, case.at(level, edges))))} ({usual})"
 
 
 def links(case: Case, edges: Collection[Edge]) -> str:
-    """Name links: all those between two nodes by the nodes, and those of one rank together."""
+    """Name links: complete sets between two nodes by the nodes, and those of one rank together."""
     between: dict[tuple[str, ...], set[Edge]] = {}
     for edge in case.at(NET, case.good | case.bad):
         between.setdefault(tuple(case.hosts(edge)), set()).add(edge)
@@ -123,7 +123,7 @@ def rail(members: Iterable[Collection[int]]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """List a few, and count the others."""
+    """List a few names, and count the rest."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
@@ -142,7 +142,7 @@ def evidence(case: Case, edges: Collection[Edge]) -> tuple[str, ...]:
 
 
 def _in_figures(case: Case, status: PairStatus, edges: Sequence[Edge]) -> str:
-    """Return the figures of pairs of the same status: "slow, 0.18-0.25 GB/s", "failed"."""
+    """Return the figures of pairs of equal status: "slow, 0.18-0.25 GB/s", "failed"."""
     if status is PairStatus.FAILED:
         return "failed"
     if status is PairStatus.WRONG:
@@ -151,7 +151,7 @@ def _in_figures(case: Case, status: PairStatus, edges: Sequence[Edge]) -> str:
 
 
 def measured_at(case: Case, level: str) -> str:
-    """Return what the pairs of a level are like: the first line of evidence."""
+    """Summarize the pairs of a level: the first line of evidence."""
     good, bad, unsure = (case.at(level, edges) for edges in (case.good, case.bad, case.unsure))
     unmeasured = case.at(level, case.skipped - unsure)
     return (
@@ -175,7 +175,7 @@ def typical(case: Case, levels: Iterable[str]) -> str:
 
 
 def speed(bytes_per_s: float) -> str:
-    """Format a bandwidth with two digits at least: 0.21 GB/s, 382 GB/s (1e9 bytes/s)."""
+    """Format a bandwidth with at least two digits: 0.21 GB/s, 382 GB/s (1e9 bytes/s)."""
     if bytes_per_s < 1e7:
         return f"{bytes_per_s / 1e6:.2g} MB/s"
     return f"{bytes_per_s / 1e9:.2g} GB/s" if bytes_per_s < 1e11 else f"{bytes_per_s / 1e9:.0f} GB/s"
@@ -184,12 +184,12 @@ def speed(bytes_per_s: float) -> str:
 def trouble(
     case: Case, kind: Kind, sentence: str, edges: Collection[Edge], next_: str, *more: str, **who: tuple[Any, ...]
 ) -> Classification:
-    """Make a trouble with these bad pairs as evidence, and `more` lines; `who`: its ranks, hosts, links, groups."""
+    """Make a classification from bad pairs as evidence, and `more` lines; `who`: its ranks, hosts, links, groups."""
     return Classification(kind=kind, sentence=sentence, reason=(*evidence(case, edges), *more), next=next_, **who)
 
 
 def add_blamed(case: Case) -> None:
-    """Add the culprits, those with the same trouble together."""
+    """Add the culprits, grouped by equal trouble."""
     alike: dict[tuple[bool, str, str, frozenset[PairStatus]], list[int]] = {}
     for unit in case.blamed:
         states = frozenset(case.status[edge] for edge in touching(unit, case.bad))
@@ -206,7 +206,7 @@ def add_blamed(case: Case) -> None:
 
 
 def add_splits(case: Case) -> None:
-    """Add groups of ranks in nodes or rails; all nodes together: a split of several of them has one cause."""
+    """Add groups of ranks in nodes or rails, joined over nodes: equal splits in several nodes have one cause."""
     for level, cells in case.splits.items():
         edges = {edge for cell in cells for edge in across(cell, case.at(level, case.bad))}
         if level == NODE:
@@ -218,7 +218,7 @@ def add_splits(case: Case) -> None:
 
 
 def add_doubtful(case: Case) -> None:
-    """Add bad pairs of ranks that have no good pair, nor enough bad pairs to be blamed."""
+    """Add bad pairs of ranks with no good pair and too few bad pairs to be blamed."""
     working = {end for edge in case.good for end in edge}
     edges = {edge for edge in case.left if not working.issuperset(edge)}
     if not edges:
@@ -232,7 +232,7 @@ def add_doubtful(case: Case) -> None:
 
 
 def add_links(case: Case) -> None:
-    """Add the bad pairs that nothing else explains, as one trouble: many may share a cause, such as an uplink."""
+    """Add the remaining bad pairs as one trouble: many may share a cause, such as an uplink."""
     if not case.left:
         return
     unsure: set[int] = set()
@@ -251,7 +251,7 @@ def add_links(case: Case) -> None:
 
 
 def add_unsure(case: Case) -> None:
-    """Add pairs that look slow but may be noise; next to certain troubles they are only in the evidence."""
+    """Add pairs that look slow but may be noise; next to certain trouble, list them as evidence only."""
     if not case.unsure or case.troubles:
         return
     most = max(len(case.pairs[edge].samples) for edge in case.unsure)
@@ -269,14 +269,14 @@ ADDITIONS = (add_blamed, add_splits, add_doubtful, add_links, add_unsure)
 def split(
     case: Case, sentence: str, sides: Sequence[set[int]], edges: Collection[Edge], why: str = WHY_SPLIT
 ) -> Classification:
-    """Return sides that do not work across, with the likely cause."""
+    """Return groups that do not work across, with the likely cause."""
     may_be_layout = any(case.status[edge] is PairStatus.SLOW for edge in case.at(NODE, edges))
     groups = tuple(tuple(sorted(side)) for side in sides)
     return trouble(case, Kind.SPLIT, sentence, edges, NEXT_SPLIT, WHY_LAYOUT if may_be_layout else why, groups=groups)
 
 
 def perhaps_a_group(case: Case, ranks: Sequence[int], unmet: set[int]) -> Classification:
-    """Return ranks that are bad, or form a group with the ranks that they were not tested with."""
+    """Return ranks that are bad, or form a group with their untested peers."""
     edges = touching(ranks, case.left)
     others = "each other" if unmet.issubset(ranks) else name_ranks(unmet)
     tested = "were not tested" if len(ranks) > 1 else "was not tested"
@@ -297,7 +297,7 @@ def dead_rail(case: Case, bad: set[Edge]) -> Classification:
 
 
 def scattered(case: Case, slow: set[Edge], measured: int) -> Classification:
-    """Return many slow pairs without a pattern, of the `measured` ones."""
+    """Return many slow pairs without a pattern, out of `measured` pairs."""
     pairs = f"{len(slow)} of {measured} pairs of {fold(case.hosts({end for edge in slow for end in edge}))}"
     sentence = f"{pairs} {fare(case, slow, are_several=True)}; no rank, group or link explains them"
     next_ = "rerun with nothing else running; compare with nvidia-smi topo -m"
@@ -306,7 +306,7 @@ def scattered(case: Case, slow: set[Edge], measured: int) -> Classification:
 
 
 def two_nodes(case: Case, hosts: Sequence[str], bad: set[Edge]) -> Classification:
-    """Return the only two nodes, between which no pair works."""
+    """Return the undecidable case of two nodes without a working pair between them."""
     inside = "inside each node all pairs are good; "
     is_well = bool(case.at(NODE, case.good)) and not case.at(NODE, case.bad)
     how = fare(case, bad, "with each other", are_several=True)
@@ -317,7 +317,7 @@ def two_nodes(case: Case, hosts: Sequence[str], bad: set[Edge]) -> Classificatio
 
 
 def nothing_works(case: Case) -> Classification:
-    """Return that no pair is good, or that the only pair is bad."""
+    """Return the undecidable case without a good pair."""
     if len(case.bad) > 1:
         sentence = f"no pair works ({counts(case, case.bad)}), so no single rank can be blamed"
         next_ = "check what all ranks have in common: driver, interface, firewall (distdiag ports), shared memory"
@@ -332,7 +332,7 @@ def nothing_works(case: Case) -> Classification:
 
 
 def nothing_measured(case: Case) -> Classification:
-    """Return that there is no evidence at all."""
+    """Return the case without any evidence."""
     if case.pairs:
         return trouble(case, Kind.UNDECIDABLE, "no pair was measured", (), "increase --timeout")
     next_ = "use at least two ranks: --nproc 2, or --hosts"
@@ -340,7 +340,7 @@ def nothing_measured(case: Case) -> Classification:
 
 
 def healthy(case: Case) -> Classification:
-    """Return that no pair is bad, and the ranks without a result."""
+    """Return that no pair is bad, and list ranks without a result."""
     fast = {edge for edge in case.good if case.speed(edge) * SLOW > case.typical[case.pairs[edge].level]}
     alike = f"no pair is slow, but {len(fast)} are much faster than the others" if fast else "no pair stands out"
     doubt = "" if case.least is not None else "; pairs alone do not show whether that is good"

@@ -1,4 +1,4 @@
-"""Which pairs are good and which are bad, what they have in common, and what is blamed for it so far. Pure."""
+"""The graph of good and bad pairs, its patterns, and the culprits so far. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate.types import Classification, Edge, Pair
 
 _NEARLY = 1 / 3
-"""Good pairs that a culprit may have for each bad pair: now and then something broken works once."""
+"""Good pairs tolerated in a culprit per bad pair: a faulty part occasionally works once."""
 
 
 def shape(good: set[Edge], bad: set[Edge]) -> tuple[list[int], list[set[int]]]:
@@ -30,8 +30,8 @@ def shape(good: set[Edge], bad: set[Edge]) -> tuple[list[int], list[set[int]]]:
 def culprits(good: Collection[Edge], bad: Collection[Edge], tolerated: float = 0.0) -> list[int]:
     """Find the fewest members that explain bad edges, two at least; `tolerated` good edges for each are allowed.
 
-    If none are, then taking the member with most bad edges first is not only quick but right: in its stead, all those
-    that work with each other would have to be blamed.
+    With tolerance 0, the greedy choice of the member with most bad edges is not only quick but optimal: the alternative
+    would blame all its partners, which work with each other.
     """
     goods = Counter(end for edge in good for end in edge)
     found: list[int] = []
@@ -46,7 +46,7 @@ def culprits(good: Collection[Edge], bad: Collection[Edge], tolerated: float = 0
 
 
 def _groups(good: Collection[Edge], bad: Collection[Edge]) -> list[set[int]]:
-    """Find groups of two at least that work inside and not across; none if that is not what the edges show."""
+    """Find groups of at least two members that work inside and not across; [] if the edges do not show that."""
     found = parts(good)
     of = {member: number for number, part in enumerate(found) for member in part}
     between = Counter((min(of[a], of[b]), max(of[a], of[b])) for a, b in bad if a in of and b in of)
@@ -81,7 +81,7 @@ def touching(ranks: Collection[int], edges: Iterable[Edge]) -> set[Edge]:
 
 
 def stars(edges: Iterable[Edge]) -> Iterator[tuple[int, list[int]]]:
-    """Yield ranks with those they share edges with, the rank with most of them first; each edge once."""
+    """Yield ranks with their partners in edges, the rank with most edges first; each edge once."""
     left = set(edges)
     while left:
         degree = Counter(end for edge in left for end in edge)
@@ -95,7 +95,7 @@ _BAD = (PairStatus.SLOW, PairStatus.FAILED, PairStatus.WRONG)
 
 
 class Case:
-    """The pairs, which of them are good and bad, and what is blamed; nothing explains those in `left` so far."""
+    """The pairs, good and bad, and the culprits so far; `left`: bad pairs not yet explained."""
 
     def __init__(self, pairs: Sequence[Pair], host_of: Mapping[int, str], least: float | None) -> None:
         self.pairs = {(pair.a, pair.b): pair for pair in pairs}
@@ -109,7 +109,7 @@ class Case:
         self.bad = {edge for edge, status in self.status.items() if status in _BAD}
         self.unsure = {edge for edge, status in self.status.items() if status is PairStatus.UNSURE}
         self.skipped = set(self.pairs) - self.good - self.bad
-        """No evidence: those that were not measured, and the unsure."""
+        """No evidence: unmeasured and unsure pairs."""
         self.left = set(self.bad)
         self.blamed: dict[tuple[int, ...], None] = {}
         """Single ranks, or all ranks of a node."""
@@ -122,11 +122,11 @@ class Case:
         return {edge for edge in edges if self.pairs[edge].level == level}
 
     def speed(self, edge: Edge) -> float:
-        """Return the bandwidth of a pair, in bytes/s; 0 if it has none."""
+        """Return the bandwidth of a pair in bytes/s, 0 if none."""
         return self.pairs[edge].busbw_bytes_per_s or 0.0
 
     def hosts(self, ranks: Iterable[int]) -> list[str]:
-        """Name the nodes of ranks, each once."""
+        """Return the distinct nodes of ranks."""
         return list(dict.fromkeys(self.host_of[rank] for rank in sorted(ranks)))
 
     def who(self, ranks: Collection[int]) -> str:
@@ -134,17 +134,17 @@ class Case:
         return format_ranks(ranks, self.hosts(ranks))
 
     def is_node(self, ranks: Collection[int]) -> bool:
-        """Return whether these are all ranks of whole nodes, and there are other nodes."""
+        """Return whether these are all ranks of whole nodes, while other nodes exist."""
         return len(self.ranks_of) > 1 and sum(len(self.ranks_of[host]) for host in self.hosts(ranks)) == len(ranks)
 
     def accuse(self, ranks: Collection[int], of: Collection[Edge]) -> None:
-        """Blame a rank, or all ranks of a node, for those of the pairs that it has part in."""
+        """Blame a rank, or all ranks of a node, for those of the pairs that include it."""
         self.blamed[tuple(ranks)] = None
         self.left -= touching(ranks, of)
 
 
 def _judge(pairs: Mapping[Edge, Pair], host_of: Mapping[int, str]) -> tuple[dict[Edge, PairStatus], dict[str, float]]:
-    """Judge each pair alone, then the pairs of a level by each other; return each level's typical bandwidth too."""
+    """Judge each pair alone, then compare the pairs of a level; also return each level's typical bandwidth."""
     status, typical = {edge: _status(pair) for edge, pair in pairs.items()}, {}
     for level in LEVELS:
         samples = {

@@ -1,6 +1,6 @@
-"""What every rank of `gpu-test --isolate` runs: rounds of pairs, each pair a process group of its own.
+"""The program of every rank of `gpu-test --isolate`: rounds of pairs, each pair in a separate process group.
 
-There is no group of all ranks: one dead link would keep it from being made. The ranks meet in torch's store alone.
+A group of all ranks is avoided: one dead link would prevent its creation. The ranks communicate through torch's store.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def main(config: dict[str, Any]) -> None:
 
 
 class Rank(AnyRank):
-    """One rank on its way through the pairs."""
+    """One rank, measuring its pairs."""
 
     def import_torch(self) -> None:
-        """Import torch, and have it raise where a collective takes too long."""
-        # So that a collective of NCCL that takes too long raises here, and its watchdog does not end the process.
+        """Import torch, with blocking waits."""
+        # With this a slow NCCL collective raises here, instead of the watchdog aborting the process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         load_torch(sys.modules[__name__], compute)
 
     def join_group(self, patience: timedelta) -> None:
-        """Create none: each pair creates its own."""
+        """Skip the group of all ranks: each pair creates its own."""
         self.progress.step("store ready")
 
     def work(self) -> None:
-        """Compute, then measure pairs in the rounds that rank 0 plans; a rank that computes badly is in none."""
+        """Compute, then measure pairs in rounds planned by rank 0; ranks that compute badly are excluded."""
         left_out: set[int] = set()
         if self.config["compute_s"]:
             self.enter("compute", "preparing matrices")
@@ -75,7 +75,7 @@ class Rank(AnyRank):
         self.progress.step("pairs measured", paused=pauses.since_begin())
 
     def lead(self, left_out: set[int]) -> None:
-        """As rank 0, plan each round, take part in it, and report its results."""
+        """On rank 0: plan each round, take part in it, and report its results."""
         coordinator = Coordinator(
             self.config["nodes"],
             self.config["at_once"],
@@ -97,7 +97,7 @@ class Rank(AnyRank):
         self.progress.step("all pairs measured", pairs=coordinator.all_results())
 
     def follow(self) -> None:
-        """As any other rank, follow the plan of rank 0."""
+        """On other ranks: follow the plan of rank 0."""
         number = 0
         while True:
             self.progress.step("waiting for rank 0", waiting=True)
@@ -109,13 +109,13 @@ class Rank(AnyRank):
             number += 1
 
     def take_part(self, number: int, words: str, pairs: Sequence[Sequence[int]], timeout_s: float) -> None:
-        """Measure this rank's pair, if it has one in this round; both ranks report their result."""
+        """Measure this rank's pair in the round, if any; both ranks report the result."""
         mine = next((pair for pair in pairs if self.rank in pair), None)
         self.progress.step(f"{words}: {'idle' if mine is None else f'ranks {mine[0]} and {mine[1]}'}")
         if mine is not None:
             result = self.measure_safely(number, (mine[0], mine[1]), timeout_s)
             self.store.set(f"result/{number}/{self.rank}", json.dumps(result))
-            # Not before: it takes as long as the measurement, and others can have theirs meanwhile.
+            # Only now, as it takes as long as the measurement and would delay the other pairs.
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -130,7 +130,7 @@ class Rank(AnyRank):
             return {**failed, "error": first_lines(error)}
 
     def measure(self, number: int, pair: tuple[int, int], timeout_s: float) -> dict[str, Any]:
-        """All-reduce between two ranks: the bandwidth of a good time of the slower one, and wrong elements."""
+        """All-reduce between two ranks; return the second best time's bandwidth and the number of wrong elements."""
         a, b = pair
         before = _sockets()
         dist.init_process_group(
@@ -157,13 +157,13 @@ class Rank(AnyRank):
         times = torch.tensor(taken, dtype=torch.float64, device=self.device)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         # Two ranks: busbw is algbw, the factor 2(n - 1)/n of nccl-tests is 1.
-        # The second best: a machine that does something else now and then is no slow link.
+        # The second best time tolerates occasional other load on the machine.
         best = sorted(times.tolist())[min(1, len(times) - 1)]
         speed = self.buffer.numel() * self.buffer.element_size() / best
         return {"bytes_per_s": speed, "failed": False, "wrong": wrong, "error": "", "iterations": len(times)}
 
     def check(self, b: int) -> int:
-        """All-reduce a pattern and count the wrong elements, of both ranks."""
+        """All-reduce a pattern and count the wrong elements on both ranks."""
         self.buffer.copy_(self.pattern)
         if self.rank == b:
             self.buffer += 1
@@ -174,7 +174,7 @@ class Rank(AnyRank):
         return int(wrong.item())
 
     def done(self) -> None:
-        """Meet the others once more, in the store: rank 0 serves it and leaves last."""
+        """Wait for the other ranks in the store: rank 0 serves it and exits last."""
         self.enter("done", "finishing")
         self.store.set(f"left/{self.rank}", "")
         if self.rank == 0:
@@ -183,7 +183,7 @@ class Rank(AnyRank):
 
 
 def _sockets() -> dict[str, int]:
-    """List this process's sockets by what never comes twice, as descriptors do: those of the last pair close late."""
+    """List this process's sockets by inode: descriptors are reused, and those of the last pair close late."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -196,9 +196,9 @@ def _sockets() -> dict[str, int]:
 
 
 def _drop_what_comes_in(sockets: Iterable[int], *, spared_port: int) -> None:
-    """Make the kernel drop every packet that comes in for these sockets, as a firewall would: see socket(7), bpf.
+    """Make the kernel drop every incoming packet of these sockets, as a firewall would: see socket(7), bpf.
 
-    Connections to or from `spared_port` are left alone: torch opens more of them to its store for each group.
+    Connections to or from `spared_port` are exempt: torch opens more of them to its store for each group.
     """
 
     class Instruction(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""What `gpu-test --isolate` is asked for, the faults of --inject, the result of each pair, and the verdict."""
+"""The request of `gpu-test --isolate`, the faults of --inject, the result of each pair, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LEVELS = {NODE: "inside nodes", NET: "between nodes"}
 
 
 class PairStatus(StrEnum):
-    """The result of a pair. FAILED: timed out, or raised. WRONG: the data was.
+    """The result of a pair. FAILED: timed out, or raised. WRONG: received wrong data.
 
-    SKIPPED: not measured, so no evidence. UNSURE: it looks slow, but noise explains that as well.
+    SKIPPED: not measured, so no evidence. UNSURE: looks slow, but possibly by noise.
     """
 
     OK = "ok"
@@ -32,25 +32,25 @@ class PairStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """An all_reduce of ranks a < b. `level`: node (both are on one) or net. `wrong`: elements that were."""
+    """An all_reduce of ranks a < b. `level`: node (both on one node) or net. `wrong`: number of wrong elements."""
 
     a: int
     b: int
     level: str
     samples: tuple[float, ...]
-    """Its bandwidth each time it was measured, in bytes/s; 0 where that failed."""
+    """Bandwidth of each measurement in bytes/s; 0 if it failed."""
     failed: bool
     wrong: int
     error: str
 
     @property
     def busbw_bytes_per_s(self) -> float | None:
-        """The best that was seen; None if it was not measured, which without `failed` is no evidence."""
+        """The best bandwidth; None if not measured, which without `failed` is no evidence."""
         return max(self.samples, default=0.0) or None
 
 
 class Kind(StrEnum):
-    """What is at fault. SPLIT: groups that work inside and not across. SEVERAL: independent faults."""
+    """The fault. SPLIT: groups that work inside and not across. SEVERAL: independent faults."""
 
     HEALTHY = "healthy"
     BAD_RANK = "bad-rank"
@@ -64,11 +64,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Classification:
-    """What explains all bad pairs.
+    """The explanation of all bad pairs.
 
-    `ranks`, `hosts` and `links` are at fault, or may be where it is undecidable: a bad node is in `hosts` and its
-    ranks are not in `ranks`, a bad rank is in `ranks` and its node is not in `hosts`. `groups` are the ranks of a
-    split.
+    `ranks`, `hosts` and `links` are at fault, or possibly at fault if undecidable: a bad node is only in `hosts`, not
+    its ranks in `ranks`, and a bad rank only in `ranks`. `groups` are the ranks of a split.
     """
 
     kind: Kind
@@ -80,7 +79,7 @@ class Classification:
     reason: tuple[str, ...] = ()
     """The evidence, line by line."""
     next: str = ""
-    """What to do, or what would decide it; empty if all is well."""
+    """What to do, or what would decide it; empty if healthy."""
 
 
 STAGES = ("start", "connect", "init", "compute", "pairs", "done")
@@ -88,29 +87,29 @@ STAGES = ("start", "connect", "init", "compute", "pairs", "done")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A real fault to inject: packets dropped or a delay before each call, in the pairs it names; or a rank's products
-    wrong or slow."""
+    """A real fault to inject: dropped packets or a delay before each call in some pairs, or wrong or slow products of a
+    rank."""
 
     option: str
-    """As it was typed."""
+    """As typed."""
     kind: str
     """slow, block, split, slow-compute or wrong-compute."""
     first: tuple[int, ...]
-    """slow and block: a rank, or the two of a link, or all (empty). split: the ranks of one group. Else a rank."""
+    """slow and block: a rank, or the two ends of a link, or all (empty). split: the ranks of one group. Else a rank."""
 
     @property
     def in_compute(self) -> bool:
-        """Return whether it happens in the stage compute, not in pairs."""
+        """Return whether it affects the stage compute, not pairs."""
         return self.kind in _IN_COMPUTE
 
     @property
     def highest_rank(self) -> int | None:
-        """The highest rank that it names."""
+        """The highest rank named, None for all ranks."""
         return max(self.first, default=None)
 
     @property
     def words(self) -> str:
-        """What it does, and to which pairs."""
+        """Description of its effect and the affected pairs."""
         if self.in_compute:
             return f"{self.kind} in rank {self.first[0]}"
         effect = "delay" if self.kind == "slow" else "dropped packets"
@@ -121,7 +120,7 @@ class Fault:
         return f"{effect} in every pair" + (f" of rank {self.first[0]}" if self.first else "")
 
     def meets(self, a: int, b: int) -> bool:
-        """Return whether this pair is hit."""
+        """Return whether this pair is affected."""
         mine = {a, b} & set(self.first)
         if self.kind == "split":
             return len(mine) == 1
@@ -130,7 +129,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(types.Request):
-    """What was typed; sizes in bytes, bandwidths in bytes per second."""
+    """The options of one run; sizes in bytes, bandwidths in bytes per second."""
 
     command = "gpu-test"
     stages = STAGES
@@ -157,7 +156,7 @@ class Request(types.Request):
 
 @dataclass(frozen=True, kw_only=True)
 class PairResult:
-    """The result of a pair; `samples`: how often it was measured; no bandwidth: it never worked, or was not tried."""
+    """The result of a pair; `samples`: number of measurements; bandwidth None: it never worked, or was not tried."""
 
     a: int
     b: int
@@ -171,9 +170,9 @@ class PairResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolated(types.RunFacts):
-    """The facts of one run. `classification` is None if the pairs were not all measured.
+    """The facts of one run. `classification` is None if not all pairs were measured.
 
-    `left_out`: ranks in no pair, as they computed wrongly or slowly.
+    `left_out`: ranks excluded from pairs for computing wrongly or slowly.
     """
 
     size_bytes: int

@@ -1,4 +1,4 @@
-"""`gpu-test --isolate` for people: the matrix of pairs where it fits, else the pairs that are not well."""
+"""Terminal view of `gpu-test --isolate`: the matrix of pairs if it fits, else the bad pairs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIGNS = {PairStatus.SLOW: ("!", "bold red"), PairStatus.UNSURE: ("?", "yellow")
 
 
 def isolate_view(report: Report[Isolated]) -> Iterator[RenderableType]:
-    """The hosts that could not be used, the ranks where one failed, then the pairs."""
+    """Yield unusable hosts, the ranks if one failed, then the pairs."""
     data = report.data
     yield from host_table(data.hosts)
     if not data.ranks:
@@ -60,7 +60,7 @@ def _cell(pair: PairResult | None) -> Text:
         return Text("")
     if pair.busbw_bytes_per_s is None or pair.status in _WORDS:
         return Text(_WORDS.get(pair.status, "."), style="" if pair.status is PairStatus.SKIPPED else "bold red")
-    # A sign besides the colour, which may not be there.
+    # A sign besides the colour, which the terminal may lack.
     sign, style = _SIGNS.get(pair.status, (" ", ""))
     return Text(f"{pair.busbw_bytes_per_s / 1e9:.2f}{sign}", style=style)
 
