@@ -135,7 +135,6 @@ def _left_out(stale: Sequence[str], world_size: int) -> Iterator[Finding]:
 
 
 def _fix_of(fault: Difference) -> str:
-    """Return the fix for a kind of difference."""
     if fault.kind == "dataloader":
         return (
             "give all ranks the same number of batches: DistributedSampler(..., drop_last=True), or join() of the model"

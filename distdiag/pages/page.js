@@ -1,7 +1,7 @@
 "use strict";
 
-// What all pages share: the verdict, findings, tables, timelines. A page's own script follows.
-// Names, files, hosts and reasons are untrusted: they become text nodes here, and nowhere markup.
+// Shared by all pages: the verdict, findings, tables, timelines. A page's own script follows.
+// Names, files, hosts and reasons are untrusted: always insert them as text nodes, never as markup.
 
 const PARTS_OF_A_SET = 24;
 const ROWS_AT_ONCE = 256;
@@ -69,7 +69,7 @@ function whereText(where) {
   return [named("rank", where.ranks), hosts, named("pid", where.pids)].filter(Boolean).join(", ");
 }
 
-// ---- verdict and findings: a first finding that is the verdict has its title in the heading, once
+// ---- verdict and findings: if the first finding is the verdict, its title is shown only in the heading
 
 function showVerdict(...facts) {
   const badge = element("span", `badge ${data.verdict}`, element("span", "", data.verdict.toUpperCase()));
@@ -107,11 +107,11 @@ async function copy(shown, pressed) {
     await navigator.clipboard.writeText(shown.textContent);
     pressed.textContent = "Copied";
   } catch {
-    pressed.textContent = "Selected: press Ctrl-C"; // no right to the clipboard, or a page that is not local
+    pressed.textContent = "Selected: press Ctrl-C"; // clipboard access denied, or not a local page
   }
 }
 
-// ---- tables. A column is [title, class of its cells]; a cell is a text, or an element. Columns without any are left out.
+// ---- tables. A column is [title, class of its cells]; a cell is a text, or an element. Empty columns are omitted.
 
 function table(every, cellsOf) {
   const used = every.map((column, at) => at).filter((at) => cellsOf.some((cells) => cells[at] !== "" && cells[at] !== null));

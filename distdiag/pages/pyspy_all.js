@@ -18,8 +18,8 @@ const groups = data.groups.map((group) => ({
 const outlierKinds = new Map(
   data.outliers.flatMap((outlier) => numbersIn(outlier.members).map((member) => [member, outlier.kind.toUpperCase()])));
 const jobs = jobsOf(groups);
-const opened = new Set(); // processes whose stacks are shown in the table
-let chosen = null; // what the filter lets through, as a set of processes; null: everything
+const opened = new Set(); // processes with stacks shown in the table
+let chosen = null; // the set of processes that match the filter; null: all
 let firstRow = 0;
 
 function processOf(row) {
@@ -83,7 +83,7 @@ function branches(some, depth) {
   return nodes.sort((a, b) => b.hasOutlier - a.hasOutlier || b.members.length - a.members.length);
 }
 
-// One node is a run of frames in which the groups neither part nor end.
+// A node is a run of frames without a branch or an end of a group.
 function run(some, depth) {
   const start = depth;
   const path = some[0].path;
@@ -115,7 +115,7 @@ function listed(lines) {
   return element("ol", "frames", ...lines.map((line) => element("li", line.className, line.text)));
 }
 
-// Lines of a run: a frame each; library frames become one line that still names the innermost.
+// Lines of a run: one per frame; library frames are folded into one line naming the innermost.
 function linesOf(frames) {
   const lines = [];
   let hidden = [];
@@ -251,7 +251,7 @@ function applyFilter() {
 }
 
 function readFilter(text) {
-  const parts = text.replace(/,\s*$/, "").split(",").map((part) => part.trim()); // the next part may be on its way
+  const parts = text.replace(/,\s*$/, "").split(",").map((part) => part.trim()); // a trailing comma: the next part may still be typed
   if (parts.length === 1 && !parts[0]) return { tests: [], wrong: "" };
   const tests = parts.map(readPart);
   const bad = tests.find((test) => test.wrong);

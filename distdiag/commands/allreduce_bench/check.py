@@ -84,8 +84,6 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
 
 
 class _RowReporter:
-    """Reports each row once measured."""
-
     def __init__(self, request: Request) -> None:
         self._request = request
         self._reported = 0

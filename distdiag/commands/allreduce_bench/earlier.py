@@ -82,7 +82,6 @@ class _Found:
     wrong: int = 0
 
     def add(self, row: Earlier) -> None:
-        """Add a row unless implausible or repeated."""
         key = (row.op, row.size_bytes, row.dtype, row.in_place)
         plausible = _LEAST_S <= row.p50_s <= _MOST_S and 0 <= row.busbw_bytes_per_s <= _FASTEST_BYTES_PER_S
         if row.size_bytes == 0:
@@ -314,11 +313,9 @@ class _Tables:
 
     @property
     def wrong(self) -> int:
-        """The number of results with wrong data."""
         return self._found.wrong
 
     def notes(self) -> tuple[str, ...]:
-        """List the limitations of these rows."""
         assumed = ["the file does not name the collective: all_reduce is assumed"] if self._assumed else []
         means = ["its times are means, as nccl-tests prints them"] if self._found.rows else []
         return (*assumed, *means, *self._found.notes())

@@ -294,7 +294,6 @@ class _Work:
         return [self.tile(self.rank * self.shape.count if self.op == "reduce_scatter" else 0)]
 
     def fill(self) -> None:
-        """Write the pattern into the send buffer."""
         tiles = self.sent()
         for part, tile in zip(self.send.chunk(len(tiles)), tiles, strict=True):
             whole = len(part) // len(tile) * len(tile)

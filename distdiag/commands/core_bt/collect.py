@@ -101,7 +101,6 @@ def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
 
 
 def _rank_pids() -> list[int]:
-    """List the ranks of jobs on this machine."""
     return [pid for pid in procs.table() if pid != os.getpid() and _rank(procs.variables(pid) or {}) is not None]
 
 

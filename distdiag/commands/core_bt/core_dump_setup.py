@@ -42,7 +42,6 @@ class _Node:
         return "" if self.facts.is_root else "sudo "
 
     def name(self, process: ProcessSetup) -> str:
-        """Name a process in evidence."""
         if not self.facts.ranks:
             return "here"
         by_pid = f"pid {process.pid}"

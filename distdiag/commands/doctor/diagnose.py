@@ -266,7 +266,6 @@ def _overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
 
 
 def _rebooted(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
-    """Name nodes without ranks that booted while the ranks of the others were running."""
     for node, up_s, age_s in rebooted(nodes):
         yield _of_hosts(symptom("rebooted", host=node.host, up=format_age(up_s), age=format_age(age_s)), [node.host])
 
@@ -352,7 +351,6 @@ def _exclude(judged: Sequence[NodeRow], unreached: Sequence[str]) -> str:
 def _summary(
     fit: str, exclude: str, findings: Sequence[Finding], judged: Sequence[NodeRow], unreached: Sequence[str]
 ) -> str:
-    """Format the last line: which nodes are fit, why others are not, and how to start without those."""
     nodes = counted(len({*unreached, *(row.host for row in judged)}), "node")
     if fit in (FIT, WARNED):
         warnings = sum(finding.level is Level.WARN for finding in findings)

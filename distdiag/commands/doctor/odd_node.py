@@ -218,7 +218,6 @@ class _Values:
             self.texts[label] = str(value)
 
     def number(self, kind: str, label: str, value: float | None, how: tuple[float, Callable[[float], str]]) -> None:
-        """Add a number, with its tolerance and format."""
         self.kinds[label] = kind
         if value is not None:
             self.numbers[label] = value

@@ -135,7 +135,6 @@ class Compute:
         return ", ".join([*parts, f"n {self.n}", *switches])
 
     def _precisions(self) -> list[str]:
-        """List the precisions supported in hardware."""
         if not self.on_gpu:
             return ["float32", "bfloat16"]
         if torch.version.hip:
@@ -331,7 +330,6 @@ class Compute:
         return self._best_of(way, seconds / number)
 
     def _health_under_load(self) -> gpu_health.GpuHealth | None:
-        """Return nvidia-smi's report of this GPU while it multiplies."""
         uuid = getattr(torch.cuda.get_device_properties(self.device), "uuid", None)
         read: list[gpu_health.Health] = []
         reader = threading.Thread(target=lambda: read.append(gpu_health.read(_HEALTH_S, users=False)), daemon=True)
@@ -349,7 +347,8 @@ class Compute:
 def _allow_tf32(allowed: bool) -> None:
     """Let float32 products round factors to TF32, or not.
 
-    Since torch 2.9 the old name warns, and reading it raises if the new one was set ("TensorFloat-32" in torch's CUDA semantics).
+    Since torch 2.9 the old name warns, and reading it raises if the new one was set ("TensorFloat-32" in torch's CUDA
+    semantics).
     """
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):
