@@ -218,7 +218,7 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
 
     Args:
         ask: {"paths": further folders, "timeout_s": for each part, "python": the interpreter to examine; "": our own,
-          "kernel": patterns for the kernel's log}.
+            "kernel": patterns for the kernel's log}.
     """
     tell(Part(time_s=time.time()))
     parts: dict[str, Callable[[], Any]] = {

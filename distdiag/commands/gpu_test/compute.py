@@ -170,7 +170,7 @@ class Compute:
         and the float64 copies of the sums. Other programs may take it meanwhile: out-of-memory is reported."""
         if not self.on_gpu:
             return _N_ON_CPU
-        torch.cuda.empty_cache()  # returns the memory of the stage memory
+        torch.cuda.empty_cache()  # frees the cached buffers of the stage memory
         free = torch.cuda.mem_get_info()[0] / self.rank.config["sharing"]
         n = _LARGEST_N
         while n > _SMALL and 64 * n * n > free / 2:
@@ -178,8 +178,7 @@ class Compute:
         return n
 
     def _multiply(self, precision: str, left: torch.Tensor, right: torch.Tensor) -> Multiply:
-        """Return a function that multiplies two float32 matrices, shape (n, n), in a precision, with inputs already
-        rounded.
+        """Return a function that multiplies two float32 matrices, shape (n, n), after rounding them to a precision.
 
         torch._scaled_mm requires (aten/src/ATen/native/cuda/Blas.cpp): compute capability 8.9 or from 9.0, all sizes
         multiples of 16, the first matrix in row-major and the second in column-major order, scales of one float32

@@ -74,7 +74,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Merged:
-    """One thread as displayed. `tools` that read it: empty for a crashed thread without a stack."""
+    """One thread as displayed. `tools`: those that read it; empty for a crashed thread without a stack."""
 
     thread: ThreadStack
     crashed: bool
@@ -121,8 +121,8 @@ def interleave(loops: Sequence[Sequence[Frame]], native: Sequence[Frame]) -> tup
 
     Returns:
         All frames, innermost first, and whether loops and evaluation frames match in number. If not, match from the
-          intact end: from the thread's start if the C frames reach it, as the innermost Python frame may be missing;
-          else from the innermost, with unmatched loops at the end.
+        intact end: from the thread's start if the C frames reach it, as the innermost Python frame may be missing;
+        else from the innermost, with unmatched loops at the end.
     """
     places = [at for at, frame in enumerate(native) if is_eval(frame)]
     spare = len(loops) - len(places)

@@ -68,7 +68,7 @@ def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
 
     Raises:
         CannotUnpack: not a core, larger than `most_bytes` or the free space, truncated (`CutOff`), or for a reason of
-          `head`; no file is left behind.
+            `head`; no file is left behind.
         OSError, ValueError: see `packing_of`; also if the folder is missing or `path` is not packed.
     """
     packing = packing_of(path)

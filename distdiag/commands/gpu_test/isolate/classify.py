@@ -173,7 +173,7 @@ def classify(
         pairs: each pair of ranks once, of both levels, including skipped pairs.
         host_of: the node of each rank.
         least_bytes_per_s: minimum bandwidth of a pair at either level, if known. Otherwise pairs are only compared with
-          each other, and all may be slow.
+            each other, and all may be slow.
 
     Returns:
         The fault, and the status of each pair (a, b).

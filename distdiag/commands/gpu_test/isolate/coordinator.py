@@ -27,8 +27,8 @@ def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
 
     Returns:
         For each round its pairs (a, b), a < b, sorted. First pairs inside the nodes, all nodes in parallel: for g ranks
-          g - 1 rounds, or g if g is odd. Then pairs of nodes, for k nodes k - 1 or k rounds: when two nodes meet, local
-          rank i of one meets local rank i of the other, for each i that both have.
+        g - 1 rounds, or g if g is odd. Then pairs of nodes, for k nodes k - 1 or k rounds: when two nodes meet, local
+        rank i of one meets local rank i of the other, for each i that both have.
     """
     inside = [list(_meetings(len(ranks))) for ranks in nodes]
     found = []

@@ -42,7 +42,7 @@ def judge(samples: Samples, node_of: Mapping[int, int | str]) -> tuple[float, se
 
     Returns:
         The typical bandwidth in bytes/s, the slow pairs, and pairs that look slow but not often enough yet, given how
-          often good pairs do.
+        often good pairs do.
     """
     samples = {pair: [_possible(speed) for speed in own] for pair, own in samples.items()}
     best = {pair: max(own) for pair, own in samples.items()}
@@ -65,7 +65,7 @@ def by_chance(own: Sequence[float], good: Sequence[float]) -> float:
 
     Returns:
         The probability that as many samples, drawn at random from all of these, would all be at or below the pair's
-          best.
+        best.
     """
     as_slow = bisect_right(good, max(own))
     return comb(len(own) + as_slow, len(own)) / comb(len(own) + len(good), len(own))
