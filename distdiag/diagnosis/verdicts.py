@@ -59,6 +59,11 @@ def finding(
     )
 
 
+def exists(verdict: str) -> bool:
+    """Return whether the table has this verdict."""
+    return verdict in _table("verdict")
+
+
 def ending(name: str) -> Verdict | None:
     """Return the row of a rank's end: a signal's name, or "status"."""
     return _table("end").get(name)
