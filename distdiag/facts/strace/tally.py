@@ -56,14 +56,15 @@ _ALWAYS = frozenset(
         *(b"faccessat", b"faccessat2", b"readlink", b"getsockopt", b"getppid"),
     }
 )
+_IDLE = _NOTHING | _ALWAYS
 
 
 @lru_cache(maxsize=8192)
-def _about(head: bytes) -> tuple[str, str, bool]:
-    """Return what a call is about, from its beginning; the place of that; and whether the call looks for a path."""
+def _about(head: bytes) -> tuple[str, str, str, bool]:
+    """Parse the beginning of a call: its name, what it is about, the place of that, and whether it looks for a path."""
     name, _, args = head.partition(b"(")
     target = targets.about(name, args)[1]
-    return target, targets.place(target), bool(target) and _FINDS.fullmatch(name) is not None
+    return name.decode(), target, targets.place(target), bool(target) and _FINDS.fullmatch(name) is not None
 
 
 class Tally:
@@ -117,8 +118,7 @@ class Tally:
         for (head, _), loop in self._loops.items():
             count, span_s = loop.spun()
             if count:
-                name = head.partition(b"(")[0].decode()
-                found.append(Spin(name, _about(head)[0], count, span_s, count / span_s))
+                found.append(Spin(*_about(head)[:2], count, span_s, count / span_s))
         return tuple(sorted(found, key=lambda spin: -spin.count))
 
     def _resume(self, line: Line) -> None:
@@ -134,13 +134,12 @@ class Tally:
         self.n_calls += 1
         matched = _HEAD.match(line.name + b"(" + line.args)
         head = matched[0] if matched else line.name + b"("
-        target, where, finds = _about(head)
+        name, target, where, finds = _about(head)
         took_s = float(line.took or 0)
-        name = line.name.decode()
         self.names[name].add(took_s, line.error, name, target)
         if where:
             self.places[where].add(took_s, line.error, name, target)
-        if line.error in _AGAIN if line.error else _got_nothing(line):
+        if line.error in _AGAIN if line.error else line.name in _IDLE and _got_nothing(line):
             self._loop(head, line.error).add(line.at)
         if finds:
             self.polls.tried(target, line.error.decode())
@@ -243,7 +242,7 @@ class _Loop:
 
 
 def _got_nothing(line: Line) -> bool:
-    return line.name in _ALWAYS or (line.name in _NOTHING and line.result.partition(b" ")[0] == b"0")
+    return line.name in _ALWAYS or line.result.partition(b" ")[0] == b"0"
 
 
 def counts(sums: Mapping[str, _Sum]) -> tuple[Count, ...]:
