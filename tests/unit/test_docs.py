@@ -29,7 +29,7 @@ INLINE = re.compile(r"(?<!\[)`(distdiag\s[^`]+)`(?!\])")
 HOMES = {sub.name: sub.home for sub in _SUBCOMMANDS} | {
     f"{sub.name} {below.name}": below.home for sub in _SUBCOMMANDS for below in sub.below
 }
-_TYPED = re.compile(r"(?:(?:srun|mpirun|torchrun|uvx|eval|DISTDIAG_TOKEN=)\S*.*?[ (])?distdiag (?P<words>[a-z-].*)")
+_TYPED = re.compile(r"(?:(?:srun|mpirun|torchrun|uvx|eval)\S*.*?[ (])?distdiag (?P<words>[a-z-].*)")
 
 
 def blocks(page: Path, *languages: str) -> Iterator[str]:

@@ -180,7 +180,7 @@ def test_a_command_that_does_not_exist_is_found(text: str) -> None:
         "distdiag overflow -- train.py --rank 3",
         "distdiag overflow --nproc 2 -- train.py",
         "distdiag was started by another user; distdiag runs here",
-        "python -m distdiag.training.breakpoint.connect",
+        "python -m distdiag.training.breakpoint.console",
     ],
 )
 def test_a_command_that_exists_is_not_reported(text: str) -> None:
