@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
+from functools import lru_cache
 from io import TextIOWrapper
 
 from distdiag.facts import machine, private_files, procs
-from distdiag.facts.rank_identity import identify, own_label
+from distdiag.facts.rank_identity import identify, own_label, torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ def printflock(
     writes nothing for 5 s (a stopped rank), this rank says so once on stderr and prints without the lock.
 
     Args:
-        values: as for print().
-        sep: as for print().
-        end: as for print().
+        values: as for print(), and so are `sep` and `end`.
         file: text or binary, with or without a file descriptor. Default: sys.stdout.
         flush: accepted for compatibility with print(); the output is always flushed.
         prefix: False to omit `[host:rank] `.
@@ -67,7 +66,7 @@ def printflock(
         return
     text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
     if prefix:
-        label = own_label() + " "
+        label = _label(os.getpid(), "torch.distributed" in sys.modules and torch_distributed() is not None)
         text = label + text[:-1].replace("\n", "\n" + label) + text[-1:]
     # A notebook and loggers put an object of theirs, or a write() of theirs, into this place: they are to see the text.
     is_own = stream in (sys.__stdout__, sys.__stderr__) and "write" not in stream.__dict__
@@ -81,6 +80,9 @@ def printflock(
             data: Any = text.encode() if isinstance(stream, io.BufferedIOBase) else text
             stream.write(data)
             stream.flush()
+
+
+_label = lru_cache(maxsize=4)(lambda pid, has_group: own_label() + " ")  # kept until there is a process group
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 BEAT_S = 1.0
-SILENCE_S = 60.0
-"""After how many seconds without a beat the holder is taken for dead, or the store without an answer."""
+SILENCE_S = 60.0  # without a beat, or an answer of the store, the holder is taken for dead
 _LEAVE_S, _END_S = 5.0, 2.0
 """How long waiters that read, and a thread that is in torch, keep a process that ends."""
 _POLL_S = 0.02

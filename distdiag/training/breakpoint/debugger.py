@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 _calls: Counter[tuple[str, int]] = Counter()
 _barriers: Counter[str] = Counter()
-_attached: list[RankPdb] = []
-"""The debugger that is at work in this process, if there is one."""
+_attached: list[RankPdb] = []  # the debugger at work in this process, if there is one
 
 
 def breakpoint(
