@@ -30,12 +30,12 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-_UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str, option: str, *, longest_s: float) -> float:
-    """Parse a time in seconds: 5, 5s, 500ms, 2m, 1h. Raises UsageError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|)\s*", text)
+    """Parse a time in seconds: 5, 5s, 500ms, 2m, 1h, 1d. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)\s*", text)
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if match is None:
         raise UsageError(f"{option}: {text!r} is not a time", hint="write seconds, or a unit: 5, 5s, 500ms, 2m")
@@ -65,6 +65,9 @@ JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document t
 StrictOpt = Annotated[bool, typer.Option("--strict", help="Treat warnings as failures (exit 1).")]
 SaveOpt = Annotated[
     str, typer.Option("--save", metavar="DIR", help="Save the facts of this run to DIR, one file per host.")
+]
+HtmlOpt = Annotated[
+    str, typer.Option("--html", metavar="FILE", help="Write the report as one page for a browser; it needs no network.")
 ]
 FromOpt = Annotated[
     list[str] | None,

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import io
-import subprocess
+import re
+import tomllib
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
+import distdiag.commands.doctor
 from distdiag.cluster.drift import grouped
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.doctor.collect import Clock, Disks, Gpus, Jobs, KernelLog, Limit, NodeNetwork, Software, System
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.paths import NodePaths
 from distdiag.commands.doctor.subcommand import _with_clock
-from distdiag.commands.doctor.types import CHECKS, NodeDoctor, Request
+from distdiag.commands.doctor.symptoms import checks
+from distdiag.commands.doctor.types import NodeDoctor, Request
 from distdiag.commands.doctor.view import doctor_view, metrics
 from distdiag.facts import gpu_health, kernel_signs, link_counters, nfs
 from distdiag.facts.cgroups import Cgroup
@@ -259,6 +263,46 @@ def test_what_nvidia_smi_says_of_one_of_eight(change: tuple[str, str], id_: str,
     assert (finding.level, finding.where.hosts) == (level, ("b",))
     assert "GPU 7 (0000:1f:00.0, local rank 7" in finding.title
     assert report.data.exclude == ("b" if level == "fail" else "")
+
+
+BUSY = (
+    ("Gpu                               : 0 %", "Gpu : 100 %"),
+    ("SM                                : 345 MHz", "SM : 1980 MHz"),
+)
+LOW = {
+    "maximum SM clock": ("SM                                : 1980 MHz", "SM : 1755 MHz"),
+    "application clock": ("Applications Clocks\n        Graphics                          : 1980 MHz",
+                          "Applications Clocks\n        Graphics : 1410 MHz"),
+    "power limit": ("Current Power Limit               : 700.00 W", "Current Power Limit : 500.00 W"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "change"), LOW.items())
+def test_a_limit_below_that_of_the_others_names_the_gpu_and_the_node(label: str, change: tuple[str, str]) -> None:
+    others = [node(host, gpus=gpus(h100(count=8))) for host in "bc"]
+    report = found(judged(node("a", gpus=gpus(h100(change, count=8))), *others))
+    assert report["gpu.slower"].where.hosts == ("a",)
+    assert f"GPU 7 (0000:1f:00.0, local rank 7): its {label} is " in report["gpu.slower"].title
+    assert (report["differs.gpus"].where.hosts, label in report["differs.gpus"].title) == (("a",), True)
+    whole = found(judged(node("a", gpus=gpus(h100(change))), *(node(host, gpus=gpus(h100())) for host in "bc")))
+    assert (whole["differs.gpus"].where.hosts, "gpu.slower" in whole) == (("a",), False)
+
+
+def test_the_clock_of_a_busy_gpu_is_compared_with_that_of_busy_ones() -> None:
+    def loaded(*clocks: int, percent: int = 100, watts: float = 300.0) -> Health:
+        gpu = h100(*BUSY).gpus[0]
+        gpu = replace(gpu, busy_percent=percent, power_w=watts)
+        return Health(tuple(replace(gpu, index=at, clock_mhz=mhz) for at, mhz in enumerate(clocks)))
+
+    low = found(judged(node("a", gpus=gpus(loaded(1980, 1935, 1200, 1980)))))["gpu.slower"]
+    assert "GPU 2 (" in low.title
+    assert "its SM clock under load is 1200 MHz, 1958 MHz on the other GPUs" in low.title
+    for health in (loaded(1980, 1700, 1980), loaded(1980, 1200, 1980, percent=50), loaded(1980, 1200, 1980, watts=690)):
+        assert not found(judged(node("a", gpus=gpus(health))))
+    three = found(
+        judged(*(node(host, gpus=gpus(loaded(mhz))) for host, mhz in (("a", 1980), ("b", 1200), ("c", 1950))))
+    )
+    assert three["differs.gpus"].where.hosts == ("b",)
 
 
 def test_the_rank_of_a_gpu_is_told_where_every_node_has_as_many() -> None:
@@ -611,12 +655,15 @@ def test_a_full_mount_that_no_job_writes_to_is_no_fault() -> None:
     assert "disk-error" in found(judged(node(disks=Disks((private,), ("/home/bob/remote",)))))
 
 
-def test_every_finding_can_be_chosen() -> None:
-    source = Path(__file__).parents[2] / "distdiag" / "commands" / "doctor"
-    made = subprocess.run(
-        ["grep", "-rhoE", r'id="[a-z.-]+"', str(source)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert {word.split('"')[1] for word in made} <= set(CHECKS)
+def test_every_symptom_can_be_chosen_and_every_row_is_used() -> None:
+    table = tomllib.loads(resources.files("distdiag.knowledge").joinpath("doctor_symptoms.toml").read_text("utf-8"))
+    assert {row.get("id", row["name"]) for row in table["symptom"]} <= checks().keys()
+    folder = Path(distdiag.commands.doctor.__file__).parent
+    source = "".join(file.read_text() for file in folder.glob("*.py"))
+    unused = [row["name"] for row in table["symptom"] if f'"{row["name"]}"' not in source]
+    assert all(name.startswith("log.") for name in unused)
+    made = re.findall(r'id="([a-z.-]+)"', source)
+    assert set(made) <= checks().keys()
 
 
 def test_metrics_are_what_node_exporter_reads() -> None:
