@@ -59,6 +59,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "Start a job; if it fails, report which rank failed first, and why.",
         starts_job=True,
     ),
+    Sub("demo", "demo.command:demo", "Start a small job with a real fault, to try a diagnosis on."),
     Sub("hang", "hang.command:hang", "Diagnose a stuck job: which rank holds it up, and why, from all evidence."),
     Sub(
         "pyspy-all",
@@ -148,6 +149,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
 
 
 _SYMPTOMS = (
+    ("nothing yet: try it on a job that hangs", "demo hang"),
     ("the job hangs", "hang"),
     ("  and you want every stack", "pyspy-all"),
     ("  in a collective (flight recorder on)", "flight-recorder DUMP..."),

@@ -144,6 +144,16 @@ def test_a_pattern_is_shown_as_the_line_that_people_paste(pattern: str, lines: l
     assert make_docs.pasted_lines(pattern) == lines
 
 
+def test_every_page_of_a_command_is_in_the_navigation_and_linked_from_the_readme() -> None:
+    navigation = (ROOT / "docs/mkdocs.yml").read_text()
+    readme = (ROOT / "README.md").read_text()
+    pages = {f"commands/{page.name}" for page in (ROOT / "docs/commands").glob("*.md")}
+    assert not [page for page in sorted(pages) if f": {page}\n" not in navigation]
+    assert not [page for page in sorted(pages) if f"(docs/{page})" not in readme]
+    documented = {page.removeprefix("commands/").removesuffix(".md") for page in pages}
+    assert {sub.name for sub in _SUBCOMMANDS} <= documented
+
+
 def test_the_site_is_built_without_a_dead_link(tmp_path: Path) -> None:
     make_site.build(tmp_path / "site")
     assert (tmp_path / "site" / "symptoms" / "index.html").is_file()
