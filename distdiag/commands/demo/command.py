@@ -34,8 +34,8 @@ def demo(
 
     \b
     Examples:
-      distdiag demo hang          # then, in a second terminal, the command it prints
-      distdiag demo crash --auto  # job, diagnosis and clean-up in one command
+      distdiag demo hang          # prints the command for a second terminal
+      distdiag demo crash --auto  # job, diagnosis and clean-up at once
     """
     from distdiag.commands.demo.job import Demo
     from distdiag.errors import DistdiagError
