@@ -73,6 +73,16 @@ FromOpt = Annotated[
         "--from", metavar="PATH", help="Analyze what --save or bundle wrote: DIR, its files or a bundle; repeatable."
     ),
 ]
+HtmlOpt = Annotated[str, _output_option("--html", metavar="FILE", help="Write the report as an offline HTML page.")]
+JobOpt = Annotated[
+    str,
+    typer.Option(
+        "--job", metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id."
+    ),
+]
+UserOpt = Annotated[
+    str, typer.Option("--user", metavar="NAME", help="Only this user's processes. [default: all visible]")
+]
 TimeoutOpt = Annotated[
     float,
     typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Fail when no rank makes progress for this long."),

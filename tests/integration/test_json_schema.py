@@ -98,9 +98,9 @@ def test_reports_on_a_hung_job(hung: Job, words: str) -> None:
         "allreduce-bench --nproc 2 --sizes 1KiB",
         "ports",
         "ports 127.0.0.1:1",
-        "cuda-env --for run",
+        "cuda-env --goal run",
         "doctor",
-        "core-bt --setup",
+        "core-bt --check-setup",
         "trace show /nonexistent",
         f"trace sys {RECORDED / 'strace'}",
         f"logs {RECORDED / 'logs'}",
@@ -139,7 +139,7 @@ def test_reports_on_numbers(tmp_path: Path) -> None:
 
 
 def test_the_schema_refuses_what_is_not_a_report() -> None:
-    document = json.loads(distdiag("core-bt", "--setup", "--json").out)
+    document = json.loads(distdiag("core-bt", "--check-setup", "--json").out)
     damages = (
         {"verdict": "maybe"},
         {"exit_code": "1"},

@@ -8,7 +8,7 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts, parse_size
+from distdiag.options import JobOpt, JsonOpt, StrictOpt, UserOpt, called_as, on_hosts, parse_size
 
 if TYPE_CHECKING:
     from distdiag.commands.bundle.types import Bundle, Request
@@ -26,12 +26,8 @@ def bundle(
             help="File to write: FILE.tar.zst or FILE.tar.gz. [default: distdiag-bundle-TIME.tar.zst here]",
         ),
     ] = "",
-    job: Annotated[
-        str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
-    ] = "",
-    user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all that are visible]")
-    ] = "",
+    job: JobOpt = "",
+    user: UserOpt = "",
     logs: Annotated[
         list[str] | None,
         typer.Option(metavar="PATH", help="Log files on the hosts, beside those the ranks write to."),

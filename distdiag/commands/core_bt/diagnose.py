@@ -229,7 +229,7 @@ def _about_files(request: Request, cores: Sequence[Core], unread: Sequence[Unrea
                 detail="The signal and the crashed thread are right; stacks may be missing.",
                 fix=Fix(
                     text="a full disk or a size limit truncated it; check the setup of this machine",
-                    commands=(request.again("--setup"),),
+                    commands=(request.again("--check-setup"),),
                 ),
             )
         )
@@ -287,7 +287,7 @@ def _none(request: Request, data: CoreBt) -> Finding:
         detail=f"Searched: {', '.join(data.searched) or 'nothing'}.",
         fix=Fix(
             text="pass the core file or its directory; or check whether this machine writes cores",
-            commands=(request.again("--setup"),),
+            commands=(request.again("--check-setup"),),
         ),
     )
 

@@ -128,7 +128,7 @@ def _driver(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
             evidence=(f"nvidia-fabricmanager: {driver.fabric_manager}",) if fabric and driver.fabric_manager else (),
             fix=Fix(text="start it", commands=("sudo systemctl start nvidia-fabricmanager",))
             if fabric
-            else Fix(text="find the cause", commands=("distdiag cuda-env --for run", _DMESG)),
+            else Fix(text="find the cause", commands=("distdiag cuda-env --goal run", _DMESG)),
         )
 
 
@@ -182,7 +182,7 @@ def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
         id="gpu.smi",
         level=Level.WARN if is_absent else Level.UNKNOWN if answer.present else Level.FAIL,
         title=f"the GPUs' health is not known: {health.error}",
-        fix=Fix(text="find out what the driver says", commands=("distdiag cuda-env --for run", _DMESG)),
+        fix=Fix(text="find out what the driver says", commands=("distdiag cuda-env --goal run", _DMESG)),
     )
 
 

@@ -449,7 +449,7 @@ def _software(node: NodeDoctor) -> Iterator[Symptom]:
             level=Level.WARN,
             title=f"torch {software.torch} was built without CUDA, and there are {counted(len(gpus), 'GPU')}",
             evidence=(software.executable,),
-            fix=Fix(text="see which build fits", commands=("distdiag cuda-env --for run",)),
+            fix=Fix(text="see which build fits", commands=("distdiag cuda-env --goal run",)),
         )
     variables = node.system.variables if node.system is not None else None
     for advisory in advisories.matching(versions_of(node), variables):

@@ -9,7 +9,7 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.diagnosis.flight_recorder.types import COMMAND, Request
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.types import FlightRecorder
@@ -35,7 +35,7 @@ def flight_recorder(
             min=0, max=2**20, metavar="N", help="Number of ranks. [default: from the dumps]", show_default=False
         ),
     ] = 0,
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write an HTML page.")] = "",
+    html: HtmlOpt = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,

@@ -9,7 +9,17 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.hang.types import Request, Wanted
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import (
+    FromOpt,
+    HtmlOpt,
+    JobOpt,
+    JsonOpt,
+    SaveOpt,
+    StrictOpt,
+    UserOpt,
+    called_as,
+    on_hosts,
+)
 
 if TYPE_CHECKING:
     from distdiag.commands.hang.types import Hang
@@ -25,12 +35,8 @@ def hang(
     pid: Annotated[
         list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable.")
     ] = None,
-    job: Annotated[
-        str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
-    ] = "",
-    user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all that are visible]")
-    ] = "",
+    job: JobOpt = "",
+    user: UserOpt = "",
     logs: Annotated[
         list[str] | None,
         typer.Option(metavar="PATH", help="Log files or folders on the hosts, beside those the ranks write to."),
@@ -54,7 +60,7 @@ def hang(
     ] = 60.0,
     save: SaveOpt = "",
     from_: FromOpt = None,
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write an offline page with a square for every rank.")] = "",
+    html: HtmlOpt = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,

@@ -61,8 +61,8 @@ def run(
         str,
         typer.Option(metavar="TOOL", help="Run each rank under compute-sanitizer: memcheck, racecheck... Very slow."),
     ] = "",
-    ranks: Annotated[
-        str, typer.Option(metavar="LIST", help="Apply the switches above to these ranks only: 3, or 0,4-7.")
+    rank: Annotated[
+        str, typer.Option(metavar="RANKS", help="Apply the switches above to these ranks only: 3, or 0,4-7.")
     ] = "",
     prefix: Annotated[
         bool, typer.Option("--prefix", help="Label each line [host:rank]; lines of ranks are never torn.")
@@ -85,7 +85,7 @@ def run(
     Examples:
       distdiag run -- torchrun --nproc-per-node 8 train.py
       distdiag run --stall 600 --on-stall kill --save run42 -- torchrun train.py
-      distdiag run --sync --recorder --ranks 3 -- torchrun train.py
+      distdiag run --sync --recorder --rank 3 -- torchrun train.py
     """
     from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_ranks, parse_subsystems
     from distdiag.errors import UsageError
@@ -108,7 +108,7 @@ def run(
             trace_py=trace_py,
             overflow=overflow,
             sanitizer=parse(sanitizer, "|".join(SANITIZERS), "--sanitizer", f"use {', '.join(SANITIZERS)}"),
-            ranks=parse_ranks(ranks),
+            ranks=parse_ranks(rank),
         )
         if print_env:
             _print_variables(switches, save, as_json=as_json)

@@ -75,7 +75,7 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
         title=f"{shown}, and no GPU is visible to take the architecture from",
         cause="A build with torch then fails: IndexError: list index out of range.",
         breaks="building CUDA extensions on this machine; running is fine",
-        fix="if the GPUs are elsewhere, name them: distdiag cuda-env --for build --gpu H100"
+        fix="if the GPUs are elsewhere, name them: distdiag cuda-env --goal build --gpu H100"
         + (f". Or build for all {count} architectures of this torch, in about {count} times the time" if count else ""),
         exports=((_NAME, f'"{wanted}"'),) if wanted else (),
     )

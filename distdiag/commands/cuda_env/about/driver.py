@@ -127,7 +127,7 @@ def _why_absent(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
         return f"the kernel has driver {driver.kernel}, but its user-space libraries (libcuda) are missing", text, ()
     if driver.hardware:
         return "an NVIDIA GPU is present, but no driver is loaded", "install the driver, then reboot", ()
-    expected = "on a login or build node this is expected: check builds only, with --for build. "
+    expected = "on a login or build node this is expected: check builds only, with --goal build. "
     if driver.container:
         expected += f"If this container's machine has GPUs, {_with_gpus(driver.container)}. Otherwise "
     return "no NVIDIA GPU and no driver found", expected + "CUDA programs need a node with a GPU", ()
