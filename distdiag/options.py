@@ -113,7 +113,7 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
     container: Annotated[str, _host_option(metavar="NAME", help="Container of --kube. [default: that of torch]")] = "",
     kube_debug: Annotated[
         str,
-        _host_option(metavar="IMAGE", help="Look into the pods of --kube from a debug container with this image."),
+        _host_option(metavar="IMAGE", help="Inspect the --kube pods from a debug container running this image."),
     ] = "",
     via: Annotated[
         str,

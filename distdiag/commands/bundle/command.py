@@ -30,16 +30,14 @@ def bundle(
     user: UserOpt = "",
     logs: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Log files on the hosts, beside those the ranks write to."),
+        typer.Option(metavar="PATH", help="More log files on the hosts."),
     ] = None,
     recorder: Annotated[
         list[str] | None,
         typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or the folder with dumps and pipes."),
     ] = None,
     max_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file to write; logs are cut first.")] = "20MiB",
-    timeout: Annotated[
-        float, typer.Option(min=10.0, max=3600.0, metavar="SECONDS", help="Longest time to collect everything.")
-    ] = 60.0,
+    timeout: Annotated[float, typer.Option(min=10.0, max=3600.0, metavar="SECONDS", help="Overall time limit.")] = 60.0,
     show: Annotated[
         bool, typer.Option("--show", help="Print the redacted text of all files to stdout before it is packed.")
     ] = False,

@@ -39,25 +39,19 @@ def hang(
     user: UserOpt = "",
     logs: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Log files or folders on the hosts, beside those the ranks write to."),
+        typer.Option(metavar="PATH", help="More log files or folders on the hosts."),
     ] = None,
     recorder: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or the folder with dumps and pipes."),
+        typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or their folder."),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Longest time for the whole diagnosis.")
-    ] = 60.0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Sample twice, and do not go on while ranks have not moved.")
-    ] = False,
+    timeout: Annotated[float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Overall time limit.")] = 60.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Sample twice, and stop there.")] = False,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Read /proc every minute; diagnose once the job hangs."),
+        typer.Option("--watch", help="Read /proc every minute; diagnose once all ranks have stopped."),
     ] = False,
-    every: Annotated[
-        float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Time between the readings of --watch.")
-    ] = 60.0,
+    every: Annotated[float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Interval of --watch.")] = 60.0,
     save: SaveOpt = "",
     from_: FromOpt = None,
     html: HtmlOpt = "",
@@ -67,12 +61,13 @@ def hang(
     *,
     cluster: Cluster,
 ) -> None:
-    """Diagnose a stuck job: name the rank that holds it up, from all evidence on all nodes.
+    """Diagnose a stuck job: which rank is stuck, where and why.
 
-    Joins stacks, /proc, GPU load, NCCL RAS, flight recorder dumps, the job's log, the kernel and known bugs of
-    versions; samples for up to 31 s while ranks do not move. The job needs no preparation and is not stopped.
+    Reads all nodes at once: stacks, /proc, GPU load, NCCL RAS, flight recorder dumps, the job's log, the kernel and
+    known bugs of versions; samples for up to 31 s while ranks do not move. The job needs no preparation and is not
+    stopped.
 
-    Exit status: 0 not hung or only slow, 1 hung, and why, 2 wrong usage, 3 the evidence cannot decide, 130 interrupted.
+    Exit status: 0 not hung (or merely slow), 1 hung, 2 wrong usage, 3 the evidence cannot decide, 130 interrupted.
 
     \b
     Examples:

@@ -66,7 +66,7 @@ def pyspy_all(
     *,
     cluster: Cluster,
 ) -> None:
-    """Show what every rank of a running job is doing, grouped by stack, and name the stuck ranks.
+    """Show what every rank of a running job is doing, grouped by stack; find the stuck ranks.
 
     Ranks are found automatically, on this host or on all --hosts. Sampling does not pause them, except with --native.
 

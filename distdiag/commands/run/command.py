@@ -35,7 +35,7 @@ def run(
     on_stall: Annotated[str, typer.Option(metavar="report|kill", help="What to do with a job that hangs.")] = "report",
     pictures: Annotated[
         bool,
-        typer.Option(help="Record where ranks are: stacks when a rank dies, hang before SIGTERM is passed on."),
+        typer.Option(help="Capture stacks when a rank dies, and hang before forwarding SIGTERM."),
     ] = True,
     sync: Annotated[
         bool, typer.Option("--sync", help="CUDA_LAUNCH_BLOCKING=1: errors at the right line. Slow; hides races.")
@@ -77,7 +77,7 @@ def run(
     """Start a job as you do now, and learn which rank failed first, why, and where the others were.
 
     stdout, stderr, stdin, signals and the exit status are the job's own; the verdict follows on stderr if it fails.
-    Under srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then judges all nodes.
+    Under srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then reports on all nodes.
 
     Exit status: the job's own.
 

@@ -33,7 +33,7 @@ def blocked(
     *,
     cluster: Cluster,
 ) -> None:
-    """Show what every rank is blocked on and which process has the other end, and name the rank that blocks the others.
+    """Show what every rank waits for, which process has the other end, and which rank blocks the others.
 
     The verdict is that of hang from the processes alone: /proc and stacks. No process is paused. For the stacks, use
     pyspy-all.
