@@ -73,7 +73,9 @@ FromOpt = Annotated[
         "--from", metavar="PATH", help="Analyze what --save or bundle wrote: DIR, its files or a bundle; repeatable."
     ),
 ]
-HtmlOpt = Annotated[str, _output_option("--html", metavar="FILE", help="Write the report as an offline HTML page.")]
+HtmlOpt = Annotated[
+    str, _output_option("--html", metavar="FILE", help="Write the report as an offline page for a browser.")
+]
 JobOpt = Annotated[
     str,
     typer.Option(

@@ -1,6 +1,6 @@
-"""What one rank's device computed: matrix products with their check sums, and its bandwidths.
+"""Results of one rank's device: matrix products with checksums, and bandwidths.
 
-Standard library only: rank 0 decides with it, during the test, whether all ranks measure once more.
+Standard library only: rank 0 uses it during the test, to decide whether all ranks measure once more.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SLOW, SLOW_COPY = 0.8, 0.6
-"""Of the median of one model of device. Cards of one model differ by 5% in products (silicon, temperature), and the
-best of several repetitions on a busy machine by 10%. Copies on a CPU share its memory with other programs and differ by
-25%; a PCIe link with half its lanes has half."""
+"""Share of the median of one device model, for products and for copies.
+
+Cards of one model differ by 5% in products (silicon, temperature), and the best of several repetitions on a busy
+machine by 10%. Copies on a CPU share its memory with other programs and differ by 25%; a PCIe link with half its lanes
+has half.
+"""
 BANDWIDTHS = ("copy", "triad", "to device", "from device")
 
 
@@ -25,10 +28,10 @@ BANDWIDTHS = ("copy", "triad", "to device", "from device")
 class Product:
     """The n x n matrix products of one precision.
 
-    `best_s`: the shortest repetition in seconds. `digest`: of the bits of the result that most repetitions agree on.
-    `wrong`: elements of the first repetition that differs from it, `wrong_repetition` (from 1); `first_index` into the
-    flattened result. `inexact`: elements of a small product of whole numbers that are not exact. `sums_off`: rows and
-    columns whose sum is not that of the factors. `skipped`: why this precision was not measured.
+    `best_s`: the shortest repetition in seconds. `digest`: of the result's bits, as in most repetitions. `wrong`:
+    elements that differ in the first deviating repetition, `wrong_repetition` (from 1); `first_index` into the
+    flattened result. `inexact`: inexact elements of a small product of whole numbers. `sums_off`: rows and columns
+    whose sum does not match the factors. `skipped`: why this precision was not measured.
     """
 
     precision: str
@@ -55,8 +58,8 @@ class Product:
 class Computed:
     """One rank. `model`: devices of the same model, torch and threads compute the same bits.
 
-    `bandwidths`: bytes per second by name of BANDWIDTHS. `cpus`: how many CPUs a rank on the CPU
-    may use, 0 on a GPU. `health`: of its GPU while it computed, where its results were wrong or a rank was slow.
+    `bandwidths`: bytes per second by name of BANDWIDTHS. `cpus`: CPUs available to a CPU rank, 0 on a GPU. `health`: of
+    its GPU during the test, if results were wrong or a rank was slow.
     """
 
     model: str
@@ -73,8 +76,7 @@ class Computed:
 
 
 def slow(rates: Mapping[int, float], limit: float) -> tuple[float, list[int]]:
-    """Return the median rate of devices of one model (of two in the middle the higher), and which ranks have less than
-    `limit` of it."""
+    """Return the median rate of devices of one model (the higher middle one), and the ranks below `limit` of it."""
     typical = median_high(rates.values()) if rates else 0.0
     return typical, sorted(rank for rank, rate in rates.items() if rate < limit * typical)
 

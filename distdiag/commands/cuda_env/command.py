@@ -1,4 +1,4 @@
-"""What you type for cuda-env."""
+"""The command line of cuda-env."""
 
 from __future__ import annotations
 
@@ -82,22 +82,23 @@ def cuda_env(
     from distdiag.output import Output, deliver, deliver_lines, fail
 
     def request() -> Request:
-        from distdiag.commands.cuda_env.catalogue import CHECKS, capability
+        from distdiag.commands.cuda_env.archs import capability
+        from distdiag.commands.cuda_env.problems import checks
         from distdiag.diagnosis.finding_ids import chosen
 
         if gpu and for_ is Goal.RUN:
             raise UsageError(
                 "--gpu names GPUs to build for, and --goal run builds nothing", hint="--goal build, or leave --gpu out"
             )
-        # GPUs that are elsewhere: what runs on this machine is not the question.
+        # These GPUs are elsewhere, so running on this machine is not checked.
         usual = Goal.BUILD if gpu and not explain else Goal.ALL
         pairs = [text.partition("=") for text in ignore or ()]
         return Request(
             cluster=cluster,
             goal=for_ or usual,
             python=cluster.python,
-            only=tuple(chosen(id_, COMMAND, CHECKS) for id_ in only or ()),
-            ignore=tuple((chosen(id_, COMMAND, CHECKS), reason.strip()) for id_, _, reason in pairs),
+            only=tuple(chosen(id_, COMMAND, checks()) for id_ in only or ()),
+            ignore=tuple((chosen(id_, COMMAND, checks()), reason.strip()) for id_, _, reason in pairs),
             timeout_s=timeout,
             verbose=verbose,
             program=called_as(),

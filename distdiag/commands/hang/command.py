@@ -1,8 +1,8 @@
-"""What you type for hang."""
+"""The command line of hang."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,10 +20,6 @@ from distdiag.options import (
     called_as,
     on_hosts,
 )
-
-if TYPE_CHECKING:
-    from distdiag.commands.hang.types import Hang
-    from distdiag.report import Report
 
 
 @on_hosts
@@ -77,12 +73,9 @@ def hang(
       distdiag hang --watch --save facts               # when it hangs, tonight
     """
     from distdiag import runner
-    from distdiag.commands.hang import html_report
     from distdiag.commands.hang.subcommand import SUBCOMMAND
 
     def request() -> Request:
-        if html:
-            html_report.check_place(html)
         if watch and from_:
             raise UsageError("--watch looks at a running job", hint="leave out --from")
         return Request(
@@ -96,13 +89,9 @@ def hang(
             verbose=verbose,
         )
 
-    def finish(report: Report[Hang]) -> Report[Hang]:
-        if html:
-            html_report.write_page(report, html, strict=strict)
-        return report
-
     if watch and not cluster.explain:
         from distdiag.commands.hang.watch import wait_until_hung
 
         wait_until_hung(request, every, as_json=as_json)
-    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
+    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    runner.run(SUBCOMMAND, request, options)

@@ -1,4 +1,4 @@
-"""hang from its request to its report: find the ranks on all nodes, read every source at the same time, join."""
+"""hang from request to report: find the ranks on all nodes, read every source concurrently, join."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.commands.hang.diagnose import diagnose
+from distdiag.commands.hang.page import content
 from distdiag.commands.hang.types import COMMAND, Request
 from distdiag.commands.hang.view import hang_view
 from distdiag.diagnosis.stuck.types import Source
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from distdiag.output import Progress
 
 _REACH_SHARE = 0.35
-"""Of --timeout, for each stage of reaching a host: a dead node costs this much, and the sources have the rest."""
+"""Share of --timeout for each stage of reaching a host: the cost of a dead node. The sources use the rest."""
 _SPARE_S = 1.0
 
 
@@ -50,7 +51,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
 
 
 def _choose(request: Request, hosts: Mapping[str, Processes]) -> dict[str, Processes]:
-    """Return the processes of the job that is meant; of a host with none of it, all, to name the jobs there."""
+    """Return the processes of the requested job; if a host has none, all of its processes, to list its jobs."""
     kept = {host: known_of(processes, _wanted(processes, request)) for host, processes in hosts.items()}
     return with_job_of(kept, request.wanted.pids) if request.wanted.pids else kept
 
@@ -67,5 +68,6 @@ SUBCOMMAND = Subcommand(
     diagnose=diagnose,
     view=lambda request, _, report: hang_view(report, request),
     explain=lambda request: runner.explain(request.cluster, _agent(request)),
+    page=content,
     shown_as_typed=("wanted", "verbose"),
 )

@@ -1,4 +1,4 @@
-"""One rank's clean stream out of a mixed log: --rank and --split."""
+"""Separation of a mixed log by rank: --rank and --split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_FILES = 512
 def deliver_streams(
     paths: Sequence[str], chosen: Sequence[str], split: str, *, has_hosts: bool, as_json: bool
 ) -> NoReturn:
-    """Write the lines of ranks to stdout, or those of each rank to a file, and leave with the exit status."""
+    """Write the lines of ranks to stdout, or of each rank to a file, and exit."""
     try:
         ranks = parse_ranks(chosen)
         if has_hosts or as_json or not paths:

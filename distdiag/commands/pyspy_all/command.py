@@ -1,9 +1,9 @@
-"""What you type for pyspy-all."""
+"""The command line of pyspy-all."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,10 +11,6 @@ from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the
 from distdiag.commands.pyspy_all.types import Request, Threads
 from distdiag.errors import UsageError
 from distdiag.options import HtmlOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, UserOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from distdiag.commands.pyspy_all.types import PySpyAll
-    from distdiag.report import Report
 
 _GROUP = re.compile(r"\s*([A-Za-z][\w-]*)\s*=\s*([0-9,\-/ ]+)\s*")
 _MAX_RANK = 10_000_000
@@ -80,12 +76,9 @@ def pyspy_all(
       distdiag pyspy-all --from run1 --tree          # analyze the saved stacks
     """
     from distdiag import runner
-    from distdiag.commands.pyspy_all import html_report
     from distdiag.commands.pyspy_all.subcommand import SUBCOMMAND
 
     def request() -> Request:
-        if html:
-            html_report.check_place(html)
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -103,12 +96,8 @@ def pyspy_all(
             timeout_s=timeout,
         )
 
-    def finish(report: Report[PySpyAll]) -> Report[PySpyAll]:
-        if html:
-            html_report.write_page(report, html, strict=strict)
-        return report
-
-    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
+    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    runner.run(SUBCOMMAND, request, options)
 
 
 def parse_groups(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

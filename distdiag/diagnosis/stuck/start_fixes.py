@@ -1,4 +1,4 @@
-"""The launcher's line, or the variables, that send a process to the right meeting place. Pure."""
+"""Corrected launch lines or variables that send a process to the right rendezvous address. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SHOWN = 4
 
 
 def at_place(rows: Sequence[StartRow], place: str, *, but: str = "") -> Fix:
-    """Return how to start these processes again so that they meet at a place; `but`: what to do besides, or instead."""
+    """Return how to restart these processes so that they meet at a place; `but`: appended to the text."""
     launch = rows[0].start.above or rows[0].start.launch
     hosts = format_hosts(row.host for row in rows)
     if rows[0].is_rank and launch.program == "torchrun":
-        # torchrun's agent sets MASTER_ADDR: the name of the node that has rank 0, or its --local-addr.
+        # torchrun's agent sets MASTER_ADDR, to the host name of rank 0's node or its --local-addr.
         address = place.rpartition(":")[0]
         return Fix(text=f"start torchrun on the node of rank 0 with --local-addr={address}{but}")
     options = " ".join(options_for(launch, place))
@@ -39,7 +39,7 @@ def at_place(rows: Sequence[StartRow], place: str, *, but: str = "") -> Fix:
 
 
 def options_for(launch: Launch, place: str) -> list[str]:
-    """Return the options that send a launcher, or the variables that send a rank, to a meeting place."""
+    """Return launcher options or, for a rank, variables that set a rendezvous address."""
     host, _, port = place.rpartition(":")
     host = host.strip("[]")
     if launch.program == "environment":
@@ -53,17 +53,17 @@ def options_for(launch: Launch, place: str) -> list[str]:
 
 
 def corrected(start: Start, place: str) -> str:
-    """Return the launcher's whole command line with another meeting place, to paste; empty if it is not known."""
+    """Return the launcher's command line with another rendezvous address; empty if unknown."""
     try:
         words = shlex.split(start.command)
-    except ValueError:  # a secret was taken out of a quoted word
+    except ValueError:  # a secret was cut out of a quoted word
         return ""
     at = next((at for at, word in enumerate(words[:8]) if word in _MODULE), None)
     if at is None:
         at = next((at for at, word in enumerate(words[:6]) if os.path.basename(word) in _LAUNCHERS), None)
     if at is None or "***" in start.command:
         return ""
-    if at == 1 and os.path.isabs(words[1]):  # a script's own first line names its interpreter
+    if at == 1 and os.path.isabs(words[1]):  # a script's shebang names its interpreter
         words, at = words[1:], 0
     options = options_for(start.above or start.launch, place)
     names = {option.partition("=")[0].lstrip("-").replace("-", "_") for option in options}

@@ -1,4 +1,4 @@
-"""A process that waits for others to start, with its host; how it is compared, and described. Pure."""
+"""A process that waits for others to start, with its host; comparison and texts. Pure."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class StartRow:
     own: frozenset[str]
     """All addresses of the host."""
     family: frozenset[int]
-    """The process, those above it and below."""
+    """The process, its ancestors and descendants."""
 
     @property
     def place(self) -> str:
-        """Its meeting place."""
+        """The rendezvous address, "host:port"."""
         launch = self.start.launch
         host = f"[{launch.host}]" if ":" in launch.host else launch.host
         return f"{host}:{launch.port}"
 
     @property
     def meeting(self) -> Meeting | None:
-        """What its node sees there."""
+        """The state of that address as seen from its node."""
         return self.start.meeting
 
     @property
     def name(self) -> str:
-        """Name it: "rank 3 on node2", "node2"."""
+        """Format it: "rank 3 on node2", "node2"."""
         if not self.is_rank:
             return self.host
         name = f"pid {self.start.pid}" if self.start.rank is None else f"rank {self.start.rank}"
@@ -55,17 +55,17 @@ class StartRow:
 
     @property
     def is_rank(self) -> bool:
-        """Return whether it is a rank, not a launcher."""
+        """Return whether it is a rank rather than a launcher."""
         return self.start.launch.program == "environment"
 
     def is_server(self) -> bool:
-        """Return whether its own store listens at the meeting place: its own, or that of the torchrun above it."""
+        """Return whether its own store, or that of the torchrun above it, listens at the rendezvous address."""
         met = self.meeting
         return met is not None and met.is_here and met.server in self.family
 
 
 def is_served(row: StartRow, rows: Sequence[StartRow]) -> bool:
-    """Return whether a process of the same job listens at its meeting place."""
+    """Return whether a process of the same job listens at the rendezvous address."""
     if row.is_server():
         return True
     servers = [other for other in rows if other.is_server() and other.start.launch.port == row.start.launch.port]
@@ -74,13 +74,13 @@ def is_served(row: StartRow, rows: Sequence[StartRow]) -> bool:
 
 
 def limit_s(row: StartRow) -> float | None:
-    """Return how long a launcher waits in all: for the store, or for the other nodes."""
+    """Return a launcher's total wait: for the store, or for the other nodes."""
     met, launch = row.meeting, row.start.launch
     return launch.gives_up_s if met is not None and met.state == port_scan.OPEN else launch.connects_s
 
 
 def owners(nodes: Iterable[NodePicture]) -> dict[str, str]:
-    """Return the host of each address; an address of several hosts, such as a bridge's, is left out."""
+    """Map addresses to hosts, without addresses of several hosts such as a bridge's."""
     found: dict[str, set[str]] = {}
     for node in nodes:
         for address in by_interface(node):
@@ -89,7 +89,7 @@ def owners(nodes: Iterable[NodePicture]) -> dict[str, str]:
 
 
 def resolved(row: StartRow, owner: Mapping[str, str]) -> tuple[str, int]:
-    """Return what two processes must have in common to meet: the machine, by name or address, and the port."""
+    """Return the key that processes must share to meet: machine (by host or address) and port."""
     met = row.meeting
     if met is None or not met.addresses:
         return row.place, 0
@@ -99,19 +99,19 @@ def resolved(row: StartRow, owner: Mapping[str, str]) -> tuple[str, int]:
 
 
 def meets_at_loopback(met: Meeting) -> bool:
-    """Return whether all addresses of a meeting place are loopback."""
+    """Return whether all addresses of a rendezvous are loopback."""
     return bool(met.addresses) and all(map(is_loopback, met.addresses))
 
 
 def why_own(row: StartRow) -> str:
-    """Describe why a meeting place is the machine itself."""
+    """Describe why a rendezvous address is the machine itself."""
     met = row.meeting
     name = row.start.launch.host
     return f"{name} is {met.addresses[0]} there" if met is not None and met.addresses[0] != name else "it is loopback"
 
 
 def by_interface(node: NodePicture) -> dict[str, str]:
-    """Return the interface of each address of a node, without loopback."""
+    """Map a node's addresses to interfaces, without loopback."""
     return {
         text.partition("/")[0]: name
         for read in node.starts
@@ -138,7 +138,7 @@ def evidence_of(row: StartRow) -> str:
 
 
 def value_in_words(value: object) -> str:
-    """Format an option's value: a count of nodes "2:4", or itself."""
+    """Format an option's value; a count of nodes as "2:4"."""
     if isinstance(value, tuple):
         return str(value[0]) if value[0] == value[1] else f"{value[0]}:{value[1]}"
     return str(value)

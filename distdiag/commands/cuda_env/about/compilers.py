@@ -1,14 +1,16 @@
-"""The host compilers: the one that nvcc calls, judged by the toolkit's own header, and the one that torch checks."""
+"""The host compilers: nvcc's, judged by the toolkit's own header, and the one checked by torch."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.types import BUILD, Problem, Section
+from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.types import Mend, Problem, Section
 from distdiag.facts.cuda.nvcc_variables import FLAGS
 from distdiag.knowledge.cuda import minor, version
 from distdiag.knowledge.logs import shortened
@@ -20,29 +22,27 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.toolkits import Nvcc, Toolkit
     from distdiag.facts.cuda.torchfiles import Bounds
 
-_BREAKS = "building CUDA extensions; running is fine"
+_NOT_BUILT = "building CUDA extensions; running is fine"
+_BY_OTHERS = "builds from a shell or with CMake; torch uses another nvcc"
 _NO_HOST = re.compile(r"Failed to preprocess host compiler")
 _REFUSED = re.compile(r"unsupported (GNU|clang)")
 
 
 def about_compilers(facts: CudaFacts) -> Section:
-    """Judge both compilers, for the toolkit that will be used when all is mended."""
+    """Judge both compilers, for the toolkit in use after all fixes."""
     own, toolkit = facts.compilers.cxx, fixes.target_toolkit(facts)
     called = _host(facts, _nvcc_of(facts, toolkit))
     parts = [f"torch calls {_named(own)}" if own else f"torch does not find {facts.compilers.cxx_asked}"]
     parts += [f"nvcc calls {_named(called)}"] if called and (own is None or called.real != own.real) else []
     limit = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     parts += [f"gcc <= {limit} is supported"] if limit else []
-    problems = [
-        problem
-        for problem in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit), _for_cmake(facts))
-        if problem
-    ]
+    checks = (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit), _for_cmake(facts))
+    problems = tuple(found for found in checks if found)
     details = tuple(
         f"{compiler.path}: {f'{compiler.family} {compiler.version}'.strip() or 'unknown'}"
         for compiler in fixes.distinct_compilers(facts)
     )
-    return Section(name="Compiler", line="; ".join(parts), problems=tuple(problems), details=details)
+    return Section(name="Compiler", line="; ".join(parts), problems=problems, details=details)
 
 
 def _named(compiler: Compiler | None) -> str:
@@ -52,13 +52,13 @@ def _named(compiler: Compiler | None) -> str:
 
 
 def _nvcc_of(facts: CudaFacts, toolkit: Toolkit | None) -> Nvcc | None:
-    """Find the nvcc of a toolkit that was asked what it would do; None if none of it was."""
+    """Find a toolkit's nvcc that was queried; None if none was."""
     of_toolkit = [nvcc for nvcc in facts.nvccs if nvcc.top and toolkit is not None and nvcc.top == toolkit.real]
     return of_toolkit[0] if of_toolkit else None
 
 
 def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
-    """Return the host compiler that nvcc calls for torch: what it said itself, else what it would find."""
+    """Return the host compiler that nvcc calls for torch: as reported by nvcc, else by its search rules."""
     if nvcc is not None and nvcc.compiler:
         return fixes.compiler_at(facts, nvcc.compiler)
     name = facts.variables.get("CC") or facts.variables.get("NVCC_CCBIN") or "gcc"
@@ -66,7 +66,7 @@ def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
 
 
 def _nvcc(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
-    """Judge the compiler that nvcc calls: by what nvcc said when it was tried, else by the limit in its header."""
+    """Judge nvcc's compiler: by nvcc's message in a trial run, else by the limit in its header."""
     nvcc = _nvcc_of(facts, toolkit)
     nvcc = nvcc or next((other for other in facts.nvccs if other.complaint and _NO_HOST.search(other.complaint)), None)
     compiler = _host(facts, nvcc)
@@ -89,82 +89,68 @@ def _is_too_new(compiler: Compiler | None, toolkit: Toolkit | None) -> bool:
 def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, toolkit: Toolkit | None) -> Problem:
     limit = toolkit.limit if toolkit is not None else None
     clang = compiler is not None and compiler.family == "clang"
-    most = (
-        f"clang < {limit.clang_below}"
-        if limit and clang
-        else f"gcc <= {limit.gcc_max}"
-        if limit
-        else "an older version"
-    )
+    most = "an older version"
+    if limit:
+        most = f"clang < {limit.clang_below}" if clang else f"gcc <= {limit.gcc_max}"
     evidence = [f"called: {compiler.path}"] if compiler else []
     if limit is not None and limit.gcc_max and not clang:
         evidence.append(f"{limit.path}:{limit.gcc_line}: gcc versions later than {limit.gcc_max} are refused")
     if nvcc is not None and nvcc.complaint:
         evidence.append(f"{nvcc.path} -x cu -E /dev/null: {_message(nvcc.complaint)}")
     own = facts.compilers.cxx
-    other = own is not None and compiler is not None and own.major != compiler.major
-    return Problem(
-        id="cc.nvcc",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"nvcc {toolkit.version if toolkit else ''} would use {_named(compiler)} as its host compiler; it "
-        f"supports {most}",
-        cause=f"torch checks {_named(own)} only and will not warn." if other else "",
-        breaks=_BREAKS,
-        evidence=tuple(evidence),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
+    differ = own is not None and compiler is not None and own.major != compiler.major
+    return problem(
+        "cc.nvcc",
+        version=toolkit.version if toolkit else "of unknown version",
+        compiler=_named(compiler),
+        most=most,
+        other=_named(own) if differ else "",
+        evidence=evidence,
+        mend=_mend(facts, toolkit),
     )
 
 
 def _message(complaint: str) -> str:
-    """Cut a compiler's message to what it says, without its place and its advice."""
+    """Reduce a compiler's message to the error, without location and advice."""
     return shortened(complaint.rpartition("error: ")[2].partition(" The nvcc flag")[0])
 
 
 def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
-    """Report that the host compiler is not there, and which variable names it."""
     name = next((variable for variable in ("CC", "NVCC_CCBIN") if facts.variables.get(variable)), "")
     compiler = f"{name}={facts.variables[name]}" if name else os.path.basename(nvcc.compiler or "gcc")
-    return Problem(
-        id="cc.nvcc",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"nvcc cannot use its host compiler, {compiler}",
-        breaks=_BREAKS,
-        evidence=(f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
-    )
+    evidence = (f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",)
+    return problem("cc.nvcc-none", compiler=compiler, evidence=evidence, mend=_mend(facts, toolkit))
 
 
-def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> dict[str, object]:
-    """Name the newest installed compiler that is allowed; else what to install."""
+def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> Mend:
+    """Use the newest installed compiler allowed; else install one."""
     most = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     pair = fixes.allowed_pair(facts, most or 99)
     if pair is not None:
         gcc, gxx = (shlex.quote(compiler.path) for compiler in pair)
-        return {
-            "fix": f"use the installed gcc {pair[0].version}",
-            "exports": (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx)),
-        }
+        exports = (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx))
+        return Mend(text=f"use the installed gcc {pair[0].version}", exports=exports)
     known = [number for number in facts.compilers.installable if number <= (most or 99)]
     apt = f"gcc-{max(known)} g++-{max(known)}" if known else ""
-    return {
-        "fix": f"install a supported gcc{f' ({most} or older)' if most else ''}, with its g++",
-        "commands": fixes.install_system(facts, apt=apt, dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
-    }
+    return Mend(
+        text=f"install a supported gcc{f' ({most} or older)' if most else ''}, with its g++",
+        commands=fixes.install_system(facts, apt=apt, dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
+    )
 
 
 def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
-    """Judge the compilers that torch checks, with the table of the torch that is installed.
+    """Judge the compilers checked by torch, with the installed torch's own table.
 
-    load() asks for $CXX or c++; setup.py builds for $CXX or what this Python was built with.
+    load() uses $CXX or c++; setup.py builds with $CXX or the compiler of this Python's own build.
     """
     own, cxx = facts.compilers.cxx, facts.compilers.cxx_asked
     if own is None:
-        return _no_cxx(facts, toolkit)
-    first = os.path.basename(cxx.split()[0])
+        where = f"CXX={facts.variables['CXX']}" if "CXX" in facts.variables else "CXX is not set; no c++ on PATH"
+        return problem("cc.torch-none", asked=cxx, evidence=(where,), mend=_mend(facts, toolkit))
     if len(cxx.split()) > 1 and not own.family:
-        return _wrapped_cxx(facts, toolkit, first)
+        evidence = (f"CXX={facts.variables.get('CXX', '')}",)
+        first = os.path.basename(cxx.split()[0])
+        return problem("cc.torch-wrapped", first=first, evidence=evidence, mend=_mend(facts, toolkit))
     bounds = _bounds(facts, toolkit, own)
     by_setup = None if "CXX" in facts.variables else fixes.compiler_called(facts, facts.python.cxx)
     wrong = [compiler for compiler in (own, by_setup) if compiler is not None and not _is_within(compiler, bounds)]
@@ -186,32 +172,6 @@ def _is_within(compiler: Compiler, bounds: Bounds | None) -> bool:
     return bounds is None or not compiler.version or bounds.least <= version(compiler.version) < bounds.below
 
 
-def _no_cxx(facts: CudaFacts, toolkit: Toolkit | None) -> Problem:
-    where = f"CXX={facts.variables['CXX']}" if "CXX" in facts.variables else "CXX is not set; no c++ on PATH"
-    return Problem(
-        id="cc.torch",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"no C++ compiler: torch calls {facts.compilers.cxx_asked}, which is missing",
-        breaks="building any extension; running is fine",
-        evidence=(where,),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
-    )
-
-
-def _wrapped_cxx(facts: CudaFacts, toolkit: Toolkit | None, first: str) -> Problem:
-    return Problem(
-        id="cc.torch",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"torch uses the first word of CXX, {first}, as the compiler",
-        cause=f"It queries the version of {first} and concludes that it is too old.",
-        breaks=_BREAKS,
-        evidence=(f"CXX={facts.variables.get('CXX', '')}",),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
-    )
-
-
 def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *, everywhere: bool) -> Problem:
     torch, bounds = facts.torch, _bounds(facts, toolkit, wrong)
     assert torch is not None
@@ -221,19 +181,20 @@ def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *
     allowed = f"below {'.'.join(map(str, bounds.below))}" if high else f"{'.'.join(map(str, bounds.least))} or newer"
     jit = wrong is facts.compilers.cxx
     only = "extensions built at first use (torch.utils.cpp_extension.load)" if jit else "setup.py builds"
-    return Problem(
-        id="cc.torch",
-        goals=BUILD,
+    return problem(
+        "cc.torch",
         level=Level.FAIL if everywhere else Level.WARN,
-        title=f"torch rejects {_named(wrong)} with CUDA {minor(toolkit.version)}: it requires a version {allowed}",
-        breaks=_BREAKS if everywhere else only,
+        compiler=_named(wrong),
+        cuda=minor(toolkit.version),
+        allowed=allowed,
+        breaks=_NOT_BUILT if everywhere else only,
         evidence=(f"{torch.folder}/utils/cpp_extension.py: compiler version table", f"called: {wrong.path}"),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
+        mend=_mend(facts, toolkit),
     )
 
 
 def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
-    """Point at flags that everybody's nvcc gets without seeing them, and at variables that break it."""
+    """Report hidden flags added to every nvcc call, and variables that break nvcc."""
     for use in facts.uses.values():
         nvcc = fixes.nvcc_at(facts, use.nvcc)
         if nvcc is not None and nvcc.broken_by:
@@ -243,72 +204,51 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
         if "allow-unsupported-compiler" in value:
             return _unchecked(facts, toolkit, name, value)
         if "ccbin" in value or "compiler-bindir" in value:
-            return Problem(
-                id="cc.flags",
-                goals=BUILD,
-                level=Level.INFO,
-                title=f"{name} sets nvcc's host compiler and overrides CC",
-                evidence=(f"{name}={value}",),
-            )
+            return problem("cc.ccbin", variable=name, evidence=(f"{name}={value}",))
     return None
 
 
 def _broken(facts: CudaFacts, nvcc: Nvcc) -> Problem:
-    """Report variables that break nvcc, which was tried with and without them."""
-    names = nvcc.broken_by
+    names, several = nvcc.broken_by, len(nvcc.broken_by) > 1
     used = nvcc.path == facts.uses["torch"].nvcc
-    said = _message(nvcc.broken_how).partition("; nvcc fatal")[0]
-    verb = "breaks" if len(names) == 1 else "break"
-    origins = [f"set in {origin.file}:{origin.line}" for origin in facts.building.origins if origin.variable in names]
-    return Problem(
-        id="cc.flags",
-        goals=BUILD,
+    said = _message(nvcc.broken_how).partition("; nvcc fatal")[0].removeprefix("nvcc fatal").lstrip(" :")
+    origins = [f"{origin.file}:{origin.line}" for origin in facts.building.origins if origin.variable in names]
+    return problem(
+        "cc.flags",
         level=Level.FAIL if used else Level.WARN,
-        title=f"{' and '.join(names)} {verb} nvcc {nvcc.release}: {said.removeprefix('nvcc fatal').lstrip(' :')}",
-        cause=f"Without {'it' if len(names) == 1 else 'them'} {nvcc.path} compiles the same file."
-        if not nvcc.complaint
-        else "",
-        breaks=_BREAKS if used else "builds from a shell or with CMake; torch uses another nvcc",
+        names=" and ".join(names),
+        verb="break" if several else "breaks",
+        release=nvcc.release,
+        said=said,
+        it="them" if several else "it",
+        nvcc="" if nvcc.complaint else nvcc.path,
+        files=", ".join(origins),
+        breaks=_NOT_BUILT if used else _BY_OTHERS,
         evidence=(
             *(f"{name}={facts.variables.get(name, '')}" for name in names),
             f"{nvcc.path} -c -x cu: {nvcc.broken_how}",
-            *origins,
+            *(f"set in {origin}" for origin in origins),
         ),
-        fix=f"unset {'it' if len(names) == 1 else 'them'} in this shell" + (", and where it is set" if origins else ""),
-        unset=names,
+        mend=Mend(unset=names),
     )
 
 
 def _for_cmake(facts: CudaFacts) -> Problem | None:
-    """Report who reads CUDAHOSTCXX: CMake alone, in a new build folder; nvcc and torch do not."""
+    """Report CUDAHOSTCXX, which only CMake reads, in a new build folder; nvcc and torch do not."""
     value = facts.variables.get("CUDAHOSTCXX", "")
     others = [facts.variables.get(name, "") for name in ("CC", "NVCC_CCBIN")]
-    if not value or value in others:
-        return None
-    return Problem(
-        id="cc.flags",
-        goals=BUILD,
-        level=Level.INFO,
-        title=f"only CMake reads CUDAHOSTCXX={value}; nvcc, torch and DeepSpeed ignore it",
-        fix="set it for nvcc, too",
-        commands=(f"export NVCC_CCBIN={shlex.quote(value)}",),
-    )
+    return problem("cc.cmake-only", value=value, quoted=shlex.quote(value)) if value and value not in others else None
 
 
 def _unchecked(facts: CudaFacts, toolkit: Toolkit | None, name: str, value: str) -> Problem:
-    """Report that the check is off; where the compiler is too new indeed, name one that is not."""
+    """Report that the check is disabled; if the compiler is too new, name an allowed one."""
     needed = _is_too_new(_host(facts, _nvcc_of(facts, toolkit)), toolkit)
-    pair = _mend(facts, toolkit) if needed else {}
-    return Problem(
-        id="cc.flags",
-        goals=BUILD,
+    mend = replace(_mend(facts, toolkit) if needed else Mend(), text="", unset=(name,))
+    return problem(
+        "cc.unchecked",
         level=Level.FAIL if needed else Level.WARN,
-        title=f"{name} disables nvcc's host compiler check",
-        cause="Without the check, a compiler that is too new fails later, in its headers.",
-        breaks=_BREAKS if needed else "possibly building CUDA extensions",
+        variable=name,
+        breaks=_NOT_BUILT if needed else "possibly building CUDA extensions",
         evidence=(f"{name}={value}",),
-        fix="unset it, and use a supported compiler",
-        unset=(name,),
-        exports=pair.get("exports", ()),  # type: ignore[arg-type]
-        commands=pair.get("commands", ()),  # type: ignore[arg-type]
+        mend=mend,
     )

@@ -1,4 +1,4 @@
-"""Compiled extensions: have they code for the GPUs that are here, and do they want the CUDA of this torch."""
+"""Compiled extensions: code for the local GPUs, and linked to the CUDA of this torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import from_nvcc, how_it_runs
-from distdiag.commands.cuda_env.types import RUN, Problem, Section
+from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.types import Mend, Problem, Section
 from distdiag.knowledge.cuda import major, version
 from distdiag.report import Level
 
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.facts.cuda.libraries import Extension
+    from distdiag.facts.cuda.torchfiles import Torch
 
 _FOR_CUDA = re.compile(r"(_cuda_?|_cu)(\d{3})(?=[^/]*\.so)")
-"""Where a file's name says for which CUDA it is: 130 is 13.0."""
+"""The CUDA version in a file's name: 130 is 13.0."""
 
 
 def about_extensions(facts: CudaFacts) -> Section:
-    """Judge what is compiled."""
+    """Judge the compiled extensions."""
     found = facts.extensions
     skipped = "" if facts.extensions_complete else "not all files were checked in time"
     if not found:
@@ -35,7 +37,7 @@ def about_extensions(facts: CudaFacts) -> Section:
     return Section(
         name="Extensions",
         line=f"{', '.join(packages[:3])}{more}: {code}",
-        problems=tuple(problem for problem in (_code(facts), _soname(facts)) if problem),
+        problems=tuple(each for each in (_code(facts), _soname(facts)) if each),
         skipped=skipped,
         details=tuple(_described(extension) for extension in found),
     )
@@ -53,9 +55,9 @@ def _described(extension: Extension) -> str:
 
 
 def loaded(facts: CudaFacts) -> list[Extension]:
-    """List the files that this torch would get: of those that a package ships one of for each CUDA, the one that fits.
+    """List the files that this torch would load; from a package with one file per CUDA, the matching one.
 
-    libbitsandbytes_cuda128.so and ..._cuda130.so are such a family. Where none fits, the first stands for all.
+    libbitsandbytes_cuda128.so and ..._cuda130.so are such a family. If none matches, the first represents all.
     """
     families: dict[str, list[Extension]] = {}
     for extension in facts.extensions:
@@ -64,7 +66,7 @@ def loaded(facts: CudaFacts) -> list[Extension]:
 
 
 def _chosen(facts: CudaFacts, family: list[Extension]) -> Extension:
-    """Choose as bitsandbytes does: the same version, else of the same major the next older, else the next newer one."""
+    """Choose like bitsandbytes: the same version, else in the same major the next older, else the next newer."""
     chosen_cuda = facts.variables.get("BNB_CUDA_VERSION", "")
     if chosen_cuda.isdigit() and family[0].package.startswith("bitsandbytes"):
         return next((extension for extension in family if _code_of(extension) == int(chosen_cuda)), family[0])
@@ -76,13 +78,13 @@ def _chosen(facts: CudaFacts, family: list[Extension]) -> Extension:
 
 
 def _code_of(extension: Extension) -> int:
-    """Read the CUDA that a file's name has, 13.0 as 130; 0 if it has none."""
+    """Return the CUDA in a file's name, 13.0 as 130; 0 if absent."""
     found = _FOR_CUDA.search(extension.path)
     return int(found[2]) if found else 0
 
 
 def _code(facts: CudaFacts) -> Problem | None:
-    """Name the files that have no code for a GPU that is here; a package's file for one kind of GPU only is none."""
+    """Report files without code for a local GPU, unless another file of the package has it."""
     lacking: list[tuple[Extension, list[Arch]]] = []
     files = [extension for extension in loaded(facts) if extension.archs or extension.ptx]
     for extension in files:
@@ -99,20 +101,18 @@ def _code(facts: CudaFacts) -> Problem | None:
     if not lacking:
         return None
     first, missing = lacking[0]
-    return Problem(
-        id="arch.ext",
-        goals=RUN,
-        level=Level.FAIL,
-        title=f"{_name(first)} has no code for the GPU of {', '.join(gpu.torch for gpu in missing)}",
-        breaks=f'{_name(first)}: "no kernel image is available for execution on the device"',
-        evidence=tuple(_described(extension) for extension, _ in lacking),
-        fix=_how_again(first, "these GPUs"),
-        commands=tuple(filter(None, (_rebuild(facts, first),))),
+    command = _rebuild(facts, first)
+    return problem(
+        "arch.ext",
+        extension=_name(first),
+        archs=", ".join(gpu.torch for gpu in missing),
+        evidence=(_described(extension) for extension, _ in lacking),
+        mend=Mend(text=_how_again(first, "these GPUs"), commands=(command,) if command else ()),
     )
 
 
 def _rebuild(facts: CudaFacts, extension: Extension) -> str:
-    """Return the command that builds a package again, for these GPUs too, or removes a file of torch's cache."""
+    """Return the command to rebuild a package for these GPUs too, or to remove a file of torch's cache."""
     if not extension.package:
         return _remove(extension)
     own = {from_nvcc(arch) for arch in extension.archs}
@@ -137,9 +137,9 @@ def _again(facts: CudaFacts, extension: Extension) -> str:
 
 
 def _soname(facts: CudaFacts) -> Problem | None:
-    """Name the files that want another CUDA runtime than torch's.
+    """Report files that need another CUDA runtime than torch's.
 
-    One that is no part of torch may have a runtime of its own beside torch's, where the loader finds that.
+    A file outside torch may use its own runtime beside torch's, if the loader finds it.
     """
     torch = facts.torch
     if torch is None or not torch.cuda:
@@ -157,40 +157,25 @@ def _soname(facts: CudaFacts) -> Problem | None:
         return None
     first, need = max(wrong, key=lambda pair: pair[0].torch)
     if _code_of(first) and not first.torch:
-        return _no_variant(facts, first, need)
-    own = f"libcudart.so.{major(torch.cuda)}"
-    return Problem(
-        id="libs.ext-soname",
-        goals=RUN,
+        return _no_variant(facts, torch, first, need)
+    command = _again(facts, first) if first.package else _remove(first)
+    return problem(
+        "libs.ext-soname",
         level=Level.FAIL if first.torch else Level.WARN,
-        title=f"{_name(first)} was built for another CUDA: it needs {need}, torch {torch.version} ships {own}",
-        cause=f"A symlink from {need} to {own} would load, but crash.",
-        breaks=f'{_name(first)}: "{need}: cannot open shared object file"',
-        evidence=tuple(_described(extension) for extension, _ in wrong),
-        fix=_how_again(first, "this torch"),
-        commands=tuple(filter(None, (_again(facts, first) if first.package else _remove(first),))),
+        extension=_name(first),
+        need=need,
+        torch=torch.version,
+        own=f"libcudart.so.{major(torch.cuda)}",
+        evidence=(_described(extension) for extension, _ in wrong),
+        mend=Mend(text=_how_again(first, "this torch"), commands=(command,) if command else ()),
     )
 
 
-def _no_variant(facts: CudaFacts, first: Extension, need: str) -> Problem:
-    """Report that of a package's libraries, one for each CUDA, none is for torch's, or a variable names another one."""
-    torch = facts.torch
-    assert torch is not None
-    chosen_cuda = facts.variables.get("BNB_CUDA_VERSION", "")
-    is_chosen = bool(chosen_cuda) and first.package.startswith("bitsandbytes")
-    name = first.package.partition(" ")[0]
-    return Problem(
-        id="libs.ext-soname",
-        goals=RUN,
-        level=Level.FAIL,
-        title=f"BNB_CUDA_VERSION={chosen_cuda} makes {_name(first)} load its library for another CUDA than torch's"
-        if is_chosen
-        else f"{_name(first)} has no library for CUDA {major(torch.cuda)}, which torch {torch.version} was built with",
-        breaks=f'{_name(first)}: "{need}: cannot open shared object file"' if is_chosen else _name(first),
-        evidence=(_described(first),),
-        fix="unset the variable: the package then picks the library for torch's CUDA"
-        if is_chosen
-        else f"upgrade {name}",
-        unset=("BNB_CUDA_VERSION",) if is_chosen else (),
-        commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if not is_chosen and name else (),
-    )
+def _no_variant(facts: CudaFacts, torch: Torch, first: Extension, need: str) -> Problem:
+    """Report a package without a library for torch's CUDA, or a variable that selects another."""
+    chosen, name = facts.variables.get("BNB_CUDA_VERSION", ""), first.package.partition(" ")[0]
+    words = {"chosen": chosen, "extension": _name(first), "need": need, "name": name, "torch": torch.version}
+    if chosen and first.package.startswith("bitsandbytes"):
+        return problem("libs.ext-chosen", words, evidence=(_described(first),), mend=Mend(unset=("BNB_CUDA_VERSION",)))
+    mend = Mend(commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if name else ())
+    return problem("libs.ext-no-variant", words, cuda=major(torch.cuda), evidence=(_described(first),), mend=mend)

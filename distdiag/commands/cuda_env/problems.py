@@ -1,0 +1,71 @@
+"""Problems, with texts from knowledge/cuda_problems.toml."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env.types import Goal, Mend, Problem
+from distdiag.diagnosis.verdicts import Verdict, filled, read_table, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from distdiag.report import Level
+
+_TABLE = "cuda_problems"
+_NO_MEND = Mend()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row(Verdict):
+    goals: Goal = Goal.ALL
+    cause: str = "[{cause}]"
+    breaks: str = "[{breaks}]"
+
+
+def problem(
+    row: str,
+    words: Mapping[str, object] | None = None,
+    *,
+    level: Level | None = None,
+    evidence: Iterable[str] = (),
+    mend: Mend = _NO_MEND,
+    **given: object,
+) -> Problem:
+    """Make the problem of a row; fill non-empty `words` and `given` into its texts.
+
+    Args:
+        mend: the check's own fix; empty parts default to the row's.
+    """
+    text = filled(_rows()[row], {**(words or {}), **given})
+    return Problem(
+        id=text.id,
+        goals=text.goals.parts,
+        level=level or text.level,
+        title=text.title,
+        cause=text.cause,
+        breaks=text.breaks,
+        evidence=tuple(filter(None, evidence)),
+        fix=mend.text or text.fix,
+        exports=mend.exports,
+        unset=mend.unset,
+        commands=mend.commands or text.commands,
+    )
+
+
+def checks() -> dict[str, str]:
+    """Return the ids for --only and --ignore, without the command's name, with descriptions."""
+    return {str(id_): str(about) for id_, about in read_table(_TABLE)["checks"].items()}
+
+
+def with_gpus(container: str) -> str:
+    """Return how to start this kind of container with GPUs, matched by the sign that revealed it."""
+    return next(str(row["start"]) for row in read_table(_TABLE)["container"] if re.search(row["sign"], container))
+
+
+@cache
+def _rows() -> dict[str, _Row]:
+    return rows(_TABLE, "problem", _Row)
