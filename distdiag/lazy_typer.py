@@ -190,10 +190,12 @@ class _Command(TyperCommand):
         needed = [each for each in self.params if each.required and each.param_type_name == "option"]
         if isinstance(typed, Invocation) and not ctx.resilient_parsing and (needed or defaults.exist()):
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
+            if "help" in given:
+                return super().parse_args(ctx, args)
             typed.used = self._defaults(ctx, typed.command, given)
             ctx.default_map = {default.parameter: default.value for default in typed.used}
             missing = [each.opts[0] for each in needed if each.name not in {*given, *ctx.default_map}]
-            if len(missing) > 1 and "help" not in given:
+            if len(missing) > 1:
                 example = (self.help or "").partition("Examples:\n")[2].strip().partition("\n")[0]
                 ctx.fail(f"Missing options: {', '.join(missing)}. An example:\n  {example}")
         return super().parse_args(ctx, args)

@@ -118,6 +118,12 @@ def test_a_wrong_file_is_wrong_usage_and_is_named(home: Path, text: str, said: s
     assert done.report["error"]["id"] == "usage"
 
 
+def test_help_is_printed_whatever_the_files_hold(home: Path) -> None:
+    write(home, own="hosts = ", work="hosts = ")
+    for words in (("--help",), ("hang", "-h"), ("config", "--help"), ("estimate", "--help")):
+        assert distdiag(*words).code == 0
+
+
 def test_a_file_that_others_can_write_is_ignored(home: Path) -> None:
     write(home, work='setup = "true"')
     (home / "work/distdiag.toml").chmod(0o666)
