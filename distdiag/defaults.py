@@ -13,8 +13,6 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distdiag.facts import private_files
-
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
@@ -136,6 +134,8 @@ def _fit(value: Any, parameter: Any, path: str) -> Any:  # noqa: ANN401 - as TOM
 
 def _read(path: str) -> File:
     import tomllib
+
+    from distdiag.facts import private_files
 
     try:
         place = private_files.follow(path)

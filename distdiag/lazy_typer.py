@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
-from distdiag import defaults, interrupts
+from distdiag import interrupts
 from distdiag.errors import Interrupted
 from distdiag.output import choose_markdown, say
 
@@ -186,9 +186,13 @@ class _Command(TyperCommand):
         return [piece[1:-1] if piece[:1] + piece[-1:] == "{}" else piece for piece in pieces]
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
+        if ctx.resilient_parsing:  # TAB
+            return super().parse_args(ctx, args)
+        from distdiag import defaults
+
         typed = ctx.find_root().obj
         needed = [each for each in self.params if each.required and each.param_type_name == "option"]
-        if isinstance(typed, Invocation) and not ctx.resilient_parsing and (needed or defaults.exist()):
+        if isinstance(typed, Invocation) and (needed or defaults.exist()):
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
             if "help" in given:
                 return super().parse_args(ctx, args)
@@ -201,6 +205,8 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _defaults(self, ctx: Any, name: str, given: Container[str]) -> tuple[Default, ...]:  # noqa: ANN401
+        from distdiag import defaults
+
         try:
             files = defaults.files()
             for file in files:
