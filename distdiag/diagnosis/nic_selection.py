@@ -85,6 +85,11 @@ def is_set(value: str) -> bool:
     return len(value) > 1
 
 
+def takes(value: str, interface: str) -> bool:
+    """Return whether NCCL takes an interface by this value of NCCL_SOCKET_IFNAME."""
+    return not is_set(value) or _IfList.parse(value).takes(interface)
+
+
 def nccl_selection(nics: Sequence[Nic], variables: Mapping[str, str]) -> Selection:
     """Follow ncclFindInterfaces. `variables` include those of nccl.conf."""
     usable = _with_address(nics, variables.get("NCCL_SOCKET_FAMILY", ""))

@@ -42,10 +42,11 @@ class GpuHealth:
     """One GPU, in nvidia-smi's order, that of the PCI bus.
 
     `uncorrectable` and `correctable`: memory errors since the driver was loaded or the GPU was reset. `slowdowns`:
-    active reasons for throttling. `inactive_links`: NVLinks that are down, of `links`. `link_errors`: recoveries and
-    replays of NVLinks, by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`: retransmitted packets
-    since the reset. `recovery`: the action requested by the driver ("None", "Reset"). `clique`: the GPUs of several
-    nodes that share memory over NVLink. `broken`: nvidia-smi's text in place of values ("GPU is lost").
+    active reasons for throttling. `application_clock_mhz`: the limit of `nvidia-smi -ac`; `busy_percent`: share of time
+    in kernels. `inactive_links`: NVLinks that are down, of `links`. `link_errors`: recoveries and replays of NVLinks,
+    by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`: retransmitted packets since the reset.
+    `recovery`: the action requested by the driver ("None", "Reset"). `clique`: the GPUs of several nodes that share
+    memory over NVLink. `broken`: nvidia-smi's text in place of values ("GPU is lost").
     """
 
     index: int
@@ -74,6 +75,8 @@ class GpuHealth:
     pcie_replays: int | None = None
     clock_mhz: int | None = None
     max_clock_mhz: int | None = None
+    application_clock_mhz: int | None = None
+    busy_percent: int | None = None
     power_w: float | None = None
     fabric: str = ""
     clique: str = ""
@@ -206,6 +209,8 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
         pcie_replays=_number(_value(tree, "PCI", "Replays Since Reset")),
         clock_mhz=_number(_value(tree, "Clocks", "SM")),
         max_clock_mhz=_number(_value(tree, "Max Clocks", "SM")),
+        application_clock_mhz=_number(_value(tree, "Applications Clocks", "Graphics")),
+        busy_percent=_number(_value(tree, "Utilization", "Gpu") or _value(tree, "Utilization", "GPU")),
         power_w=_watts(_value(power, "Power Draw") or _value(power, "Average Power Draw")),
         fabric=f"{state}, {status}" if state and status else state,
         clique=_clique(_branch(tree, "Fabric")),

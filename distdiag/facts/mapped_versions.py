@@ -31,6 +31,8 @@ _FILES = {
     "torch": re.compile(r"libtorch_cpu\.so"),
     "ucx": re.compile(r"libucp(?:-[0-9a-f]{8})?\.so[.\d]*"),
     "aws-ofi-nccl": re.compile(r"libnccl-net(?:-\w+)?\.so[.\d]*"),
+    "nvshmem": re.compile(r"libnvshmem_host\.so[.\d]*"),
+    "deep-ep": re.compile(r"deep_ep_cpp\..{1,60}\.so"),
 }
 _NUMBERED = re.compile(r"\.so\.(\d+\.\d+(?:\.\d+)?)$")
 _TEXTS = {
@@ -39,7 +41,10 @@ _TEXTS = {
     "glibc": re.compile(rb"GNU C Library [^\n]{0,100}release version (\d+\.\d+)"),
     "ucx": re.compile(rb"\x00(1\.\d{1,2}\.\d{1,2})\x00"),
     "aws-ofi-nccl": re.compile(rb"aws-ofi-nccl (?:v)?(\d+\.\d+\.\d+)"),
+    "nvshmem": re.compile(rb"NVSHMEM v(\d+\.\d+\.\d+)"),
 }
+_DEEP_EP = re.compile(r"\bdeep_ep-(\d+\.\d+\.\d+)")
+"""In the name of its .egg or .dist-info, which stands beside it: its own files have no version."""
 _TORCH = re.compile(r"^(__version__|cuda|hip)(?:: [^=\n]{1,60})? = '([\w.+\-]{1,80})'", re.MULTILINE)
 _PYTHON = re.compile(r"/(?:lib|lib64)/python(3\.\d{1,2})/|/libpython(3\.\d{1,2})\.so|/python(3\.\d{1,2})$")
 _PYTHON_FILE = re.compile(r"libpython3\.\d{1,2}\.so[.\d]*")
@@ -115,6 +120,9 @@ class _Reader:
             self._torch(os.path.join(os.path.dirname(os.path.dirname(path)), "version.py"))
         elif component == "driver":
             self._note(component, numbered[1] if numbered is not None else "", path)
+        elif component == "deep-ep":
+            names = [path, *_names(os.path.dirname(self._root + path))]
+            self._note(component, next((match[1] for name in names if (match := _DEEP_EP.search(name))), ""), path)
         else:
             found = self._search(self._root + path, _TEXTS[component])
             if not found and component in ("nccl", "rccl") and numbered is not None:
@@ -178,6 +186,13 @@ class _Reader:
                     kept = data[-_OVERLAP:]
         except OSError:
             return
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _text(path: str) -> str:

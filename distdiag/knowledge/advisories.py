@@ -26,6 +26,8 @@ NAMES = {
     "ucx": "UCX",
     "ofed": "OFED",
     "aws-ofi-nccl": "aws-ofi-nccl",
+    "nvshmem": "NVSHMEM",
+    "deep-ep": "DeepEP",
     "arch": "",
     "interconnect": "",
 }

@@ -10,9 +10,9 @@ import typer
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.facts.core.stored_cores import CannotUnpack
 from distdiag.facts.job_logs import collect
 from distdiag.facts.job_logs.demux import Demux, harmless
+from distdiag.facts.packed_files import CannotUnpack
 from distdiag.files import make_folder
 from distdiag.options import parse_ranks
 from distdiag.output import fail

@@ -168,7 +168,8 @@ def _alone(round_: Round) -> Failure | None:
     alone = [failure for failure in round_.failures if findings.explains_alone(failure) and not failure.job_went_on]
     # A node that cannot connect explains why the others waited for it.
     vain = {failure.file for failure in alone if failure.known in _IN_VAIN}
-    alone.sort(key=lambda failure: failure.file in vain)
+    # Without all ranks at its store, rank 0 counts them; for the others its own key is the one that never appears.
+    alone.sort(key=lambda failure: (failure.file in vain, failure.known == "rank-never-came"))
     return next((failure for failure in alone if failure.role == "confirmation"), alone[0] if alone else None)
 
 

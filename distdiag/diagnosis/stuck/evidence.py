@@ -216,6 +216,11 @@ def _advisories(nodes: Sequence[NodePicture]) -> tuple[Advisory, ...]:
     return tuple(found.values())
 
 
+def in_communicator_init(states: Sequence[RankState]) -> bool:
+    """Return whether all ranks wait in ncclCommInitRank or the like: no collective has begun that could differ."""
+    return bool(states) and all(state.thread.gpu is not None and state.thread.gpu.meaning == "init" for state in states)
+
+
 def has_gpu(evidence: Evidence) -> bool:
     """Return whether a rank of the job has a GPU open or waits for one."""
     waits = any(state.thread.gpu is not None for state in evidence.stacks.states)

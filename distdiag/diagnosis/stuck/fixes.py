@@ -14,6 +14,7 @@ from distdiag.diagnosis.data_workers import stuck_worker
 from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.outliers import Outcome, works
 from distdiag.diagnosis.stack_classes import StackClass
+from distdiag.diagnosis.stuck.evidence import in_communicator_init
 from distdiag.diagnosis.stuck.types import Source, StuckKind
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.facts.machine import STOPPED
@@ -253,7 +254,8 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
         return "see which C++ function waits (this pauses the process for about a second)", (asked.again(*words),)
     if any(state.thread.motion is Motion.COMPUTES for state in states):
         return "look for longer: a loop that ends moves on", (evidence.again("pyspy-all", "--interval", "60"),)
-    if evidence.recorder is not None and len({member.host for member in evidence.job.members}) > 1:
+    is_recorded = evidence.recorder is not None and len({member.host for member in evidence.job.members}) > 1
+    if is_recorded or in_communicator_init(states):
         return "test the network without the job", (asked.again("ports"),)
     if evidence.recorder is not None:
         return "test the GPUs and the network without the job", (asked.again("gpu-test"),)

@@ -16,7 +16,7 @@ from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.outliers import Outcome, place
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck import sources
-from distdiag.diagnosis.stuck.evidence import has_gpu
+from distdiag.diagnosis.stuck.evidence import has_gpu, in_communicator_init
 from distdiag.diagnosis.stuck.stacks import of_stacks
 from distdiag.diagnosis.stuck.types import GOES_ON, Claim, Source, SourceRow, Stand, StuckKind
 from distdiag.diagnosis.stuck.waits import of_waits
@@ -218,6 +218,8 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
     if evidence.stacks.outcome is Outcome.ALL_WAITING:
         hosts = {member.host for member in evidence.job.members}
         between = "the network between the nodes" if len(hosts) > 1 else "the connections between the ranks"
+        if in_communicator_init(evidence.stacks.states):
+            return (f"{between}, over the interface that NCCL chose", "another group or size on some ranks")
         between += " or a GPU" if has_gpu(evidence) else ""
         if evidence.gpus is not None and evidence.gpus.kind is GpuKind.ALL_BUSY_LOW_POWER:
             return (f"{between}: all GPUs run the kernel of a collective", "collectives that differ between ranks")

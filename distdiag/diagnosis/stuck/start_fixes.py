@@ -17,11 +17,17 @@ if TYPE_CHECKING:
     from distdiag.jobs.starts import Start
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
-_MODULE = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch", "launch")
+_MODULE = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "deepspeed.launcher.launch",
+    "accelerate.commands.launch",
+    "launch",
+)
 _SHOWN = 4
 
 
-def at_place(rows: Sequence[StartRow], place: str, *, but: str = "") -> Fix:
+def at_place(rows: Sequence[StartRow], place: str, *, job: Sequence[StartRow], but: str = "") -> Fix:
     """Return how to restart these processes so that they meet at a place; `but`: appended to the text."""
     launch = rows[0].start.above or rows[0].start.launch
     hosts = format_hosts(row.host for row in rows)
@@ -30,12 +36,37 @@ def at_place(rows: Sequence[StartRow], place: str, *, but: str = "") -> Fix:
         address = place.rpartition(":")[0]
         return Fix(text=f"start torchrun on the node of rank 0 with --local-addr={address}{but}")
     options = " ".join(options_for(launch, place))
-    lines = {line: row.host for row in rows if (line := corrected(row.start, place))}
+    if rows[0].is_rank and rows[0].start.above is None and rows[0].start.tasks is not None:
+        return _of_step(rows, place, job, but)
+    lines = {line: row.host for row in rows if (line := corrected(row.start, options_for(launch, place)))}
     if not lines:
         is_plain = rows[0].is_rank and "PORT" not in place.rpartition(":")[2]
         return Fix(text=f"start it on {hosts} with {options}{but}", commands=(f"export {options}",) if is_plain else ())
     commands = tuple(f"{line}  # on {host}" if len(lines) > 1 else line for line, host in lines.items())[:_SHOWN]
     return Fix(text=f"start it on {hosts} with {options}{but}", commands=commands)
+
+
+def _of_step(rows: Sequence[StartRow], place: str, job: Sequence[StartRow], but: str) -> Fix:
+    """Return how to start the ranks of mpirun or srun again: its own line, where that is known to set the place."""
+    wanted = options_for(rows[0].start.launch, place)
+    hosts = format_hosts(row.host for row in rows)
+    if any(row.place != rows[0].place for row in job):
+        had = [text for text in options_for(rows[0].start.launch, rows[0].place) if text not in wanted]
+        text = f"find what sets {' '.join(had)} on {hosts}, such as a profile: all ranks need {' '.join(wanted)}{but}"
+        return Fix(text=text)
+    line = next((line for row in job if (line := _step_line(row, wanted))), f"export {' '.join(wanted)}")
+    return Fix(text=f"start the job with {' '.join(wanted)}{but}", commands=(line,))
+
+
+def _step_line(row: StartRow, wanted: Sequence[str]) -> str:
+    """Return the line of mpirun or srun with other variables; empty if they are set elsewhere, as in a script."""
+    try:
+        words = shlex.split(row.start.command)
+    except ValueError:
+        return ""
+    new = dict(zip(options_for(row.start.launch, row.place), wanted, strict=True))
+    is_set = all(old in words for old in new) and "***" not in row.start.command
+    return shlex.join(new.get(word, word) for word in words) if is_set else ""
 
 
 def options_for(launch: Launch, place: str) -> list[str]:
@@ -52,8 +83,8 @@ def options_for(launch: Launch, place: str) -> list[str]:
     return [f"--master{kind}addr={host}", f"--master{kind}port={port}"]
 
 
-def corrected(start: Start, place: str) -> str:
-    """Return the launcher's command line with another rendezvous address; empty if unknown."""
+def corrected(start: Start, options: Sequence[str]) -> str:
+    """Return the launcher's whole command line with other options; empty if unknown."""
     try:
         words = shlex.split(start.command)
     except ValueError:  # a secret was cut out of a quoted word
@@ -65,7 +96,6 @@ def corrected(start: Start, place: str) -> str:
         return ""
     if at == 1 and os.path.isabs(words[1]):  # a script's shebang names its interpreter
         words, at = words[1:], 0
-    options = options_for(start.above or start.launch, place)
     names = {option.partition("=")[0].lstrip("-").replace("-", "_") for option in options}
     return shlex.join([*words[: at + 1], *options, *_without(words[at + 1 :], names)])
 

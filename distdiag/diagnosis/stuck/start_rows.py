@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.agent import port_scan
+from distdiag.diagnosis import nic_selection
 from distdiag.facts.network import is_loopback
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _SEEN = {
     port_scan.FILTERED: "no answer",
     port_scan.NO_ROUTE: "no route",
 }
+_SHOWN = 4
 LOOPBACK = frozenset(("127.0.0.1", "::1"))
 
 
@@ -119,6 +121,25 @@ def by_interface(node: NodePicture) -> dict[str, str]:
         for text in texts
         if not is_loopback(text.partition("/")[0])
     }
+
+
+def interfaces_in_words(rows: Iterable[StartRow], nodes: Iterable[NodePicture], *, lacking: bool) -> list[str]:
+    """Describe which interfaces the ranks' variables choose: those with an address, or (`lacking`) the names without.
+
+    As Gloo and NCCL read them: Gloo takes exact names, NCCL prefixes.
+    """
+    by_host = {node.host: read.addresses for node in nodes for read in node.starts}
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        has = by_host.get(row.host, {})
+        for name, value in row.start.interfaces.items():
+            is_nccl = name.startswith("NCCL")
+            chosen = [nic for nic in has if (nic_selection.takes(value, nic) if is_nccl else nic in value.split(","))]
+            text = ", ".join(f"{nic} {has[nic][0].partition('/')[0]}" for nic in chosen if has[nic])
+            if bool(text) is not lacking:
+                lacks = f"no interface of {row.host} ({', '.join(nic for nic in has if nic != 'lo')})"
+                found.setdefault(f"{name}={value}", []).append(f"{text} on {row.host}" if text else lacks)
+    return [f"{name} is {'; '.join(list(dict.fromkeys(chosen))[:_SHOWN])}." for name, chosen in found.items()]
 
 
 def evidence_of(row: StartRow) -> str:

@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass, replace
 
 from distdiag.facts import machine
-from distdiag.facts.core.stored_cores import CannotUnpack, Packing, packing_of, stream
 from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux
 from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Scan, Stream
+from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, stream
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

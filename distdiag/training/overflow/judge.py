@@ -15,7 +15,7 @@ from distdiag.training.overflow.frames import Recorder
 from distdiag.training.overflow.modules import kind_of, named
 from distdiag.training.overflow.quiet_end import is_of_script
 from distdiag.training.overflow.replay import Terms
-from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, Found, Place
+from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, WEIGHTS, Found, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +36,10 @@ _IN_LOSS, _IN_GRADIENTS = 2, 1
 _NOT_EACH = "With gradients='each' the first bad gradient is named, before clipping spreads it."
 _OPERATIONS = 8
 _INSTEAD = {"log": "Where it is of a softmax: log_softmax."}
+_TEST_DEVICE = (
+    "call sync_check to find the step in which the replicas diverge; test whether the device computes wrongly: "
+    "distdiag gpu-test --compute 60s"
+)
 _FINITE = "All module inputs and outputs in the forward were finite"
 _ORDER = {LOSS: 1, BACKWARD: 2}
 
@@ -195,7 +199,7 @@ class Judge:
             replayed = self._replay_together(seen.last, len(seen.forwards), group)
             if found is not None or replayed.found is not None:
                 found = self._unless_in_forward(found, seen, replayed)
-        return _first_of(found, group)
+        return _first_of(found, group, replicas=not self.sharing.is_shared)
 
     def of_recorder(self, recorder: Recorder, when: When, origins: Origins | None = None) -> Found | None:
         """Describe the first bad line of a recorded forward."""
@@ -292,8 +296,8 @@ class Judge:
         return replace(where, made_by=module, made_by_class=kind, tally=tally, what=what, fix=fix_of_origin(origin))
 
 
-def _first_of(mine: Found | None, group: Any) -> Found | None:  # noqa: ANN401
-    """Choose the earliest detection of all ranks; of equals the lowest rank's."""
+def _first_of(mine: Found | None, group: Any, *, replicas: bool) -> Found | None:  # noqa: ANN401
+    """Choose the earliest detection of all ranks; of equals the lowest rank's. `replicas`: all have equal weights."""
     rank = own_rank()
     answers = ranks.gather(None if mine is None else replace(mine, rank=rank, host=host_name(), frames=()), group)
     found: list[Found] = [answer for answer in answers if answer is not None]
@@ -303,6 +307,11 @@ def _first_of(mine: Found | None, group: Any) -> Found | None:  # noqa: ANN401
     alike = [each for each in found if _ORDER.get(each.origin) == _ORDER.get(first.origin) and each is not first]
     others = tuple(sorted(each.rank for each in alike if each.rank is not None))
     frames = mine.frames if mine is not None and first.rank == rank else ()
+    if replicas and first.origin == WEIGHTS and len(alike) + 1 < len(answers):
+        hint = (
+            f"The same weights are finite on {len(answers) - len(alike) - 1} of {len(answers)} ranks: replicas differ."
+        )
+        first = replace(first, hints=(*first.hints, hint), fix=_TEST_DEVICE)
     return replace(first, other_ranks=others, frames=frames)
 
 
