@@ -12,7 +12,7 @@ from distdiag.cluster.drift import differences
 from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, RendezvousTest
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.diagnosis.connectivity import Case, path_findings
+from distdiag.diagnosis.connectivity import Case, path_findings, slow_links
 from distdiag.facts.network import Names, Network
 from distdiag.facts.nics import Nic
 from distdiag.facts.rank_identity import contradiction, nested_tasks
@@ -109,6 +109,25 @@ def test_loss_on_one_path_accuses_neither_end_and_on_all_paths_of_a_node_that_no
     assert one.title == "packet loss between n[1-2]"
     (all_of_it,) = judged(meeting(*paths(lambda a, b: "n2" in (a, b))))
     assert (all_of_it.level, all_of_it.where.hosts) == (Level.FAIL, ("n2",))
+
+
+def test_a_slow_path_is_named_beside_the_others_and_below_the_rate_that_processes_explain() -> None:
+    names = ("n1", "n2", "n3")
+    pairs = [(a, b) for a in names for b in names if a != b]
+
+    def named(seconds: Callable[[str, str], float], *, sent_again: int = 0) -> list[tuple[str, ...]]:
+        bulk = replace(probe("ok", sent_again=sent_again), bulk_bytes=2**18)
+        paths = [
+            NetworkPath(source=a, target=b, purpose="ranks", probe=replace(bulk, bulk_s=seconds(a, b)))
+            for a, b in pairs
+        ]
+        return [found.where.hosts for found in slow_links(Case(command="doctor", test=meeting(*paths), head="n1"))]
+
+    assert named(lambda a, b: 0.02 if "n2" in (a, b) else 0.002) == [("n2",)]
+    assert named(lambda a, b: 0.02 if {a, b} == {"n1", "n2"} else 0.002) == [()]
+    assert named(lambda a, b: 0.05 if "n2" in (a, b) else 0.02) == []  # a busy machine
+    assert named(lambda a, b: 0.008 if "n2" in (a, b) else 0.0002) == []  # above 25 MB/s
+    assert named(lambda a, b: 0.02 if "n2" in (a, b) else 0.002, sent_again=30) == []  # loss is the cause
 
 
 def test_large_packets_that_vanish_on_one_try_and_come_through_on_another_are_loss() -> None:
