@@ -739,13 +739,9 @@ def cli_page() -> str:
 
 def parsed_command(home: str) -> Any:  # noqa: ANN401 - Typer's command is private
     """Return the command object of `module:function` below distdiag.commands."""
-    import typer
-    from typer.main import get_command
+    from distdiag.lazy_typer import Invocation, Sub, load
 
-    module, _, function = home.partition(":")
-    program = typer.Typer(add_completion=False, rich_markup_mode=None)
-    program.command()(getattr(import_module(f"distdiag.commands.{module}"), function))
-    return get_command(program)
+    return load(Sub("command", home, ""), (), Invocation(()))
 
 
 def _command(above: str, name: str, home: str) -> list[str]:
@@ -951,6 +947,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "SKILL.md": lambda: (PACKAGE / "SKILL.md").read_text(),
     "symptoms.md": symptoms,
     "reference/finding-ids.md": finding_page,
     "../distdiag/knowledge/finding_ids.toml": finding_table,

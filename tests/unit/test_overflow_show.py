@@ -271,7 +271,7 @@ def test_what_all_ranks_have_in_their_files_is_one_finding_with_the_frames_of_th
     (found_once,) = [one for one in report.findings if one.id == "overflow.detected"]
     assert found_once.where.ranks == (2,)
     assert found_once.fix is not None
-    assert found_once.fix.commands[0].endswith(" overflow show f.jsonl --batch 0 --module 'block.1*' --all")
+    assert found_once.fix.commands[0].endswith(" overflow show f.jsonl --batch 0 --module 'block.1*' --verbose")
     assert report.data.answer[0] == "rank 2, batch 0: 3 -inf"
     assert [row.abs_max for row in report.data.rows if row.is_bad] == ["-inf"]
     report = judged(*records, request=Request(paths=("f.jsonl",), module="emb*"))

@@ -181,7 +181,7 @@ def _fix(request: Request, detection: Detection) -> Fix | None:
         return None
     around = _around(detection)
     words = ("--module", f"{around}*") if around else ()
-    command = request.again("--batch", str(detection.batch), *words, "--all")
+    command = request.again("--batch", str(detection.batch), *words, "--verbose")
     return Fix(text=f"{detection.fix}; what leads up to it:", commands=(command,))
 
 

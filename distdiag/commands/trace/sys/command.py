@@ -44,7 +44,7 @@ def trace_sys(
         list[str] | None,
         typer.Option(metavar="KINDS", help="Only these calls: network,file,process,desc,memory,signal."),
     ] = None,
-    logs: Annotated[
+    keep_logs: Annotated[
         str, typer.Option(metavar="DIR", help="Keep strace's logs in this directory on each node, named by rank.")
     ] = "",
     save: SaveOpt = "",
@@ -88,13 +88,13 @@ def trace_sys(
             wanted=wanted(tuple(pid or ()), tuple(rank or ()), job, ""),
             for_s=parse_duration(for_, "--for", longest_s=_LONGEST_S),
             only=parse_only(only or ()),
-            logs=logs,
+            logs=keep_logs,
         )
 
     chooses = bool(pid or rank or job)
     paths = [*(log or ()), *(from_ or ())]
     if paths and not are_facts(paths):
-        attaches = chooses or bool(logs or save or only) or bool(cluster.typed())
+        attaches = chooses or bool(keep_logs or save or only) or bool(cluster.typed())
         output = Output(json=as_json, strict=strict)
         deliver(
             COMMAND, lambda: _judge_logs(request(), paths, attaches), lambda told: trace_sys_view(told.data), output
@@ -118,7 +118,7 @@ def _judge_logs(request: Request, paths: list[str], attaches: bool) -> Report[Tr
 
     if attaches:
         raise UsageError(
-            "existing logs are only read", hint="remove --pid, --rank, --job, --hosts, --only, --logs and --save"
+            "existing logs are only read", hint="remove --pid, --rank, --job, --hosts, --only, --keep-logs and --save"
         )
     threads, found = logs.read(paths)
     return diagnose_logs(request, threads, found)
