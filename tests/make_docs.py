@@ -488,6 +488,8 @@ _BUILT = {
     "logs.nccl-interface": "NCCL's network interface differs between hosts",
     "logs.nccl-network": "NCCL's network differs between hosts",
     "logs.nccl-transport": "NCCL's transport differs between hosts",
+    "floatcmp.op-coarse": "an error coarser than the rounding of the dtype",
+    "floatcmp.op-wrong": "an error that no rounding explains",
     "overflow.diverges": "where two runs first differ",
     "overflow.incomplete": "frames are missing or truncated",
     "overflow.near-limit": "numbers come close to the maximum of the dtype",

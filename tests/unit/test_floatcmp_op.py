@@ -123,7 +123,7 @@ def test_what_was_asked_for_is_no_finding_and_the_same_unasked_is() -> None:
     found = compare_operation("matmul", 64, (Side(typed="cpu"), Side(typed="cpu")))
     coarse = replace(found.measured[0], kind=Kind.TF32, of_limit=9.0)
     asked = replace(
-        found, measured=(coarse, found.measured[1]), sides=(Side(typed="cuda,tf32", tf32=True), found.sides[1])
+        found, measured=(coarse, found.measured[1]), sides=(Side(typed="cuda,tf32", precision="high"), found.sides[1])
     )
     assert not diagnose_operation(asked, "distdiag").findings
     unasked = diagnose_operation(replace(asked, sides=(Side(typed="cuda"), found.sides[1])), "distdiag")

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from distdiag.commands.floatcmp.operation import Kind, Measured, OpComparison, Side
 from distdiag.training.floatcmp.compare import floatcmp
@@ -25,65 +26,56 @@ from distdiag.training.floatcmp.ulp import as_integers, dtype_name, precision, r
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    New = Callable[..., torch.Tensor]
+    New = Callable[..., Tensor]
 
 _SIGMAS, _RUNS = 6, 3
 
 
-@dataclass(frozen=True)
-class Operation:
-    """`make` returns float64 inputs, `run` computes.
+class Operation(NamedTuple):
+    """`make` returns float64 inputs for a size, `run` computes.
 
-    `terms`: of a sum of products or numbers, how many; None for functions. `scale`: the size of a function's terms
-    where they may cancel; None: the size of the result.
+    `terms`: of a sum, how many for each of the size; 0 for functions. `scale`: the size of a function's terms where
+    they may cancel.
     """
 
-    make: Callable[[New, int], list[torch.Tensor]]
-    run: Callable[..., torch.Tensor]
-    terms: Callable[[int], int] | None = None
-    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+    make: Callable[[New, int], list[Tensor]]
+    run: Callable[..., Tensor]
+    terms: int = 0
+    scale: Callable[[Tensor], Tensor] = torch.zeros_like
+
+    def count(self, size: int) -> int:
+        """Return how many numbers `make` is asked for, so that sums have about `size` terms."""
+        return max(1, size // max(1, self.terms))
 
 
-def _row(new: New, size: int) -> list[torch.Tensor]:
+def _row(new: New, size: int) -> list[Tensor]:
     return [new(64, size)]
 
 
-def _positive(new: New, size: int) -> list[torch.Tensor]:
+def _positive(new: New, size: int) -> list[Tensor]:
     return [new(64, size).abs() + 0.01]
 
 
-def _index_add(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _index_add(values: Tensor, index: Tensor) -> Tensor:
     return torch.zeros(8, 64, dtype=values.dtype, device=values.device).index_add_(0, index, values)
 
 
-def _norm_scale(x: torch.Tensor) -> torch.Tensor:
+def _norm_scale(x: Tensor) -> Tensor:
     """Return the size of the subtraction's terms: the mean is a sum whose error is an ulp of the usual size of x."""
     return 1 + (x.abs() + x.mean(-1, keepdim=True).abs()) / x.std(-1, keepdim=True, correction=0)
 
 
-def _softmax_scale(x: torch.Tensor) -> torch.Tensor:
+def _softmax_scale(x: Tensor) -> Tensor:
     """Return each result times the condition of exp, by which the rounding of x - max is larger in the result."""
     return x.softmax(-1) * (1 + x.amax(-1, keepdim=True) - x)
 
 
-def _layer_norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=0.0)
-
-
-def _all(size: int) -> int:
-    return size
-
-
 OPERATIONS = {
-    "matmul": Operation(lambda new, n: [new(256, n), new(n, 256)], torch.matmul, _all),
-    "conv2d": Operation(
-        lambda new, n: [new(2, max(1, n // 9), 24, 24), new(32, max(1, n // 9), 3, 3)],
-        torch.nn.functional.conv2d,
-        lambda n: 9 * max(1, n // 9),
-    ),
-    "sum": Operation(_row, lambda x: x.sum(-1), _all),
-    "cumsum": Operation(_row, lambda x: x.cumsum(-1), _all),
-    "index_add": Operation(lambda new, n: [new(8 * n, 64), torch.arange(8 * n) % 8], _index_add, _all),
+    "matmul": Operation(lambda new, n: [new(256, n), new(n, 256)], torch.matmul, 1),
+    "conv2d": Operation(lambda new, n: [new(2, n, 24, 24), new(32, n, 3, 3)], functional.conv2d, 9),
+    "sum": Operation(_row, lambda x: x.sum(-1), 1),
+    "cumsum": Operation(_row, lambda x: x.cumsum(-1), 1),
+    "index_add": Operation(lambda new, n: [new(8 * n, 64), torch.arange(8 * n) % 8], _index_add, 1),
     "exp": Operation(_row, torch.exp),
     "log": Operation(_positive, torch.log),
     "sin": Operation(_row, torch.sin),
@@ -91,14 +83,14 @@ OPERATIONS = {
     "pow": Operation(lambda new, n: [new(64, n).abs() + 0.1, new(64, n)], torch.pow),
     "rsqrt": Operation(_positive, torch.rsqrt),
     "sigmoid": Operation(_row, torch.sigmoid),
-    "gelu": Operation(_row, torch.nn.functional.gelu, scale=torch.abs),
+    "gelu": Operation(_row, functional.gelu, scale=torch.abs),
     "softmax": Operation(_row, lambda x: x.softmax(-1), scale=_softmax_scale),
-    "layer_norm": Operation(_row, _layer_norm, scale=_norm_scale),
+    "layer_norm": Operation(_row, lambda x: functional.layer_norm(x, x.shape[-1:], eps=0.0), scale=_norm_scale),
 }
 
 
 def compare_operation(name: str, size: int, sides: tuple[Side, Side], seed: int = 0) -> OpComparison:
-    """Compute an operation in two ways, from inputs that both dtypes hold exactly.
+    """Compute an operation in two ways, from inputs that both dtypes hold exactly; sums have about `size` terms.
 
     Raises:
         RuntimeError: torch cannot: no such device, or no deterministic algorithm.
@@ -106,7 +98,7 @@ def compare_operation(name: str, size: int, sides: tuple[Side, Side], seed: int 
     operation = OPERATIONS[name]
     coarser = min((getattr(torch, side.dtype) for side in sides), key=precision)
     new = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    made = operation.make(new, size)
+    made = operation.make(new, operation.count(size))
     inputs = [round_to(value, coarser).double() if value.is_floating_point() else value for value in made]
     threads = torch.get_num_threads()
     try:
@@ -116,7 +108,7 @@ def compare_operation(name: str, size: int, sides: tuple[Side, Side], seed: int 
     measured = [measure(name, size, inputs, runs) for runs in results]
     return OpComparison(
         operation=name,
-        terms=operation.terms(size) if operation.terms else 1,
+        terms=max(1, operation.terms * operation.count(size)),
         sides=sides,
         measured=(measured[0], measured[1]),
         pair=floatcmp(results[0][0], results[1][0]).pairs[0],
@@ -127,12 +119,12 @@ def _set(side: Side, threads: int) -> None:
     if side.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
     torch.set_num_threads(side.threads or threads)
-    torch.set_float32_matmul_precision(side.precision or ("high" if side.tf32 else "highest"))
-    torch.backends.cudnn.allow_tf32 = side.tf32
+    torch.set_float32_matmul_precision(side.precision or "highest")
+    torch.backends.cudnn.allow_tf32 = bool(side.precision)
     torch.use_deterministic_algorithms(side.deterministic)
 
 
-def _run(operation: Operation, inputs: Sequence[torch.Tensor], side: Side, threads: int) -> list[torch.Tensor]:
+def _run(operation: Operation, inputs: Sequence[Tensor], side: Side, threads: int) -> list[Tensor]:
     """Return the results of some runs, on the CPU."""
     _set(side, threads)
     dtype = getattr(torch, side.dtype)
@@ -141,19 +133,19 @@ def _run(operation: Operation, inputs: Sequence[torch.Tensor], side: Side, threa
         return [operation.run(*given).to("cpu").contiguous() for _ in range(_RUNS)]
 
 
-def measure(name: str, size: int, inputs: Sequence[torch.Tensor], runs: Sequence[torch.Tensor]) -> Measured:
+def measure(name: str, size: int, inputs: Sequence[Tensor], runs: Sequence[Tensor]) -> Measured:
     """Classify the error of the first of some results on the CPU; the inputs are float64."""
     operation, result = OPERATIONS[name], runs[0]
     truth = operation.run(*inputs)
     error, finite = (result.double() - truth).abs(), result.isfinite()
-    scale, allowed = _limits(operation, size, inputs, truth, result.dtype)
-    shares = {kind: error / limit.clamp_min(torch.finfo(torch.float64).tiny) for kind, limit in allowed.items()}
-    fits = (kind for kind, of_limit in shares.items() if bool((of_limit <= 1).all()))
-    at = int(shares[Kind.EXPECTED].where(finite, -1.0).argmax())
+    scale, bounds = _bounds(operation, size, inputs, truth, result.dtype)
+    shares = {kind: error / bound.clamp_min(torch.finfo(torch.float64).tiny) for kind, bound in bounds.items()}
+    of_limit = shares[Kind.EXPECTED].where(finite, 0.0)
+    at = int(of_limit.argmax())
     ulps = (error / ulp_at(torch.maximum(truth.abs(), scale), result.dtype)).where(finite, 0.0)
     return Measured(
-        kind=next(fits, Kind.BEYOND),
-        of_limit=float(shares[Kind.EXPECTED].where(finite, 0.0).flatten()[at]),
+        kind=next((kind for kind, share in shares.items() if bool((share <= 1).all())), Kind.BEYOND),
+        of_limit=float(of_limit.max()),
         max_ulp=float(ulps.max()),
         right=int((round_to(truth, result.dtype) == result).sum()),
         not_finite=int((~finite).sum()),
@@ -164,23 +156,24 @@ def measure(name: str, size: int, inputs: Sequence[torch.Tensor], runs: Sequence
     )
 
 
-def _limits(
-    operation: Operation, size: int, inputs: Sequence[torch.Tensor], truth: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, dict[Kind, torch.Tensor]]:
+def _bounds(
+    operation: Operation, size: int, inputs: Sequence[Tensor], truth: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, dict[Kind, Tensor]]:
     """Return the size of the terms of each number, and for each kind, the best first, how large its error may be."""
-    if operation.terms is None:
-        scale = truth.abs() if operation.scale is None else operation.scale(inputs[0])
-        return scale, {Kind.EXPECTED: limits(dtype_name(dtype))[0] * ulp_at(torch.maximum(truth.abs(), scale), dtype)}
+    if not operation.terms:
+        scale = torch.maximum(truth.abs(), operation.scale(inputs[0]))
+        return scale, {Kind.EXPECTED: limits(dtype_name(dtype))[0] * ulp_at(scale, dtype)}
     # A sum of squares is the same sum, of squared inputs.
     spread = operation.run(*(value.square() if value.is_floating_point() else value for value in inputs)).sqrt()
-    walk = _SIGMAS * math.sqrt(operation.terms(size)) * spread
+    walk = _SIGMAS * math.sqrt(operation.terms * operation.count(size)) * spread
     is_short = precision(dtype) < precision(torch.float32)
     own = ulp_at(truth.abs(), dtype) + walk * 2.0 ** -precision(torch.float32 if is_short else dtype)
-    found = {Kind.EXPECTED: own}
+    bounds = {Kind.EXPECTED: own}
     if dtype == torch.float32:
         # Each of two inputs is off by up to half an ulp of 11, or 8 bits; the errors of the products add up as squares.
-        found[Kind.TF32] = own + _SIGMAS * 2 * 2.0**-11 * spread
-        found[Kind.BFLOAT16] = own + _SIGMAS * 2 * 2.0**-8 * spread
+        bounds |= {
+            kind: own + _SIGMAS * 2 * 2.0**-bits * spread for kind, bits in ((Kind.TF32, 11), (Kind.BFLOAT16, 8))
+        }
     if is_short:
-        found[Kind.SHORT_SUM] = own + walk * 2.0 ** -precision(dtype)
-    return spread, found
+        bounds[Kind.SHORT_SUM] = own + walk * 2.0 ** -precision(dtype)
+    return spread, bounds

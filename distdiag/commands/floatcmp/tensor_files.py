@@ -6,23 +6,19 @@ safetensors with an index, or from torch.distributed.checkpoint. Numbers are map
 
 from __future__ import annotations
 
-import importlib
 import io
-import json
 import math
 import os
 import pickle
 import re
 import warnings
-from typing import TYPE_CHECKING, Any, ClassVar
+import zipfile
+from typing import Any, ClassVar
 
+import msgspec
 import torch
 
 from distdiag.training.floatcmp.compare import join_keys, leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import ModuleType
 
 _METADATA, _INDEX = ".metadata", ".index.json"
 _MOST_INDEX_BYTES = 100_000_000
@@ -37,7 +33,7 @@ _METADATA_CLASSES = {
 }
 """The classes in the metadata of a checkpoint, which only hold values. None: all classes of the module."""
 _SAVE_AGAIN = 'if you trust the file, load it and save only its tensors: torch.save(model.state_dict(), "tensors.pt")'
-_WHOLE = "is it complete? compare its files with the original's"
+_WHOLE = "is it complete? compare its size with the original's"
 
 
 class Unreadable(Exception):
@@ -66,20 +62,24 @@ def read(path: str) -> dict[str, object]:
 def _read_file(path: str) -> object:
     with open(path, "rb") as file:
         start = file.read(9)
-    if start.startswith(b"\x93NUMPY"):
-        return _read_npy(path)
-    if start[8:] == b"{":
-        return _read_safetensors(path)
-    return _read_torch(path, mapped=start.startswith(b"PK"))
-
-
-def _damaged(path: str, error: Exception) -> Unreadable:
-    return Unreadable(
-        path,
-        f"not a tensor file, or damaged ({os.path.getsize(path):,} bytes; {_one_line(error)})",
-        "readable are files from torch.save, .npy and .safetensors; is it complete? compare its size "
-        "with the original's",
-    )
+    reader = _read_npy if start.startswith(b"\x93NUMPY") else _read_safetensors if start[8:] == b"{" else _read_torch
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old formats and sizes that overflow; failures raise
+            return reader(path)
+    except OSError:
+        raise
+    except ImportError as error:
+        package = {_read_npy: "numpy", _read_safetensors: "safetensors"}.get(reader, "torch")
+        why = f"reading it needs {package}, which cannot be imported: {error}"
+        raise Unreadable(path, why, f"python -m pip install {package}") from error
+    except Exception as error:  # a header is Python source, and damage may raise anything
+        code = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if code:
+            why = f"it contains more than tensors ({code[1]}), and loading that can execute code from the file"
+            raise Unreadable(path, f"not loaded: {why}", _SAVE_AGAIN) from error
+        why = f"not a tensor file, or damaged ({os.path.getsize(path):,} bytes; {_one_line(error)})"
+        raise Unreadable(path, why, f"readable are files from torch.save, .npy and .safetensors; {_WHOLE}") from error
 
 
 def _one_line(error: Exception) -> str:
@@ -88,52 +88,22 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _read_torch(path: str, *, mapped: bool) -> object:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old formats and TorchScript; failures raise
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except OSError:
-        raise
-    except Exception as error:
-        wanted = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
-        if wanted is None:
-            raise _damaged(path, error) from error
-        why = f"it contains more than tensors ({wanted[1]}), and loading that can execute code from the file"
-        raise Unreadable(path, f"not loaded: {why}", _SAVE_AGAIN) from error
-
-
-def _package(name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        why = f"reading it needs {package}, which cannot be imported: {error}"
-        raise Unreadable(path, why, f"python -m pip install {package}") from error
+def _read_torch(path: str) -> object:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 def _read_npy(path: str) -> torch.Tensor:
-    numpy = _package("numpy", path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers by Python 2, and sizes that overflow and are then refused
-            numbers = numpy.load(path, mmap_mode="c", allow_pickle=False)
-        return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("="), copy=False))
-    except OSError:
-        raise
-    except Exception as error:  # a header is Python source, and damage may raise anything
-        raise _damaged(path, error) from error
+    import numpy
+
+    numbers = numpy.load(path, mmap_mode="c", allow_pickle=False)
+    return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("="), copy=False))
 
 
 def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
-    safe_open = _package("safetensors", path).safe_open
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    except OSError:
-        raise
-    except Exception as error:
-        raise _damaged(path, error) from error
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
 def _read_folder(path: str) -> dict[str, object]:
@@ -150,22 +120,26 @@ def _read_folder(path: str) -> dict[str, object]:
     raise Unreadable(path, f"a directory with {what}", "give the file or the index to compare")
 
 
+class _Index(msgspec.Struct):
+    """The list of a checkpoint's tensors in the format of transformers: the file of each name."""
+
+    weight_map: dict[str, str]
+
+
 def _read_index(path: str) -> dict[str, object]:
-    """Read the tensors that {"weight_map": {name: file}} lists, the format of transformers."""
     with open(path, "rb") as file:
         text = file.read(_MOST_INDEX_BYTES)
     try:
-        files_by_name = json.loads(text)["weight_map"]
-        files = sorted(set(files_by_name.values()))
-        if any(os.path.basename(file) != file for file in files):
-            raise ValueError("it lists files that are not in its directory")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        files = msgspec.json.decode(text, type=_Index).weight_map
+    except msgspec.DecodeError as error:
         raise Unreadable(path, f"not an index of tensor files ({error})", _WHOLE) from error
-    found = _merge(os.path.dirname(path), files)
-    missing = [name for name in files_by_name if name not in found]
+    if any(os.path.basename(file) != file for file in files.values()):
+        raise Unreadable(path, "not an index of tensor files: it lists files outside of its directory", _WHOLE)
+    found = _merge(os.path.dirname(path), sorted(set(files.values())))
+    missing = [name for name in files if name not in found]
     if missing:
-        raise Unreadable(path, f"{missing[0]} is missing from {files_by_name[missing[0]]}", _WHOLE)
-    return {name: found[name] for name in files_by_name}
+        raise Unreadable(path, f"{missing[0]} is missing from {files[missing[0]]}", _WHOLE)
+    return {name: found[name] for name in files}
 
 
 def _merge(folder: str, files: list[str]) -> dict[str, object]:
@@ -202,7 +176,7 @@ def _read_distributed(path: str) -> dict[str, object]:
     except Exception as error:  # damage may make torch.load raise anything
         why = f"the checkpoint is damaged or from another torch version ({_one_line(error)})"
         raise Unreadable(path, why, _WHOLE) from error
-    keys: Mapping[str, tuple[object, ...]] = getattr(metadata, "planner_data", None) or {}
+    keys = getattr(metadata, "planner_data", None) or {}
     return leaves({join_keys(keys.get(name) or (name,)): value for name, value in found.items()})
 
 
@@ -213,23 +187,23 @@ def _allocate(path: str, metadata: Any) -> dict[str, torch.Tensor]:  # noqa: ANN
     present = sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
     if needed > present:
         raise ValueError(f"its tensors need {needed} bytes, its files have {present}")
-    found = {}
-    for name, entry in stored.items():
-        room = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
-        found[name] = room.fill_(torch.nan) if room.is_floating_point() else room.zero_()
-    return found
+    return {
+        name: torch.full(
+            tuple(entry.size),
+            torch.nan if entry.properties.dtype.is_floating_point else 0,
+            dtype=entry.properties.dtype,
+        )
+        for name, entry in stored.items()
+    }
 
 
 def _read_part(folder: str, info: Any) -> Any:  # noqa: ANN401 - a _StorageInfo; the value given to torch.save
-    if getattr(info, "transform_descriptors", None):
-        raise ValueError("its files are compressed")
     name = str(info.relative_path)
-    if os.path.basename(name) != name:
-        raise ValueError("it lists files that are not in its directory")
+    if getattr(info, "transform_descriptors", None) or os.path.basename(name) != name:
+        raise ValueError("its files are compressed, or not in its directory")
     with open(os.path.join(folder, name), "rb") as file:
         file.seek(info.offset)
-        data = file.read(info.length)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
 
 
 class _MetadataUnpickler(pickle._Unpickler):
@@ -247,9 +221,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             return getattr(torch, name)
         allowed = _METADATA_CLASSES.get(module, set())
         if "." in name or (allowed is not None and name not in allowed):
-            raise pickle.UnpicklingError(
-                f"it contains {module}.{name}, and loading that can execute code from the file"
-            )
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, and loading that can execute code")
         found = super().find_class(module, name)
         if not isinstance(found, type) and module.startswith("torch.distributed"):
             raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not a class")
@@ -263,7 +235,5 @@ def _read_metadata(path: str) -> Any:  # noqa: ANN401 - torch's Metadata
         try:
             return _MetadataUnpickler(file).load()
         except Exception as error:  # damage may raise anything
-            hint = (
-                "if you trust the file: python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR tensors.pt"
-            )
-            raise Unreadable(path, f"not loaded: {error}", hint) from error
+            convert = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR tensors.pt"
+            raise Unreadable(path, f"not loaded: {error}", f"if you trust the file: {convert}") from error

@@ -39,27 +39,23 @@ def floatcmp(
 ) -> Comparison:
     """Compare tensors that should be equal: from two devices, two dtypes or two runs.
 
-    Differences are counted in ulp (units in the last place), element by element: adjacent values of a dtype are 1 ulp
-    apart, also across zero. 0.0 and -0.0 are 0 ulp apart. nan and nan count as equal, and are counted separately; nan
-    or an infinity against anything else is counted separately and is never part of a maximum. Integers and booleans are
-    compared exactly. Tensors of two dtypes are compared in the coarser dtype, to which the other is rounded; they are
-    never reported as identical.
+    Differences are counted in ulp: adjacent values of a dtype are 1 ulp apart, also across zero. 0.0 and -0.0 are
+    0 ulp apart. nan and nan count as equal, and are counted separately; nan or an infinity against anything else is
+    counted separately and is never part of a maximum. Integers and booleans are compared exactly. Tensors of two dtypes
+    are compared in the coarser dtype, to which the other is rounded; they are never reported as identical.
 
-    Where a result is close to zero by cancellation, its own ulp is misleading: a sum of numbers near 1 that yields 1e-6
-    is accurate to about 1e-7 only. So in a tensor with values of both signs, small values are measured in their own ulp
-    or in the ulp of the tensor's usual size (the geometric mean), whichever makes the difference smaller
-    (`max_scaled_ulp`); `max_ulp` always uses their own. Values of one sign only (Adam's squares, probabilities), and
-    values that are 0 on one side only in many places, always use their own. See result.limits for what counts as
-    rounding.
+    A sum of numbers near 1 that yields 1e-6 by cancellation is accurate to about 1e-7 only. So in a tensor with values
+    of both signs, small values are measured in their own ulp or in the ulp of the tensor's geometric mean, whichever
+    makes the difference smaller (`max_scaled_ulp`); `max_ulp` always uses their own. Values of one sign only (Adam's
+    squares, probabilities), and values that are 0 on one side only in many places, always use their own. See
+    result.limits for what counts as rounding.
 
-    The comparison runs on the CPU in chunks of 65536 values, copied from other devices chunk by chunk, on one thread of
-    torch.
+    The comparison runs on one thread of the CPU in chunks of 65536 values.
 
     Args:
         a: a tensor of any shape, device and strides, an array, a number, or nested dicts and lists of them.
         b: the same. Names missing on one side, and tensors of different shapes, are part of the result.
-        reference: the correct values, of the same shape and a more precise dtype (float64). They are rounded correctly
-            to the dtype of the comparison.
+        reference: the correct values, of the same shape and a more precise dtype (float64).
         names: names of the two sides.
         worst: number of elements to keep per tensor.
 
@@ -77,15 +73,14 @@ def floatcmp(
 def compare_leaves(
     a: Mapping[str, object],
     b: Mapping[str, object],
-    truths: Mapping[str, object] | None,
+    truths: Mapping[str, object] | None = None,
     *,
     names: tuple[str, str],
     worst: int,
 ) -> Comparison:
     """Compare two results of `leaves`, as floatcmp does."""
     pairs: list[Pair] = []
-    only_a = [name for name in a if name not in b]
-    only_b = [name for name in b if name not in a]
+    only_a, only_b = [name for name in a if name not in b], [name for name in b if name not in a]
     values_differ: list[str] = []
     not_compared: list[str] = []
     with _one_thread():
@@ -129,10 +124,11 @@ def _one_thread() -> Iterator[None]:
 def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | None, worst: int) -> Pair:
     """Compare two tensors of one name. Raises NotComparable."""
     (a, notes), (b, more) = (_as_reals(tensor) for tensor in given)
-    unit = common_dtype(a.dtype, b.dtype)
+    unit, same_shape = common_dtype(a.dtype, b.dtype), a.shape == b.shape
+    unit_name = dtype_name(unit) if precision(unit) else ""
     notes = list(dict.fromkeys([*notes, *more]))
     truth = None
-    if truths is not None and precision(unit):
+    if truths is not None and unit_name:
         try:
             truth = _reference(name, truths, a.shape, unit)
         except NotComparable as why:
@@ -140,15 +136,17 @@ def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | Non
     if a.dtype != b.dtype:
         notes.append(f"{dtype_name(a.dtype)} against {dtype_name(b.dtype)}: compared in {dtype_name(unit)}")
     tally = Tally(unit, keep=worst, scale=lambda: _usual_ulp(a, b, unit))
-    nearness = _count((a, b), truth, tally, unit) if a.shape == b.shape else None
+    nearness = _count((a, b), truth, tally, unit) if same_shape else None
     if tally.flushed is not None:
         count, side = max(zip(tally.flushed, "ab", strict=True))
         notes.append(f"{count:,} values are 0 in {side} only: each is compared at its own size")
     counts = tally.counts()
-    unit_name = dtype_name(unit) if precision(unit) else ""
-    result = likeness(counts, unit_name, tally.max_scaled) if a.shape == b.shape else Likeness.DIFFERS
+    result = likeness(counts, unit_name, tally.max_scaled) if same_shape else Likeness.DIFFERS
     if result is Likeness.IDENTICAL and a.dtype != b.dtype and unit_name:
         result = Likeness.ROUNDING
+    first = () if tally.first is None else (tally.first,)
+    places = (first, (at for _, at in tally.worst), tally.one_sided)
+    firsts, largest, one_sided = (tuple(_mismatch((a, b), unit, at) for at in group) for group in places)
     return Pair(
         key=name,
         likeness=result,
@@ -161,9 +159,9 @@ def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | Non
         max_scaled_ulp=tally.max_scaled,
         max_abs=tally.max_abs,
         max_rel=tally.max_rel,
-        first=_mismatch((a, b), unit, tally.first) if tally.first is not None else None,
-        worst=tuple(_mismatch((a, b), unit, at) for _, at in tally.worst),
-        one_sided=tuple(_mismatch((a, b), unit, at) for at in tally.one_sided),
+        first=next(iter(firsts), None),
+        worst=largest,
+        one_sided=one_sided,
         nearness=nearness,
         notes=tuple(notes),
     )
@@ -205,16 +203,13 @@ def _reference(name: str, truths: Mapping[str, object], shape: torch.Size, unit:
 
 def _count(sides: Sides, truth: torch.Tensor | None, tally: Tally, unit: torch.dtype) -> Nearness | None:
     """Count all pairs of numbers in `tally`, and how near each side is to the reference, if there is one."""
-    if truth is None:
-        for at, (x, y) in pieces(sides):
-            tally.add(at, x, y)
-        return None
     of_a, of_b = Tally(unit, keep=0), Tally(unit, keep=0)
-    for at, (x, y, right) in pieces((*sides, truth)):
+    for at, (x, y, *right) in pieces((*sides, *([] if truth is None else [truth]))):
         tally.add(at, x, y)
-        of_a.add(at, x, right)
-        of_b.add(at, y, right)
-    return Nearness(a=of_a.counts(), b=of_b.counts())
+        for number in right:
+            of_a.add(at, x, number)
+            of_b.add(at, y, number)
+    return None if truth is None else Nearness(a=of_a.counts(), b=of_b.counts())
 
 
 def _mismatch(sides: Sides, unit: torch.dtype, at: int) -> Mismatch:
