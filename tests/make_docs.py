@@ -774,7 +774,7 @@ _DATA = {
     "kill-switch": ("commands.kill_switch:Switch",),
     "explain": ("commands.explain.command:Explained",),
     "logs": ("diagnosis.job_logs.types:Logs",),
-    "overflow": ("commands.overflow.types:Overflow",),
+    "overflow": ("commands.overflow.report:Overflow",),
     "overflow show": ("commands.overflow.show.diagnose:OverflowShow",),
     "ports": ("commands.ports.types:PortsData",),
     "pyspy-all": ("commands.pyspy_all.types:PySpyAll",),
