@@ -18,13 +18,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from distdiag.commands.floatcmp.operation import Kind, Measured, OpComparison, Side
+from distdiag.commands.floatcmp.operation import (
+    BEYOND,
+    BFLOAT16,
+    EXPECTED,
+    SHORT_SUM,
+    TF32,
+    Measured,
+    OpComparison,
+    Side,
+)
 from distdiag.training.floatcmp.compare import floatcmp
 from distdiag.training.floatcmp.result import limits
 from distdiag.training.floatcmp.ulp import as_integers, dtype_name, precision, round_to, ulp_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     New = Callable[..., Tensor]
 
@@ -42,10 +51,6 @@ class Operation(NamedTuple):
     run: Callable[..., Tensor]
     terms: int = 0
     scale: Callable[[Tensor], Tensor] = torch.zeros_like
-
-    def count(self, size: int) -> int:
-        """Return how many numbers `make` is asked for, so that sums have about `size` terms."""
-        return max(1, size // max(1, self.terms))
 
 
 def _row(new: New, size: int) -> list[Tensor]:
@@ -96,19 +101,21 @@ def compare_operation(name: str, size: int, sides: tuple[Side, Side], seed: int 
         RuntimeError: torch cannot: no such device, or no deterministic algorithm.
     """
     operation = OPERATIONS[name]
+    count = max(1, size // max(1, operation.terms))
     coarser = min((getattr(torch, side.dtype) for side in sides), key=precision)
     new = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    made = operation.make(new, operation.count(size))
+    made = operation.make(new, count)
     inputs = [round_to(value, coarser).double() if value.is_floating_point() else value for value in made]
     threads = torch.get_num_threads()
     try:
         results = [_run(operation, inputs, side, threads) for side in sides]
     finally:
         _set(Side(typed=""), threads)
-    measured = [measure(name, size, inputs, runs) for runs in results]
+    terms = operation.terms * count
+    measured = [measure(operation, terms, inputs, runs) for runs in results]
     return OpComparison(
         operation=name,
-        terms=max(1, operation.terms * operation.count(size)),
+        rule=f"a sum of {terms:,} terms" if terms else "one function",
         sides=sides,
         measured=(measured[0], measured[1]),
         pair=floatcmp(results[0][0], results[1][0]).pairs[0],
@@ -133,47 +140,42 @@ def _run(operation: Operation, inputs: Sequence[Tensor], side: Side, threads: in
         return [operation.run(*given).to("cpu").contiguous() for _ in range(_RUNS)]
 
 
-def measure(name: str, size: int, inputs: Sequence[Tensor], runs: Sequence[Tensor]) -> Measured:
+def measure(operation: Operation, terms: int, inputs: Sequence[Tensor], runs: Sequence[Tensor]) -> Measured:
     """Classify the error of the first of some results on the CPU; the inputs are float64."""
-    operation, result = OPERATIONS[name], runs[0]
-    truth = operation.run(*inputs)
+    truth, result = operation.run(*inputs), runs[0]
     error, finite = (result.double() - truth).abs(), result.isfinite()
-    scale, bounds = _bounds(operation, size, inputs, truth, result.dtype)
-    shares = {kind: error / bound.clamp_min(torch.finfo(torch.float64).tiny) for kind, bound in bounds.items()}
-    of_limit = shares[Kind.EXPECTED].where(finite, 0.0)
-    at = int(of_limit.argmax())
-    ulps = (error / ulp_at(torch.maximum(truth.abs(), scale), result.dtype)).where(finite, 0.0)
+    shares = {
+        kind: error / bound.clamp_min(torch.finfo(torch.float64).tiny)
+        for kind, bound in _bounds(operation, terms, inputs, truth, result.dtype)
+    }
+    of_limit = shares[EXPECTED].where(finite, 0.0)
     return Measured(
-        kind=next((kind for kind, share in shares.items() if bool((share <= 1).all())), Kind.BEYOND),
+        kind=next((kind for kind, share in shares.items() if bool((share <= 1).all())), BEYOND),
         of_limit=float(of_limit.max()),
-        max_ulp=float(ulps.max()),
+        worst_index=tuple(int(number) for number in torch.unravel_index(of_limit.argmax(), truth.shape)),
         right=int((round_to(truth, result.dtype) == result).sum()),
         not_finite=int((~finite).sum()),
         reproducible=all(bool((as_integers(result) == as_integers(other)).all()) for other in runs[1:]),
-        worst_index=tuple(int(number) for number in torch.unravel_index(torch.tensor(at), truth.shape)),
-        worst_value=float(result.flatten()[at].nan_to_num()),  # JSON has no nan
-        worst_reference=float(truth.flatten()[at]),
     )
 
 
 def _bounds(
-    operation: Operation, size: int, inputs: Sequence[Tensor], truth: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, dict[Kind, Tensor]]:
-    """Return the size of the terms of each number, and for each kind, the best first, how large its error may be."""
-    if not operation.terms:
+    operation: Operation, terms: int, inputs: Sequence[Tensor], truth: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield how large the error of each number may be for each kind, the best first."""
+    if not terms:
         scale = torch.maximum(truth.abs(), operation.scale(inputs[0]))
-        return scale, {Kind.EXPECTED: limits(dtype_name(dtype))[0] * ulp_at(scale, dtype)}
+        yield EXPECTED, limits(dtype_name(dtype))[0] * ulp_at(scale, dtype)
+        return
     # A sum of squares is the same sum, of squared inputs.
     spread = operation.run(*(value.square() if value.is_floating_point() else value for value in inputs)).sqrt()
-    walk = _SIGMAS * math.sqrt(operation.terms * operation.count(size)) * spread
+    walk = _SIGMAS * math.sqrt(terms) * spread
     is_short = precision(dtype) < precision(torch.float32)
     own = ulp_at(truth.abs(), dtype) + walk * 2.0 ** -precision(torch.float32 if is_short else dtype)
-    bounds = {Kind.EXPECTED: own}
+    yield EXPECTED, own
     if dtype == torch.float32:
         # Each of two inputs is off by up to half an ulp of 11, or 8 bits; the errors of the products add up as squares.
-        bounds |= {
-            kind: own + _SIGMAS * 2 * 2.0**-bits * spread for kind, bits in ((Kind.TF32, 11), (Kind.BFLOAT16, 8))
-        }
+        yield TF32, own + _SIGMAS * 2 * 2.0**-11 * spread
+        yield BFLOAT16, own + _SIGMAS * 2 * 2.0**-8 * spread
     if is_short:
-        bounds[Kind.SHORT_SUM] = own + walk * 2.0 ** -precision(dtype)
-    return spread, bounds
+        yield SHORT_SUM, own + walk * 2.0 ** -precision(dtype)

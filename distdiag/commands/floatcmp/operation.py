@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from distdiag.errors import UsageError
+from distdiag.output import Wrapped
 from distdiag.report import Finding, Fix, Level, Report
 from distdiag.training.floatcmp.result import Pair, share
 
@@ -25,35 +25,32 @@ _SETTING = re.compile(
     r"|precision=(?P<precision>high|medium)|(?P<tf32>tf32)|(?P<deterministic>deterministic)"
 )
 _WORDS = "cpu, cuda, cuda:1, a dtype, threads=4, tf32, precision=medium, deterministic"
-
-
-class Kind(StrEnum):
-    """The first of these error bounds that a result keeps: inputs of 11 bits (tf32), of 8 bits, a sum in 16 bits."""
-
-    EXPECTED = "expected"
-    TF32 = "tf32"
-    BFLOAT16 = "bfloat16"
-    SHORT_SUM = "short-sum"
-    BEYOND = "beyond"
-
-
+EXPECTED, TF32, BFLOAT16, SHORT_SUM, BEYOND = "expected", "tf32", "bfloat16", "short-sum", "beyond"
+"""The first of these error bounds that a result keeps: its dtype's, inputs of 11 bits, of 8 bits, a sum in 16 bits."""
 _MEANING = {
-    Kind.EXPECTED: "expected",
-    Kind.TF32: "as coarse as TF32",
-    Kind.BFLOAT16: "as coarse as products of bfloat16",
-    Kind.SHORT_SUM: "as coarse as a sum in 16 bits",
-    Kind.BEYOND: "more than rounding explains",
+    EXPECTED: ("expected", ""),
+    TF32: (
+        "as coarse as TF32",
+        "something turned TF32 on: unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    ),
+    BFLOAT16: (
+        "as coarse as products of bfloat16",
+        "something rounds float32 to bfloat16: unset ONEDNN_DEFAULT_FPMATH_MODE",
+    ),
+    SHORT_SUM: (
+        "as coarse as a sum in 16 bits",
+        "keep sums in float32: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False "
+        "(allow_fp16_...)",
+    ),
+    BEYOND: (
+        "more than rounding explains",
+        "run it on another GPU or machine: a GPU that computes wrong needs replacing, "
+        "a library that does needs another version",
+    ),
 }
-_FIX = {
-    Kind.TF32: "something turned TF32 on: unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    Kind.BFLOAT16: "something rounds float32 to bfloat16: unset ONEDNN_DEFAULT_FPMATH_MODE",
-    Kind.SHORT_SUM: "keep sums in float32: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False "
-    "(allow_fp16_...)",
-    Kind.BEYOND: "run it on another GPU or machine: a GPU that computes wrong needs replacing, "
-    "a library that does needs another version",
-}
-_ALLOWED = {"": {Kind.EXPECTED}, "high": {Kind.EXPECTED, Kind.TF32}, "medium": {*Kind} - {Kind.SHORT_SUM, Kind.BEYOND}}
-"""The kinds that each precision asks for."""
+"""Each in words, and the fix."""
+_ALLOWED = {"": (EXPECTED,), "high": (EXPECTED, TF32), "medium": (EXPECTED, TF32, BFLOAT16)}
+"""By precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,35 +69,26 @@ class Side:
 class Measured:
     """The error of one result against float64. `reproducible`: three runs gave the same bits.
 
-    `of_limit`: the largest error over the dtype's bound. `max_ulp`: the largest error in ulp of the dtype, at the size
-    of the terms where they cancel. `right`: numbers that are correctly rounded.
+    `of_limit`: the largest error over the dtype's bound, at `worst_index`. `right`: numbers that are correctly rounded.
     """
 
-    kind: Kind
+    kind: str
     of_limit: float
-    max_ulp: float
+    worst_index: tuple[int, ...]
     right: int
     not_finite: int
     reproducible: bool
-    worst_index: tuple[int, ...]
-    worst_value: float
-    worst_reference: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpComparison:
-    """One operation, computed in two ways. `terms`: products or numbers in each sum, 1 for a function."""
+    """One operation, computed in two ways. `rule`: the reason for the bound."""
 
     operation: str
-    terms: int
+    rule: str
     sides: tuple[Side, Side]
     measured: tuple[Measured, Measured]
     pair: Pair
-
-    @property
-    def rule(self) -> str:
-        """The reason for the bound."""
-        return f"a sum of {self.terms:,} terms" if self.terms > 1 else "one function"
 
 
 def parse_side(text: str, operation: str) -> Side:
@@ -111,9 +99,8 @@ def parse_side(text: str, operation: str) -> Side:
         if not match:
             raise UsageError(f"{text!r}: {word!r} is not a setting of --op", hint=f"separate by commas: {_WORDS}")
         found |= {name: value for name, value in match.groupdict().items() if value}
-    threads, tf32 = int(found.pop("threads", 0)), "tf32" in found
-    deterministic = bool(found.pop("deterministic", ""))
-    if found.pop("tf32", ""):
+    threads, deterministic = int(found.pop("threads", 0)), bool(found.pop("deterministic", ""))
+    if tf32 := found.pop("tf32", ""):
         found.setdefault("precision", "high")
     side = Side(typed=text, threads=threads, deterministic=deterministic, **found)
     if tf32 and (side.device == "cpu" or side.dtype != "float32"):
@@ -140,52 +127,44 @@ def _summary(found: OpComparison) -> str:
 
 
 def _findings(found: OpComparison, side: Side, measured: Measured, program: str) -> Iterator[Finding]:
-    kind = measured.kind
+    of_what = f"{found.operation} in {side.dtype}"
     if measured.not_finite:
-        yield Finding(
-            id="floatcmp.op-not-finite",
-            level=Level.FAIL,
-            title=f"{side.typed}: {measured.not_finite:,} numbers of {found.operation} are inf or NaN",
-            fix=Fix(text="use a dtype of more range, or smaller inputs"),
-        )
-    elif kind is Kind.BEYOND:
+        fix = Fix(text="use a dtype of more range, or smaller inputs")
+        title = f"{side.typed}: {measured.not_finite:,} numbers of {found.operation} are inf or NaN"
+        yield Finding(id="floatcmp.op-not-finite", level=Level.FAIL, title=title, fix=fix)
+    elif measured.kind == BEYOND:
         yield _inaccurate("op-wrong", Level.FAIL, found, side, measured, f"{program} gpu-test")
-    elif kind not in _ALLOWED[side.precision]:
-        yield _inaccurate("op-coarse", Level.WARN, found, side, measured)
+    elif measured.kind not in _ALLOWED[side.precision]:
+        yield _inaccurate("op-coarse", Level.WARN, found, side, measured, "")
     if not measured.reproducible:
         again = "compare with deterministic, which calls torch.use_deterministic_algorithms(True)"
-        report = "report it to PyTorch: deterministic algorithms were asked for"
+        fault = "report it to PyTorch: deterministic algorithms were asked for"
         yield Finding(
             id="floatcmp.op-not-reproducible",
             level=Level.FAIL if side.deterministic else Level.INFO,
-            title=f"{side.typed}: three runs of {found.operation} do not give the same bits",
-            fix=Fix(text=report if side.deterministic else again),
+            title=f"{side.typed}: three runs of {of_what} do not give the same bits",
+            fix=Fix(text=fault if side.deterministic else again),
         )
 
 
-def _inaccurate(
-    name: str, level: Level, found: OpComparison, side: Side, measured: Measured, of_gpu: str = ""
-) -> Finding:
-    values = f"{measured.worst_value:.9g}, float64 {measured.worst_reference:.9g}, {measured.of_limit:.3g} x what"
+def _inaccurate(name: str, level: Level, found: OpComparison, side: Side, measured: Measured, of_gpu: str) -> Finding:
+    meaning, text = _MEANING[measured.kind]
     where = ", ".join(map(str, measured.worst_index))
     return Finding(
         id=f"floatcmp.{name}",
         level=level,
-        title=f"{side.typed}: {found.operation} in {side.dtype}: error {_MEANING[measured.kind]}",
-        evidence=(f"worst at [{where}]: {values} {side.dtype} explains ({found.rule})",),
-        fix=Fix(text=_FIX[measured.kind], commands=(of_gpu,) if of_gpu and side.device != "cpu" else ()),
+        title=f"{side.typed}: {found.operation} in {side.dtype}: error {meaning}",
+        evidence=(f"worst at [{where}]: {measured.of_limit:.3g} x what {side.dtype} explains ({found.rule})",),
+        fix=Fix(text=text, commands=(of_gpu,) if of_gpu and side.device != "cpu" else ()),
     )
 
 
 def operation_view(report: Report[OpComparison]) -> Iterator[RenderableType]:
     """Format the accuracy of each side."""
-    from distdiag.output import Wrapped
-
     found, count = report.data, report.data.pair.counts.size
     yield f"{found.operation}, {found.rule}, {count:,} numbers; the same inputs on both sides"
     for side, measured in zip(found.sides, found.measured, strict=True):
-        asked = measured.kind is not Kind.EXPECTED and measured.kind in _ALLOWED[side.precision]
-        error = f"error {_MEANING[measured.kind]}{', as asked' if asked else ''}"
-        worst = f"worst {measured.max_ulp:.3g} ulp, {measured.of_limit:.2g} x the limit"
-        right = f"{share(measured.right, count)} correctly rounded"
-        yield Wrapped(f"{side.typed} ({side.dtype}): {error}; {right}; {worst}", margin=2, hang=4)
+        asked = measured.kind != EXPECTED and measured.kind in _ALLOWED[side.precision]
+        error = f"error {_MEANING[measured.kind][0]}{', as asked' if asked else ''}"
+        right = f"{share(measured.right, count)} correctly rounded; worst {measured.of_limit:.2g} x the limit"
+        yield Wrapped(f"{side.typed} ({side.dtype}): {error}; {right}", margin=2, hang=4)
