@@ -17,13 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
-from distdiag.training.overflow import extrema, modules, nested, ranks
+from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.advice import Advice
-from distdiag.training.overflow.calls import Callers, Pending
+from distdiag.training.overflow.calls import Callers
 from distdiag.training.overflow.cause import diverges
 from distdiag.training.overflow.frames import TracedBatches
 from distdiag.training.overflow.gradients import NO_GRADIENTS, GradientReader, listen, stop
-from distdiag.training.overflow.judge import Forward, Judge, Seen, losses_of, outputs_of
+from distdiag.training.overflow.judge import Forward, Judge, Pending, Seen, losses_of, outputs_of
 from distdiag.training.overflow.modules import Hook
 from distdiag.training.overflow.replay import Call, State, Terms
 from distdiag.training.overflow.report import (
@@ -225,7 +225,7 @@ class DebugUnderflowOverflow:
             self._recent += [loss.output.extrema[1] for loss in losses if loss.tensor.dim() == 0]
             if self._pending.is_alone:
                 last = self._pending.last
-                found = self._judge.alone(Seen([], last, losses, NO_GRADIENTS, last.when))
+                found = self._judge.alone(Seen(last.when, last, losses=losses))
             else:
                 self._pending.add_losses(losses)
         self._settle(found)
@@ -244,7 +244,7 @@ class DebugUnderflowOverflow:
         self._skipped = self._skipped + 1 if skips else 0
         if self._skipped and self._skipped % _MOST_SKIPPED == 0:
             with self._harmless(), torch.no_grad():
-                found = self._judge.alone(self._pending.take(self._gradients.now(), self._when_pending()))
+                found = self._judge.alone(self._pending.take(self._when_pending(), self._gradients.now()))
                 if found is not None:
                     hint = f"The GradScaler skipped {self._skipped} steps in a row."
                     found = replace(found, hints=(*found.hints, hint))
@@ -328,9 +328,9 @@ class DebugUnderflowOverflow:
                 found, warning = self._judge.inference(forward)
                 self._warn(warning)
             elif group is None:
-                found = self._judge.alone(Seen([forward], forward, [], NO_GRADIENTS, forward.when))
+                found = self._judge.alone(Seen(forward.when, forward, [forward]))
             elif self._pending.wait(forward, group, any_step=self.counts.steps > 0):
-                found = self._judge.alone(self._pending.take(NO_GRADIENTS, self._when_pending()))
+                found = self._judge.alone(self._pending.take(self._when_pending()))
         self._settle(found)
         self._maybe_abort("forward", self.counts.batches)
 
@@ -367,7 +367,7 @@ class DebugUnderflowOverflow:
             with self._callers.alone() as crowded:
                 self._traced.again(call, self.batch, Terms(is_shared=self._sharing.is_shared), crowded)
         outputs = outputs_of(output)
-        if not outputs and next(nested.tensors(output, ""), None) is None:
+        if not outputs and next(modules.tensors(output, ""), None) is None:
             self.counts.unread, self.counts.kind = self.counts.unread + 1, type(output).__name__
         return Forward(when, call, outputs)
 
@@ -387,7 +387,7 @@ class DebugUnderflowOverflow:
             made = self._gradients.start(optimizer) if checks else NO_GRADIENTS
             self._pending.begin_step(optimizer)
             group = self._pending.group
-            seen = self._pending.take(made, self._when_pending())
+            seen = self._pending.take(self._when_pending(), made)
             found = self._judge.alone(seen) if group is None else self._judge.together(seen, group)
             if found is None and not self._is_off:
                 for warning in self._advice.before_step(made.now, self.counts.steps):
@@ -410,7 +410,7 @@ class DebugUnderflowOverflow:
         found = None
         with self._harmless(), torch.no_grad():
             if self._pending.forwards or self._pending.losses:
-                found = self._judge.alone(self._pending.take(NO_GRADIENTS, self._when_pending()))
+                found = self._judge.alone(self._pending.take(self._when_pending()))
         self._settle(found, at_end=at_end)
 
     def _when(self, batch: int) -> When:

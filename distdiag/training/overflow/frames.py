@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distdiag.training.overflow import extrema, nested
+from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.modules import Hook, kind_of, named
 from distdiag.training.overflow.report import MODEL, Place, ReportWriter, finite_or_text
 
@@ -291,7 +291,7 @@ class Recorder:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 self._read(frame, "buffer", name, buffer, self._weights)
-        for label, value in nested.inputs(args, kwargs):
+        for label, value in modules.inputs(args, kwargs):
             self._read(frame, "input", label, value, self._seen)
         if self.exact:
             self._fetch()
@@ -303,7 +303,7 @@ class Recorder:
         while self._stack[-1].name != name and len(self._stack) > 1:  # a call that was left by an exception
             self._stack.pop()
         frame = self._stack.pop()
-        for label, value in nested.leaves(output, "output"):
+        for label, value in modules.leaves(output, "output"):
             self._read(frame, "output", label, value, self._seen)
         frame.number = self._count
         self._count += 1

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
-from distdiag.training.overflow import extrema, nested, ranks
+from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.cause import Origins, except_for_masks, fix_of_origin, from_frames, how
 from distdiag.training.overflow.frames import Recorder
+from distdiag.training.overflow.gradients import NO_GRADIENTS, StepGradients
 from distdiag.training.overflow.modules import kind_of, named
-from distdiag.training.overflow.quiet_end import is_of_script
 from distdiag.training.overflow.replay import Terms
-from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, Found, Place
+from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, Found, Place, is_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from distdiag.training.overflow.gradients import Gradient, StepGradients
+    from distdiag.training.overflow.gradients import Gradient
     from distdiag.training.overflow.replay import Call
     from distdiag.training.overflow.report import When
 
@@ -33,6 +36,12 @@ if TYPE_CHECKING:
 _FIRST = 1_000_000
 """The weight of the first forward since the last step; one less for each later one."""
 _IN_LOSS, _IN_GRADIENTS = 2, 1
+_MOST = 16
+"""Forwards that wait for a step of the optimizer; then they are judged without one."""
+_FEW = 4
+"""The same where the process has no optimizer."""
+_MOST_BYTES = 1 << 30
+"""Inputs kept for replays of waiting forwards; those of later forwards are not."""
 _NOT_EACH = "With gradients='each' the first bad gradient is named, before clipping spreads it."
 _OPERATIONS = 8
 _INSTEAD = {"log": "Where it is of a softmax: log_softmax."}
@@ -76,18 +85,17 @@ class Loss(NamedTuple):
     hints: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """All since the last judgement; `last` is the last forward, which may have been judged before.
 
     `since_step`: forwards since the last optimizer step, of which only the last can be replayed.
     """
 
-    forwards: Sequence[Forward]
-    last: Forward | None
-    losses: Sequence[Loss]
-    gradients: StepGradients
     when: When
+    last: Forward | None
+    forwards: Sequence[Forward] = ()
+    losses: Sequence[Loss] = ()
+    gradients: StepGradients = NO_GRADIENTS
     since_step: int = 1
 
     def weighted(self) -> list[tuple[Tensor, int]]:
@@ -100,6 +108,64 @@ class Seen:
         ]
         found += [(value, _IN_LOSS) for loss in self.losses for value in loss.output.extrema]
         return found + [(value, _IN_GRADIENTS) for gradient in self.gradients.now for value in gradient.extrema]
+
+
+class Pending:
+    """Since the last judgement. `last`: the last forward with gradients, until a step has changed the weights.
+
+    `since_step` counts these. `is_alone`: the last forward was judged at once. `group`: the ranks that this one steps
+    with, as its last forward with others showed.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: list[Forward] = []
+        self.losses: list[Loss] = []
+        self.last: Forward | None = None
+        self.since_step = 0
+        self.is_alone = True
+        self.group: Any = None
+        self._stepped: set[int] = set()
+        """Optimizers that have made a step since that forward."""
+        self._most = _MOST
+
+    def wait(self, forward: Forward, group: Any, *, any_step: bool) -> bool:  # noqa: ANN401
+        """Keep a forward until the step at which all ranks of the group meet; True if too many wait.
+
+        Those are judged by this rank alone: the others may have made another number of them.
+        """
+        self.group, self._stepped = group, set()
+        self.forwards.append(forward)
+        kept = [forward.call for forward in self.forwards if forward.call is not None]
+        if kept and sum(call.kept_bytes for call in kept) > _MOST_BYTES:
+            kept[-1].forget()
+        if len(self.forwards) == _FEW and not any_step:
+            self._most = _MOST if _has_optimizer() else _FEW
+        return len(self.forwards) >= self._most
+
+    def add_losses(self, losses: list[Loss]) -> None:
+        """Keep losses for the step."""
+        self.losses = [*self.losses[1 - _MOST :], *losses]
+
+    def begin_step(self, optimizer: object) -> None:
+        """Leave the group where an optimizer steps again without a forward with others: the step may be this rank's."""
+        if id(optimizer) in self._stepped:
+            self.group = None
+        self._stepped.add(id(optimizer))
+
+    def end_step(self) -> None:
+        """Note that the weights have changed."""
+        self.last, self.since_step = None, 0
+
+    def take(self, when: When, gradients: StepGradients = NO_GRADIENTS) -> Seen:
+        """Return all that is not judged yet."""
+        seen = Seen(when, self.last, self.forwards, self.losses, gradients, self.since_step)
+        self.forwards, self.losses = [], []
+        return seen
+
+
+def _has_optimizer() -> bool:
+    """Return whether an optimizer exists that may make a step; takes about 30 ms."""
+    return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
 
 
 class Replayed(NamedTuple):
@@ -166,7 +232,7 @@ class Judge:
         if why:
             unknown = "it is unknown whether it is intended, as in masks: the forward cannot be replayed"
             return f"{where.format(labels[0])}: {unknown} ({why})."
-        for label, tensor in nested.tensors(recorder.output, "output"):
+        for label, tensor in modules.tensors(recorder.output, "output"):
             maker = origins.maker_of(tensor) if label in labels else None
             if maker is not None:
                 text = f"{where.format(label)} is not a mask: {how(maker)} produced it from finite values."
@@ -334,7 +400,7 @@ def _of_backward(forwards: int, replayed: Replayed, is_first: bool) -> str:
 def losses_of(tensors: object, when: When) -> list[Loss]:
     """Start to read the tensors that backward is called on; note the line of the call and the last operations."""
     losses = []
-    for label, tensor in nested.tensors(tensors, "loss"):
+    for label, tensor in modules.tensors(tensors, "loss"):
         found = extrema.start(tensor.detach())
         if not isinstance(found, str):
             hints = (*_place_of_call(), *_calculation(tensor))
@@ -365,7 +431,7 @@ def _calculation(tensor: Tensor) -> list[str]:
 
 def outputs_of(value: object) -> tuple[ModelOutput, ...]:
     """Start to read the outputs of a model."""
-    found = ((label, extrema.start(tensor)) for label, tensor in nested.tensors(value, "output"))
+    found = ((label, extrema.start(tensor)) for label, tensor in modules.tensors(value, "output"))
     return tuple(ModelOutput(label, pair[1]) for label, pair in found if not isinstance(pair, str))
 
 

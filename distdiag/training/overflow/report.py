@@ -35,6 +35,11 @@ HERE, BETWEEN, GIVEN, WEIGHTS = "here", "between", "given", "weights"
 LOSS, BACKWARD, UNSEEN = "loss", "backward", "unseen"
 """Origins: the module itself; code of the module around it, before it called this one; before the model was called;
 an earlier step (weights, buffers); between the model and what backward is called on; the backward; not known."""
+_NOT_THE_SCRIPT = (
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+    os.path.dirname(os.__file__),
+    "<frozen ",
+)
 _BY_DEFAULT = {
     GIVEN: "It was in the model's input: check the data, or the code before the model.",
     WEIGHTS: "It was there before the forward: an optimizer step produced it, or the checkpoint contains it.",
@@ -302,3 +307,8 @@ def _print(text: str) -> None:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def is_of_script(file: str) -> bool:
+    """Return whether a source file is the user's: not installed, and not distdiag's."""
+    return not file.startswith(_NOT_THE_SCRIPT) and f"{os.sep}site-packages{os.sep}" not in file
