@@ -13,7 +13,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -22,16 +22,14 @@ from distdiag.training.floatcmp.compare import join_keys, leaves
 
 _METADATA, _INDEX = ".metadata", ".index.json"
 _MOST_INDEX_BYTES = 100_000_000
+_STORED = "torch.distributed.checkpoint"
 _METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "builtins": {"set", "frozenset", "tuple", "list", "dict", "int", "str", "slice"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    *(f"{_STORED}.metadata", f"{_STORED}.filesystem._StorageInfo", f"{_STORED}.filesystem._StoragePrefix"),
+    *("torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict"),
+    *(f"builtins.{name}" for name in ("set", "frozenset", "tuple", "list", "dict", "int", "str", "slice")),
+    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
 }
-"""The classes in the metadata of a checkpoint, which only hold values. None: all classes of the module."""
+"""The classes in the metadata of a checkpoint, which only hold values, and the module of the others."""
 _SAVE_AGAIN = 'if you trust the file, load it and save only its tensors: torch.save(model.state_dict(), "tensors.pt")'
 _WHOLE = "is it complete? compare its size with the original's"
 
@@ -163,7 +161,11 @@ def _read_distributed(path: str) -> dict[str, object]:
     """
     metadata = _read_metadata(os.path.join(path, _METADATA))
     try:
-        found: dict[str, Any] = _allocate(path, metadata)
+        stored = {name: each for name, each in metadata.state_dict_metadata.items() if hasattr(each, "chunks")}
+        needed = sum(math.prod(each.size) * each.properties.dtype.itemsize for each in stored.values())
+        if needed > sum(entry.stat().st_size for entry in os.scandir(path)):
+            raise ValueError(f"its files are smaller than its tensors, which need {needed} bytes")
+        found: dict[str, Any] = {name: _room_for(each) for name, each in stored.items()}
         for index, info in metadata.storage_data.items():
             value = _read_part(path, info)
             if index.fqn not in found:
@@ -180,21 +182,9 @@ def _read_distributed(path: str) -> dict[str, object]:
     return leaves({join_keys(keys.get(name) or (name,)): value for name, value in found.items()})
 
 
-def _allocate(path: str, metadata: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401 - torch's Metadata
-    """Allocate all tensors. Raises ValueError if the files are smaller than they."""
-    stored = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
-    needed = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in stored.values())
-    present = sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
-    if needed > present:
-        raise ValueError(f"its tensors need {needed} bytes, its files have {present}")
-    return {
-        name: torch.full(
-            tuple(entry.size),
-            torch.nan if entry.properties.dtype.is_floating_point else 0,
-            dtype=entry.properties.dtype,
-        )
-        for name, entry in stored.items()
-    }
+def _room_for(stored: Any) -> torch.Tensor:  # noqa: ANN401 - torch's TensorStorageMetadata
+    room = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
+    return room.fill_(torch.nan) if room.is_floating_point() else room.zero_()
 
 
 def _read_part(folder: str, info: Any) -> Any:  # noqa: ANN401 - a _StorageInfo; the value given to torch.save
@@ -212,18 +202,13 @@ class _MetadataUnpickler(pickle._Unpickler):
     Python's unpickler in Python: in that in C a few bytes reserve gigabytes, for items that never follow.
     """
 
-    dispatch: ClassVar[dict[int, Any]] = {
-        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
-    }
-
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
         if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
             return getattr(torch, name)
-        allowed = _METADATA_CLASSES.get(module, set())
-        if "." in name or (allowed is not None and name not in allowed):
+        if not {module, f"{module}.{name}"} & _METADATA_CLASSES or "." in name:
             raise pickle.UnpicklingError(f"it contains {module}.{name}, and loading that can execute code")
         found = super().find_class(module, name)
-        if not isinstance(found, type) and module.startswith("torch.distributed"):
+        if not isinstance(found, type) and module.startswith(_STORED):
             raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not a class")
         return found
 
@@ -235,5 +220,5 @@ def _read_metadata(path: str) -> Any:  # noqa: ANN401 - torch's Metadata
         try:
             return _MetadataUnpickler(file).load()
         except Exception as error:  # damage may raise anything
-            convert = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR tensors.pt"
+            convert = f"python -m {_STORED}.format_utils dcp_to_torch DIR tensors.pt"
             raise Unreadable(path, f"not loaded: {error}", f"if you trust the file: {convert}") from error

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from distdiag.training.floatcmp.result import NO_REFERENCE, Comparison, Likeness, Mismatch, Nearness, Pair, likeness
-from distdiag.training.floatcmp.tally import Tally
 from distdiag.training.floatcmp.ulp import (
+    Tally,
     as_integers,
     dtype_name,
     pieces,
