@@ -54,8 +54,8 @@ def floatcmp(
 ) -> None:
     """Compare two files or checkpoints: are they equal up to rounding, and where do they first differ?
 
-    With --op, compute one operation in two ways instead (device, dtype, threads=N, tf32, precision=medium,
-    deterministic; separated by commas), and compare each result with float64: is its error that of its dtype?
+    With --op, compute one operation in two ways instead (device, dtype, threads=N, tf32, deterministic; separated by
+    commas), and compare each result with float64: is its error that of its dtype?
 
     No code in the files is executed: they are loaded with weights_only. For a sharded checkpoint give its directory
     or its index.

@@ -16,68 +16,62 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-OPERATIONS = (
-    *("matmul", "conv2d", "sum", "cumsum", "index_add"),
-    *("exp", "log", "sin", "tanh", "pow", "rsqrt", "sigmoid", "gelu", "softmax", "layer_norm"),
-)
+SUMS = ("matmul", "conv2d", "sum", "cumsum", "index_add")
+OPERATIONS = (*SUMS, "exp", "log", "sin", "tanh", "pow", "rsqrt", "sigmoid")
 _SETTING = re.compile(
     r"(?P<device>cpu|cuda(?::\d{1,3})?)|(?P<dtype>float64|float32|float16|bfloat16)|threads=(?P<threads>[1-9]\d{0,3})"
-    r"|precision=(?P<precision>high|medium)|(?P<tf32>tf32)|(?P<deterministic>deterministic)"
+    r"|(?P<tf32>tf32)|(?P<deterministic>deterministic)"
 )
-_WORDS = "cpu, cuda, cuda:1, a dtype, threads=4, tf32, precision=medium, deterministic"
 EXPECTED, TF32, BFLOAT16, SHORT_SUM, BEYOND = "expected", "tf32", "bfloat16", "short-sum", "beyond"
 """The first of these error bounds that a result keeps: its dtype's, inputs of 11 bits, of 8 bits, a sum in 16 bits."""
 _MEANING = {
-    EXPECTED: ("expected", ""),
-    TF32: (
-        "as coarse as TF32",
-        "something turned TF32 on: unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    ),
-    BFLOAT16: (
-        "as coarse as products of bfloat16",
-        "something rounds float32 to bfloat16: unset ONEDNN_DEFAULT_FPMATH_MODE",
-    ),
-    SHORT_SUM: (
-        "as coarse as a sum in 16 bits",
-        "keep sums in float32: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False "
-        "(allow_fp16_...)",
-    ),
-    BEYOND: (
-        "more than rounding explains",
-        "run it on another GPU or machine: a GPU that computes wrong needs replacing, "
-        "a library that does needs another version",
-    ),
+    EXPECTED: "expected",
+    TF32: "as coarse as TF32",
+    BFLOAT16: "as coarse as products of bfloat16",
+    SHORT_SUM: "as coarse as a sum in 16 bits",
+    BEYOND: "more than rounding explains",
 }
-"""Each in words, and the fix."""
-_ALLOWED = {"": (EXPECTED,), "high": (EXPECTED, TF32), "medium": (EXPECTED, TF32, BFLOAT16)}
-"""By precision."""
+_FIX = {
+    TF32: "something turned TF32 on: unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    BFLOAT16: "something rounds float32 to bfloat16: unset ONEDNN_DEFAULT_FPMATH_MODE",
+    SHORT_SUM: "keep sums in float32: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False "
+    "(allow_fp16_...)",
+    BEYOND: "run it on another GPU or machine: a GPU that computes wrong needs replacing, "
+    "a library that does needs another version",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One way to compute it, as typed and parsed. `threads` 0: torch's default; `precision` "high": TF32 is allowed."""
+    """One way to compute it, as typed and parsed. `threads` 0: torch's default."""
 
     typed: str
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 0
-    precision: str = ""
+    tf32: bool = False
     deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The error of one result against float64. `reproducible`: three runs gave the same bits.
+    """The error of one side's result against float64. `reproducible`: three runs gave the same bits.
 
     `of_limit`: the largest error over the dtype's bound, at `worst_index`. `right`: numbers that are correctly rounded.
     """
 
+    side: Side
     kind: str
     of_limit: float
     worst_index: tuple[int, ...]
     right: int
     not_finite: int
     reproducible: bool
+
+    @property
+    def is_as_asked(self) -> bool:
+        """Whether the settings explain the error."""
+        return self.kind == EXPECTED or (self.kind == TF32 and self.side.tf32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +80,6 @@ class OpComparison:
 
     operation: str
     rule: str
-    sides: tuple[Side, Side]
     measured: tuple[Measured, Measured]
     pair: Pair
 
@@ -97,65 +90,61 @@ def parse_side(text: str, operation: str) -> Side:
     for word in text.split(","):
         match = _SETTING.fullmatch(word)
         if not match:
-            raise UsageError(f"{text!r}: {word!r} is not a setting of --op", hint=f"separate by commas: {_WORDS}")
+            hint = "separate by commas: cpu, cuda, cuda:1, a dtype, threads=4, tf32, deterministic"
+            raise UsageError(f"{text!r}: {word!r} is not a setting of --op", hint=hint)
         found |= {name: value for name, value in match.groupdict().items() if value}
-    threads, deterministic = int(found.pop("threads", 0)), bool(found.pop("deterministic", ""))
-    if tf32 := found.pop("tf32", ""):
-        found.setdefault("precision", "high")
-    side = Side(typed=text, threads=threads, deterministic=deterministic, **found)
-    if tf32 and (side.device == "cpu" or side.dtype != "float32"):
-        raise UsageError(f"{text!r}: TF32 is float32 on a GPU", hint="write cuda,tf32")
-    if tf32 and operation not in ("matmul", "conv2d"):
-        raise UsageError(f"--op {operation} never uses TF32", hint="--op matmul or conv2d")
+    tf32, deterministic = bool(found.pop("tf32", "")), bool(found.pop("deterministic", ""))
+    threads = int(found.pop("threads", 0))
+    side = Side(typed=text, threads=threads, tf32=tf32, deterministic=deterministic, **found)
+    if tf32 and (side.device == "cpu" or side.dtype != "float32" or operation not in ("matmul", "conv2d")):
+        raise UsageError(f"{text!r}: TF32 is float32 in matmul and conv2d on a GPU", hint="leave out tf32")
     return side
 
 
 def diagnose_operation(found: OpComparison, program: str) -> Report[OpComparison]:
     """Judge each side by the error that its dtype explains; pure."""
-    sides = zip(found.sides, found.measured, strict=True)
-    findings = tuple(finding for side, measured in sides for finding in _findings(found, side, measured, program))
+    findings = tuple(finding for side in found.measured for finding in _findings(found.operation, side, program))
     worst = next((finding for finding in findings if finding.level in (Level.FAIL, Level.WARN)), None)
     return Report(command="floatcmp", data=found, findings=findings, summary=worst.title if worst else _summary(found))
 
 
 def _summary(found: OpComparison) -> str:
-    names, pair, counts = " and ".join(side.typed for side in found.sides), found.pair, found.pair.counts
-    if pair.likeness == "identical" and not counts.zero_signs:
-        return f"{found.operation}: {names} give the same bits, as accurate as {found.sides[0].dtype} is"
-    count = f"{counts.differing:,} of {counts.size:,} numbers, by up to {counts.max_ulp:,} ulp of {pair.unit}"
+    names, counts = " and ".join(each.side.typed for each in found.measured), found.pair.counts
+    if found.pair.likeness == "identical" and not counts.zero_signs:
+        return f"{found.operation}: {names} give the same bits, as accurate as {found.measured[0].side.dtype} is"
+    count = f"{counts.differing:,} of {counts.size:,} numbers, by up to {counts.max_ulp:,} ulp of {found.pair.unit}"
     return f"{found.operation}: {names} differ in {count}, and each is as accurate as its settings allow"
 
 
-def _findings(found: OpComparison, side: Side, measured: Measured, program: str) -> Iterator[Finding]:
-    of_what = f"{found.operation} in {side.dtype}"
-    if measured.not_finite:
+def _findings(operation: str, found: Measured, program: str) -> Iterator[Finding]:
+    side = found.side
+    if found.not_finite:
         fix = Fix(text="use a dtype of more range, or smaller inputs")
-        title = f"{side.typed}: {measured.not_finite:,} numbers of {found.operation} are inf or NaN"
+        title = f"{side.typed}: {found.not_finite:,} numbers of {operation} are inf or NaN"
         yield Finding(id="floatcmp.op-not-finite", level=Level.FAIL, title=title, fix=fix)
-    elif measured.kind == BEYOND:
-        yield _inaccurate("op-wrong", Level.FAIL, found, side, measured, f"{program} gpu-test")
-    elif measured.kind not in _ALLOWED[side.precision]:
-        yield _inaccurate("op-coarse", Level.WARN, found, side, measured, "")
-    if not measured.reproducible:
+    elif found.kind == BEYOND:
+        yield _inaccurate("op-wrong", Level.FAIL, operation, found, (f"{program} gpu-test",))
+    elif not found.is_as_asked:
+        yield _inaccurate("op-coarse", Level.WARN, operation, found, ())
+    if not found.reproducible:
         again = "compare with deterministic, which calls torch.use_deterministic_algorithms(True)"
         fault = "report it to PyTorch: deterministic algorithms were asked for"
         yield Finding(
             id="floatcmp.op-not-reproducible",
             level=Level.FAIL if side.deterministic else Level.INFO,
-            title=f"{side.typed}: three runs of {of_what} do not give the same bits",
+            title=f"{side.typed}: three runs of {operation} do not give the same bits",
             fix=Fix(text=fault if side.deterministic else again),
         )
 
 
-def _inaccurate(name: str, level: Level, found: OpComparison, side: Side, measured: Measured, of_gpu: str) -> Finding:
-    meaning, text = _MEANING[measured.kind]
-    where = ", ".join(map(str, measured.worst_index))
+def _inaccurate(name: str, level: Level, operation: str, found: Measured, of_gpu: tuple[str, ...]) -> Finding:
+    where, side = ", ".join(map(str, found.worst_index)), found.side
     return Finding(
         id=f"floatcmp.{name}",
         level=level,
-        title=f"{side.typed}: {found.operation} in {side.dtype}: error {meaning}",
-        evidence=(f"worst at [{where}]: {measured.of_limit:.3g} x what {side.dtype} explains ({found.rule})",),
-        fix=Fix(text=text, commands=(of_gpu,) if of_gpu and side.device != "cpu" else ()),
+        title=f"{side.typed}: {operation} in {side.dtype}: error {_MEANING[found.kind]}",
+        evidence=(f"worst at [{where}]: {found.of_limit:.3g} x what {side.dtype} explains",),
+        fix=Fix(text=_FIX[found.kind], commands=of_gpu if side.device != "cpu" else ()),
     )
 
 
@@ -163,8 +152,8 @@ def operation_view(report: Report[OpComparison]) -> Iterator[RenderableType]:
     """Format the accuracy of each side."""
     found, count = report.data, report.data.pair.counts.size
     yield f"{found.operation}, {found.rule}, {count:,} numbers; the same inputs on both sides"
-    for side, measured in zip(found.sides, found.measured, strict=True):
-        asked = measured.kind != EXPECTED and measured.kind in _ALLOWED[side.precision]
-        error = f"error {_MEANING[measured.kind][0]}{', as asked' if asked else ''}"
-        right = f"{share(measured.right, count)} correctly rounded; worst {measured.of_limit:.2g} x the limit"
-        yield Wrapped(f"{side.typed} ({side.dtype}): {error}; {right}", margin=2, hang=4)
+    for each in found.measured:
+        asked = ", as asked" if each.is_as_asked and each.kind != EXPECTED else ""
+        right = f"{share(each.right, count)} correctly rounded; worst {each.of_limit:.2g} x the limit"
+        text = f"{each.side.typed} ({each.side.dtype}): error {_MEANING[each.kind]}{asked}; {right}"
+        yield Wrapped(text, margin=2, hang=4)

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distdiag.training.floatcmp.result import NO_REFERENCE, Comparison, Likeness, Mismatch, Nearness, Pair, likeness
+from distdiag.training.floatcmp.result import (
+    FAR,
+    NO_REFERENCE,
+    Comparison,
+    Likeness,
+    Mismatch,
+    Nearness,
+    Pair,
+    likeness,
+)
 from distdiag.training.floatcmp.ulp import (
     Tally,
     as_integers,
@@ -144,8 +153,7 @@ def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | Non
     result = likeness(counts, unit_name, tally.max_scaled) if same_shape else Likeness.DIFFERS
     if result is Likeness.IDENTICAL and a.dtype != b.dtype and unit_name:
         result = Likeness.ROUNDING
-    first = () if tally.first is None else (tally.first,)
-    places = (first, (at for _, at in tally.worst), tally.one_sided)
+    places = ([tally.first] if tally.first < FAR else [], [at for _, at in tally.worst], tally.one_sided)
     firsts, largest, one_sided = (tuple(_mismatch((a, b), unit, at) for at in group) for group in places)
     return Pair(
         key=name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import cache
+from functools import cache, reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -135,18 +135,17 @@ class Tally:
     """Counts, worst places and largest errors of two tensors that are compared in the dtype `unit`.
 
     `scale` returns the ulp at the tensor's usual size, 0.0 to use each number's own; it is called once numbers differ.
-    `keep` limits the places that are remembered.
+    `keep` limits the places that are remembered. `worst`: (minus the distance, flat index), the worst first.
     """
 
     def __init__(self, unit: torch.dtype, *, keep: int, scale: Callable[[], float] = float) -> None:
         self._unit, self._keep, self._scale = unit, keep, cache(scale)
         self._limits = torch.tensor(list(BUCKETS)[:-1], dtype=torch.int64)
         self._buckets = torch.zeros(len(BUCKETS), dtype=torch.int64)
-        self._counts = dict.fromkeys(("size", "equal", "both_nan", "one_sided", "zero_signs", "max_ulp"), 0)
+        self._size = self._both_nan = self._one_sided = self._zero_signs = self._max_ulp = 0
         self.worst: list[tuple[int, int]] = []
-        """(minus the distance, flat index), the worst first."""
         self.one_sided: list[int] = []
-        self.first: int | None = None
+        self.first = FAR
         self.max_abs = self.max_rel = 0.0
         self._zeros = [0, 0]
         self._max_scaled, self._at_zero = 0, [0, 0]
@@ -163,63 +162,61 @@ class Tally:
         a, b = self._zeros
         return (a, b) if min(a, b) == 0 and max(a, b) >= _FLUSHED else None
 
+    def counts(self) -> Counts:
+        """Return the counts of all pieces."""
+        numbers = self._buckets.tolist()
+        equal = self._size - self._both_nan - self._one_sided - sum(numbers)
+        numbers[0] += equal
+        return Counts(
+            size=self._size,
+            equal=equal,
+            both_nan=self._both_nan,
+            one_sided=self._one_sided,
+            zero_signs=self._zero_signs,
+            histogram={label: count for label, count in zip(BUCKETS.values(), numbers, strict=True) if count},
+            max_ulp=self._max_ulp,
+        )
+
     def add(self, at: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Count a piece: flat tensors on the CPU, of one length; `at` is the flat index of the first number."""
         x, y = round_to(a, self._unit), round_to(b, self._unit)
         unlike = as_integers(x) != as_integers(y)
-        self._count(size=x.numel())
+        self._size += x.numel()
         if precision(self._unit):
             if a.dtype != b.dtype:  # an infinity against a number that became one by rounding
                 unlike |= widen(a).isfinite() != widen(b).isfinite()
             both_nan = widen(a).isnan() & widen(b).isnan()
             unlike &= ~both_nan
-            nans = int(both_nan.sum())
-            self._count(both_nan=nans, equal=-nans)
+            self._both_nan += int(both_nan.sum())
         where = unlike.nonzero().flatten()
-        self._count(equal=x.numel() - where.numel())
-        if where.numel():
-            converted = x[where], y[where]
-            given = converted if a.dtype == b.dtype else (a[where], b[where])
-            self._measure(at, *self._split_off_non_finite(at, where, given, converted))
+        if not where.numel():
+            return
+        sides = [side[where] for side in ((x, y) if a.dtype == b.dtype else (x, y, a, b))]
+        finite = reduce(torch.logical_and, (widen(side).isfinite() for side in sides))
+        if not bool(finite.all()):
+            self._one_sided += int((~finite).sum())
+            self.one_sided = (self.one_sided + (at + where[~finite][: self._keep]).tolist())[: self._keep]
+            self.first = min(self.first, at + int(where[~finite][0]))
+            where, sides = where[finite], [side[finite] for side in sides]
+        self._measure(at + where, sides[0], sides[1])
 
-    def _count(self, **more: int) -> None:
-        for name, count in more.items():
-            self._counts[name] += count
-
-    def _split_off_non_finite(
-        self, at: int, where: torch.Tensor, given: Sides, converted: Sides
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Count NaN and infinities against anything else; return the places of the other pairs, and both sides."""
-        if all(bool(widen(side).isfinite().all()) for side in (*given, *converted)):
-            return where, *converted
-        finite = torch.stack([widen(side).isfinite() for side in (*given, *converted)]).all(0)
-        self._count(one_sided=int((~finite).sum()))
-        places = (at + where[~finite][: self._keep + 1]).tolist()
-        self._note_first(places)
-        self.one_sided = (self.one_sided + places)[: self._keep]
-        return where[finite], converted[0][finite], converted[1][finite]
-
-    def _note_first(self, places: list[int]) -> None:
-        if places:
-            self.first = min(FAR if self.first is None else self.first, places[0])
-
-    def _measure(self, at: int, where: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    def _measure(self, places: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         """Count finite pairs whose bits are unlike: the equal ones among them are zeros of opposite signs."""
         distances = ulp_distance(x, y)
         differ = distances != 0
-        zero_signs = differ.numel() - int(differ.sum())
-        if zero_signs:
-            self._count(equal=zero_signs, zero_signs=zero_signs)
-            where, x, y, distances = where[differ], x[differ], y[differ], distances[differ]
-        if where.numel():
-            self._note_first((at + where[:1]).tolist())
-            self._buckets += torch.bincount(torch.bucketize(distances, self._limits), minlength=len(BUCKETS))
-            self._keep_worst(at + where, distances)
-            self._measure_errors(x, y, distances)
+        if not bool(differ.all()):
+            self._zero_signs += int((~differ).sum())
+            places, x, y, distances = places[differ], x[differ], y[differ], distances[differ]
+        if not places.numel():
+            return
+        self.first = min(self.first, int(places[0]))
+        self._buckets += torch.bincount(torch.bucketize(distances, self._limits), minlength=len(BUCKETS))
+        self._keep_worst(places, distances)
+        self._measure_errors(x, y, distances)
 
     def _keep_worst(self, places: torch.Tensor, distances: torch.Tensor) -> None:
         highest = int(distances.max())
-        self._counts["max_ulp"] = max(self._counts["max_ulp"], highest)
+        self._max_ulp = max(self._max_ulp, highest)
         keep = min(self._keep, distances.numel())
         if not keep or (len(self.worst) == self._keep and -self.worst[-1][0] >= highest):
             return
@@ -246,10 +243,3 @@ class Tally:
             scaled = scaled[~zero]
         if scaled.numel():
             self._max_scaled = max(self._max_scaled, int(scaled.max()))
-
-    def counts(self) -> Counts:
-        """Return the counts of all pieces."""
-        numbers = self._buckets.tolist()
-        numbers[0] += self._counts["equal"]
-        histogram = {label: count for label, count in zip(BUCKETS.values(), numbers, strict=True) if count}
-        return Counts(**self._counts, histogram=histogram)
