@@ -17,7 +17,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.frames import NEAR, Reading
 from distdiag.training.overflow.replay import COLLECTIVES
-from distdiag.training.overflow.report import BACKWARD, BETWEEN, GIVEN, HERE, LOSS, WEIGHTS, Became, Found, Place
+from distdiag.training.overflow.report import (
+    BACKWARD,
+    BETWEEN,
+    GIVEN,
+    HERE,
+    LOSS,
+    WEIGHTS,
+    Became,
+    Detection,
+    Found,
+    Place,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -153,7 +164,7 @@ def from_frames(
     place, made_by = line.frame.place, frame.place
     tally = _tally(line)
     became = None if line is bad else Became(*bad.frame.place, bad.label, _bad_kinds(bad))
-    return Found(
+    detection = Detection(
         "",
         *when,
         module=place.module,
@@ -170,8 +181,8 @@ def from_frames(
         fix=_fix(origin, maker, line, made_by),
         tally=tally,
         number=max(line.frame.number, 0),
-        frames=tuple(frames),
     )
+    return Found(detection, tuple(frames))
 
 
 def except_for_masks(masks: Sequence[Line], origins: Origins) -> str:

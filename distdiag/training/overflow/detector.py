@@ -25,7 +25,7 @@ from distdiag.training.overflow.frames import TracedBatches
 from distdiag.training.overflow.gradients import NO_GRADIENTS, GradientReader, listen, stop
 from distdiag.training.overflow.judge import Forward, Judge, Pending, Seen, losses_of, outputs_of
 from distdiag.training.overflow.modules import Hook
-from distdiag.training.overflow.replay import Call, State, Terms
+from distdiag.training.overflow.replay import Call, State
 from distdiag.training.overflow.report import (
     BACKWARD,
     LOSS,
@@ -141,8 +141,8 @@ class DebugUnderflowOverflow:
         self._compiled = getattr(self._root, "_compiled_call_impl", None)
         self._is_compiled = self._root is not self._model or self._compiled is not None
         self._full = self._judge.recorder(exact=False) if mode == "full" and not self._is_compiled else None
-        if mode == "full" and self._is_compiled:
-            self._output.note("a compiled model has no frames to read: using mode='step'")
+        if self._is_compiled and (mode == "full" or trace_batch_nums):
+            self._output.note("a compiled model has no frames to read: only its outputs are checked")
         self._gradients = GradientReader(self._model, each=gradients == "each")
         self._checks_gradients = gradients != "off"
         self._advice = Advice(self._model, reads_frames=not self._is_compiled)
@@ -247,7 +247,7 @@ class DebugUnderflowOverflow:
                 found = self._judge.alone(self._pending.take(self._when_pending(), self._gradients.now()))
                 if found is not None:
                     hint = f"The GradScaler skipped {self._skipped} steps in a row."
-                    found = replace(found, hints=(*found.hints, hint))
+                    found = found.but(hints=(*found.detection.hints, hint))
         self._settle(found)
 
     def _attach(self) -> None:
@@ -363,9 +363,7 @@ class DebugUnderflowOverflow:
         return Forward(when, call, outputs, found=self._judge.of_recorder(recorder, when))
 
     def _seen_by_outputs(self, when: When, call: Call, output: object) -> Forward:
-        if not self._traced.end(output) and self.batch in self._traced and self._is_compiled:
-            with self._callers.alone() as crowded:
-                self._traced.again(call, self.batch, Terms(is_shared=self._sharing.is_shared), crowded)
+        self._traced.end(output)
         outputs = outputs_of(output)
         if not outputs and next(modules.tensors(output, ""), None) is None:
             self.counts.unread, self.counts.kind = self.counts.unread + 1, type(output).__name__
@@ -441,19 +439,19 @@ class DebugUnderflowOverflow:
         if found is None:
             return
         self.counts.found += 1
-        rank = own_rank()
-        if found.rank is None and rank is not None:
-            found = replace(found, rank=rank, host=host_name())
-        self.counts.began += found.rank == rank or rank in found.other_ranks
-        if found.origin in (WEIGHTS, LOSS, BACKWARD):
-            found = replace(found, hints=(*found.hints, *diverges(extrema.fetch(list(self._recent)))))
-        found = replace(found, sentence=found.as_sentence())
+        rank, told = own_rank(), found.detection
+        if told.rank is None and rank is not None:
+            told = replace(told, rank=rank, host=host_name())
+        self.counts.began += told.rank == rank or rank in told.other_ranks
+        if told.origin in (WEIGHTS, LOSS, BACKWARD):
+            told = replace(told, hints=(*told.hints, *diverges(extrema.fetch(list(self._recent)))))
+        told = replace(told, sentence=told.as_sentence())
         if self.counts.found == 1 or self._on_detect == "raise":
-            self._output.detection(found, show=found.rank == rank)
+            self._output.detection(found._replace(detection=told), show=told.rank == rank)
         if callable(self._on_detect):
-            self._on_detect(found)
-        elif self._on_detect == "raise" and not at_end and found.batch >= self._traced.last:
-            raise OverflowDetected(found, self._by)
+            self._on_detect(told)
+        elif self._on_detect == "raise" and not at_end and told.batch >= self._traced.last:
+            raise OverflowDetected(told, self._by)
 
     def _warn(self, what: str) -> None:
         if what:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
 
-    from distdiag.training.overflow.replay import Call, Terms
-
 
 _NOTHING = contextlib.nullcontext()
 NEAR = 0.5
@@ -414,29 +412,22 @@ class TracedBatches:
 
     def begin(self, batch: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Begin a forward of this batch."""
-        self._recorder = self._new(batch)
+
+        def show(frame: Frame) -> None:
+            self._output.frames(batch, [frame])
+
+        self._recorder = Recorder(self._model, 1, ("*",), exact=True, on_frame=show)
         self._recorder.attach()
         self._recorder.begin(args, kwargs)
 
-    def end(self, output: object) -> bool:
-        """End it; False if none was begun."""
-        if self._recorder is None:
-            return False
-        self._recorder.end(output)
+    def end(self, output: object) -> None:
+        """End it."""
+        if self._recorder is not None:
+            self._recorder.end(output)
         self.stop()
-        return True
 
     def stop(self) -> None:
         """Remove the hooks, also where the forward was left by an exception."""
         if self._recorder is not None:
             self._recorder.detach()
             self._recorder = None
-
-    def again(self, call: Call, batch: int, terms: Terms, why: str) -> None:
-        """Print the frames of a compiled model, by replaying it uncompiled; `why`: the reason not to."""
-        why = why or call.again(self._new(batch), terms)
-        if why:
-            self._output.note(f"batch {batch} cannot be traced: {why}")
-
-    def _new(self, batch: int) -> Recorder:
-        return Recorder(self._model, 1, ("*",), exact=True, on_frame=lambda frame: self._output.frames(batch, [frame]))

@@ -18,7 +18,7 @@ from distdiag.training.overflow.frames import Recorder
 from distdiag.training.overflow.gradients import NO_GRADIENTS, StepGradients
 from distdiag.training.overflow.modules import kind_of, named
 from distdiag.training.overflow.replay import Terms
-from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, Found, Place, is_of_script
+from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, Detection, Found, Place, is_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -248,7 +248,7 @@ class Judge:
         bad = [_FIRST - number for number, forward in enumerate(seen.forwards) if self._is_bad(forward)]
         found = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
         mine = max(bad, default=0)
-        mine = mine or (0 if found is None else _IN_LOSS if found.origin == LOSS else _IN_GRADIENTS)
+        mine = mine or (0 if found is None else _IN_LOSS if found.detection.origin == LOSS else _IN_GRADIENTS)
         (worst,) = ranks.greatest([mine], group)
         if not worst:
             return None
@@ -303,15 +303,15 @@ class Judge:
         hint = f"The forward cannot be replayed ({replayed.why})" if replayed.why else finite
         return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) finds the module.")
 
-    def _unless_in_forward(self, detection: Found | None, seen: Seen, replayed: Replayed) -> Found | None:
+    def _unless_in_forward(self, found: Found | None, seen: Seen, replayed: Replayed) -> Found | None:
         """Describe a bad loss or gradient, or where in the forward it began."""
+        is_loss = found is not None and found.detection.origin == LOSS
         if replayed.found is not None:
-            after = "loss does" if detection is not None and detection.origin == LOSS else "gradients do"
-            hint = f"No output of the model contains it, but the {after}."
-            return replace(replayed.found, hints=(*replayed.found.hints, hint))
-        assert detection is not None
-        describe = _of_loss if detection.origin == LOSS else _of_backward
-        return replace(detection, why=describe(seen.since_step, replayed, detection.number == 0))
+            hint = f"No output of the model contains it, but the {'loss does' if is_loss else 'gradients do'}."
+            return replayed.found.but(hints=(*replayed.found.detection.hints, hint))
+        assert found is not None
+        describe = _of_loss if is_loss else _of_backward
+        return found.but(why=describe(seen.since_step, replayed, found.detection.number == 0))
 
     def _is_bad(self, forward: Forward) -> bool:
         return forward.found is not None or any(self._is_bad_output(output) for output in forward.outputs)
@@ -339,7 +339,7 @@ class Judge:
         kind = next((kind_of(module) for module, other in named(self.model).items() if other == name), "")
         hint = hint if self.each else f"{hint} {_NOT_EACH}"
         found = self._bare(when, f"{weight}.grad", BACKWARD, hint, tensor=first.tensor, place=Place(name, kind))
-        return replace(found, number=int(not early))
+        return found.but(number=int(not early))
 
     def _bare(
         self,
@@ -352,24 +352,35 @@ class Judge:
     ) -> Found:
         """Make a detection without frames; in the model itself, unless a `place` is known."""
         module, kind = place or Place("", kind_of(self.model))
-        where = Found("", *when, module=module, module_class=kind, tensor=label, origin=origin, hints=hints)
         tally = None if tensor is None else extrema.tally(tensor)
-        what = tally.kinds if tally else ""
-        return replace(where, made_by=module, made_by_class=kind, tally=tally, what=what, fix=fix_of_origin(origin))
+        detection = Detection(
+            "",
+            *when,
+            module=module,
+            module_class=kind,
+            tensor=label,
+            origin=origin,
+            made_by=module,
+            made_by_class=kind,
+            what=tally.kinds if tally else "",
+            hints=hints,
+            fix=fix_of_origin(origin),
+            tally=tally,
+        )
+        return Found(detection)
 
 
 def _first_of(mine: Found | None, group: Any) -> Found | None:  # noqa: ANN401
     """Choose the earliest detection of all ranks; of equals the lowest rank's."""
     rank = own_rank()
-    answers = ranks.gather(None if mine is None else replace(mine, rank=rank, host=host_name(), frames=()), group)
-    found: list[Found] = [answer for answer in answers if answer is not None]
+    answers = ranks.gather(None if mine is None else replace(mine.detection, rank=rank, host=host_name()), group)
+    found: list[Detection] = [answer for answer in answers if answer is not None]
     if not found:
         return None
     first = min(found, key=lambda each: (_ORDER.get(each.origin, 0), each.number, each.rank))
     alike = [each for each in found if _ORDER.get(each.origin) == _ORDER.get(first.origin) and each is not first]
     others = tuple(sorted(each.rank for each in alike if each.rank is not None))
-    frames = mine.frames if mine is not None and first.rank == rank else ()
-    return replace(first, other_ranks=others, frames=frames)
+    return Found(replace(first, other_ranks=others), mine.frames if mine is not None and first.rank == rank else ())
 
 
 def _finite(forwards: int, masked: str) -> str:
