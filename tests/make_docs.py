@@ -538,18 +538,18 @@ _STUCK = {
 _LEVELS = {"info", "warn", "fail", "unknown"}
 _MAKERS = {
     "Finding": ("id", "level", "title"),
-    "Problem": ("id", "goals", "level", "title"),
-    "Symptom": ("id", "level", "title"),
 }
 """What becomes a finding, with its first fields in their order."""
-_COMMAND_OF = {"Problem": "cuda-env", "Symptom": "doctor"}
-"""Whose findings they become: their ids are without it."""
+_TABLES = {"problem": ("cuda_problems", "cuda-env"), "symptom": ("doctor_symptoms", "doctor")}
+"""Functions that take their texts from a table: which, and whose findings they become."""
 _ID = re.compile(r"[a-z][a-z0-9-]*(?:\.[a-zA-Z0-9…-]+)+")
 
 
 def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
     """Return every finding id that the code can make: by the calls of Finding, and of what becomes one."""
-    found = _made_by_calls(Code(package))
+    code = Code(package)
+    found = _made_by_calls(code)
+    _note_tables(found, code)
     for name, state in _host_states():
         found[f"hosts.{name}"].sentences.append(state)
     for known in _job_rows():
@@ -557,7 +557,7 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
     _note_verdicts(found)
     for known in _toml("lines/builds.toml")["line"]:
         found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))
-    from distdiag.commands.doctor.types import CHECKS
+    from distdiag.commands.doctor.symptoms import checks
     from distdiag.diagnosis.connectivity import PATH_IDS
 
     for id_, words in PATH_IDS.items():
@@ -567,7 +567,7 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
         found[name].sentences.append(words)
     for name, (levels, words) in _STUCK.items():
         found[f"hang.{name}"] = Entry({levels}, [words])
-    for id_, words in CHECKS.items():
+    for id_, words in checks().items():
         found[f"doctor.{id_}"].sentences.insert(0, words)
     # Where the parts of an id are not in the call: these ids are in _BUILT.
     found = defaultdict(Entry, {name: entry for name, entry in found.items() if not _is_open(name)})
@@ -588,9 +588,30 @@ def _note_verdicts(found: dict[str, Entry]) -> None:
                 entry.sentences.append(_named(row["title"]))
 
 
+def _note_tables(found: dict[str, Entry], code: Code) -> None:
+    for maker, (table, command) in _TABLES.items():
+        chosen = _chosen_levels(code, maker)
+        for row in _toml(f"{table}.toml")[maker]:
+            entry = found[f"{command}.{row.get('id', row['name'])}"]
+            entry.levels |= chosen[row["name"]] or {row.get("level", "fail")}
+            entry.sentences.append(row["title"].translate({ord("["): "", ord("]"): ""}))
+
+
+def _chosen_levels(code: Code, maker: str) -> dict[str, set[str]]:
+    """Return the levels that checks choose themselves, by row."""
+    chosen: dict[str, set[str]] = defaultdict(set)
+    for path, call, inside in code.calls[maker]:
+        level = next((word.value for word in call.keywords if word.arg == "level"), None)
+        for name in code.strings(path, call.args[0], inside):
+            chosen[name] |= code.strings(path, level, inside) & _LEVELS or (
+                {"fail", "warn", "info"} if level else set()
+            )
+    return chosen
+
+
 def _is_open(name: str) -> bool:
     plain = name.partition(".")[2]
-    return plain.startswith("…") or name in ("logs.nccl-…", "doctor.log.…", "doctor.differs.…")
+    return plain.startswith("…") or name in ("logs.nccl-…", "doctor.log.…", "doctor.differs.…", "cuda-env.log.…")
 
 
 def _made_by_calls(code: Code) -> dict[str, Entry]:
@@ -604,9 +625,8 @@ def _made_by_calls(code: Code) -> dict[str, Entry]:
             for bindings in code.callers(path, shown, inside):
                 code.bindings = bindings
                 for id_ in code.strings(path, words.get("id"), inside):
-                    name = f"{_COMMAND_OF[maker]}.{id_}" if maker in _COMMAND_OF else id_
-                    if _ID.fullmatch(name) and name.partition(".")[0] in prefixes:
-                        _note(found[name], code, path, words, inside)
+                    if _ID.fullmatch(id_) and id_.partition(".")[0] in prefixes:
+                        _note(found[id_], code, path, words, inside)
             code.bindings = {}
     return found
 
@@ -615,8 +635,7 @@ def _note(
     entry: Entry, code: Code, path: Path, words: dict[str | None, ast.expr], inside: list[ast.FunctionDef]
 ) -> None:
     level = words.get("level")
-    made = {"cuda_env", "doctor"} & set(path.parts)  # of a Problem or a Symptom
-    if not (isinstance(level, ast.Attribute) and level.attr == "level" and made):
+    if not (isinstance(level, ast.Attribute) and level.attr == "level" and "doctor" in path.parts):
         entry.levels |= code.strings(path, level, inside) & _LEVELS
     for text in code.texts(path, words.get("title"), inside):
         if len(re.sub(r"\{[^}]*\}|[^a-z]", "", text)) > 8 and text not in entry.sentences:

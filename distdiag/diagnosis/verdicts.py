@@ -1,12 +1,12 @@
-"""Findings from the table of verdicts, knowledge/verdicts.toml."""
+"""Findings, and the texts of problems and symptoms, from tables: knowledge/verdicts.toml and others of its kind."""
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdiag.knowledge.known_lines import fill
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -17,20 +17,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One row: the texts of a finding, or of the end of a rank."""
+    """One row: the texts of a finding, or of the end of a rank. A text that is not there is the caller's own."""
 
     name: str
     title: str
-    id: str = "logs.{name}"
+    id: str = "{name}"
     level: Level = Level.FAIL
-    detail: str = ""
-    fix: str = ""
+    detail: str = "[{detail}]"
+    fix: str = "[{fix}]"
     commands: tuple[str, ...] = ()
 
-    def repair(self, words: dict[str, str] | None = None) -> Fix | None:
+    def repair(self) -> Fix | None:
         """Return the fix, if the row has one."""
-        commands = tuple(fill(command, words or {}) for command in self.commands)
-        return Fix(text=fill(self.fix, words or {}), commands=commands) if self.fix else None
+        return Fix(text=self.fix, commands=self.commands) if self.fix else None
+
+
+AnyRow = TypeVar("AnyRow", bound=Verdict)
+
+
+def rows(table: str, kind: str, of: type[AnyRow]) -> dict[str, AnyRow]:
+    """Read the rows of a kind from a table, knowledge/{table}.toml, by name."""
+    import msgspec
+
+    return {row.name: row for row in (msgspec.convert(words, of) for words in read_table(table)[kind])}
+
+
+@cache
+def read_table(table: str) -> dict[str, Any]:
+    """Read knowledge/{table}.toml."""
+    return tomllib.loads(resources.files("distdiag.knowledge").joinpath(f"{table}.toml").read_text("utf-8"))
+
+
+def filled(row: AnyRow, words: Mapping[str, object]) -> AnyRow:
+    """Fill what is not empty of `words` into all texts of a row."""
+    said = {name: str(value) for name, value in {"name": row.name, **words}.items() if value not in ("", None)}
+    every = {field.name: getattr(row, field.name) for field in fields(row)}
+    texts: dict[str, Any] = {name: fill(text, said) for name, text in every.items() if type(text) is str}
+    return replace(row, **texts, commands=tuple(fill(command, said) for command in row.commands))
 
 
 def finding(
@@ -44,29 +67,25 @@ def finding(
     **given: object,
 ) -> Finding:
     """Make the finding of a verdict; `words` and `given` are filled into its texts, where they are not empty."""
-    row = _table("verdict")[verdict]
-    every = {"name": verdict, **(words or {}), **given}
-    said = {name: str(value) for name, value in every.items() if value not in ("", None)}
+    row = filled(_rows("verdict")[verdict], {**(words or {}), **given})
     return Finding(
-        id=fill(row.id, said),
+        id=row.id if "." in row.id else f"logs.{row.id}",
         level=level or row.level,
-        title=fill(row.title, said),
-        detail=fill(row.detail, said).strip(),
+        title=row.title,
+        detail=row.detail.strip(),
         where=where or Where(),
         witnesses=witnesses or Witnesses(),
         evidence=evidence,
-        fix=row.repair(said),
+        fix=row.repair(),
     )
 
 
 def ending(name: str) -> Verdict | None:
     """Return the row of a rank's end: a signal's name, or "status"."""
-    return _table("end").get(name)
+    row = _rows("end").get(name)
+    return filled(row, {}) if row is not None else None
 
 
 @cache
-def _table(kind: str) -> dict[str, Verdict]:
-    import msgspec
-
-    text = resources.files("distdiag.knowledge").joinpath("verdicts.toml").read_text("utf-8")
-    return {row.name: row for row in msgspec.convert(tomllib.loads(text)[kind], list[Verdict])}
+def _rows(kind: str) -> dict[str, Verdict]:
+    return rows("verdicts", kind, Verdict)

@@ -10,6 +10,15 @@ from importlib import resources
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeepSpeedTable:
+    """What --prebuild builds: a release, what its setup needs, and the ops that it has."""
+
+    version: str
+    needs: list[str]
+    ops: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tables:
     """The file, as it stands; versions are texts, architectures as nvcc writes them ("90a")."""
 
@@ -18,8 +27,7 @@ class Tables:
     builds: dict[str, tuple[str, ...]]
     wheels: dict[str, dict[str, tuple[int, ...]]]
     nvcc: dict[str, tuple[str, str]]
-    deepspeed: str
-    deepspeed_needs: tuple[str, ...]
+    deepspeed: DeepSpeedTable
     known_archs: tuple[str, ...]
     named_archs: dict[str, str]
     forward_compatible: re.Pattern[str]
@@ -38,8 +46,7 @@ def tables() -> Tables:
         builds={torch: tuple(cuda) for torch, cuda in data["builds"].items()},
         wheels={cpu: {cuda: tuple(archs) for cuda, archs in builds.items()} for cpu, builds in data["wheels"].items()},
         nvcc={arch: (first, last) for arch, (first, last) in data["nvcc"].items()},
-        deepspeed=data["deepspeed"]["version"],
-        deepspeed_needs=tuple(data["deepspeed"]["needs"]),
+        deepspeed=DeepSpeedTable(**data["deepspeed"]),
         known_archs=tuple(data["arch_list"]["known"]),
         named_archs=data["arch_list"]["named"],
         forward_compatible=re.compile(data["forward_compatible"]["names"]),

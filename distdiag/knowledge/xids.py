@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 SOURCE = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<address>[^)]*)\): (?P<code>\d+)")
@@ -65,5 +66,15 @@ def read_line(text: str) -> XidLine | None:
 @cache
 def table() -> dict[int, Xid]:
     """Read the table, by code."""
-    text = resources.files("distdiag.knowledge").joinpath("xids.toml").read_text("utf-8")
-    return {entry["code"]: Xid(**entry) for entry in tomllib.loads(text)["xid"]}
+    return {entry["code"]: Xid(**entry) for entry in _file()["xid"]}
+
+
+def role_of(blames: str) -> tuple[str, str]:
+    """Return the role of a line that blames so in a job's log, and what is said of it."""
+    role, words = _file()["role"].get(blames, ("confirmation", ""))
+    return role, words
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads(resources.files("distdiag.knowledge").joinpath("xids.toml").read_text("utf-8"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cuda_machines import Machine, found, judged
 
-from distdiag.commands.cuda_env.catalogue import capability
+from distdiag.commands.cuda_env.archs import capability
 from distdiag.commands.cuda_env.check import exports
 from distdiag.commands.cuda_env.prebuild import commands
 from distdiag.errors import UsageError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import re
+import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,8 @@ from distdiag.commands.cuda_env.archs import (
     how_it_runs,
     read_list,
 )
-from distdiag.commands.cuda_env.catalogue import CHECKS
-from distdiag.commands.cuda_env.prebuild import OPS, read_ops
+from distdiag.commands.cuda_env.prebuild import read_ops
+from distdiag.commands.cuda_env.problems import checks
 from distdiag.diagnosis.finding_ids import chosen, matches
 from distdiag.errors import UsageError
 from distdiag.facts.cuda.literals import Source
@@ -110,42 +110,29 @@ def test_the_tables_are_whole() -> None:
         assert not read_list(archs, (), {}).wrong
 
 
-def test_every_finding_is_in_the_catalogue() -> None:
+def test_every_problem_can_be_chosen_and_every_row_is_used() -> None:
     """An id that is not listed can be neither chosen nor ignored."""
-    folder = Path(distdiag.commands.cuda_env.__file__).parent
-    used: set[str] = set()
-    for file in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.keyword) and node.arg == "id":
-                used |= {
-                    one.value
-                    for one in ast.walk(node.value)
-                    if isinstance(one, ast.Constant) and isinstance(one.value, str)
-                }
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("_problem", "_fail", "_warn")
-            ):
-                first = node.args[0] if node.args else None
-                used |= {first.value} if isinstance(first, ast.Constant) and isinstance(first.value, str) else set()
-    named = {one for one in used if re.fullmatch(r"[a-z]+\.[a-z0-9-]+", one)}
-    assert named - {"cuda-env.no-answer"} == {one for one in CHECKS if "." in one}
+    rows = tomllib.loads(resources.files("distdiag.knowledge").joinpath("cuda_problems.toml").read_text("utf-8"))[
+        "problem"
+    ]
+    assert {row.get("id", row["name"]) for row in rows} == {*checks()} - {"no-answer", "nodes-differ", "log"}
+    source = "".join(file.read_text() for file in Path(distdiag.commands.cuda_env.__file__).parent.rglob("*.py"))
+    assert [row["name"] for row in rows if f'"{row["name"]}"' not in source] == []
 
 
 def test_ids_are_chosen_with_or_without_the_command() -> None:
-    assert chosen("cuda-env.toolkit.home", "cuda-env", CHECKS) == "toolkit.home"
-    assert chosen("toolkit", "cuda-env", CHECKS) == "toolkit"
+    assert chosen("cuda-env.toolkit.home", "cuda-env", checks()) == "toolkit.home"
+    assert chosen("toolkit", "cuda-env", checks()) == "toolkit"
     assert matches("toolkit.home", "toolkit")
     assert not matches("toolkits.home", "toolkit")
     with pytest.raises(UsageError):
-        chosen("tool", "cuda-env", CHECKS)
+        chosen("tool", "cuda-env", checks())
 
 
 def test_ops_are_read() -> None:
     assert read_ops("DS_BUILD_AIO, cpu_adam") == ("aio", "cpu_adam")
     assert read_ops("all") == ()
-    assert set(read_ops("")) <= set(OPS)
+    assert set(read_ops("")) <= set(tables().deepspeed.ops)
 
 
 def test_literals_are_read_out_of_a_source_that_cannot_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.commands.cuda_env.catalogue import CHECKS
+from distdiag.commands.cuda_env.problems import checks
 from distdiag.knowledge.known_lines import BUILDS, JOBS, KnownLine, _rows, known_builds
 from distdiag.knowledge.logs import read_log
 
@@ -81,7 +81,7 @@ def test_a_known_failure_is_well_written(known: KnownLine) -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", known.id)
     assert known.role in {"cause", "consequence", "note"}
     assert all([known.means, known.breaks, known.fix, known.source])
-    assert set(known.checks) <= CHECKS.keys()
+    assert set(known.checks) <= checks().keys()
     assert all(re.fullmatch(r"\w+", word, re.ASCII) for word in known.words)
 
 

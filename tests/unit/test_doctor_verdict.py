@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import io
-import subprocess
+import re
+import tomllib
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
+import distdiag.commands.doctor
 from distdiag.cluster.drift import grouped
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.doctor.collect import Clock, Disks, Gpus, Jobs, KernelLog, Limit, NodeNetwork, Software, System
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.paths import NodePaths
 from distdiag.commands.doctor.subcommand import _with_clock
-from distdiag.commands.doctor.types import CHECKS, NodeDoctor, Request
+from distdiag.commands.doctor.symptoms import checks
+from distdiag.commands.doctor.types import NodeDoctor, Request
 from distdiag.commands.doctor.view import doctor_view, metrics
 from distdiag.facts import gpu_health, kernel_signs, link_counters, nfs
 from distdiag.facts.cgroups import Cgroup
@@ -611,12 +615,15 @@ def test_a_full_mount_that_no_job_writes_to_is_no_fault() -> None:
     assert "disk-error" in found(judged(node(disks=Disks((private,), ("/home/bob/remote",)))))
 
 
-def test_every_finding_can_be_chosen() -> None:
-    source = Path(__file__).parents[2] / "distdiag" / "commands" / "doctor"
-    made = subprocess.run(
-        ["grep", "-rhoE", r'id="[a-z.-]+"', str(source)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert {word.split('"')[1] for word in made} <= set(CHECKS)
+def test_every_symptom_can_be_chosen_and_every_row_is_used() -> None:
+    table = tomllib.loads(resources.files("distdiag.knowledge").joinpath("doctor_symptoms.toml").read_text("utf-8"))
+    assert {row.get("id", row["name"]) for row in table["symptom"]} <= checks().keys()
+    folder = Path(distdiag.commands.doctor.__file__).parent
+    source = "".join(file.read_text() for file in folder.glob("*.py"))
+    unused = [row["name"] for row in table["symptom"] if f'"{row["name"]}"' not in source]
+    assert all(name.startswith("log.") for name in unused)
+    made = re.findall(r'id="([a-z.-]+)"', source)
+    assert set(made) <= checks().keys()
 
 
 def test_metrics_are_what_node_exporter_reads() -> None:

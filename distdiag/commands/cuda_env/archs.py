@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.knowledge.cuda import tables
+from distdiag.errors import UsageError
+from distdiag.knowledge.cuda import arch_of, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -137,3 +138,19 @@ def corrected(text: str, known: Sequence[str]) -> str:
 def as_list(gpus: Iterable[Arch]) -> str:
     """Format the list that fits these GPUs exactly: one element for each kind."""
     return ";".join(arch.torch for arch in sorted({Arch(gpu.major, gpu.minor) for gpu in gpus}))
+
+
+def capability(gpu: str) -> str:
+    """Read what --gpu names: "RTX 3090", "H100", "8.6" or "sm_86" -> "8.6".
+
+    Raises:
+        UsageError: the name is not known.
+    """
+    plain = re.fullmatch(r"(?:(?:sm|compute)_?)?(\d{1,2})\.?(\d)", gpu.strip())
+    found = f"{plain[1]}.{plain[2]}" if plain else arch_of(gpu)
+    if not found:
+        raise UsageError(
+            f"--gpu {gpu!r}: unknown GPU",
+            hint="give its compute capability, as nvidia-smi --query-gpu=compute_cap --format=csv prints it: --gpu 8.6",
+        )
+    return found

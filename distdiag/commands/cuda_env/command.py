@@ -82,7 +82,8 @@ def cuda_env(
     from distdiag.output import Output, deliver, deliver_lines, fail
 
     def request() -> Request:
-        from distdiag.commands.cuda_env.catalogue import CHECKS, capability
+        from distdiag.commands.cuda_env.archs import capability
+        from distdiag.commands.cuda_env.problems import checks
         from distdiag.diagnosis.finding_ids import chosen
 
         if gpu and for_ is Goal.RUN:
@@ -96,8 +97,8 @@ def cuda_env(
             cluster=cluster,
             goal=for_ or usual,
             python=cluster.python,
-            only=tuple(chosen(id_, COMMAND, CHECKS) for id_ in only or ()),
-            ignore=tuple((chosen(id_, COMMAND, CHECKS), reason.strip()) for id_, _, reason in pairs),
+            only=tuple(chosen(id_, COMMAND, checks()) for id_ in only or ()),
+            ignore=tuple((chosen(id_, COMMAND, checks()), reason.strip()) for id_, _, reason in pairs),
             timeout_s=timeout,
             verbose=verbose,
             program=called_as(),

@@ -90,6 +90,12 @@ def install_system(facts: CudaFacts, **names: str) -> tuple[str, ...]:
     return (f"{sudo}{tool} {words} {name}",) if facts.building.nvidia_repository or "cuda-" not in name else ()
 
 
+def install_toolkit(facts: CudaFacts, number: str = "") -> tuple[str, ...]:
+    """Return the command that installs a toolkit of a version, as "12.8"."""
+    name = f"cuda-toolkit-{number.replace('.', '-')}" if number else "cuda-toolkit"
+    return install_system(facts, apt=name, dnf=name, zypper=name)
+
+
 def from_repository(facts: CudaFacts) -> str:
     """Report where a system's toolkit comes from, where its package tool does not know yet."""
     known = facts.building.nvidia_repository
@@ -209,19 +215,23 @@ def is_broken(nvcc: Nvcc | None) -> bool:
     return nvcc.timed_out or bool(nvcc.complaint and not ANOTHERS.search(nvcc.complaint))
 
 
-def best_toolkit(facts: CudaFacts) -> Toolkit | None:
-    """Choose the toolkit for torch: its own version, the newest of the same major; without CUDA the newest.
+def toolkits_for(facts: CudaFacts, cuda: str) -> list[Toolkit]:
+    """List the toolkits of a CUDA's major version, all without one; the best first: the same version, else the newest.
 
     Of equal ones that which an nvcc on PATH leads to.
     """
-    wanted = torch_cuda(facts)
     tops = {nvcc.top for nvcc in facts.nvccs if nvcc.top}
-    fitting = [toolkit for toolkit in usable_toolkits(facts) if not wanted or major(toolkit.version) == major(wanted)]
-    return max(
-        fitting,
-        key=lambda toolkit: (minor(toolkit.version) == wanted, version(toolkit.version)[:2], toolkit.real in tops),
-        default=None,
-    )
+    fitting = [toolkit for toolkit in usable_toolkits(facts) if not cuda or major(toolkit.version) == major(cuda)]
+
+    def rank(toolkit: Toolkit) -> tuple[bool, tuple[int, ...], bool]:
+        return minor(toolkit.version) == minor(cuda), version(toolkit.version)[:2], toolkit.real in tops
+
+    return sorted(fitting, key=rank, reverse=True)
+
+
+def best_toolkit(facts: CudaFacts) -> Toolkit | None:
+    """Choose the toolkit for torch."""
+    return next(iter(toolkits_for(facts, torch_cuda(facts))), None)
 
 
 def choose_toolkit(facts: CudaFacts, toolkit: Toolkit) -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,7 @@ from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import as_list, from_nvcc
 from distdiag.commands.cuda_env.sections import after, sections_of
 from distdiag.commands.cuda_env.types import Goal, Problem
-from distdiag.knowledge.cuda import major, minor, version
+from distdiag.knowledge.cuda import major, version
 from distdiag.report import Fix, Level
 
 if TYPE_CHECKING:
@@ -217,7 +217,8 @@ def _toolkits(command: str, facts: CudaFacts) -> str:
 
     def root(named: re.Match[str]) -> str:
         nonlocal absent
-        toolkit = _of_version(facts, named[1]) if named[1] else fixes.best_toolkit(facts)
+        fitting = fixes.toolkits_for(facts, named[1] or fixes.torch_cuda(facts))
+        toolkit = fitting[0] if fitting else None
         absent = absent or toolkit is None
         return toolkit.root if toolkit is not None else named[0]
 
@@ -225,16 +226,6 @@ def _toolkits(command: str, facts: CudaFacts) -> str:
         command = re.sub(r"\$CUDA_HOME\b(?!=)", "/usr/local/cuda", command)
     command = _TOOLKIT.sub(root, command)
     return "" if absent else command
-
-
-def _of_version(facts: CudaFacts, wanted: str) -> Toolkit | None:
-    """Return the toolkit of a version, else the newest of the same major version, which torch accepts."""
-    fitting = [toolkit for toolkit in fixes.usable_toolkits(facts) if major(toolkit.version) == major(wanted)]
-    return max(
-        fitting,
-        key=lambda toolkit: (minor(toolkit.version) == minor(wanted), version(toolkit.version)),
-        default=None,
-    )
 
 
 def _can_run(command: str, facts: CudaFacts) -> bool:

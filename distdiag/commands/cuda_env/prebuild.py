@@ -22,16 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.commands.cuda_env.types import Request
+    from distdiag.commands.cuda_env.types import Problem, Request
 
-# DeepSpeed's op_builder: DS_BUILD_<name>=1 builds one op beforehand.
-OPS = (
-    *("aio", "ccl_comm", "cpu_adagrad", "cpu_adam", "cpu_lion", "cutlass_ops", "deep_compile", "evoformer_attn"),
-    *("fp_quantizer", "fused_adam", "fused_lamb", "fused_lion", "gds", "inference_core_ops", "pin_memory", "quantizer"),
-    *("ragged_device_ops", "ragged_ops", "random_ltd", "shm_comm", "sparse_attn", "spatial_inference"),
-    *("stochastic_transformer", "transformer", "transformer_inference", "utils"),
-)
 USUAL = ("cpu_adam", "fused_adam", "utils")
+_LATER = ("build.jobs", "build.cache-stale", "build.libaio")
+"""The commands take care of these themselves."""
 
 
 def build_commands(request: Request, options: runner.Options, ops: str) -> list[str]:
@@ -48,9 +43,10 @@ def build_commands(request: Request, options: runner.Options, ops: str) -> list[
 def read_ops(text: str) -> tuple[str, ...]:
     """Read --ops: names separated by commas, "all", or empty for the usual ones. Raises UsageError."""
     words = [word.strip().lower().removeprefix("ds_build_") for word in text.split(",") if word.strip()]
-    wrong = [word for word in words if word not in OPS and word != "all"]
+    known = tables().deepspeed.ops
+    wrong = [word for word in words if word not in known and word != "all"]
     if wrong:
-        raise UsageError(f"--ops: DeepSpeed has no op {wrong[0]!r}", hint="all, or any of: " + ", ".join(OPS))
+        raise UsageError(f"--ops: DeepSpeed has no op {wrong[0]!r}", hint="all, or any of: " + ", ".join(known))
     return () if words == ["all"] else tuple(words) or USUAL
 
 
@@ -66,20 +62,14 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     setting = f'TORCH_CUDA_ARCH_LIST="{archs}" ' if archs else ""
     start = f"{setting}{switches} MAX_JOBS={jobs(here)}"
     skip = "DS_SKIP_CUDA_CHECK=1 " if _refused(here) else ""
-    version = here.deepspeed.version.partition("+")[0] if here.deepspeed is not None else tables().deepspeed
+    version = here.deepspeed.version.partition("+")[0] if here.deepspeed is not None else tables().deepspeed.version
     pip, python = fixes.pip(here), fixes.python(here)
     wheel = f"{python} -m pip wheel"
-    of = (
-        f"all GPUs of {len(nodes)} nodes"
-        if len(nodes) > 1 and not here.meant
-        else "the GPUs given by --gpu"
-        if here.meant
-        else "these GPUs"
-        if gpus
-        else "everything torch supports: no GPU found here"
-    )
+    of = "these GPUs" if gpus else "everything torch supports: no GPU found here"
+    if here.meant or len(nodes) > 1:
+        of = "the GPUs given by --gpu" if here.meant else f"all GPUs of {len(nodes)} nodes"
     flags = "--no-build-isolation --no-cache-dir --no-binary deepspeed -v"
-    needs = [*tables().deepspeed_needs, *(() if here.python.pip else ("pip",))]
+    needs = [*tables().deepspeed.needs, *(() if here.python.pip else ("pip",))]
     log = "2>&1 | tee build.log"
     return [
         *lines,
@@ -95,25 +85,18 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     ]
 
 
+def _problems(here: CudaFacts) -> Iterator[Problem]:
+    return (found for section in sections_of(here, Goal.BUILD) for found in section.problems)
+
+
 def _before(here: CudaFacts) -> Iterator[str]:
     """Yield what must be mended first: problems of building that are known."""
-    for section in sections_of(here, Goal.BUILD):
-        for problem in section.problems:
-            if problem.level in (Level.FAIL, Level.WARN) and problem.id.split(".")[0] in (
-                "torch",
-                "toolkit",
-                "cc",
-                "build",
-            ):
-                if problem.id in ("build.jobs", "build.cache-stale", "build.libaio"):
-                    continue
-                yield f"# first: {problem.title}"
-                yield from problem.to_paste
+    for found in _problems(here):
+        about = found.id.startswith(("torch.", "toolkit.", "cc.", "build.")) and found.id not in _LATER
+        if about and found.level in (Level.FAIL, Level.WARN):
+            yield f"# first: {found.title}"
+            yield from found.to_paste
 
 
 def _refused(here: CudaFacts) -> bool:
-    return any(
-        problem.id.startswith("deepspeed.cuda")
-        for section in sections_of(here, Goal.BUILD)
-        for problem in section.problems
-    )
+    return any(found.id.startswith("deepspeed.cuda") for found in _problems(here))

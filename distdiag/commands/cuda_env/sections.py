@@ -20,6 +20,7 @@ from distdiag.commands.cuda_env.about.libraries import about_libraries
 from distdiag.commands.cuda_env.about.toolkits import about_toolkits
 from distdiag.commands.cuda_env.about.torch import about_torch
 from distdiag.commands.cuda_env.about.versions import about_versions
+from distdiag.commands.cuda_env.problems import problem
 from distdiag.commands.cuda_env.types import Goal, Problem, Section
 from distdiag.facts.cuda.toolkits import Use
 from distdiag.report import Level
@@ -69,11 +70,11 @@ def mended_by(
     """
     found: dict[str, str] = {}
     for _ in range(_MOST_ROUNDS):
-        problems = [problem for section in sections_of(facts, goal) for problem in section.problems if chosen(problem)]
+        problems = [each for section in sections_of(facts, goal) for each in section.problems if chosen(each)]
         new: dict[str, str] = {}
-        for name, value in (pair for problem in problems for pair in problem.exports if pair[0] not in found):
+        for name, value in (pair for each in problems for pair in each.exports if pair[0] not in found):
             new.setdefault(name, value)
-        gone = [name for problem in problems for name in problem.unset if name not in {**found, **new}]
+        gone = [name for each in problems for name in each.unset if name not in {**found, **new}]
         if not new and not gone:
             break
         found |= {**new, **dict.fromkeys(gone, "")}
@@ -107,16 +108,8 @@ def _rocm(facts: CudaFacts) -> Section:
     line = f"{torch.version}, built for ROCm {torch.hip}"
     if not facts.driver.kernel and not facts.driver.answer.cuda_version:
         return Section(name="PyTorch", line=line, skipped="cuda-env checks CUDA only; nothing else was checked")
-    problem = Problem(
-        id="torch.build",
-        goals=frozenset({Goal.RUN, Goal.BUILD}),
-        level=Level.FAIL,
-        title=f"torch {torch.version} is built for AMD ROCm, but this machine has an NVIDIA driver",
-        breaks="running on GPUs; building CUDA extensions",
-        evidence=(f"{torch.source}: hip = {torch.hip}",),
-        fix="install a CUDA build",
-    )
-    return Section(name="PyTorch", line=line, problems=(problem,))
+    found = problem("torch.rocm", version=torch.version, evidence=(f"{torch.source}: hip = {torch.hip}",))
+    return Section(name="PyTorch", line=line, problems=(found,))
 
 
 def is_ready(problems: Iterable[Problem], part: Goal, goal: Goal) -> bool | None:

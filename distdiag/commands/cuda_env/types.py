@@ -26,9 +26,6 @@ class Goal(StrEnum):
         return frozenset({Goal.RUN, Goal.BUILD}) if self is Goal.ALL else frozenset({self})
 
 
-RUN, BUILD, BOTH = frozenset({Goal.RUN}), frozenset({Goal.BUILD}), frozenset({Goal.RUN, Goal.BUILD})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What was asked for."""
@@ -68,6 +65,16 @@ class Problem:
         export = (f"export {' '.join(f'{name}={value}' for name, value in self.exports)}",) if self.exports else ()
         unset = (f"unset {' '.join(self.unset)}",) if self.unset else ()
         return (*unset, *export, *self.commands)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mend:
+    """What mends a problem: words, variables to set and to take away, and commands."""
+
+    text: str = ""
+    exports: tuple[tuple[str, str], ...] = ()
+    unset: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,8 @@ def doctor(
     from distdiag.commands.doctor.subcommand import SUBCOMMAND
 
     def request() -> Request:
-        from distdiag.commands.doctor.types import CHECKS, COMMAND, Request
+        from distdiag.commands.doctor.symptoms import checks
+        from distdiag.commands.doctor.types import COMMAND, Request
         from distdiag.diagnosis.finding_ids import chosen
 
         if brief and as_json:
@@ -80,8 +81,8 @@ def doctor(
             program=called_as(),
             cluster=cluster,
             paths=tuple(path or ()),
-            only=tuple(chosen(id_, COMMAND, CHECKS) for id_ in only or ()),
-            ignore=tuple((chosen(id_, COMMAND, CHECKS), reason.strip()) for id_, _, reason in pairs),
+            only=tuple(chosen(id_, COMMAND, checks()) for id_ in only or ()),
+            ignore=tuple((chosen(id_, COMMAND, checks()), reason.strip()) for id_, _, reason in pairs),
             timeout_s=timeout,
             verbose=verbose,
         )

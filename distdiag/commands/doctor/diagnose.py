@@ -14,17 +14,18 @@ from distdiag.commands.doctor.gpu_symptoms import gpu_symptoms
 from distdiag.commands.doctor.node_symptoms import node_symptoms, versions_of
 from distdiag.commands.doctor.odd_node import odd_findings
 from distdiag.commands.doctor.settings_symptoms import overloaded, rebooted, settings_symptoms
-from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced, Symptom
+from distdiag.commands.doctor.symptoms import symptom
+from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced
 from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.wording import counted, format_age, format_duration, format_size
-from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.report import Finding, Level, Report, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from distdiag.commands.doctor.types import NodeDoctor, Request
+    from distdiag.commands.doctor.types import NodeDoctor, Request, Symptom
     from distdiag.gathered import Gathered
 
 FIT, WARNED, UNFIT, UNKNOWN = "fit", "fit with warnings", "not fit", "unknown"
@@ -150,15 +151,21 @@ def _incomplete(gathered: Gathered[NodeDoctor]) -> list[Finding]:
         if node.missing:
             groups.setdefault(node.missing, []).append(node.host)
     return [
-        Finding(
-            id=f"{COMMAND}.incomplete",
-            level=Level.UNKNOWN,
-            title=f"{fold_within(hosts, _ROOM)}: {words}",
-            where=Where(hosts=tuple(hosts)),
-            fix=Fix(text="increase --timeout; if it stays so, something on that node hangs"),
-        )
+        _of_hosts(symptom("incomplete", hosts=fold_within(hosts, _ROOM), why=words), hosts)
         for words, hosts in groups.items()
     ]
+
+
+def _of_hosts(one: Symptom, hosts: Iterable[str]) -> Finding:
+    return Finding(
+        id=f"{COMMAND}.{one.id}",
+        level=one.level,
+        title=one.title,
+        detail=one.detail,
+        where=Where(hosts=tuple(dict.fromkeys(hosts))),
+        evidence=one.evidence,
+        fix=one.fix,
+    )
 
 
 @dataclass
@@ -173,10 +180,10 @@ def _folded(nodes: Sequence[NodeDoctor], *, several: bool) -> list[Finding]:
     groups: dict[tuple[str, Level, str], _Group] = {}
     for node, first_rank in zip(nodes, _first_ranks(nodes), strict=True):
         own = (*node_symptoms(node, several=several), *settings_symptoms(node), *gpu_symptoms(node, first_rank))
-        for symptom in own:
-            group = groups.setdefault((symptom.id, symptom.level, symptom.subject), _Group(symptom))
+        for each in own:
+            group = groups.setdefault((each.id, each.level, each.subject), _Group(each))
             group.hosts.append(node.host)
-            group.titles.setdefault(symptom.title, []).append(node.host)
+            group.titles.setdefault(each.title, []).append(node.host)
     return [_finding(_as_meant(group, len(nodes)), several=several) for group in groups.values()]
 
 
@@ -196,20 +203,12 @@ def _first_ranks(nodes: Sequence[NodeDoctor]) -> list[int | None]:
 
 
 def _finding(group: _Group, *, several: bool) -> Finding:
-    symptom = group.symptom
-    title = f"{fold_within(group.hosts, _ROOM)}: {symptom.title}" if several else symptom.title
+    one = group.symptom
+    title = f"{fold_within(group.hosts, _ROOM)}: {one.title}" if several else one.title
     others = [f"{fold(hosts)}: {words}" for words, hosts in group.titles.items()] if len(group.titles) > 1 else []
     if len(others) > _EVIDENCE_LINES:
         others = [*others[:_EVIDENCE_LINES], f"... and {len(others) - _EVIDENCE_LINES} more"]
-    return Finding(
-        id=f"{COMMAND}.{symptom.id}",
-        level=symptom.level,
-        title=title,
-        detail=symptom.detail,
-        where=Where(hosts=tuple(dict.fromkeys(group.hosts))),
-        evidence=(*symptom.evidence, *others),
-        fix=symptom.fix,
-    )
+    return _of_hosts(replace(one, title=title, evidence=(*one.evidence, *others)), group.hosts)
 
 
 def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
@@ -223,23 +222,19 @@ def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
         if sure <= _LATE_CLOCK_S:
             continue
         far = sure > _WRONG_CLOCK_S
-        found.append(
-            Finding(
-                id=f"{COMMAND}.clock",
-                level=Level.FAIL if far else Level.WARN,
-                title=f"{host}: its clock is {format_duration(abs(off))} {'ahead' if off > 0 else 'behind'}",
-                detail="torchrun's rendezvous takes a node whose clock is 15 s off for dead, and SLURM refuses its "
-                "credentials."
-                if far
-                else "Logs, traces and dumps of the nodes cannot be put in order.",
-                where=Where(hosts=(host,)),
-                evidence=(
-                    f"measured as {clock.offset_s:+.3f} s +- {clock.uncertainty_s:.3f} s (half the round trip) from "
-                    f"this machine; the middle of all: {middle:+.3f} s",
-                ),
-                fix=Fix(text="synchronize it", commands=("sudo chronyc makestep", "timedatectl status")),
-            )
+        measured = f"{clock.offset_s:+.3f} s +- {clock.uncertainty_s:.3f} s (half the round trip)"
+        named = symptom(
+            "clock",
+            level=Level.FAIL if far else Level.WARN,
+            host=host,
+            off=f"{format_duration(abs(off))} {'ahead' if off > 0 else 'behind'}",
+            detail="torchrun's rendezvous takes a node whose clock is 15 s off for dead, and SLURM refuses its "
+            "credentials."
+            if far
+            else "Logs, traces and dumps of the nodes cannot be put in order.",
+            evidence=(f"measured as {measured} from this machine; the middle of all: {middle:+.3f} s",),
         )
+        found.append(_of_hosts(named, [host]))
     return found
 
 
@@ -256,52 +251,24 @@ def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
         usual = median(others) if others else None
         if count < _MANY_FLAPS or (usual is not None and count < _FLAPS_RATIO * max(1.0, usual)):
             continue
-        found.append(
-            Finding(
-                id=f"{COMMAND}.link-flaps",
-                level=Level.INFO if usual is None else Level.WARN,
-                title=f"{host}: {link} went down {count} times since boot"
-                + ("" if usual is None else f", links of the other nodes {usual:g} times"),
-                detail="A link that flaps stalls every collective through it for seconds.",
-                where=Where(hosts=(host,)),
-                fix=Fix(text="check the cable, the transceiver and the switch port"),
-            )
-        )
+        beside = "" if usual is None else f"{usual:g}"
+        level = Level.WARN if beside else Level.INFO
+        named = symptom("link-flaps", level=level, host=host, link=link, count=count, usual=beside)
+        found.append(_of_hosts(named, [host]))
     return found
 
 
-def _overloaded(nodes: Sequence[NodeDoctor]) -> list[Finding]:
+def _overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
     """Name nodes whose cores other programs use: a warning where the other nodes are free."""
-    return [
-        Finding(
-            id=f"{COMMAND}.load",
-            level=Level.WARN if alone else Level.INFO,
-            title=f"{node.host}: load {jobs.load:.0f} on {counted(system.cpus_online, 'CPU')}, and no rank runs there",
-            detail="Other programs use its cores: ranks there are slow, and all others wait for them.",
-            where=Where(hosts=(node.host,)),
-            fix=Fix(text="see what runs there", commands=("ps -eo pid,user,pcpu,etime,args --sort=-pcpu | head -20",)),
-        )
-        for node, jobs, system, alone in overloaded(nodes)
-    ]
+    for node, jobs, system, alone in overloaded(nodes):
+        words = {"host": node.host, "load": f"{jobs.load:.0f}", "cpus": counted(system.cpus_online, "CPU")}
+        yield _of_hosts(symptom("load", words, level=Level.WARN if alone else Level.INFO), [node.host])
 
 
-def _rebooted(nodes: Sequence[NodeDoctor]) -> list[Finding]:
+def _rebooted(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
     """Name nodes that started while the ranks of the others were already running, and have no rank."""
-    return [
-        Finding(
-            id=f"{COMMAND}.rebooted",
-            level=Level.WARN,
-            title=f"{node.host}: it started {format_age(up_s)} ago, and ranks on other nodes have been running for "
-            f"{format_age(age_s)}",
-            detail="If that job had ranks there, they ended with the node, and the others wait for them.",
-            where=Where(hosts=(node.host,)),
-            fix=Fix(
-                text="see why it went down, and restart the job",
-                commands=("last -x reboot shutdown | head -5", "sudo journalctl -b -1 -k --no-pager | tail -50"),
-            ),
-        )
-        for node, up_s, age_s in rebooted(nodes)
-    ]
+    for node, up_s, age_s in rebooted(nodes):
+        yield _of_hosts(symptom("rebooted", host=node.host, up=format_age(up_s), age=format_age(age_s)), [node.host])
 
 
 def _pcie(node: NodeDoctor) -> PcieNode:

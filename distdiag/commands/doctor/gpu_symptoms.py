@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from distdiag.commands.doctor.types import Symptom
+from distdiag.commands.doctor.symptoms import symptom
 from distdiag.diagnosis.wording import counted, format_age
 from distdiag.knowledge import xids
 from distdiag.knowledge.cuda import tables
-from distdiag.report import Fix, Level
+from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.commands.doctor.collect import Gpus
-    from distdiag.commands.doctor.types import NodeDoctor
+    from distdiag.commands.doctor.types import NodeDoctor, Symptom
     from distdiag.facts.gpu_health import GpuHealth, GpuProcess
     from distdiag.knowledge.xids import XidLine
 
-_DMESG = "sudo dmesg -T | grep -iE 'nvrm|xid' | tail -20"
-_ECC = "nvidia-smi -q -d ECC,ROW_REMAPPER"
 _MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH, nvml.h
 _FABRIC = 802  # CUDA_ERROR_SYSTEM_NOT_READY, cuda.h
 _NO_GPU = (100, 101)
@@ -36,13 +34,7 @@ def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     if gpus is None or not (gpus.driver.kernel or gpus.driver.hardware or gpus.health.gpus):
         return
     if not gpus.driver.kernel and not gpus.driver.wsl:
-        count = counted(gpus.driver.hardware, "NVIDIA GPU")
-        yield Symptom(
-            id="gpu.no-driver",
-            level=Level.WARN,
-            title=f"{count} on the PCI bus, and NVIDIA's driver is not loaded",
-            fix=Fix(text="load it, or read why it fails", commands=("sudo modprobe nvidia", _DMESG)),
-        )
+        yield symptom("gpu.no-driver", gpus=counted(gpus.driver.hardware, "NVIDIA GPU"))
         return
     yield from _driver(node, gpus)
     most_links = max((_active_links(gpu) for gpu in gpus.health.gpus), default=0)
@@ -93,58 +85,26 @@ def _short(address: str) -> str:
 def _driver(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
     driver, answer, health = gpus.driver, gpus.driver.answer, gpus.health
     if answer.stuck:
-        yield Symptom(
-            id="gpu.hangs",
-            level=Level.FAIL if gpus.asked_s >= _LONG_S else Level.UNKNOWN,
-            title=f"the NVIDIA driver hangs: {answer.stuck} does not return within {gpus.asked_s:g} s",
-            detail="Every program that uses a GPU will hang as well. Without persistence mode the first call takes "
-            "seconds for each GPU.",
-            fix=Fix(
-                text="look for the GPU that failed; the node needs a reboot",
-                commands=(_DMESG,) if gpus.asked_s >= _LONG_S else (f"distdiag doctor --timeout {2 * _LONG_S}", _DMESG),
-            ),
-        )
+        row = "gpu.hangs" if gpus.asked_s >= _LONG_S else "gpu.hangs-early"
+        yield symptom(row, call=answer.stuck, seconds=f"{gpus.asked_s:g}", longer=2 * _LONG_S)
         return
     if answer.nvml_status == _MISMATCH or "version mismatch" in health.error:
-        yield Symptom(
-            id="gpu.driver-mismatch",
-            level=Level.FAIL,
-            title=f"the NVIDIA kernel module ({driver.kernel}) and its libraries have different versions",
-            detail="The driver was upgraded while the old module stayed loaded.",
-            fix=Fix(text="reboot the node, or reload the module with no program on the GPUs"),
-        )
+        yield symptom("gpu.driver-mismatch", kernel=driver.kernel)
         return
     yield from _missing(node, gpus)
     status = answer.cuda_status
     if status is not None and status not in (0, *_NO_GPU):
-        fabric = status == _FABRIC
-        means = tables().status.get(str(status), "see cuda.h, CUresult")
-        yield Symptom(
-            id="gpu.fabric" if fabric else "gpu.init",
-            level=Level.FAIL,
-            title="the NVSwitch fabric is not ready (error 802): fabric manager not running or wrong version"
-            if fabric
-            else f"the driver fails to initialize: cuInit returns error {status}, {means}",
-            evidence=(f"nvidia-fabricmanager: {driver.fabric_manager}",) if fabric and driver.fabric_manager else (),
-            fix=Fix(text="start it", commands=("sudo systemctl start nvidia-fabricmanager",))
-            if fabric
-            else Fix(text="find the cause", commands=("distdiag cuda-env --for run", _DMESG)),
-        )
+        manager = driver.fabric_manager
+        if status == _FABRIC:
+            yield symptom("gpu.fabric", evidence=(f"nvidia-fabricmanager: {manager}" if manager else "",))
+            return
+        yield symptom("gpu.init", status=status, means=tables().status.get(str(status), "see cuda.h, CUresult"))
 
 
 def _imex(gpus: Gpus) -> Iterator[Symptom]:
     """Judge the channels through which GPUs of several nodes share memory; only such GPUs have a clique."""
     if any(gpu.clique for gpu in gpus.health.gpus) and not gpus.imex_channels:
-        yield Symptom(
-            id="gpu.imex",
-            level=Level.WARN,
-            title="its GPUs belong to an NVLink domain of several nodes, and there is no IMEX channel",
-            detail="Ranks of different nodes cannot share memory over NVLink: NCCL fails, or uses the network.",
-            fix=Fix(
-                text="start IMEX, and make a channel device",
-                commands=("systemctl status nvidia-imex --no-pager", "sudo nvidia-modprobe -c 0"),
-            ),
-        )
+        yield symptom("gpu.imex")
 
 
 def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
@@ -154,36 +114,25 @@ def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
     here = max(len(health.gpus), len(answer.present))
     if not here and not lost and (not driver.devices or ("No devices" in health.error and _is_shared(node, gpus))):
         if driver.hardware:
-            title = f"none of {counted(driver.hardware, 'GPU')} is visible: the job or container was given none"
-            yield Symptom(id="gpu.share", level=Level.INFO, title=title)
+            yield symptom("gpu.none-visible", gpus=counted(driver.hardware, "GPU"))
         return
     fewer = driver.hardware - here if here else 0
-    fix = Fix(
-        text="read the kernel log; it needs a reset, or the node a reboot",
-        commands=(_DMESG, "nvidia-smi -L"),
-    )
     if lost or (fewer > 0 and not _is_shared(node, gpus)):
-        names = ", ".join(map(str, lost))
-        title = (
-            f"GPU {names} does not respond" if lost else f"{fewer} of {driver.hardware} GPUs on the bus do not respond"
-        )
         # Without a word of NVML that it is broken, this job or container may only not be allowed to open it.
         is_sure = not lost or any(index in answer.broken for index in lost) or not _is_shared(node, gpus)
-        level = Level.FAIL if is_sure else Level.UNKNOWN
-        title += "" if is_sure else ", or is not for this job"
-        yield Symptom(id="gpu.missing", level=level, title=title, fix=fix)
+        names = ", ".join(map(str, lost))
+        yield symptom(
+            "gpu.missing",
+            level=Level.FAIL if is_sure else Level.UNKNOWN,
+            which=f"GPU {names} does" if lost else f"{fewer} of {driver.hardware} GPUs on the bus do",
+            maybe="" if is_sure else "is not for this job",
+        )
     elif fewer > 0:
-        title = f"{here} of {driver.hardware} GPUs are visible: the share of a job or container"
-        yield Symptom(id="gpu.share", level=Level.INFO, title=title)
+        yield symptom("gpu.share", here=here, total=driver.hardware)
     if not health.error or (not driver.hardware and "No devices" in health.error):
         return
-    is_absent = "PATH" in health.error
-    yield Symptom(
-        id="gpu.smi",
-        level=Level.WARN if is_absent else Level.UNKNOWN if answer.present else Level.FAIL,
-        title=f"the GPUs' health is not known: {health.error}",
-        fix=Fix(text="find out what the driver says", commands=("distdiag cuda-env --for run", _DMESG)),
-    )
+    level = Level.WARN if "PATH" in health.error else Level.UNKNOWN if answer.present else Level.FAIL
+    yield symptom("gpu.smi", level=level, error=health.error)
 
 
 def _is_shared(node: NodeDoctor, gpus: Gpus) -> bool:
@@ -193,49 +142,23 @@ def _is_shared(node: NodeDoctor, gpus: Gpus) -> bool:
 
 
 def _errors(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
-    reset = Fix(
-        text="with no program on it, reset it; if that fails, reboot the node",
-        commands=(f"sudo nvidia-smi --gpu-reset -i {gpu.index}",),
-    )
+    words = {"gpu": name, "index": gpu.index}
     if gpu.broken:
-        words = f"{name} does not respond: {gpu.broken}"
-        yield Symptom(id="gpu.missing", level=Level.FAIL, subject=name, title=words, fix=reset)
+        yield symptom("gpu.broken", words, subject=name, error=gpu.broken)
     if gpu.recovery not in ("", "None"):
-        words = f"{name}: the driver requests its recovery: {gpu.recovery}"
-        yield Symptom(id="gpu.reset-required", level=Level.FAIL, subject=name, title=words, fix=reset)
+        yield symptom("gpu.reset-required", words, subject=name, recovery=gpu.recovery)
     if gpu.remap_failed or gpu.sram_threshold:
         what = "remapping a bad memory row failed" if gpu.remap_failed else "the threshold of SRAM errors is exceeded"
-        yield Symptom(
-            id="gpu.remap-failed",
-            level=Level.FAIL,
-            subject=name,
-            title=f"{name}: {what}: it may have to be replaced",
-            fix=Fix(
-                text="take it out of service, and run NVIDIA's field diagnostic", commands=(_ECC, "dcgmi diag -r 3")
-            ),
-        )
+        yield symptom("gpu.remap-failed", words, subject=name, what=what)
     elif gpu.remap_pending or gpu.retired_pending:
         what = "a bad memory row waits for a reset to be remapped" if gpu.remap_pending else "pages wait to be retired"
-        title = f"{name}: {what}"
-        yield Symptom(id="gpu.remap-pending", level=Level.WARN, subject=name, title=title, fix=reset)
+        yield symptom("gpu.remap-pending", words, subject=name, what=what)
     if gpu.uncorrectable:
-        yield Symptom(
-            id="gpu.ecc",
-            level=Level.WARN,
-            subject=name,
-            title=f"{name}: {counted(gpu.uncorrectable, 'uncorrectable memory error')} since its last reset",
-            detail="The program that hit it was killed. More of them soon after a reset mean a bad GPU.",
-            fix=Fix(text=reset.text, commands=(_ECC, *reset.commands)),
-        )
+        errors = counted(gpu.uncorrectable, "uncorrectable memory error")
+        yield symptom("gpu.ecc", words, subject=name, errors=errors)
     state, _, status = gpu.fabric.partition(", ")
     if state not in ("", "Completed", "Not Supported") or status not in ("", "Success"):
-        yield Symptom(
-            id="gpu.fabric",
-            level=Level.FAIL,
-            subject=name,
-            title=f"{name}: it has not joined the NVLink fabric: {gpu.fabric}",
-            fix=Fix(text="check the fabric manager", commands=("systemctl status nvidia-fabricmanager --no-pager",)),
-        )
+        yield symptom("gpu.not-joined", words, subject=name, state=gpu.fabric)
 
 
 def _active_links(gpu: GpuHealth) -> int:
@@ -246,65 +169,30 @@ def _links(gpu: GpuHealth, name: str, most_links: int) -> Iterator[Symptom]:
     """Judge its NVLinks beside those of the other GPUs: without a bridge, or with a small one, links are unused."""
     if gpu.inactive_links and _active_links(gpu) < most_links:
         links = ", ".join(map(str, gpu.inactive_links))
-        all_of_them = len(gpu.inactive_links) == gpu.links
-        yield Symptom(
-            id="gpu.nvlink",
-            level=Level.WARN,
-            subject=name,
-            title=f"{name}: {'all NVLinks are' if all_of_them else f'NVLink {links}:'} inactive",
-            fix=Fix(
-                text="compare with the other GPUs, and read the kernel log", commands=("nvidia-smi nvlink -s", _DMESG)
-            ),
-        )
+        some = "all NVLinks are" if len(gpu.inactive_links) == gpu.links else f"NVLink {links}:"
+        yield symptom("gpu.nvlink", subject=name, gpu=name, links=some)
     many = {link: count for link, count in gpu.link_errors.items() if count >= _FEW_LINK_ERRORS}
     if many:
         worst = max(many, key=lambda link: many[link])
-        yield Symptom(
-            id="gpu.nvlink-errors",
-            level=Level.WARN,
+        yield symptom(
+            "gpu.nvlink-errors",
             subject=name,
-            title=f"{name}: NVLink {worst.removeprefix('link ')} errors: {many[worst]}",
-            evidence=tuple(f"{link}: {count}" for link, count in many.items()),
-            fix=Fix(text="see whether they still grow", commands=(f"nvidia-smi nvlink -e -i {gpu.index}",)),
+            gpu=name,
+            link=worst.removeprefix("link "),
+            count=many[worst],
+            index=gpu.index,
+            evidence=(f"{link}: {count}" for link, count in many.items()),
         )
 
 
 def _slow(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
     if gpu.slowdowns:
-        hot = f", at {gpu.temperature_c} C" if gpu.temperature_c is not None else ""
-        yield Symptom(
-            id="gpu.throttled",
-            level=Level.WARN,
-            subject=name,
-            title=f"{name}: its clocks are held down: {', '.join(gpu.slowdowns)}{hot}",
-            detail="It computes slowly, and all ranks wait for it.",
-            fix=Fix(
-                text="check cooling and power supply", commands=("nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",)
-            ),
-        )
+        reasons = ", ".join(gpu.slowdowns)
+        yield symptom("gpu.throttled", subject=name, gpu=name, reasons=reasons, temperature=gpu.temperature_c)
     if _lanes(gpu.pcie_width) < _lanes(gpu.pcie_width_max):
-        yield Symptom(
-            id="gpu.pcie-width",
-            level=Level.WARN,
-            subject=name,
-            title=f"{name}: its PCIe link has {gpu.pcie_width} of {gpu.pcie_width_max} lanes",
-            detail="Copies between the host and this GPU, and to network cards, are as much slower.",
-            fix=Fix(
-                text="reseat the card or riser, or take the node out",
-                commands=("nvidia-smi -q | grep -A 9 'Link Info'",),
-            ),
-        )
+        yield symptom("gpu.pcie-width", subject=name, gpu=name, width=gpu.pcie_width, most=gpu.pcie_width_max)
     if (gpu.pcie_replays or 0) >= _MANY_REPLAYS:
-        yield Symptom(
-            id="gpu.pcie-replays",
-            level=Level.WARN,
-            subject=name,
-            title=f"{name}: {gpu.pcie_replays} PCIe packets were sent again since its reset",
-            detail="A link with errors is slow, and the GPU may fall off the bus.",
-            fix=Fix(
-                text="see whether the count grows; if so, take the node out", commands=("nvidia-smi -q | grep Replay",)
-            ),
-        )
+        yield symptom("gpu.pcie-replays", subject=name, gpu=name, count=gpu.pcie_replays)
 
 
 def _lanes(text: str) -> int:
@@ -318,14 +206,13 @@ def _users(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
     found = [process for process in gpu.processes if "C" in process.kind and not _is_service(process)]
     if not found:
         return
-    yield Symptom(
-        id="gpu.busy",
-        level=Level.WARN,
+    yield symptom(
+        "gpu.busy",
         subject=name,
-        title=f"{name} is in use by {', '.join(map(_who, found[:3]))}{' and more' * (len(found) > 3)}",
-        detail="If no job should be running there, it is left over from one, and takes memory and time from the next.",
+        gpu=name,
+        who=", ".join(map(_who, found[:3])) + " and more" * (len(found) > 3),
+        pid=found[0].pid,
         evidence=(f"memory in use: {gpu.memory_used_mib} of {gpu.memory_total_mib} MiB",),
-        fix=Fix(text="see whose it is, and end it", commands=(f"ps -o pid,user,lstart,args -p {found[0].pid}",)),
     )
 
 
@@ -341,25 +228,18 @@ def _who(process: GpuProcess) -> str:
 def _settings(gpus: Sequence[GpuHealth]) -> Iterator[Symptom]:
     off = [gpu.index for gpu in gpus if gpu.persistence == "Disabled"]
     if off:
-        yield Symptom(
-            id="gpu.persistence",
-            level=Level.INFO,
-            title=f"persistence mode is off on {counted(len(off), 'GPU')}: each first program waits for seconds",
-            fix=Fix(text="turn it on", commands=("sudo nvidia-smi -pm 1",)),
-        )
+        yield symptom("gpu.persistence", gpus=counted(len(off), "GPU"))
     capped = [g for g in gpus if g.power_limit_w and g.default_limit_w and g.power_limit_w < 0.95 * g.default_limit_w]
     if capped:
         limits = sorted({f"{gpu.power_limit_w:.0f} of {gpu.default_limit_w:.0f} W" for gpu in capped})
-        title = f"the power of {counted(len(capped), 'GPU')} is limited: {', '.join(limits)}"
-        yield Symptom(id="gpu.power-limit", level=Level.INFO, title=title)
+        yield symptom("gpu.power-limit", gpus=counted(len(capped), "GPU"), limits=", ".join(limits))
 
 
 def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     """Report the newest line of each Xid and GPU; a reset may have mended what the log still has."""
     lines = node.kernel.lines if node.kernel is not None else ()
     if node.kernel is not None and node.kernel.error:
-        title = f"the kernel log, with the Xids of GPUs, cannot be read: {node.kernel.error}"
-        yield Symptom(id="log.unread", level=Level.INFO, title=title)
+        yield symptom("log.unread", error=node.kernel.error)
     newest: dict[tuple[int, str], tuple[XidLine, float, str]] = {}
     for line in lines:
         parsed = xids.read_line(line.text) if line.kind == "xid" else None
@@ -370,29 +250,23 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     for (code, address), (parsed, age_s, text) in newest.items():
         own = next((gpu for gpu in _gpus(node) if _is_at(gpu, address)), None)
         name = str(_Name(own, node, first_rank)) if own is not None else f"GPU at {address}"
-        means = parsed.xid.means or "an error that distdiag does not know"
-        wanted = f": {parsed.action}" if parsed.action else ""
-        yield Symptom(
-            id="log.xid",
-            level=_xid_level(parsed, own),
+        yield symptom(
+            "log.xid",
             subject=f"{code} {address}",
-            title=f"{name}: Xid {code}, {means}{wanted}; {format_age(age_s)} ago",
+            level=_xid_level(parsed, own),
+            gpu=name,
+            code=code,
+            means=parsed.xid.means or "an error that distdiag does not know",
+            action=parsed.action,
+            ago=format_age(age_s),
             detail="If the GPU was reset since, that fixed it." if parsed.blames in ("gpu", "memory") and own else "",
             evidence=(text, xids.SOURCE),
-            fix=Fix(text="see what else the driver says", commands=(_DMESG, _ECC)),
         )
-    kinds = {"gpu-lost": "a GPU that fell off the bus", "nvlink": "NVLink errors", "sxid": "fatal NVSwitch errors"}
-    for kind, words in kinds.items():
+    for kind in ("gpu-lost", "nvlink", "sxid"):
         of_kind = [line for line in lines if line.kind == kind]
         if of_kind:
             last = min(of_kind, key=lambda line: line.age_s)
-            yield Symptom(
-                id=f"log.{kind}",
-                level=Level.WARN,
-                title=f"the kernel log has {words}, {format_age(last.age_s)} ago",
-                evidence=(last.text,),
-                fix=Fix(text="see which, and whether it was reset since", commands=(_DMESG, "nvidia-smi")),
-            )
+            yield symptom(f"log.{kind}", ago=format_age(last.age_s), evidence=(last.text,))
 
 
 def _gpus(node: NodeDoctor) -> tuple[GpuHealth, ...]:

@@ -6,14 +6,14 @@ import ipaddress
 from statistics import median
 from typing import TYPE_CHECKING
 
-from distdiag.commands.doctor.types import Symptom
-from distdiag.report import Fix, Level, quoted
+from distdiag.commands.doctor.symptoms import symptom
+from distdiag.report import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.commands.doctor.collect import Disks, Jobs, System
-    from distdiag.commands.doctor.types import NodeDoctor
+    from distdiag.commands.doctor.types import NodeDoctor, Symptom
 
 _FEW_PORTS = 4096
 """Each pair of ranks that meets over TCP has a connection or more, and closed ones hold their port for a minute."""
@@ -43,13 +43,7 @@ def settings_symptoms(node: NodeDoctor) -> Iterator[Symptom]:
         yield from _switches(node, node.system)
         yield from _proxies(node, node.system)
         if node.system.somaxconn is not None and node.system.somaxconn < _SHORT_QUEUE:
-            yield Symptom(
-                id="somaxconn",
-                level=Level.WARN,
-                title=f"only {node.system.somaxconn} connections may wait at a listening socket",
-                detail="Ranks of a large job connect to the store at once; those without a place retry seconds later.",
-                fix=Fix(text="raise it", commands=("sudo sysctl -w net.core.somaxconn=4096",)),
-            )
+            yield symptom("somaxconn", count=node.system.somaxconn)
     if node.disks is not None:
         yield from _no_exec(node.disks)
         yield from _nfs(node.disks)
@@ -65,14 +59,7 @@ def _switches(node: NodeDoctor, system: System) -> Iterator[Symptom]:
     for name, values, costs in switches:
         value = system.variables.get(name, "")
         if value.upper() in values:
-            yield Symptom(
-                id="debug-switch",
-                level=Level.WARN,
-                subject=name,
-                title=f"{name}={value} is set: {costs}",
-                detail="It helps while a fault is sought; left on, it slows every job down.",
-                fix=Fix(text="remove it from the script or profile that sets it", commands=(f"unset {name}",)),
-            )
+            yield symptom("debug-switch", subject=name, variable=name, value=value, costs=costs)
 
 
 def _proxies(node: NodeDoctor, system: System) -> Iterator[Symptom]:
@@ -81,17 +68,8 @@ def _proxies(node: NodeDoctor, system: System) -> Iterator[Symptom]:
     own = [address for address in own if not (address.startswith("127.") or address == "::1")]
     caught = [address for address in own if not is_excepted(address, system.no_proxy)]
     if system.proxies and caught and not is_excepted(node.host, system.no_proxy):
-        yield Symptom(
-            id="proxy",
-            level=Level.WARN,
-            title=f"{system.proxies[0]} is set, and no_proxy does not except this node ({node.host}, {caught[0]})",
-            detail="torch's store and NCCL ignore proxies; Ray, vLLM, etcd and other users of gRPC or HTTP between the "
-            "nodes connect to the proxy instead, and fail or wait.",
-            fix=Fix(
-                text="except the cluster's names and addresses on all nodes",
-                commands=(f'export no_proxy="$no_proxy,localhost,127.0.0.1,{",".join([node.host, *caught[:2]])}"',),
-            ),
-        )
+        names = ",".join([node.host, *caught[:2]])
+        yield symptom("proxy", proxy=system.proxies[0], host=node.host, address=caught[0], names=names)
 
 
 def is_excepted(name: str, no_proxy: str) -> bool:
@@ -113,33 +91,20 @@ def _ports(text: str) -> Iterator[Symptom]:
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal()) or int(high) - int(low) >= _FEW_PORTS:
         return
-    yield Symptom(
-        id="few-ports",
-        level=Level.WARN,
-        title=f"only {int(high) - int(low) + 1} ports for outgoing connections ({text})",
-        detail='Ranks fail with "Cannot assign requested address" when they are used up.',
-        fix=Fix(text="widen it", commands=("sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999'",)),
-    )
+    yield symptom("few-ports", count=int(high) - int(low) + 1, range=text)
 
 
 def _no_exec(disks: Disks) -> Iterator[Symptom]:
     for space in disks.spaces:
         if space.no_exec and space.path in disks.written and not space.error:
             other = "TMPDIR" if space.path == "/tmp" else "TRITON_CACHE_DIR"
-            yield Symptom(
-                id="noexec",
-                level=Level.WARN,
+            yield symptom(
+                "noexec",
                 subject=space.path,
-                title=f"{space.path} is mounted noexec: libraries that are compiled there cannot be loaded",
-                detail='Triton, torch.compile and extensions fail with "failed to map segment from shared object".',
+                path=space.path,
+                quoted=quoted(space.path),
+                variable=other,
                 evidence=(f"{space.source} on {space.path} type {space.kind}",),
-                fix=Fix(
-                    text="let them write elsewhere, or remount it",
-                    commands=(
-                        f"export {other}=/path/that/may/execute",
-                        f"sudo mount -o remount,exec {quoted(space.path)}",
-                    ),
-                ),
             )
 
 
@@ -148,23 +113,14 @@ def _nfs(disks: Disks) -> Iterator[Symptom]:
         each_ms = mount.queue_ms / mount.operations if mount.operations else 0.0
         if mount.operations < _MANY_REQUESTS or each_ms < _SLOW_QUEUE_MS or mount.queue_ms < mount.server_ms:
             continue
-        yield Symptom(
-            id="nfs-slots",
-            level=Level.WARN,
+        since = f"{mount.operations} requests since it was mounted, at most {mount.slots} at once"
+        yield symptom(
+            "nfs-slots",
             subject=mount.path,
-            title=f"requests to {mount.path} wait {each_ms:.0f} ms in this node's own queue, "
-            f"{mount.server_ms / mount.operations:.0f} ms for the server",
-            detail="Too few requests may be under way at once; data loaders and checkpoints wait for a slot.",
-            evidence=(
-                f"{mount.server}: {mount.operations} requests since it was mounted, at most {mount.slots} at once",
-            ),
-            fix=Fix(
-                text="allow more requests (before the mount), or more connections",
-                commands=(
-                    "echo 'options sunrpc tcp_slot_table_entries=128' | sudo tee /etc/modprobe.d/sunrpc.conf",
-                    f"grep ' {mount.path} ' /etc/fstab  # add nconnect=8",
-                ),
-            ),
+            path=mount.path,
+            queue=f"{each_ms:.0f}",
+            server=f"{mount.server_ms / mount.operations:.0f}",
+            evidence=(f"{mount.server}: {since}",),
         )
 
 

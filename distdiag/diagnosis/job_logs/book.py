@@ -409,18 +409,11 @@ def _of_xid(text: str, means: str) -> tuple[str, str]:
     line = xids.read_line(text)
     if line is None:
         return "confirmation", means
-    role = {"gpu": "cause", "memory": "cause", "application": "cause", "none": "warning", "remap": "warning"}.get(
-        line.blames, "confirmation"
-    )
+    role, whose = xids.role_of(line.blames)
     about = f": {line.xid.means}" if line.xid.means else ""
     wanted = f"; the driver requests: {line.action}" if line.action else ""
     severity = f" ({line.unit}, {line.severity})" if line.severity else ""
-    whose = {
-        "gpu": "; the GPU or its link is at fault until it was reset or replaced: drain the node",
-        "memory": "; its memory is at fault: drain the node and reset the GPU",
-        "application": "; mostly the program's own fault, not the GPU's",
-    }
-    return role, f"GPU {line.address}: Xid {line.xid.code}{about}{severity}{wanted}{whose.get(line.blames, '')}"
+    return role, f"GPU {line.address}: Xid {line.xid.code}{about}{severity}{wanted}{whose}"
 
 
 def _is_of_other_peer(event: Event) -> bool:

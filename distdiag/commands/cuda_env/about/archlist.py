@@ -16,15 +16,14 @@ from distdiag.commands.cuda_env.archs import (
     ptx_runs,
     read_list,
 )
-from distdiag.commands.cuda_env.types import BUILD, Problem, Section
-from distdiag.knowledge.cuda import compiles, major, minor, tables, version
-from distdiag.report import Level
+from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.knowledge.cuda import compiles, minor, tables, version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.facts.cuda.toolkits import Toolkit
 
 _NAME = "TORCH_CUDA_ARCH_LIST"
 
@@ -41,58 +40,45 @@ def about_arch_list(facts: CudaFacts, everywhere: Sequence[Arch] = ()) -> Sectio
     if read.wrong:
         problems = [_syntax(facts, text, read, gpus)]
     else:
-        problems = [problem for problem in (_nvcc(facts, text, read, gpus), _gpus(facts, text, read, gpus)) if problem]
+        checks = (_nvcc(facts, text, read, gpus), _gpus(facts, text, read, gpus))
+        problems = [found for found in checks if found]
     return Section(name="Arch list", line=f"{_NAME}={text}", problems=tuple(problems))
 
 
 def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
     shown = f"{_NAME}={text}" if text else f"{_NAME} is not set"
     if gpus:
-        kinds = as_list(gpus)
-        if len(set(gpus)) > 1 and facts.meant:
-            return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
-        targets = [Arch(gpu.major, gpu.minor) for gpu in gpus]
-        if refused := [arch for arch in targets if _is_compiled(facts, arch.nvcc) is False]:
-            what = f"{shown}, so torch targets the architecture of the GPUs"
-            return Section(name="Arch list", line=shown, problems=(_refused(facts, refused, [], gpus, what),))
-        if len(set(gpus)) > 1:
-            return Section(
-                name="Arch list", line=f"{shown}: torch builds for the local GPUs; for all GPUs here: {kinds}"
-            )
-        if facts.meant:
-            return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
-        return Section(name="Arch list", line=f"{shown}: torch would build for {kinds}")
+        return _for_gpus_here(facts, gpus, shown)
     if not fixes.usable_toolkits(facts):
         return Section(name="Arch list", line=shown, skipped="no toolkit and no GPU")
     if facts.driver.answer.stuck or facts.driver.answer.unasked:
         return Section(name="Arch list", line=shown, skipped="the driver did not respond: the GPUs are unknown")
     wanted = recommended(facts)
-    count = len(wanted.split(";")) if wanted else 0
-    problem = Problem(
-        id="archlist.unset-nogpu",
-        goals=BUILD,
-        level=Level.WARN,
-        title=f"{shown}, and no GPU is visible to take the architecture from",
-        cause="A build with torch then fails: IndexError: list index out of range.",
-        breaks="building CUDA extensions on this machine; running is fine",
-        fix="if the GPUs are elsewhere, name them: distdiag cuda-env --for build --gpu H100"
-        + (f". Or build for all {count} architectures of this torch, in about {count} times the time" if count else ""),
-        exports=((_NAME, f'"{wanted}"'),) if wanted else (),
-    )
-    return Section(name="Arch list", line=f"{shown}, no GPU visible", problems=(problem,))
+    count = len(wanted.split(";")) if wanted else ""
+    found = problem("archlist.unset-nogpu", shown=shown, count=count, mend=_set_to(wanted))
+    return Section(name="Arch list", line=f"{shown}, no GPU visible", problems=(found,))
 
 
-def _not_asked(shown: str, kinds: str) -> Problem:
-    """Return the list for GPUs that are not here: torch builds for those that are, or for none."""
-    return Problem(
-        id="archlist.unset-nogpu",
-        goals=BUILD,
-        level=Level.WARN,
-        title=f"{shown}: a build here would not target the requested GPUs ({kinds})",
-        breaks="running this build on those GPUs; running programs here is fine",
-        fix=f"set {_NAME}",
-        exports=((_NAME, f'"{kinds}"'),),
-    )
+def _for_gpus_here(facts: CudaFacts, gpus: Sequence[Arch], shown: str) -> Section:
+    """Judge what torch builds without a list: for the GPUs that are here, not for others that are meant."""
+    kinds, several = as_list(gpus), len(set(gpus)) > 1
+    refused = [arch for arch in (Arch(gpu.major, gpu.minor) for gpu in gpus) if _is_compiled(facts, arch.nvcc) is False]
+    found: tuple[Problem, ...] = ()
+    line = shown
+    if refused and not (several and facts.meant):
+        what = f"{shown}, so torch targets the architecture of the GPUs"
+        found = (_refused(facts, refused, [], gpus, what),)
+    elif facts.meant:
+        found = (problem("archlist.not-asked", shown=shown, kinds=kinds, mend=_set_to(kinds)),)
+    elif several:
+        line = f"{shown}: torch builds for the local GPUs; for all GPUs here: {kinds}"
+    else:
+        line = f"{shown}: torch would build for {kinds}"
+    return Section(name="Arch list", line=line, problems=found)
+
+
+def _set_to(archs: str, text: str = "") -> Mend:
+    return Mend(text=text, exports=((_NAME, f'"{archs}"'),) if archs else ())
 
 
 def recommended(facts: CudaFacts) -> str:
@@ -128,76 +114,54 @@ def _syntax(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -
     known = facts.torch.known_archs if facts.torch is not None else ()
     better = corrected(text, known) or as_list(gpus) or recommended(facts)
     shown = ", ".join(repr(word) for word in read.wrong[:4])
-    return Problem(
-        id="archlist.syntax",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"torch rejects {shown} in {_NAME}={text!r}",
-        cause='Separate entries by ";" or one space; valid entries are 8.0, 9.0a, 8.6+PTX or a name such as Ampere.',
-        breaks='building CUDA extensions ("Unknown CUDA arch"); running is fine',
-        fix="use the syntax that torch accepts",
-        exports=((_NAME, f'"{better}"'),) if better else (),
-    )
+    return problem("archlist.syntax", rejected=shown, text=repr(text), mend=_set_to(better))
 
 
 def _nvcc(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem | None:
     refused = [arch for arch, _ in read.wanted if _is_compiled(facts, arch.nvcc) is False]
     if not refused:
         return None
-    kept = [f"{arch.torch}{'+PTX' if ptx else ''}" for arch, ptx in read.wanted if arch not in refused]
+    kept = [_named(arch, ptx=ptx) for arch, ptx in read.wanted if arch not in refused]
     return _refused(facts, refused, kept, gpus, f"{_NAME}={text} requests it")
+
+
+def _named(arch: Arch, *, ptx: bool) -> str:
+    return f"{arch.torch}+PTX" if ptx else arch.torch
 
 
 def _refused(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch], why: str) -> Problem:
     toolkit, archs = fixes.target_toolkit(facts), _nvcc_archs(facts)
-    names = ", ".join(arch.torch for arch in refused)
-    return Problem(
-        id="archlist.nvcc",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"nvcc {toolkit.version if toolkit is not None else '?'} cannot compile for {names}; {why}",
-        cause="torch accepts the name; nvcc fails: Unsupported gpu architecture.",
-        breaks="building CUDA extensions; running is fine",
+    return problem(
+        "archlist.nvcc",
+        version=toolkit.version if toolkit is not None else "",
+        archs=", ".join(arch.torch for arch in refused),
+        why=why,
         evidence=(f"nvcc --list-gpu-arch: {' '.join(archs)}",) if archs else (),
-        **_remedy(facts, refused, kept, gpus),  # type: ignore[arg-type]
+        mend=_remedy(facts, refused, kept, gpus),
     )
 
 
-def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch]) -> dict[str, object]:
+def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch]) -> Mend:
     """Leave out what no GPU here needs; else another toolkit, older code that runs on the GPUs too, or an install."""
     read = read_list(";".join(kept), (), {}) if kept else None
     names = ", ".join(arch.torch for arch in refused)
     if read is not None and all(how_it_runs(read.cubins, read.ptx, gpu) for gpu in gpus):
-        return {"fix": f"remove {names} from the list", "exports": ((_NAME, f'"{";".join(kept)}"'),)}
-    for other in _other_toolkits(facts):
-        if all(compiles(arch.nvcc, other.version) for arch in refused):
-            fix = f"use the toolkit in {other.root} ({other.version}), which supports it"
-            return {"fix": fix, "exports": fixes.choose_toolkit(facts, other)}
+        return _set_to(";".join(kept), f"remove {names} from the list")
+    used = fixes.target_toolkit(facts)
+    for other in fixes.toolkits_for(facts, fixes.torch_cuda(facts)):
+        if other is not used and all(compiles(arch.nvcc, other.version) for arch in refused):
+            text = f"use the toolkit in {other.root} ({other.version}), which supports it"
+            return Mend(text=text, exports=fixes.choose_toolkit(facts, other))
     older = _older_code(facts, gpus)
     if older:
-        wanted = ";".join(dict.fromkeys([*kept, *older]))
         ptx = ", which the driver compiles at first use" if any("PTX" in arch for arch in older) else ""
-        return {
-            "fix": f"build for {' and '.join(older)}, which runs there too{ptx}; or use a toolkit that "
-            f"supports {names}",
-            "exports": ((_NAME, f'"{wanted}"'),),
-        }
+        text = f"build for {' and '.join(older)}, which runs there too{ptx}; or use a toolkit that supports {names}"
+        return _set_to(";".join(dict.fromkeys([*kept, *older])), text)
     first = max((tables().nvcc.get(arch.nvcc, ("", ""))[0] for arch in refused), key=version, default="")
     newer = f"use a toolkit that supports {names}" + (f": {first} or newer" if first else "")
     if not gpus and (better := recommended(facts)):
-        return {"fix": f"list only supported architectures; or {newer}", "exports": ((_NAME, f'"{better}"'),)}
-    name = f"cuda-toolkit-{first.replace('.', '-')}" if first else ""
-    return {"fix": newer, "commands": fixes.install_system(facts, apt=name, dnf=name, zypper=name) if name else ()}
-
-
-def _other_toolkits(facts: CudaFacts) -> list[Toolkit]:
-    """List the other toolkits here that torch accepts, the newest first."""
-    used, wanted = fixes.target_toolkit(facts), fixes.torch_cuda(facts)
-    fitting = [
-        toolkit for toolkit in fixes.usable_toolkits(facts) if not wanted or major(toolkit.version) == major(wanted)
-    ]
-    others = [toolkit for toolkit in fitting if used is None or toolkit.real != used.real]
-    return sorted(others, key=lambda toolkit: version(toolkit.version), reverse=True)
+        return _set_to(better, f"list only supported architectures; or {newer}")
+    return Mend(text=newer, commands=fixes.install_toolkit(facts, first) if first else ())
 
 
 def _older_code(facts: CudaFacts, gpus: Sequence[Arch]) -> list[str]:
@@ -226,25 +190,13 @@ def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> 
     refused = [gpu for gpu in more if _is_compiled(facts, gpu.nvcc) is False]
     if refused and not missing:
         return None  # this nvcc makes nothing better
-    return Problem(
-        id="archlist.gpus",
-        goals=BUILD,
-        level=Level.FAIL if missing else Level.WARN,
-        title=f"{_NAME}={text} builds no code that runs on GPU architecture {names}"
-        if missing
-        else f"{_NAME}={text} builds only PTX for GPU architecture {names}: the driver compiles it at first use",
-        breaks='running this build on them ("no kernel image is available")' if missing else "",
-        **_remedy(facts, refused, _kept(read), gpus)
-        if refused
-        else {"fix": f"add {names} to {_NAME}", "exports": ((_NAME, f'"{_with(read, more)}"'),)},
-    )
-
-
-def _kept(read: ArchList) -> list[str]:
-    return [f"{arch.torch}{'+PTX' if ptx else ''}" for arch, ptx in read.wanted]
+    mend = _set_to(_with(read, more), f"add {names} to {_NAME}")
+    if refused:
+        mend = _remedy(facts, refused, [_named(arch, ptx=ptx) for arch, ptx in read.wanted], gpus)
+    return problem("archlist.gpus" if missing else "archlist.gpus-ptx", text=text, archs=names, mend=mend)
 
 
 def _with(read: ArchList, more: Iterable[Arch]) -> str:
     kept = dict(read.wanted)
     kept.update((gpu, kept.get(gpu, False)) for gpu in more)
-    return ";".join(f"{arch.torch}{'+PTX' if ptx else ''}" for arch, ptx in sorted(kept.items()))
+    return ";".join(_named(arch, ptx=ptx) for arch, ptx in sorted(kept.items()))

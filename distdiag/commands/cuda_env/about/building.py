@@ -7,9 +7,9 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.types import BUILD, RUN, Problem, Section
+from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.types import Mend, Problem, Section
 from distdiag.knowledge.cuda import minor
-from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
@@ -24,12 +24,11 @@ _SHM_BYTES = 512 * 2**20
 def about_building(facts: CudaFacts) -> Section:
     """Judge the rest of what a build needs."""
     build = facts.building
-    problems = [
-        problem for problem in (_ninja(facts), _header(facts), _aio(facts), _jobs(facts), _cache(facts)) if problem
-    ]
+    ninja = None if build.ninja else problem("build.ninja", pip=fixes.pip(facts))
+    aio = libaio(facts) if facts.deepspeed is not None else None
+    checks = (ninja, _header(facts), aio, _jobs(facts), _cache(facts))
     memory = build.memory_available_bytes
     room = f", {memory / 2**30:.0f} GiB free" if memory is not None else ""
-    ninja = "ninja" if build.ninja else "no ninja"
     header = "Python.h" if build.python_header else "no Python.h"
     details = (
         build.ninja,
@@ -39,25 +38,9 @@ def about_building(facts: CudaFacts) -> Section:
     )
     return Section(
         name="Building",
-        line=f"{ninja}, {header}, {build.processors} CPUs{room}",
-        problems=tuple(problems),
+        line=f"{'ninja' if build.ninja else 'no ninja'}, {header}, {build.processors} CPUs{room}",
+        problems=tuple(found for found in checks if found),
         details=tuple(filter(None, details)),
-    )
-
-
-def _warn(id_: str, title: str, **rest: object) -> Problem:
-    return Problem(id=id_, goals=BUILD, level=Level.WARN, title=title, **rest)  # type: ignore[arg-type]
-
-
-def _ninja(facts: CudaFacts) -> Problem | None:
-    if facts.building.ninja:
-        return None
-    return _warn(
-        "build.ninja",
-        "ninja is not installed: torch.utils.cpp_extension.load fails, and setup.py builds file by file",
-        breaks="extensions built at first use (DeepSpeed's ops)",
-        fix="install it into the environment",
-        commands=(f"{fixes.pip(facts)} ninja",),
     )
 
 
@@ -66,19 +49,8 @@ def _header(facts: CudaFacts) -> Problem | None:
     if facts.building.python_header or python.error:
         return None
     number = minor(python.version)
-    return _warn(
-        "build.python-h",
-        f"{python.include}/Python.h is missing: extensions for this Python cannot be compiled",
-        breaks="building any extension; running is fine",
-        fix="install Python's headers",
-        commands=fixes.install_system(
-            facts, apt=f"python{number}-dev", dnf=f"python{number}-devel", zypper="python3-devel"
-        ),
-    )
-
-
-def _aio(facts: CudaFacts) -> Problem | None:
-    return libaio(facts) if facts.deepspeed is not None else None
+    names = {"apt": f"python{number}-dev", "dnf": f"python{number}-devel", "zypper": "python3-devel"}
+    return problem("build.python-h", include=python.include, mend=Mend(commands=fixes.install_system(facts, **names)))
 
 
 def libaio(facts: CudaFacts) -> Problem | None:
@@ -86,15 +58,8 @@ def libaio(facts: CudaFacts) -> Problem | None:
     build = facts.building
     if build.aio_header and build.aio_library:
         return None
-    return _warn(
-        "build.libaio",
-        "libaio development files are missing: DeepSpeed's async_io (NVMe offload) cannot be built",
-        breaks="DS_BUILD_AIO, NVMe offload of ZeRO-Infinity",
-        fix="install its headers, if you need NVMe offload",
-        commands=fixes.install_system(
-            facts, apt="libaio-dev", dnf="libaio-devel", zypper="libaio-devel", pacman="libaio"
-        ),
-    )
+    names = {"apt": "libaio-dev", "dnf": "libaio-devel", "zypper": "libaio-devel", "pacman": "libaio"}
+    return problem("build.libaio", mend=Mend(commands=fixes.install_system(facts, **names)))
 
 
 def jobs(facts: CudaFacts) -> int:
@@ -112,14 +77,13 @@ def _jobs(facts: CudaFacts) -> Problem | None:
     started = int(told) if told.isdigit() else facts.building.processors + 2  # ninja's own default
     if started * _JOB_BYTES <= memory or started <= jobs(facts) + 2:
         return None
-    return _warn(
+    return problem(
         "build.jobs",
-        f"a build would start {started} compilers; {memory / 2**30:.0f} GiB of free memory suffice for "
-        f"about {jobs(facts)}",
-        breaks='large builds (flash-attn): "Killed", or nvcc "died due to signal 9"',
+        started=started,
+        free=f"{memory / 2**30:.0f} GiB",
+        jobs=jobs(facts),
         evidence=(f"MAX_JOBS={told}" if told else f"MAX_JOBS is not set, {facts.building.processors} CPUs",),
-        fix="limit the parallel jobs",
-        exports=(("MAX_JOBS", str(jobs(facts))),),
+        mend=Mend(exports=(("MAX_JOBS", str(jobs(facts))),)),
     )
 
 
@@ -128,25 +92,11 @@ def _cache(facts: CudaFacts) -> Problem | None:
     stale = [cache for cache in facts.building.caches if _is_stale(facts, cache)]
     other = [cache for cache in facts.building.caches if cache not in stale and _is_of_another(facts, cache)]
     if stale:
-        first = stale[0]
-        return _warn(
-            "build.cache-stale",
-            f"{first.path} was built before this torch was installed",
-            cause="torch reuses a cached build as long as its sources have not changed.",
-            breaks=f"{', '.join(first.built[:4])}: undefined symbols, wrong results or crashes",
-            fix="remove it; torch rebuilds it at its next use",
-            commands=tuple(f"rm -rf {shlex.quote(cache.path)}" for cache in stale),
-        )
-    if other:
-        return Problem(
-            id="build.cache-stale",
-            goals=BUILD,
-            level=Level.INFO,
-            title=f"{', '.join(cache.name for cache in other)}: extensions built for another torch or "
-            "Python; unused now",
-            evidence=tuple(cache.path for cache in other),
-        )
-    return None
+        first, paths = stale[0], [shlex.quote(cache.path) for cache in stale]
+        mend = Mend(commands=tuple(f"rm -rf {path}" for path in paths))
+        return problem("build.cache-stale", path=first.path, built=", ".join(first.built[:4]), mend=mend)
+    names = ", ".join(cache.name for cache in other)
+    return problem("build.cache-other", names=names, evidence=(cache.path for cache in other)) if other else None
 
 
 def _tag(facts: CudaFacts) -> str:
@@ -173,23 +123,22 @@ def about_deepspeed(facts: CudaFacts) -> Section | None:
     if deepspeed is None:
         return None
     ops = f"{len(deepspeed.built_ops)} ops prebuilt" if deepspeed.built_ops else "no prebuilt ops; built at first use"
-    problem = None
+    found = None
     if deepspeed.built_torch and torch is not None:
         differs = minor(deepspeed.built_torch) != minor(torch.version)
         cuda = deepspeed.built_cuda if deepspeed.built_cuda not in ("", "0.0") else ""
         if differs or (cuda and torch.cuda and minor(cuda) != minor(torch.cuda)):
-            problem = Problem(
-                id="deepspeed.wheel",
-                goals=RUN,
-                level=Level.FAIL,
-                title=f"DeepSpeed's ops were built for torch {deepspeed.built_torch} with CUDA {cuda or '?'}; "
-                f"this is torch {torch.version} with CUDA {torch.cuda or 'none'}",
-                breaks=f"DeepSpeed's prebuilt ops: {', '.join(deepspeed.built_ops[:4])}",
+            found = problem(
+                "deepspeed.wheel",
+                built_torch=deepspeed.built_torch,
+                built_cuda=cuda,
+                torch=torch.version,
+                cuda=torch.cuda or "none",
+                ops=", ".join(deepspeed.built_ops[:4]),
                 evidence=(f"{deepspeed.folder}/git_version_info_installed.py",),
-                fix="rebuild it for this torch",
-                commands=(fixes.rebuild(facts, "deepspeed", deepspeed.version),),
+                mend=Mend(commands=(fixes.rebuild(facts, "deepspeed", deepspeed.version),)),
             )
-    return Section(name="DeepSpeed", line=f"{deepspeed.version}, {ops}", problems=(problem,) if problem else ())
+    return Section(name="DeepSpeed", line=f"{deepspeed.version}, {ops}", problems=(found,) if found else ())
 
 
 def about_system(facts: CudaFacts) -> Section:
@@ -199,14 +148,8 @@ def about_system(facts: CudaFacts) -> Section:
         return Section(name="System", line="no /dev/shm", skipped="this system has no /dev/shm")
     if total >= _SHM_BYTES:
         return Section(name="System", line=f"/dev/shm has {total / 2**30:.1f} GiB")
-    grow = "docker run --shm-size 8g, or --ipc host" if facts.driver.container else "remount it with a larger size"
-    problem = Problem(
-        id="sys.shm",
-        goals=RUN,
-        level=Level.WARN,
-        title=f"/dev/shm has only {total / 2**20:.0f} MiB",
-        breaks="NCCL shared memory; DataLoader workers (bus error)",
-        fix=grow,
-        commands=() if facts.driver.container else ("sudo mount -o remount,size=8G /dev/shm",),
-    )
-    return Section(name="System", line=f"/dev/shm has {total / 2**20:.0f} MiB", problems=(problem,))
+    size = f"{total / 2**20:.0f} MiB"
+    mend = Mend(text="remount it with a larger size", commands=("sudo mount -o remount,size=8G /dev/shm",))
+    if facts.driver.container:
+        mend = Mend(text="docker run --shm-size 8g, or --ipc host")
+    return Section(name="System", line=f"/dev/shm has {size}", problems=(problem("sys.shm", size=size, mend=mend),))

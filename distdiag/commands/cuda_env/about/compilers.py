@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.types import BUILD, Problem, Section
+from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.types import Mend, Problem, Section
 from distdiag.facts.cuda.nvcc_variables import FLAGS
 from distdiag.knowledge.cuda import minor, version
 from distdiag.knowledge.logs import shortened
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.toolkits import Nvcc, Toolkit
     from distdiag.facts.cuda.torchfiles import Bounds
 
-_BREAKS = "building CUDA extensions; running is fine"
+_NOT_BUILT = "building CUDA extensions; running is fine"
+_BY_OTHERS = "builds from a shell or with CMake; torch uses another nvcc"
 _NO_HOST = re.compile(r"Failed to preprocess host compiler")
 _REFUSED = re.compile(r"unsupported (GNU|clang)")
 
@@ -33,16 +36,13 @@ def about_compilers(facts: CudaFacts) -> Section:
     parts += [f"nvcc calls {_named(called)}"] if called and (own is None or called.real != own.real) else []
     limit = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     parts += [f"gcc <= {limit} is supported"] if limit else []
-    problems = [
-        problem
-        for problem in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit), _for_cmake(facts))
-        if problem
-    ]
+    checks = (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit), _for_cmake(facts))
+    problems = tuple(found for found in checks if found)
     details = tuple(
         f"{compiler.path}: {f'{compiler.family} {compiler.version}'.strip() or 'unknown'}"
         for compiler in fixes.distinct_compilers(facts)
     )
-    return Section(name="Compiler", line="; ".join(parts), problems=tuple(problems), details=details)
+    return Section(name="Compiler", line="; ".join(parts), problems=problems, details=details)
 
 
 def _named(compiler: Compiler | None) -> str:
@@ -89,30 +89,24 @@ def _is_too_new(compiler: Compiler | None, toolkit: Toolkit | None) -> bool:
 def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, toolkit: Toolkit | None) -> Problem:
     limit = toolkit.limit if toolkit is not None else None
     clang = compiler is not None and compiler.family == "clang"
-    most = (
-        f"clang < {limit.clang_below}"
-        if limit and clang
-        else f"gcc <= {limit.gcc_max}"
-        if limit
-        else "an older version"
-    )
+    most = "an older version"
+    if limit:
+        most = f"clang < {limit.clang_below}" if clang else f"gcc <= {limit.gcc_max}"
     evidence = [f"called: {compiler.path}"] if compiler else []
     if limit is not None and limit.gcc_max and not clang:
         evidence.append(f"{limit.path}:{limit.gcc_line}: gcc versions later than {limit.gcc_max} are refused")
     if nvcc is not None and nvcc.complaint:
         evidence.append(f"{nvcc.path} -x cu -E /dev/null: {_message(nvcc.complaint)}")
     own = facts.compilers.cxx
-    other = own is not None and compiler is not None and own.major != compiler.major
-    return Problem(
-        id="cc.nvcc",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"nvcc {toolkit.version if toolkit else ''} would use {_named(compiler)} as its host compiler; it "
-        f"supports {most}",
-        cause=f"torch checks {_named(own)} only and will not warn." if other else "",
-        breaks=_BREAKS,
-        evidence=tuple(evidence),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
+    differ = own is not None and compiler is not None and own.major != compiler.major
+    return problem(
+        "cc.nvcc",
+        version=toolkit.version if toolkit else "of unknown version",
+        compiler=_named(compiler),
+        most=most,
+        other=_named(own) if differ else "",
+        evidence=evidence,
+        mend=_mend(facts, toolkit),
     )
 
 
@@ -125,33 +119,24 @@ def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
     """Report that the host compiler is not there, and which variable names it."""
     name = next((variable for variable in ("CC", "NVCC_CCBIN") if facts.variables.get(variable)), "")
     compiler = f"{name}={facts.variables[name]}" if name else os.path.basename(nvcc.compiler or "gcc")
-    return Problem(
-        id="cc.nvcc",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"nvcc cannot use its host compiler, {compiler}",
-        breaks=_BREAKS,
-        evidence=(f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
-    )
+    evidence = (f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",)
+    return problem("cc.nvcc-none", compiler=compiler, evidence=evidence, mend=_mend(facts, toolkit))
 
 
-def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> dict[str, object]:
+def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> Mend:
     """Name the newest installed compiler that is allowed; else what to install."""
     most = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     pair = fixes.allowed_pair(facts, most or 99)
     if pair is not None:
         gcc, gxx = (shlex.quote(compiler.path) for compiler in pair)
-        return {
-            "fix": f"use the installed gcc {pair[0].version}",
-            "exports": (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx)),
-        }
+        exports = (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx))
+        return Mend(text=f"use the installed gcc {pair[0].version}", exports=exports)
     known = [number for number in facts.compilers.installable if number <= (most or 99)]
     apt = f"gcc-{max(known)} g++-{max(known)}" if known else ""
-    return {
-        "fix": f"install a supported gcc{f' ({most} or older)' if most else ''}, with its g++",
-        "commands": fixes.install_system(facts, apt=apt, dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
-    }
+    return Mend(
+        text=f"install a supported gcc{f' ({most} or older)' if most else ''}, with its g++",
+        commands=fixes.install_system(facts, apt=apt, dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
+    )
 
 
 def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
@@ -161,10 +146,12 @@ def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
     """
     own, cxx = facts.compilers.cxx, facts.compilers.cxx_asked
     if own is None:
-        return _no_cxx(facts, toolkit)
-    first = os.path.basename(cxx.split()[0])
+        where = f"CXX={facts.variables['CXX']}" if "CXX" in facts.variables else "CXX is not set; no c++ on PATH"
+        return problem("cc.torch-none", asked=cxx, evidence=(where,), mend=_mend(facts, toolkit))
     if len(cxx.split()) > 1 and not own.family:
-        return _wrapped_cxx(facts, toolkit, first)
+        evidence = (f"CXX={facts.variables.get('CXX', '')}",)
+        first = os.path.basename(cxx.split()[0])
+        return problem("cc.torch-wrapped", first=first, evidence=evidence, mend=_mend(facts, toolkit))
     bounds = _bounds(facts, toolkit, own)
     by_setup = None if "CXX" in facts.variables else fixes.compiler_called(facts, facts.python.cxx)
     wrong = [compiler for compiler in (own, by_setup) if compiler is not None and not _is_within(compiler, bounds)]
@@ -186,32 +173,6 @@ def _is_within(compiler: Compiler, bounds: Bounds | None) -> bool:
     return bounds is None or not compiler.version or bounds.least <= version(compiler.version) < bounds.below
 
 
-def _no_cxx(facts: CudaFacts, toolkit: Toolkit | None) -> Problem:
-    where = f"CXX={facts.variables['CXX']}" if "CXX" in facts.variables else "CXX is not set; no c++ on PATH"
-    return Problem(
-        id="cc.torch",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"no C++ compiler: torch calls {facts.compilers.cxx_asked}, which is missing",
-        breaks="building any extension; running is fine",
-        evidence=(where,),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
-    )
-
-
-def _wrapped_cxx(facts: CudaFacts, toolkit: Toolkit | None, first: str) -> Problem:
-    return Problem(
-        id="cc.torch",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"torch uses the first word of CXX, {first}, as the compiler",
-        cause=f"It queries the version of {first} and concludes that it is too old.",
-        breaks=_BREAKS,
-        evidence=(f"CXX={facts.variables.get('CXX', '')}",),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
-    )
-
-
 def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *, everywhere: bool) -> Problem:
     torch, bounds = facts.torch, _bounds(facts, toolkit, wrong)
     assert torch is not None
@@ -221,14 +182,15 @@ def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *
     allowed = f"below {'.'.join(map(str, bounds.below))}" if high else f"{'.'.join(map(str, bounds.least))} or newer"
     jit = wrong is facts.compilers.cxx
     only = "extensions built at first use (torch.utils.cpp_extension.load)" if jit else "setup.py builds"
-    return Problem(
-        id="cc.torch",
-        goals=BUILD,
+    return problem(
+        "cc.torch",
         level=Level.FAIL if everywhere else Level.WARN,
-        title=f"torch rejects {_named(wrong)} with CUDA {minor(toolkit.version)}: it requires a version {allowed}",
-        breaks=_BREAKS if everywhere else only,
+        compiler=_named(wrong),
+        cuda=minor(toolkit.version),
+        allowed=allowed,
+        breaks=_NOT_BUILT if everywhere else only,
         evidence=(f"{torch.folder}/utils/cpp_extension.py: compiler version table", f"called: {wrong.path}"),
-        **_mend(facts, toolkit),  # type: ignore[arg-type]
+        mend=_mend(facts, toolkit),
     )
 
 
@@ -243,39 +205,33 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
         if "allow-unsupported-compiler" in value:
             return _unchecked(facts, toolkit, name, value)
         if "ccbin" in value or "compiler-bindir" in value:
-            return Problem(
-                id="cc.flags",
-                goals=BUILD,
-                level=Level.INFO,
-                title=f"{name} sets nvcc's host compiler and overrides CC",
-                evidence=(f"{name}={value}",),
-            )
+            return problem("cc.ccbin", variable=name, evidence=(f"{name}={value}",))
     return None
 
 
 def _broken(facts: CudaFacts, nvcc: Nvcc) -> Problem:
     """Report variables that break nvcc, which was tried with and without them."""
-    names = nvcc.broken_by
+    names, several = nvcc.broken_by, len(nvcc.broken_by) > 1
     used = nvcc.path == facts.uses["torch"].nvcc
-    said = _message(nvcc.broken_how).partition("; nvcc fatal")[0]
-    verb = "breaks" if len(names) == 1 else "break"
-    origins = [f"set in {origin.file}:{origin.line}" for origin in facts.building.origins if origin.variable in names]
-    return Problem(
-        id="cc.flags",
-        goals=BUILD,
+    said = _message(nvcc.broken_how).partition("; nvcc fatal")[0].removeprefix("nvcc fatal").lstrip(" :")
+    origins = [f"{origin.file}:{origin.line}" for origin in facts.building.origins if origin.variable in names]
+    return problem(
+        "cc.flags",
         level=Level.FAIL if used else Level.WARN,
-        title=f"{' and '.join(names)} {verb} nvcc {nvcc.release}: {said.removeprefix('nvcc fatal').lstrip(' :')}",
-        cause=f"Without {'it' if len(names) == 1 else 'them'} {nvcc.path} compiles the same file."
-        if not nvcc.complaint
-        else "",
-        breaks=_BREAKS if used else "builds from a shell or with CMake; torch uses another nvcc",
+        names=" and ".join(names),
+        verb="break" if several else "breaks",
+        release=nvcc.release,
+        said=said,
+        it="them" if several else "it",
+        nvcc="" if nvcc.complaint else nvcc.path,
+        files=", ".join(origins),
+        breaks=_NOT_BUILT if used else _BY_OTHERS,
         evidence=(
             *(f"{name}={facts.variables.get(name, '')}" for name in names),
             f"{nvcc.path} -c -x cu: {nvcc.broken_how}",
-            *origins,
+            *(f"set in {origin}" for origin in origins),
         ),
-        fix=f"unset {'it' if len(names) == 1 else 'them'} in this shell" + (", and where it is set" if origins else ""),
-        unset=names,
+        mend=Mend(unset=names),
     )
 
 
@@ -283,32 +239,18 @@ def _for_cmake(facts: CudaFacts) -> Problem | None:
     """Report who reads CUDAHOSTCXX: CMake alone, in a new build folder; nvcc and torch do not."""
     value = facts.variables.get("CUDAHOSTCXX", "")
     others = [facts.variables.get(name, "") for name in ("CC", "NVCC_CCBIN")]
-    if not value or value in others:
-        return None
-    return Problem(
-        id="cc.flags",
-        goals=BUILD,
-        level=Level.INFO,
-        title=f"only CMake reads CUDAHOSTCXX={value}; nvcc, torch and DeepSpeed ignore it",
-        fix="set it for nvcc, too",
-        commands=(f"export NVCC_CCBIN={shlex.quote(value)}",),
-    )
+    return problem("cc.cmake-only", value=value, quoted=shlex.quote(value)) if value and value not in others else None
 
 
 def _unchecked(facts: CudaFacts, toolkit: Toolkit | None, name: str, value: str) -> Problem:
     """Report that the check is off; where the compiler is too new indeed, name one that is not."""
     needed = _is_too_new(_host(facts, _nvcc_of(facts, toolkit)), toolkit)
-    pair = _mend(facts, toolkit) if needed else {}
-    return Problem(
-        id="cc.flags",
-        goals=BUILD,
+    mend = replace(_mend(facts, toolkit) if needed else Mend(), text="", unset=(name,))
+    return problem(
+        "cc.unchecked",
         level=Level.FAIL if needed else Level.WARN,
-        title=f"{name} disables nvcc's host compiler check",
-        cause="Without the check, a compiler that is too new fails later, in its headers.",
-        breaks=_BREAKS if needed else "possibly building CUDA extensions",
+        variable=name,
+        breaks=_NOT_BUILT if needed else "possibly building CUDA extensions",
         evidence=(f"{name}={value}",),
-        fix="unset it, and use a supported compiler",
-        unset=(name,),
-        exports=pair.get("exports", ()),  # type: ignore[arg-type]
-        commands=pair.get("commands", ()),  # type: ignore[arg-type]
+        mend=mend,
     )

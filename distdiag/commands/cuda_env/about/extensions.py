@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import from_nvcc, how_it_runs
-from distdiag.commands.cuda_env.types import RUN, Problem, Section
+from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.types import Mend, Problem, Section
 from distdiag.knowledge.cuda import major, version
 from distdiag.report import Level
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.facts.cuda.libraries import Extension
+    from distdiag.facts.cuda.torchfiles import Torch
 
 _FOR_CUDA = re.compile(r"(_cuda_?|_cu)(\d{3})(?=[^/]*\.so)")
 """Where a file's name says for which CUDA it is: 130 is 13.0."""
@@ -35,7 +37,7 @@ def about_extensions(facts: CudaFacts) -> Section:
     return Section(
         name="Extensions",
         line=f"{', '.join(packages[:3])}{more}: {code}",
-        problems=tuple(problem for problem in (_code(facts), _soname(facts)) if problem),
+        problems=tuple(each for each in (_code(facts), _soname(facts)) if each),
         skipped=skipped,
         details=tuple(_described(extension) for extension in found),
     )
@@ -99,15 +101,13 @@ def _code(facts: CudaFacts) -> Problem | None:
     if not lacking:
         return None
     first, missing = lacking[0]
-    return Problem(
-        id="arch.ext",
-        goals=RUN,
-        level=Level.FAIL,
-        title=f"{_name(first)} has no code for the GPU of {', '.join(gpu.torch for gpu in missing)}",
-        breaks=f'{_name(first)}: "no kernel image is available for execution on the device"',
-        evidence=tuple(_described(extension) for extension, _ in lacking),
-        fix=_how_again(first, "these GPUs"),
-        commands=tuple(filter(None, (_rebuild(facts, first),))),
+    command = _rebuild(facts, first)
+    return problem(
+        "arch.ext",
+        extension=_name(first),
+        archs=", ".join(gpu.torch for gpu in missing),
+        evidence=(_described(extension) for extension, _ in lacking),
+        mend=Mend(text=_how_again(first, "these GPUs"), commands=(command,) if command else ()),
     )
 
 
@@ -157,40 +157,25 @@ def _soname(facts: CudaFacts) -> Problem | None:
         return None
     first, need = max(wrong, key=lambda pair: pair[0].torch)
     if _code_of(first) and not first.torch:
-        return _no_variant(facts, first, need)
-    own = f"libcudart.so.{major(torch.cuda)}"
-    return Problem(
-        id="libs.ext-soname",
-        goals=RUN,
+        return _no_variant(facts, torch, first, need)
+    command = _again(facts, first) if first.package else _remove(first)
+    return problem(
+        "libs.ext-soname",
         level=Level.FAIL if first.torch else Level.WARN,
-        title=f"{_name(first)} was built for another CUDA: it needs {need}, torch {torch.version} ships {own}",
-        cause=f"A symlink from {need} to {own} would load, but crash.",
-        breaks=f'{_name(first)}: "{need}: cannot open shared object file"',
-        evidence=tuple(_described(extension) for extension, _ in wrong),
-        fix=_how_again(first, "this torch"),
-        commands=tuple(filter(None, (_again(facts, first) if first.package else _remove(first),))),
+        extension=_name(first),
+        need=need,
+        torch=torch.version,
+        own=f"libcudart.so.{major(torch.cuda)}",
+        evidence=(_described(extension) for extension, _ in wrong),
+        mend=Mend(text=_how_again(first, "this torch"), commands=(command,) if command else ()),
     )
 
 
-def _no_variant(facts: CudaFacts, first: Extension, need: str) -> Problem:
+def _no_variant(facts: CudaFacts, torch: Torch, first: Extension, need: str) -> Problem:
     """Report that of a package's libraries, one for each CUDA, none is for torch's, or a variable names another one."""
-    torch = facts.torch
-    assert torch is not None
-    chosen_cuda = facts.variables.get("BNB_CUDA_VERSION", "")
-    is_chosen = bool(chosen_cuda) and first.package.startswith("bitsandbytes")
-    name = first.package.partition(" ")[0]
-    return Problem(
-        id="libs.ext-soname",
-        goals=RUN,
-        level=Level.FAIL,
-        title=f"BNB_CUDA_VERSION={chosen_cuda} makes {_name(first)} load its library for another CUDA than torch's"
-        if is_chosen
-        else f"{_name(first)} has no library for CUDA {major(torch.cuda)}, which torch {torch.version} was built with",
-        breaks=f'{_name(first)}: "{need}: cannot open shared object file"' if is_chosen else _name(first),
-        evidence=(_described(first),),
-        fix="unset the variable: the package then picks the library for torch's CUDA"
-        if is_chosen
-        else f"upgrade {name}",
-        unset=("BNB_CUDA_VERSION",) if is_chosen else (),
-        commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if not is_chosen and name else (),
-    )
+    chosen, name = facts.variables.get("BNB_CUDA_VERSION", ""), first.package.partition(" ")[0]
+    words = {"chosen": chosen, "extension": _name(first), "need": need, "name": name, "torch": torch.version}
+    if chosen and first.package.startswith("bitsandbytes"):
+        return problem("libs.ext-chosen", words, evidence=(_described(first),), mend=Mend(unset=("BNB_CUDA_VERSION",)))
+    mend = Mend(commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if name else ())
+    return problem("libs.ext-no-variant", words, cuda=major(torch.cuda), evidence=(_described(first),), mend=mend)

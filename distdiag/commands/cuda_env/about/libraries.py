@@ -8,7 +8,8 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.types import RUN, Problem, Section
+from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.types import Mend, Problem, Section
 from distdiag.knowledge.cuda import major, minor, version
 from distdiag.report import Level
 
@@ -27,7 +28,7 @@ def about_libraries(facts: CudaFacts) -> Section:
     """Judge the loader's path and the wheels."""
     path = facts.variables.get("LD_LIBRARY_PATH")
     checks = (_shadow(facts), _elsewhere(facts), _versions(facts), _doubles(facts), _empty(facts), _missing(facts))
-    found = [problem for problem in checks if problem]
+    found = [each for each in checks if each]
     line = (
         "LD_LIBRARY_PATH is not set"
         if path is None
@@ -57,24 +58,19 @@ def _shadow(facts: CudaFacts) -> Problem | None:
     bad = [pair for pair in pairs if _breaks(*pair)]
     shown = bad or pairs
     folders = list(dict.fromkeys(os.path.dirname(other.path) for other, _ in pairs))
-    rest = fixes.loader_path_without(
-        facts, [entry.text for entry in facts.loader_path if entry.text.rstrip("/") in folders]
-    )
+    gone = [entry.text for entry in facts.loader_path if entry.text.rstrip("/") in folders]
+    rest = fixes.loader_path_without(facts, gone)
+    mend = Mend(unset=("LD_LIBRARY_PATH",)) if rest == "''" else Mend(exports=(("LD_LIBRARY_PATH", rest),))
     names = ", ".join(f"{other.soname} {other.version} for {own.version}" for other, own in shown[:3])
-    return Problem(
-        id="libs.shadow",
-        goals=RUN,
+    return problem(
+        "libs.shadow",
         level=Level.FAIL if bad else Level.WARN,
-        title=f"LD_LIBRARY_PATH overrides {len(pairs)} of torch's own libraries: {names}"
-        + (", ..." if len(shown) > 3 else ""),
-        cause="A torch wheel ships its own CUDA libraries and needs no LD_LIBRARY_PATH.",
+        count=len(pairs),
+        names=names + (", ..." if len(shown) > 3 else ""),
         breaks='importing torch, or its first use ("undefined symbol", cuDNN version mismatch)' if bad else "",
-        evidence=tuple(
-            f"{stand_in.path} ({stand_in.version or '?'}) before {own.path} ({own.version})" for stand_in, own in shown
-        ),
-        fix=f"remove {', '.join(folders)} from LD_LIBRARY_PATH",
-        exports=(("LD_LIBRARY_PATH", rest),) if rest != "''" else (),
-        unset=("LD_LIBRARY_PATH",) if rest == "''" else (),
+        folders=", ".join(folders),
+        evidence=(f"{other.path} ({other.version or '?'}) before {own.path} ({own.version})" for other, own in shown),
+        mend=mend,
     )
 
 
@@ -109,50 +105,39 @@ def _elsewhere(facts: CudaFacts) -> Problem | None:
         and os.path.dirname(library.path) not in listed
     ]
     preloaded = {os.path.realpath(path) for path in fixes.preloaded(facts) if "/" in path}
-    guilty = [stranger for stranger in strangers if stranger.path in preloaded]
-    if guilty:
-        return _preloaded(facts, guilty)
-    strangers = [
-        stranger for stranger in strangers if not stranger.path.startswith(os.path.realpath(facts.python.prefix) + "/")
-    ]
+    first = [stranger for stranger in strangers if stranger.path in preloaded]
+    if first:
+        return _preloaded(facts, first)
+    prefix = os.path.realpath(facts.python.prefix) + "/"
+    strangers = [stranger for stranger in strangers if not stranger.path.startswith(prefix)]
     if not strangers:
         return None
-    return Problem(
-        id="libs.shadow",
-        goals=RUN,
-        level=Level.WARN,
-        title=f"torch loaded {len(strangers)} CUDA libraries from outside its wheels: "
-        + ", ".join(stranger.soname for stranger in strangers[:3]),
-        evidence=tuple(stranger.path for stranger in strangers[:4]),
-        fix="find out where they come from: a file in /etc/ld.so.conf.d, or a package that loads its own copy",
-        commands=("grep -rn cuda /etc/ld.so.conf /etc/ld.so.conf.d",),
-    )
+    names, paths = ([stranger.soname for stranger in strangers[:3]], [stranger.path for stranger in strangers[:4]])
+    return problem("libs.outside", count=len(strangers), names=", ".join(names), evidence=paths)
 
 
-def _preloaded(facts: CudaFacts, guilty: list[Library]) -> Problem:
+def _preloaded(facts: CudaFacts, before: list[Library]) -> Problem:
     """Name the libraries that LD_PRELOAD puts before those of torch's wheels; both may be loaded then."""
     own = {wheel.soname: wheel for wheel in facts.wheels}
     loaded = facts.imported.loaded if facts.imported is not None else ()
-    first = guilty[0]
+    first = before[0]
     twice = [library for library in loaded if library.soname == first.soname]
-    names = [f"{library.soname} {library.version}".strip() for library in guilty[:3]]
-    gone = {library.path for library in guilty}
+    gone = {library.path for library in before}
     rest = [path for path in fixes.preloaded(facts) if os.path.realpath(path) not in gone]
-    return Problem(
-        id="libs.shadow",
-        goals=RUN,
-        level=Level.FAIL if any(_breaks(library, own[library.soname]) for library in guilty) else Level.WARN,
-        title=f"LD_PRELOAD loads {', '.join(names)} before torch's own {own[first.soname].version}"
-        + (f": {len(twice)} copies of {first.soname} are loaded" if len(twice) > 1 else ""),
-        cause="Symbols of a preloaded library override those of every other library in the process.",
-        breaks='torch\'s first use of it ("undefined symbol", wrong results, crash)',
+    others = (("LD_PRELOAD", shlex.quote(":".join(rest))),)
+    return problem(
+        "libs.preloaded",
+        level=Level.FAIL if any(_breaks(library, own[library.soname]) for library in before) else Level.WARN,
+        names=", ".join(f"{library.soname} {library.version}".strip() for library in before[:3]),
+        own=own[first.soname].version,
+        copies=len(twice) if len(twice) > 1 else "",
+        first=first.soname,
+        paths=", ".join(library.path for library in before[:3]),
         evidence=(
             f"LD_PRELOAD={facts.variables.get('LD_PRELOAD', '')}",
             *(f"loaded: {library.path} ({library.version or '?'})" for library in twice),
         ),
-        fix=f"remove {', '.join(library.path for library in guilty[:3])} from LD_PRELOAD",
-        exports=(("LD_PRELOAD", shlex.quote(":".join(rest))),) if rest else (),
-        unset=() if rest else ("LD_PRELOAD",),
+        mend=Mend(exports=others) if rest else Mend(unset=("LD_PRELOAD",)),
     )
 
 
@@ -166,18 +151,16 @@ def _versions(facts: CudaFacts) -> Problem | None:
     if not judged or facts.torch is None:
         return None
     level, first = judged[0]
-    return Problem(
-        id="libs.versions",
-        goals=RUN,
+    newer = level is Level.INFO
+    return problem(
+        "libs.versions-newer" if newer else "libs.versions",
         level=level,
-        title=f"{first.package} requires {first.name}{first.wants}, but {first.has} is installed",
-        cause="A newer library of the same major version usually works." if level is Level.INFO else "",
-        breaks="" if level is Level.INFO else _what_breaks(first),
-        evidence=tuple(
-            f"{unmet.package}: {unmet.name}{unmet.wants}, installed: {unmet.has}" for _, unmet in judged[:6]
-        ),
-        fix="" if level is Level.INFO else "install the matching version",
-        commands=() if level is Level.INFO else (_fitting(facts, first),),
+        package=first.package,
+        wanted=f"{first.name}{first.wants}",
+        has=first.has,
+        breaks="" if newer else _what_breaks(first),
+        evidence=(f"{unmet.package}: {unmet.name}{unmet.wants}, installed: {unmet.has}" for _, unmet in judged[:6]),
+        mend=Mend() if newer else Mend(commands=(_fitting(facts, first),)),
     )
 
 
@@ -230,32 +213,25 @@ def _doubles(facts: CudaFacts) -> Problem | None:
             fixes.pip_uninstall(facts, (name.split()[0] for name in wrong)),
             f"{fixes.pip(facts)} {force} --no-deps {again}",
         )
-    return Problem(
-        id="libs.duplicate-wheels",
-        goals=RUN,
-        level=Level.FAIL,
-        title=f"{' and '.join(first.packages)} both own {first.file}: the later install overwrote the file",
-        breaks='importing torch or its first collective ("undefined symbol")',
-        evidence=tuple(f"{conflict.file}: {', '.join(conflict.packages)}" for conflict in facts.conflicts[:4]),
-        fix="uninstall the wrong package and reinstall the right package, whose shared files the uninstall deletes"
-        if commands
-        else "keep the package that your torch requires",
-        commands=commands,
+    both = "uninstall the wrong package and reinstall the right package, whose shared files the uninstall deletes"
+    return problem(
+        "libs.duplicate-wheels",
+        packages=" and ".join(first.packages),
+        file=first.file,
+        evidence=(f"{conflict.file}: {', '.join(conflict.packages)}" for conflict in facts.conflicts[:4]),
+        mend=Mend(text=both if commands else "keep the package that your torch requires", commands=commands),
     )
+
+
+def _without(facts: CudaFacts, gone: list[str]) -> Mend:
+    return Mend(exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, gone)),))
 
 
 def _empty(facts: CudaFacts) -> Problem | None:
-    if not any(not entry.text for entry in facts.loader_path):
+    if all(entry.text for entry in facts.loader_path):
         return None
-    return Problem(
-        id="libs.path-empty",
-        goals=RUN,
-        level=Level.WARN,
-        title="LD_LIBRARY_PATH has an empty element: the loader also searches the working directory",
-        evidence=(f"LD_LIBRARY_PATH={facts.variables.get('LD_LIBRARY_PATH', '')}",),
-        fix="remove double, leading and trailing colons",
-        exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, [])),),
-    )
+    evidence = (f"LD_LIBRARY_PATH={facts.variables.get('LD_LIBRARY_PATH', '')}",)
+    return problem("libs.path-empty", evidence=evidence, mend=_without(facts, []))
 
 
 def _missing(facts: CudaFacts) -> Problem | None:
@@ -266,12 +242,4 @@ def _missing(facts: CudaFacts) -> Problem | None:
     roots = [toolkit for toolkit in facts.toolkits if toolkit.libraries]
     twins = {f"{toolkit.root}/{name}": toolkit.libraries for toolkit in roots for name in ("lib", "lib64")}
     meant = next((twins[text.rstrip("/")] for text in gone if text.rstrip("/") in twins), "")
-    return Problem(
-        id="libs.path-missing",
-        goals=RUN,
-        level=Level.INFO,
-        title=f"LD_LIBRARY_PATH has directories that do not exist: {', '.join(gone[:3])}"
-        + (f"; that toolkit's libraries are in {meant}" if meant else ""),
-        fix="remove them",
-        exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, gone)),),
-    )
+    return problem("libs.path-missing", folders=", ".join(gone[:3]), meant=meant, mend=_without(facts, gone))

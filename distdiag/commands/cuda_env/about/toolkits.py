@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.types import BUILD, Problem, Section
+from distdiag.commands.cuda_env.problems import problem
+from distdiag.commands.cuda_env.types import Mend, Problem, Section
 from distdiag.knowledge.cuda import major, minor, version
 from distdiag.report import Level
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.facts.cuda.toolkits import Toolkit
 
-_BREAKS = "building CUDA extensions; running is fine"
+_NOT_BUILT = "building CUDA extensions; running is fine"
+_BY_OTHERS = "builds from a shell or with CMake; torch uses another nvcc"
 _SHOWN = {"nvcc": "plain nvcc"}
 _NO_ROOM = re.compile(r"tmpxft|No space left|Could not open output")
 
@@ -24,19 +27,17 @@ _NO_ROOM = re.compile(r"tmpxft|No space left|Could not open output")
 def about_toolkits(facts: CudaFacts) -> Section:
     """Judge the toolkits; the first thing that is wrong hides what follows from it."""
     used = fixes.used_toolkit(facts)
-    whole = fixes.usable_toolkits(facts)
     shown = used if used is not None and used.version and used.headers else fixes.target_toolkit(facts)
-    line = _line(facts, shown) if shown is not None and shown.version else "none in use" if whole else "none"
-    problems = [problem for problem in (_variable(facts), _broken(facts)) if problem]
-    if not any(problem.level is Level.FAIL for problem in problems):
-        problems += [problem for problem in (_found(facts), _home(facts), _headers(facts)) if problem]
-    problems += [
-        problem
-        for problem in (_sources(facts), _with_torch(facts), _with_each_other(facts), _dev_link(facts))
-        if problem
-    ]
-    problems += [problem for problem in (_gone(facts),) if problem]
-    return Section(name="Toolkit", line=line, problems=tuple(problems), details=tuple(_details(facts)))
+    none = "none in use" if fixes.usable_toolkits(facts) else "none"
+    line = _line(facts, shown) if shown is not None and shown.version else none
+    first = [found for found in (_variable(facts), _broken(facts)) if found]
+    hidden = any(found.level is Level.FAIL for found in first)
+    checks = (
+        *(() if hidden else (_found(facts), _home(facts), _headers(facts))),
+        *(_sources(facts), _with_torch(facts), _with_each_other(facts), _dev_link(facts), _gone(facts)),
+    )
+    problems = (*first, *(found for found in checks if found))
+    return Section(name="Toolkit", line=line, problems=problems, details=tuple(_details(facts)))
 
 
 def _line(facts: CudaFacts, used: Toolkit) -> str:
@@ -62,47 +63,33 @@ def _details(facts: CudaFacts) -> list[str]:
     return [*lines, *(f"on PATH but missing: {folder}" for folder in facts.no_path)]
 
 
-def _problem(id_: str, level: Level, title: str, **rest: object) -> Problem:
-    return Problem(id=id_, goals=BUILD, level=level, title=title, **{"breaks": _BREAKS, **rest})  # type: ignore[arg-type]
-
-
-def _mend(facts: CudaFacts) -> dict[str, object]:
+def _mend(facts: CudaFacts) -> Mend:
     """Return the fix that chooses the best toolkit here, or says what to install."""
     best = fixes.best_toolkit(facts)
     if best is not None:
-        return {"fix": f"use the toolkit in {best.root} ({best.version})", "exports": fixes.choose_toolkit(facts, best)}
+        return Mend(text=f"use the toolkit in {best.root} ({best.version})", exports=fixes.choose_toolkit(facts, best))
     if facts.driver.container and "singularity" not in facts.driver.container:
-        return {"fix": "use the -devel variant of the image (nvidia/cuda, pytorch/pytorch): it has nvcc and headers"}
+        return Mend(text="use the -devel variant of the image (nvidia/cuda, pytorch/pytorch): it has nvcc and headers")
     wanted = fixes.torch_cuda(facts)
-    name = f"cuda-toolkit-{wanted.replace('.', '-')}" if wanted else "cuda-toolkit"
-    return {
-        "fix": "install a toolkit of version "
-        f"{wanted or 'that your torch was built for'}{fixes.from_repository(facts)}",
-        "commands": fixes.install_system(facts, apt=name, dnf=name, zypper=name),
-    }
+    source = fixes.from_repository(facts)
+    return Mend(
+        text=f"install a toolkit of version {wanted or 'that your torch was built for'}{source}",
+        commands=fixes.install_toolkit(facts, wanted),
+    )
 
 
 def _variable(facts: CudaFacts) -> Problem | None:
     """Judge CUDA_HOME (or CUDA_PATH) as it is written: torch takes it unseen."""
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        value = facts.variables.get(name, "")
-        if not value:
-            continue
-        wrong = _why_wrong(value)
-        toolkit = fixes.toolkit_at(facts, value)
-        if not wrong and (toolkit is None or not toolkit.exists):
-            wrong = "no such directory"
-        if wrong:
-            return _problem(
-                "toolkit.home",
-                Level.FAIL,
-                f"{name}={value!r}: {wrong}",
-                cause="torch and DeepSpeed use it unchecked, and fail later.",
-                evidence=_set_in(facts, name),
-                **_mend(facts),
-            )
+    name = next((name for name in ("CUDA_HOME", "CUDA_PATH") if facts.variables.get(name)), "")
+    value = facts.variables.get(name, "")
+    wrong = _why_wrong(value) if value else ""
+    toolkit = fixes.toolkit_at(facts, value) if value else None
+    if value and not wrong and (toolkit is None or not toolkit.exists):
+        wrong = "no such directory"
+    if not wrong:
         return None
-    return None
+    words = {"variable": name, "value": repr(value), "wrong": wrong}
+    return problem("toolkit.variable", words, evidence=_set_in(facts, name), mend=_mend(facts))
 
 
 def _why_wrong(value: str) -> str:
@@ -125,25 +112,21 @@ def _broken(facts: CudaFacts) -> Problem | None:
             return _no_room(facts, nvcc.complaint)
         if not fixes.is_broken(nvcc):
             continue
-        used = nvcc.path == facts.uses["torch"].nvcc
-        mend = _mend(facts)
+        used, mend = nvcc.path == facts.uses["torch"].nvcc, _mend(facts)
         lost = nvcc.kind == "symlink" and "cuda_runtime.h" in (nvcc.complaint or "")
-        real = os.path.dirname(nvcc.real)
-        how = "does not respond" if nvcc.timed_out else "cannot compile"
         evidence = f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}" if nvcc.complaint else f"{nvcc.path} --version"
         if lost:
-            mend["commands"] = (f"rm {shlex.quote(nvcc.path)}",)
-            mend["fix"] = (
-                f"put {real} before it on PATH, and remove the symlink" if "exports" in mend else "remove the symlink"
-            )
-        return _problem(
+            first = f"put {os.path.dirname(nvcc.real)} before it on PATH, and " if mend.exports else ""
+            mend = replace(mend, text=f"{first}remove the symlink", commands=(f"rm {shlex.quote(nvcc.path)}",))
+        return problem(
             "toolkit.nvcc-broken",
-            Level.FAIL if used else Level.WARN,
-            f"{nvcc.path} {how}" + (", although --version works: it is a symlink" if lost else ""),
-            cause="nvcc looks for nvcc.profile next to the symlink, not next to its target." if lost else "",
-            breaks=_BREAKS if used else "builds from a shell or with CMake; torch uses another nvcc",
+            level=Level.FAIL if used else Level.WARN,
+            nvcc=nvcc.path,
+            how="does not respond" if nvcc.timed_out else "cannot compile",
+            link="symlink" if lost else "",
+            breaks=_NOT_BUILT if used else _BY_OTHERS,
             evidence=(evidence, f"{nvcc.path} -> {nvcc.real}" if lost else ""),
-            **mend,
+            mend=mend,
         )
     return None
 
@@ -151,15 +134,8 @@ def _broken(facts: CudaFacts) -> Problem | None:
 def _no_room(facts: CudaFacts, complaint: str) -> Problem:
     """Report that it is the place for temporary files that is missing, full or not ours to write."""
     place = facts.variables.get("TMPDIR", "/tmp")
-    return _problem(
-        "toolkit.nvcc-broken",
-        Level.FAIL,
-        f"nvcc cannot write its temporary files in {place}",
-        evidence=(complaint,),
-        fix="use a directory that exists and has free space",
-        exports=(("TMPDIR", "/tmp"),) if place != "/tmp" else (),
-        commands=(f"df -h {shlex.quote(place)}",) if place == "/tmp" else (),
-    )
+    mend = Mend(commands=("df -h /tmp",)) if place == "/tmp" else Mend(exports=(("TMPDIR", "/tmp"),))
+    return problem("toolkit.no-room", place=place, evidence=(complaint,), mend=mend)
 
 
 def _found(facts: CudaFacts) -> Problem | None:
@@ -172,21 +148,17 @@ def _found(facts: CudaFacts) -> Problem | None:
     if use.home and home is not None and home.exists and (home.nvcc or fixes.nvcc_at(facts, use.nvcc)):
         return None
     evidence = [use.rule] if not use.home else [f"torch would use {use.home} ({use.rule}); {use.nvcc} does not exist"]
-    evidence += [f"{dangling.root} -> {dangling.real}"] if dangling else []
+    root = ""
     if dangling is not None:
-        title = f"{dangling.root} is a dangling symlink, and no nvcc is on PATH"
-    elif use.home and use.rule.startswith("above"):
-        title = f"torch would look for nvcc in {use.home}/bin: the nvcc on PATH is not in a directory called bin"
+        row, root = "toolkit.dangling", dangling.root
+        evidence.append(f"{dangling.root} -> {dangling.real}")
     elif use.home:
-        title = f"{use.home} has no nvcc: it is a runtime-only install"
+        row = "toolkit.no-bin" if use.rule.startswith("above") else "toolkit.runtime-only"
+    elif whole := fixes.usable_toolkits(facts):
+        row, root = "toolkit.unused", whole[0].root
     else:
-        whole = fixes.usable_toolkits(facts)
-        title = (
-            f"no nvcc on PATH or in CUDA_HOME, but {whole[0].root} has one"
-            if whole
-            else "no CUDA toolkit found (no nvcc)"
-        )
-    return _problem("toolkit.found", Level.FAIL, title, evidence=tuple(evidence), **_mend(facts))
+        row = "toolkit.found"
+    return problem(row, root=root, home=use.home, evidence=evidence, mend=_mend(facts))
 
 
 def _home(facts: CudaFacts) -> Problem | None:
@@ -196,31 +168,21 @@ def _home(facts: CudaFacts) -> Problem | None:
     if home is None or home.headers or nvcc is None or _conda_headers(home):
         return None
     real = fixes.toolkit_at(facts, nvcc.top) if nvcc.top else None
-    kind = {"script": "a wrapper script", "symlink": "a symlink"}.get(nvcc.kind, "not part of a toolkit")
-    chosen = real if real is not None and real.headers else None
-    mend = (
-        {
-            "fix": "set CUDA_HOME to the toolkit itself",
-            "exports": (("CUDA_HOME", shlex.quote(chosen.root)),),
-        }
-        if chosen
-        else _mend(facts)
-    )
+    mend = _mend(facts)
+    if real is not None and real.headers:
+        mend = Mend(text="set CUDA_HOME to the toolkit itself", exports=(("CUDA_HOME", shlex.quote(real.root)),))
     # A torch without CUDA looks at no toolkit: the trap is there, and nobody is in it yet.
     caught = facts.torch is not None and bool(facts.torch.cuda)
-    who = "torch takes" if caught else "a CUDA build of torch would take"
-    return _problem(
+    uses = f"{nvcc.path} uses {nvcc.top}" if nvcc.top else ""
+    return problem(
         "toolkit.home",
-        Level.FAIL if caught else Level.WARN,
-        f"{who} {use.home} as the CUDA toolkit, because {nvcc.path} is {kind}",
-        cause=f"torch goes up from the first nvcc on PATH. {use.home} has no CUDA headers, so C++ files do not "
-        "compile.",
-        evidence=tuple(
-            filter(
-                None, (f"{nvcc.path} uses {nvcc.top}" if nvcc.top else "", f"no {use.home}/include/cuda_runtime_api.h")
-            )
-        ),
-        **mend,
+        level=Level.FAIL if caught else Level.WARN,
+        who="torch takes" if caught else "a CUDA build of torch would take",
+        home=use.home,
+        nvcc=nvcc.path,
+        kind={"script": "a wrapper script", "symlink": "a symlink"}.get(nvcc.kind, "not part of a toolkit"),
+        evidence=(uses, f"no {use.home}/include/cuda_runtime_api.h"),
+        mend=mend,
     )
 
 
@@ -235,29 +197,19 @@ def _headers(facts: CudaFacts) -> Problem | None:
     if home is None or not home.exists or not home.nvcc or home.headers in facts.variables.get("CPATH", "").split(":"):
         return None
     if home.headers and "/targets/" in home.headers:
-        libraries = os.path.join(os.path.dirname(home.headers), "lib")
-        return _problem(
-            "toolkit.headers",
-            Level.FAIL,
-            f"the headers of {home.root} are in {home.headers}, which torch does not search",
-            cause="conda packages of CUDA 12 and later use this layout; torch adds only include/.",
-            evidence=(f"{home.headers}/cuda_runtime_api.h",),
-            fix="add them to the compiler's and the linker's search paths",
-            exports=(
-                ("CPATH", f"{shlex.quote(home.headers)}${{CPATH:+:$CPATH}}"),
-                ("LIBRARY_PATH", f"{shlex.quote(libraries)}${{LIBRARY_PATH:+:$LIBRARY_PATH}}"),
-            ),
+        libraries = shlex.quote(os.path.join(os.path.dirname(home.headers), "lib"))
+        exports = (
+            ("CPATH", f"{shlex.quote(home.headers)}${{CPATH:+:$CPATH}}"),
+            ("LIBRARY_PATH", f"{libraries}${{LIBRARY_PATH:+:$LIBRARY_PATH}}"),
         )
+        evidence = (f"{home.headers}/cuda_runtime_api.h",)
+        words = {"root": home.root, "headers": home.headers}
+        return problem("toolkit.headers-conda", words, evidence=evidence, mend=Mend(exports=exports))
     nvcc = fixes.nvcc_at(facts, use.nvcc)
     if home.headers or nvcc is None or nvcc.kind != "binary" or not home.version:
         return None
-    return _problem(
-        "toolkit.headers",
-        Level.FAIL,
-        f"{home.root} has nvcc but no headers (cuda_runtime_api.h)",
-        evidence=tuple(f"{file}: {value}" for file, value in home.sources[:2]),
-        **_mend(facts),
-    )
+    sources = [f"{file}: {value}" for file, value in home.sources[:2]]
+    return problem("toolkit.headers", root=home.root, evidence=sources, mend=_mend(facts))
 
 
 def _sources(facts: CudaFacts) -> Problem | None:
@@ -265,13 +217,12 @@ def _sources(facts: CudaFacts) -> Problem | None:
     for toolkit in facts.toolkits:
         versions = {minor(value) for _, value in toolkit.sources}
         if len(versions) > 1 and toolkit.exists:
-            return _problem(
+            return problem(
                 "toolkit.version-sources",
-                Level.FAIL if toolkit is fixes.used_toolkit(facts) else Level.WARN,
-                f"{toolkit.root} has files of two versions: {' and '.join(sorted(versions, key=version))}",
-                cause="One version was installed over the other.",
-                evidence=tuple(f"{file}: {value}" for file, value in toolkit.sources),
-                fix="reinstall that toolkit into an empty directory, or use another toolkit",
+                level=Level.FAIL if toolkit is fixes.used_toolkit(facts) else Level.WARN,
+                root=toolkit.root,
+                versions=" and ".join(sorted(versions, key=version)),
+                evidence=(f"{file}: {value}" for file, value in toolkit.sources),
             )
     return None
 
@@ -282,13 +233,12 @@ def _gone(facts: CudaFacts) -> Problem | None:
     if not cuda:
         return None
     unfound = not facts.uses["nvcc"].nvcc
-    return _problem(
+    return problem(
         "toolkit.path-missing",
-        Level.WARN if unfound else Level.INFO,
-        f"PATH has directories that do not exist: {', '.join(cuda[:3])}",
+        level=Level.WARN if unfound else Level.INFO,
+        folders=", ".join(cuda[:3]),
         breaks="finding nvcc" if unfound else "",
         evidence=_set_in(facts, "PATH"),
-        fix="correct or remove it where PATH is set",
     )
 
 
@@ -297,15 +247,8 @@ def _dev_link(facts: CudaFacts) -> Problem | None:
     used = fixes.target_toolkit(facts)  # also where it must be chosen first: one run shall tell both steps
     if used is None or not used.runtime or used.dev_link or not used.nvcc:
         return None
-    return _problem(
-        "toolkit.cudart-devlink",
-        Level.FAIL,
-        f"{used.libraries} has no libcudart.so: linking an extension fails (cannot find -lcudart)",
-        cause="The pip wheels ship only the runtime library.",
-        evidence=(f"{used.libraries}/{used.runtime}",),
-        fix="create the symlink that a full toolkit has",
-        commands=(f"ln -s {used.runtime} {shlex.quote(used.libraries)}/libcudart.so",),
-    )
+    words = {"libraries": used.libraries, "runtime": used.runtime, "quoted": shlex.quote(used.libraries)}
+    return problem("toolkit.cudart-devlink", words, evidence=(f"{used.libraries}/{used.runtime}",))
 
 
 def who_uses(facts: CudaFacts) -> dict[str, str]:
@@ -329,55 +272,35 @@ def _with_torch(facts: CudaFacts) -> Problem | None:
         return None
     have = minor(used.version)
     if major(have) != major(wanted):
-        return _mismatch(facts, used, wanted)
-    return _for_deepspeed(facts, have, wanted) or Problem(
-        id="toolkit.torch-mismatch",
-        goals=BUILD,
-        level=Level.INFO,
-        title=f"nvcc is {have}, torch was built with {wanted}: same major version, torch only warns",
-    )
+        return _mismatch(facts, have, wanted)
+    return _for_deepspeed(facts, have, wanted) or problem("toolkit.torch-minor", nvcc=have, cuda=wanted)
 
 
-def _mismatch(facts: CudaFacts, used: Toolkit, wanted: str) -> Problem:
+def _mismatch(facts: CudaFacts, have: str, wanted: str) -> Problem:
     torch, use = facts.torch, facts.uses["torch"]
     assert torch is not None
     there = ", ".join(f"{toolkit.version} in {toolkit.root}" for toolkit in fixes.usable_toolkits(facts))
-    variable = use.rule if use.rule.startswith("CUDA_") else "PATH"
-    best = fixes.best_toolkit(facts)
-    name = f"cuda-toolkit-{wanted.replace('.', '-')}"
-    return Problem(
-        id="toolkit.torch-mismatch",
-        goals=BUILD,
-        level=Level.FAIL,
-        title=f"nvcc is {minor(used.version)}, but torch {torch.version} was built with CUDA {wanted}",
-        breaks='building CUDA extensions ("detected CUDA version mismatches"); running is fine',
+    other = f"install toolkit {wanted}{fixes.from_repository(facts)}, or a torch for CUDA {have}"
+    install = (*fixes.install_toolkit(facts, wanted), *fixes.install_torch(facts, prefer=have, strict=True))
+    return problem(
+        "toolkit.torch-mismatch",
+        nvcc=have,
+        torch=torch.version,
+        cuda=wanted,
         evidence=(
             f"torch and DeepSpeed -> {use.home} ({use.rule})",
             f"installed: {there or 'no other toolkit'}",
             f"{torch.source}: cuda = {torch.cuda}",
-            *_set_in(facts, variable),
+            *_set_in(facts, use.rule if use.rule.startswith("CUDA_") else "PATH"),
         ),
-        fix=f"use the toolkit in {best.root} ({best.version})"
-        if best
-        else f"install toolkit {wanted}{fixes.from_repository(facts)}, or a torch for CUDA {minor(used.version)}",
-        exports=fixes.choose_toolkit(facts, best) if best else (),
-        commands=()
-        if best
-        else (
-            *fixes.install_system(facts, apt=name, dnf=name, zypper=name),
-            *fixes.install_torch(facts, prefer=minor(used.version), strict=True),
-        ),
+        mend=_mend(facts) if fixes.best_toolkit(facts) else Mend(text=other, commands=install),
     )
 
 
-def _set_in(facts: CudaFacts, variable: str) -> tuple[str, ...]:
+def _set_in(facts: CudaFacts, variable: str) -> list[str]:
     """Report which start-up files set a variable."""
-    lines = [
-        f"{origin.variable} is set in {origin.file}:{origin.line}"
-        for origin in facts.building.origins
-        if origin.variable == variable
-    ]
-    return tuple(lines[:3])
+    origins = [origin for origin in facts.building.origins if origin.variable == variable]
+    return [f"{variable} is set in {origin.file}:{origin.line}" for origin in origins[:3]]
 
 
 def _for_deepspeed(facts: CudaFacts, have: str, wanted: str) -> Problem | None:
@@ -388,16 +311,9 @@ def _for_deepspeed(facts: CudaFacts, have: str, wanted: str) -> Problem | None:
     same = deepspeed.minor_ok.get(str(major(have)), ())
     if have in same and wanted in same:
         return None
-    return Problem(
-        id="deepspeed.cuda13" if major(have) >= 13 else "deepspeed.cuda-minor",
-        goals=BUILD,
-        level=Level.WARN,
-        title=f"DeepSpeed {deepspeed.version} rejects nvcc {have} with torch's CUDA {wanted}; torch accepts it",
-        cause="Its list of compatible minor versions does not include this pair.",
-        breaks="building DeepSpeed's ops (CUDAMismatchException); running is fine",
-        fix="skip its check; code of the same major version is compatible",
-        exports=(("DS_SKIP_CUDA_CHECK", "1"),),
-    )
+    row = "deepspeed.cuda13" if major(have) >= 13 else "deepspeed.cuda-minor"
+    mend = Mend(exports=(("DS_SKIP_CUDA_CHECK", "1"),))
+    return problem(row, version=deepspeed.version, nvcc=have, cuda=wanted, mend=mend)
 
 
 def _with_each_other(facts: CudaFacts) -> Problem | None:
@@ -407,28 +323,17 @@ def _with_each_other(facts: CudaFacts) -> Problem | None:
     versions = {name: toolkit.version for name, toolkit in found.items() if toolkit is not None and toolkit.version}
     if len({minor(number) for number in versions.values()}) > 1:
         best = fixes.best_toolkit(facts) or fixes.used_toolkit(facts)
-        return Problem(
-            id="toolkit.multiple",
-            goals=BUILD,
-            level=Level.WARN,
-            title="builds here use different toolkits: "
-            + ", ".join(f"{_SHOWN.get(name, name)} {number}" for name, number in versions.items()),
-            breaks="extensions built partly with one toolkit, partly with another",
-            evidence=tuple(f"{name} -> {home}" for name, home in users.items()),
-            fix="use the same toolkit for all",
-            exports=fixes.choose_toolkit(facts, best) if best else (),
+        return problem(
+            "toolkit.multiple",
+            versions=", ".join(f"{_SHOWN.get(name, name)} {number}" for name, number in versions.items()),
+            evidence=(f"{name} -> {home}" for name, home in users.items()),
+            mend=Mend(exports=fixes.choose_toolkit(facts, best) if best else ()),
         )
     whole = fixes.usable_toolkits(facts)
     contradiction = _variables_differ(facts)
     if contradiction is not None or len(whole) < 2:
         return contradiction
-    return Problem(
-        id="toolkit.multiple",
-        goals=BUILD,
-        level=Level.INFO,
-        title=f"{len(whole)} toolkits are installed; all builds use the same one of them: "
-        + ", ".join(toolkit.root for toolkit in whole),
-    )
+    return problem("toolkit.several", count=len(whole), roots=", ".join(toolkit.root for toolkit in whole))
 
 
 def _variables_differ(facts: CudaFacts) -> Problem | None:
@@ -438,12 +343,5 @@ def _variables_differ(facts: CudaFacts) -> Problem | None:
     named = [fixes.toolkit_at(facts, home), fixes.toolkit_at(facts, path)]
     if named[0] is not None and named[1] is not None and named[0].real == named[1].real:
         return None
-    return Problem(
-        id="toolkit.multiple",
-        goals=BUILD,
-        level=Level.WARN,
-        title=f"CUDA_HOME={home} and CUDA_PATH={path} name different toolkits",
-        cause="torch uses CUDA_HOME; other tools use CUDA_PATH.",
-        fix="set both to the same toolkit",
-        exports=(("CUDA_PATH", '"$CUDA_HOME"'),),
-    )
+    mend = Mend(exports=(("CUDA_PATH", '"$CUDA_HOME"'),))
+    return problem("toolkit.variables-differ", home=home, path=path, mend=mend)
