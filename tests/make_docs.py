@@ -489,7 +489,6 @@ _BUILT = {
     "logs.nccl-network": "NCCL's network differs between hosts",
     "logs.nccl-transport": "NCCL's transport differs between hosts",
     "floatcmp.op-coarse": "an error coarser than the rounding of the dtype",
-    "floatcmp.op-wrong": "an error that no rounding explains",
     "overflow.diverges": "where two runs first differ",
     "overflow.incomplete": "frames are missing or truncated",
     "overflow.near-limit": "numbers come close to the maximum of the dtype",
@@ -578,14 +577,15 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
 
 
 def _note_verdicts(found: dict[str, Entry]) -> None:
-    for row in _toml("verdicts.toml")["verdict"]:
-        id_ = row.get("id", f"logs.{row['name']}").replace("{name}", "…")
+    for row in _toml("verdicts.toml")["verdict"] + _toml("number_verdicts.toml")["verdict"]:
+        name = row["name"] if "." in row["name"] else f"logs.{row['name']}"
+        id_ = row.get("id", name).replace("{name}", "…")
         for command in ("gpu-test", "allreduce-bench") if "{command}" in id_ else ("",):
             entry = found[id_.replace("{command}", command)]
             # Of several process groups only the first one is the verdict.
-            entry.levels |= {row["level"], *(["info"] if "{group}" in row["title"] else [])}
+            entry.levels |= {row.get("level", "fail"), *(["info"] if "{group}" in row["title"] else [])}
             if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", row["title"])):
-                entry.sentences.append(_named(row["title"]))
+                entry.sentences.append(_named(row["title"]).replace("[{s}]", ""))
 
 
 def _note_tables(found: dict[str, Entry], code: Code) -> None:

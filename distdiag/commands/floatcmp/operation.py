@@ -6,15 +6,18 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.diagnosis.verdicts import finding
 from distdiag.errors import UsageError
 from distdiag.output import Wrapped
-from distdiag.report import Finding, Fix, Level, Report
+from distdiag.report import Level, Report
 from distdiag.training.floatcmp.result import Pair, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import RenderableType
+
+    from distdiag.report import Finding
 
 SUMS = ("matmul", "conv2d", "sum", "cumsum", "index_add")
 OPERATIONS = (*SUMS, "exp", "log", "sin", "tanh", "pow", "rsqrt", "sigmoid")
@@ -30,14 +33,6 @@ _MEANING = {
     BFLOAT16: "as coarse as products of bfloat16",
     SHORT_SUM: "as coarse as a sum in 16 bits",
     BEYOND: "more than rounding explains",
-}
-_FIX = {
-    TF32: "something turned TF32 on: unset NVIDIA_TF32_OVERRIDE and TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    BFLOAT16: "something rounds float32 to bfloat16: unset ONEDNN_DEFAULT_FPMATH_MODE",
-    SHORT_SUM: "keep sums in float32: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False "
-    "(allow_fp16_...)",
-    BEYOND: "run it on another GPU or machine: a GPU that computes wrong needs replacing, "
-    "a library that does needs another version",
 }
 
 
@@ -103,8 +98,8 @@ def parse_side(text: str, operation: str) -> Side:
 
 def diagnose_operation(found: OpComparison, program: str) -> Report[OpComparison]:
     """Judge each side by the error that its dtype explains; pure."""
-    findings = tuple(finding for side in found.measured for finding in _findings(found.operation, side, program))
-    worst = next((finding for finding in findings if finding.level in (Level.FAIL, Level.WARN)), None)
+    findings = tuple(one for side in found.measured for one in _findings(found.operation, side, program))
+    worst = next((one for one in findings if one.level in (Level.FAIL, Level.WARN)), None)
     return Report(command="floatcmp", data=found, findings=findings, summary=worst.title if worst else _summary(found))
 
 
@@ -117,35 +112,15 @@ def _summary(found: OpComparison) -> str:
 
 
 def _findings(operation: str, found: Measured, program: str) -> Iterator[Finding]:
-    side = found.side
+    side, where = found.side, ", ".join(map(str, found.worst_index))
+    words = {"side": side.typed, "operation": operation, "dtype": side.dtype, "program": program}
     if found.not_finite:
-        fix = Fix(text="use a dtype of more range, or smaller inputs")
-        title = f"{side.typed}: {found.not_finite:,} numbers of {operation} are inf or NaN"
-        yield Finding(id="floatcmp.op-not-finite", level=Level.FAIL, title=title, fix=fix)
-    elif found.kind == BEYOND:
-        yield _inaccurate("op-wrong", Level.FAIL, operation, found, (f"{program} gpu-test",))
+        yield finding("floatcmp.op-not-finite", words, count=f"{found.not_finite:,}")
     elif not found.is_as_asked:
-        yield _inaccurate("op-coarse", Level.WARN, operation, found, ())
+        evidence = f"worst at [{where}]: {found.of_limit:.3g} x what {side.dtype} explains"
+        yield finding(found.kind, words, evidence=(evidence,))
     if not found.reproducible:
-        again = "compare with deterministic, which calls torch.use_deterministic_algorithms(True)"
-        fault = "report it to PyTorch: deterministic algorithms were asked for"
-        yield Finding(
-            id="floatcmp.op-not-reproducible",
-            level=Level.FAIL if side.deterministic else Level.INFO,
-            title=f"{side.typed}: three runs of {operation} do not give the same bits",
-            fix=Fix(text=fault if side.deterministic else again),
-        )
-
-
-def _inaccurate(name: str, level: Level, operation: str, found: Measured, of_gpu: tuple[str, ...]) -> Finding:
-    where, side = ", ".join(map(str, found.worst_index)), found.side
-    return Finding(
-        id=f"floatcmp.{name}",
-        level=level,
-        title=f"{side.typed}: {operation} in {side.dtype}: error {_MEANING[found.kind]}",
-        evidence=(f"worst at [{where}]: {found.of_limit:.3g} x what {side.dtype} explains",),
-        fix=Fix(text=_FIX[found.kind], commands=of_gpu if side.device != "cpu" else ()),
-    )
+        yield finding("not-deterministic" if side.deterministic else "floatcmp.op-not-reproducible", words)
 
 
 def operation_view(report: Report[OpComparison]) -> Iterator[RenderableType]:

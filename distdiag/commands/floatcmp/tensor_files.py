@@ -49,9 +49,9 @@ def read(path: str) -> dict[str, object]:
         Unreadable: with the reason.
     """
     try:
-        if os.path.isdir(path):
-            return _read_folder(path)
-        return leaves(_read_index(path) if path.endswith(_INDEX) else _read_file(path))
+        if os.path.exists(os.path.join(path, _METADATA)):
+            return _read_distributed(path)
+        return leaves(_read_parts(path) if os.path.isdir(path) or path.endswith(_INDEX) else _read_file(path))
     except (OSError, ValueError) as error:  # a name that cannot be a file's is a ValueError, as are those of leaves
         where, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or str(error)
         raise Unreadable(where, why, "give a readable file of tensors") from error
@@ -104,27 +104,36 @@ def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
-def _read_folder(path: str) -> dict[str, object]:
-    names = sorted(os.listdir(path))
-    if _METADATA in names:
-        return _read_distributed(path)
-    indices = [name for name in names if name.endswith(f".safetensors{_INDEX}")]
-    if len(indices) == 1:
-        return leaves(_read_index(os.path.join(path, indices[0])))
-    files = [name for name in names if name.endswith(".safetensors")]
-    if files and not indices:
-        return leaves(_merge(path, files))
-    what = "several indices" if indices else f"no .safetensors file and no {_METADATA} of torch.distributed.checkpoint"
-    raise Unreadable(path, f"a directory with {what}", "give the file or the index to compare")
-
-
 class _Index(msgspec.Struct):
     """The list of a checkpoint's tensors in the format of transformers: the file of each name."""
 
     weight_map: dict[str, str]
 
 
-def _read_index(path: str) -> dict[str, object]:
+def _read_parts(path: str) -> dict[str, object]:
+    """Read safetensors of several files: those of an index, or of a directory."""
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    names = sorted(os.listdir(folder or "."))
+    indices = [name for name in names if name.endswith(f".safetensors{_INDEX}")] if folder == path else [path]
+    places = _read_index(os.path.join(folder, os.path.basename(indices[0]))) if len(indices) == 1 else {}
+    files = sorted(set(places.values())) or [name for name in names if name.endswith(".safetensors")]
+    if len(indices) > 1 or not files:
+        no_file = f"no .safetensors file and no {_METADATA} of torch.distributed.checkpoint"
+        why = f"a directory with {'several indices' if indices else no_file}"
+        raise Unreadable(path, why, "give the file or the index to compare")
+    found: dict[str, object] = {}
+    for name in files:
+        part = _read_file(os.path.join(folder, name))
+        if not isinstance(part, dict) or part.keys() & found.keys():
+            raise Unreadable(path, f"the tensors of {name} are unnamed, or in another file too", "give one file")
+        found.update(part)
+    missing = [name for name in places if name not in found]
+    if missing:
+        raise Unreadable(path, f"{missing[0]} is missing from {places[missing[0]]}", _WHOLE)
+    return {name: found[name] for name in places or found}
+
+
+def _read_index(path: str) -> dict[str, str]:
     with open(path, "rb") as file:
         text = file.read(_MOST_INDEX_BYTES)
     try:
@@ -133,25 +142,7 @@ def _read_index(path: str) -> dict[str, object]:
         raise Unreadable(path, f"not an index of tensor files ({error})", _WHOLE) from error
     if any(os.path.basename(file) != file for file in files.values()):
         raise Unreadable(path, "not an index of tensor files: it lists files outside of its directory", _WHOLE)
-    found = _merge(os.path.dirname(path), sorted(set(files.values())))
-    missing = [name for name in files if name not in found]
-    if missing:
-        raise Unreadable(path, f"{missing[0]} is missing from {files[missing[0]]}", _WHOLE)
-    return {name: found[name] for name in files}
-
-
-def _merge(folder: str, files: list[str]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name in files:
-        path = os.path.join(folder, name)
-        part = _read_file(path)
-        if not isinstance(part, dict):
-            raise Unreadable(path, "its tensors are unnamed", _WHOLE)
-        twice = [key for key in part if key in found]
-        if twice:
-            raise Unreadable(path, f"{twice[0]} is also in another file of the checkpoint", "give one file")
-        found.update(part)
-    return found
+    return files
 
 
 def _read_distributed(path: str) -> dict[str, object]:

@@ -26,9 +26,8 @@ from distdiag.training.floatcmp.ulp import (
     pieces,
     precision,
     round_to,
-    ulp_at,
     ulp_distance,
-    usual_size,
+    usual_ulp,
 )
 
 if TYPE_CHECKING:
@@ -48,18 +47,15 @@ def floatcmp(
 ) -> Comparison:
     """Compare tensors that should be equal: from two devices, two dtypes or two runs.
 
-    Differences are counted in ulp: adjacent values of a dtype are 1 ulp apart, also across zero. 0.0 and -0.0 are
-    0 ulp apart. nan and nan count as equal, and are counted separately; nan or an infinity against anything else is
-    counted separately and is never part of a maximum. Integers and booleans are compared exactly. Tensors of two dtypes
-    are compared in the coarser dtype, to which the other is rounded; they are never reported as identical.
+    Differences are counted in ulp: adjacent values of a dtype are 1 ulp apart, also across zero; 0.0 and -0.0 are 0 ulp
+    apart. nan against nan is equal; nan or an infinity against anything else is counted apart and in no maximum.
+    Integers and booleans are compared exactly. Of two dtypes the finer is rounded to the coarser; they are never
+    reported as identical.
 
     A sum of numbers near 1 that yields 1e-6 by cancellation is accurate to about 1e-7 only. So in a tensor with values
-    of both signs, small values are measured in their own ulp or in the ulp of the tensor's geometric mean, whichever
-    makes the difference smaller (`max_scaled_ulp`); `max_ulp` always uses their own. Values of one sign only (Adam's
-    squares, probabilities), and values that are 0 on one side only in many places, always use their own. See
-    result.limits for what counts as rounding.
-
-    The comparison runs on one thread of the CPU in chunks of 65536 values.
+    of both signs, `max_scaled_ulp` measures small values in their own ulp or in that of the tensor's geometric mean,
+    whichever makes the difference smaller, unless many are 0 on one side only; `max_ulp` always uses their own. See
+    result.limits for what counts as rounding. It runs on one thread of the CPU in chunks of 65536 values.
 
     Args:
         a: a tensor of any shape, device and strides, an array, a number, or nested dicts and lists of them.
@@ -144,7 +140,7 @@ def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | Non
             notes.append(f"{NO_REFERENCE}: {why}")
     if a.dtype != b.dtype:
         notes.append(f"{dtype_name(a.dtype)} against {dtype_name(b.dtype)}: compared in {dtype_name(unit)}")
-    tally = Tally(unit, keep=worst, scale=lambda: _usual_ulp(a, b, unit))
+    tally = Tally(unit, keep=worst, scale=lambda: usual_ulp((a, b), unit))
     nearness = _count((a, b), truth, tally, unit) if same_shape else None
     if tally.flushed is not None:
         count, side = max(zip(tally.flushed, "ab", strict=True))
@@ -173,11 +169,6 @@ def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | Non
         nearness=nearness,
         notes=tuple(notes),
     )
-
-
-def _usual_ulp(a: torch.Tensor, b: torch.Tensor, unit: torch.dtype) -> float:
-    size = min(usual_size(a), usual_size(b))
-    return float(ulp_at(torch.tensor(size, dtype=torch.float64), unit)) if size else 0.0
 
 
 def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -291,22 +282,20 @@ def as_tensor(value: object) -> torch.Tensor | None:
         return value
     if value is None or isinstance(value, (str, bytes, torch.dtype, torch.device, torch.layout)):
         return None
-    if isinstance(value, (bool, int, float, complex, list, tuple)):
-        items = value if isinstance(value, (list, tuple)) else [value]
-        dtype = torch.complex128 if isinstance(value, complex) else None
-        try:
-            return torch.tensor(value, dtype=torch.float64 if any(isinstance(item, float) for item in items) else dtype)
-        except (OverflowError, RuntimeError, ValueError, TypeError):
+    is_array = hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__")
+    if not is_array and not isinstance(value, (bool, int, float, complex, list, tuple)):
+        hint = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
+        raise NotComparable(f"{type(value).__name__}{hint}")
+    import numpy
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a read-only array is only read
+            return torch.as_tensor(value if is_array else numpy.asarray(value))
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:  # text, dates, objects, float128
+        if not is_array:
             return None
-    if hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__"):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a read-only array is only read
-                return torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError, BufferError) as error:  # text, dates, objects, float128
-            raise NotComparable(f"{type(value).__name__}: {str(error).splitlines()[0][:120]}") from error
-    hint = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
-    raise NotComparable(f"{type(value).__name__}{hint}")
+        raise NotComparable(f"{type(value).__name__}: {str(error).splitlines()[0][:120]}") from error
 
 
 def _as_reals(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:

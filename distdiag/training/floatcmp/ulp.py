@@ -107,7 +107,13 @@ def pieces(tensors: tuple[torch.Tensor, ...], at: int = 0) -> Iterator[tuple[int
         yield from pieces(tuple(tensor[start : start + step].squeeze(0) for tensor in tensors), at + start * row)
 
 
-def usual_size(tensor: torch.Tensor) -> float:
+def usual_ulp(tensors: Sides, unit: torch.dtype) -> float:
+    """Return the ulp at the smaller of the usual sizes of two tensors; 0.0 if one has none."""
+    size = min(map(_usual_size, tensors))
+    return float(ulp_at(torch.tensor(size, dtype=torch.float64), unit)) if size else 0.0
+
+
+def _usual_size(tensor: torch.Tensor) -> float:
     """Return the geometric mean of the finite nonzero numbers, which a single large number hardly moves.
 
     0.0 if there are none, or if 95 % have one sign: results in which terms cancel have both signs.
