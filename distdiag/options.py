@@ -66,6 +66,9 @@ StrictOpt = Annotated[bool, typer.Option("--strict", help="Treat warnings as fai
 SaveOpt = Annotated[
     str, typer.Option("--save", metavar="DIR", help="Save the facts of this run to DIR, one file per host.")
 ]
+HtmlOpt = Annotated[
+    str, typer.Option("--html", metavar="FILE", help="Write the report as one page for a browser; it needs no network.")
+]
 FromOpt = Annotated[
     list[str] | None,
     typer.Option(

@@ -313,6 +313,9 @@ class Wrapped:
             yield from Whole(wrapped, style=self._style).__rich_console__(console, options)
 
 
+_BAR = 20  # columns
+
+
 class Progress:
     """What is going on, on stderr: one changing line on a terminal, a line for each piece of news in a pipe."""
 
@@ -335,10 +338,12 @@ class Progress:
         else:
             say(f"distdiag: {text}")
 
-    def now(self, text: str) -> None:
-        """Show what is being waited for; only on a terminal."""
+    def now(self, text: str, share: float | None = None) -> None:
+        """Show what is being waited for, with a bar where it is known which share is done; only on a terminal."""
         if self._status is not None:
-            self._status.update(harmless(text, None))
+            full = round(_BAR * (share or 0.0))
+            bar = "" if share is None else "\u2501" * full + "\u2500" * (_BAR - full) + " "
+            self._status.update(bar + harmless(text, None))
 
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
@@ -393,6 +398,11 @@ def as_page(
     return _render(report, view, whole=findings_in_view, file_width=100)
 
 
+def _is_colour_forced() -> bool:
+    """Return whether colours are wanted in a pipe too: https://force-color.org, https://bixense.com/clicolors."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
+
+
 def _render(
     report: Report[Data],
     view: Callable[[Report[Data]], Iterable[RenderableType]],
@@ -408,7 +418,7 @@ def _render(
     on_terminal = sys.stdout is not None and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
     console = Console(
         file=page,
-        force_terminal=on_terminal and file_width is None,
+        force_terminal=(on_terminal or _is_colour_forced()) and file_width is None,
         width=file_width,
         markup=False,
         highlight=False,

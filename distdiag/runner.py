@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import typer
 
+from distdiag import pages
 from distdiag.agent.protocol import Collect
 from distdiag.cluster import start_fleet
 from distdiag.cluster.pod_findings import with_pods
@@ -48,6 +49,7 @@ Facts = TypeVar("Facts")
 Data = TypeVar("Data")
 UNFINISHED = "not finished when interrupted"
 _WAITED_FOR = 4
+_NOTABLE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class Subcommand(Generic[Asked, Facts, Data]):
     findings_in_view: bool = False
     saved_as: str = ""
     """What its saved facts are called, where that is not its name."""
+    page: Callable[[Mapping[str, Any]], dict[str, Any]] = pages.whole
+    """What its page for a browser shows of the data of its report."""
     by_every_rank: bool = False
     """Started several times by a launcher, each of them does it; else rank 0 alone."""
 
@@ -86,6 +90,8 @@ class Options:
     explain: bool = False
     brief: bool = False
     """Print one line."""
+    html: str = ""
+    """The file to write a page for a browser to."""
 
 
 def run(
@@ -108,13 +114,18 @@ def run(
 
     def report() -> Report[Data]:
         unsaved: list[DistdiagError] = []
-        request, gathered = facts_of(subcommand, make_request(), options, unsaved)
+        asked = make_request()
+        if options.html:
+            pages.check_place(options.html)
+        request, gathered = facts_of(subcommand, asked, options, unsaved)
         judged.append((request, gathered))
         with _of_files(options):
             made = subcommand.diagnose(request, gathered)
             if gathered.pods or gathered.pods_error:
                 made = with_pods(made, gathered.pods, gathered.pods_error)
         made = finish(made)
+        if options.html:
+            pages.write_page(made, options.html, subcommand.page, strict=options.strict)
         return not_saved(made, unsaved[0]) if unsaved else made
 
     def view(made: Report[Data]) -> Iterable[RenderableType]:
@@ -236,6 +247,11 @@ class Asks:
 
     by_host: Mapping[str, Mapping[str, Any]]
     timeout_s: float
+    doing: str = ""
+    """The progress line, where it depends on what is asked."""
+    steps: int = 0
+    """How many equal steps the nodes take, one each `step_s`; 0 if that is not known."""
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +335,9 @@ def reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
     """Connect to the hosts, and show the progress."""
     if targets.launcher is not None:
         progress.news(f"connecting to {describe(targets)}")
-    fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts connected"))
+        fleet.gather(lambda now: progress.now(f"connecting, {len(now.up)} of {_count(len(now.hosts), 'host')}"))
+    else:
+        fleet.gather(lambda _: None)
 
 
 def named(nodes: Iterable[Node], *, local: bool) -> dict[str, Node]:
@@ -345,11 +363,12 @@ class _Talk(Generic[First, Part, Facts]):
         self._parts: dict[str, list[Part]] = {}
         self._missing: dict[str, str] = {}
         self._asked_at: dict[str, float] = {}
+        self._plan = Asks(by_host={}, timeout_s=0.0)
 
     def go(self) -> None:
         machines = self._fleet.machines(local=self._local)  # raises if this machine alone cannot be used
         self.nodes = named(self._fleet.up if self._question.each_name else machines, local=self._local)
-        plan = self._question.plan({host: node.told for host, node in self.nodes.items()}, self._local)
+        self._plan = plan = self._question.plan({host: node.told for host, node in self.nodes.items()}, self._local)
         asked = {host: self.nodes[host] for host in plan.by_host}
         self._question.before(asked)
         self._parts = {}
@@ -357,8 +376,8 @@ class _Talk(Generic[First, Part, Facts]):
             self._asked_at[host] = time.time()
             node.order(Collect(ask=plan.by_host[host]))
             self._missing[host] = UNFINISHED
-        if asked and self._question.doing:
-            self._progress.news(self._question.doing + ("" if self._local else f" on {_count(len(asked), 'host')}"))
+        if asked and self._doing:
+            self._progress.news(self._doing)
         hosts = {node.name: host for host, node in asked.items()}
         for node, part, why in self._fleet.more_from(asked.values(), self._question.part, plan.timeout_s, self._tell):
             if part is not None:
@@ -376,8 +395,24 @@ class _Talk(Generic[First, Part, Facts]):
         )
         return Gathered(facts=[facts for facts in each if facts is not None], missing=missing)
 
+    @property
+    def _doing(self) -> str:
+        doing = self._plan.doing or self._question.doing
+        return doing if self._local or not doing else f"{doing} on {_count(len(self._plan.by_host), 'host')}"
+
     def _tell(self, names: Sequence[str]) -> None:
-        self._progress.now(f"{len(self._parts)} hosts answered; waiting for {', '.join(names[:_WAITED_FOR])}")
+        """Show how far the nodes are: by steps, by hosts that are done, or by the time."""
+        total, elapsed_s = len(self._plan.by_host), time.time() - min(self._asked_at.values())
+        steps, done = self._plan.steps, total - len(names)
+        if total > 1 and done:
+            more = " ..." if len(names) > _WAITED_FOR else ""
+            waiting = f", waiting for {', '.join(names[:_WAITED_FOR])}{more}" if names else ""
+            self._progress.now(f"{self._doing}, {done} of {total} done{waiting}", done / total)
+        elif steps > 1 and elapsed_s < steps * self._plan.step_s:
+            step = 1 + int(elapsed_s / self._plan.step_s)
+            self._progress.now(f"{self._doing}, {step} of {steps}", step / steps)
+        elif elapsed_s >= _NOTABLE_S:
+            self._progress.now(f"{self._doing}, {elapsed_s:.0f} s")
 
 
 def _count(number: int, what: str) -> str:

@@ -73,20 +73,30 @@ def gather(
     *,
     doing: str,
 ) -> Gathered[NodePicture]:
-    """Find the processes on all hosts, `choose` those to read, and read them. Raises what `choose` raises."""
+    """Find the processes on all hosts, `choose` those to read, and read them. Raises what `choose` raises.
+
+    Args:
+        doing: the progress line; {processes} in it is their number.
+    """
     kept: dict[str, Processes] = {}
 
     def plan(hosts: Mapping[str, Processes], _: object) -> Asks:
         kept.update(choose(hosts))
         asks = {host: ask(wish, processes) for host, processes in kept.items()}
         by_host = {host: own for host, own in asks.items() if own is not None}
-        return Asks(by_host=by_host, timeout_s=wish.timeout_s + _SPARE_S)
+        count = sum(len(own["pids"]) for own in by_host.values())
+        return Asks(
+            by_host=by_host,
+            timeout_s=wish.timeout_s + _SPARE_S,
+            doing=doing.replace("{processes}", f"{count} process{'' if count == 1 else 'es'}"),
+            steps=wish.sampling.samples,
+            step_s=wish.sampling.interval_s,
+        )
 
     question = Question[Processes, Part, NodePicture](
         part=Part,
         plan=plan,
         join=lambda host, first, parts, why: merge(host, kept.get(host, first), parts, why),
-        doing=doing,
         before=_bring,
     )
     return runner.gather(cluster, finder, question, progress)

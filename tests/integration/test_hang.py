@@ -261,7 +261,7 @@ def test_the_page_holds_the_report(tmp_path: Path) -> None:
     with hung("sleeps") as job:
         wait_hung(job)
         ask(job, "--html", str(page))
-    data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+    data = json.loads(page.read_text().partition('type="application/json">')[2].partition("</script>")[0])
     assert data["class_name"] == "not-in-collective"
     assert len(data["rows"]) == 3
     assert data["edges"] == [{"from": "ranks 0-1", "to": "rank 2", "doing": "communication wait"}]

@@ -217,13 +217,14 @@ def judge_stacks(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rend
 
 def judge_hang(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.hang.diagnose import diagnose
-    from distdiag.commands.hang.html_report import make_page
+    from distdiag.commands.hang.page import content
     from distdiag.commands.hang.types import Request
     from distdiag.commands.hang.view import hang_view
+    from distdiag.pages import make_page
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
     report = diagnose(request, pictures_of(told))
-    assert make_page(output.document(report)).isascii()
+    assert make_page(output.document(report), content).isascii()
     return report, lambda report: hang_view(report, request)
 
 

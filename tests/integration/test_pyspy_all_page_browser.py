@@ -15,7 +15,8 @@ from selenium.webdriver.common.keys import Keys
 from support import need, wait_until
 from unit.test_pyspy_all_page import HOSTILE, hostile_job, hung_job, large_job, process, report, stack
 
-from distdiag.commands.pyspy_all.html_report import make_page
+from distdiag.commands.pyspy_all.page import content
+from distdiag.pages import make_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ class Page:
 
     def open(self, document: dict[str, Any]) -> None:
         file = self.folder / "page.html"
-        file.write_text(make_page(document), encoding="ascii")
+        file.write_text(make_page(document, content), encoding="ascii")
         self.browser.get(file.as_uri())
 
     def all(self, selector: str) -> list[WebElement]:
@@ -124,8 +125,8 @@ def page(browser: webdriver.Chrome, tmp_path: Path) -> Iterator[Page]:
 def test_the_verdict_comes_first_then_the_finding_the_outlier_the_tree_and_the_processes(page: Page) -> None:
     page.open(hung_job())
     lines = page.lines()
-    assert lines[:2] == ["distdiag pyspy-all: FAIL", "rank 2 is not where the others are"]
-    wanted = ("FAIL hang.data-loading", "STUCK rank 2, host node0", "train, torchrun, 8 of 8 ranks", "Processes")
+    assert lines[:2] == ["distdiag pyspy-all", "FAIL rank 2 is not where the others are"]
+    wanted = ("FAIL one rank is elsewhere", "STUCK rank 2, host node0", "train, torchrun, 8 of 8 ranks", "Processes")
     found = [next(at for at, line in enumerate(lines) if line.startswith(start)) for start in wanted]
     assert found == sorted(found)
 
@@ -329,7 +330,7 @@ def test_dark_and_light_have_enough_contrast(page: Page) -> None:
         page.browser.execute_cdp_cmd(
             "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         )
-        for selector in ("#summary", "#facts", "#verdict .fail", "#tree .outlier", "#tree .library", "button"):
+        for selector in ("h1", "header .quiet", ".info, .warn, .quiet", "#tree .outlier", "#tree .library", "button"):
             ink = page.browser.find_element(By.CSS_SELECTOR, selector).value_of_css_property("color")
             paper = page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
             assert contrast(ink, paper) >= 4.5, (scheme, selector)

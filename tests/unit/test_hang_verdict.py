@@ -14,7 +14,7 @@ from pyspy_facts import loads, process, twice, waits
 from trace_facts import at_futex, connection, sleeps, thread
 
 from distdiag.commands.hang.diagnose import diagnose
-from distdiag.commands.hang.html_report import make_page
+from distdiag.commands.hang.page import content
 from distdiag.commands.hang.types import Wanted
 from distdiag.diagnosis.stuck.types import Source, Stand, StuckKind
 from distdiag.facts import job_output, kernel_signs
@@ -36,6 +36,7 @@ from distdiag.jobs.types import NodePicture
 from distdiag.knowledge.activities import activity_of
 from distdiag.knowledge.known_lines import for_kernels
 from distdiag.output import document
+from distdiag.pages import make_page
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
@@ -365,7 +366,7 @@ def job_of(ranks: int, hosts: int, stuck: int) -> list[NodePicture]:
 def test_one_stuck_rank_of_1024_is_found() -> None:
     report = judge(*job_of(1024, 128, 777))
     assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (777,))
-    page = make_page(document(report, strict=False))
+    page = make_page(document(report, strict=False), content)
     assert len(page) < 400_000
 
 
@@ -373,7 +374,7 @@ def test_names_in_the_page_are_text() -> None:
     hostile = "</script><script>alert(1)</script>"
     frames = facts.frames((hostile, "/home/me/train.py", 1))
     report = judge(node(waiting(), waiting(), twice(frames, still=ASLEEP)))
-    assert hostile not in make_page(document(report, strict=False))
+    assert hostile not in make_page(document(report, strict=False), content)
 
 
 def meeting(rank: int, port: int, *, at: str = "127.0.0.1", listens: bool = False, size: int = 2) -> NodePicture:

@@ -22,7 +22,7 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     PrintCommandOpt,
 )
 from distdiag.launch.types import Backend, Device
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
+from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
 
 COMMAND = "allreduce-bench"
 
@@ -141,6 +141,7 @@ def allreduce_bench(
             "kill:0@3.",
         ),
     ] = None,
+    html: HtmlOpt = "",
     print_command: PrintCommandOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
@@ -199,6 +200,6 @@ def allreduce_bench(
     runner.run(
         bench.subcommand(print_command, draw=plot == "-"),
         request,
-        runner.Options(as_json, strict, save, from_, explain),
+        runner.Options(as_json, strict, save, from_, explain, html=html),
         lambda report: bench.draw(report, request(), plot),
     )

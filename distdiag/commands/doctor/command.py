@@ -8,7 +8,7 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
     from distdiag.commands.doctor.types import Doctor, Request
@@ -43,6 +43,7 @@ def doctor(
     ] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
+    html: HtmlOpt = "",
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -97,7 +98,7 @@ def doctor(
             write_whole(prom, metrics(report, time.time()), 0o644)  # node_exporter is another user
         return report
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, brief=brief)
+    options = runner.Options(as_json, strict, save, from_, cluster.explain, brief=brief, html=html)
     runner.run(SUBCOMMAND, request, options, finish)
 
 

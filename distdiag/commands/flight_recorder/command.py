@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.diagnosis.flight_recorder.types import COMMAND, Request
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from distdiag.diagnosis.flight_recorder.types import FlightRecorder
-    from distdiag.report import Report
+from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
 @on_hosts
@@ -35,7 +31,7 @@ def flight_recorder(
             min=0, max=2**20, metavar="N", help="Number of ranks. [default: from the dumps]", show_default=False
         ),
     ] = 0,
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write an HTML page.")] = "",
+    html: HtmlOpt = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
@@ -74,10 +70,6 @@ def flight_recorder(
             )
         if not (from_ or trigger):
             check_paths(cluster, paths or (), hint="how to get dumps: distdiag flight-recorder --how")
-        if html:
-            from distdiag.commands.flight_recorder.html_report import check_place
-
-            check_place(html)
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -88,11 +80,5 @@ def flight_recorder(
             verbose=verbose,
         )
 
-    def finish(report: Report[FlightRecorder]) -> Report[FlightRecorder]:
-        if html:
-            from distdiag.commands.flight_recorder.html_report import write_page
-
-            write_page(report, html)
-        return report
-
-    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
+    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    runner.run(SUBCOMMAND, request, options)

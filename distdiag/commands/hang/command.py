@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.hang.types import Request, Wanted
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from distdiag.commands.hang.types import Hang
-    from distdiag.report import Report
+from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
 @on_hosts
@@ -54,7 +50,7 @@ def hang(
     ] = 60.0,
     save: SaveOpt = "",
     from_: FromOpt = None,
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write an offline page with a square for every rank.")] = "",
+    html: HtmlOpt = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
@@ -76,12 +72,9 @@ def hang(
       distdiag hang --watch --save facts               # when it hangs, tonight
     """
     from distdiag import runner
-    from distdiag.commands.hang import html_report
     from distdiag.commands.hang.subcommand import SUBCOMMAND
 
     def request() -> Request:
-        if html:
-            html_report.check_place(html)
         if watch and from_:
             raise UsageError("--watch looks at a running job", hint="leave out --from")
         return Request(
@@ -95,13 +88,9 @@ def hang(
             verbose=verbose,
         )
 
-    def finish(report: Report[Hang]) -> Report[Hang]:
-        if html:
-            html_report.write_page(report, html, strict=strict)
-        return report
-
     if watch and not cluster.explain:
         from distdiag.commands.hang.watch import wait_until_hung
 
         wait_until_hung(request, every, as_json=as_json)
-    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
+    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    runner.run(SUBCOMMAND, request, options)

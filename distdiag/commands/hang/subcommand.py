@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.commands.hang.diagnose import diagnose
+from distdiag.commands.hang.page import content
 from distdiag.commands.hang.types import COMMAND, Request
 from distdiag.commands.hang.view import hang_view
 from distdiag.diagnosis.stuck.types import Source
@@ -67,5 +68,6 @@ SUBCOMMAND = Subcommand(
     diagnose=diagnose,
     view=lambda request, _, report: hang_view(report, request),
     explain=lambda request: runner.explain(request.cluster, _agent(request)),
+    page=content,
     shown_as_typed=("wanted", "verbose"),
 )

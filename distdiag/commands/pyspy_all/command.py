@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.pyspy_all.types import Request, Threads
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from distdiag.commands.pyspy_all.types import PySpyAll
-    from distdiag.report import Report
+from distdiag.options import HtmlOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 _GROUP = re.compile(r"\s*([A-Za-z][\w-]*)\s*=\s*([0-9,\-/ ]+)\s*")
 _MAX_RANK = 10_000_000
@@ -60,7 +56,7 @@ def pyspy_all(
             help="Analyze facts that --save wrote, or text or JSON of py-spy dump; repeatable.",
         ),
     ] = None,
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write the report as an HTML page.")] = "",
+    html: HtmlOpt = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show library frames and every process.")] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
@@ -81,12 +77,9 @@ def pyspy_all(
       distdiag pyspy-all --from run1 --tree          # analyze the saved stacks
     """
     from distdiag import runner
-    from distdiag.commands.pyspy_all import html_report
     from distdiag.commands.pyspy_all.subcommand import SUBCOMMAND
 
     def request() -> Request:
-        if html:
-            html_report.check_place(html)
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -104,12 +97,8 @@ def pyspy_all(
             timeout_s=timeout,
         )
 
-    def finish(report: Report[PySpyAll]) -> Report[PySpyAll]:
-        if html:
-            html_report.write_page(report, html, strict=strict)
-        return report
-
-    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
+    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    runner.run(SUBCOMMAND, request, options)
 
 
 def parse_groups(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from distdiag import runner
 from distdiag.commands.pyspy_all import dumps
 from distdiag.commands.pyspy_all.diagnose import diagnose
+from distdiag.commands.pyspy_all.page import content
 from distdiag.commands.pyspy_all.types import COMMAND, Request, Threads
 from distdiag.commands.pyspy_all.view import pyspy_all_view
 from distdiag.diagnosis.stuck.types import OF_PROCESSES
@@ -54,7 +55,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
         wish,
         lambda hosts: _choose(request, hosts),
         progress,
-        doing="sampling the processes",
+        doing="sampling {processes}",
     )
 
 
@@ -98,6 +99,7 @@ SUBCOMMAND = Subcommand(
     diagnose=diagnose,
     view=lambda request, _, report: pyspy_all_view(report, request),
     explain=lambda request: runner.explain(request.cluster, _agent(request)),
+    page=content,
     shown_as_typed=("job", "threads", "helpers", "tree", "groups", "verbose"),
     foreign=Foreign(dumps.of_file, dumps.as_nodes, lambda request: replace(request, samples=1, interval_s=0.0)),
 )

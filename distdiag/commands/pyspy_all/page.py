@@ -1,81 +1,24 @@
-"""pyspy-all as one HTML page that needs no network: frames and stacks that processes share are embedded once."""
+"""What the page of pyspy-all shows: frames and stacks that processes share are embedded once."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import os
-import re
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.errors import UsageError
-from distdiag.files import write_whole
-from distdiag.output import document
+from distdiag.pages import Pool, folded_where
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
-
-    from distdiag.commands.pyspy_all.types import PySpyAll
-    from distdiag.report import Report
+    from collections.abc import Iterable, Mapping
 
 _FIELDS = ("host", "job", "role", "state", "class", "status", "reason")
 _AS_IS = ("pid", "rank", "local_rank", "moving", "cpu_s", "helpers")
-# The JSON is inside a script element: these characters could end it, or start a comment that swallows the page.
-_ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&"})
-
-
-def check_place(path: str) -> None:
-    """Check that a file can be written before any sample is taken. Raises UsageError."""
-    folder = os.path.dirname(os.path.realpath(path))
-    if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
-        raise UsageError(f"--html {path}: cannot write this file", hint="choose a writable path")
-
-
-def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:
-    """Write the report as one page for a browser. Raises DistdiagError."""
-    write_whole(path, make_page(document(report, strict=strict)).encode())
-
-
-def make_page(content: Mapping[str, Any]) -> str:
-    """Format a report, the same document that --json prints, into one HTML page, in ASCII.
-
-    Names and reasons in it are untrusted. They reach the page as JSON and are shown as text; if that ever failed, the
-    page's policy runs only the script and the style of the template, known by their hashes, and allows no request.
-    """
-    page = files("distdiag.commands.pyspy_all").joinpath("html_report.html").read_text("ascii")
-    for element in ("style", "script"):
-        page = page.replace(f"@{element}-hash@", _hash_inside(page, element))
-    text = json.dumps(_content(content), separators=(",", ":"), allow_nan=False)
-    return page.replace("@data@", text.translate(_ESCAPES), 1)
-
-
-def _hash_inside(page: str, element: str) -> str:
-    inside = re.search(f"<{element}>(.*?)</{element}>", page, re.DOTALL)
-    assert inside is not None
-    return f"'sha256-{base64.b64encode(hashlib.sha256(inside[1].encode()).digest()).decode()}'"
-
-
-class _Pool:
-    """Values by number, each held once."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-
-    def number(self, value: Hashable) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
-
-    def values(self) -> list[Hashable]:
-        return list(self._numbers)
 
 
 class _Shared:
     """Values that processes share; the page looks them up by number."""
 
     def __init__(self) -> None:
-        self.strings, self.frames, self.stacks, self.threads, self.counters = (_Pool() for _ in range(5))
+        self.strings, self.frames, self.stacks, self.threads, self.counters = (Pool() for _ in range(5))
         self.library: set[int] = set()
 
     def frame(self, frame: Mapping[str, Any]) -> int:
@@ -106,17 +49,15 @@ class _Shared:
         }
 
 
-def _content(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce the report to what the page shows; a process is named by its index in `rows`."""
-    data, shared = document["data"], _Shared()
+def content(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce the data of a report to what its page shows; a process is named by its index in `rows`."""
+    shared = _Shared()
     processes = sorted(data["processes"], key=_order)
     members = _Members(processes)
     rows = [shared.process(process) for process in processes]
     groups = [_group(group, members, shared) for group in data["groups"]]
     return {
-        **{key: document[key] for key in ("version", "verdict", "exit_code", "summary")},
         **{key: data[key] for key in ("samples", "interval_s")},
-        "findings": [{**finding, "where": _where(finding["where"])} for finding in document["findings"]],
         "jobs": [{**job, "hosts": fold(job["hosts"])} for job in data["jobs"]],
         "outliers": [_outlier(outlier, members) for outlier in data["outliers"]],
         "groups": groups,
@@ -164,12 +105,4 @@ def _group(group: Mapping[str, Any], members: _Members, shared: _Shared) -> dict
 
 def _outlier(outlier: Mapping[str, Any], members: _Members) -> dict[str, Any]:
     shown = {key: outlier[key] for key in ("kind", "class", "frame", "reason")}
-    return {**shown, **_where(outlier), "members": members.of(outlier)}
-
-
-def _where(where: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "hosts": fold(where["hosts"]),
-        "ranks": fold_ranks(where["ranks"]),
-        "pids": fold_ranks(where["pids"]),
-    }
+    return {**shown, **folded_where(outlier), "members": members.of(outlier)}

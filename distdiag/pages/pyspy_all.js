@@ -1,112 +1,12 @@
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src @script-hash@; style-src @style-hash@; base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>distdiag pyspy-all</title>
-<style>
-:root {
-  color-scheme: light dark;
-  --paper: #ffffff; --ink: #1b1f24; --quiet: #57606a; --line: #d0d7de; --panel: #f6f8fa;
-  --fail: #b3261e; --warn: #7a4f00; --ok: #1a6b35; --link: #0550ae;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #12161c; --ink: #e6e9ed; --quiet: #9aa4b0; --line: #39424e; --panel: #1b212a;
-    --fail: #ff8a80; --warn: #f0b84d; --ok: #6fd08c; --link: #79b8ff;
-  }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 90rem; padding: 0 1rem 3rem; background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.4rem; margin: 1rem 0 0.3rem; }
-h2 { font-size: 1.1rem; margin: 1.6rem 0 0.4rem; border-bottom: 1px solid var(--line); }
-h3, h4 { font-size: 1rem; margin: 0.6rem 0 0.2rem; }
-p { margin: 0.2rem 0; }
-/* Each text is its own bidirectional run: a name cannot reorder what stands beside it. */
-span, td, p, pre, h3, h4, li, strong { unicode-bidi: isolate; }
-code, pre, .frame, .frames { font-family: ui-monospace, monospace; font-size: 0.9rem; }
-pre { margin: 0.3rem 0; padding: 0.4rem; background: var(--panel); border: 1px solid var(--line); white-space: pre-wrap; }
-button, input { font: inherit; color: inherit; background: var(--panel); border: 1px solid var(--line); border-radius: 4px; padding: 0.15rem 0.5rem; }
-button { cursor: pointer; }
-button:disabled { opacity: 0.5; cursor: default; }
-:focus-visible { outline: 3px solid var(--link); outline-offset: 1px; }
-.quiet, .library { color: var(--quiet); }
-.fail, .outlier { color: var(--fail); }
-.warn, .unknown { color: var(--warn); }
-.ok { color: var(--ok); }
-.finding { border-left: 4px solid currentColor; padding-left: 0.7rem; margin: 0.8rem 0; }
-.finding > * { color: var(--ink); }
-.finding > h3 { color: inherit; }
-.tools { position: sticky; top: 0; z-index: 1; background: var(--paper); border-bottom: 1px solid var(--line); padding: 0.5rem 0; display: flex; flex-wrap: wrap; gap: 0.5rem; align-items: center; }
-#filter { width: 16rem; max-width: 100%; }
-#filter[aria-invalid="true"] { border: 2px solid var(--fail); }
-#message { flex-basis: 100%; min-height: 1.45em; }
-.node { margin: 0.15rem 0 0.15rem 0.2rem; border-left: 2px solid var(--line); padding-left: 0.5rem; }
-.node.is-outlier { border-left: 5px double var(--fail); }
-.node > summary { cursor: pointer; }
-.node > summary > span, .node > summary > strong { margin-right: 0.7rem; }
-.inside { margin-left: 1rem; }
-.to-copy { display: flex; gap: 0.5rem; align-items: center; }
-.to-copy > pre { flex: 1; }
-.frames { list-style: none; margin: 0; padding: 0; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: 0.2rem 0.5rem; border-bottom: 1px solid var(--line); }
-.stacks { background: var(--panel); }
-@media print {
-  body { max-width: none; padding: 0; font-size: 10pt; }
-  /* What says that this is a part only stays on paper. */
-  .tools { position: static; }
-  .tools > :not(#message), button.act, .pager > button { display: none; }
-  .node, .finding, tr { break-inside: avoid-page; }
-}
-</style>
-</head>
-<body>
-<noscript><p>This page needs JavaScript, which is disabled. For the same report as text, run: distdiag pyspy-all</p></noscript>
-<header>
-<h1 id="verdict"></h1>
-<p id="summary"></p>
-<p id="facts" class="quiet"></p>
-</header>
-<main>
-<section id="findings" aria-label="Findings"></section>
-<section id="outliers" aria-label="Outliers"></section>
-<div class="tools" role="search">
-<label for="filter">Ranks or host</label>
-<input id="filter" type="text" placeholder="3 or 0-7,12 or a host" autocomplete="off" spellcheck="false" aria-describedby="message">
-<button id="clear" type="button">Clear</button>
-<label><input id="library" type="checkbox"> Show library frames</label>
-<button id="expand" type="button">Expand all</button>
-<button id="collapse" type="button">Collapse all</button>
-<p id="message" role="status"></p>
-</div>
-<section aria-labelledby="tree-title">
-<h2 id="tree-title">Where the ranks are (outermost frame first)</h2>
-<div id="tree"></div>
-</section>
-<section aria-labelledby="table-title">
-<h2 id="table-title">Processes</h2>
-<p class="pager"><button id="previous" type="button">Previous</button> <button id="next" type="button">Next</button> <span id="shown" role="status"></span></p>
-<table>
-<thead><tr><th scope="col">rank</th><th scope="col">host</th><th scope="col">pid</th><th scope="col">state</th><th scope="col">class</th><th scope="col">status</th><th scope="col">reason</th></tr></thead>
-<tbody id="rows"></tbody>
-</table>
-</section>
-</main>
-<script id="data" type="application/json">@data@</script>
-<script>
-"use strict";
+
+// ---- pyspy-all
 
 const ROWS_A_PAGE = 100;
 const BRANCHES_AT_ONCE = 40;
-const PARTS_OF_A_SET = 24;
 const NODES_OPEN = 500; // with more groups than this, only branches with outliers start unfolded
 const STATES = new Map(Object.entries({
   S: "sleeping", R: "running", D: "uninterruptible", T: "stopped", t: "traced", Z: "zombie",
 }));
-const byId = (id) => document.getElementById(id);
-const data = JSON.parse(byId("data").textContent);
 const library = new Set(data.library);
 const processes = data.rows.map(processOf);
 const groups = data.groups.map((group) => ({
@@ -121,21 +21,6 @@ const jobs = jobsOf(groups);
 const opened = new Set(); // processes whose stacks are shown in the table
 let chosen = null; // what the filter lets through, as a set of processes; null: everything
 let firstRow = 0;
-
-// Names, files, hosts and reasons are untrusted: they become text nodes here, and nowhere markup.
-function element(tag, className, ...children) {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.append(...children.filter((child) => child !== null && child !== ""));
-  return made;
-}
-
-function button(text, act, className = "act") {
-  const made = element("button", className, text);
-  made.type = "button";
-  made.addEventListener("click", () => act(made));
-  return made;
-}
 
 function processOf(row) {
   const process = Object.fromEntries(data.columns.map((column, at) => [column, row[at]]));
@@ -152,42 +37,6 @@ function movement({ class: kind, moving }) {
   return kind === "compute" || kind === "compile" ? "same line in each sample" : "no progress";
 }
 
-// ---- sets of numbers: "0-1,3-511"
-
-function numbersIn(folded) {
-  const numbers = [];
-  for (const part of folded ? folded.split(",") : []) {
-    const [first, last = first] = part.split("-").map(Number);
-    for (let number = first; number <= last; number += 1) numbers.push(number);
-  }
-  return numbers;
-}
-
-function folded(numbers) {
-  const ranges = [];
-  for (const number of [...new Set(numbers)].sort((a, b) => a - b)) {
-    const range = ranges.at(-1);
-    if (range && number === range[1] + 1) range[1] = number;
-    else ranges.push([number, number]);
-  }
-  return ranges.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(",");
-}
-
-function brief(text) {
-  const parts = text.split(",");
-  if (parts.length <= PARTS_OF_A_SET) return text;
-  return `${parts.slice(0, PARTS_OF_A_SET).join(",")} \u2026 (${parts.length - PARTS_OF_A_SET} more parts)`;
-}
-
-function counted(count, word, plural = `${word}s`) {
-  return `${count} ${count === 1 ? word : plural}`;
-}
-
-function named(word, set) {
-  if (!set) return "";
-  return `${word}${/[,-]/.test(set) ? "s" : ""} ${brief(set)}`;
-}
-
 function whoAre(members) {
   const ranked = members.filter((member) => processes[member].rank !== null);
   const nameless = members.filter((member) => processes[member].rank === null);
@@ -198,57 +47,15 @@ function whoAre(members) {
   ].filter(Boolean).join(" and ");
 }
 
-// ---- verdict and findings
-
-function showVerdict() {
-  byId("verdict").append(element("span", "", "distdiag pyspy-all: "), element("span", data.verdict, data.verdict.toUpperCase()));
-  byId("summary").textContent = data.summary;
-  const samples = `${counted(data.samples, "sample")}${data.samples > 1 ? `, ${data.interval_s} s apart` : ""}`;
-  byId("facts").textContent = `distdiag ${data.version}, exit status ${data.exit_code}, ${samples}`;
-  document.title = `${data.verdict.toUpperCase()} - distdiag pyspy-all`;
-}
-
-function whereText(where) {
-  const hosts = where.hosts ? `${/[,[]/.test(where.hosts) ? "hosts" : "host"} ${brief(where.hosts)}` : "";
-  return [named("rank", where.ranks), hosts, named("pid", where.pids)].filter(Boolean).join(", ");
-}
-
-function showFinding(finding) {
-  const shown = element("article", `finding ${finding.level}`, element("h3", "", `${finding.level.toUpperCase()} ${finding.id}`));
-  for (const text of [finding.title, finding.detail]) if (text) shown.append(element("p", "", text));
-  if (whereText(finding.where)) shown.append(element("p", "quiet", whereText(finding.where)));
-  if (finding.evidence.length) shown.append(element("pre", "", finding.evidence.join("\n")));
-  if (finding.fix) {
-    shown.append(element("p", "", element("strong", "", "fix: "), finding.fix.text));
-    for (const command of finding.fix.commands) shown.append(commandToCopy(command));
-  }
-  return shown;
-}
-
-function commandToCopy(command) {
-  const text = element("pre", "command", command);
-  return element("div", "to-copy", text, button("Copy", (pressed) => copy(text, pressed)));
-}
-
-async function copy(shown, pressed) {
-  getSelection().selectAllChildren(shown);
-  try {
-    await navigator.clipboard.writeText(shown.textContent);
-    pressed.textContent = "Copied";
-  } catch {
-    pressed.textContent = "Selected: press Ctrl-C"; // no right to the clipboard, or a page that is not local
-  }
-}
-
 function showOutliers() {
   if (!data.outliers.length) return;
-  byId("outliers").append(element("h2", "", "Outliers"));
+  const shown = withId("outliers", section("Outliers"));
   for (const outlier of data.outliers) {
     const { class: kind, frame, reason, ranks } = outlier;
     const text = [kind, frame ? `in ${frameText([frame.function, frame.file, frame.line])}` : "", reason].filter(Boolean).join("; ");
     const title = element("strong", "outlier", `${outlier.kind.toUpperCase()} ${whereText(outlier)}: `);
     const show = ranks ? button("Show below", () => setFilter(ranks)) : null;
-    byId("outliers").append(element("p", "", title, element("span", "", text), " ", show));
+    shown.append(element("p", "", title, element("span", "", text), " ", show));
   }
 }
 
@@ -503,8 +310,9 @@ function rowsOf(at) {
   const mark = outlierKinds.has(at) ? element("strong", "outlier", ` ${outlierKinds.get(at)}`) : null;
   const state = process.state ? `${process.state} ${STATES.get(process.state) ?? ""}` : "-";
   const row = element("tr", "",
-    element("td", "", toggle, role ? ` ${role}` : "", mark),
-    ...[process.host || "-", `${process.pid ?? "-"}`, state, process.class, process.status, process.reason].map((text) => element("td", "", text)));
+    element("td", "key", toggle, role ? ` ${role}` : "", mark),
+    ...[process.host || "-", `${process.pid ?? "-"}`, state, process.class, process.status].map((text) => element("td", "key", text)),
+    element("td", "", process.reason));
   return opened.has(at) ? [row, stacksRow(at)] : [row];
 }
 
@@ -548,18 +356,57 @@ function turnPage(rows) {
   showRows();
 }
 
-showVerdict();
-byId("findings").append(...data.findings.map(showFinding));
+function tools() {
+  const filter = element("input");
+  filter.id = "filter";
+  filter.type = "text";
+  filter.placeholder = "3 or 0-7,12 or a host";
+  filter.autocomplete = "off";
+  filter.spellcheck = false;
+  filter.setAttribute("aria-describedby", "message");
+  filter.addEventListener("input", applyFilter);
+  const library = element("input");
+  library.id = "library";
+  library.type = "checkbox";
+  library.addEventListener("change", showTree);
+  const label = element("label", "", "Ranks or host");
+  label.htmlFor = "filter";
+  const bar = element("div", "tools", label, filter,
+    withId("clear", button("Clear", () => setFilter(""), "")),
+    element("label", "", library, " Show library frames"),
+    withId("expand", button("Expand all", () => setAll(true), "")),
+    withId("collapse", button("Collapse all", () => setAll(false), "")),
+    status("message", "p"));
+  bar.setAttribute("role", "search");
+  return bar;
+}
+
+function withId(id, made) {
+  made.id = id;
+  return made;
+}
+
+function status(id, tag) {
+  const made = withId(id, element(tag));
+  made.setAttribute("role", "status");
+  return made;
+}
+
+function processTable() {
+  const titles = ["rank", "host", "pid", "state", "class", "status", "reason"];
+  const head = element("tr", "", ...titles.map((title) => element("th", title === "reason" ? "" : "key", title)));
+  const pager = element("p", "pager",
+    withId("previous", button("Previous", () => turnPage(-ROWS_A_PAGE), "")), " ",
+    withId("next", button("Next", () => turnPage(ROWS_A_PAGE), "")), " ",
+    status("shown", "span"));
+  const rows = withId("rows", element("tbody"));
+  section("Processes", pager, element("div", "wide", element("table", "", element("thead", "", head), rows)));
+}
+
+showVerdict(`${counted(data.samples, "sample")}${data.samples > 1 ? `, ${data.interval_s} s apart` : ""}`);
 showOutliers();
+byId("page").append(tools());
+section("Where the ranks are (outermost frame first)", withId("tree", element("div")));
+processTable();
 showTree();
 showRows();
-byId("filter").addEventListener("input", applyFilter);
-byId("clear").addEventListener("click", () => setFilter(""));
-byId("library").addEventListener("change", showTree);
-byId("expand").addEventListener("click", () => setAll(true));
-byId("collapse").addEventListener("click", () => setAll(false));
-byId("previous").addEventListener("click", () => turnPage(-ROWS_A_PAGE));
-byId("next").addEventListener("click", () => turnPage(ROWS_A_PAGE));
-</script>
-</body>
-</html>

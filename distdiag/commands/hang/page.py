@@ -1,21 +1,15 @@
-"""hang as one page for a browser: every rank a square, by host and local rank; equal texts are embedded once."""
+"""What hang's page shows: every rank a square, by host and local rank; equal texts are embedded once."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distdiag import html_page
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.files import write_whole
-from distdiag.output import document
+from distdiag.pages import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-    from distdiag.commands.hang.types import Hang
-    from distdiag.report import Report
-
-check_place = html_page.check_place
 _LETTERS = {
     "communication wait": "C",
     "data loading": "D",
@@ -39,35 +33,11 @@ _LETTERS = {
 _EDGES = 400
 
 
-def write_page(report: Report[Hang], path: str, *, strict: bool) -> None:
-    """Write the report as one page for a browser. Raises DistdiagError."""
-    write_whole(path, make_page(document(report, strict=strict)).encode())
-
-
-def make_page(content: Mapping[str, Any]) -> str:
-    """Format a report, the same document that --json prints, into one HTML page, in ASCII."""
-    return html_page.fill("distdiag.commands.hang", "html_report.html", _content(content))
-
-
-class _Pool:
-    """Values by number, each held once."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-
-    def number(self, value: Hashable) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
-
-    def values(self) -> list[Hashable]:
-        return list(self._numbers)
-
-
-def _content(document: Mapping[str, Any]) -> dict[str, Any]:
-    data, strings, stacks = document["data"], _Pool(), _Pool()
+def content(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce the data of a report to what its page shows."""
+    strings, stacks = Pool(), Pool()
     processes = sorted(data["processes"], key=_order)
     return {
-        **{key: document[key] for key in ("version", "verdict", "summary")},
-        "findings": [{**finding, "where": _where(finding["where"])} for finding in document["findings"]],
         "class_name": data["class_name"],
         "next_experiment": data["next_experiment"],
         "sources": [{**row, "ranks": fold_ranks(row["ranks"])} for row in data["sources"]],
@@ -85,7 +55,7 @@ def _order(process: Mapping[str, Any]) -> tuple[str, bool, int, str, int]:
     return process["job"], rank is None, rank or 0, process["host"], process["pid"] or 0
 
 
-def _row(process: Mapping[str, Any], strings: _Pool, stacks: _Pool) -> list[Any]:
+def _row(process: Mapping[str, Any], strings: Pool, stacks: Pool) -> list[Any]:
     """Return one rank: texts and stacks by their numbers, in the order that the page's script names."""
     names = ("host", "job", "doing", "stuck", "waits", "recorder")
     return [
@@ -112,7 +82,3 @@ def _edges(processes: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, str]]:
             groups.setdefault((to, process["doing"]), []).append(process["rank"])
     for (target, doing), ranks in list(groups.items())[:_EDGES]:
         yield {"from": f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}", "to": target, "doing": doing}
-
-
-def _where(where: Mapping[str, Any]) -> dict[str, str]:
-    return {"hosts": fold(where["hosts"]), "ranks": fold_ranks(where["ranks"]), "pids": fold_ranks(where["pids"])}
