@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from distdiag.cluster.records import Senseless
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import programs
-from distdiag.facts.core.stored_cores import CannotUnpack, Packing, packing_of, stream
+from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

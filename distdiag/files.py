@@ -93,8 +93,8 @@ def log_text(name: str) -> tuple[str, str]:
     Raises:
         UsageError: it cannot be read.
     """
-    from distdiag.facts.core.stored_cores import CannotUnpack
     from distdiag.facts.job_logs.collect import Unreadable, blocks
+    from distdiag.facts.packed_files import CannotUnpack
 
     head, tail, cuts = [], deque[bytes](), [0]
     room, kept, dropped = _HEAD_BYTES, 0, 0

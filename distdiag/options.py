@@ -30,12 +30,12 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-_UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_UNITS_S = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str, option: str, *, longest_s: float) -> float:
-    """Parse a time in seconds: 5, 5s, 500ms, 2m, 1h. Raises UsageError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|)\s*", text)
+    """Parse a time in seconds: 5, 5s, 500ms, 2m, 1h, 1d. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)\s*", text)
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if match is None:
         raise UsageError(f"{option}: {text!r} is not a time", hint="write seconds, or a unit: 5, 5s, 500ms, 2m")

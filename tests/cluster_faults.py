@@ -51,6 +51,11 @@ class Faults:
         """Lose this share of the IP packets each way; a lost ARP request would cost everybody a second."""
         self.at_switch(f"meta protocol ip numgen random mod 100 < {percent} drop", direction)
 
+    def limit_rate(self, rate: str) -> None:
+        """Let no more than this through each way, as a port at a lower speed: "100mbit". Nothing is lost."""
+        self._hurt.add("rate")
+        self._tc("add", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "800ms")
+
     def vanish(self) -> None:
         """Swallow everything but ARP: as a machine behind a router that died. Connections to it time out."""
         self.at_switch("meta protocol != arp drop", "both")
@@ -66,6 +71,8 @@ class Faults:
             self._nft(self.cable.switch_pid, f"delete table netdev faults_{self.cable.port}")
         if "firewall" in self._hurt:
             self._nft(self.pid, "delete table inet faults")
+        if "rate" in self._hurt:
+            self._tc("del", "root")
         if "cable" in self._hurt:
             self._ip("up")
         self._hurt.clear()
@@ -96,6 +103,12 @@ class Faults:
     def _nft(self, pid: int, *lines: str) -> None:
         command = ["nsenter", "-t", str(pid), "-n", "nft", "-f", "-"]
         subprocess.run(command, input="\n".join([*lines, ""]), text=True, check=True, timeout=20)
+
+    def _tc(self, action: str, *words: str) -> None:
+        """Change the queue at both ends of the cable: each limits what it sends."""
+        for pid, device in ((self.pid, "eth0"), (self.cable.switch_pid, self.cable.port)):
+            command = ["nsenter", "-t", str(pid), "-n", "tc", "qdisc", action, "dev", device, *words]
+            subprocess.run(command, check=True, timeout=20)
 
     def _ip(self, state: str) -> None:
         command = ["nsenter", "-t", str(self.cable.switch_pid), "-n", "ip", "link", "set", self.cable.port, state]

@@ -578,12 +578,13 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
 
 def _note_verdicts(found: dict[str, Entry]) -> None:
     for row in _toml("verdicts.toml")["verdict"] + _toml("number_verdicts.toml")["verdict"]:
-        name = row["name"] if "." in row["name"] else f"logs.{row['name']}"
-        id_ = row.get("id", name).replace("{name}", "…")
+        id_ = row.get("id", row["name"]).replace("{name}", "…")
+        id_ = id_ if "." in id_ else f"logs.{id_}"
         for command in ("gpu-test", "allreduce-bench") if "{command}" in id_ else ("",):
             entry = found[id_.replace("{command}", command)]
             # Of several process groups only the first one is the verdict.
-            entry.levels |= {row.get("level", "fail"), *(["info"] if "{group}" in row["title"] else [])}
+            levels = (row.get("level", "fail"), *row.get("levels", ()))
+            entry.levels |= {*levels, *(["info"] if "{group}" in row["title"] else [])}
             if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", row["title"])):
                 entry.sentences.append(_named(row["title"]).replace("[{s}]", ""))
 

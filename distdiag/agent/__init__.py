@@ -1,1 +1,1 @@
-"""What runs on a node: it obeys orders, starts ranks, probes. Standard library only, Python 3.9+; it travels."""
+"""Code that runs on nodes: obeys orders, starts ranks, probes. Standard library only, Python 3.9+, sent as source."""

@@ -1,8 +1,8 @@
-"""distdiag on one node: reports the facts, runs the ranks it is ordered to run, and leaves nothing behind.
+"""distdiag on one node: reports facts, runs ranks as ordered, cleans up after itself.
 
-Replies go out and orders come in (distdiag/agent/protocol.py): on stdout and stdin, or both on a socket. When the
-orders end (the parent finished, was killed, or the connection was cut), or nothing was received for a while,
-everything that was started here is killed and the agent exits, with status 0 whatever it found.
+Replies and orders (distdiag/agent/protocol.py) use stdout and stdin, or both one socket. When the orders end (the
+parent finished, was killed, or lost the connection), or after a silence, the agent kills every process it started and
+exits with status 0, whatever it found.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from distdiag.agent.tools import Tools
 
 _POLL_S = 0.03
-"""How late the end of a rank may be noticed; its events wake us at once."""
+"""Longest delay in noticing the end of a rank; its events wake us at once."""
 _ALIVE_S = 1.0
 
 
@@ -40,22 +40,22 @@ def main(config: dict[str, Any], connection: int | None = None) -> None:
     status = (
         serve(config, 0, Writer.take_stdout()) if connection is None else serve(config, connection, Writer(connection))
     )
-    os._exit(status)  # Python's own shutdown would cost each agent a tenth of its time
+    os._exit(status)  # skip Python's own shutdown: a tenth of an agent's run time
 
 
 def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
     """Run the agent until it is ordered to leave, and return the status of that order.
 
-    Where the orders end before, it ends this process with lost().
+    If the orders end earlier, the process exits with status lost().
 
-    {"collect": module with a facts(ask) that returns a dataclass or what it would be as a dictionary, and a
-    more(ask, report) for Collect orders; "ask": what facts is asked, "env": variables to set, "silence_s": end after so
-    many seconds without a word from the parent, None: never, "guest": the parent may be a stranger}
+    config: {"collect": module with facts(ask), returning a dataclass or an equivalent dictionary, and more(ask, report)
+    for Collect orders; "ask": argument of facts; "env": variables to set; "silence_s": exit after this silence of the
+    parent, None: never; "guest": the parent is unauthenticated}
     """
     os.environ.update(config["env"])
     inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        # A guest is a process of the launcher: all got the signal, and the parent sends the status to end with.
+        # A guest is a process of the launcher, which signals all of them; the parent then sends the exit status.
         signal.signal(number, signal.SIG_IGN if config["guest"] else _leave)
     dispatcher = Dispatcher(wire, config["collect"], guest=config["guest"])
     try:
@@ -64,13 +64,13 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
         wire.send(protocol.Facts(facts=_as_dict(facts)))
         return _obey(inbox, dispatcher)
     except (BrokenPipeError, ConnectionError):
-        return lost()  # the parent is gone: the same as the end of the orders
+        return lost()  # same as the end of the orders
     finally:
         dispatcher.end()
 
 
 class MessageReader:
-    """Reads orders on a thread of its own, so that their end is noticed whatever else is being done."""
+    """Reads orders on a separate thread, to notice end of input while the agent is busy."""
 
     def __init__(self, fd: int, wire: Writer, silence_s: float | None, lost: Callable[[], int]) -> None:
         self.orders: deque[Message] = deque()
@@ -85,14 +85,14 @@ class MessageReader:
         received_at = time.monotonic()
         rest = b""
         while True:
-            # Before the select: what came while this process itself was held up came in time.
+            # Taken before select: data that arrived while this process was paused arrived in time.
             polled_at = time.monotonic()
             ready, _, _ = select.select([self._fd], [], [], None if self._silence_s is None else _ALIVE_S / 2)
             if ready:
                 received_at = time.monotonic()
                 *lines, rest = (rest + self._read()).split(b"\n")
                 if self._take(lines):
-                    return  # the end that comes after it is no loss
+                    return  # the following end of input is expected
             if self._silence_s is not None:
                 if polled_at - received_at > self._silence_s:
                     self._die()
@@ -107,12 +107,12 @@ class MessageReader:
 
     def _take(self, lines: list[bytes]) -> bool:
         """Keep the orders of these lines; return whether the agent is to leave."""
-        for line in filter(None, lines):  # an empty line only means that the parent is there
+        for line in filter(None, lines):  # an empty line is the parent's keep-alive
             try:
                 order = protocol.read_order(line)
             except (ValueError, RecursionError):
-                self._die()  # this is not the parent
-            if order is not None:  # None: only a newer parent knows it
+                self._die()  # not the parent's protocol
+            if order is not None:  # None: a kind of order added by a newer parent
                 self.orders.append(order)
                 os.write(self._push, b".")
             if isinstance(order, protocol.Leave):
@@ -147,7 +147,7 @@ def _obey(inbox: MessageReader, dispatcher: Dispatcher) -> int:
 
 
 class Dispatcher:
-    """Carries out orders. What they need is imported on demand: most agents only report facts."""
+    """Carries out orders. Handlers are imported on demand: most agents only report facts."""
 
     def __init__(self, wire: Writer, collect: str, *, guest: bool) -> None:
         self._wire = wire
@@ -172,15 +172,15 @@ class Dispatcher:
 
     @property
     def busy(self) -> bool:
-        """Whether there are ranks to look after."""
+        """Whether ranks are running or starting."""
         return self._ranks is not None and self._ranks.busy
 
     def descriptors(self) -> list[int]:
-        """List what becomes readable when a rank has something to report."""
+        """List the descriptors that signal news of a rank."""
         return [] if self._ranks is None else self._ranks.descriptors()
 
     def poll(self) -> None:
-        """Pass on what the ranks report."""
+        """Forward the ranks' reports."""
         if self._ranks is not None:
             self._ranks.poll()
 
@@ -208,7 +208,7 @@ class Dispatcher:
 
     def _the_ranks(self) -> Ranks:
         if self._ranks is None:
-            # By its name: it travels with commands that start ranks, see distdiag.cluster.start_fleet.Agent.
+            # Imported by name: only commands that start ranks send it, see distdiag.cluster.start_fleet.Agent.
             module = importlib.import_module("distdiag.agent.ranks")
             self._ranks = module.Ranks(self._wire, boot.carried, guest=self._guest)
         ranks: Ranks = self._ranks

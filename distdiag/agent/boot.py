@@ -1,17 +1,17 @@
-"""Starts distdiag's own modules in an interpreter that has none of them installed.
+"""Starts distdiag's modules in an interpreter where distdiag is not installed.
 
-The payload carries their sources, an entry module and its configuration; the interpreter makes the sources importable
-under their own names (so tracebacks and py-spy show real file names and lines) and calls `main` of the entry module.
-It comes over the connection that the sender keeps, whose end means that the sender is gone:
+The payload contains their sources, an entry module and its configuration. The modules are importable under their own
+names (so tracebacks and py-spy show real file names and lines); then `main` of the entry module is called. The sender
+keeps the payload's connection open; its end means that the sender died:
 
     stdin    `python -c START <length> <title>` reads `pack(...)` from it.
-    socket   srun and mpirun give stdin to one task only. There `python -c ARGUMENT_START <modules>` gets the few
-             modules that connect back and prove who they are (distdiag/agent/connect_back.py); these read
+    socket   srun and mpirun connect stdin to one task only, so `python -c ARGUMENT_START <modules>` gets just the
+             modules that connect back and authenticate (distdiag/agent/connect_back.py); these read
              `pack_message(...)` from the socket.
 
 No payload is ever an argument: Linux allows 128 KiB per argument.
-Of a large job all nodes do this at once, sometimes many on one machine: what every agent imports at its start does
-without modules of the standard library that take long to import (dataclasses, base64, contextlib, shutil).
+In a large job all nodes do this at once, sometimes many on one machine, so modules that every agent imports avoid slow
+standard library imports (dataclasses, base64, contextlib, shutil).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_PAYLOAD_BYTES = 16 * 2**20
-"""Of a payload that comes over a socket; all sources of distdiag are a twentieth of this."""
+"""Limit for a payload received over a socket, 20 times the size of distdiag's sources."""
 
 # The first statement drops the working directory from sys.path: a stray ./random.py must not break a diagnosis.
 START = r"""import os,sys
@@ -49,15 +49,16 @@ ARGUMENT_START = (
 )
 
 carried: dict[str, str] = {}
-"""Module name -> source of what this interpreter was given; empty where distdiag is installed."""
+"""Module name -> source, as received; empty for an installed distdiag."""
 installed: list[str] = []
-"""The folder of the distdiag that gave them, if it is on this machine: what Python keeps compiled there is used."""
+"""The sender's package folder, if it is on this machine: gives access to its compiled bytecode."""
 
 
 class CarriedFinder:
-    """Imports modules from source text that was sent; goes before an installed distdiag.
+    """Imports modules from received source text, in preference to an installed distdiag.
 
-    Where that is in `folder` on this machine, modules are read there, as Python has them compiled, and none need come.
+    With `folder` (the sender's package on this machine) modules are read from it with their cached bytecode, and
+    `sources` may be empty.
     """
 
     def __init__(self, sources: dict[str, str], folder: str = "") -> None:
@@ -67,7 +68,7 @@ class CarriedFinder:
         self.packages = {".".join(words[:above]) for words in parts for above in range(1, len(words))}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Answer for what is carried, or distdiag's own, and for nothing else. Packages are empty."""
+        """Answer for received modules and distdiag's own only. Packages are empty."""
         file = self.get_filename(name)
         if self.folder:
             is_package = os.path.isdir(file[:-3])
@@ -82,7 +83,7 @@ class CarriedFinder:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Let Python make the module."""
+        """Use Python's default."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code in it."""
@@ -108,33 +109,33 @@ class CarriedFinder:
                 if code is not None:
                     return code
             except (EOFError, ValueError, TypeError, ImportError):
-                pass  # what Python kept is damaged
+                pass  # damaged bytecode
         return compile(self.get_source(name), path, "exec", dont_inherit=True)
 
 
 def pack(sources: dict[str, str], entry: str, config: dict[str, Any], folder: str = "") -> bytes:
     """Return the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`.
 
-    `folder`: where distdiag is installed, if it is for this machine: then no source but this one's need be carried.
-    What was started so starts others so, too.
+    `folder`: the installed package, for a child on this machine: only this module's source is sent then. A child
+    started this way passes the folder on to its own children.
     """
     order = _order(sources, entry, config, folder or "".join(installed))
     return zlib.compress(f"{sources[__name__]}\nbegin({order!r})\n".encode())
 
 
 def pack_message(sources: dict[str, str], entry: str, config: dict[str, Any]) -> bytes:
-    """Return the same for an interpreter that runs this module already: a line with the length, then the bytes."""
+    """Pack for an interpreter that already runs this module: a line with the length, then the bytes."""
     message = zlib.compress(_order(sources, entry, config, "").encode())
     return b"%d\n%b" % (len(message), message)
 
 
 def begin_message(message: bytes, *arguments: Any) -> None:  # noqa: ANN401 - of the entry module
-    """Continue with what `pack_message` returned, without its first line."""
+    """Start from a message of `pack_message`, without its length line."""
     begin(zlib.decompress(message).decode(), *arguments)
 
 
 def begin(order: str, *arguments: Any) -> None:  # noqa: ANN401 - of the entry module
-    """Install the carried modules and hand over to the entry module: main(config, *arguments)."""
+    """Install the carried modules and call the entry module's main(config, *arguments)."""
     given = json.loads(order)
     sys.meta_path.insert(0, CarriedFinder(given["sources"], given["folder"]))
     boot = importlib.import_module("distdiag.agent.boot")

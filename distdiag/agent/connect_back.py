@@ -1,7 +1,7 @@
-"""A process that was started by srun or mpirun: connects to the parent, and runs the agent that it receives.
+"""Entry point under srun or mpirun: connects to the parent, receives the agent and runs it.
 
-Both sides prove that they know the run's key (agent/handshake.py) before a byte of the payload is read: neither takes
-orders from, nor gives them to, a stranger on the network. The key came in the environment, never on a command line.
+Both sides prove that they know the run's key (agent/handshake.py) before a byte of the payload is read, so neither
+exchanges orders with a stranger on the network. The key is passed in the environment, never on a command line.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 NONCE = "DISTDIAG_NONCE"
 IN = b"in\n"
-"""What an agent sends when it has chosen this connection."""
+"""Sent by an agent once it has chosen this connection."""
 _LENGTH_BYTES = 12
 _RETRY_S = 0.2
 _TRY_S = 5.0
 _PAYLOAD_S = 60.0
-"""For the whole payload, however slowly it comes: one parent sends it to all nodes."""
+"""For the whole payload: one parent sends it to all nodes."""
 
 
 def main(config: dict[str, Any]) -> None:
-    """Find the parent at one of config["addresses"] and config["port"] within config["find_s"], and obey it.
+    """Find the parent at config["addresses"], port config["port"], within config["find_s"], and obey it.
 
-    It sends the payload at once, see boot.pack_message; the entry module's main gets the connection's descriptor too.
+    The parent sends the payload at once, see boot.pack_message; the entry module's main also gets the connection's
+    descriptor.
     """
     nonce = os.environ.pop(NONCE, "")
     if not nonce:
@@ -47,7 +48,7 @@ def main(config: dict[str, Any]) -> None:
             f"distdiag: {machine.host_name()} cannot reach {', '.join(config['addresses'])} port "
             f"{config['port']}, where distdiag runs\n"
         )
-        return  # status 0: srun and mpirun would end the others for any other
+        return  # any other status makes srun and mpirun end the other tasks
     try:
         payload = _receive(home, time.monotonic() + _PAYLOAD_S)
     except (OSError, ValueError) as error:
@@ -60,7 +61,7 @@ def main(config: dict[str, Any]) -> None:
 def find(
     places: Sequence[tuple[str, int]], nonce: str, me: dict[str, Any], *, timeout_s: float
 ) -> socket.socket | None:
-    """Try all (address, port) at the same time, again and again; the first that proves itself is home."""
+    """Try all (address, port) in parallel until the timeout; return the first that authenticates."""
     found: list[socket.socket] = []
     won, claim = threading.Event(), threading.Lock()
     deadline = time.monotonic() + timeout_s
@@ -84,12 +85,12 @@ def _try_to_connect(
     while not won.is_set() and (left := deadline - time.monotonic()) > 0:
         connection = None
         try:
-            # As bytes: else Python loads what turns names of other alphabets into ASCII.
+            # As bytes: a str makes Python import the idna codec, which is slow.
             where = (place[0].encode() if place[0].isascii() else place[0], place[1])
             connection = socket.create_connection(where, timeout=min(left, _TRY_S))  # type: ignore[arg-type]
             handshake.introduce(connection, nonce, words, deadline=min(deadline, time.monotonic() + _TRY_S))
             if claim.acquire(blocking=False):
-                # Only now is this connection the chosen one of several.
+                # This connection won the race.
                 connection.sendall(IN)
                 connection.settimeout(None)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,9 +105,9 @@ def _try_to_connect(
 
 
 def _receive(home: socket.socket, deadline: float) -> bytes:
-    """Read a line with a length, and so many bytes. Raises OSError and ValueError."""
+    """Read a line with a length, then that many bytes. Raises OSError and ValueError."""
     line = b""
-    while not line.endswith(b"\n"):  # byte by byte: what follows the payload is the agent's
+    while not line.endswith(b"\n"):  # byte by byte: data after the payload is the agent's
         line += _read_some(home, 1, deadline)
         if len(line) > _LENGTH_BYTES:
             raise ValueError("the length of the payload is missing")
@@ -131,5 +132,5 @@ def _read_some(home: socket.socket, most: int, deadline: float) -> bytes:
 
 
 def _name() -> str:
-    """Return the name by which the launcher knows this node."""
+    """Return the launcher's name for this node."""
     return os.environ.get("SLURMD_NODENAME") or machine.host_name()

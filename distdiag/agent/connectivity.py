@@ -1,7 +1,7 @@
-"""Test whether this node can be reached, and which nodes it reaches, before any rank needs it.
+"""Tests paths between nodes before a rank needs them.
 
-A node listens on the rendezvous port (rank 0's node) and on an ephemeral port, as ranks do among themselves, and
-connects to those of the others.
+Each node listens on an ephemeral port, as ranks do, rank 0's node also on the rendezvous port; each connects to those
+of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Connectivity:
-    """This node's part in the test of the paths between nodes."""
+    """This node's part in the path test."""
 
     def __init__(self, wire: Writer) -> None:
         self._wire = wire
@@ -31,7 +31,7 @@ class Connectivity:
         self._server: ProbeServer | None = None
 
     def listen(self, order: protocol.ReachListen) -> None:
-        """Listen on the ports and report them; a requested port that is not available with the reason."""
+        """Listen on the ports and report them, with the reason for each that cannot be bound."""
         failed: dict[str, str] = {}
         own = [rendezvous.listen(0) for _ in range(1 + order.more)]
         self._listeners = list(own)
@@ -51,10 +51,7 @@ class Connectivity:
         self._wire.send(protocol.ReachServing())
 
     def probe(self, order: protocol.ReachTry) -> None:
-        """Probe all targets at once and report each.
-
-        Does not wait for them: orders are obeyed meanwhile.
-        """
+        """Start probing all targets at once, without blocking; each result is sent when known."""
         deadline = time.monotonic() + order.timeout_s
         for key, address, port, *bulk in order.targets:
             probe = TcpProbe(Target(key, address, port, *bulk), order.key, deadline)
@@ -80,12 +77,11 @@ class Connectivity:
     def _send(self, message: protocol.Message) -> None:
         try:
             self._wire.send(message)
-        except OSError:  # the parent is gone, which the inbox sees too
+        except OSError:  # the inbox notices a lost parent too
             return
 
 
 def _why_not_listening(port: int, error: OSError) -> str:
-    """Return which process has a port that is not available."""
     holder = machine.port_holder(port)
     if holder is None or not holder.pid:
         return error.strerror or str(error)

@@ -1,11 +1,10 @@
-"""A process that imports what all ranks of a node need, then becomes each of them by fork.
+"""A process that imports the modules needed by all ranks of a node, then becomes each of them by fork.
 
-Importing torch takes a second or two of a processor, per rank; here it is paid once. Only what has touched neither a
-device nor a thread can be forked safely, so this serves ranks on the CPU, and only if it still has one thread when the
-imports are done. Every failure has the same answer: ranks that are not forked yet are started as processes of their
-own, where the same error then shows in each of them.
+Importing torch costs one or two CPU seconds per rank; this pays them once. A fork is safe only before any use of a
+device or a thread, so this is for CPU ranks, and only if the process still has one thread after the imports. On any
+failure the remaining ranks are started as separate processes, each of which then shows the same error.
 
-A rank is the grandchild of the server and, as its parent leaves at once, a child of the agent that asked for it.
+A rank is the server's grandchild; its parent exits at once, so the agent adopts it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _MOST_FDS = 4
 
 
 class Forkserver:
-    """The agent's end: started at once, usable when `ready`, gone when `failed`."""
+    """The agent's end: started at once, usable when `ready`, finished when `failed`."""
 
     def __init__(self, sources: dict[str, str], modules: list[str], env: dict[str, str]) -> None:
         programs.adopt_orphans()
@@ -55,11 +54,11 @@ class Forkserver:
         self.failed = False
 
     def descriptors(self) -> list[int]:
-        """List what becomes readable when there is news."""
+        """List the descriptors that signal a state change."""
         return [] if self.failed else [self._socket.fileno()]
 
     def poll(self) -> None:
-        """Check whether the imports are done, or the server is gone."""
+        """Update `ready` and `failed`."""
         if self.ready or self.failed:
             return
         self._discard_output()
@@ -70,9 +69,9 @@ class Forkserver:
                 self.end()
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> int | None:
-        """Fork a rank of {"env", "entry", "config"} on these descriptors; return its process id, None if it failed.
+        """Fork a rank of {"env", "entry", "config"} on these descriptors; return its pid, None if it failed.
 
-        `fds`: its stdin, its stdout and stderr, its events, and the listening socket if it has one.
+        `fds`: its stdin, its stdout and stderr, its events, and rank 0's listening socket, if any.
         """
         with contextlib.suppress(OSError):
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
@@ -83,7 +82,7 @@ class Forkserver:
         return None
 
     def end(self) -> None:
-        """End the server; the ranks that it made go on."""
+        """End the server; its ranks keep running."""
         if not self.failed:
             self.failed = True
             self._socket.close()
@@ -94,7 +93,7 @@ class Forkserver:
         return dict(json.loads(data)) if data else {}
 
     def _discard_output(self) -> None:
-        # What an import prints would block the imports when the pipe is full; a rank that starts alone prints it again.
+        # A full pipe would block the imports; a rank that starts alone prints the same again.
         assert self.process.stdout is not None
         with contextlib.suppress(BlockingIOError):
             while os.read(self.process.stdout.fileno(), 65536):
@@ -111,11 +110,11 @@ def main(config: dict[str, Any]) -> None:
             warnings.simplefilter("ignore")
             for name in config["modules"]:
                 importlib.import_module(name)
-    except BaseException:  # noqa: BLE001 - each rank will meet it and report it
+    except BaseException:  # noqa: BLE001 - each rank will hit and report the error
         return
     if len(os.listdir("/proc/self/task")) != 1:
         return
-    gc.freeze()  # what is here by now is never scanned again, and stays shared
+    gc.freeze()  # keeps these pages shared: the collector never touches them again
     agent.send(b'{"ready": true}')
     while True:
         data, fds, flags, _ = socket.recv_fds(agent, _MESSAGE_BYTES, _MOST_FDS)
@@ -128,7 +127,7 @@ def main(config: dict[str, Any]) -> None:
         os.close(write_end)
         number = os.read(read_end, 32).decode()
         os.close(read_end)
-        # Only when its parent is gone, the rank is the agent's child, which may wait for it.
+        # The rank becomes the agent's child only after the exit of its parent.
         os.waitpid(child, 0)
         agent.send(json.dumps({"pid": int(number)}).encode() if number else b"{}")
         for fd in fds:
@@ -146,7 +145,7 @@ def _fork_again(order: dict[str, Any], fds: list[int], agent: socket.socket, rep
     agent.close()
     while os.getppid() == middle:
         time.sleep(0.0005)
-    # From here on the agent is the parent that programs.die_with_parent() means; if it is gone already, stdin ends.
+    # From now on the agent is the parent for programs.die_with_parent(); if it died already, stdin is at its end.
     _become(order, fds)
 
 
@@ -164,7 +163,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
     status = 0
     try:
         importlib.import_module(order["entry"]).main(config)
-    except BaseException:  # noqa: BLE001 - what Python does at the end of a program of its own
+    except BaseException:  # noqa: BLE001 - as Python does at the end of a program
         sys.excepthook(*sys.exc_info())
         status = 1
     sys.stdout.flush()

@@ -1,12 +1,12 @@
-"""Both ends of a connection prove that they know the key of this run before either trusts the other.
+"""Mutual authentication: both ends of a connection prove that they know the run's key.
 
     both    distdiag-peer/1 NONCE
     client  PROOF WORDS
     server  PROOF
 
 NONCE is 128 fresh random bits of that side; PROOF is the HMAC-SHA-256 (RFC 2104) of the side, both nonces and WORDS
-under the key. The key never travels, and what was recorded on one connection proves nothing on another. WORDS is a
-line in which the client names itself or its request.
+under the key. The key is never sent, and a recorded exchange proves nothing on another connection. WORDS is a line that
+names the client or its request.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 PROTOCOL = "distdiag-peer/1"
 TOKEN = "DISTDIAG_TOKEN"
-"""The variable by which a user passes on the key that another distdiag printed."""
+"""The variable for a key printed by another distdiag."""
 PATIENCE_S = 30.0
-"""How long a connection may take to prove itself, in all. An honest peer needs one round trip; its host may be busy."""
+"""Time for a whole handshake. An honest peer needs one round trip, but its host may be busy."""
 MOST_UNPROVEN = 4096
-"""How many unproven connections are kept: with one more, the oldest is closed. All ranks of a job may come at once."""
+"""Limit of pending handshakes: above it the oldest is closed. All ranks of a job may connect at once."""
 _MAX_LINE_BYTES = 8192
 _PIECE_BYTES = 4096
 _NO_ROOM_S = 0.05
@@ -44,7 +44,7 @@ def new_key() -> str:
 
 
 def given_token(path: str = "") -> str:
-    """Return the key that a user was given to type: from a file, from stdin for "-", else from $DISTDIAG_TOKEN.
+    """Return the key entered by the user: from a file, from stdin for "-", else from $DISTDIAG_TOKEN.
 
     Never from a command line, which all users of a node can read. Raises OSError.
     """
@@ -55,10 +55,10 @@ def given_token(path: str = "") -> str:
 
 
 class Refused(Exception):
-    """The other end does not know the key.
+    """The peer does not know the key.
 
-    `said` is the first line that it sent instead, printable; empty if it sent nothing. `hung_up`: it closed the
-    connection before it could have proved anything.
+    `said`: its first line, printable; empty if it sent nothing. `hung_up`: it closed the connection before it could
+    have proved anything.
     """
 
     def __init__(self, said: str = "", *, hung_up: bool = False) -> None:
@@ -78,29 +78,29 @@ class Handshake:
         self._heard = b""
         self.greeting = PROTOCOL.encode() + b" " + self._nonce + b"\n"
         self.words: bytes | None = None
-        """How the other end named itself; None until it has proved that it knows the key."""
+        """The peer's own words; None until it is authenticated."""
 
     @property
     def said(self) -> str:
-        """The first line of the other end, printable."""
+        """The first line of the peer, printable."""
         line = (self._first or self._heard).strip().split(b"\n")[0][:80]
         return printable(line.decode("ascii", "replace").strip())
 
     @property
     def rest(self) -> bytes:
-        """What the other end sent right behind its proof."""
+        """Data received after the peer's proof."""
         return self._heard
 
     @property
     def session_key(self) -> str:
-        """A key that only the two ends of this connection know."""
+        """A key known only to the two ends of this connection."""
         return self._digest("session", b"")
 
     def receive(self, data: bytes) -> bytes:
-        """Read on and return what to send.
+        """Process received bytes and return the bytes to send.
 
         Raises:
-            Refused: the other end does not know the key.
+            Refused: the peer does not know the key.
         """
         self._heard += data
         to_send = b""
@@ -117,7 +117,7 @@ class Handshake:
         return to_send
 
     def _is_stranger(self) -> bool:
-        """Whether a first line that has no end yet cannot become a greeting."""
+        """Whether an incomplete first line cannot become a greeting."""
         begun = self._heard[: len(PROTOCOL)]
         return not self._peer_nonce and not PROTOCOL.encode().startswith(begun)
 
@@ -148,12 +148,12 @@ def introduce(connection: socket.socket, key: str, words: bytes = b"", *, deadli
     """As the client, exchange proofs over a blocking connection, until `deadline` (time.monotonic) at the latest.
 
     Raises:
-        Refused: the other end does not know the key, or hung up.
-        TimeoutError: it was too slow.
+        Refused: the peer does not know the key, or hung up.
+        TimeoutError: the peer was too slow.
         OSError: the connection broke.
     """
     exchange = Handshake(key, words=words)
-    # The empty line: a foreign server then answers at once, and can be named.
+    # The empty line makes most foreign servers answer at once, which identifies them.
     to_send = exchange.greeting + b"\n"
     while exchange.words is None:
         try:
@@ -177,9 +177,9 @@ def _limit(connection: socket.socket, deadline: float | None) -> None:
 
 
 class Peer:
-    """A client that has proved that it knows the key: its connection, not blocking, its address and its words.
+    """An authenticated client: its connection (non-blocking), address and words.
 
-    What it sent behind its proof is still to be read from the connection.
+    Data sent after its proof is still unread on the connection.
     """
 
     def __init__(self, connection: socket.socket, address: str, exchange: Handshake) -> None:
@@ -188,7 +188,7 @@ class Peer:
 
     @property
     def number(self) -> int | None:
-        """Its words, if they are a number of a few digits."""
+        """The client's words, if they are a number of a few digits."""
         return int(self.words) if self.words.isdigit() and len(self.words) < 12 else None
 
 
@@ -199,10 +199,10 @@ class _Unproven:
 
 
 class Acceptor:
-    """Accepts clients that know the key; all others are turned away, and nothing waits for them.
+    """Accepts authenticated clients; a connection that fails or stalls holds up no other.
 
-    A connection has `patience_s` in all to prove itself, however slowly it sends. Of more than `most` unproven ones
-    the oldest is closed, so that silent connections cannot keep others out.
+    A connection has `patience_s` in all to prove itself, however slowly it sends. Above `most` pending connections the
+    oldest is closed, so silent connections cannot shut others out.
     """
 
     def __init__(
@@ -216,16 +216,15 @@ class Acceptor:
         self._key, self._most, self._patience_s = key, most, patience_s
         self._listeners = list(listeners)
         self._unproven: dict[socket.socket, _Unproven] = {}
-        """The oldest first."""
+        """In order of age, the oldest first."""
         self.selector = selectors.DefaultSelector()
-        """A caller that also waits for other things registers them here, each with its data."""
+        """Callers may register further descriptors, each with its data."""
         for listener in self._listeners:
             listener.setblocking(False)
             self.selector.register(listener, selectors.EVENT_READ)
 
     def wait(self, timeout_s: float | None = None) -> tuple[list[Peer], list[Any]]:
-        """Wait for something to happen; return the clients that have proved themselves, and the data of what else is
-        ready."""
+        """Wait for events; return newly authenticated clients, and the data of the caller's ready descriptors."""
         peers: list[Peer] = []
         others = []
         for key, _ in self.selector.select(self._until_next_expiry(timeout_s)):
@@ -243,7 +242,7 @@ class Acceptor:
         return peers, others
 
     def close(self) -> None:
-        """Close what has not proved itself and leave the listeners as they were, blocking and open."""
+        """Close pending connections; the listeners stay open and are blocking again."""
         for unproven in list(self._unproven.values()):
             self._drop(unproven)
         self.selector.close()
@@ -262,7 +261,7 @@ class Acceptor:
             connection, address = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_oldest():
-                time.sleep(_NO_ROOM_S)  # all descriptors are in honest use: the listener stays ready meanwhile
+                time.sleep(_NO_ROOM_S)  # honest peers use all descriptors; the listener stays ready meanwhile
             return
         if len(self._unproven) >= self._most:
             self._drop_oldest()
@@ -275,7 +274,7 @@ class Acceptor:
 
     def _read(self, unproven: _Unproven) -> Peer | None:
         try:
-            # Line by line: what follows the proof is for the next owner of the connection.
+            # Line by line: data after the proof belongs to the connection's next owner.
             ahead = unproven.connection.recv(_PIECE_BYTES, socket.MSG_PEEK)
             data = unproven.connection.recv(ahead.find(b"\n") + 1 or len(ahead)) if ahead else b""
             to_send = unproven.exchange.receive(data)
@@ -295,7 +294,7 @@ class Acceptor:
         return Peer(unproven.connection, unproven.address, unproven.exchange)
 
     def _send(self, unproven: _Unproven, data: bytes) -> bool:
-        """Send a line, which a new connection always has room for. False: it was closed."""
+        """Send a line; a new connection has room for it. False: the connection was closed."""
         try:
             is_sent = unproven.connection.send(data) == len(data)
         except OSError:

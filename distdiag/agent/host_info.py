@@ -1,4 +1,4 @@
-"""The first message of an agent: which machine this is."""
+"""The first message of an agent: identifies the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distdiag.facts import carried_tools, machine
 
 
 def who_is_here() -> Hello:
-    """Return host name, identity of the machine, its system and processor, and py-spy's path if there is one."""
+    """Return host name, machine identity, system, processor, and the path of py-spy, if found."""
     system = os.uname()
     return Hello(
         host=machine.host_name(),
@@ -20,7 +20,7 @@ def who_is_here() -> Hello:
 
 
 def _machine_id() -> str:
-    """Return what differs between machines, and containers and network namespaces of one machine too."""
+    """Return an identity unique to a machine, container and network namespace."""
     boot = machine.read_text("/proc/sys/kernel/random/boot_id").strip()
     try:
         network = os.readlink("/proc/self/ns/net")

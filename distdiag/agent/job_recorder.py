@@ -1,12 +1,12 @@
-"""Records a job on one node: the output of each rank, and when and how each rank ended. Outlives distdiag itself.
+"""Records a job on one node: the output of each rank, and the time and status of its end. Outlives distdiag.
 
-A process of its own in a session of its own, so neither Ctrl-C nor the death of distdiag takes it, and with it the
-job's output, away. It ends when no process can write to the job's stdout and stderr any more.
+It runs in a separate session, so neither Ctrl-C nor the death of distdiag ends it and cuts the job's output. It exits
+when no process can write to the job's stdout and stderr any more.
 
-A daemon that the job leaves behind may hold its streams open: once the job and its ranks have ended and nothing was
-written for a second, the recorder ends as well.
+A daemon left behind by the job may keep the streams open: the recorder also exits once the job and its ranks have ended
+and the streams were silent for a second.
 
-In its folder: `events.jsonl` (a line for each start and end of a rank, and when all were held), `job.*.log` and
+Its folder: `events.jsonl` (one line per start and end of a rank, and when all were held), `job.*.log` and
 `rankR.gG.*.log` (output).
 """
 
@@ -44,13 +44,13 @@ _TURN_S = 0.5
 _AT_REST_S = 0.02
 _SILENT_S = 1.0
 _PIDFD_GET_INFO = 0xC040FF0B
-"""_IOWR(0xFF, 11, struct pidfd_info) with the first, 64-byte form of it: include/uapi/linux/pidfd.h, Linux 6.15."""
+"""_IOWR(0xFF, 11, struct pidfd_info), 64 bytes in its first version: include/uapi/linux/pidfd.h, Linux 6.15."""
 _PIDFD_INFO_EXIT = 1 << 3
 _LOST = b"\n[distdiag run: %d bytes are not kept here]\n"
 
 
 class Kept:
-    """A bounded copy of a stream: its first and last megabytes. What does not fit, or fails, never stops the stream."""
+    """A bounded copy of a stream: its first and last megabytes. Overflow and failed writes never stop the stream."""
 
     def __init__(self, path: str, *, head: int = HEAD_BYTES, tail: int = TAIL_BYTES) -> None:
         self._path, self._head, self._half = path, head, tail // 2
@@ -63,7 +63,7 @@ class Kept:
         """Add to the copy."""
         try:
             self._write(data)
-        except OSError:  # full, or gone: what is there stays, and the job goes on
+        except OSError:  # disk full or file removed: the copy ends here, the job continues
             self._close()
 
     def _write(self, data: bytes) -> None:
@@ -91,7 +91,7 @@ class Kept:
             os.unlink(oldest)
 
     def finish(self) -> None:
-        """Put the last megabytes behind the first ones, in one file."""
+        """Append the last megabytes to the first ones, in one file."""
         self._close()
         with contextlib.suppress(OSError):
             if self._segments:
@@ -118,7 +118,7 @@ def _open(path: str) -> int:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write all of it, also where somebody has made the descriptor non-blocking. Raises OSError."""
+    """Write all data, even to a non-blocking descriptor. Raises OSError."""
     view = memoryview(data)
     while view:
         try:
@@ -128,9 +128,9 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 class Copier(threading.Thread):
-    """Copies one stream to where it would have gone, and into its file."""
+    """Copies one stream to its original destination and into a file."""
 
-    locks: dict[tuple[int, int], threading.Lock] = {}  # noqa: RUF012 - of all streams: lines of ranks are not to be torn
+    locks: dict[tuple[int, int], threading.Lock] = {}  # noqa: RUF012 - shared, so that lines of ranks do not interleave
 
     def __init__(self, read: int, out: int, path: str, label: bytes = b"") -> None:
         super().__init__(daemon=True)
@@ -141,7 +141,7 @@ class Copier(threading.Thread):
         self._copied = 0
 
     def run(self) -> None:
-        """Copy to the end of the stream. Where its reader has gone, so does ours: the job gets its SIGPIPE."""
+        """Copy to the end of the stream. If its reader closes, close ours, so the job gets its SIGPIPE."""
         try:
             while data := _read_some(self._read):
                 self._kept.write(data)
@@ -157,14 +157,14 @@ class Copier(threading.Thread):
             self._kept.finish()
 
     def state(self) -> tuple[int, int]:
-        """Return the bytes copied, and those that wait in the stream; 0 once it is closed."""
+        """Return the bytes copied, and those still unread in the stream (0 once closed)."""
         waiting = bytearray(4)
         with contextlib.suppress(OSError):
             fcntl.ioctl(self._read, termios.FIONREAD, waiting)
         return self._copied, int.from_bytes(waiting, sys.byteorder)
 
     def finish(self) -> None:
-        """Keep what was copied by now, where the stream does not end."""
+        """Complete the file although the stream is still open."""
         self._kept.finish()
 
     def _pass(self, data: bytes) -> None:
@@ -174,13 +174,13 @@ class Copier(threading.Thread):
 
 
 class Labelled:
-    """Puts a label before each line of a stream. A line is held back until it is whole, or longer than 1 MiB."""
+    """Prefixes each line of a stream with a label. A line is held back until complete, or longer than 1 MiB."""
 
     def __init__(self, label: bytes) -> None:
         self._label, self._rest = label, b""
 
     def whole(self, data: bytes) -> bytes:
-        """Return the lines that are whole now."""
+        """Return the completed lines."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _BLOCK:
             lines.append(self._rest)
@@ -188,12 +188,12 @@ class Labelled:
         return b"".join(b"%s%s\n" % (self._label, line) for line in lines)
 
     def rest(self) -> bytes:
-        """Return the last line, ended, if the stream did not end it."""
+        """Return an unterminated last line, terminated."""
         return b"%s%s\n" % (self._label, self._rest) if self._rest else b""
 
 
 def _read_some(fd: int) -> bytes:
-    """Read what a pipe holds at most, so that a write of a line is never cut in two; empty at the end."""
+    """Read up to the capacity of a pipe, so that a written line is never split; empty at the end."""
     try:
         return os.read(fd, _BLOCK)
     except OSError as error:
@@ -203,7 +203,7 @@ def _read_some(fd: int) -> bytes:
 
 
 class Recorder:
-    """Takes ranks, copies their output and watches for their ends."""
+    """Receives ranks' streams, copies their output and waits for their exit."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._folder = config["folder"]
@@ -259,7 +259,7 @@ class Recorder:
         os._exit(0)
 
     def _is_silent(self) -> bool:
-        """Report that all is copied once two states are equal; return whether none has changed for a second since."""
+        """Report "drained" when two successive states are equal; return whether they then stayed equal for a second."""
         now, state = time.monotonic(), [copier.state() for copier in self._copiers]
         if state != self._state or any(waiting for _, waiting in state):
             self._state, self._silent_since = state, now
@@ -270,7 +270,7 @@ class Recorder:
         return now - self._silent_since >= _SILENT_S
 
     def _hear(self) -> None:
-        """Obey distdiag: the launcher's pid, "release", "ending", "ended"; the pipe ends with distdiag."""
+        """Obey distdiag's commands: the launcher's pid, "release", "ending", "ended"; the pipe ends with distdiag."""
         data = os.read(self._control, 4096)
         if not data:
             self._parent_is_there = False
@@ -279,9 +279,9 @@ class Recorder:
         for line in data.decode("ascii", "replace").split():
             if line == "release":
                 self._release()
-            elif line == "ending":  # distdiag ends the job itself, and has looked at it before
+            elif line == "ending":  # distdiag ends the job itself, after inspecting it
                 self._did_hold = True
-            elif line == "ended":  # the job has
+            elif line == "ended":
                 self._job_ended = True
             elif line.isdigit():
                 self._launcher = int(line)
@@ -324,7 +324,7 @@ class Recorder:
         return True
 
     def _shorten(self, fds: list[int], number: int) -> None:
-        """Lead what would go through the launcher's stream straight to its end: job.*.log is the launcher's alone."""
+        """Bypass the launcher's copying of a rank's stream, so that job.*.log has only the launcher's output."""
         status = os.fstat(fds[number])
         out = self._outs.get((status.st_dev, status.st_ino))
         if out is not None:
@@ -335,9 +335,9 @@ class Recorder:
         about = self._ranks.pop(fd)
         os.close(fd)
         is_bad = status != 0
-        self._release()  # it is to see the first death before others
+        self._release()  # the launcher must see this death before any other
         if is_bad and not self._did_hold and self._launcher and self._ranks:
-            # Before all else: torchrun looks every tenth of a second, and then ends the others.
+            # First of all: torchrun polls every 0.1 s, and then ends the other ranks.
             self._did_hold = True
             self._hold(about["pid"])
         kills = _oom_kills(about["events_file"])
@@ -345,10 +345,10 @@ class Recorder:
         self._tell("end", {**about, "status": status, "oom": oom})
 
     def _hold(self, ended: int) -> None:
-        """Stop the launcher, which would end the other ranks: distdiag reads their stacks.
+        """Stop the launcher, which would end the other ranks, while distdiag reads their stacks.
 
-        It wakes up when the launcher stops, so it is told before. The ranks run on: a SIGTERM that finds a rank
-        stopped, or just waking up, may go to a thread where Python overlooks it.
+        The event is written first, as distdiag wakes up when the launcher stops. The ranks keep running: a SIGTERM sent
+        to a rank that is stopped or just resuming may reach a thread where Python overlooks it.
         """
         self._tell("held", {"pid": ended})
         with contextlib.suppress(OSError):
@@ -368,7 +368,7 @@ class Recorder:
 
 
 def _exit_status(pidfd: int, pid: int) -> int | None:
-    """Return the exit status of a process that has just ended, negative for a signal; None if its parent was faster."""
+    """Return the exit status of an ended process, negative for a signal; None if its parent reaped it first."""
     raw: int | None = None
     info = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT) + b"\0" * 56)
     with contextlib.suppress(OSError):
@@ -382,7 +382,7 @@ def _exit_status(pidfd: int, pid: int) -> int | None:
 
 
 def _memory_events(pid: int) -> str:
-    """Return the file that counts the kills for lack of memory in a process's cgroup; empty if there is none."""
+    """Return the file with the OOM kill counter of a process's cgroup, or ""."""
     for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines():
         controllers, path = [*line.split(":", 2), "", ""][1:3]
         path = path.rstrip("/")
@@ -401,7 +401,7 @@ def _oom_kills(path: str) -> int | None:
 
 
 def main() -> None:
-    """Record, as the first argument says."""
+    """Record as configured by argv[1]."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     recorder = Recorder(json.loads(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""Asks the process manager that started this process (MPICH's Hydra, Intel MPI) to pass words between its processes.
+"""Passes words between the processes of a job through their process manager (MPICH's Hydra, Intel MPI).
 
 This is the wire protocol of PMI-1: lines of key=value over the descriptor in PMI_FD. Source: "PMI-1 wire protocol" in
-MPICH's developer documentation. Open MPI and SLURM have other ways, see `distdiag.cluster.rank0_discovery`.
+MPICH's developer documentation. For Open MPI and SLURM see `distdiag.cluster.rank0_discovery`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ class PmiFailed(Exception):
 
 
 def share(environ: Mapping[str, str], words: str | None, *, timeout_s: float) -> str:
-    """Return the words of rank 0: it passes `words`, all others None. Waits until every process has called this.
-
-    The words must have no spaces.
+    """Return the words of rank 0, which passes `words` (without spaces), the others None. Blocks until all call it.
 
     Raises:
-        PmiFailed: there is no PMI process manager, or it did not answer in time.
+        PmiFailed: no PMI process manager, or no answer in time.
     """
     try:
         return _Manager(int(environ["PMI_FD"]), time.monotonic() + timeout_s).share(words)
@@ -48,7 +46,7 @@ class _Manager:
             self._ask(f"cmd=put kvsname={space} key=distdiag value={words}", "put_result")
         self._ask("cmd=barrier_in", "barrier_out")
         heard = self._ask(f"cmd=get kvsname={space} key=distdiag", "get_result").get("value", "")
-        # Without this the manager would take our end for a crash.
+        # Without this the manager takes our exit for a crash.
         self._ask("cmd=finalize", "finalize_ack")
         return heard
 

@@ -1,8 +1,8 @@
-"""Tries many ports of many hosts at the same time, and reports what each of them answered.
+"""Tries many ports of many hosts in parallel, and reports the answer of each.
 
-One non-blocking connect each, as many at a time as there may be open files. The kernel itself sends a SYN again after
-1 and after 3 seconds, so three are sent before an answer counts as missing. An open port is given a moment to send its
-banner, then it is sent a harmless line, to identify it.
+One non-blocking connect each, in parallel up to the limit of open files. The kernel repeats a SYN after 1 and after 3
+seconds, so three are sent before an answer counts as missing. An open port gets a moment to send its banner, then a
+harmless line, to identify it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _STATES = {
     errno.EACCES: DENIED,
     errno.EPERM: DENIED,
 }
-"""Error of connect(2) -> state of the port; else it is rejected. ICMP "port unreachable" reads as closed."""
+"""Error of connect(2) -> state of the port; rejected for any other. ICMP "port unreachable" also yields ECONNREFUSED.
+"""
 _AT_ONCE = 1024
 _START = 64
 _TICK_S = 0.02
@@ -52,8 +53,8 @@ class PortResult:
     """A port of a host.
 
     `state`: open, closed (reachable, nothing listens), filtered (no answer), rejected (by a device on the path, or by
-    this machine's kernel), no-route, name (does not resolve), denied (this machine does not allow it). `said` is the
-    first line that an open port sent; `hung_up`: it closed the connection instead. `seconds` until the state was known.
+    this machine's kernel), no-route, name (does not resolve), denied (this machine does not allow it). `said`: the
+    first line sent by an open port; `hung_up`: it closed the connection instead. `seconds` until the state was known.
     """
 
     host: str
@@ -86,7 +87,7 @@ class _Attempt:
     asked: bool = False
 
     def result(self, status: int = 0, data: bytes | None = None, local: str = "") -> PortResult:
-        """Return its result: the error of connect(2), else what an open port sent (None: nothing)."""
+        """Return the result for an error of connect(2), or for the data sent by an open port (None: no data)."""
         took = time.monotonic() - self.began
         words = "" if not status else "no answer" if status == errno.ETIMEDOUT else os.strerror(status)
         return PortResult(
@@ -103,7 +104,7 @@ class _Attempt:
 
 
 def scan(targets: Iterable[tuple[str, int]], *, timeout_s: float) -> Iterator[PortResult]:
-    """Try all targets, (host, port), and yield each as soon as it is known."""
+    """Try all (host, port), each once; yield each result when known."""
     unique = list(dict.fromkeys(targets))
     hosts = dict.fromkeys(host for host, _ in unique)
     names = [host for host in hosts if not network.is_address(host)]
@@ -121,7 +122,7 @@ def scan(targets: Iterable[tuple[str, int]], *, timeout_s: float) -> Iterator[Po
 
 
 def try_port(address: str, port: int, *, timeout_s: float) -> str:
-    """Return the state of one port; the connection is closed without a byte, as a job's own store is behind it."""
+    """Return the state of one port. Sends no byte, as a job's own store may be listening."""
     connection, status = _connect(address, port)
     with connection:
         if not status:
@@ -135,7 +136,7 @@ def _run(
 ) -> Iterator[PortResult]:
     running: dict[socket.socket, _Attempt] = {}
     while waiting or running:
-        # A few at a time, so that answers are taken while others are still being asked.
+        # A few at a time, so that answers are read while other connects are still being started.
         for _ in range(min(len(waiting), at_once - len(running), _START)):
             attempt = _Attempt(*waiting.pop(), time.monotonic() + timeout_s)
             connection, status = _connect(attempt.address, attempt.port)
@@ -145,7 +146,7 @@ def _run(
             else:
                 running[connection] = attempt
                 selector.register(connection, selectors.EVENT_WRITE, connection)
-        now = time.monotonic()  # before the select: if this process is held up after it, no port is late for that
+        now = time.monotonic()  # taken before select: a pause of this process after it makes no port late
         ready: set[socket.socket] = {
             key.data for key, _ in selector.select(0 if waiting and len(running) < at_once else _TICK_S)
         }
@@ -162,7 +163,7 @@ def _run(
 
 
 def _connect(address: str, port: int) -> tuple[socket.socket, int]:
-    """Begin to connect; also return the error if it is known: the refusal of a near host is often there at once."""
+    """Start to connect; also return the error if already known, as with many refusals by near hosts."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     status = connection.connect_ex((address, port))
@@ -172,7 +173,7 @@ def _connect(address: str, port: int) -> tuple[socket.socket, int]:
 
 
 def _go_on(connection: socket.socket, attempt: _Attempt, selector: selectors.BaseSelector) -> PortResult | None:
-    """Handle an event: the connection is there or refused, or the other end sent something."""
+    """Handle an event: connected, refused, or data received."""
     if attempt.rtt_s is not None:
         try:
             data = connection.recv(256)
@@ -189,7 +190,7 @@ def _go_on(connection: socket.socket, attempt: _Attempt, selector: selectors.Bas
 
 
 def _too_late(connection: socket.socket, attempt: _Attempt, selector: selectors.BaseSelector) -> PortResult | None:
-    """Handle a timeout: no answer, or an open port that sends nothing unless it gets a request."""
+    """Handle a timeout: no answer, or an open port that stays silent until it gets a request."""
     if attempt.rtt_s is None:
         return attempt.result(errno.ETIMEDOUT)
     if attempt.asked:

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     import socket
 
 BULK_BYTES = 64 * 2**10
-"""What a probe sends by default."""
+"""Default size of a probe's data."""
 MOST_BULK_BYTES = 16 * 2**20
 _PIECE_BYTES = 2**18
 
 
 def returned(size: int) -> int:
-    """Return how many bytes to send back: full packets, to see whether they arrive; the peer tests the reverse path."""
+    """Return how many bytes to send back: full packets, as the reverse path is tested with them."""
     return min(size, BULK_BYTES)
 
 
 class _Client:
-    """A node that knows the key: it sends as many bytes as it announced, then gets its answer."""
+    """An authenticated node: it sends the announced number of bytes, then gets its answer."""
 
     def __init__(self, peer: handshake.Peer, size: int) -> None:
         self.connection = peer.connection
@@ -60,7 +60,7 @@ class ProbeServer(threading.Thread):
         os.close(self._waker)
 
     def stop(self) -> None:
-        """End the service, and give the listeners back as they were."""
+        """End the service; the listeners stay open."""
         os.write(self._waker, b".")
         self.join(2)
 
@@ -87,7 +87,7 @@ class ProbeServer(threading.Thread):
             data = b""
         if not data:
             self._drop(client)
-        elif client.to_receive > 0:  # whatever comes after it is not counted
+        elif client.to_receive > 0:  # surplus data is ignored
             client.to_receive -= len(data)
             self._answer_if_received(client)
 

@@ -1,8 +1,8 @@
-"""Every message between the parent and its agents: a line of JSON, {"kind": ..., the fields of its class}.
+"""Messages between the parent and its agents, one JSON line each: {"kind": ..., the fields of its class}.
 
-Orders go to an agent, replies come from it. Neither side trusts the other's messages: the parent validates
-each reply (distdiag/cluster/records.py has the same fields with their limits), and an agent passes over orders of a
-kind that it does not know. Not dataclasses: their import would take each agent a tenth of its start.
+Orders are sent to an agent, replies by it. Neither side trusts the other: the parent validates each reply
+(distdiag/cluster/records.py repeats the fields with their limits), and an agent ignores unknown kinds of orders. Not
+dataclasses: importing these takes a tenth of an agent's start.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from typing import Any, ClassVar, dataclass_transform
 else:
 
-    def dataclass_transform(**_):  # noqa: ANN003, ANN201 - for type checkers: a class has the fields that it annotates
-        """Return a decorator that changes nothing."""
+    def dataclass_transform(**_):  # noqa: ANN003, ANN201 - only for type checkers
+        """Return a decorator without effect."""
         return lambda cls: cls
 
 
 @dataclass_transform(kw_only_default=True)
 class Message:
-    """A message; a field that is left out has its default on the other side too."""
+    """A message; the receiver fills in the default of an omitted field."""
 
     kind: ClassVar[str] = ""
 
@@ -33,8 +33,8 @@ class Message:
         vars(self).update(fields)
 
     def to_json(self) -> bytes:
-        """Return it as a line, without the end of the line."""
-        # Names of files and processes may be no UTF-8: what Python has for such a byte is a question mark here.
+        """Return the message as a line, without the newline."""
+        # Names of files and processes may not be valid UTF-8; Python's surrogates for such bytes become question marks.
         return json.dumps({"kind": self.kind, **vars(self)}, ensure_ascii=False).encode("utf-8", "replace")
 
 
@@ -48,7 +48,7 @@ class Collect(Message, kind="collect"):
 
 
 class KeepLogs(Message, kind="keep-logs"):
-    """Keep what each rank prints in files."""
+    """Keep each rank's output in files."""
 
 
 class Listen(Message, kind="listen"):
@@ -60,8 +60,8 @@ class Listen(Message, kind="listen"):
 class StartRank(Message, kind="start"):
     """Start a rank: `main(config)` of the module `entry`, with these variables.
 
-    `forked` is None for a rank that gets a process of its own, else {"modules", "stage", "note"}: what is imported
-    once for all of them, and what they report meanwhile.
+    `forked`: None for a rank in a process of its own; else {"modules", "stage", "note"}: modules to import once for all
+    ranks, and the progress to report meanwhile.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class StartRank(Message, kind="start"):
 
 
 class Mark(Message, kind="mark"):
-    """Note what the ranks have done so far, for the next inspection."""
+    """Record the ranks' work so far, as the baseline of the next inspection."""
 
 
 class Inspect(Message, kind="inspect"):
@@ -91,7 +91,7 @@ class SendTool(Message, kind="tool"):
 
 
 class ReachListen(Message, kind="reach-listen"):
-    """Listen on an ephemeral port, as ranks do, on so many `more`, and on these ports; for the other nodes to probe."""
+    """Listen for the other nodes' probes: on an ephemeral port, as ranks do, on `more` others, and on these ports."""
 
     more: int = 0
     ports: Sequence[int] = ()
@@ -132,7 +132,7 @@ _ORDERS: dict[str, type[Message]] = {
 
 
 def read_order(line: bytes) -> Message | None:
-    """Parse an order; None for a kind that only a newer parent knows. Raises ValueError."""
+    """Parse an order; None for an unknown kind, from a newer parent. Raises ValueError."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError("an order is an object")
@@ -144,17 +144,17 @@ def read_order(line: bytes) -> Message | None:
 
 
 class Ready(Message, kind="ready"):
-    """Its Python runs and waits for the payload."""
+    """Python runs and waits for the payload."""
 
 
 class NoPython(Message, kind="no-python"):
-    """There is no Python that could run it."""
+    """No usable Python was found."""
 
     tried: str
 
 
 class Hello(Message, kind="hello"):
-    """Which machine it is on: host name, identity, system and processor; where py-spy is, if it is there."""
+    """The machine: host name, identity, system and processor; the path of py-spy, if found."""
 
     host: str
     machine: str
@@ -169,7 +169,7 @@ class Facts(Message, kind="facts"):
 
 
 class Alive(Message, kind="alive"):
-    """It is still there."""
+    """A keep-alive."""
 
 
 class More(Message, kind="more"):
@@ -179,18 +179,18 @@ class More(Message, kind="more"):
 
 
 class MoreEnd(Message, kind="more-end"):
-    """That was all of it."""
+    """End of the requested facts."""
 
 
 class Logs(Message, kind="logs"):
-    """Where the ranks' output is kept, or why it cannot be."""
+    """The folder of the ranks' output, or the reason why it cannot be kept."""
 
     folder: str | None
     error: str
 
 
 class Listening(Message, kind="listening"):
-    """It listens on the rendezvous port; or who has it: {"error", "listening", "pid", "command", "answer"}."""
+    """The rendezvous port, or its present owner: {"error", "listening", "pid", "command", "answer"}."""
 
     port: int
     taken: dict[str, Any] | None
@@ -204,7 +204,7 @@ class RankStarted(Message, kind="started"):
 
 
 class RankEvent(Message, kind="event"):
-    """A rank took a step, see distdiag/agent/rank_progress.py."""
+    """A step of a rank, see distdiag/agent/rank_progress.py."""
 
     rank: int
     stage: str
@@ -216,7 +216,7 @@ class RankEvent(Message, kind="event"):
 
 
 class RankInspected(Message, kind="inspected"):
-    """A silent rank was inspected: its state in proc(5), the stack of its main thread, and its work since the mark."""
+    """State in proc(5) of a silent rank, the stack of its main thread, and its work since the mark."""
 
     rank: int
     state: str
@@ -230,11 +230,11 @@ class RankInspected(Message, kind="inspected"):
 
 
 class InspectionDone(Message, kind="inspection-done"):
-    """All silent ranks were inspected."""
+    """The end of an inspection."""
 
 
 class RankEnded(Message, kind="ended"):
-    """A rank ended: exit status, negative for a signal, and the end of what it printed."""
+    """Exit status of a rank (negative for a signal), and the end of its output."""
 
     rank: int
     status: int | None
@@ -244,14 +244,14 @@ class RankEnded(Message, kind="ended"):
 
 
 class ToolTaken(Message, kind="tool"):
-    """A program arrived, or why it cannot be used."""
+    """A program arrived, or the reason why it cannot be used."""
 
     name: str
     error: str
 
 
 class ReachListening(Message, kind="reach-listening"):
-    """It listens; `failed`: requested ports that are not available, and why. With this node's network."""
+    """The ports listened on, `failed` (port -> error) for the requested others, and this node's network."""
 
     port: int
     samples: list[int]
@@ -260,17 +260,17 @@ class ReachListening(Message, kind="reach-listening"):
 
 
 class ReachServing(Message, kind="reach-serving"):
-    """It answers."""
+    """Probes are answered from now on."""
 
 
 class ReachProbe(Message, kind="reach-probe"):
-    """A target was probed."""
+    """The result of one target."""
 
     probe: dict[str, Any]
 
 
 class ReachName(Message, kind="reach-name"):
-    """What a name resolves to there."""
+    """The addresses of a name, resolved on that node."""
 
     name: str
     addresses: Sequence[str]
@@ -278,4 +278,4 @@ class ReachName(Message, kind="reach-name"):
 
 
 class ReachEnded(Message, kind="reach-ended"):
-    """It does not answer any more."""
+    """Probes are no longer answered."""

@@ -1,8 +1,8 @@
-"""How a rank reports where it is: a JSON line for each step, on a pipe of its own.
+"""Progress reports of a rank: a JSON line for each step, on a pipe of its own.
 
-A shared stdout would tear lines longer than 4096 bytes, and a rank that hangs could not report where. `at` counts the
-steps of a stage, the same on every rank, so that positions compare: the others wait for the rank with the lowest
-(stage, at). `waiting` means that the step needs the other ranks.
+A shared stdout would split lines longer than 4096 bytes, and a hung rank could not report its position. `at` counts the
+steps of a stage, identically on all ranks, so positions compare: the others wait for the rank with the lowest (stage,
+at). `waiting`: the step needs the other ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Progress:
         self._stepped = 0.0
 
     def enter(self, stage: str, note: str) -> None:
-        """Reach a stage. Not waiting yet: a rank that is held up right here must not look like a waiting rank."""
+        """Enter a stage. Not waiting yet: a rank held up here must not look like one that waits for others."""
         self.stage, self._at = stage, 0
         self._write(note, False, {})
 
@@ -37,8 +37,7 @@ class Progress:
         self._write(note, waiting, payload)
 
     def still(self, note: str, *, waiting: bool = False) -> None:
-        """Report once a second that long work goes on, so that it does not look like a hang; not a step, as other
-        ranks may have nothing to report."""
+        """Report a long step once a second, so it is not taken for a hang. Not a step: other ranks may report none."""
         if time.monotonic() - self._stepped > 1:
             self._stepped = time.monotonic()
             self._write(note, waiting, {})

@@ -1,7 +1,7 @@
-"""The ranks of one node: starts them, passes on what they report, reads the state of those that stay silent, ends them.
+"""The ranks of one node: starts them, forwards their reports, inspects the silent ones, ends them.
 
-Each rank has a process group of its own, a pipe for its events and a pipe for whatever it prints. Nothing is
-judged here: every fact goes to the parent as a record.
+Each rank has a process group, a pipe for its events and a pipe for its output. All facts are sent to the parent, which
+judges them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES = 16 * 2**10
 _STACKS = 16
-"""Stacks to read at most: more would not fit into the second that a report may take."""
+"""Limit of stacks to read: more would exceed the second that a report may take."""
 _STUCK = 32
-"""Connections of one rank: each of them may lead to another node."""
+"""Limit of connections per rank: each may be to a different node."""
 _MAX_EVENT_BYTES = 2**20
 _GUEST_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"),
 )
-"""What a parent without proof of identity may set: nothing that makes a program load anything."""
+"""Variables that an unauthenticated parent may set: none can make a program load code."""
 _NEEDED = (
     *(
         f"distdiag.agent.{name}"
@@ -43,12 +43,12 @@ _NEEDED = (
     *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text", "computed", "gpu_health")),
     "distdiag.agent.wire",
 )
-"""The agent's modules that ranks import. All of them would not fit into a pipe, and each start would wait."""
+"""The agent's modules that ranks import. Sending all would exceed a pipe's capacity and block each start."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
 
 
 def carried_by_ranks(sources: dict[str, str]) -> dict[str, str]:
-    """Leave out what only the agent imports."""
+    """Remove the modules that only the agent imports."""
     return {
         name: text
         for name, text in sources.items()
@@ -58,7 +58,7 @@ def carried_by_ranks(sources: dict[str, str]) -> dict[str, str]:
 
 @dataclass
 class Rank:
-    """One rank process and what of it is still unread."""
+    """One rank process and its unread output."""
 
     rank: int
     process: programs.Process[bytes] | programs.Adopted
@@ -83,11 +83,11 @@ class Ranks:
         self._forkserver: Forkserver | None = None
         self._waiting: list[tuple[protocol.StartRank, float]] = []
         self._marks: dict[int, tuple[int, float, machine.Work]] = {}
-        """Of each rank: its process, when, and what that had done by then."""
+        """Rank -> its process, the time, and its work until then."""
         self.running: dict[int, Rank] = {}
 
     def keep_logs(self) -> None:
-        """Make the directory that keeps what each rank prints; report it, or why there is none."""
+        """Create the directory for the ranks' output; report it, or the error."""
         try:
             self._log_folder = tempfile.mkdtemp(prefix="distdiag-logs-")
         except OSError as error:
@@ -96,7 +96,7 @@ class Ranks:
             self._wire.send(protocol.Logs(folder=self._log_folder, error=""))
 
     def listen(self, order: protocol.Listen) -> None:
-        """Listen on the rendezvous port for rank 0 before any rank starts; report the port, or which process has it."""
+        """Listen on the rendezvous port for rank 0 before any rank starts; report the port, or its present owner."""
         try:
             self.listener = rendezvous.listen(order.port)
         except OSError as error:
@@ -105,7 +105,7 @@ class Ranks:
             self._wire.send(protocol.Listening(port=self.listener.getsockname()[1], taken=None))
 
     def start(self, order: protocol.StartRank) -> None:
-        """Start one rank; it finds its descriptors in its config."""
+        """Start one rank; its config contains its descriptors."""
         began = time.monotonic()
         forked = order.forked
         if forked is None or not sys.platform.startswith("linux"):
@@ -129,29 +129,26 @@ class Ranks:
 
     @property
     def busy(self) -> bool:
-        """Whether there are ranks to look after."""
+        """Whether ranks are running or starting."""
         return bool(self.running or self._waiting)
 
     def descriptors(self) -> list[int]:
-        """List what has to be watched for new events and output."""
+        """List the descriptors of new events and output."""
         news = [] if self._forkserver is None or not self._waiting else self._forkserver.descriptors()
         return news + [fd for rank in self.running.values() for fd in rank.open_fds]
 
     def poll(self) -> None:
-        """Pass on all that is new: events first, then the end of those that ended."""
+        """Forward new events, then report ended ranks."""
         self._fork_waiting()
         for rank in list(self.running.values()):
-            ended = rank.process.poll() is not None  # asked before reading, so that nothing said last is lost
+            ended = rank.process.poll() is not None  # checked before reading, so that last words are not lost
             self._read_output(rank)
             self._read_events(rank)
             if ended:
                 self._report_end(rank)
 
     def inspect(self, order: protocol.Inspect) -> None:
-        """Report the state of the given ranks, most interesting first, and the stacks of the first of them.
-
-        Ranks that are stopped go before all others.
-        """
+        """Report the state of the given ranks, stopped ones first, and the stacks of the first _STACKS."""
         from distdiag.facts import sockets
 
         pids = self._pids(order.ranks)
@@ -162,11 +159,11 @@ class Ranks:
         found = py_spy.main_stacks(
             [*dict.fromkeys(pids[number] for number in ordered)][:_STACKS], timeout_s=order.timeout_s
         )
-        self.poll()  # a step that was taken meanwhile is reported before the inspection, which it invalidates
+        self.poll()  # a step taken meanwhile invalidates the inspection, so report it first
         unread = py_spy.Stack((), f"not read: limited to {_STACKS} ranks per node")
         for number in ordered:
             state, stack = states[number], found.get(pids[number], unread)
-            if state.letter == "D":  # for a page or a file any process is there for a moment
+            if state.letter == "D":  # any process is in D for a moment during a page fault or file access
                 state = machine.process_state(pids[number])
             busy, read_bytes = self._work_since_mark(number, pids[number])
             self._wire.send(
@@ -185,22 +182,22 @@ class Ranks:
         self._wire.send(protocol.InspectionDone())
 
     def mark(self) -> None:
-        """Note what the ranks did so far: what they do from now on shows which are at work when they are inspected."""
+        """Record the ranks' work so far, as the baseline of the next inspection."""
         pids = self._pids([*self.running, *(order.rank for order, _ in self._waiting)])
         self._marks = {number: (pid, time.monotonic(), machine.work_of(pid)) for number, pid in pids.items()}
 
     def _work_since_mark(self, number: int, pid: int) -> tuple[float, int]:
-        """Return the share of the time since the mark in which the rank was busy, and the bytes it read."""
+        """Return the busy share of the time since the mark, and the bytes read."""
         marked, at, before = self._marks.get(number, (0, 0.0, machine.Work()))
         if marked != pid:
             return 0.0, 0
         now = machine.work_of(pid)
-        busy_s = max(0.0, now.busy_s - before.busy_s)  # less where a thread ended: its time goes with it
+        busy_s = max(0.0, now.busy_s - before.busy_s)  # negative after the exit of a thread, as its time is dropped
         busy = busy_s / max(0.001, time.monotonic() - at)
         return round(busy, 3), max(0, now.read_bytes - before.read_bytes)
 
     def end(self) -> None:
-        """Kill every rank and whatever it started."""
+        """Kill every rank and its descendants."""
         if self.listener is not None:
             self.listener.close()
         for rank in self.running.values():
@@ -211,7 +208,6 @@ class Ranks:
             self._forkserver.end()
 
     def _start_alone(self, order: protocol.StartRank, began: float) -> None:
-        """Start a rank in a process of its own."""
         read_end, write_end = os.pipe()
         config = {**order.config, "events_fd": write_end, "listener_fd": None}
         keep = [write_end]
@@ -225,13 +221,13 @@ class Ranks:
             pipes=programs.Pipes(stderr_to_stdout=True, keep=tuple(keep)),
         )
         assert process.stdin is not None
-        # Some 20 KiB, so it fits into the pipe and cannot block; the pipe stays open: its end ends the rank.
+        # Some 20 KiB fit into the pipe without blocking. The pipe stays open: its end ends the rank.
         process.stdin.write(payload)
         os.close(write_end)
         self._follow(order.rank, process, read_end, began)
 
     def _fork_waiting(self) -> None:
-        """Fork the ranks that wait for the imports, once these are done; start them alone if the imports failed."""
+        """Fork waiting ranks once the imports are done; start them alone if these failed."""
         if not self._waiting:
             return
         assert self._forkserver is not None
@@ -242,7 +238,7 @@ class Ranks:
         for order, began in waiting:
             if self._forkserver.failed or not self._fork(self._forkserver, order, began):
                 self._start_alone(order, began)
-        self._forkserver.end()  # whoever is ordered later starts alone
+        self._forkserver.end()  # later ranks start alone
 
     def _fork(self, server: Forkserver, order: protocol.StartRank, began: float) -> bool:
         stdin, output, events = os.pipe(), os.pipe(), os.pipe()
@@ -263,7 +259,6 @@ class Ranks:
     def _follow(
         self, number: int, process: programs.Process[bytes] | programs.Adopted, events: int, began: float
     ) -> None:
-        """Watch a rank that has just been started."""
         assert process.stdout is not None
         os.set_blocking(events, False)
         os.set_blocking(process.stdout.fileno(), False)
@@ -274,14 +269,14 @@ class Ranks:
         self._wire.send(protocol.RankStarted(rank=number, pid=process.pid))
 
     def _environment(self, order: protocol.StartRank) -> dict[str, str]:
-        """Return this process's environment with the rank's own; what another launcher left would mislead torch."""
+        """Return this process's environment with the rank's own; another launcher's variables would mislead torch."""
         changes = {name: value for name, value in order.env.items() if not self._guest or name in _GUEST_VARIABLES}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
         # One thread per rank, as under torchrun: all ranks of a node at full width would only slow each other down.
         return {"OMP_NUM_THREADS": "1", **kept, **changes}
 
     def _pids(self, numbers: list[int]) -> dict[int, int]:
-        """Return the process of each rank; of a rank that waits for the imports, the process that imports for it."""
+        """Return each rank's process; for a rank still to be forked, the process that does its imports."""
         pids = {number: self.running[number].process.pid for number in numbers if number in self.running}
         for order, _ in self._waiting:
             if order.rank in numbers and self._forkserver is not None:
@@ -346,7 +341,7 @@ def _who_has(port: int, error: OSError) -> dict[str, Any]:
 
 
 def _drain(rank: Rank, fd: int) -> bytes:
-    """Read what is there now; notes the end of the stream."""
+    """Read the available data; at the end of the stream, remove it from open_fds."""
     chunks = []
     while fd in rank.open_fds:
         try:

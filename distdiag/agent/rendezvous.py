@@ -1,8 +1,7 @@
-"""Check that the rendezvous address leads to rank 0 of this run, before torch uses it: torch does not check.
+"""Verifies that the rendezvous address belongs to rank 0 of this run; torch does not.
 
-Torch's store client waits forever on a port where another program listens. So rank 0 and the others prove to each
-other that they know the run's key over the very socket that torch will listen on: what answers differently is a
-stranger, and its answer is quoted.
+Torch's store client waits forever on a port where another program listens. So rank 0 and the others authenticate with
+the run's key over the very socket that torch will listen on; any other program is a stranger, and its answer is quoted.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _GO = b"go\n"
 
 
 class Stranger(Exception):
-    """Something else than rank 0 of this run answers at the address; `said` is the start of its answer, cleaned."""
+    """Another program than rank 0 of this run answers at the address; `said`: the start of its answer, printable."""
 
     def __init__(self, said: str) -> None:
         super().__init__(said)
@@ -31,7 +30,7 @@ class Stranger(Exception):
 
 
 def listen(port: int) -> socket.socket:
-    """Listen on every address as torch's store does, IPv6 and IPv4 in one socket where there is IPv6.
+    """Listen on every address as torch's store does, on a dual-stack socket if IPv6 is available.
 
     Raises:
         OSError: EADDRINUSE, or EACCES for a port below 1024.
@@ -46,12 +45,12 @@ def listen(port: int) -> socket.socket:
 
 
 def receive(listener: socket.socket, key: str, world_size: int) -> None:
-    """As rank 0, wait until every other rank has shown that it knows the key, then release them all.
+    """As rank 0, wait until every other rank is authenticated, then release them all.
 
-    Waits without an end of its own: the deadline is outside. Strangers that connect are dropped.
+    No timeout: the caller has the deadline. Strangers are dropped.
     """
     connected: dict[int, socket.socket] = {}
-    # A connection of each rank may still be on its way when the last stranger comes.
+    # The connections of all ranks may still be pending when strangers connect.
     acceptor = handshake.Acceptor([listener], key, most=max(handshake.MOST_UNPROVEN, 2 * world_size))
     try:
         while len(connected) < world_size - 1:
@@ -59,7 +58,7 @@ def receive(listener: socket.socket, key: str, world_size: int) -> None:
                 if peer.number is not None and peer.number < world_size:
                     connected[peer.number] = peer.connection
     finally:
-        acceptor.close()  # the listener is torch's next, which wants it blocking
+        acceptor.close()  # torch uses the listener next, and needs it blocking
     for connection in connected.values():
         connection.setblocking(True)
         connection.sendall(_GO)
@@ -67,12 +66,12 @@ def receive(listener: socket.socket, key: str, world_size: int) -> None:
 
 
 def greet(address: str, port: int, key: str, rank: int, answered: Callable[[], None] = lambda: None) -> None:
-    """As another rank, find rank 0 at the address, call `answered`, and wait to be released.
+    """As another rank, connect to rank 0, call `answered`, and wait for release.
 
     Raises:
-        Stranger: what answers there is not rank 0 of this run.
-        OSError: the name does not resolve, or rank 0 hung up before all ranks had connected. A refused
-            connection is tried again, without an end of its own.
+        Stranger: another program answers at the address.
+        OSError: the name does not resolve, or rank 0 hung up before all ranks had connected. A refused connection is
+            retried without limit.
     """
     with _connect(address, port) as connection:
         try:
@@ -89,7 +88,7 @@ def greet(address: str, port: int, key: str, rank: int, answered: Callable[[], N
 
 
 def who_answers(address: str, port: int, *, timeout_s: float) -> str | None:
-    """Return what a program answers to a foreign greeting; None if there is no answer in time."""
+    """Return a program's answer to a foreign greeting; None if it does not answer in time."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
             connection.sendall(b"distdiag hello\r\n\r\n")

@@ -1,6 +1,6 @@
-"""An attempt to reach a listener of another node: small and large data, in both directions.
+"""An attempt to reach a listener of another node, with small and large data in both directions.
 
-More than a full packet goes in each direction: a path that drops large packets passes a simple connection test.
+More than a full packet is sent each way: a path that drops large packets passes a simple connection test.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from distdiag.agent.probe_server import BULK_BYTES, returned
 from distdiag.facts import network
 
 _CONNECT_AGAIN_S = 0.4
-"""A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to distinguish a lossy path from a closed path."""
+"""The kernel repeats a SYN after 1, 3, 7 s: too rarely to distinguish a lossy path from a closed one."""
 _MOST_ATTEMPTS = 7
 _FIRST_WORD_S = 0.7
-"""Then it is asked over a new connection: after a lost SYN-ACK the kernel may wait 3 s before it sends a word again."""
+"""Then retry on a new connection: after a lost SYN-ACK the kernel may wait 3 s before sending data again."""
 _PROGRESS_BYTES = 6000
-"""Acknowledged beyond this, several full packets came through: then packets are lost, not all swallowed."""
+"""With more than this acknowledged, several full packets arrived: the path loses some packets, not all."""
 _MANY_PACKETS_BYTES = 12000
 _UNANSWERED = 3
-"""A link that loses a third of its packets lets 9 through in a row, and then none of 3, once in 1000 times."""
+"""A link with 1/3 loss delivers 9 packets in a row and then loses 3 in a row once in 1000 times."""
 _LEAST_WAIT_S = 0.5
-"""A SYN that is younger says nothing: this process may have had no processor before. Kernels answer without one."""
+"""A younger SYN proves nothing: this process may not have had a processor before. Kernels answer without one."""
 _TCP_INFO_BYTES = 136
-"""At least; fields that newer kernels add are used where they are there."""
+"""Minimum; fields added by newer kernels are used if present."""
 _UNACKED, _LAST_DATA, _OUT_OF_ORDER = 24, 52, 224
-"""Offsets of how many packets await an acknowledgement, how long ago data came, in milliseconds, and how many packets
-came out of order."""
+"""Offsets in tcp_info: unacknowledged packets, ms since the last data received, packets received out of order."""
 _SILENT_MS = 1000
-"""A sender sends a lost packet again after 0.2, 0.4 and 0.8 s."""
+"""A sender repeats a lost packet after 0.2, 0.4 and 0.8 s."""
 _VERDICTS = (
     *("ok", "lossy", "name", "filtered", "refused", "rejected", "silent", "stranger", "broken"),
     *("swallowed-up", "swallowed-down", "cut-off", "no-route", "no-port", "busy"),
@@ -46,11 +45,11 @@ _VERDICTS = (
 class ProbeResult:
     """An attempt to reach a listener.
 
-    `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (a router or firewall refused it),
-    silent (connected, then no data), busy (no packet was lost, and no process answered in time), stranger,
-    swallowed-up / swallowed-down (large packets towards the listener / from it vanish), lossy (it goes on, too slowly
-    to finish), broken (the connection ended midway), cut-off (it carried some full packets, and then none), no-route
-    (this node's own kernel refused at once, see `route`), no-port (this node has no local port left).
+    `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (by a router or firewall), silent
+    (connected, then no data), busy (no packet was lost, but no process answered in time), stranger, swallowed-up /
+    swallowed-down (large packets towards the listener / from it vanish), lossy (data moves, too slowly to finish),
+    broken (the connection ended midway), cut-off (some full packets, then none), no-route (this node's own kernel
+    refused at once, see `route`), no-port (this node has no local port left).
     """
 
     key: str
@@ -67,9 +66,9 @@ class ProbeResult:
     retransmits: int
     bulk_bytes: int = 0
     bulk_s: float | None = None
-    """Seconds for so many bytes there, and at most BULK_BYTES back; None if they were not all exchanged."""
+    """Time to send bulk_bytes and to receive at most BULK_BYTES; None unless complete."""
     route: str = ""
-    """With no-route: the output of `ip route get` for the address there."""
+    """With no-route: the node's output of `ip route get` for the address."""
 
     def __post_init__(self) -> None:
         if self.verdict not in _VERDICTS:
@@ -77,7 +76,7 @@ class ProbeResult:
 
     @property
     def is_open(self) -> bool:
-        """Whether data goes through, even if slowly."""
+        """Whether data gets through, even if slowly."""
         return self.verdict in ("ok", "lossy")
 
 
@@ -92,7 +91,7 @@ class Target:
 
 
 class _NoTime(OSError):
-    """The deadline came before the kernels could have answered: this process did not run for so long."""
+    """The deadline passed before a kernel could have answered, as this process had not been running."""
 
 
 class _RefusedHere(OSError):
@@ -115,7 +114,7 @@ class TcpProbe:
         self._unread = b""
 
     def run(self) -> ProbeResult:
-        """Resolve, connect, talk; never later than the deadline."""
+        """Resolve, connect, exchange data; never later than the deadline."""
         self._resolved, complaint = network.resolve(self.address)
         if not self._resolved:
             return self._result("name", complaint)
@@ -135,7 +134,7 @@ class TcpProbe:
                 return silent
 
     def _connect(self) -> socket.socket:
-        """Begin again and again until one attempt comes through; raises the last error."""
+        """Repeat attempts until one succeeds; raises the last error."""
         waiting: list[socket.socket] = []
         last: OSError = TimeoutError(errno.ETIMEDOUT, "no answer")
         began, left = time.monotonic(), 1.0
@@ -145,7 +144,7 @@ class TcpProbe:
                     left = max(0.0, self._deadline - time.monotonic())
                     if left and self._attempts < _MOST_ATTEMPTS:
                         waiting.append(self._begin(selector))
-                    # Once more after the deadline: what came while this process did not run has come in time.
+                    # Once more after the deadline: an answer that arrived while this process was paused is in time.
                     for key, _ in selector.select(min(left, _CONNECT_AGAIN_S)):
                         connection = key.data
                         selector.unregister(connection)
@@ -215,11 +214,11 @@ class TcpProbe:
         return "ok", ""
 
     def _stuck(self, connection: socket.socket, verdict: str) -> tuple[str, str]:
-        """Return why data got stuck: large packets vanish, packets are lost, or the other end is too busy."""
+        """Return the reason: large packets vanish, packets are lost, or the peer is too busy."""
         acknowledged, received = _progress(connection)
         came_to_an_end = _nothing_repaired(connection, sent=verdict == "swallowed-up")
         if verdict == "swallowed-up" and acknowledged >= self._bulk_bytes > 0:
-            verdict = "swallowed-down"  # it has all of ours, and its answer, a full packet, does not come
+            verdict = "swallowed-down"  # the peer has all our data, and its reply, a full packet, is missing
         moved = acknowledged if verdict == "swallowed-up" else received
         if not self._bulk_bytes or (verdict == "swallowed-up" and not _retransmits(connection)):
             verdict = "busy" if _all_acknowledged(connection) or self._bulk_bytes else "silent"
@@ -230,7 +229,7 @@ class TcpProbe:
         return ("cut-off" if came_to_an_end and moved >= _MANY_PACKETS_BYTES else "lossy"), words
 
     def _read(self, connection: socket.socket, count: int) -> bytes:
-        """Read so many bytes; fewer at the end."""
+        """Read `count` bytes; fewer at the end."""
         received, self._unread = bytearray(self._unread[:count]), self._unread[count:]
         while len(received) < count:
             self._limit(connection)
@@ -292,11 +291,11 @@ def _progress(connection: socket.socket) -> tuple[int, int]:
 
 
 def _nothing_repaired(connection: socket.socket, *, sent: bool) -> bool:
-    """Return whether packets came through one after the other until they came no more: what loses some goes on.
+    """Return whether all packets arrived in sequence until none did; a path with random loss keeps delivering some.
 
-    Of what is sent, every packet that was sent again is one of the last (tcpi_retransmits counts those without an
-    answer; one more may be the tail loss probe); of what is received, none came out of order (tcpi_rcv_ooopack), none
-    of ours was lost before it, and the last is longer ago than the sender waits before it sends one again.
+    Sending: every retransmitted packet is one of the last (tcpi_retransmits counts the unanswered; one more may be the
+    tail loss probe). Receiving: no packet arrived out of order (tcpi_rcv_ooopack), none of ours was lost before, and
+    the last is older than the sender's retransmission timeout.
     """
     info = _tcp_info(connection)
     if not info:
@@ -315,7 +314,7 @@ def _retransmits(connection: socket.socket) -> int:
 
 
 def _all_acknowledged(connection: socket.socket) -> bool:
-    """Return whether all that was sent arrived at the first attempt: then the network carries data."""
+    """Return whether all sent data arrived at the first attempt, which proves that the network carries data."""
     info = _tcp_info(connection)
     return bool(info) and not struct.unpack_from("I", info, _UNACKED)[0] and not _retransmits(connection)
 

@@ -1,4 +1,4 @@
-"""Programs that the parent sends to a node that lacks them."""
+"""Receives programs that this node lacks from the parent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Tools:
-    """Receives tools that the parent sends, in pieces that fit into an order."""
+    """Receives tools in pieces small enough for an order."""
 
     def __init__(self, wire: Writer) -> None:
         self._wire = wire
         self._pieces: dict[str, list[str]] = {}
 
     def take(self, order: SendTool) -> None:
-        """Keep one piece; after the last one report how it went."""
+        """Keep one piece; after the last, report success or the error."""
         self._pieces.setdefault(order.name, []).append(order.piece)
         if order.last:
             import zlib

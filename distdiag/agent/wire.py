@@ -1,7 +1,7 @@
 """Framed messages from a node to the parent, over pipes that may also carry other output.
 
-A message (distdiag/agent/protocol.py) is a line: a mark, then its JSON. Everything else (a greeting from a login
-script, a library's warning) is noise: it is kept for the report of a failure and never taken for a record.
+A message (distdiag/agent/protocol.py) is a line: a mark, then its JSON. Any other output (a greeting from a login
+script, a library's warning) is noise: kept for the report of a failure, never parsed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Writer:
 
     @classmethod
     def take_stdout(cls) -> Writer:
-        """Keep stdout for records alone: whatever else prints goes to stderr from now on."""
+        """Reserve stdout for records: any other output is redirected to stderr."""
         own = os.dup(1)
         os.dup2(2, 1)
         return cls(own)
 
     def send(self, message: Message) -> None:
-        """Write one message. Raises BrokenPipeError when the parent is gone."""
+        """Write one message. Raises BrokenPipeError if the parent exited."""
         with self._lock:
             self._write(message)
 
     def send_if_free(self, message: Message) -> None:
-        """Write a message, unless another message is just being written, which proves as much."""
+        """Write a message, unless another is just being written, which proves as much."""
         if self._lock.acquire(blocking=False):
             try:
                 self._write(message)
@@ -54,11 +54,11 @@ class Writer:
 
 
 class TooLong(Exception):
-    """A record is longer than any may be."""
+    """A record exceeds MAX_LINE_BYTES."""
 
 
 class Reader:
-    """Cuts a byte stream into records, not yet decoded; keeps the end of what was not a record as noise."""
+    """Splits a byte stream into records, not yet decoded; keeps the end of all other output as noise."""
 
     def __init__(self) -> None:
         self.noise = b""
@@ -66,7 +66,7 @@ class Reader:
         self._skipping = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Read bytes as they come and yield the JSON of the records they complete. Raises TooLong."""
+        """Add received bytes; yield the JSON of each record that they complete. Raises TooLong."""
         first, *others = data.split(b"\n")
         self._rest += first  # in place: a line without an end may grow long
         for line in self._completed(others):

@@ -1,1 +1,1 @@
-"""Where a collect runs: how the node side of distdiag gets to a host, and how ranks are run on hosts."""
+"""Access to hosts: start the agent on each, and run ranks there."""

@@ -1,4 +1,4 @@
-"""Where agents that somebody else started (srun, mpirun, torchrun) connect to us and prove that they belong to us."""
+"""Listener for agents started by others (srun, mpirun, torchrun), which connect back and authenticate."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class _Caller:
-    """An agent that has proved itself; it may still have chosen another of our addresses."""
+    """An authenticated agent, which may still choose another of our addresses."""
 
     def __init__(self, peer: handshake.Peer, who: dict[str, Any]) -> None:
         self.connection, self.who, self.heard = peer.connection, who, b""
 
 
 class Acceptor(threading.Thread):
-    """Listens, and calls `joined(who, link)` for everyone who proves to belong to this run."""
+    """Listens, and calls `joined(who, link)` for each peer that proves to belong to this run."""
 
     joined: Callable[[dict[str, Any], SocketLink], None]
-    """To be set before it is started."""
+    """Set before the thread starts."""
 
     def __init__(self, key: str, *, port: int = 0) -> None:
         """Listen on `port`, any free one if 0. Raises OSError."""
@@ -42,7 +42,7 @@ class Acceptor(threading.Thread):
 
     @staticmethod
     def addresses() -> list[str]:
-        """List the addresses at which nodes may find us, the likely ones first; loopback last, for one machine."""
+        """List the addresses for nodes to try, likely ones first; loopback last, for a single machine."""
         usable = [nic for nic in network.interfaces() if nic.up and not nic.loopback]
         usable.sort(key=lambda nic: (nic.virtual, not nic.default_route))
         return [*(entry.partition("/")[0] for nic in usable for entry in nic.addresses), "127.0.0.1"]
@@ -59,7 +59,7 @@ class Acceptor(threading.Thread):
                 self._welcome(peer)
 
     def close(self) -> None:
-        """Stop listening; links that were handed out live on."""
+        """Stop listening; links already handed out stay open."""
         os.write(self._ring, b".")
         if self.is_alive():
             self.join(2)
@@ -85,7 +85,7 @@ class Acceptor(threading.Thread):
 
     def _hear(self, caller: _Caller) -> None:
         try:
-            # Not a byte more than the word that it has chosen us: what follows is for the link.
+            # Read no more than the word that selects this connection: the rest belongs to the link.
             data = caller.connection.recv(len(connect_back.IN) - len(caller.heard))
         except BlockingIOError:
             return

@@ -1,6 +1,6 @@
-"""What starts the node side: a Python program, and the shell lines that find a Python for it on a host.
+"""Start of the agent: a Python program, and the shell lines that find a Python for it on a host.
 
-They go to the stdin of a plain `sh`, so no login shell, ssh or container tool ever splits or quotes them again.
+The lines are sent to the stdin of a plain `sh`, so that no login shell, ssh or container tool splits or requotes them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from distdiag.agent import boot, protocol, wire
 
 _READY = b"\n" + wire.MARK + protocol.Ready().to_json() + b"\n"
 AGENT_START = f"import os\nos.write(1,{_READY!r})\n{boot.START}"
-"""boot.START that says when it is ready: the shell before it may read ahead, and would swallow what is sent earlier."""
+"""boot.START with a ready message: the shell before it may read ahead, and would swallow earlier input."""
 _NAMES = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python3.9")
 _FLAGS = "-S -c"
-"""The agent needs no site-packages, and reading them takes as long as all the rest of Python's start."""
+"""The agent needs no site-packages; loading them takes as long as the rest of Python's start."""
 _OLD_ENOUGH = "import sys;sys.exit(sys.version_info<(3,9))"
 _HAS_TORCH = 'import sys,importlib.util as u;sys.exit(sys.version_info<(3,9) or u.find_spec("torch") is None)'
 _DECODE = "import sys;from base64 import b64decode as d;exec(d(sys.argv.pop(1)))"
 
-# Whether nobody but root and us could have put this program there: its file and all folders above it belong to root or
-# to us, and others may not write to them (or may not replace what is ours in them: the sticky bit).
+# Test that only root or this user can have placed a program: root or this user owns its file and all folders above,
+# and others cannot write there (or not replace entries: the sticky bit).
 TRUSTED = """distdiag_trusted() {
 case $1 in *[[:space:]*?[]*|[!/]*) return 1;; esac
 p=$1
@@ -37,15 +37,15 @@ p=${p%/*}; p=${p:-/}
 done
 }"""
 
-# A job that runs there knows the right environment better than any PATH: its interpreter comes before python3. Anybody
-# can start a process that looks like a rank, and we are often root.
+# A running job has the right environment: its interpreter precedes python3. Any user can start a process that looks
+# like a rank, and we often are root.
 _OF_THE_JOB = (
     'for d in /proc/[0-9]*; do if grep -qsz "^WORLD_SIZE=" "$d/environ"; then e=$(readlink "$d/exe"); '
     'case "$e" in *python*) distdiag_trusted "$e" && echo "$e";; esac; fi; done 2>/dev/null | sort -u | head -n 4'
 )
 
 
-# A setup that waits would stay when nobody hears it any more, which shows when an empty line cannot be written.
+# A blocked setup would outlive its connection, which shows once an empty line cannot be written.
 _WATCH = (
     "( trap '' PIPE; while sleep 1 >/dev/null 2>&1; kill -0 $$ 2>/dev/null && echo >&2 2>/dev/null; do :; done; "
     "kill -HUP 0 ) </dev/null >/dev/null & distdiag_watch=$!"
@@ -53,20 +53,20 @@ _WATCH = (
 
 
 def shell(setup: str | None) -> str:
-    """Name the shell that reads the lines: bash where the user gave it something to do first, `source` is bash's."""
+    """Return the shell for the lines: bash if the user gave a setup, as `source` is bash's."""
     return "bash" if setup else "sh"
 
 
 def lines(payload_bytes: int, *, python: str | None, setup: str | None, needs_torch: bool) -> bytes:
-    """Write the lines that start the node side, which then reads `payload_bytes` bytes of payload from stdin."""
+    """Return the lines that start the agent, which then reads `payload_bytes` bytes of payload from stdin."""
     start = base64.b64encode(AGENT_START.encode()).decode()
     body = script([_DECODE, start, str(payload_bytes)], python=python, setup=setup, needs_torch=needs_torch)
-    # One command: a shell that reads on as it goes (bash) would leave the rest of the lines to Python.
+    # One command: bash reads line by line, and would leave the rest to Python.
     return f"{{\n{body}}}\n".encode()
 
 
 def script(program: list[str], *, python: str | None, setup: str | None, needs_torch: bool) -> str:
-    """Write the lines that run `python -c program[0] program[1:] distdiag-agent` in the best Python there."""
+    """Return the lines that run `python -c program[0] program[1:] distdiag-agent` in the best Python on the host."""
     arguments = " ".join(shlex.quote(word) for word in [*program, "distdiag-agent"])
     send = f'printf "\\036{wire.MARK[1:].decode()}%s\\n"'
     parts = []
@@ -74,7 +74,7 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
         parts.append(_WATCH)
         parts.append(f"{{ {setup}\n}} </dev/null 1>&2")
         parts.append("{ kill $distdiag_watch; wait $distdiag_watch; } 2>/dev/null || :")
-    # Once, however often it is tried: the payload may be among the arguments, and a command line has its limit.
+    # Once, for all attempts: the payload may be an argument, and a command line has its limit.
     parts.append(f'distdiag_run() {{ exec "$1" {_FLAGS} {arguments}; }}')
     if python:
         missing = protocol.NoPython(tried=python).to_json().decode()
@@ -89,7 +89,7 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
     )
     real = os.path.realpath(sys.executable)
     if not needs_torch and re.fullmatch(r"python3\.(9|[1-9][0-9])", os.path.basename(real)):
-        # Its name says that it is new enough: spare every node the start of a Python that only tells its version.
+        # The name proves the version: this saves every node the start of a Python for a version check.
         own = shlex.quote(sys.executable)
         parts.append(f"if [ -x {own} ] && [ {own} -ef {shlex.quote(real)} ]; then distdiag_run {own}; fi")
     nearest = f'{shlex.quote(sys.executable)} "$CONDA_PREFIX/bin/python" "$VIRTUAL_ENV/bin/python"'

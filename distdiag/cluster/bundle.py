@@ -1,4 +1,4 @@
-"""The sources that travel to a node: what one command runs there, and whatever of distdiag that imports."""
+"""The sources sent to a node: a command's modules, and every module of distdiag they import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONNECT_BACK = "distdiag.agent.connect_back"
 
 
 def sources(*modules: str) -> dict[str, str]:
-    """Read modules, and all of distdiag that they import, as text by name; a package stands for all in it."""
+    """Read modules and their imports from distdiag as {name: source}; a package includes all of its modules."""
     waiting: list[str] = []
     for module in modules:
         waiting += _modules_of(module) if _is_package(module) else [module]
@@ -25,18 +25,18 @@ def sources(*modules: str) -> dict[str, str]:
 
 
 def only(module: str) -> dict[str, str]:
-    """Read one module, without what it imports."""
+    """Read one module without its imports."""
     return {module: _read(module)}
 
 
 def folder() -> str:
-    """Return where distdiag is installed; empty if it is not in a folder (but in a zip file)."""
+    """Return distdiag's folder; empty if it is imported from a zip file."""
     where = str(resources.files("distdiag"))
     return where if os.path.isdir(where) else ""
 
 
 def _imports_of(text: str) -> list[str]:
-    """List distdiag's modules that this one imports, also inside functions; not those for type checkers alone."""
+    """List the imports from distdiag, also inside functions, except those under TYPE_CHECKING."""
     found: list[str] = []
     nodes: list[ast.AST] = [ast.parse(text)]
     while nodes:

@@ -1,4 +1,4 @@
-"""Hosts that disagree are the news: equal facts fold into one, and the few that differ are named. Pure."""
+"""Differences between hosts: equal facts fold into one, and the few deviating hosts are named. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A fact that is not the same everywhere: what most have, and who has what else."""
+    """A fact with different values: the most common one, and the others with their hosts."""
 
     fact: str
     common: str
     common_hosts: tuple[str, ...]
     others: tuple[tuple[str, tuple[str, ...]], ...]
-    """(value, hosts), the rarest value first."""
+    """(value, hosts), rarest value first."""
 
     @property
     def odd_hosts(self) -> tuple[str, ...]:
-        """Hosts that do not have what most have."""
+        """Hosts without the common value."""
         return tuple(host for _, hosts in self.others for host in hosts)
 
     def __str__(self) -> str:
@@ -32,9 +32,9 @@ class Difference:
 
 
 def differences(facts: Mapping[str, Mapping[str, object]]) -> tuple[Difference, ...]:
-    """Compare facts by name over all hosts; a fact that a host does not have counts as "none" there.
+    """Compare facts by name over all hosts; an absent fact counts as "none".
 
-    A tie is no majority: the value of the host that was named first counts as the common one.
+    In a tie the value of the first host counts as the common one.
     """
     names = dict.fromkeys(name for own in facts.values() for name in own)
     found = []
@@ -59,12 +59,12 @@ def _count(entry: tuple[str, tuple[str, ...]]) -> int:
 
 
 def grouped(numbers: Mapping[str, float], tolerance: float, write: Callable[[float], str]) -> dict[str, str]:
-    """Name the cluster that each host's number is in: numbers that are nearly equal are the same.
+    """Return the name of each host's cluster; nearly equal numbers form one cluster.
 
     Args:
         numbers: by host.
-        tolerance: the largest gap between neighbours of one cluster, as a share of the larger one.
-        write: formats a number. Where that gives the same for the ends of a cluster, it is its name, else both are.
+        tolerance: largest gap between neighbours in a cluster, relative to the larger one.
+        write: formats a number; a cluster is named after both of its ends if their texts differ.
     """
     clusters: list[list[str]] = []
     last = 0.0

@@ -1,6 +1,6 @@
-"""The node side on many hosts at once: everyone has a deadline for each stage, and nobody waits for the slowest.
+"""Agents on many hosts at once: each has its own deadline per stage, and none delays another.
 
-One loop watches all links. A host that cannot be used costs its own deadline and becomes a row that says why.
+One loop watches all links. An unusable host costs its own deadline and becomes a row with the reason.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _TURN_S = 0.1
 _FLUSH_S = 0.02
 _BEAT_S = 0.5
 _SILENT_S = 5.0
-"""A node silent for so long is lost: it sends something every second."""
+"""A node silent for longer is lost: it sends at least one message per second."""
 _HOSTS_PER_S = 20
 GOODBYE_S = 2.0
 
 
 def more_for(hosts: int) -> int:
-    """Return the seconds that this machine may be late by sending or reading, for all that it starts at once."""
+    """Return the extra seconds this machine needs to start and read many agents."""
     return hosts // _HOSTS_PER_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds that a host may stay in a stage; the transport's own stages have theirs."""
+    """Seconds a host may spend in a stage; the transport's own stages have separate limits."""
 
     start_s: float = 20.0
     facts_s: float = 30.0
 
 
 def hint_here(refusal: HostError) -> str:
-    """Return what to do where the agent fails on this machine."""
+    """Return a hint for a failed agent on this machine."""
     words = " ".join((refusal.message, *refusal.evidence))
     known = refusal.hint or "; ".join(refusal.evidence)
     return hint_for(words) or known or "run it again; check what kills processes here"
@@ -69,13 +69,13 @@ class _Waiting:
 
 @dataclass
 class Fleet:
-    """All hosts of one command. Leaving the `with` block ends every agent and everything that they started."""
+    """All hosts of one command. Leaving the `with` block ends every agent and its processes."""
 
     hosts: Sequence[Host]
     transport: Transport
     payload: bytes
     facts: type[Any]
-    """The type of what each node reports first."""
+    """The type of each node's first report."""
     limits: Limits = Limits()
     _rows: dict[str, HostResult] = field(default_factory=dict)
     refusals: dict[str, HostError] = field(default_factory=dict)
@@ -97,31 +97,31 @@ class Fleet:
         if self.transport.remote:
             threading.Thread(target=self._beat, daemon=True).start()
         else:
-            self._start_more()  # it takes as long as what else is to be loaded here
+            self._start_more()  # overlaps with the remaining imports
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What was found is known: an interrupt that comes now shall neither lose it nor leave an agent behind.
+        # Keep an interrupt during close from losing the results or leaving an agent behind.
         with interrupts.held():
             self.close()
 
     @property
     def up(self) -> list[Node]:
-        """Nodes that are there, in the order in which the hosts were named."""
+        """Nodes in stage UP, in the order of the host list."""
         found = (self.nodes.get(host.name) for host in self.hosts)
         return [node for node in found if node is not None and node.stage is NodeStage.UP]
 
     @property
     def rows(self) -> tuple[HostResult, ...]:
-        """One row for each host, in order; a host without an outcome was cancelled."""
+        """One row per host, in order; a host without an outcome was cancelled."""
         return tuple(self._rows.get(host.name) or self._unfinished(host) for host in self.hosts)
 
     def gather(self, watch: Callable[[Fleet], None], *, close: bool = False) -> None:
-        """Reach all hosts and take their facts; with `close` let each go as soon as it told them.
+        """Reach all hosts and read their facts; with `close`, release each one after its facts.
 
-        Returns when each host is up or given up.
+        Return when each host is up or given up.
         """
         check_at = 0.0
         while len(self._rows) < len(self.hosts):
@@ -134,10 +134,10 @@ class Fleet:
                 watch(self)
 
     def machines(self, *, local: bool) -> list[Node]:
-        """List the nodes that are up, each machine once: a second name of the same one adds nothing.
+        """List the nodes in stage UP, once per machine: a second name is skipped.
 
         Raises:
-            NodeFailed: it is `local`, this machine alone, and that cannot be used.
+            NodeFailed: with `local` (this machine alone), it is unusable.
         """
         if local and self.refusals:
             refusal = next(iter(self.refusals.values()))
@@ -151,9 +151,9 @@ class Fleet:
         return list(found.values())
 
     def records(self, timeout_s: float) -> Iterator[tuple[Node, Said | Down]]:
-        """Wait at most `timeout_s` seconds for something new from the nodes that are up, and yield it all.
+        """Wait at most `timeout_s` seconds for records from the nodes in stage UP, and yield all.
 
-        `Down` stands for a node that is gone; its `refusal` says why.
+        `Down` stands for a lost node; its `refusal` has the reason.
         """
         pending, self._pending = self._pending, []
         yield from pending
@@ -162,9 +162,9 @@ class Fleet:
             yield from self._silent()
 
     def expect(self, kind: type[T], nodes: Iterable[Node], timeout_s: float) -> dict[str, T]:
-        """Wait for one record of a kind from each of the nodes; others stay for `records`.
+        """Wait for one record of a type from each node, and keep all others for `records`.
 
-        Returns what came in time, by host. A node that goes down meanwhile is not waited for.
+        Return the records received in time, by host. Nodes that go down are skipped.
         """
         missing = {node.name for node in nodes}
         found: dict[str, T] = {}
@@ -185,10 +185,10 @@ class Fleet:
     def more_from(
         self, nodes: Iterable[Node], type_: type[T], timeout_s: float, watch: Callable[[list[str]], None]
     ) -> Iterator[tuple[Node, T | None, str | None]]:
-        """Yield what nodes send that were ordered to collect; `watch` gets the names of those not done yet.
+        """Yield the pieces of nodes ordered to collect; `watch` gets the names of unfinished ones.
 
-        Yields (node, facts, None) for each piece, then (node, None, "") when a node is done, or (node, None, reason)
-        when it was lost, sent invalid facts, or did not answer in time.
+        Yields (node, facts, None) for each piece, then (node, None, "") when a node is done, or (node, None, reason) if
+        it was lost, sent invalid facts, or did not answer in time.
         """
         busy = {node.name: node for node in nodes}
         deadline = time.monotonic() + timeout_s
@@ -214,12 +214,12 @@ class Fleet:
             yield node, None, "no answer in time"
 
     def distrust(self, node: Node, why: str) -> None:
-        """Drop a node that sends invalid messages: nothing else from it counts."""
+        """Drop a node that sends invalid messages; its later ones are ignored."""
         if node.stage is not NodeStage.DOWN:
             self._drop(node, node.protocol_error(why))
 
     def no_answer(self, node: Node) -> NodeFailed:
-        """Return the error of a node that is up and does not respond; it is killed at once when we close."""
+        """Return the error for an unresponsive node in stage UP, which close() will kill at once."""
         node.deaf = True
         return NodeFailed(node.why_no_answer(), hint=node.last_words() or "check what stops processes there")
 
@@ -232,7 +232,7 @@ class Fleet:
         )
 
     def close(self) -> None:
-        """End all agents; those that are deaf are not waited for."""
+        """End all agents, without waiting for unresponsive ones."""
         if self._over.is_set():
             return
         self._over.set()
@@ -265,13 +265,13 @@ class Fleet:
             self.transport.start(batch, self._arrivals)
 
     def _turn(self, timeout_s: float) -> Iterator[tuple[Node, Said | Down]]:
-        """Look once at everything."""
+        """Poll everything once."""
         if any(node.link.has_unsent for node in self.nodes.values()):
             timeout_s = min(timeout_s, _FLUSH_S)
         ready = self._selector.select(timeout_s)
         now = time.monotonic()
         pause, self._last_turn = now - self._last_turn, now
-        if pause > 1.0:  # we were stopped or busy ourselves: nobody's silence counts
+        if pause > 1.0:  # distdiag itself was stopped or busy: silence in that time does not count
             for node in self.nodes.values():
                 node.heard_at += pause
         seen = set()
@@ -291,14 +291,14 @@ class Fleet:
             waiting = self._waiting.get(name)
             if isinstance(what, str):
                 if waiting is not None:
-                    if waiting.stage == "queue":  # that was our own doing, not the host's
+                    if waiting.stage == "queue":  # waiting in the queue is not the host's time
                         waiting.began = at
                     waiting.stage = what
             elif isinstance(what, HostError):
                 if waiting is not None:
                     del self._waiting[name]
                     self.refuse(name, what, waiting.began, at)
-            elif waiting is None:  # it came after its time
+            elif waiting is None:  # too late
                 what.kill()
             else:
                 self._connect(waiting, what)
@@ -317,7 +317,7 @@ class Fleet:
         found, ended, refusal = node.hear()
         self._watch_only(node, () if ended else node.link.fds())
         for record in found:
-            if node.stage is not NodeStage.DOWN:  # by what it said just before
+            if node.stage is not NodeStage.DOWN:  # an earlier record may have dropped it
                 yield node, record
         if node.stage is NodeStage.DOWN:
             return
@@ -337,7 +337,7 @@ class Fleet:
         node.stage = NodeStage.DOWN
         node.refusal = refusal
         self.refuse(node.name, refusal, node.began)
-        # Not waited for: whoever is cut off ends by itself, and we have no connection to be polite on.
+        # Without waiting: an agent that loses its connection ends on its own.
         node.link.kill()
 
     def _why_it_ended(self, node: Node) -> HostError:
@@ -346,7 +346,7 @@ class Fleet:
         return replace(refusal, evidence=(*refusal.evidence, *words)) if words else refusal
 
     def _watch_only(self, node: Node, fds: tuple[int, ...]) -> None:
-        """Forget the descriptors that have come to their end, before somebody closes them."""
+        """Unregister descriptors at end of file before they are closed."""
         for fd in node.watched.difference(fds):
             self._selector.unregister(fd)
         node.watched.intersection_update(fds)

@@ -1,4 +1,4 @@
-"""What became of every host that was asked for: one row each, whatever happened."""
+"""The result of every requested host: one row each, whatever happened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class HostState(StrEnum):
-    """How far a host was reached, and what stopped it. Reached and failed are different things."""
+    """How far a host was reached, or why it was not. Reaching it and running there fail separately."""
 
     OK = "ok"
     UNKNOWN_NAME = "unknown-name"
@@ -31,7 +31,7 @@ class HostState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class HostError:
-    """Why a host could not be used: at which stage, what was seen, and what to do about it."""
+    """Why a host could not be used: stage, message, and hint."""
 
     state: HostState
     stage: str
@@ -43,7 +43,7 @@ class HostError:
 
 @dataclass(frozen=True, kw_only=True)
 class HostResult:
-    """One requested host. `seconds` until its facts were there, or until it was given up."""
+    """One requested host. `seconds` until its facts arrived or it was given up."""
 
     host: str
     state: HostState

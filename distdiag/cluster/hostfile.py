@@ -1,7 +1,7 @@
 """Hosts from files and schedulers: every common hostfile by one grammar, `hosts [key=value ...] [# note]` on a line.
 
-That covers Open MPI and DeepSpeed (`h slots=8`), MPICH and Intel MPI (`h:8`), PBS (a line for each slot), pdsh (host
-lists) and Ansible's INI files (`h ansible_host=... ansible_port=...`, `[group]`).
+It covers Open MPI and DeepSpeed (`h slots=8`), MPICH and Intel MPI (`h:8`), PBS (a line per slot), pdsh (host lists)
+and Ansible's INI files (`h ansible_host=... ansible_port=...`, `[group]`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _SLURM_PART = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 
 def read_hostfile(text: str, name: str) -> HostList:
-    """Read a hostfile; `name` is what to call it in errors.
+    """Read a hostfile; `name` identifies it in errors.
 
-    A host on several lines has the slots of all of them, where a line without slots counts as one, as Open MPI and PBS
-    have it; it is a duplicate only if a line gives slots. In an Ansible file, it is one host in several groups.
-    A host with `slots=0` is left out. Unknown keys are ignored.
+    A host on several lines has the sum of its slots; a line without slots counts as one, as in Open MPI and PBS. It is
+    a duplicate only if a line gives slots. In an Ansible file, several groups may contain one host. A host with
+    `slots=0` is left out. Unknown keys are ignored.
 
     Raises:
         UsageError: a line is malformed, or no line names a host.
@@ -62,13 +62,13 @@ def read_hostfile(text: str, name: str) -> HostList:
 
 
 def _line(row: str, where: str) -> Piece:
-    """Leave out the note at the end of a line."""
+    """Strip the note at the end of a line."""
     note = _NOTE.search(row)
     return whole(row, where).cut(0, note.start() if note else None).strip()
 
 
 def _host_lines(lines: Iterable[Piece]) -> Iterator[Piece]:
-    """Leave out what names no host: blank lines, `[group]`, and what follows `[group:vars]`."""
+    """Skip lines without hosts: blank ones, `[group]`, and the section of `[group:vars]`."""
     skipping = False
     for line in lines:
         if header := _HEADER.fullmatch(line.text):
@@ -89,7 +89,7 @@ def _read_line(line: Piece, room: int, *, is_ansible: bool) -> tuple[list[Host],
 
 
 def _read_options(options: Piece) -> dict[str, Piece]:
-    """Find the values of the keys that mean something to us."""
+    """Return the values of the known keys."""
     given: dict[str, Piece] = {}
     at = 0
     while at < len(options.text):
@@ -132,7 +132,7 @@ def _value(given: dict[str, Piece], meaning: str, read: Callable[[Piece], T]) ->
 
 
 def _count(hosts: list[Host], excluded: set[str]) -> HostList:
-    """Merge the hosts, where a line without slots is one slot of a host that has several lines."""
+    """Merge the hosts; a line without slots is one slot if its host has several lines."""
     times = Counter(host.name for host in hosts)
     sized = {host.name for host in hosts if host.slots is not None}
     counted = (replace(host, slots=1) if host.slots is None and times[host.name] > 1 else host for host in hosts)
@@ -141,7 +141,7 @@ def _count(hosts: list[Host], excluded: set[str]) -> HostList:
 
 
 def slurm_tasks(text: str) -> list[int]:
-    """Read SLURM_TASKS_PER_NODE, the tasks of each node in turn: "2(x2),1" is [2, 2, 1]. Raises UsageError."""
+    """Parse SLURM_TASKS_PER_NODE, the tasks of each node in turn: "2(x2),1" is [2, 2, 1]. Raises UsageError."""
     listed = whole(text, "SLURM_TASKS_PER_NODE")
     tasks: list[int] = []
     at = 0
@@ -157,7 +157,7 @@ def slurm_tasks(text: str) -> list[int]:
 
 
 def lsf_hosts(text: str) -> list[Host]:
-    """Read LSB_MCPU_HOSTS, hosts and their slots in turn: "h1 4 h2 4". Raises UsageError."""
+    """Parse LSB_MCPU_HOSTS, hosts and slots in turn: "h1 4 h2 4". Raises UsageError."""
     listed = whole(text, "LSB_MCPU_HOSTS")
     words = [listed.cut(*word.span()) for word in re.finditer(r"\S+", text)]
     if not words or len(words) % 2:

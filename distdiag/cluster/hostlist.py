@@ -1,7 +1,6 @@
 """The grammar of host lists: node[08-11,20]-ib[0-1],gpu[1-9/2],[fe80::1],!node09-ib0.
 
-Digits stay as they are written, because n1, n01 and n001 are three hosts. Order stays as well: it may be the order of
-ranks.
+Digits are kept as written, because n1, n01 and n001 are three hosts. So is the order: it may be the order of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ZONE = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a text that people wrote; it knows where it stands, for errors. `where` says what the text is."""
+    """A part of a user's text with its position, for errors. `where` names the source of the text."""
 
     text: str
     source: str
@@ -37,16 +36,16 @@ class Piece:
     where: str = "host list"
 
     def cut(self, start: int, stop: int | None = None) -> Piece:
-        """Take the part between two positions of this piece."""
+        """Return the part between two positions of this piece."""
         return Piece(self.text[start:stop], self.source, self.at + start, self.where)
 
     def strip(self) -> Piece:
-        """Leave out white space at both ends."""
+        """Strip white space at both ends."""
         text = self.text.lstrip()
         return Piece(text.rstrip(), self.source, self.at + len(self.text) - len(text), self.where)
 
     def error(self, problem: str, *, at: int = 0, hint: str = "") -> UsageError:
-        """Make an error that shows the text with a caret under position `at` of this piece."""
+        """Return an error that shows the text with a caret under position `at` of this piece."""
         column = self.at + at
         first = max(0, column - _SHOWN // 2)
         text = "".join(char if char.isprintable() else " " for char in self.source[first : first + _SHOWN])
@@ -55,26 +54,26 @@ class Piece:
 
 
 def whole(text: str, where: str = "host list") -> Piece:
-    """Make a piece of a whole text."""
+    """Return a piece of a whole text."""
     return Piece(text, text, where=where)
 
 
 def quote(text: str) -> str:
-    """Quote a token for a sentence, cut where it is long."""
+    """Quote a token for a sentence, truncated if long."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def expand(text: str, *, limit: int = MAX_NAMES) -> list[str]:
-    """List the names of a host list once each, in the order written, without those that `!name` excludes.
+    """List the names of a host list once each, in the order written, without those excluded by `!name`.
 
     Raises:
-        UsageError: the list is malformed, or makes more than `limit` names.
+        UsageError: the list is malformed, or has more than `limit` names.
     """
     return list(dict.fromkeys(spell_out(text, limit=limit)))
 
 
 def spell_out(text: str, *, limit: int = MAX_NAMES) -> list[str]:
-    """Do as `expand` does, but keep names that occur more than once."""
+    """Like `expand`, but keep repeated names."""
     wanted: list[str] = []
     unwanted: set[str] = set()
     for entry in entries(whole(text)):
@@ -86,12 +85,12 @@ def spell_out(text: str, *, limit: int = MAX_NAMES) -> list[str]:
 
 
 def exclusion(entry: Piece) -> Piece | None:
-    """Read `!name` or `^name`: the name to leave out; None for any other entry."""
+    """Parse `!name` or `^name` into the excluded name; None for any other entry."""
     return entry.cut(1) if entry.text[0] in "!^" else None
 
 
 def entries(listed: Piece) -> Iterator[Piece]:
-    """Cut a host list at the commas that are outside brackets; a blank list has no entries."""
+    """Split a host list at the commas outside brackets; a blank list has no entries."""
     if not listed.text.strip():
         return
     start, opened = 0, None
@@ -124,7 +123,7 @@ def spell(entry: Piece, *, room: int = MAX_NAMES) -> list[str]:
     """Spell out one entry, the last bracket fastest: r[1-2]n[1-2] is r1n1, r1n2, r2n1, r2n2.
 
     Raises:
-        UsageError: the entry is malformed, or makes more than `room` names; this is known before any name is made.
+        UsageError: the entry is malformed, or has more than `room` names; checked before any name is created.
     """
     if not entry.text:
         raise entry.error("missing host name")
@@ -142,7 +141,7 @@ def spell(entry: Piece, *, room: int = MAX_NAMES) -> list[str]:
 
 
 def read_address(piece: Piece) -> str:
-    """Read one place to connect to: a name, an IPv4 address, or an IPv6 address with or without brackets."""
+    """Parse one address: a name, an IPv4 address, or an IPv6 address with or without brackets."""
     if ":" in piece.text and "[" not in piece.text:
         return _ipv6(piece)
     return spell(piece, room=1)[0]
@@ -172,14 +171,14 @@ def _field(entry: Piece, match: re.Match[str]) -> str | list[tuple[range, int]]:
     if bad := re.search(r"[^A-Za-z0-9_.-]", text):
         problem = f"host name {quote(entry.text)} contains {'white space' if bad[0].isspace() else repr(bad[0])}"
         raise entry.error(problem, at=match.start() + bad.start(), hint=_HINTS.get(bad[0], ""))
-    # ssh would take -x for an option, and a file named after the host "..." would be no file.
+    # ssh would parse -x as an option, and "..." is no valid file name for a host.
     if match.start() == 0 and text[0] in "-.":
         raise entry.error(f"host name {quote(entry.text)} starts with {text[0]!r}")
     return text
 
 
 def _ranges(inside: Piece) -> list[tuple[range, int]]:
-    """Read "08-11,20" as numbers, each with the digits that they have at least."""
+    """Parse "08-11,20" into numbers, each with its minimum number of digits."""
     if not inside.text:
         raise inside.error("'[]' is empty", at=-1)
     found, start = [], 0

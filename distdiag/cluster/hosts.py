@@ -1,4 +1,4 @@
-"""Host and rank sets as people write them: 0-6,8 and user@node[1-4]:8."""
+"""Host and rank sets in the usual notation: 0-6,8 and user@node[1-4]:8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distdiag.cluster.hostlist import MAX_NAMES, Piece, entries, exclusion, quot
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# Longer numbers are text: they are serial numbers or hashes, and nobody writes a range of them.
+# Longer numbers are text: serial numbers or hashes, which have no ranges.
 _NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
 _BRACKET = re.compile(r"\[[^\]]*\]")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -20,7 +20,7 @@ MAX_SLOTS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host as it was named; None is what was not said. `address` is where to connect when it is not the name."""
+    """One host as typed; None if not given. `address`: where to connect, unless the name."""
 
     name: str
     slots: int | None = None
@@ -31,14 +31,14 @@ class Host:
 
 @dataclass(frozen=True)
 class HostList:
-    """Hosts once each, in the order written; `duplicates` were named more than once."""
+    """Hosts once each, in the order written; `duplicates` were repeated."""
 
     hosts: tuple[Host, ...]
     duplicates: tuple[str, ...]
 
 
 _ROOM_IN_SENTENCE = 60
-"""Characters that ranks may take in a sentence; `where.ranks` of the finding has all of them."""
+"""Maximum length of a list of ranks in a sentence; `where.ranks` of the finding has all of them."""
 
 
 def fold_ranks(numbers: Iterable[int]) -> str:
@@ -53,14 +53,14 @@ def fold_ranks(numbers: Iterable[int]) -> str:
 
 
 def name_ranks(numbers: Iterable[int]) -> str:
-    """Name ranks in a sentence: "rank 3", "ranks 0-2,8"; of very many the first: "249 ranks (1,5,9,...)"."""
+    """Format ranks in a sentence: "rank 3", "ranks 0-2,8"; many as "249 ranks (1,5,9,...)"."""
     ranks = set(numbers)
     folded = fold_ranks_within(ranks, _ROOM_IN_SENTENCE)
     return folded if folded.endswith(")") else f"rank{'s' if len(ranks) > 1 else ''} {folded}"
 
 
 def fold_ranks_within(numbers: Iterable[int], room: int) -> str:
-    """Fold ranks; where that takes more than `room` characters, how many and the first: "333 ranks (0,6,9,...)"."""
+    """Fold ranks; beyond `room` characters, the number and the first: "333 ranks (0,6,9,...)"."""
     ranks = set(numbers)
     folded = fold_ranks(ranks)
     if len(folded) <= room:
@@ -71,14 +71,14 @@ def fold_ranks_within(numbers: Iterable[int], room: int) -> str:
 
 
 def fold_within(names: Iterable[str], room: int) -> str:
-    """Fold names; where that takes more than `room` characters, how many and the first: "125 hosts (node0001,...)"."""
+    """Fold names; beyond `room` characters, the number and the first: "125 hosts (node0001,...)"."""
     hosts = list(dict.fromkeys(names))
     folded = fold(hosts)
     return folded if len(folded) <= room else f"{len(hosts)} hosts ({hosts[0]},...)"
 
 
 def fold(names: Iterable[str]) -> str:
-    """Fold names for display, so that `expand` gives the same set: n1, n2, n01, n02 are "n[1-2],n[01-02]"."""
+    """Fold names, reversibly by `expand`: n1, n2, n01, n02 are "n[1-2],n[01-02]"."""
     families: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in dict.fromkeys(names):
         fields = [f"[{name}]"] if ":" in name else _NUMBER.split(name)
@@ -87,7 +87,7 @@ def fold(names: Iterable[str]) -> str:
 
 
 def _fold_family(texts: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Fold names that differ in their numbers only; `rows` are the digits of each name."""
+    """Fold names that differ in numbers only; `rows` are the digits of each name."""
     if not rows[0]:
         yield texts[0]
         return
@@ -102,7 +102,7 @@ def _fold_family(texts: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterato
 
 
 def _widths(column: tuple[str, ...]) -> list[int]:
-    """Choose the digits each number of a field has at least: 10 goes with 08 and 09, unless there is a plain 8 or 9."""
+    """Choose the minimum digits of each number in a field: 10 joins 08 and 09, unless a plain 8 or 9 exists."""
     paddings = sorted({len(digits) for digits in column if _is_padded(digits)}, reverse=True)
     if paddings and any(len(digits) < paddings[-1] for digits in column):
         paddings = []
@@ -117,7 +117,7 @@ def _is_padded(digits: str) -> bool:
 
 
 def _boxes(points: list[tuple[int, ...]], fields: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Join points that differ in one field, the last field first: each box is a set of numbers for each field."""
+    """Join points that differ in one field, the last field first; a box is a set of numbers per field."""
     boxes: list[tuple[tuple[int, ...], ...]] = [tuple((number,) for number in point) for point in points]
     for field in reversed(range(fields)):
         joined: dict[tuple[tuple[int, ...], ...], list[int]] = {}
@@ -133,9 +133,9 @@ def _fold_field(numbers: tuple[int, ...], width: int) -> str:
 
 
 def parse_hosts(text: str) -> HostList:
-    """Read what --hosts takes: `[user@]name[:slots]` or `ssh://[user@]name[:port]`, names with ranges, `!name`.
+    """Parse the value of --hosts: `[user@]name[:slots]` or `ssh://[user@]name[:port]`, names with ranges, `!name`.
 
-    A host that is named again is kept once; its slots add up where both say how many. A host with 0 slots is left out.
+    A repeated host is kept once; its slots add up if both give some. A host with 0 slots is left out.
 
     Raises:
         UsageError: the text is malformed, or names no host.
@@ -149,7 +149,7 @@ def parse_hosts(text: str) -> HostList:
 
 
 def read_list(listed: Piece, *, room: int = MAX_NAMES) -> tuple[list[Host], set[str]]:
-    """Read the entries of a list: the hosts, repeats included, and the names that are excluded."""
+    """Parse a list into (hosts including repeats, excluded names)."""
     hosts: list[Host] = []
     unwanted: set[str] = set()
     for entry in entries(listed):
@@ -161,7 +161,7 @@ def read_list(listed: Piece, *, room: int = MAX_NAMES) -> tuple[list[Host], set[
 
 
 def merge(hosts: Iterable[Host], excluded: set[str]) -> HostList:
-    """Keep each host once, with all that was said of it; of two contradicting values the first."""
+    """Keep each host once with all of its values; the first of contradicting ones wins."""
     found: dict[str, Host] = {}
     duplicates: dict[str, None] = {}
     for host in hosts:
@@ -199,7 +199,7 @@ def _read_entry(entry: Piece, room: int) -> list[Host]:
 
 
 def _find_colon(place: Piece) -> int | None:
-    """Find the colon before slots or a port; those inside brackets belong to an address."""
+    """Find the colon before slots or a port; colons inside brackets belong to an address."""
     outside = _BRACKET.sub(lambda bracket: "." * len(bracket[0]), place.text)
     if outside.count(":") > 1:
         hint = "put the address in brackets: [fe80::1] or [fe80::1]:8"
@@ -208,7 +208,7 @@ def _find_colon(place: Piece) -> int | None:
 
 
 def read_user(piece: Piece) -> str:
-    """Read a login name."""
+    """Parse a login name."""
     if not piece.text:
         raise piece.error("missing user before '@'", hint="use --hostfile for a file of hosts")
     if not _USER.fullmatch(piece.text):
@@ -217,12 +217,12 @@ def read_user(piece: Piece) -> str:
 
 
 def read_slots(piece: Piece) -> int:
-    """Read a number of slots, 0 to MAX_SLOTS."""
+    """Parse a number of slots, 0 to MAX_SLOTS."""
     return _read_number(piece, range(MAX_SLOTS + 1), "number of slots")
 
 
 def read_port(piece: Piece) -> int:
-    """Read a TCP port."""
+    """Parse a TCP port."""
     return _read_number(piece, range(1, 65536), "port")
 
 

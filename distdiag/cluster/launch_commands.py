@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 _PORT = 29500
 _CORES_BESIDE_GPU = 4
-"""A rank's own thread, NCCL's proxy and watchdog, and one to spare."""
+"""A rank's own thread, NCCL's proxy and watchdog, and a spare one."""
 _MINUTES = 10
 
 
 class Recipe(StrEnum):
-    """For whom the lines are."""
+    """The launcher of the lines."""
 
     SLURM = "slurm"
     MPI = "mpi"
@@ -36,9 +36,9 @@ def lines(
     port: int = 0,
     ifname: str = "",
 ) -> list[str]:
-    """Write the lines that start `program` as `nproc` ranks on each of the hosts.
+    """Return the lines that start `program` as `nproc` ranks on each host.
 
-    `gpus`: whether to ask SLURM for as many; None if it is not known. `port`: torchrun's rendezvous; 0: its usual one.
+    `gpus`: whether to request as many from SLURM; None if unknown. `port`: torchrun's rendezvous port; 0: its default.
     `ifname`: the interface for MPI's own messages.
     """
     if recipe is Recipe.SLURM:
@@ -63,7 +63,7 @@ def _slurm(hosts: Sequence[str], nproc: int, program: str, gpus: bool | None) ->
         *([per_gpu] if gpus else [f"# For GPU nodes (this machine has no GPU): {per_gpu}"] if gpus is None else []),
         "#SBATCH --output=distdiag-%j.out",
         f"#SBATCH --time=00:{_MINUTES}:00",
-        # srun does not take it from sbatch since SLURM 22.05.
+        # srun ignores sbatch's value since SLURM 22.05.
         f"srun --kill-on-bad-exit=0 --cpus-per-task={cores} {program}",
     ]
 
@@ -86,7 +86,7 @@ def _mpi(hosts: Sequence[str], nproc: int, program: str, ifname: str) -> list[st
 
 
 def _pdsh(hosts: Sequence[str], nproc: int, program: str, port: int) -> list[str]:
-    # pdsh puts the number of the host in place of %n.
+    # pdsh replaces %n by the host's number.
     return [f"pdsh -S -w {','.join(hosts)} {shlex.quote(_one_agent(hosts, nproc, program, '%n', port))}"]
 
 

@@ -1,4 +1,4 @@
-"""Byte streams to a program on a host. Nothing here blocks: what cannot be sent now is kept and sent later."""
+"""Non-blocking byte streams to a program on a host; unsent data is queued."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 MAX_UNSENT_BYTES = 64 * 2**20
 UNKNOWN_SIGNAL = -1
-"""Exit status of a program that an unknown signal ended."""
+"""Exit status of a program killed by an unknown signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What came since the last read; `ended`: no more will come."""
+    """The data since the last read; `ended`: end of file."""
 
     out: bytes
     err: bytes
@@ -31,65 +31,65 @@ class Heard:
 
 
 class Link(ABC):
-    """A two-way stream to a program that was started on a host."""
+    """A two-way stream to a program started on a host."""
 
     loaded = False
-    """Whether the program already has its payload (it was sent along with the command)."""
+    """Whether the program already has its payload (sent with the command)."""
     pid: int | None = None
-    """Process id of the far side, where it is on this machine."""
+    """Process id of the far side, if on this machine."""
 
     def __init__(self) -> None:
         self.settled = threading.Event()
-        """Set when there was something to hear, or it was dropped."""
+        """Set on the first read or drop."""
         self._unsent = bytearray()
         self._lock = threading.Lock()
         self._closing = False
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something was kept for `flush`, which may still go."""
+        """Whether queued data can still be sent."""
         return bool(self._unsent) and not self._closing
 
     @abstractmethod
     def fds(self) -> tuple[int, ...]:
-        """Return the descriptors that become readable when there is something to read."""
+        """Return the descriptors to poll for reading."""
 
     @abstractmethod
     def read(self) -> Heard:
-        """Take what is there now."""
+        """Return the available data."""
 
     @abstractmethod
     def how_it_ended(self) -> tuple[int | None, str]:
-        """After the end: exit status (negative: signal; None: unknown), and what ended it in words."""
+        """Return, after the end, the exit status (negative: signal; None: unknown) and the reason as text."""
 
     @abstractmethod
     def finish(self) -> None:
-        """End the far side's input: distdiag's node side takes that as its end."""
+        """Close the far side's input, which ends the agent."""
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Return whether the far side is gone."""
+        """Return whether the far side has ended."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Drop the connection, and end what on this machine belongs to it."""
+        """Drop the connection, and kill its processes on this machine."""
 
     def hang_up(self) -> None:  # noqa: B027 - only ssh can
-        """Signal a login that never came to our program to end, as a terminal that closes does."""
+        """Hang up a login that never started our program, like a closing terminal."""
 
     @abstractmethod
     def _send(self, data: bytes) -> int:
-        """Send what goes without waiting; the number of bytes."""
+        """Send without blocking; return the number of bytes sent."""
 
     def write(self, data: bytes) -> None:
-        """Send, or keep for `flush`. A far side that is gone is noticed when reading."""
+        """Send or queue data. A broken connection shows up on the next read."""
         with self._lock:
             if not self._closing and len(self._unsent) < MAX_UNSENT_BYTES:
                 self._unsent += data
         self.flush()
 
     def flush(self) -> None:
-        """Send more of what was kept."""
+        """Send queued data."""
         with self._lock:
             while self._unsent and not self._closing:
                 try:
@@ -102,16 +102,16 @@ class Link(ABC):
                 del self._unsent[:count]
 
     def beat(self) -> None:
-        """Let the far side know that we live; an empty line is no order."""
+        """Send a sign of life: an empty line is no order."""
         if not self._unsent:
             self.write(b"\n")
 
 
 class ProcessLink(Link):
-    """A program started on this machine that is the far side, or leads to it (ssh, srun, kubectl exec)."""
+    """A program on this machine: the far side, or a tool that leads to it (ssh, srun, kubectl exec)."""
 
     def __init__(self, process: programs.Process[bytes] | programs.Adopted) -> None:
-        """Take over what `run.start` gave."""
+        """Take over a process returned by `run.start`."""
         super().__init__()
         self.process = process
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -125,7 +125,7 @@ class ProcessLink(Link):
     def read(self) -> Heard:
         out, err = self._take(1), self._take(2)
         self.settled.set()
-        # Programs below may keep stderr open for ever: stdout alone decides.
+        # Child programs may keep stderr open forever: only stdout decides.
         return Heard(out, err, 1 not in self._open)
 
     def how_it_ended(self) -> tuple[int | None, str]:
@@ -172,7 +172,7 @@ class ProcessLink(Link):
 
 
 class SocketLink(Link):
-    """An agent that was started by somebody else and has connected to us."""
+    """An agent started by others, connected back to us."""
 
     loaded = True
 
@@ -219,12 +219,12 @@ class SocketLink(Link):
 
 
 def close_all(links: Sequence[Link], goodbye_s: float) -> None:
-    """End all far sides at once, give them a moment to end in peace, then drop what is left."""
+    """End all far sides at once, wait briefly, then drop the remaining ones."""
     for link in links:
         link.finish()
     deadline = time.monotonic() + goodbye_s
     left = [link for link in links if not link.has_ended()]
-    pause_s = 0.001  # most are gone at once
+    pause_s = 0.001  # most end at once
     while left and time.monotonic() < deadline:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.01)

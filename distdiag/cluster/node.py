@@ -1,4 +1,4 @@
-"""One host's agent, seen from here: what it said, how far it is, and why it ended."""
+"""One host's agent: its records, stage, and end."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from distdiag.cluster.records import Said
 
 _MAX_BYTES = {False: 64 * 2**20, True: 256 * 2**20}
-"""What one node may say until it is up, and in all: a broken or hostile one costs no more memory and time than that."""
+"""Maximum bytes from one node before it is up, and in total: bounds memory and time for a broken or hostile one."""
 _COMPLAINT_LINES = 6
 _QUOTED_LETTERS = 80
 
 
 class NodeStage(StrEnum):
-    """How far an agent is: its Python is started; it looks around; it takes orders; it was let go; it is gone."""
+    """The stage of an agent: Python started; collecting; taking orders; released; lost."""
 
     STARTING = "start"
     TELLING = "facts"
@@ -42,10 +42,10 @@ class Node:
     def __init__(
         self, host: Host, link: Link, payload: bytes, facts: type[Any], *, began: float, names_itself: bool = False
     ) -> None:
-        """`facts` is the type of what it tells first."""
+        """`facts` is the type of its first report."""
         self.name = host.name
         self.host = host.name
-        """What to call it: the name that was asked for, or where there is none, its own."""
+        """Its label: the requested name, or its own if none was requested."""
         self._names_itself = names_itself
         self.link = link
         self.began = began
@@ -53,12 +53,12 @@ class Node:
         self.stage = NodeStage.TELLING if link.loaded else NodeStage.STARTING
         self.hello = records.Hello()
         self.told: Any = None
-        """Its facts, of the type that was asked for."""
+        """Its facts, of the requested type."""
         self._facts_type = facts
         self.refusal: HostError | None = None
         self.deaf = False
         self.watched: set[int] = set()
-        """Descriptors that the fleet waits on."""
+        """Descriptors polled by the fleet."""
         self._payload = payload
         self._reader = wire.Reader()
         self._noise = wire.Reader()
@@ -69,9 +69,9 @@ class Node:
         self.link.write(order.to_json() + b"\n")
 
     def hear(self) -> tuple[list[Said], bool, HostError | None]:
-        """Read what came: the records in order, whether that was all, and why the node is not to be heard any more.
+        """Read available data: (records in order, whether the stream ended, the error of an invalid one).
 
-        Everything that is no record is kept as noise.
+        All other output is kept as noise.
         """
         heard = self.link.read()
         self.heard_at = time.monotonic()
@@ -79,11 +79,11 @@ class Node:
         found: list[Said] = []
         try:
             for _ in self._noise.feed(heard.err):
-                pass  # a record on stderr was not requested
+                pass  # records on stderr are ignored
             for frame in self._reader.feed(heard.out):
                 record = records.read_record(frame)
                 if isinstance(record, records.RankEvent) and "pairs" in record.payload:
-                    self._bytes -= len(frame)  # sent again and again, and only the last is kept
+                    self._bytes -= len(frame)  # sent repeatedly, and only the last is kept
                 if not isinstance(record, records.Alive):
                     found.append(record)
         except Senseless as error:
@@ -104,9 +104,9 @@ class Node:
         return found, heard.ended, None
 
     def advance(self, record: Said) -> HostError | None:
-        """Go on to the next stage when this record says so; or say why there will be none."""
+        """Enter the next stage after this record, or return an error."""
         if isinstance(record, records.Ready) and self.stage is NodeStage.STARTING:
-            self.link.write(self._payload)  # before we enter: from then on it is sent signs of life as well
+            self.link.write(self._payload)  # before entering: from then on signs of life are sent too
             self._payload = b""
             self._enter(NodeStage.TELLING)
         elif isinstance(record, records.NoPython):
@@ -124,7 +124,7 @@ class Node:
         return None
 
     def why_it_ended(self) -> HostError:
-        """Return why an agent is gone, from its end and its last words."""
+        """Return why an agent ended, from its status and last output."""
         status, how = self.link.how_it_ended()
         if self.stage is NodeStage.UP:
             return self._refuse(HostState.LOST, f"the agent ended {how}", stage="run")
@@ -137,12 +137,12 @@ class Node:
             return self._refuse(HostState.KILLED, f"the agent was killed {how}{last}")
         if status == 127:
             return self._refuse(HostState.FAILED, f"command not found{last}")
-        # Status 0 and no record: a forced command, a login shell that only prints, a closed account.
+        # Status 0 without a record: a forced command, a login shell that only prints, a closed account.
         state = HostState.PROTOCOL_ERROR if status == 0 else HostState.FAILED
         return self._refuse(state, f"the agent ended {how} before the handshake{last}")
 
     def why_late(self, limit_s: float) -> HostError:
-        """Return which stage took too long."""
+        """Return the error for a stage that took too long."""
         if self.stage is NodeStage.STARTING:
             what = f"no Python started within {limit_s:g} s"
             hint = (
@@ -157,7 +157,7 @@ class Node:
         return self._refuse(HostState.TIMEOUT, what + last, hint=hint)
 
     def why_no_answer(self) -> str:
-        """Return what is known of an agent that runs and does not respond."""
+        """Describe an unresponsive agent."""
         if self.link.pid is None:
             return f"the agent on {self.host} does not respond"
         state = machine.process_state(self.link.pid).letter
@@ -165,12 +165,12 @@ class Node:
         return f"the agent on {self.host} (pid {self.link.pid}) does not respond: it is {why}"
 
     def last_words(self) -> str:
-        """Return the last line of its output that is no record, as a hint."""
+        """Format the last line of its output, as a hint."""
         words = self.complaint()
         return "last output: " + words[-1] if words else ""
 
     def complaint(self) -> list[str]:
-        """Return the last lines of its output that are no records, printable."""
+        """Return the last lines of its output outside of records, printable."""
         text = (self._reader.noise + self._noise.noise).decode("utf-8", "replace")
         lines = [printable(line)[:200].strip() for line in text.splitlines()]
         return [line for line in lines if line][-_COMPLAINT_LINES:]
@@ -209,11 +209,11 @@ _COMPLAINTS = (
     ("Too many authentication failures", HostState.AUTH, ""),
     ("kex_exchange_identification|banner", HostState.NOT_SSH, ""),
 )
-"""What OpenSSH's client says, see ssh(1) and its sources; `ssh` ends with 255 in all of these."""
+"""Messages of OpenSSH's client, see ssh(1) and its sources; `ssh` exits with 255 in all of these cases."""
 
 
 def _known_complaint(lines: list[str]) -> tuple[HostState, str] | None:
-    """Return the state that these lines of OpenSSH's client show, and the line or its meaning."""
+    """Return the state shown by these lines of OpenSSH's client, and the line or its meaning."""
     for pattern, state, message in _COMPLAINTS:
         found = next((line for line in lines if re.search(pattern, line)), None)
         if found is not None:

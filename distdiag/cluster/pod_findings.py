@@ -1,8 +1,7 @@
-"""What Kubernetes itself says of the pods of a job: which were killed, evicted, ended or never started, and what they
-lack for a diagnosis. Pure.
+"""Kubernetes' reports on a job's pods: killed, evicted, ended, not started, or without rights for a diagnosis. Pure.
 
-A container that was killed is the answer where the others run since before that: their ranks wait for a process that is
-gone. Where all have been started since, it is history, and a warning.
+A killed container explains a hang if the others have run since before: their ranks wait for a dead process. If all were
+started later, it is history, and a warning.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError")
 _SIGNALLED = 128
 _FROM_TEMPLATE = {"Job": "job", "StatefulSet": "statefulset", "DaemonSet": "daemonset", "ReplicaSet": "replicaset"}
-"""Controllers of which kubectl knows how to merge lists; those of Kubeflow, Ray and others it does not."""
+"""Controllers whose lists kubectl can merge; Kubeflow's, Ray's and others are not supported."""
 _ABOUT_NODES = ("allreduce-bench", "cuda-env", "doctor", "gpu-test", "ports")
-"""Commands that diagnose no job: what they find does not follow from a container that was killed."""
+"""Commands that diagnose no job: their findings are not consequences of a killed container."""
 _OOM_FIX = (
     "this is host memory, not GPU memory: raise the container's memory limit, or hold less in the ranks (DataLoader "
     "workers and prefetch, pinned buffers, checkpoints in /dev/shm, which counts as the container's memory)"
@@ -34,7 +33,7 @@ _OOM_FIX = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Ended:
-    """A container that ended: for good, or it was started anew since."""
+    """A container that ended; `again`: it was restarted."""
 
     pod: Pod
     container: Container
@@ -43,9 +42,9 @@ class _Ended:
 
 
 def with_pods(report: Report[Any], pods: Sequence[Pod], error: str = "") -> Report[Any]:
-    """Add to a report what Kubernetes says of the pods; what explains a fault comes before what follows from it.
+    """Add findings about the pods to a report; causes precede their consequences.
 
-    `error`: why their states could not be read in the end.
+    `error`: why the pods' final states could not be read.
     """
     if error:
         title = f"restarts and last states of the pods are unknown: {error}"
@@ -65,7 +64,6 @@ def with_pods(report: Report[Any], pods: Sequence[Pod], error: str = "") -> Repo
 
 
 def _with_nodes(finding: Finding, pods: dict[str, Pod]) -> Finding:
-    """Add the nodes of the pods that a finding accuses."""
     if finding.level is Level.INFO:
         return finding
     nodes = [f"{name} is on node {pods[name].node}" for name in finding.where.hosts if name in pods and pods[name].node]
@@ -77,7 +75,7 @@ _MOST_NODES = 8
 
 
 def pod_findings(pods: Sequence[Pod], *, is_fine: bool) -> Iterator[Finding]:
-    """Yield what happened to pods. `is_fine`: what else was looked at is without a fault, so this is history."""
+    """Yield findings about ended pods. `is_fine`: no other fault was found, so that these are history."""
     ended = [each for pod in pods for each in _ended(pod)]
     groups: dict[tuple[str, str, int, Level], list[_Ended]] = {}
     for each in ended:
@@ -112,7 +110,7 @@ def _id(each: _Ended) -> str | None:
 
 
 def _is_missed(each: _Ended, pods: Sequence[Pod]) -> bool:
-    """Return whether ranks of other pods run since before this container ended, and so were in one job with it."""
+    """Return whether ranks of other pods have run since before this container ended, so that they were in one job."""
     if each.pod.replaced or each.container.name != each.pod.container:
         return False
     return bool(_older(each, pods)) or not each.again
@@ -203,7 +201,7 @@ def _fix(id_: str, each: _Ended) -> Fix:
 
 
 def _not_started(pods: Sequence[Pod]) -> Iterator[Finding]:
-    """Yield pods that have not started, by reason: a fault where they never will without a change."""
+    """Yield pods that have not started, by reason: failures if they never will without a change."""
     groups: dict[str, list[tuple[Pod, str]]] = {}
     for pod in pods:
         waiting = next((each for each in pod.containers if each.reason in _PULL), None)
@@ -233,7 +231,7 @@ _NAMES = {"ptrace": "SYS_PTRACE", "memlock": "IPC_LOCK", "shm": "a large /dev/sh
 
 
 def _lacking(pods: Sequence[Pod]) -> Iterator[Finding]:
-    """Yield what pods lack, by what they lack, with the patch of their template."""
+    """Yield missing rights and volumes of pods, with a patch of the template."""
     groups: dict[tuple[str, ...], list[Pod]] = {}
     for pod in pods:
         if pod.lacks and not pod.replaced:
@@ -251,14 +249,14 @@ def _lacking(pods: Sequence[Pod]) -> Iterator[Finding]:
 
 
 def patch_fix(pod: Pod) -> Fix:
-    """Return the commands that write the manifest with what this pod lacks; nothing in the cluster is changed."""
+    """Return commands that write a manifest with the missing settings; the cluster is not changed."""
     kind = _FROM_TEMPLATE.get(pod.owner_kind)
     thing, name = (kind, pod.owner) if kind else ("pod", pod.name)
     patch: dict[str, Any] = {"spec": _pod_patch(pod)}
     if kind:
         patch = {"spec": {"template": patch}}
     at = f"--namespace {quoted(pod.namespace)}"
-    # What the API server gave back cannot be applied as it is: a Job's has the selector that the server made.
+    # The API server's output cannot be applied as it is: a Job's has a generated selector.
     text = (
         "a running pod cannot be changed: add the difference that these print to the manifest of "
         f"{pod.owner_kind or 'pod'} {pod.owner or pod.name}, and start it again"
@@ -290,7 +288,7 @@ def _pod_patch(pod: Pod) -> dict[str, Any]:
 
 
 def pod_rows(pods: Sequence[Pod]) -> list[tuple[str, ...]]:
-    """Return pods as rows: pod, node, container, state, restarts, last end. Alike ones of many pods are one row."""
+    """Return pods as rows: pod, node, container, state, restarts, last end. Similar pods share a row."""
     rows: list[tuple[str, ...]] = []
     groups: dict[tuple[str, ...], list[Pod]] = {}
     for pod in pods:

@@ -1,6 +1,6 @@
-"""Pods as hosts: which pods a selector means, in what state they are, and in which container the job runs.
+"""Pods as hosts: selection, state, and the job's container.
 
-All of it is read by kubectl, with the user's own configuration and rights. Nothing is changed in the cluster.
+Read by kubectl, with the user's own configuration and rights. The cluster is not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 API_TIMEOUT_S = 10.0
-"""For one request to the API server; kubectl has a little longer, for what it does before and after."""
+"""Per request to the API server; kubectl itself has slightly longer."""
 _KUBECTL_MORE_S = 5.0
 _LOOK_S = 15.0
 _WIDTH = 16
@@ -34,7 +34,7 @@ _LABELS = {
     "leaderworkerset": "leaderworkerset.sigs.k8s.io/name",
     "vcjob": "volcano.sh/job-name",
 }
-"""The label that a controller puts on its pods, by the kind that people name."""
+"""The label set by a controller on its pods, by the usual short name of the kind."""
 _INDEXES = (
     "batch.kubernetes.io/job-completion-index",
     "training.kubeflow.org/replica-index",
@@ -48,7 +48,7 @@ _DEFAULT_SHM = "/dev/shm"
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a container ended. Times are in seconds since 1970, 0 where unknown."""
+    """The end of a container. Times in seconds since 1970, 0 if unknown."""
 
     reason: str = ""
     exit_code: int = 0
@@ -58,7 +58,7 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """A container of a pod. `reason`, `message`: why it waits; `end`: how it ended, `last`: how it did before that."""
+    """A container of a pod. `reason`, `message`: why it waits; `end`: its end; `last`: the previous one."""
 
     name: str
     state: str = ""
@@ -73,9 +73,9 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """A pod as the API server reports it. `container`: where the job runs; `read_at`: when it was read, since 1970.
+    """A pod as reported by the API server. `container`: the job's; `read_at`: seconds since 1970.
 
-    `replaced`: it has ended, and its controller has started another in its place.
+    `replaced`: it has ended, and its controller has started a replacement.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Pod:
 
 @dataclass(frozen=True, kw_only=True)
 class Kube:
-    """What was typed about pods: --kube, --namespace, --context, --container, --kube-debug."""
+    """The options for pods: --kube, --namespace, --context, --container, --kube-debug."""
 
     selector: str
     namespace: str = ""
@@ -118,12 +118,12 @@ class Kube:
     debug_image: str = ""
 
     def kubectl(self, *words: str) -> list[str]:
-        """Return a command line of kubectl in this context and namespace."""
+        """Return a kubectl command line in this context and namespace."""
         context = ["--context", self.context] if self.context else []
         return ["kubectl", *context, *(["--namespace", self.namespace] if self.namespace else []), *words]
 
     def get(self) -> list[str]:
-        """Return the command line that lists the pods. Raises UsageError for a selector that is none."""
+        """Return the command line that lists the pods. Raises UsageError for an invalid selector."""
         chosen = _selection(self.selector)
         return self.kubectl("get", "pods", *chosen, "-o", "json", f"--request-timeout={API_TIMEOUT_S:g}s")
 
@@ -145,11 +145,11 @@ def _selection(selector: str) -> list[str]:
 
 
 def find_pods(kube: Kube) -> tuple[Pod, ...]:
-    """List the pods that are meant, each with the container in which the job runs.
+    """List the selected pods, each with the job's container.
 
     Raises:
-        UsageError: the selector is none.
-        DistdiagError: kubectl is not here, the API server does not answer or refuses, or there is no such pod.
+        UsageError: invalid selector.
+        DistdiagError: kubectl is missing, the API server does not answer or refuses, or no pod matches.
     """
     pods = _with_containers(kube, read_pods(kube))
     if not pods:
@@ -162,7 +162,7 @@ def find_pods(kube: Kube) -> tuple[Pod, ...]:
 
 
 def read_pods(kube: Kube) -> tuple[Pod, ...]:
-    """List the pods as the API server has them now. Raises as `find_pods`."""
+    """List the pods in the API server's current state. Raises as `find_pods`."""
     if shutil.which("kubectl") is None:
         raise DistdiagError(
             "kubectl is not installed here: cannot query Kubernetes", hint="run distdiag where kubectl get pods works"
@@ -188,7 +188,7 @@ _FORBIDDEN = re.compile(r'User "([^"]*)" cannot (\w+) resource "([^"]*)"(?:.* in
 
 
 def missing_right(words: str) -> tuple[str, str] | None:
-    """Return what right is missing and the command that asks for it, from what the API server said."""
+    """Parse the API server's refusal into the missing right and the command that checks it."""
     match = _FORBIDDEN.search(words)
     if match is None:
         return None
@@ -219,9 +219,9 @@ def _refused(kube: Kube, done: programs.Done) -> DistdiagError:
 
 
 def parse_pods(document: Mapping[str, Any], read_at: float, container: str = "") -> tuple[Pod, ...]:
-    """Return the pods of what `kubectl get pods -o json` printed: a list, or one.
+    """Parse the output of `kubectl get pods -o json`: a list, or one pod.
 
-    Raises ValueError, TypeError, KeyError or AttributeError where it is something else.
+    Raises ValueError, TypeError, KeyError or AttributeError for anything else.
     """
     items = document["items"] if document.get("kind", "").endswith("List") else [document]
     return _mark_replaced([_pod(item, read_at, container) for item in items])
@@ -233,7 +233,7 @@ def _pod(item: Mapping[str, Any], read_at: float, container: str) -> Pod:
         raise ValueError("a pod with a name that none can have")
     owner: dict[str, Any] = next((each for each in meta.get("ownerReferences", ()) if each.get("controller")), {})
     labels = {**meta.get("labels", {}), **meta.get("annotations", {})}
-    # A sidecar is an init container that goes on; the job is never in one.
+    # A sidecar is an init container that keeps running, and never the job's.
     states = {each["name"]: each for each in status.get("containerStatuses", ())}
     specs = spec.get("containers", ())
     chosen = container or _choose(specs, meta.get("annotations", {}))
@@ -289,13 +289,13 @@ def _seconds(text: str | None) -> float:
 
 
 def _choose(specs: Sequence[Mapping[str, Any]], annotations: Mapping[str, str]) -> str:
-    """Return the container of the job as far as the pod itself says it; empty: only a look inside can tell."""
+    """Return the job's container if the pod's specification shows it, else ""."""
     names = [each["name"] for each in specs]
     declared = annotations.get("kubectl.kubernetes.io/default-container")
     with_gpus = [each["name"] for each in specs if any(map(_GPU.search, each.get("resources", {}).get("limits", ())))]
     if declared in names:
         return str(declared)
-    if "pytorch" in names:  # Kubeflow demands this name
+    if "pytorch" in names:  # required by Kubeflow
         return "pytorch"
     if len(with_gpus) == 1 or len(names) == 1:
         return str((with_gpus or names)[0])
@@ -307,7 +307,7 @@ def _capabilities(container: Mapping[str, Any]) -> list[str]:
 
 
 def _lacks(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Iterable[str]:
-    """Yield what this pod has not: "ptrace", "memlock", "shm", "processes" (of its other containers)."""
+    """Yield a pod's missing settings: "ptrace", "memlock", "shm", "processes" (of its other containers)."""
     added = {name.removeprefix("CAP_") for name in _capabilities(container)}
     privileged = container.get("securityContext", {}).get("privileged") or "ALL" in added
     if not privileged and not added & {"SYS_PTRACE", "SYS_ADMIN"}:
@@ -322,7 +322,7 @@ def _lacks(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Iterable[st
 
 
 def _mark_replaced(pods: Sequence[Pod]) -> tuple[Pod, ...]:
-    """Mark pods that have ended and that a younger one of the same controller, and of the same index, stands for."""
+    """Mark ended pods with a younger pod of the same controller and index."""
 
     def is_replaced(pod: Pod) -> bool:
         return (
@@ -340,9 +340,9 @@ def _mark_replaced(pods: Sequence[Pod]) -> tuple[Pod, ...]:
 
 
 def _with_containers(kube: Kube, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
-    """Find the container where the pod does not say it: the one with torch in a process; else the first.
+    """Find unknown containers of the job: the one with torch in a process, else the first.
 
-    One running pod is looked into for each set of containers: those of one template are alike.
+    One running pod per set of containers is inspected: pods of one template are alike.
     """
     unclear: dict[tuple[str, ...], Pod] = {}
     for pod in pods:

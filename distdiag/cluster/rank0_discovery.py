@@ -1,6 +1,6 @@
-"""Where the processes of a job that somebody else started find each other: rank 0's addresses, ports to try, a key.
+"""Rendezvous of distdiag's own processes in a job started by a launcher: rank 0's addresses, ports to try, a key.
 
-Nothing is guessed: what the launcher does not say has to be given as MASTER_ADDR.
+An address the launcher does not provide has to be given as MASTER_ADDR.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PORTS = 8
 _FIRST_PORT, _LAST_PORT = 20000, 32000
 """Below the ephemeral ports of Linux (from 32768), so that no other program gets these ports by chance."""
 _PMIX_S = 5.0
-# Asked in a child: a library that hangs or crashes must not take us along. Struct layouts and keys: pmix_common.h.
+# Asked in a child: a library that hangs or crashes must not affect us. Struct layouts and keys: pmix_common.h.
 _ASK_PMIX = """
 import ctypes, ctypes.util, os, sys
 class Proc(ctypes.Structure): _fields_ = [("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32)]
@@ -44,7 +44,7 @@ lib.PMIx_Finalize(None, ctypes.c_size_t(0))
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where rank 0 waits: it takes the first of `ports` that is free, the others try them all.
+    """The address of rank 0: it takes the first free one of `ports`, the others try all.
 
     `key` proves that a process belongs to the job.
     """
@@ -55,10 +55,10 @@ class Home:
 
 
 def find_home(me: Identity, environ: Mapping[str, str], *, timeout_s: float) -> tuple[Home, Acceptor | None]:
-    """Find rank 0's place; as rank 0 also take a port there: the hub, not started yet.
+    """Find rank 0's addresses; as rank 0 also take a port: the hub, not started yet.
 
     Raises:
-        DistdiagError: the launcher does not say where rank 0 is, or all ports are taken.
+        DistdiagError: rank 0's address is unknown, or all ports are taken.
     """
     if me.launcher == "MPICH" and "PMI_FD" in environ:
         return _by_pmi(me, environ, timeout_s)
@@ -80,7 +80,7 @@ def _take_port(home: Home) -> Acceptor:
 
 
 def _by_pmi(me: Identity, environ: Mapping[str, str], timeout_s: float) -> tuple[Home, Acceptor | None]:
-    """The process manager passes on where rank 0 is, and a key that nobody else knows."""
+    """Exchange rank 0's address and a secret key through the process manager."""
     hub, words = None, None
     if me.rank == 0:
         key = handshake.new_key()
@@ -97,10 +97,10 @@ def _by_pmi(me: Identity, environ: Mapping[str, str], timeout_s: float) -> tuple
 
 
 def _key(me: Identity, environ: Mapping[str, str]) -> tuple[str, str]:
-    """What all processes of this job have in common and other jobs have not: for the ports, and for the proof.
+    """Return two values common to this job's processes and different in other jobs: (for ports, for proof).
 
-    Few launchers give their processes a secret. Where there is none, an agent takes no orders that could load
-    anything (`guest` in distdiag.agent.agent).
+    Few launchers provide a secret. Without one, an agent takes no orders that could load code (`guest` in
+    distdiag.agent.agent).
     """
     names = {
         "torchrun": ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
@@ -122,7 +122,7 @@ def _ports(digest: str) -> tuple[int, ...]:
 def _addresses(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
     if me.local_world_size == me.world_size:
         return ("127.0.0.1",)
-    # MASTER_ADDR may be left over from another job: where the launcher knows better, both are tried.
+    # MASTER_ADDR may be left over from another job: if the launcher knows an address, both are tried.
     given = environ.get("MASTER_ADDR", "")
     found = tuple(address for address in dict.fromkeys((given, *_told_by_launcher(me, environ))) if address)
     if found:
@@ -151,7 +151,7 @@ def _told_by_launcher(me: Identity, environ: Mapping[str, str]) -> tuple[str, ..
 
 
 def _open_mpi_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Ask PMIx for rank 0's host; without its library, rank 0 is mostly where mpirun is."""
+    """Query PMIx for rank 0's host; without its library, assume mpirun's host."""
     import sys
 
     answer = programs.run([sys.executable, "-c", _ASK_PMIX], timeout_s=_PMIX_S)

@@ -1,8 +1,7 @@
-"""N ranks on nodes, from their start to their end, with a deadline that does not depend on torch.
+"""Run of N ranks on nodes from start to end, with a deadline independent of torch; blame is decided elsewhere.
 
-Three ways a run ends: every rank finished; a rank died or gave up, and the others were given a moment to
-say what they saw; or nobody took a step for the whole timeout. In the last case state and stack of each rank are
-read before all of them are ended. Who is to blame is not decided here.
+A run ends when every rank finished; shortly after a rank died or gave up, to collect the others' reports; or after the
+timeout without a step of any rank. In the last case state and stack of each rank are read before all are killed.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ if TYPE_CHECKING:
 
 _LISTEN_S = 5.0
 _SETTLE_S = 0.5
-"""How long the others may go on after a rank died: a death is to be reported within a second."""
+"""Time for the others' reports after a death, which is reported within a second."""
 _QUIET_S = 0.2
 _HANG_S = 1.0
-"""An interrupted run without progress for so long is inspected like a hang."""
+"""An interrupted run without progress for longer is inspected like a hang."""
 _INSPECT_S = 0.6
-"""For the stacks, which are read side by side: the report is to be there a second after the timeout."""
+"""For the stacks, which are read in parallel: the report is due a second after the timeout."""
 _PAUSE_S = 1.0
-"""The nodes are read every tenth of this."""
+"""The nodes are read ten times as often."""
 _BRING_S = 3.0
-"""Time to send py-spy, a few megabytes, to a node that has none."""
+"""Time to send py-spy, a few megabytes, to a node without it."""
 _MOST_EVENTS = 100_000
 _INSPECTED_S = 2.5
-"""After this the agent counts as dead: two rounds of stacks that all run into their limit, and some."""
+"""Then the agent counts as dead: two rounds of stacks that reach the limit, and a margin."""
 
 
 IMPORTED_ONCE = {
@@ -58,11 +57,11 @@ IMPORTED_ONCE = {
     "stage": "start",
     "note": "importing torch",
 }
-"""What ranks that are forked have in common, and the step that they are at meanwhile."""
+"""Imports shared by forked ranks, and the step shown during them."""
 
 
 class Outcome(StrEnum):
-    """How a run of ranks ended."""
+    """The end of a run of ranks."""
 
     FINISHED = "finished"
     FAULT = "fault"
@@ -72,7 +71,7 @@ class Outcome(StrEnum):
 
 @dataclass(kw_only=True)
 class RankTimeline:
-    """All that is known of one rank."""
+    """All records of one rank."""
 
     rank: int
     local_rank: int
@@ -82,50 +81,50 @@ class RankTimeline:
     inspection: Inspection | None = None
     ending: Ending | None = None
     over_at: float | None = None
-    """When we heard that it cannot go on, or ended; by our own clock."""
+    """When it gave up or ended, by our clock."""
     lost: str = ""
     """Why contact with its node was lost, if it was."""
 
     @property
     def last(self) -> Event | None:
-        """The last step it reported."""
+        """Its last reported step."""
         return self.events[-1] if self.events else None
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its own end in peace."""
+        """Whether it ended normally."""
         return self.ending is not None and self.ending.status == 0 and self.has("finished")
 
     @property
     def gave_up(self) -> bool:
-        """Whether it said that it cannot go on, or ended without having finished."""
+        """Whether it reported that it cannot continue, or ended without finishing."""
         return self.has("fatal") or (self.ending is not None and not self.finished)
 
     @property
     def is_live(self) -> bool:
-        """Whether it may still take a step, as far as we can see."""
+        """Whether it may still take a step, as far as known."""
         return self.ending is None and not self.lost
 
     @property
     def died(self) -> bool:
-        """Whether it ended without a word: killed, crashed, or by an error that it did not expect."""
+        """Whether it ended without a report: killed, crashed, or by an unexpected error."""
         return self.ending is not None and not self.finished and not self.has("fatal") and not self.has("held")
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its last step needs the others, or it is over."""
+        """Whether its last step needs the others, or it has ended."""
         return self.ending is not None or (self.last is not None and self.last.waiting)
 
     def has(self, key: str) -> bool:
-        """Whether one of its steps carried this payload."""
+        """Whether a step carried this payload."""
         return any(key in event.payload for event in self.events)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """One rank to start. `config` goes to the `main` of the rank module, `env` into its environment.
+    """One rank to start. `config` is passed to the rank module's `main`, `env` to its environment.
 
-    `forked`: whether the imports may be made once for it and others of its node, see `distdiag.agent.forkserver`.
+    `forked`: it may share imports with other ranks of its node, see `distdiag.agent.forkserver`.
     """
 
     rank: int
@@ -136,7 +135,7 @@ class RankSpec:
 
 
 def take_port(fleet: Fleet, node: Node, port: int) -> tuple[int, Taken | None]:
-    """Have rank 0's node listen on the rendezvous port (0: any free one); the port, and who has it if taken.
+    """Let rank 0's node listen on the rendezvous port (0: any free one); return the port, and its owner if taken.
 
     Raises:
         NodeFailed: the node does not answer.
@@ -149,7 +148,7 @@ def take_port(fleet: Fleet, node: Node, port: int) -> tuple[int, Taken | None]:
 
 
 class Run:
-    """Ranks under way on nodes."""
+    """Running ranks on nodes."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class Run:
         stages: Sequence[str],
         watch: Callable[[Run], None],
     ) -> None:
-        """Start the ranks, given by node name; `watch` is called when something happened, and a few times a second."""
+        """Start the ranks, by node name; `watch` is called after each event and a few times per second."""
         self._stages = stages
         self.traces: dict[int, RankTimeline] = {}
         self.lost: dict[str, HostError] = {}
@@ -189,10 +188,10 @@ class Run:
         return time.monotonic() - self._moved
 
     def wait(self, timeout_s: float) -> Outcome:
-        """Follow the ranks until the run is decided. Ctrl-C ends it with what is known by then.
+        """Follow the ranks until the run is decided; Ctrl-C ends it with the state so far.
 
         Raises:
-            NodeFailed: the only node ended, or does not answer any more.
+            NodeFailed: the only node ended or stopped answering.
         """
         try:
             outcome = self._next_decision(timeout_s)
@@ -217,7 +216,7 @@ class Run:
         return outcome
 
     def _stand_still(self) -> bool:
-        """Look at the silent ranks; False if one took a step meanwhile: what was seen of the others is no hang then."""
+        """Inspect the silent ranks; return False if one took a step meanwhile, which voids the inspection."""
         moved = self._moved
         self._inspect()
         if self._moved == moved:
@@ -240,14 +239,14 @@ class Run:
 
     def _take(self, timeout_s: float) -> None:
         pause = time.monotonic() - self._looked
-        if pause > _PAUSE_S:  # we were stopped ourselves, or had no core: nobody's silence counts
+        if pause > _PAUSE_S:  # distdiag itself was stopped or without a core: silence in that time does not count
             self._moved += pause
         for node, record in self._fleet.records(timeout_s):
             if isinstance(record, Down):
                 self._lose(node)
             elif isinstance(
                 record, (RankStarted, RankEvent, RankEnded, RankInspected)
-            ) and record.rank in self._of_node.get(node.name, ()):  # a node speaks for its own ranks only
+            ) and record.rank in self._of_node.get(node.name, ()):  # a node may report only its own ranks
                 self._note(node, self.traces[record.rank], record)
         self._looked = time.monotonic()
 
@@ -261,7 +260,7 @@ class Run:
                 self._fleet.distrust(node, f"rank {trace.rank} sent an invalid report: {why}")
                 self._lose(node)
                 return
-            if "pairs" in record.payload:  # all of them each time: what was said before would only take memory
+            if "pairs" in record.payload:  # resent in full each time: drop the earlier ones
                 for event in trace.events:
                     event.payload.pop("pairs", None)
             trace.events.append(record)
@@ -315,7 +314,7 @@ class Run:
 
     def _look_at_live_ranks(self) -> None:
         live = [trace for trace in self.traces.values() if trace.is_live]
-        # The longest silent first: they are the ones to be explained, should there be too many to read all stacks.
+        # Longest silence first: these need an explanation, if too many for all stacks.
         live.sort(key=lambda trace: trace.last.elapsed_s if trace.last is not None else 0.0)
         wanted = {name: [trace.rank for trace in live if trace.rank in ranks] for name, ranks in self._of_node.items()}
         asked = [self._fleet.nodes[name] for name, mine in wanted.items() if mine]
@@ -328,4 +327,4 @@ class Run:
             if time.monotonic() > deadline:
                 if len(self._of_node) == 1:
                     raise self._fleet.no_answer(asked[0])
-                return  # the others' traces say enough; who could not be looked at says so in the report
+                return  # an uninspected rank is marked in the report

@@ -1,7 +1,7 @@
-"""What an agent may say (distdiag/agent/protocol.py), validated: where bytes of a node or a file become typed facts.
+"""Records of an agent (distdiag/agent/protocol.py), validated: here bytes of a node or file become typed facts.
 
-Nothing from there is trusted. Whatever cannot be what it says it is (no JSON, nested too deep, of another type, a
-number that nothing real has) is one error with one sentence; whoever reads decides whose row that is.
+No input is trusted. Anything invalid (not JSON, nested too deeply, wrong type, an impossible number) is one error with
+one sentence; the caller decides which row it affects.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _ANY_FLOAT = (-1e300, 1e300)
 
 
 class Senseless(DistdiagError):
-    """What was read cannot be what it says it is; the message tells what is wrong, not who sent it."""
+    """Invalid data; the message has the reason, not the sender."""
 
 
 class Started(TypedDict, total=False):
-    """What a rank found of its torch and device."""
+    """A rank's report on its torch and device."""
 
     device: Required[str]
     device_name: str | None
@@ -58,7 +58,7 @@ class Started(TypedDict, total=False):
 
 
 class TroubleTold(TypedDict, total=False):
-    """What a rank saw go wrong; which fields there are depends on its kind, see distdiag.launch.rank."""
+    """A rank's error report; the fields depend on its kind, see distdiag.launch.rank."""
 
     kind: Required[str]
     message: str
@@ -91,11 +91,11 @@ _DETAILS = {
     "wrong-result": {"wrong", "total", "first_index", "got", "expected", "how"},
     "memory-corrupt": {"chunks", "chunk_bytes"},
 }
-"""The fields that each kind of trouble must have."""
+"""The required fields of each kind of trouble."""
 
 
 class PairTold(TypedDict):
-    """What rank 0 reports of two ranks that were measured together."""
+    """Rank 0's report on two ranks measured together."""
 
     a: int
     b: int
@@ -107,7 +107,7 @@ class PairTold(TypedDict):
 
 
 class PausedTold(TypedDict):
-    """How long a rank did not run at all, how much of that for want of a core or by its CPU quota, and of how long."""
+    """How long a rank did not run, the parts due to a lack of cores and to its CPU quota, and the total time."""
 
     paused_ns: int
     no_core_ns: int
@@ -116,7 +116,7 @@ class PausedTold(TypedDict):
 
 
 class RowTold(TypedDict, total=False):
-    """One collective at one size, as a rank timed it."""
+    """One collective at one size, as timed by a rank."""
 
     number: Required[int]
     iterations: int
@@ -129,7 +129,7 @@ class RowTold(TypedDict, total=False):
 
 
 class Payload(TypedDict, total=False):
-    """Facts that come with a step."""
+    """Facts attached to a step."""
 
     started: Started
     trouble: TroubleTold
@@ -165,7 +165,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StuckSocket(msgspec.Struct, frozen=True, kw_only=True):
-    """A TCP connection on which the kernel waits for an answer: "10.0.0.3:29500", its state, what it sent again."""
+    """A TCP connection with unacknowledged data: remote address ("10.0.0.3:29500"), state, retransmissions."""
 
     remote: str
     state: str
@@ -176,8 +176,8 @@ class StuckSocket(msgspec.Struct, frozen=True, kw_only=True):
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """A silent rank seen from outside: state letter of proc(5), kernel wait channel, main thread's frames.
 
-    `busy` is the share of the later half of the silence in which one of its threads ran or waited for a core, above 1
-    with several such threads; `read_bytes` is what it read meanwhile.
+    `busy` is the share of the later half of the silence in which its threads ran or waited for a core, above 1 with
+    several such threads; `read_bytes` were read in that time.
     """
 
     state: str
@@ -191,7 +191,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank process ended: exit status, negative for a signal; `tail` is the end of what it printed."""
+    """The end of a rank process: exit status, negative for a signal; `tail` is the end of its output."""
 
     status: int | None
     elapsed_s: float
@@ -200,7 +200,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the rendezvous port could not be had: who has it, and what it answers to a stranger."""
+    """Why the rendezvous port is unavailable: its owner, and the owner's answer to a stranger."""
 
     error: str
     listening: bool | None
@@ -218,13 +218,13 @@ class Ready(Record, tag=protocol.Ready.kind):
 
 
 class NoPython(Record, tag=protocol.NoPython.kind):
-    """There is no Python that could run it."""
+    """No suitable Python was found."""
 
     tried: str
 
 
 class Hello(Record, tag=protocol.Hello.kind):
-    """Which machine it is on; empty before it said so."""
+    """Its machine; empty until received."""
 
     host: str = ""
     machine: str = ""
@@ -233,34 +233,34 @@ class Hello(Record, tag=protocol.Hello.kind):
 
 
 class Facts(Record, tag=protocol.Facts.kind):
-    """What the command's collect found at first."""
+    """The first result of the command's collect module."""
 
     facts: msgspec.Raw
 
 
 class Alive(Record, tag=protocol.Alive.kind):
-    """It is still there."""
+    """A sign of life."""
 
 
 class More(Record, tag=protocol.More.kind):
-    """A piece of what it was asked for."""
+    """A piece of the requested facts."""
 
     facts: msgspec.Raw
 
 
 class MoreEnd(Record, tag=protocol.MoreEnd.kind):
-    """That was all of it."""
+    """The last piece was sent."""
 
 
 class Logs(Record, tag=protocol.Logs.kind):
-    """Where the ranks' output is kept, or why it cannot be."""
+    """The folder of the ranks' output, or why it is unavailable."""
 
     folder: str | None
     error: str
 
 
 class Listening(Record, tag=protocol.Listening.kind):
-    """The rendezvous port is taken, or who has it."""
+    """The rendezvous port is bound, or its owner."""
 
     port: int
     taken: Taken | None
@@ -286,13 +286,13 @@ class RankEnded(Ending, tag=protocol.RankEnded.kind, tag_field="kind", frozen=Tr
 
 
 class RankInspected(Inspection, tag=protocol.RankInspected.kind, tag_field="kind", frozen=True, kw_only=True):
-    """A silent rank was looked at."""
+    """A silent rank was inspected."""
 
     rank: int
 
 
 class InspectionDone(Record, tag=protocol.InspectionDone.kind):
-    """All silent ranks were looked at."""
+    """All silent ranks were inspected."""
 
 
 class ToolTaken(Record, tag=protocol.ToolTaken.kind):
@@ -303,7 +303,7 @@ class ToolTaken(Record, tag=protocol.ToolTaken.kind):
 
 
 class ReachListening(Record, tag=protocol.ReachListening.kind):
-    """It listens, for the others to try; `failed`: certain ports that it could not take, and why."""
+    """It listens for the others' probes; `failed`: requested ports it could not bind, and why."""
 
     port: int
     samples: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
@@ -312,17 +312,17 @@ class ReachListening(Record, tag=protocol.ReachListening.kind):
 
 
 class ReachServing(Record, tag=protocol.ReachServing.kind):
-    """It answers whoever tries."""
+    """It answers probes."""
 
 
 class ReachProbe(Record, tag=protocol.ReachProbe.kind):
-    """One path was tried."""
+    """One path was probed."""
 
     probe: ProbeResult
 
 
 class ReachName(Record, tag=protocol.ReachName.kind):
-    """What a name leads to there."""
+    """The addresses of a name on this node."""
 
     name: str
     addresses: tuple[str, ...]
@@ -330,11 +330,11 @@ class ReachName(Record, tag=protocol.ReachName.kind):
 
 
 class ReachEnded(Record, tag=protocol.ReachEnded.kind):
-    """It does not answer any more."""
+    """It no longer answers probes."""
 
 
 class Down(msgspec.Struct):
-    """It is gone; its `refusal` says why. Only the fleet says this."""
+    """The node is lost; its `refusal` has the reason. Created by the fleet only."""
 
 
 Said = (
@@ -345,7 +345,7 @@ _DECODER: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
 
 
 def read_record(frame: bytes) -> Said:
-    """Read one frame of an agent. Raises Senseless."""
+    """Decode one frame of an agent. Raises Senseless."""
     with _one_error(frame):
         record = _DECODER.decode(frame)
         check(record)
@@ -353,7 +353,7 @@ def read_record(frame: bytes) -> Said:
 
 
 def read_json(data: bytes | msgspec.Raw, type_: type[T]) -> T:
-    """Read JSON as facts of a type. Raises Senseless."""
+    """Decode JSON as facts of a type. Raises Senseless."""
     with _one_error(data):
         facts = msgspec.json.decode(data, type=type_)
         check(facts)
@@ -361,7 +361,7 @@ def read_json(data: bytes | msgspec.Raw, type_: type[T]) -> T:
 
 
 def check(value: Any, name: str = "") -> None:  # noqa: ANN401 - any facts
-    """Raise ValueError at a number that nothing real has, whose name tells what it counts."""
+    """Raise ValueError for an impossible number, judged by its field's name."""
     if isinstance(value, str) or value is None or value is True or value is False:
         return
     if isinstance(value, (int, float)):

@@ -1,6 +1,6 @@
-"""Where the ranks will meet: rank 0's address, port and each node's interface, tried before ranks start.
+"""Test of the ranks' rendezvous before the start: rank 0's address, port and each node's interface.
 
-Two rounds of probes, both bounded: every node tries rank 0's node, then the nodes try each other as ranks do.
+Two rounds of probes, both bounded: every node probes rank 0's node, then the nodes probe each other as ranks connect.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _FIRST_ROUND_S = 2.4
 _SECOND_ROUND_S = 2.0
 _GRACE_S = 0.3
 _PREFER_S = 0.3
-"""How much longer the best address may take than another address that works."""
+"""How much longer the best address may take than another working one."""
 _ALL_PAIRS = 16
-"""Up to so many nodes each tries each other; beyond, each tries rank 0's node and its neighbour, and back."""
+"""Up to this many nodes probe all others; beyond, each probes its two neighbours, and rank 0's node probes all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPath:
-    """One path that was tried, from one node to another.
+    """One probed path from a node to another.
 
-    `purpose`: port (a certain one: that of the rendezvous), ranks (an ephemeral one, as ranks use); in `ports` also
-    (the same over another interface that NCCL takes) and other (over one that it does not take, and should perhaps).
+    `purpose`: port (the rendezvous port), ranks (an ephemeral one, as ranks use); in `ports` also "also" (the same over
+    another interface used by NCCL) and "other" (over one it should perhaps use).
     """
 
     source: str
@@ -47,13 +47,13 @@ class NetworkPath:
 
     @property
     def is_open(self) -> bool:
-        """Whether it works, if slowly."""
+        """Whether it works, perhaps slowly."""
         return self.probe.is_open
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookUp:
-    """What a name leads to on a node."""
+    """The addresses of a name on a node."""
 
     node: str
     name: str
@@ -62,18 +62,18 @@ class LookUp:
 
     @classmethod
     def of(cls, node: str, record: ReachName) -> LookUp:
-        """Return the look-up that a node reported."""
+        """Return the look-up reported by a node."""
         return cls(node=node, name=record.name, addresses=record.addresses, error=record.error)
 
 
 @dataclass(kw_only=True)
 class PathTest:
-    """What was tried between nodes, which go by their names in the fleet; `hosts` says how to call them."""
+    """Probes between nodes, by fleet name; `hosts` maps these to labels."""
 
     hosts: dict[str, str]
     networks: dict[str, Network] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
-    """Where others are to reach a node, as far as that is known."""
+    """The address of each node for the others, if known."""
     paths: list[NetworkPath] = field(default_factory=list)
     lookups: list[LookUp] = field(default_factory=list)
     silent: tuple[str, ...] = ()
@@ -81,13 +81,13 @@ class PathTest:
 
     @property
     def is_open(self) -> bool:
-        """Whether every path that was tried works; a lossy one does, slowly."""
+        """Whether every probed path works; lossy ones do, slowly."""
         return not self.silent and all(path.is_open for path in self.paths)
 
 
 @dataclass(kw_only=True)
 class RendezvousTest(PathTest):
-    """The outcome: where rank 0's node, the head, is met, and by which interface of each node."""
+    """The outcome: the address of rank 0's node, the head, and each node's interface to it."""
 
     head: str
     address: str
@@ -96,15 +96,15 @@ class RendezvousTest(PathTest):
 
 
 class Prober:
-    """Lets nodes try each other: what all tests of paths have in common."""
+    """Probes between nodes, shared by all tests of paths."""
 
     def __init__(self, fleet: Fleet, nodes: Sequence[Node], order_s: float = _ORDER_S) -> None:
-        """`order_s`: how long all nodes together may take for an order."""
+        """`order_s`: time limit of one order for all nodes together."""
         self._fleet, self._nodes, self._order_s = fleet, nodes, order_s
         self._key = handshake.new_key()
 
     def ask_all(self, order: protocol.Message, kind: type[T]) -> dict[str, T]:
-        """Order the same of all nodes; return the answers that came in time, by node."""
+        """Send one order to all nodes; return the answers received in time, by node."""
         for node in self._nodes:
             node.order(order)
         return self._fleet.expect(kind, self._nodes, self._order_s)
@@ -121,14 +121,14 @@ class Prober:
         take: Callable[[Node, ProbeResult | LookUp], None],
         is_enough: Callable[[int], bool],
     ) -> None:
-        """Let nodes try others and look up names, and take what they find as it comes.
+        """Let nodes probe others and look up names, passing on results as received.
 
         Args:
             wanted: for each node [key, address, port, bytes] of each target.
-            names: what every node looks up.
-            limits_s: how long a node may take, and how much longer its answers.
-            take: called with the node, and what it found.
-            is_enough: called with the number of probes that are under way; whether to wait no longer for them.
+            names: for every node to look up.
+            limits_s: time limit on the node, and the additional time for its answers.
+            take: called with the node and its result.
+            is_enough: called with the number of open probes; returns whether to stop waiting for them.
         """
         for name, targets in wanted.items():
             order = protocol.ReachTry(key=self._key, targets=targets, names=names, timeout_s=limits_s[0])
@@ -153,14 +153,14 @@ class Prober:
 
 
 class RendezvousProbe(Prober):
-    """Finds where ranks can meet."""
+    """Finds a rendezvous address for the ranks."""
 
     def __init__(
         self, fleet: Fleet, names: Sequence[str], port: int, candidates: Callable[[Network, str], Sequence[str]]
     ) -> None:
-        """`names` are the nodes, rank 0's first; it listens on `port` already.
+        """`names` are the nodes, rank 0's first, which already listens on `port`.
 
-        `candidates` lists rank 0's possible addresses, from its network and the address by which we reach it.
+        `candidates` lists rank 0's possible addresses, from its network and the address known to the fleet.
         """
         super().__init__(fleet, [fleet.nodes[name] for name in names])
         self._head = self._nodes[0]
@@ -171,7 +171,7 @@ class RendezvousProbe(Prober):
         self._test = RendezvousTest(head=self._head.name, hosts=hosts, address="", port=port)
 
     def run(self) -> RendezvousTest:
-        """Choose an address that all nodes reach, or the most promising one; then let the nodes try each other."""
+        """Choose an address that all nodes reach, or the most promising one; then let the nodes probe each other."""
         self._test.silent = tuple(self._listen())
         if not self._test.silent:
             self._choose()
@@ -191,7 +191,7 @@ class RendezvousProbe(Prober):
         return [node.name for node in self._nodes if node.name not in served]
 
     def _choose(self) -> None:
-        """First round: everybody tries every address that rank 0's node might be reached at."""
+        """First round: every node probes every possible address of rank 0's node."""
         candidates = self._candidates(self._test.networks[self._head.name], self._fleet_address())
         wanted = {}
         for node in self._nodes[1:]:
@@ -225,12 +225,12 @@ class RendezvousProbe(Prober):
         self._name_own_interface()
 
     def _fleet_address(self) -> str:
-        """Return the address under which we ourselves reach rank 0's node, or its name."""
+        """Return the address by which the fleet reaches rank 0's node, or its name."""
         host = next(host for host in self._fleet.hosts if host.name == self._head.name)
         return host.address or host.name
 
     def _name_own_interface(self) -> None:
-        """Find the interface of rank 0's node that has the address."""
+        """Find the interface of rank 0's node with the chosen address."""
         network = self._test.networks[self._head.name]
         addresses = {self._test.address}
         for path in self._test.paths:
@@ -240,7 +240,7 @@ class RendezvousProbe(Prober):
             self._test.interfaces[self._head.name] = name
 
     def _try_each_other(self) -> None:
-        """Second round: rank 0's node tries the others, and they try each other, on ephemeral ports."""
+        """Second round: all nodes, including rank 0's, probe each other on ephemeral ports."""
         address = self._test.addresses
         names = [node.name for node in self._nodes if address.get(node.name)]
         wanted = {

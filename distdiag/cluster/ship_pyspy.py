@@ -1,4 +1,4 @@
-"""Brings a tool of this machine to a node that has none: nothing is installed, it lives in the agent's memory."""
+"""Transfer of py-spy to nodes without it: it stays in the agent's memory, and installs no file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _AT_MOST = 16
 
 
 def bring_py_spy(nodes: Iterable[Node], *, at_most: int = _AT_MOST) -> bool:
-    """Send py-spy to those of the nodes that have none and have our platform; return whether it was sent to any.
+    """Send py-spy to nodes of our platform without it; return whether it was sent to any.
 
-    Orders are obeyed in order, so whoever is asked for stacks next can use it.
+    Orders are executed in sequence, so a following request for stacks can use it.
     """
     here = f"{platform.system()} {platform.machine()}"
     lacking = [node for node in nodes if node.hello.py_spy is None and node.hello.platform == here]

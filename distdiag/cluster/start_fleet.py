@@ -1,4 +1,4 @@
-"""From targets to a fleet: chooses the transport and packs what travels."""
+"""Creation of a fleet from targets: the transport and the payload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.transports import Transport
 
 SILENCE_S = 2.5
-"""An agent that receives nothing from us for so long is cut off, and ends with all it started."""
+"""An agent without any message from us for longer counts as cut off, and ends with all of its processes."""
 _START_S = 20.0
 
 
@@ -26,16 +26,16 @@ _RANKS = "distdiag.agent.ranks"
 
 
 def silence_s(hosts: int) -> float:
-    """Return how long an agent waits for a word of ours: one machine that starts very many is slow to say any."""
+    """Return the agent's limit for our silence; starting very many agents delays our messages."""
     return SILENCE_S + more_for(hosts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """What is to run on the nodes: `collect` is a module with facts(ask); `rank` what ranks run, if there are ranks.
+    """The program for the nodes: `collect` is a module with facts(ask); `rank` the module of ranks, if any.
 
-    `facts`: the type of what it finds. `carries`: modules and packages that travel with them. `examines_python`: what
-    --python names is looked at, on this machine as well.
+    `facts`: the type of the collect module's result. `carries`: further modules and packages to send.
+    `examines_python`: the command inspects the Python of --python, on this machine too.
     """
 
     collect: str
@@ -45,17 +45,17 @@ class Agent:
     carries: tuple[str, ...] = ()
     examines_python: bool = False
     start_s: float = _START_S
-    """How long a host may take to start it, beside what many hosts at once take."""
+    """Time limit to start it on a host, before the allowance for many hosts."""
 
     def pack(self, cluster: Cluster, *, here: bool, hosts: int = 1) -> bytes:
-        """Pack sources and orders into what boot.START reads; `here`: on this machine, where no connection is cut."""
+        """Pack sources and orders as input of boot.START; `here`: on this machine, which has no connection to lose."""
         config = self.config(cluster, silence_s=None if here else silence_s(hosts))
         if here and (folder := bundle.folder()):
             return boot.pack(bundle.only(boot.__name__), bundle.AGENT, config, folder)
         return boot.pack(self.sources(), bundle.AGENT, config)
 
     def sources(self) -> dict[str, str]:
-        """Read what travels."""
+        """Read the sources to send."""
         return bundle.sources(bundle.AGENT, self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
 
     def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class Agent:
 
 
 def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
-    """Make the fleet of a command; nothing is started yet.
+    """Create the fleet of a command, without starting it.
 
     Raises:
-        UsageError: an option cannot be read.
-        DistdiagError: the tool that the way needs is not here.
+        UsageError: an invalid option.
+        DistdiagError: the transport's tool is missing.
     """
     limits = Limits(start_s=cluster.host_timeout_s or agent.start_s + more_for(len(targets.hosts)))
     if targets.launcher in (Launcher.SLURM, Launcher.MPI):
@@ -92,7 +92,7 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
 
 
 def _refuse_without_effect(cluster: Cluster, agent: Agent) -> None:
-    """Refuse what is for other hosts, where there is this machine alone. Raises UsageError."""
+    """Refuse options for other hosts on this machine alone. Raises UsageError."""
     options = {
         "--python": "" if agent.examines_python else cluster.python,
         "--setup": cluster.setup,
@@ -109,7 +109,7 @@ def _refuse_without_effect(cluster: Cluster, agent: Agent) -> None:
 
 
 def explain(cluster: Cluster, targets: Targets, agent: Agent) -> list[str]:
-    """Write the commands that would reach the hosts, and what they would be sent.
+    """Return the commands that would reach the hosts, and the payload's description.
 
     Raises:
         UsageError, DistdiagError: as `open_fleet`.

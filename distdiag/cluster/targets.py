@@ -1,4 +1,4 @@
-"""Which hosts, and by which way: from what was typed, or from the allocation that we run in. Nothing is guessed."""
+"""Hosts and transport, from the options or the surrounding allocation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_KUBE = ("namespace", "context", "container", "kube-debug")
 
 
 class Launcher(StrEnum):
-    """How the node side gets to the hosts."""
+    """The transport to the hosts."""
 
     AUTO = "auto"
     SSH = "ssh"
@@ -37,7 +37,7 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What was typed about hosts; the same on every command."""
+    """The options about hosts, equal in every command."""
 
     hosts: str = ""
     hostfile: str = ""
@@ -54,7 +54,7 @@ class Cluster:
     kube: Kube | None = None
 
     def typed(self) -> list[tuple[str, str]]:
-        """Return the options as they would be typed again: name and value, unquoted."""
+        """Return the non-default options as (name, value), unquoted."""
         named = [
             ("--hosts", self.hosts),
             ("--hostfile", self.hostfile),
@@ -85,7 +85,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The hosts in order. `launcher` is None for this machine alone; `source` says where they come from."""
+    """The hosts in order. `launcher` is None for this machine alone; `source` describes the origin of the list."""
 
     hosts: tuple[Host, ...]
     launcher: Launcher | None
@@ -99,8 +99,8 @@ def find_targets(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
     """Decide on hosts and launcher.
 
     Raises:
-        UsageError: the options contradict each other, or a host list is wrong.
-        DistdiagError: the SLURM job or the pods cannot be asked for.
+        UsageError: contradictory options, or an invalid host list.
+        DistdiagError: the SLURM job or the pods cannot be queried.
     """
     _check(cluster)
     if cluster.kube is not None:
@@ -118,7 +118,7 @@ _FILES_HERE = "name files of this machine; --hosts LIST reads them on nodes"
 
 
 def check_paths(cluster: Cluster, paths: Iterable[str], *, hint: str = _FILES_HERE) -> None:
-    """Refuse a path that is not there, where this machine alone reads it. "-" is no path.
+    """Refuse a missing path if only this machine would read it. "-" is no path.
 
     Raises:
         UsageError: it does not exist. As `find_targets`.
@@ -131,7 +131,7 @@ def check_paths(cluster: Cluster, paths: Iterable[str], *, hint: str = _FILES_HE
                 os.stat(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UsageError(f"{path}: no such file or folder", hint=hint) from error
-        except OSError:  # the report says what hinders
+        except OSError:  # reported when it is read
             continue
 
 
@@ -185,7 +185,7 @@ def _given(cluster: Cluster, found: HostList, source: str, environ: Mapping[str,
 
 
 def _surrounding(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
-    """Return the allocation that we are in; this machine if there is none."""
+    """Return the allocation around this process, else this machine."""
     if cluster.via or cluster.launcher is not Launcher.AUTO:
         what = "--via" if cluster.via else f"--launcher {cluster.launcher}"
         if cluster.launcher is not Launcher.SLURM or not environ.get("SLURM_JOB_ID"):
@@ -203,7 +203,7 @@ def _surrounding(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
 
 
 def _allocated(environ: Mapping[str, str]) -> list[str]:
-    """List the nodes of the SLURM allocation that we run in, in the scheduler's order."""
+    """List the nodes of the surrounding SLURM allocation, in the scheduler's order."""
     if not environ.get("SLURM_JOB_ID"):
         return []
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
@@ -216,7 +216,7 @@ def _allocated(environ: Mapping[str, str]) -> list[str]:
 
 
 def _with_tasks(names: list[str], environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Use the ranks per node only where the user asked SLURM for them; without, SLURM counts cores."""
+    """Use ranks per node only if the user requested tasks: otherwise SLURM counts cores."""
     if "SLURM_NTASKS_PER_NODE" not in environ and "SLURM_NTASKS" not in environ:
         return tuple(Host(name=name) for name in names)
     tasks = slurm_tasks(environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -249,7 +249,7 @@ def _is_here(host: Host) -> bool:
 
 
 def _job(job: str) -> Targets:
-    """Ask SLURM for the nodes of a running job."""
+    """Query SLURM for the nodes of a running job."""
     if shutil.which("squeue") is None:
         raise DistdiagError("squeue is not installed here: cannot query SLURM", hint="run it on a login node")
     done = programs.run(["squeue", "-h", "-j", job, "-o", "%T|%N|%u"], timeout_s=_SLURM_TIMEOUT_S)
@@ -274,14 +274,14 @@ def _job(job: str) -> Targets:
 
 
 def _pods(kube: Kube) -> Targets:
-    """Ask Kubernetes for the pods; of one that its controller has replaced nothing can be asked any more."""
+    """Query Kubernetes for the pods, except replaced ones."""
     pods = tuple(pod for pod in find_pods(kube) if not pod.replaced)
     hosts = tuple(Host(name=pod.name) for pod in pods)
     return Targets(hosts=hosts, launcher=Launcher.KUBE, source=f"--kube {kube.selector}", pods=pods)
 
 
 def describe(targets: Targets) -> str:
-    """Describe the hosts for people: "4 hosts (n[1-4]) by ssh"."""
+    """Describe the hosts: "4 hosts (n[1-4]) by ssh"."""
     if targets.launcher is None:
         return "this machine"
     names = fold(host.name for host in targets.hosts)
@@ -291,7 +291,7 @@ def describe(targets: Targets) -> str:
 
 
 def python_here(name: str) -> str:
-    """Return the path of the interpreter that --python names on this machine; empty for none. Raises UsageError."""
+    """Return the path of the interpreter given by --python on this machine; empty for none. Raises UsageError."""
     if not name:
         return ""
     found = shutil.which(name)
@@ -301,7 +301,7 @@ def python_here(name: str) -> str:
 
 
 def chosen_env(cluster: Cluster) -> dict[str, str]:
-    """Read --env: NAME=VALUE, or NAME for the value that it has here. Raises UsageError."""
+    """Parse --env: NAME=VALUE, or NAME for this machine's value. Raises UsageError."""
     chosen = {}
     for text in cluster.env:
         name, given, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""Hosts that could not be used, as findings: the same error on many hosts is one finding. Pure."""
+"""Findings about unusable hosts; one error on many hosts is one finding. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _EVIDENCE_LINES = 8
 _ROOM = 160
-"""Characters of a list of hosts in a title; `where` has all of them."""
+"""Maximum length of a list of hosts in a title; `where` has all of them."""
 _WORDS = {
     HostState.UNKNOWN_NAME: "cannot be resolved",
     HostState.FILTERED: "does not respond",
@@ -50,9 +50,9 @@ _REMEDIES = {
 
 
 def host_findings(refusals: Mapping[str, HostError], rows: Iterable[HostResult]) -> list[Finding]:
-    """Return one finding for each kind of error, for all hosts that have it.
+    """Return one finding per kind of error, with all of its hosts.
 
-    This machine alone has no row, and may fail all the same.
+    This machine alone has no row, but may still fail.
     """
     groups: dict[tuple[HostState, str, str], list[str]] = {}
     for host in dict.fromkeys([*(row.host for row in rows), *refusals]):

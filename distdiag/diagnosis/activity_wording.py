@@ -1,4 +1,4 @@
-"""What moves for a rank, as the end of a sentence about it. Pure."""
+"""Clauses that describe a rank's measured activity. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from distdiag.facts.activity import Activity, Moved
 
 _MOST = 8
-"""Activity.moved holds no more."""
+"""The collector keeps at most this many rows in Activity.moved."""
 _PHRASES = 2
 _ENDED = "children that ended"
 _PLAIN = {"read": "reads", "written": "writes", "offset": "reads", "received": "receives", "sent": "sends"}
@@ -18,7 +18,7 @@ _RATES = (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
 
 
 def moves_in_words(activity: Activity) -> str:
-    """Return the one or two clearest movements: "reads /data/ckpt.pt at 3 MB/s"; empty if nothing moved."""
+    """Format the one or two clearest movements, as in "reads /data/ckpt.pt at 3 MB/s"; empty without any."""
     groups: dict[tuple[str, ...], list[Moved]] = {}
     named: set[int] = set()
     for moved in activity.moved:
@@ -32,7 +32,7 @@ def moves_in_words(activity: Activity) -> str:
 
 
 def _kind(moved: Moved) -> tuple[str, ...]:
-    """Return the key of movements that share a phrase: computing threads or children are counted in one."""
+    """Group movements that share a phrase: computing threads and children are counted together."""
     if moved.what == "cpu" and moved.role != "peer" and moved.detail != _ENDED:
         return moved.role, moved.what
     return moved.role, moved.what, str(moved.pid), moved.detail

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.agent.probe_server import BULK_BYTES
@@ -55,6 +57,9 @@ _FEW_RETRANSMITS = 4
 _LOSSY_SHARE = 0.05
 """Packets sent again of those that much data takes: nodes that all send at once cost each other up to 3 of 100."""
 _PACKET_BYTES = 1400
+_SLOW_SHARE, _SLOW_BYTES_PER_S = 0.25, 25e6
+"""Of the fastest quarter of the paths: among three nodes a slow one is an end of four of the six. Above 25 MB/s, 10 ms
+for 256 KiB, latency and the processes at both ends decide, not the link."""
 _ENOUGH_PACKETS = 8
 _ENOUGH_PATHS = 3
 _MANY_PACKETS = 150
@@ -675,6 +680,34 @@ def _is_much(lossy: Sequence[NetworkPath]) -> bool:
     worst = max((path.probe.retransmits for path in lossy), default=0)
     small = [path for path in lossy if path.probe.bulk_bytes <= BULK_BYTES]
     return bool(small) or len(lossy) >= _ENOUGH_PATHS or worst >= _MANY_PACKETS
+
+
+def slow_paths(paths: Iterable[NetworkPath], share: float = _SLOW_SHARE) -> list[NetworkPath]:
+    """Return the paths with less than a share of the throughput of the fastest quarter; none between two nodes."""
+    rates = {path: rate for path in paths if (rate := _rate(path)) is not None}
+    if len({node for path in rates for node in _edge(path)}) < 3:
+        return []
+    typical = sorted(rates.values(), reverse=True)[len(rates) // 4]
+    return [path for path, rate in rates.items() if rate < min(share * typical, _SLOW_BYTES_PER_S)]
+
+
+def slow_links(case: Case) -> list[Finding]:
+    """Name the nodes whose paths are slow beside the others, where no loss explains it."""
+    slow = slow_paths(case.test.paths)
+    if not slow or _lossy(case):
+        return []
+    rates = {path: _rate(path) or 0.0 for path in case.test.paths}
+    fast = median(rate for path, rate in rates.items() if rate and path not in slow)
+    most = max(rates[path] for path in slow)
+    what = f"at most {most / 1e6:.3g} MB/s ({fast / 1e6:.3g} MB/s on other paths)"
+    rows = (f"{case.host(path.source)} -> {case.host(path.target)}: {rates[path] / 1e6:.3g} MB/s" for path in slow)
+    return [replace(_bad_link(case, "link-slow", Level.WARN, what, slow), evidence=tuple(islice(rows, EVIDENCE_LINES)))]
+
+
+def _rate(path: NetworkPath) -> float | None:
+    """Return the bytes per second of a large transfer."""
+    probe = path.probe
+    return probe.bulk_bytes / probe.bulk_s if probe.bulk_s and probe.bulk_bytes > BULK_BYTES else None
 
 
 def _bad_link(case: Case, name: str, level: Level, what: str, bad: Sequence[NetworkPath]) -> Finding:

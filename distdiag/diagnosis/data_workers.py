@@ -1,4 +1,4 @@
-"""Which DataLoader worker a rank waits for, and whether that rank or worker has stood still for long. Pure."""
+"""DataLoader workers that block a rank. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 _WORKER_FILE = "torch/utils/data/_utils/worker.py"
 _IDLE_FILES = ("queue.py", "connection.py", "queues.py", "selectors.py", "synchronize.py")
 LONG_S = 5.0
-"""Whoever has slept for longer is most likely stuck; a slow sample, a retry or a download wakes up more often."""
+"""Seconds asleep after which a process counts as stuck; slow samples, retries and downloads wake up more often."""
 
 
 def ran_lately(state: RankState) -> bool:
-    """Return whether a rank, or the DataLoader worker that it waits for, has slept for a moment only."""
+    """Return whether a rank, or the DataLoader worker it waits for, ran within the last LONG_S seconds."""
     sample, still = state.last_sample, state.standstill
     helper = stuck_worker(state)
     if helper is not None:
@@ -32,7 +32,7 @@ def ran_lately(state: RankState) -> bool:
 
 
 def stuck_worker(state: RankState) -> Helper | None:
-    """Find the DataLoader worker that has not delivered a batch: it does not wait for work."""
+    """Find a DataLoader worker that is stopped, in uninterruptible sleep, dead or busy, rather than idle."""
     if state.thread.kind is not StackClass.DATA:
         return None
     workers = [helper for helper in state.member.helpers if _is_worker(helper)]
@@ -44,7 +44,7 @@ def stuck_worker(state: RankState) -> Helper | None:
 
 
 def state_of(helper: Helper) -> str:
-    """Return the state of a helper when it was sampled, else when it was found."""
+    """Return the state letter from the helper's last sample, else from when the process was listed."""
     samples = helper.watched.samples if helper.watched is not None else ()
     return samples[-1].state if samples else helper.process.state
 
@@ -56,7 +56,7 @@ def _is_worker(helper: Helper) -> bool:
 
 
 def _is_idle(helper: Helper) -> bool:
-    """Return whether a worker waits for its next index: between its queue and the worker loop there is nothing else."""
+    """Return whether only queue functions are above the worker loop, so that the worker waits for its next index."""
     for frame in helper_frames(helper.watched):
         path = library_path(frame.file) or ""
         if path.endswith(_WORKER_FILE):

@@ -1,4 +1,4 @@
-"""Which findings --only and --ignore choose: by id, or by the beginning of several."""
+"""Selection of findings by id or id prefix, for --only and --ignore."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def chosen(given: str, command: str, checks: Iterable[str]) -> str:
-    """Read an id, or the beginning of several ("toolkit"), with or without the command's name.
+    """Resolve an id or id prefix ("toolkit"), with or without the command's name.
 
     Args:
-        given: what was typed.
-        command: whose findings they are.
-        checks: all ids of it, without its name.
+        given: as typed.
+        command: name of the command.
+        checks: all its ids, without the command's name.
 
     Raises:
-        UsageError: there is no such id.
+        UsageError: no id matches.
     """
     known = list(checks)
     plain = given.strip().removeprefix(f"{command}.").rstrip(".*")
@@ -29,5 +29,5 @@ def chosen(given: str, command: str, checks: Iterable[str]) -> str:
 
 
 def matches(id_: str, prefix: str) -> bool:
-    """Return whether an id is meant."""
+    """Return whether an id equals the prefix or is below it."""
     return id_ == prefix or id_.startswith(prefix + ".")

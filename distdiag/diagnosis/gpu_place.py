@@ -1,6 +1,6 @@
-"""Whether a rank waits in a GPU driver or a communication library, from where its threads are. Pure.
+"""Waits in a GPU driver or a communication library, from the location of threads. Pure.
 
-CUDA's waits run at full speed in the driver, below the user's own line: no Python frame and no system call shows them.
+CUDA's waits spin in the driver, below the user's line: neither Python frames nor system calls show them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from distdiag.facts.thread_places import Places, ThreadPlace
 
 _NEARLY_ALL = 0.8
-"""Share of the samples in a library from which a thread is called waiting there."""
+"""Share of a thread's samples in one library from which it counts as waiting there."""
 _AUTOGRAD = "pt_autograd_"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPlace:
-    """Where in a GPU's libraries a thread is. `meaning` of its call: waits, launches, loads, init or abort.
+    """A thread's place in the GPU libraries. `meaning` of its call: waits, launches, loads, init or abort.
 
-    `call`: the exported function, empty where none is known; `thread`: its name, empty for the main one.
+    `call`: the exported function, empty if unknown; `thread`: its name, empty for the main thread.
     """
 
     library: str
@@ -34,7 +34,7 @@ class GpuPlace:
 
 
 def gpu_place(places: Sequence[Places]) -> GpuPlace | None:
-    """Return where in a GPU's libraries the main thread is, or else autograd's, in all readings; None if in none."""
+    """Return the place of the main thread, else of an autograd thread, if all readings agree; else None."""
     if not places:
         return None
     last = places[-1].threads
@@ -55,12 +55,12 @@ def gpu_place(places: Sequence[Places]) -> GpuPlace | None:
 
 
 def is_located(places: Sequence[Places]) -> bool:
-    """Return whether the main thread's place is known at all."""
+    """Return whether the place of the main thread is known in any reading."""
     return bool(places) and any(each.threads and each.threads[0].method for each in places)
 
 
 def autograd_runs(places: Sequence[Places]) -> bool:
-    """Return whether a thread of autograd's was running, in any library."""
+    """Return whether an autograd thread was running, in any library."""
     return any(thread.comm.startswith(_AUTOGRAD) and thread.state == "R" for each in places for thread in each.threads)
 
 
@@ -75,7 +75,7 @@ def _place(thread: ThreadPlace) -> GpuPlace | None:
     if sum(count for _, count in inside) < _NEARLY_ALL * thread.samples:
         return None
     meanings = [(str(meaning_of(call)), call) for call in thread.calls if meaning_of(call)]
-    # A collective's init waits in the driver as well: the call shows more than the library.
+    # A collective's init also waits in the driver: the call is more specific than the library.
     known = dict(reversed(meanings))
     first = meanings[0][0] if meanings else "waits"
     strong = [name for name in ("init", "abort", "loads") if name in known]

@@ -1,6 +1,6 @@
-"""What the load of the ranks' GPUs shows of a stuck job: which rank has not launched the collective. Pure.
+"""GPU load of a stuck job's ranks: which rank has not launched the collective. Pure.
 
-While a collective waits for a peer, its kernel spins: the GPU is 100 % busy at little power. The GPU of a rank that has
+While a collective waits for a peer, its kernel spins: the GPU is 100 % busy at low power. The GPU of a rank that has
 not launched the collective is idle.
 """
 
@@ -19,38 +19,41 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.rank_gpus import RankGpu
 
 _LOW = 0.4
-"""At most this share of its power limit draws a GPU that only spins. Seen at 100 % busy in NCCL: H100 152 of 700 W
-(nccl#1550), A100 77 of 400 W (pytorch#118369), RTX PRO 6000 120 of 600 W (rtx6kpro#15): 19 to 22 %; the limit leaves
-room for one that was lowered. Idle with a CUDA context: H100 109 to 137 W (gpu-burn#114, nccl#1550), A100 70 W, MI300X
-135 to 150 of 750 W (ROCm#4021): power alone does not separate idle from spinning."""
+"""A GPU that only spins draws at most this share of its power limit. Seen at 100 % busy in NCCL: H100 152 of 700 W
+(nccl#1550), A100 77 of 400 W (pytorch#118369), RTX PRO 6000 120 of 600 W (rtx6kpro#15): 19 to 22 %, with room for a
+lowered limit. Idle with a CUDA context: H100 109 to 137 W (gpu-burn#114, nccl#1550), A100 70 W, MI300X 135 to 150 of
+750 W (ROCm#4021): power alone does not separate idle from spinning.
+"""
 _HIGH = 0.6
-"""From this share on real kernels run. Between the two may be a small model, or an inference card with a limit of 70 W,
-which draws half of it when it spins: no claim."""
+"""Real kernels draw at least this share. In between may be a small model, or an inference card with a limit of 70 W
+that spins at half of it: no claim.
+"""
 _IDLE_PERCENT = 5
-"""nvidia-smi itself, or a monitor, may cause a few percent."""
+"""nvidia-smi or a monitor may cause a few percent."""
 _BUSY_PERCENT = 95
-"""A spinning kernel never pauses; training with gaps between its kernels shows less now and then."""
+"""A spinning kernel never pauses; training with gaps between kernels occasionally reads lower."""
 _READINGS = 2
-"""One reading may hit the end of a step: the states of two must agree."""
+"""A single reading may coincide with the end of a step: two must agree."""
 
 
 class GpuKind(StrEnum):
-    """What the GPUs of a job show together."""
+    """The combined state of a job's GPUs."""
 
     ONE_IDLE = "one-idle"
-    """Some GPUs, not more than half, are idle, and all others spin."""
+    """At most half of the GPUs are idle, all others spin."""
     ALL_BUSY_LOW_POWER = "all-busy-low-power"
     ALL_IDLE = "all-idle"
     COMPUTING = "computing"
-    """Some draw the power of real kernels; all others are idle or spin."""
+    """Some draw the power of real kernels; the others are idle or spin."""
     MIXED = "mixed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuVerdict:
-    """`named`: the idle ranks of ONE_IDLE; those of COMPUTING unless all compute. `spinning`: ranks that wait.
+    """A judgement. `named`: idle ranks of ONE_IDLE, or the computing ones unless all compute; `spinning`: those
+    waiting.
 
-    `is_sure`: pids prove which GPU each rank uses.
+    `is_sure`: pids prove which rank uses which GPU.
     """
 
     kind: GpuKind
@@ -69,7 +72,7 @@ class _State(StrEnum):
 
 
 def judge_gpus(by_rank: Mapping[Key, RankGpu]) -> GpuVerdict | None:
-    """Judge the GPUs of one job's ranks; None for fewer than two ranks, or if no utilization was read twice."""
+    """Judge the GPUs of one job's ranks; None for fewer than two ranks or without two readings of utilization."""
     if len(by_rank) < 2 or not any(_busy(row) for row in by_rank.values()):
         return None
     states: dict[_State, list[Key]] = {state: [] for state in _State}
@@ -87,7 +90,7 @@ def judge_gpus(by_rank: Mapping[Key, RankGpu]) -> GpuVerdict | None:
 
 
 def _busy(row: RankGpu) -> list[int]:
-    """Return the utilization of all readings; none if one is missing."""
+    """Return the utilization of all readings in percent; empty if one is missing."""
     busy = [percent for percent in row.gpu.busy_percent if percent is not None]
     return busy if len(busy) == len(row.gpu.busy_percent) >= _READINGS else []
 
@@ -107,7 +110,6 @@ def _state(row: RankGpu) -> _State:
 
 
 def _kind(states: Mapping[_State, Sequence[Key]]) -> tuple[GpuKind, Sequence[Key]]:
-    """Return the kind and the ranks that it names."""
     idle, spinning, computing = states[_State.IDLE], states[_State.SPINNING], states[_State.COMPUTING]
     if states[_State.UNCLEAR]:
         return GpuKind.MIXED, ()
@@ -117,7 +119,7 @@ def _kind(states: Mapping[_State, Sequence[Key]]) -> tuple[GpuKind, Sequence[Key
         return GpuKind.ALL_BUSY_LOW_POWER, ()
     if not spinning:
         return GpuKind.ALL_IDLE, ()
-    # A few spinning GPUs among many idle ones may wait in a collective that only their ranks ever launch.
+    # A few spinning GPUs among many idle ones may run a collective of a subgroup.
     return (GpuKind.ONE_IDLE, idle) if len(idle) <= len(spinning) else (GpuKind.MIXED, ())
 
 
@@ -166,7 +168,7 @@ def _evidence(states: Mapping[_State, Sequence[Key]], by_rank: Mapping[Key, Rank
 
 
 def _figures(rows: Sequence[RankGpu]) -> str:
-    """Format the ranges over GPUs and readings: "100 % busy, 110-120 W of 700 W"."""
+    """Format ranges over GPUs and readings: "100 % busy, 110-120 W of 700 W"."""
     busy = _range([percent for row in rows for percent in row.gpu.busy_percent])
     power = _range([power for row in rows for power in row.gpu.power_w])
     limit = _range([row.gpu.limit_w for row in rows])
@@ -182,7 +184,7 @@ def _range(values: Iterable[float | None]) -> str:
 
 
 def _who(keys: Iterable[Key], by_rank: Mapping[Key, RankGpu]) -> str:
-    """Name ranks; by pid and host if the rank of one of them is unknown."""
+    """Name the ranks; by pid and host if any rank is unknown."""
     ranks = {key: by_rank[key].rank for key in keys}
     if None in ranks.values():
         return format_members([(rank, pid, host) for (host, pid), rank in ranks.items()])

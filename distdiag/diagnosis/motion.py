@@ -1,8 +1,8 @@
-"""Whether a rank makes progress, from its samples over time and from what moves beside it. Pure.
+"""Progress of a rank, from its samples over time and from activity beside it. Pure.
 
-Progress is what changes in its Python frames as a step changes them: the user's own lines, loop counters, the local
-variables of the functions that called a wait. CPU time is none, nor is waking up: a wait for a GPU runs at full speed,
-and a tracer wakes a sleeping thread.
+Progress is a change in Python frames that a step causes: the user's own lines, loop counters, or local variables of the
+functions that called a wait. CPU time and wake-ups do not count: a wait for a GPU spins, and a tracer wakes a sleeping
+thread.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ if TYPE_CHECKING:
     from distdiag.jobs.collect import Watched
 
 BUSY = 0.5
-"""Share of a core from which a thread counts as computing, not as waiting."""
+"""Share of a core from which a thread counts as computing rather than waiting."""
 RUNS = 0.1
-"""The same for a thread that is also blocked at times, as between reads of a disk."""
+"""The same for a thread that also blocks at times, as between disk reads."""
 _WOKE = 2
-"""A signal may wake a thread once, and it waits on."""
+"""A signal may wake a waiting thread once."""
 _STEP_CPU_S = 75e-6
-"""Per wake-up. Seen on a small machine: 150 us in an all_reduce of four numbers, 22 us below `py-spy dump`."""
+"""CPU time per wake-up. Seen on a small machine: 150 us in an all_reduce of four numbers, 22 us under `py-spy dump`."""
 _OFTEN_S = 20.0
-"""Wake-ups a second that no tool which dumps stacks causes: such a rank may be in a fast loop."""
+"""Wake-ups per second; no tool that dumps stacks causes as many, so the rank may be in a fast loop."""
 _ASLEEP = ("S", "D")
 _WAIT = "communication wait"
 
 
 class Motion(StrEnum):
-    """What changed for a rank between its samples; the first that holds."""
+    """The change between a rank's samples; the first that applies."""
 
     MOVES = "moves"
     """Its Python frames changed: progress."""
     COMPUTES = "computes"
-    """It used a processor at one place, which may be a long operation or an endless loop."""
+    """It used CPU at one place: a long operation or an endless loop."""
     WORKS = "works"
     """Its children, other threads, files or connections moved."""
     POLLS = "polls"
-    """It slept and looked again, at one place."""
+    """It slept and polled, at one place."""
     STILL = "still"
-    """Nothing changed."""
     UNKNOWN = "unknown"
-    """There is one sample."""
+    """Only one sample."""
 
 
 def motion_of(watched: Watched, *, waits: bool) -> Motion:
-    """Return what changed. `waits`: it is in a call that waits for other ranks or its GPU."""
+    """Classify the change between samples. `waits`: the rank is in a call that waits for other ranks or its GPU."""
     samples = watched.samples
     if len(samples) < 2 or not samples[0].threads or not samples[-1].threads:
         return Motion.UNKNOWN
@@ -68,10 +67,10 @@ def motion_of(watched: Watched, *, waits: bool) -> Motion:
 
 
 def works_beside(watched: Watched) -> bool:
-    """Return whether its children, threads, files or connections moved, and it may be waiting for them.
+    """Return whether children, threads, files or connections moved that the rank may be waiting for.
 
-    A thread that slept through all samples in a sleep, or in a call about one file, waits for no thread of its own:
-    whatever they do (a monitor, a recorder) is not its work.
+    A thread that slept through all samples in a sleep, or in a call about one file, waits for no thread of its own
+    process: those may be monitors or recorders.
     """
     if watched.activity is None:
         return False
@@ -81,17 +80,17 @@ def works_beside(watched: Watched) -> bool:
 
 
 def has_moved(samples: Sequence[Sample], *, waits: bool) -> bool:
-    """Return whether the Python frames of the judged thread changed between two samples."""
+    """Return whether the judged thread's Python frames changed between two samples."""
     if len(samples) < 2 or not samples[0].threads or not samples[-1].threads or _slept_through(samples):
         return False
-    # One in the middle may have failed.
+    # A sample in the middle may lack frames.
     return any(
         _differ(first, last, waits=waits) for first, last in itertools.pairwise(filter(lambda s: s.threads, samples))
     )
 
 
 def _slept_through(samples: Sequence[Sample]) -> bool:
-    """Return whether the thread did not run between the first sample and the last, whatever was read of its frames."""
+    """Return whether the thread did not run between the first and last sample, even if frames are missing."""
     first, last = samples[0], samples[-1]
     still = last.standstill[0] if last.standstill else None
     is_asleep = first.state in _ASLEEP and last.state in _ASLEEP and first.switches == last.switches >= 0
@@ -102,7 +101,7 @@ def _differ(first: Sample, last: Sample, *, waits: bool) -> bool:
     before, after = first.threads[0], last.threads[0]
     if _own_lines(before.frames, waits=waits) != _own_lines(after.frames, waits=waits):
         return True
-    # py-spy reads no counters of a module: those that both readings have count.
+    # py-spy reads no module-level counters: compare those in both readings.
     counters, later = _counters(before), _counters(after)
     if any(counters[place] != later[place] for place in counters.keys() & later.keys()):
         return True
@@ -110,10 +109,10 @@ def _differ(first: Sample, last: Sample, *, waits: bool) -> bool:
 
 
 def _callers_changed(before: Thread, after: Thread, *, waits: bool) -> bool:
-    """Return whether a function that called the present one has assigned a variable: then the call was another one.
+    """Return whether a caller of the current function has assigned a variable, so that this is a new call.
 
-    Of a rank that waits, the function that called the wait counts too. Elsewhere that function may be a loop which
-    looks at something again and again, and its callers count alone.
+    For a waiting rank the direct caller of the wait counts too; elsewhere that may be a polling loop, and does not
+    count.
     """
     if before.reader != after.reader or len(before.frames) != len(after.frames):
         return False
@@ -124,7 +123,7 @@ def _callers_changed(before: Thread, after: Thread, *, waits: bool) -> bool:
 
 
 def _own(frames: Sequence[Frame]) -> int:
-    """Return the index of the innermost frame of the user's own code, behind the last one if there is none."""
+    """Return the index of the innermost frame of user code; len(frames) without any."""
     return next((at for at, frame in enumerate(frames) if library_path(frame.file) is None), len(frames))
 
 
@@ -133,7 +132,7 @@ def _counters(thread: Thread) -> dict[tuple[int, str, str], int]:
 
 
 def _own_lines(frames: Sequence[Frame], *, waits: bool) -> tuple[tuple[str, str, int], ...]:
-    """Return the user's own lines; in a server, which has none, the lines that called the wait, or all."""
+    """Return the user's own lines; for a server without any, the lines that called the wait, or all."""
     own = tuple((frame.function, frame.file, frame.line) for frame in frames if library_path(frame.file) is None)
     inside = [at for at, frame in enumerate(frames) if kind_of(frame.function, frame.file)[0] == _WAIT]
     callers = frames[inside[-1] + 1 :] if waits and inside else frames
@@ -141,7 +140,7 @@ def _own_lines(frames: Sequence[Frame], *, waits: bool) -> tuple[tuple[str, str,
 
 
 def busy_share(samples: Sequence[Sample]) -> float | None:
-    """Return the share of a core that the judged thread used between the first sample and the last."""
+    """Return the share of a core the judged thread used between the first and last sample."""
     first, last = samples[0], samples[-1]
     elapsed = last.at_s - first.at_s
     if not same_thread(first, last) and last.threads:
@@ -150,12 +149,12 @@ def busy_share(samples: Sequence[Sample]) -> float | None:
 
 
 def same_thread(first: Sample, last: Sample) -> bool:
-    """Return whether two samples are of one thread."""
+    """Return whether the first thread of both samples is the same."""
     return bool(first.threads and last.threads) and first.threads[0].os_thread_id == last.threads[0].os_thread_id
 
 
 def woke(samples: Sequence[Sample]) -> int:
-    """Count how often the thread went to sleep between the samples. A tracer, as --native is one, wakes it as well."""
+    """Count how often the thread fell asleep between the samples; 0 if a tracer (such as --native) woke it."""
     first, last = samples[0], samples[-1]
     was_paused = any(sample.native or sample.tracer is not None for sample in samples)
     is_known = first.switches >= 0 and same_thread(first, last)
@@ -163,15 +162,15 @@ def woke(samples: Sequence[Sample]) -> int:
 
 
 def polls(samples: Sequence[Sample]) -> bool:
-    """Return whether it sleeps and looks again, as a rank at a FileStore does."""
+    """Return whether it sleeps and polls, like a rank at a FileStore."""
     still = samples[-1].standstill[0] if samples[-1].standstill else None
     return still is not None and "sleep" in still.syscall and (len(samples) < 2 or woke(samples) >= _WOKE)
 
 
 def still_s(samples: Sequence[Sample]) -> float:
-    """Return for how long a rank that has not moved is known to be at its place, at least.
+    """Return a lower bound of the seconds a rank without progress has been at its place.
 
-    The kernel's note of when a thread last ran is a lower bound: a tracer, or a signal, resets it.
+    The kernel's time since the thread last ran is a lower bound: a tracer or a signal resets it.
     """
     if not samples:
         return 0.0
@@ -189,10 +188,9 @@ def still_s(samples: Sequence[Sample]) -> float:
 
 
 def _may_have_moved_unseen(samples: Sequence[Sample]) -> bool:
-    """Return whether a thread woke up again and again, and its frames could not have shown a new call at one place.
+    """Return whether a thread woke up repeatedly while its frames cannot show a repeated call at one place.
 
-    A loop of a script's own lines, outside of functions, has no local variables to compare. A thread that polls wakes
-    up in any case, and so does one that a tracer stops, which costs it less than a step does.
+    A loop at module level has no local variables to compare. Polling and traced threads wake up too, at less CPU time.
     """
     times = woke(samples)
     if times < _WOKE or polls(samples):
@@ -204,7 +202,7 @@ def _may_have_moved_unseen(samples: Sequence[Sample]) -> bool:
 
 
 def _shows_calls(thread: Thread) -> bool:
-    """Return whether a new call at one place would change a local variable: those above a module only started it."""
+    """Return whether a repeated call at one place changes a local variable; module-level frames have none."""
     own = _own(thread.frames)
     names = [frame.function for frame in thread.frames]
     module = names.index("<module>", own) if "<module>" in names[own:] else len(names)

@@ -1,4 +1,4 @@
-"""Which network interface NCCL and Gloo would use on a node, and which is meant. Pure.
+"""The network interface NCCL and Gloo would use on a node, and the one probably intended. Pure.
 
 NCCL: src/misc/socket.cc and src/misc/utils.cc (2.19 to 2.30): ncclFindInterfaces, parseStringList, matchIfList. Gloo:
 torch's ProcessGroupGloo.cpp, createDefaultDevice, and gloo/transport/tcp/device.cc.
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from distdiag.facts.nics import Nic
 
 _MAX_IFS = 16
-"""MAX_IFS of NCCL's socket.h: so many interfaces, and so many names in a list, are used."""
+"""MAX_IFS of NCCL's socket.h: limits the interfaces used and the names in a list."""
 _OTHERS = 4
 _CANDIDATES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedNic:
-    """One interface that is taken, and the address of it."""
+    """A selected interface and its address."""
 
     name: str
     address: str
@@ -36,7 +36,7 @@ class SelectedNic:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a library uses: nothing if it would fail. `rule`: by which rule; `error`: what it would print."""
+    """The interfaces a library uses; empty if it would fail. `rule`: the reason; `error`: the library's message."""
 
     nics: tuple[SelectedNic, ...]
     rule: str
@@ -44,13 +44,13 @@ class Selection:
 
     @property
     def names(self) -> str:
-        """The names of the interfaces, for a sentence."""
+        """The interface names, comma-separated."""
         return ", ".join(nic.name for nic in self.nics)
 
 
 @dataclass(frozen=True)
 class RendezvousOverrides:
-    """What the user sets of the rendezvous; empty: selected automatically."""
+    """The user's rendezvous options; empty: selected automatically."""
 
     address: str = ""
     interface: str = ""
@@ -58,7 +58,7 @@ class RendezvousOverrides:
 
 @dataclass(frozen=True)
 class _IfList:
-    """A value of NCCL_SOCKET_IFNAME as NCCL reads it: ^ leaves out, = asks for exact names, else they are prefixes."""
+    """A parsed NCCL_SOCKET_IFNAME: ^ excludes, = makes names exact, otherwise they are prefixes."""
 
     names: tuple[str, ...]
     is_inverted: bool
@@ -66,14 +66,14 @@ class _IfList:
 
     @classmethod
     def parse(cls, value: str) -> _IfList:
-        """Parse a list; nothing is trimmed. What follows a colon is a port, which no interface has: it is ignored."""
+        """Parse a list without trimming, as NCCL does. A port after a colon is ignored: interfaces have none."""
         inverted = value.startswith("^")
         exact = value[inverted:].startswith("=")
         words = [word.partition(":")[0] for word in value[inverted + exact :].split(",")]
         return cls(tuple(word for word in words if word)[:_MAX_IFS], inverted, exact)
 
     def takes(self, interface: str) -> bool:
-        """Return whether this interface is taken. A list without a name fits every interface."""
+        """Return whether an interface matches. A list without names matches every interface."""
         fits = not self.names or any(
             interface == name if self.is_exact else interface.startswith(name) for name in self.names
         )
@@ -81,8 +81,13 @@ class _IfList:
 
 
 def is_set(value: str) -> bool:
-    """Return whether NCCL heeds this value of NCCL_SOCKET_IFNAME: a single character is as none at all."""
+    """Return whether NCCL honours this NCCL_SOCKET_IFNAME: it ignores single characters."""
     return len(value) > 1
+
+
+def takes(value: str, interface: str) -> bool:
+    """Return whether NCCL takes an interface by this value of NCCL_SOCKET_IFNAME."""
+    return not is_set(value) or _IfList.parse(value).takes(interface)
 
 
 def nccl_selection(nics: Sequence[Nic], variables: Mapping[str, str]) -> Selection:
@@ -109,7 +114,7 @@ def nccl_selection(nics: Sequence[Nic], variables: Mapping[str, str]) -> Selecti
 
 
 def _with_address(nics: Sequence[Nic], family: str) -> list[SelectedNic]:
-    """List running interfaces with their first address; IPv6's loopback does not count."""
+    """List running interfaces with their first address, except IPv6 loopback."""
     found = []
     for nic in nics:
         addresses = [address for address in nic.plain_addresses if _is_of(address, family) and address != "::1"]
@@ -128,7 +133,7 @@ def _matching(usable: Sequence[SelectedNic], value: str) -> tuple[SelectedNic, .
 
 
 def _in_subnet(nics: Sequence[Nic], usable: Sequence[SelectedNic], comm_id: str) -> tuple[SelectedNic, ...]:
-    """Find the interface in whose network the communicator's address lies."""
+    """Find the interface whose subnet contains the communicator's address."""
     host = comm_id.rpartition(":")[0].strip("[]")
     try:
         wanted = ipaddress.ip_address(host)
@@ -141,7 +146,7 @@ def _in_subnet(nics: Sequence[Nic], usable: Sequence[SelectedNic], comm_id: str)
 
 
 def gloo_selection(nics: Sequence[Nic], names: Names, variables: Mapping[str, str]) -> Selection:
-    """Follow createDefaultDevice: exact names from GLOO_SOCKET_IFNAME, else what our own host name resolves to."""
+    """Follow createDefaultDevice: exact names from GLOO_SOCKET_IFNAME, else the address of the host name."""
     wanted = variables.get("GLOO_SOCKET_IFNAME", "")
     if wanted:
         return _by_exact_names(nics, wanted)
@@ -169,7 +174,7 @@ def _by_exact_names(nics: Sequence[Nic], wanted: str) -> Selection:
 
 
 def _owner(nics: Sequence[Nic], address: str) -> SelectedNic | None:
-    """Find the interface that an address can be bound at; all of 127.0.0.0/8 can be, at loopback."""
+    """Find the interface that can bind an address; loopback owns all of 127.0.0.0/8."""
     own = next((nic for nic in nics if address in nic.plain_addresses), None)
     if own is None and address.startswith("127."):
         own = next((nic for nic in nics if nic.loopback), None)
@@ -177,7 +182,7 @@ def _owner(nics: Sequence[Nic], address: str) -> SelectedNic | None:
 
 
 def objection(selection: Selection) -> str:
-    """Return what is wrong with a selection for a job on several nodes; empty if it looks right."""
+    """Return why a selection is wrong for a multi-node job; empty if it looks right."""
     if selection.error:
         return selection.error
     if {nic.kind for nic in selection.nics} == {"loopback"}:
@@ -190,7 +195,7 @@ def objection(selection: Selection) -> str:
 
 
 def suggested(nics: Sequence[Nic]) -> Nic | None:
-    """Return the interface that is most likely meant: real and running; InfiniBand, or that of the default route."""
+    """Return the interface most likely intended: physical and running; InfiniBand, else the default route's."""
     usable = [nic for nic in nics if nic.running and nic.addresses and not nic.loopback]
     real = [nic for nic in usable if not nic.virtual]
     order = real or usable
@@ -198,7 +203,7 @@ def suggested(nics: Sequence[Nic]) -> Nic | None:
 
 
 def address_of(nics: Sequence[Nic], variables: Mapping[str, str]) -> str:
-    """Return the address under which other nodes should reach a node: the one that NCCL takes, or that is meant."""
+    """Return the address at which other nodes should reach this one: NCCL's choice, else the suggested interface's."""
     chosen = nccl_selection(nics, variables)
     if chosen.nics and not objection(chosen):
         return chosen.nics[0].address
@@ -207,7 +212,7 @@ def address_of(nics: Sequence[Nic], variables: Mapping[str, str]) -> str:
 
 
 def other_addresses(nics: Sequence[Nic], variables: Mapping[str, str]) -> list[tuple[str, str]]:
-    """List further addresses to try: those that NCCL takes as well ("also"), or one that it should take ("other")."""
+    """List further addresses to probe: others NCCL uses ("also"), or one it should use ("other")."""
     first = address_of(nics, variables)
     found = [("also", nic.address) for nic in nccl_selection(nics, variables).nics if nic.address != first]
     nic = suggested(nics)
@@ -218,9 +223,9 @@ def other_addresses(nics: Sequence[Nic], variables: Mapping[str, str]) -> list[t
 
 
 def rendezvous_addresses(network: Network, known: str, overrides: RendezvousOverrides) -> list[str]:
-    """List the addresses at which rank 0's node may be met, the most likely first; `known`: we reach it by this one.
+    """List the addresses of rank 0's node, most likely first. `known`: the address by which the launcher reaches it.
 
-    Of the interfaces that the user names, or the node's own variables do; if they name none that there is, of all.
+    Restricted to the interfaces that the user or the node's variables name, unless none of these exists.
     """
     if overrides.address:
         return [overrides.address]
@@ -239,18 +244,18 @@ def rendezvous_addresses(network: Network, known: str, overrides: RendezvousOver
 
 
 def exports(nic: Nic | None) -> dict[str, str]:
-    """Return the variables that name an interface to both libraries; none without one."""
-    # "=" asks NCCL for this very name; eth1 alone would take eth10 too.
+    """Return the variables that set one interface for both libraries; empty without one."""
+    # "=" makes the name exact; eth1 alone would also match eth10.
     return {"NCCL_SOCKET_IFNAME": f"={nic.name}", "GLOO_SOCKET_IFNAME": nic.name} if nic is not None else {}
 
 
 def export_line(variables: Mapping[str, str]) -> str:
-    """Write variables to paste."""
+    """Format an export command to paste."""
     return "export " + " ".join(f"{name}={quoted(value)}" for name, value in variables.items())
 
 
 def gloo_fix(selection: Selection, variables: Mapping[str, str]) -> Fix:
-    """Return how to make Gloo use the interface that is meant; `variables`: what exports returns, not empty."""
+    """Return how to make Gloo use the intended interface; `variables`: from exports(), not empty."""
     by_name = selection.rule.startswith("the host name ")
     return Fix(
         text="set the interface explicitly"

@@ -1,11 +1,11 @@
-"""Which ranks of a job are stuck or slow, and when the stacks cannot decide. Pure.
+"""Stuck or slow ranks of a job, by their stacks. Pure.
 
-An outlier is not the rare stack: it is the rank outside of communication while others wait in it, for other ranks or
-for their GPUs. Pipeline stages wait in different functions and are all in communication. Ranks that wait for their GPUs
-at different lines are no outliers either: kernels are launched ahead, and each rank stops at the line whose result it
-needs first. Where all ranks wait in one Gloo collective, loop counters may decide, or the peers of their `send` and
-`recv`. A rank in a different collective is named only if there is a single process group: with several (tensor and data
-parallel) it may wait in one of them for a rank that went on to another. Everything else is undecided.
+An outlier is not the rank with the rare stack but the one outside of communication while others wait in it, for other
+ranks or for their GPUs. Pipeline stages wait in different functions, yet all in communication. Ranks that wait for
+their GPUs at different lines are no outliers: kernels are launched ahead, and each rank blocks at the line that needs
+the first result. If all ranks wait in one Gloo collective, loop counters or the peers of `send` and `recv` may decide.
+A rank in a different collective is blamed only in a job with a single process group: with several (tensor and data
+parallel) it may wait in one for a rank that continued to another. All else is undecided.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ if TYPE_CHECKING:
     from distdiag.jobs.types import Job
 
 Rank = TypeVar("Rank")
-"""A rank as some evidence shows it: its stacks (RankState), or its last lines (trace show)."""
+"""A rank seen through its stacks (RankState) or its last lines (trace show)."""
 
 _MINORITY = 1 / 3
-"""Ranks in a different collective are named up to this share of the job; a larger group may be the correct side."""
+"""Largest share of ranks to blame for a different collective; a larger group may be the correct side."""
 
 LONG_S = 5.0
-"""Ranks that have waited for so long wait for something that does not happen in a usual step."""
+"""Seconds of waiting that no ordinary step explains."""
 PATIENT_S = 300.0
-"""The same where the rank that they wait for sleeps and looks again: nothing here shows whether the file or the batch
-that it looks for will appear."""
+"""The same if the awaited rank polls: whether its file or batch will appear is unknown."""
 
 
 class Outcome(StrEnum):
-    """What the stacks of one job show."""
+    """The pattern in the stacks of one job."""
 
     OUTLIERS = "outliers"
     OTHER_COLLECTIVE = "other-collective"
@@ -54,15 +53,15 @@ class Outcome(StrEnum):
     UNREADABLE = "unreadable"
     ALONE = "alone"
     RENDEZVOUS = "rendezvous"
-    """All ranks wait in init_process_group, and their environments name different places to meet."""
+    """All ranks wait in init_process_group, with different addresses in their environments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobVerdict:
-    """One job, judged. `outliers` are the stuck or slow ranks, `waiting` those that wait for them.
+    """The judgement on one job. `outliers` are the stuck or slow ranks, `waiting` the victims.
 
-    `only_slow`: the outliers work, or the others have not been seen to wait for long. `stepping`: of a job that is not
-    hung, the ranks whose progress was seen.
+    `only_slow`: the outliers work, or the others have not waited for long. `stepping`: ranks with observed progress, if
+    the job is not hung.
     """
 
     job: Job
@@ -74,11 +73,11 @@ class JobVerdict:
     only_slow: bool = False
     stepping: tuple[RankState, ...] = ()
     slow: SlowRanks | None = None
-    """Of a job that is not hung: the ranks that hold up the others, if there are enough samples to see them."""
+    """If the job is not hung: the ranks that slow it down, given enough samples."""
 
 
 def judge_job(job: Job, awaits: Mapping[Key, Key] | None = None) -> JobVerdict:
-    """Judge one job. `awaits`: which process each one waits for according to /proc, both by host and pid."""
+    """Judge one job. `awaits`: the process each one waits for according to /proc, by (host, pid)."""
     states = rank_states(job.members)
     unreadable = _of(states, StackClass.UNREADABLE)
     known = without(states, unreadable)
@@ -104,7 +103,7 @@ def _of(states: Iterable[RankState], *kinds: StackClass) -> list[RankState]:
 def _decide(
     job: Job, known: list[RankState], unreadable: Sequence[RankState], awaits: Mapping[Key, Key]
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
-    """Return the outcome of the readable ranks, the outliers among them, and the waiting ranks."""
+    """Return outcome, outliers and waiting ranks, from the readable ranks."""
     still = _of(known, StackClass.EXITED, StackClass.STOPPED)
     live = without(known, still)
     waiting = _of(live, StackClass.COMM, StackClass.GPU)
@@ -132,9 +131,9 @@ def _decide(
 def _some_step(
     stepping: list[RankState], unmoved: list[RankState], outside: list[RankState]
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
-    """Judge a job of which ranks go from one wait to the next: it runs, unless most ranks have long waited for these.
+    """Judge a job in which some ranks step from one wait to the next: it runs, unless most ranks have long waited.
 
-    One rank that evaluates on its GPU waits for it again and again, while the others wait for that rank.
+    A rank that evaluates on its GPU waits for it repeatedly, while the others wait for that rank.
     """
     if len(stepping) >= len(unmoved) or waited_s(unmoved) <= LONG_S:
         return Outcome.NOT_HUNG, [], [*stepping, *unmoved]
@@ -144,11 +143,11 @@ def _some_step(
 def _some_are_outside(
     waiting: list[RankState], outside: list[RankState], awaits: Mapping[Key, Key]
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
-    """Name the ranks that hold up the others: of those outside, the ones that wait for no other rank outside.
+    """Blame those ranks outside of communication that wait for no other rank outside.
 
-    A rank that makes progress is not the cause while another makes none; nor is one that waits for such a rank.
+    A rank that makes progress is not blamed while another makes none; nor is one that waits for such a rank.
     """
-    # Waiting ranks that woke up since the first sample may have made a step that their frames do not show.
+    # Waiting ranks that woke up since the first sample may have made a step invisible in their frames.
     is_brief = waited_s(waiting) <= LONG_S and waited_s(waiting) < _watched_s(waiting)
     if (is_brief or len(outside) >= len(waiting)) and all(map(works, outside)):
         is_moving = any(state.thread.moving for state in outside)
@@ -164,9 +163,9 @@ def _key(state: RankState) -> Key:
 
 
 def _none_waits(job: Job, live: Sequence[RankState]) -> tuple[Outcome, list[RankState], list[RankState]]:
-    """Judge a job where no rank is in communication: it makes progress, or nothing proves that it does."""
+    """Judge a job without ranks in communication: it makes progress, or this is unproven."""
     moving = [state for state in live if state.thread.moving]
-    # Frames show no wait for a rank, yet a rank that sleeps for long beside a moving one most likely waits for it.
+    # Frames do not show it, but a rank asleep for long while another moves most likely waits for that one.
     if moving and not any(_sleeps_long(state) for state in live):
         return Outcome.NOT_HUNG, [], list(live)
     return (Outcome.ALONE if len(live) == 1 and job.world_size in (None, 1) else Outcome.STANDSTILL), [], list(live)
@@ -197,12 +196,12 @@ def _all_wait(waiting: list[RankState]) -> tuple[Outcome, list[RankState], list[
 
 
 def stuck_of(outside: Sequence[Rank], goes_on: Callable[[Rank], bool]) -> list[Rank]:
-    """Return the ranks outside of communication that do not go on, or all of them if all do."""
+    """Return the ranks without progress, or all if every rank makes some."""
     return [rank for rank in outside if not goes_on(rank)] or list(outside)
 
 
 def minority_of(groups: Sequence[Sequence[Rank]]) -> list[Rank]:
-    """Return the smaller of two groups of ranks, if it is small enough to be named; else nothing."""
+    """Return the smaller of two groups if it is small enough to blame, else an empty list."""
     if len(groups) != 2:
         return []
     fewer, more = sorted(groups, key=len)
@@ -210,15 +209,15 @@ def minority_of(groups: Sequence[Sequence[Rank]]) -> list[Rank]:
 
 
 def place(state: RankState) -> Hashable:
-    """Return where a rank is, so that equal places are equal: the operation, and the user's own line."""
+    """Return an identity of a rank's place: operation and line of user code."""
     frame = state.thread.location.frame or (state.thread.frames[0] if state.thread.frames else None)
     return state.thread.kind, state.thread.location.operation, frame
 
 
 def _in_another_collective(members: Sequence[RankState]) -> list[RankState]:
-    """Find the few ranks in a different operation than all the others; none if there is no majority.
+    """Find a minority in a different operation than the others.
 
-    The same operation, called from another line, may be the same collective: `broadcast` of the root and of the rest.
+    One operation called at two lines may be one collective: `broadcast` on the root and on the rest.
     """
     if any(state.thread.groups != 1 for state in members):
         return []
@@ -229,7 +228,7 @@ def _in_another_collective(members: Sequence[RankState]) -> list[RankState]:
 
 
 def _unmatched(members: Sequence[RankState]) -> list[RankState]:
-    """Find the few ranks in a `send` or `recv` whose peer waits in a collective of the one group, for them as well."""
+    """Find a minority in a `send` or `recv` with a peer that waits in a collective of the only group."""
     ranks = {state.member.rank: state for state in members}
     peers = {id(state): ranks.get(state.thread.peer) for state in members if state.thread.location.is_p2p}
     found = [
@@ -240,9 +239,9 @@ def _unmatched(members: Sequence[RankState]) -> list[RankState]:
 
 
 def _cycle(members: Sequence[RankState]) -> list[RankState]:
-    """Find a cycle of ranks, each in a `send` or `recv` that names the next; empty if there is none.
+    """Find a cycle of ranks, each in a `send` or `recv` with the next one; empty without any.
 
-    A rank that sends to a rank that receives from it is no cycle: that message is on its way, or lost.
+    A sender and its receiver form no cycle: the message is in flight, or lost.
     """
     ranks = {state.member.rank: state for state in members if state.member.rank is not None}
     done: set[int] = set()
@@ -261,9 +260,9 @@ def _cycle(members: Sequence[RankState]) -> list[RankState]:
 
 
 def _least_advanced(members: Sequence[RankState]) -> list[RankState]:
-    """Find the ranks whose loop counters are behind; only counters that all ranks have are compared.
+    """Find the ranks with the lowest loop counters, comparing counters common to all ranks.
 
-    None where the counter of an outer loop is not known of all: an inner one begins again in each round.
+    Empty if an outer loop's counter is not common: inner ones restart in each round.
     """
     names = set.intersection(*(set(dict(state.thread.counters)) for state in members))
     if any(state.thread.counters and state.thread.counters[0][0] not in names for state in members):
@@ -276,23 +275,23 @@ def _least_advanced(members: Sequence[RankState]) -> list[RankState]:
 
 
 def without(members: Iterable[RankState], others: Iterable[RankState]) -> list[RankState]:
-    """Return the members without these others; by identity, because comparing tens of thousands takes minutes."""
+    """Filter by identity: comparing tens of thousands of ranks by value takes minutes."""
     left_out = {id(state) for state in others}
     return [state for state in members if id(state) not in left_out]
 
 
 def works(state: RankState) -> bool:
-    """Return whether a rank makes progress, computes, or waits for children, threads or files of its own that move."""
+    """Return whether a rank makes progress, computes, or waits for activity of its own children, threads or files."""
     return state.thread.motion in (Motion.MOVES, Motion.COMPUTES, Motion.WORKS)
 
 
 def waited_s(waiting: Iterable[RankState]) -> float:
-    """Return for how long the longest of the waiting ranks is known to have waited, at least."""
+    """Return a lower bound of the longest wait, in seconds."""
     return max((state.thread.still_s for state in waiting if not state.thread.moving), default=0.0)
 
 
 def _may_only_be_slow(outcome: Outcome, outliers: Sequence[RankState], waiting: Sequence[RankState]) -> bool:
-    """Return whether the outliers work, or the others have not been seen to wait for long."""
+    """Return whether the outliers work, or the others have not waited for long."""
     if outcome not in (Outcome.OUTLIERS, Outcome.OTHER_COLLECTIVE, Outcome.LEAST_PROGRESS):
         return False
     if any(state.thread.kind in (StackClass.STOPPED, StackClass.EXITED) for state in outliers):
@@ -309,28 +308,28 @@ def _may_only_be_slow(outcome: Outcome, outliers: Sequence[RankState], waiting: 
 
 
 def _looks_again(state: RankState) -> bool:
-    """Return whether a rank, or the DataLoader worker that it waits for, sleeps and wakes up."""
+    """Return whether a rank, or the DataLoader worker it waits for, polls."""
     if state.member.watched is not None and state.member.watched.build_locks:
-        return False  # the process that would remove that lock is gone
+        return False  # the process that would remove the lock is dead
     worker = stuck_worker(state)
     return state.thread.motion is Motion.POLLS or (worker is not None and ran_lately(state))
 
 
 def _watched_s(states: Iterable[RankState]) -> float:
-    """Return for how long ranks were sampled; the longest."""
+    """Return the longest sampling time of these ranks in seconds."""
     seen = [state.member.watched.samples for state in states if state.member.watched is not None]
     return max((samples[-1].at_s - samples[0].at_s for samples in seen if samples), default=0.0)
 
 
 def mark(verdict: JobVerdict, outlier: RankState) -> str:
-    """Return the kind of an outlier: "gone", "straggler" if it may only be slower, else "stuck"."""
+    """Return an outlier's label: "gone", "straggler" if it may just be slow, else "stuck"."""
     if outlier.thread.kind is StackClass.EXITED:
         return "gone"
     return "straggler" if verdict.only_slow else "stuck"
 
 
 def split(members: Iterable[RankState]) -> list[list[RankState]]:
-    """Group ranks that are at the same place, the smallest group first."""
+    """Group ranks by place, smallest group first."""
     groups: dict[Hashable, list[RankState]] = {}
     for state in members:
         groups.setdefault((place(state), state.thread.status), []).append(state)

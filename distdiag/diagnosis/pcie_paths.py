@@ -1,4 +1,4 @@
-"""PCIe paths between GPUs and RDMA cards: bridges that redirect them to the CPU, IOMMUs that translate. Pure."""
+"""PCIe paths between GPUs and RDMA cards: redirection by bridges, translation by IOMMUs. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BEYOND = "NVLink traffic does not take this path; traffic between GPUs and RDMA
 
 @dataclass(frozen=True)
 class PcieNode:
-    """A node, what was read there, and whether it has an RDMA card in use."""
+    """A node, its PCIe facts, and whether an RDMA card is in use."""
 
     host: str
     pcie: Pcie | None
@@ -27,9 +27,9 @@ class PcieNode:
 
 
 def findings(command: str, nodes: Sequence[PcieNode]) -> list[Finding]:
-    """Return bridges that redirect what GPUs send each other, and IOMMUs that translate it; never of virtual machines.
+    """Return bridges that redirect peer-to-peer traffic and IOMMUs that translate it; virtual machines are skipped.
 
-    Where NVSwitches connect all GPUs and there is no RDMA card, nothing needs that path: a remark.
+    If NVSwitches connect all GPUs and no RDMA card is in use, that path is idle: the level is info.
     """
     bridges: dict[tuple[str, ...], list[PcieNode]] = {}
     types: dict[str, list[PcieNode]] = {}

@@ -1,4 +1,4 @@
-"""Which process is which rank, how to name it, and which processes hold the other end of a descriptor. Pure."""
+"""Ranks by process, names of processes, and the processes at the other end of a descriptor. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Place:
-    """What a process is in a job. `is_rank`: the rank itself, and not a helper of it."""
+    """The role of a process in a job. `is_rank`: the rank itself rather than a helper."""
 
     job: Job
     member: Member
@@ -38,12 +38,12 @@ class Place:
 
     @property
     def rank(self) -> int | None:
-        """The rank that it is, or that it works for."""
+        """The rank it is or works for."""
         return self.member.rank
 
 
 class ProcessIndex:
-    """All processes that are known, of all nodes, by host and pid."""
+    """All known processes of all nodes, by host and pid."""
 
     def __init__(
         self, nodes: Sequence[NodeStacks], ends: Mapping[str, tuple[Sequence[Network], Sequence[Person]]]
@@ -67,24 +67,24 @@ class ProcessIndex:
             self.places[member.host, helper.process.pid] = Place(job, member, is_rank=False)
 
     def role(self, key: Key) -> str:
-        """Return what a process is: "rank", "helper" of one, or any "process"."""
+        """Return "rank", "helper" or, for unrelated ones, "process"."""
         place = self.places.get(key)
         if place is not None and not place.is_rank:
             return "helper"
         return "process" if self.rank(key) is None else "rank"
 
     def rank(self, key: Key) -> int | None:
-        """Return the rank that a process is; None for helpers and all others."""
+        """Return the process's own rank; None for helpers and unrelated processes."""
         place = self.places.get(key)
         return place.rank if place is not None and place.is_rank else None
 
     def others(self, host: str, pid: int, descriptor: Descriptor) -> tuple[Key, ...]:
-        """Find the processes at the other end of a pipe or socket, without itself."""
+        """Find the other processes at the far end of a pipe or socket."""
         keys = dict.fromkeys(key for key in self._all_ends(host, pid, descriptor) if key != (host, pid))
         return tuple(key for key in keys if not self._has_inherited(key, keys))
 
     def is_own(self, host: str, pid: int, descriptor: Descriptor) -> bool:
-        """Return whether a process has the other end as well."""
+        """Return whether the process also has the far end open."""
         return (host, pid) in self._all_ends(host, pid, descriptor)
 
     def _all_ends(self, host: str, pid: int, descriptor: Descriptor) -> list[Key]:
@@ -93,13 +93,13 @@ class ProcessIndex:
         return [(end.host, end.pid) for end in self._ends.get((host, pid, descriptor.socket.inode), ())]
 
     def _has_inherited(self, key: Key, keys: Iterable[Key]) -> bool:
-        """Return whether it only has what its rank opened, which has it as well: a fork hands everything on."""
+        """Return whether a helper just inherited the descriptor of its rank across fork."""
         place = self.places.get(key)
         process = place.member.process if place is not None and not place.is_rank else None
         return place is not None and process is not None and (place.member.host, process.pid) in keys
 
     def is_store(self, key: Key, descriptor: Descriptor) -> bool:
-        """Return whether a connection of this process leads to the store of its job, at MASTER_ADDR:MASTER_PORT."""
+        """Return whether the connection leads to the job's store at MASTER_ADDR:MASTER_PORT."""
         process = self.processes.get(key)
         port = process.job.get("MASTER_PORT") if process is not None else None
         return bool(port) and descriptor.socket is not None and descriptor.socket.remote.rpartition(":")[2] == port
@@ -107,7 +107,7 @@ class ProcessIndex:
     def name(self, key: Key, *, seen_from: str = "", whole: bool = False) -> str:
         """Format a process: "rank 1", "DataLoader worker 812 of rank 0", "launcher 700 (torchrun)", "pid 812 (sh)".
 
-        `seen_from`: a host; a process on another host is named with it. `whole`: "rank 1 (node07, pid 4711)".
+        `seen_from`: a host; processes on other hosts get theirs appended. `whole`: "rank 1 (node07, pid 4711)".
         """
         host, pid = key
         place = self.places.get(key)
@@ -124,7 +124,7 @@ class ProcessIndex:
         return f"{kind} {pid} of {owner}{on_host}"
 
     def names(self, keys: Iterable[Key], *, seen_from: str = "") -> str:
-        """Format several processes: "ranks 1-3", "rank 1 or pid 812 (sh)", with their number where they are many."""
+        """Format several processes: "ranks 1-3", "rank 1 or pid 812 (sh)"; many are counted."""
         keys = list(dict.fromkeys(keys))
         ranks = [rank for rank in map(self.rank, keys) if rank is not None]
         if len(ranks) == len(keys) > 1:
@@ -165,7 +165,7 @@ def _matched(
 
 
 def _script(command: str) -> str:
-    """Shorten a command to its program, or what an interpreter runs."""
+    """Shorten a command line to its program, or to the script of an interpreter."""
     words = [word for word in command.split() if word != "..."]
     if not words:
         return ""

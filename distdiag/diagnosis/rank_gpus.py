@@ -1,4 +1,4 @@
-"""Which GPU a rank uses: by the pids that the vendor's tool lists, else by local rank and visible devices. Pure."""
+"""The GPU of each rank: by the pids in the vendor tool's list, else by local rank and visible devices. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGpu:
-    """The GPU of a rank. `by_pid`: the rank's process is listed on it; otherwise it is only likely to be this one.
+    """A rank's GPU. `by_pid`: its process is listed on it; otherwise this is only likely.
 
-    `shared`: another rank or another job uses it too, so that its load may not be this rank's.
+    `shared`: another rank or job uses it too, so that the load may not be this rank's.
     """
 
     rank: int | None
@@ -28,12 +28,12 @@ class RankGpu:
 
 
 def rank_gpus(members: Iterable[Member], gpus: Mapping[str, Sequence[GpuUse]]) -> dict[Key, RankGpu]:
-    """Assign the GPUs of each host to the ranks of one job; a rank whose GPU cannot be determined is left out."""
+    """Assign each host's GPUs to the ranks of one job; ranks whose GPU cannot be determined are left out."""
     members = list(members)
     own = {(member.host, pid) for member in members for pid in _pids(member)}
     found: dict[Key, RankGpu] = {}
     for member in members:
-        # In a container an old driver lists the host's pids: without an open GPU an equal number is a coincidence.
+        # In a container, old drivers list the host's pids: without an open GPU an equal pid is a coincidence.
         if member.process is None or not member.process.gpu:
             continue
         gpu, by_pid = _gpu_of(member, gpus.get(member.host, ()))
@@ -52,8 +52,8 @@ def _pids(member: Member) -> set[int]:
 def _gpu_of(member: Member, gpus: Sequence[GpuUse]) -> tuple[GpuUse | None, bool]:
     """Return a rank's GPU and whether its pid proves it.
 
-    A script that calls cuda() before set_device() leaves a small context of every rank on GPU 0: of several GPUs, the
-    one where the rank uses the most memory of all processes is its own.
+    A script that calls cuda() before set_device() leaves a small context of every rank on GPU 0: of several GPUs, a
+    rank's own is the one where it uses the most memory of all processes.
     """
     listed = [gpu for gpu in gpus if member.pid in gpu.pids]
     most = [gpu for gpu in listed if gpu.pids[0] == member.pid]
@@ -76,7 +76,7 @@ def _deduced(member: Member, gpus: Sequence[GpuUse]) -> GpuUse | None:
 
 
 def _named(names: str, gpus: Sequence[GpuUse]) -> list[GpuUse]:
-    """Choose GPUs like CUDA: by position or the beginning of a UUID; an unknown one hides itself and all after it."""
+    """Choose GPUs as CUDA does: by position or UUID prefix; an unknown entry hides itself and all after it."""
     chosen = []
     for name in map(str.strip, names.split(",")):
         if name.isascii() and name.isdigit():

@@ -1,8 +1,8 @@
-"""What two readings of NCCL's RAS service prove: which ranks lag, which are dead or missing. Pure.
+"""Ranks that lag, are dead or missing, from two readings of NCCL's RAS service. Pure.
 
-RAS lists the members of the smaller group of a mismatch, even where that group is ahead (NVIDIA/nccl issue 1911): the
-counts decide who lags, never who is listed. Counts that rise between the readings are a job that moves, not one that
-hangs. A rank that lags in one communicator because it waits in another one is not to blame.
+RAS lists the smaller group of a mismatch even if that group is ahead (NVIDIA/nccl issue 1911): the counts decide, not
+the listing. Rising counts mean that the job runs. A rank that lags in one communicator while it waits in another is not
+to blame.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ERRORS_BY_CODE = dict(enumerate((*_ERRORS, "remote process error")))
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a communicator, -1 if RAS names its process only; `gpu` as NCCL numbers it."""
+    """A rank of a communicator; -1 if RAS lists only its process. `gpu` as numbered by NCCL."""
 
     rank: int
     host: str = ""
@@ -38,12 +38,12 @@ class Member:
 
     @property
     def process(self) -> Process:
-        """What it is in every communicator."""
+        """Its identity across communicators."""
         return self.host, self.pid, self.gpu
 
 
 class RasState(StrEnum):
-    """What the readings prove. HEALTHY: no rank is behind another; whether the job moves is in `stands_still`."""
+    """The state of a job. HEALTHY: no rank is behind another; `stands_still` shows whether the job moves."""
 
     HEALTHY = "healthy"
     LAGGING = "lagging"
@@ -57,9 +57,9 @@ class RasState(StrEnum):
 
 @dataclass(frozen=True)
 class Lag:
-    """Ranks of a communicator that have launched fewer operations. Ranks are numbers in the communicator.
+    """Ranks of a communicator that have launched fewer operations, numbered within it.
 
-    `operation`: "AllReduce", or "" where NCCL does not say. `lagging` is empty where RAS does not list them.
+    `operation`: "AllReduce", or "" if not reported. `lagging` is empty if RAS does not list the ranks.
     """
 
     communicator: str
@@ -74,7 +74,7 @@ class Lag:
 
 @dataclass(frozen=True)
 class RasVerdict:
-    """`why`: one sentence. `stands_still`: no count rose between the readings; None if the counts are not known."""
+    """The judgement. `why`: one sentence. `stands_still`: no count rose between readings; None if unknown."""
 
     state: RasState
     why: str
@@ -89,7 +89,7 @@ class RasVerdict:
 
 @dataclass
 class Group:
-    """The ranks of a communicator that have launched the same number of an operation; those listed, or all."""
+    """The ranks of a communicator with one operation count: the listed ones, or all."""
 
     count: int
     size: int
@@ -98,7 +98,7 @@ class Group:
 
 @dataclass
 class Communicator:
-    """One communicator. `groups`: by operation, where ranks differ (text) or always (JSON). `left`: without it now."""
+    """One communicator. `groups`: by operation, from text only where ranks differ, from JSON always."""
 
     hash: str
     size: int = 0
@@ -110,7 +110,7 @@ class Communicator:
 
 @dataclass
 class Snapshot:
-    """One reading, parsed. `counts`: of each process in all of its communicators, where JSON tells them."""
+    """One parsed reading. `counts`: of each process over its communicators (JSON only)."""
 
     version: str = ""
     n_ranks: int = 0
@@ -137,7 +137,7 @@ def parse(reading: Reading) -> Snapshot:
 
 
 def judge(facts: RasFacts) -> RasVerdict:
-    """Judge two readings; a reading that cannot be parsed proves nothing."""
+    """Judge two readings; unparseable ones count as absent."""
     if facts.error or not facts.readings:
         return RasVerdict(RasState.NOT_AVAILABLE, facts.error or "not asked")
     snapshots, problem = [], ""
@@ -215,7 +215,7 @@ class _Judgement:
         return self._of_standing(same)
 
     def _moves(self, lag: Lag) -> bool:
-        """Return whether a lagging rank launched operations in any communicator meanwhile."""
+        """Return whether a lagging rank launched operations in any communicator between the readings."""
         first, second = self._first.counts, self._last.counts
         if first is None or second is None:
             return False
@@ -279,7 +279,7 @@ def _members(snapshot: Snapshot) -> Iterator[tuple[Communicator, Member]]:
 
 
 def _lags(snapshot: Snapshot) -> Iterator[Lag]:
-    """Yield where ranks of a communicator have launched different numbers of an operation."""
+    """Yield a lag for each communicator and operation with different counts."""
     for communicator in snapshot.communicators:
         for operation, groups in communicator.groups.items():
             if len(groups) < 2:
@@ -306,7 +306,7 @@ def _lags(snapshot: Snapshot) -> Iterator[Lag]:
 
 
 def _complement(communicator: Communicator, top: Group, n_lagging: int) -> set[int]:
-    """Return the ranks that are not among the listed ones ahead, if that leaves exactly those that lag."""
+    """Return the unlisted ranks, if their number equals that of the lagging ranks."""
     ahead = {member.rank for member in top.members}
     others = set(range(communicator.size)) - ahead
     return others if len(ahead) == top.size and len(others) == n_lagging else set()
@@ -325,7 +325,7 @@ def _in_both_directions(lags: Sequence[Lag]) -> str | None:
 
 
 def _waiting(snapshot: Snapshot, lags: Sequence[Lag]) -> set[Process]:
-    """Return the processes that wait: those ahead in a communicator where others lag."""
+    """Return the processes that are ahead in a communicator in which others lag."""
     lagging = {(lag.communicator, rank) for lag in lags for rank in lag.lagging}
     differs = {lag.communicator for lag in lags}
     return {
@@ -336,7 +336,7 @@ def _waiting(snapshot: Snapshot, lags: Sequence[Lag]) -> set[Process]:
 
 
 def _without(lag: Lag, waiting: set[Process]) -> Lag | None:
-    """Return the lag without the ranks that wait elsewhere; None if no rank is left."""
+    """Remove the ranks that wait elsewhere; None if no rank is left."""
     left = [member for member in lag.members if member.process not in waiting]
     if len(left) == len(lag.members):
         return lag
@@ -409,7 +409,7 @@ def _add_missing(found: Snapshot, communicator: Communicator, member: Member, st
         found.dead.append(member)
     elif status.get("unresponsive"):
         found.missing.append(member)
-    else:  # its process answered, and is no member any more
+    else:  # the process answered but has left the communicator
         communicator.states["NOCOMM"] = communicator.states.get("NOCOMM", 0) + 1
 
 
@@ -437,7 +437,7 @@ _ERROR_LINE = re.compile(r"^\s*(Initialization|Asynchronous) errors? on (\d{1,9}
 
 
 class _Text:
-    """The text of STATUS: a table of communicators, then Errors and Warnings in blocks that a heading begins."""
+    """Parser of STATUS text: a table of communicators, then Errors and Warnings in blocks under headings."""
 
     def __init__(self) -> None:
         self._found = Snapshot()

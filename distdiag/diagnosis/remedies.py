@@ -1,4 +1,4 @@
-"""Fixes that several commands share: for stopped, frozen, dead and unseen ranks, and for missing permissions. Pure."""
+"""Fixes shared by commands: for stopped, frozen, dead and unseen ranks, and for missing permissions. Pure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 _KILLED = "dmesg -T | grep -iE 'out of memory|killed process|segfault' | tail -n 3"
 _HOSTS = 8
-"""Hosts to write a command for; the pids of all are in the finding."""
+"""Hosts to write a command for; the finding has the pids of all."""
 
 
 def again(program: str, cluster: Cluster, *words: str) -> str:
-    """Format a command to paste: this program with the same hosts."""
+    """Format a command to paste, with this program and the same hosts."""
     typed = [part for name, value in cluster.typed() for part in (name, shlex.quote(value))]
     return " ".join([program, *words, *typed])
 
 
 def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
-    """Return the commands that resume stopped processes, given by host and pid, on each host."""
+    """Return the commands that resume stopped processes (host, pid), one per host."""
     by_host: dict[str, list[str]] = {}
     for host, pid in processes:
         by_host.setdefault(host, []).append(str(pid))
@@ -43,12 +43,12 @@ def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
 
 
 def thaw(hosts: str, command: str) -> Fix:
-    """Return how to thaw a frozen cgroup, with this command."""
+    """Return the fix for a frozen cgroup."""
     return Fix(text=f"on {hosts}, thaw its cgroup: docker unpause CONTAINER, or as root", commands=(command,))
 
 
 def find_cause_of_death(hosts: Iterable[str], ranks: int = 1) -> Fix:
-    """Return where to find out why ranks exited."""
+    """Return where to look for the reason ranks exited."""
     log, them = ("that rank's log", "it") if ranks == 1 else ("the logs of these ranks", "them")
     return Fix(
         text=f"read the end of {log}, and check whether the kernel killed {them} on {format_hosts(hosts)}",
@@ -57,7 +57,7 @@ def find_cause_of_death(hosts: Iterable[str], ranks: int = 1) -> Fix:
 
 
 def find_missing_rank(hosts: Iterable[str], ranks: int = 1) -> Fix:
-    """Return where to find out why ranks have no process."""
+    """Return where to look for the reason ranks have no process."""
     its, it, log = ("its", "it", "log") if ranks == 1 else ("their", "them", "logs")
     return Fix(
         text=f"check that {its} launcher started {it}, with the MASTER_ADDR and MASTER_PORT of the others; if "
@@ -68,12 +68,12 @@ def find_missing_rank(hosts: Iterable[str], ranks: int = 1) -> Fix:
 
 
 def as_other_user(command: str) -> Fix:
-    """Return how to run a command with access to processes of another user."""
+    """Return how to run a command with access to another user's processes."""
     return Fix(text="run it as that user, or as root", commands=(f'sudo env "PATH=$PATH" {command}',))
 
 
 def ptrace_in_container() -> Fix:
-    """Return how to permit reading processes where not even root of a container may."""
+    """Return how to permit reading processes in a container where even root is denied."""
     return Fix(
         text="allow the container to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
         "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
@@ -81,7 +81,7 @@ def ptrace_in_container() -> Fix:
 
 
 def unseen_ranks(job: Job, finding_id: str) -> list[Finding]:
-    """Report the ranks that were found on none of the hosts."""
+    """Report ranks found on none of the hosts."""
     if not job.unseen:
         return []
     hosts = format_hosts(member.host for member in job.members)

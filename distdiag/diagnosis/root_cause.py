@@ -1,4 +1,4 @@
-"""From many closed paths to few culprits: a node that lets nothing in or nothing out, only then single pairs. Pure."""
+"""Culprits behind many closed paths: nodes that block all their incoming or outgoing paths, else single pairs. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Edge = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """What explains some closed paths.
+    """A node or set of pairs that explains some closed paths.
 
-    `kind`: in (nothing comes in at `nodes`), out (nothing leaves them), pair (from `nodes` to `others`), all.
+    `kind`: in (paths to `nodes` are closed), out (paths from them are), pair (from `nodes` to `others`), all.
     """
 
     kind: str
@@ -26,10 +26,10 @@ class Culprit:
 
 
 def fewest_culprits(tried: Iterable[Edge], closed: Iterable[Edge]) -> list[Culprit]:
-    """Explain the closed paths among those tried, by as few culprits as can be.
+    """Explain the closed paths among those tried with as few culprits as possible.
 
-    A node is only blamed if none of at least two paths in (or out) works: with one path it may be the other end. Where
-    all paths tried lead to one node, or come from one, it is that node and not all of them.
+    A node is blamed only if at least two paths in (or out) were tried and none works: a single path may fail at its
+    other end. If all tried paths share one end, that node is blamed rather than all.
     """
     edges, left = list(dict.fromkeys(tried)), set(closed)
     if left and left == set(edges) and len(left) > 2 and not _has_common_end(left):
@@ -37,7 +37,7 @@ def fewest_culprits(tried: Iterable[Edge], closed: Iterable[Edge]) -> list[Culpr
     found = []
     for kind, sides in (("in", _by_end(edges, 1)), ("out", _by_end(edges, 0))):
         nodes = [node for node, own in sides.items() if len(own) > 1 and own <= left]
-        # A node that is down for all is blamed once, not each of its peers as well.
+        # Most closed paths first, so that a dead node's peers are not blamed as well.
         for node in sorted(nodes, key=lambda node: -len(sides[node] & left)):
             if sides[node] & left:
                 found.append(Culprit(kind=kind, nodes=(node,), edges=tuple(sorted(sides[node] & left))))

@@ -1,7 +1,7 @@
-"""Which ranks of a running job hold up the others, from how often each was seen waiting. Pure.
+"""Ranks that slow down a running job, from how often each was sampled waiting. Pure.
 
-Ranks that share the work wait for each other about equally often. A slow rank comes last to each collective: it hardly
-waits, and the others wait in nearly all samples. One sample shows a moment; a share needs many.
+Ranks with equal work wait about equally often. A slow rank arrives last at each collective: it rarely waits, and the
+others wait in nearly all samples. A share needs many samples.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from distdiag.jobs.collect import Watched
 
 ENOUGH = 15
-"""Samples of each rank that a share rests on."""
+"""Minimum samples per rank."""
 _GAP = 0.3
-"""Share of the samples in which the others must wait more often."""
+"""Minimum difference of the shares of waiting samples."""
 _SURE = 3.2
-"""How many standard errors the two shares differ by: equal ranks do so once in 1,400 times."""
+"""Minimum difference in standard errors: equal ranks exceed it once in 1,400 comparisons."""
 _MINORITY = 1 / 3
 _WAITS = (StackClass.COMM, StackClass.GPU)
 _HINTS = ("comm", "gpu")
@@ -33,7 +33,7 @@ _HINTS = ("comm", "gpu")
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRanks:
-    """The ranks that the others wait for: in how many samples these wait (at most), and the others (at least)."""
+    """The slow ranks. `slow_wait`: most waiting samples of one of them; `others_wait`: fewest of any other rank."""
 
     slow: tuple[RankState, ...]
     others: tuple[RankState, ...]
@@ -41,13 +41,13 @@ class SlowRanks:
     slow_wait: int
     others_wait: int
     frame: Frame | None
-    """Where the slow ranks are most often when they do not wait; None if that is no line of the job's own."""
+    """The usual place of the slow ranks outside of waits; None if it is not in user code."""
     at_frame: int
-    """In how many samples the first slow rank is in that function."""
+    """Number of samples of the first slow rank in that function."""
 
 
 def find_slow(states: Sequence[RankState]) -> SlowRanks | None:
-    """Find the few ranks that wait much less than all others; None where the samples do not show any."""
+    """Find the few ranks that wait much less than all others; None without any."""
     waits = [_waits(state.member.watched) for state in states]
     if len(states) < 2 or any(len(seen) < ENOUGH for seen in waits):
         return None
@@ -71,7 +71,7 @@ def find_slow(states: Sequence[RankState]) -> SlowRanks | None:
 
 
 def _differ(fewer: Sequence[bool], more: Sequence[bool]) -> bool:
-    """Compare two shares as the two-proportion z-test does."""
+    """Compare two shares with the two-proportion z-test."""
     gap = _share(more) - _share(fewer)
     pooled = (sum(fewer) + sum(more)) / (len(fewer) + len(more))
     error = math.sqrt(pooled * (1 - pooled) * (1 / len(fewer) + 1 / len(more)))
@@ -83,7 +83,7 @@ def _share(waits: Sequence[bool]) -> float:
 
 
 def _waits(watched: Watched | None) -> list[bool]:
-    """List for each sample with frames whether the rank waits for other ranks or for its GPU."""
+    """Return, for each sample with frames, whether the rank waits for other ranks or its GPU."""
     if watched is None or len(watched.samples) < ENOUGH:
         return []
     hints = {(file, line): hint for file, line, hint in watched.hints}
@@ -93,7 +93,7 @@ def _waits(watched: Watched | None) -> list[bool]:
 def _is_waiting(sample: Sample, hints: dict[tuple[str, int], str]) -> bool:
     frames = _frames(sample)
     kind, operation = classify_stack(frames)
-    if operation == "backward":  # DDP reduces gradients inside of it, in C++
+    if operation == "backward":  # DDP reduces gradients in it, in C++
         return sample.state != "R"
     return kind in _WAITS or (kind is None and hints.get((frames[0].file, frames[0].line)) in _HINTS)
 
@@ -103,7 +103,7 @@ def _frames(sample: Sample) -> tuple[Frame, ...]:
 
 
 def _usual_place(state: RankState, waits: Sequence[bool]) -> tuple[Frame | None, int]:
-    """Find the function of the job's own in which a rank is most often while it does not wait."""
+    """Find the function of user code that a rank is most often in outside of waits."""
     assert state.member.watched is not None
     stacks = [_frames(sample) for sample in state.member.watched.samples if _frames(sample)]
     busy = [user_frame(frames) for frames, waiting in zip(stacks, waits, strict=True) if not waiting]

@@ -1,4 +1,4 @@
-"""What a thread waits for or does: from its frames, the kernel's state, and what changed between samples. Pure."""
+"""Classification of threads by their frames, kernel state, and changes between samples. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNREAD = ("denied", "not-python", "failed", "timeout")
 
 
 class StackClass(StrEnum):
-    """What a thread is doing, according to its frames and the kernel."""
+    """The activity of a thread."""
 
     COMM = "communication wait"
     DATA = "data loading"
@@ -52,7 +52,7 @@ class StackClass(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StackLocation:
-    """Where a thread is: in which operation, and the user's own line that led there."""
+    """A thread's place: the operation, and the line of user code that led to it."""
 
     operation: str = ""
     frame: Frame | None = None
@@ -61,12 +61,12 @@ class StackLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadState:
-    """What the samples of one process show of the thread that does the job's work.
+    """The state of the thread that does the job's work, from a process's samples.
 
-    `motion`: what changed between the samples; `still_s`: for how long it is known not to have moved, at least; `busy`:
-    the share of a core that it used. `name`: of the thread, empty for the main one. `peer`: the rank that the `send` or
-    `recv` it is in names. `groups`: how many process groups it is in, 0 where that is not known. `gpu`: its place in a
-    GPU's libraries. `status`, `reason`: of the last sample, see Sample.
+    `motion`: change between samples; `still_s`: lower bound of the time without progress; `busy`: share of a core.
+    `name`: of the thread, empty for the main one. `peer`: the other rank of its `send` or `recv`. `groups`: number of
+    its process groups, 0 if unknown. `gpu`: its place in the GPU libraries. `status`, `reason`: of the last sample, see
+    Sample.
     """
 
     kind: StackClass
@@ -85,32 +85,32 @@ class ThreadState:
 
     @property
     def moving(self) -> bool | None:
-        """Whether it made progress between the samples; None after one."""
+        """Whether it made progress between samples; None after a single sample."""
         return None if self.motion is Motion.UNKNOWN else self.motion is Motion.MOVES
 
 
 @dataclass(frozen=True)
 class RankState:
-    """One member of a job, classified. Members whose samples are the same object share their `thread`."""
+    """A classified member of a job. Members that share one object as samples share their `thread`."""
 
     member: Member
     thread: ThreadState
 
     @property
     def last_sample(self) -> Sample | None:
-        """Its last sample; None if there is none."""
+        """The last sample, if any."""
         samples = self.member.watched.samples if self.member.watched is not None else ()
         return samples[-1] if samples else None
 
     @property
     def standstill(self) -> Standstill | None:
-        """What the kernel reported in the last sample of the thread that is judged."""
+        """Kernel state of the judged thread in the last sample."""
         sample = self.last_sample
         return sample.standstill[0] if sample is not None and sample.standstill else None
 
 
 def rank_states(members: Iterable[Member]) -> tuple[RankState, ...]:
-    """Classify each member; equal samples of saved dumps are one object, and classified once."""
+    """Classify each member; equal samples in saved dumps are one object, classified once."""
     members = tuple(members)
     entries = _entries_of_threads(members)
     known: dict[int, tuple[Watched, ThreadState]] = {}
@@ -130,7 +130,7 @@ def rank_states(members: Iterable[Member]) -> tuple[RankState, ...]:
 
 
 def _classified(watched: Watched, tid: int | None) -> tuple[Watched, ThreadState]:
-    """Classify the main thread, or the one with this id, which then comes first in all samples."""
+    """Classify the main thread, or the one with this tid, which is then moved to the front of all samples."""
     if tid is None:
         return watched, thread_state(watched)
     ordered = replace(watched, samples=tuple(_with_first(sample, tid) for sample in watched.samples))
@@ -138,14 +138,14 @@ def _classified(watched: Watched, tid: int | None) -> tuple[Watched, ThreadState
 
 
 def thread_at_work(sample: Sample, entries: Container[object] = ()) -> int | None:
-    """Find the thread that does the job's work where the main thread only waits for it; None: the main thread itself.
+    """Find the thread that does the job's work if the main thread only waits for it; None: the main thread itself.
 
-    It is the one in communication; else one that began in the same function as the threads that communicate in other
-    ranks (`entries`); else the only one that runs code of the user's.
+    In order: the thread in communication; one that started in the same function as communicating threads of other ranks
+    (`entries`); the only one that runs user code.
     """
     if len(sample.threads) < 2 or not leaves_work_to_threads(sample.threads[0].frames):
         return None
-    if sample.gil_holder == sample.threads[0].os_thread_id:  # no other thread can run Python meanwhile
+    if sample.gil_holder == sample.threads[0].os_thread_id:  # no other thread can run Python now
         return None
     own = [thread for thread in sample.threads[1:] if user_frame(thread.frames) is not None]
     for chosen in (
@@ -159,7 +159,7 @@ def thread_at_work(sample: Sample, entries: Container[object] = ()) -> int | Non
 
 
 def _entries_of_threads(members: Iterable[Member]) -> set[object]:
-    """Collect where threads began that communicate while the main thread of their rank waits."""
+    """Collect the start functions of threads that communicate in any rank."""
     samples = [
         member.watched.samples[-1] for member in members if member.watched is not None and member.watched.samples
     ]
@@ -172,13 +172,12 @@ def _communicates(thread: Thread) -> bool:
 
 
 def _entry(thread: Thread) -> object:
-    """Name the outermost function of the user's own, in which a thread began."""
+    """Identify the outermost function of user code, in which a thread started."""
     frame = next((frame for frame in reversed(thread.frames) if library_path(frame.file) is None), None)
     return None if frame is None else (frame.function, frame.file)
 
 
 def _with_first(sample: Sample, tid: int) -> Sample:
-    """Put another thread in the place of the main one."""
     chosen = next((thread for thread in sample.threads if thread.os_thread_id == tid), None)
     if chosen is None:
         return sample
@@ -236,29 +235,29 @@ def _not_sampled(member: Member) -> ThreadState:
 
 
 def helper_frames(watched: Watched | None) -> tuple[Frame, ...]:
-    """Return the main thread's frames of the last sample of a helper."""
+    """Return the main thread's frames in a helper's last sample."""
     return _frames(watched.samples[-1]) if watched is not None and watched.samples else ()
 
 
 def in_event_loop(frames: Sequence[Frame]) -> bool:
-    """Return whether a thread waits in Python's `selectors` for any of its descriptors, as asyncio does."""
+    """Return whether a thread waits in Python's `selectors` for any descriptor, as asyncio does."""
     return bool(frames) and frames[0].file.endswith("selectors.py")
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Find the innermost frame of the user's own code."""
+    """Find the innermost frame of user code."""
     return next((frame for frame in frames if library_path(frame.file) is None), None)
 
 
 def classify_stack(frames: Sequence[Frame]) -> tuple[StackClass | None, str]:
-    """Classify from frames alone what a thread does, and in which operation: (None, "") if they do not say.
+    """Classify a stack by frames alone; return the class and operation, or (None, "") if undecided.
 
-    Of the library's frames at the inner end, down to the first of the user's own, all count: the innermost is often
-    only how a library calls itself (torch/_ops.py below a collective, below the tracing of a compiler).
+    All library frames inside the innermost user frame count: the innermost is often an internal detail (torch/_ops.py
+    under a collective, or under the tracing of a compiler).
     """
     run = tuple(_library_run(frames))
     if any((library_path(frame.file) or "").startswith("importlib._bootstrap") for frame in run):
-        # A compiler imports parts of itself when it needs them.
+        # Compilers import parts of themselves lazily.
         return (StackClass.COMPILE, "torch.compile") if _is_compiling(frames) else (StackClass.IMPORT, "import")
     kinds = [_Classified(frame, *kind_of(frame.function, frame.file)) for frame in run]
     strong = [found for found in kinds if found.kind and not found.is_weak and not is_native(found.frame.file)]
@@ -278,7 +277,7 @@ def classify_stack(frames: Sequence[Frame]) -> tuple[StackClass | None, str]:
 
 
 class _Classified(NamedTuple):
-    """A frame and its class in knowledge/frames.toml; `kind` is empty if it has none."""
+    """A frame and its class in knowledge/frames.toml; `kind` is empty if unlisted."""
 
     frame: Frame
     kind: str
@@ -286,17 +285,17 @@ class _Classified(NamedTuple):
 
 
 _SAYS_LITTLE = ("backward", "compute")
-"""What a collective, a compiler or a DataLoader is called from, or calls on its way."""
+"""Classes of functions around a collective, compiler or DataLoader, which are less specific."""
 _COMPILER = "torch/_dynamo/convert_frame.py"
 
 
 def _is_compiling(frames: Sequence[Frame]) -> bool:
-    """Whether a compiler is at work: it may call the user's code (a backend), and is gone when what it made runs."""
+    """Whether torch.compile is compiling, perhaps in a backend of the user's, rather than running compiled code."""
     return any((library_path(frame.file) or "").endswith(_COMPILER) for frame in frames)
 
 
 def _library_run(frames: Sequence[Frame]) -> Iterator[Frame]:
-    """Return the frames from the innermost to the first of the user's own."""
+    """Yield the library frames inside the innermost user frame."""
     return itertools.takewhile(lambda frame: library_path(frame.file) is not None, frames)
 
 
@@ -314,7 +313,6 @@ def _locate(sample: Sample, frames: tuple[Frame, ...], watched: Watched) -> tupl
 
 
 def _kind_of(sample: Sample, frames: tuple[Frame, ...], watched: Watched) -> tuple[StackClass, str]:
-    """Return the class of a thread, and the operation that it is in."""
     kind, operation = classify_stack(frames)
     main = sample.standstill[0] if sample.standstill else None
     is_busy = (busy_share(watched.samples) or 0.0) >= BUSY
@@ -322,7 +320,7 @@ def _kind_of(sample: Sample, frames: tuple[Frame, ...], watched: Watched) -> tup
     if by_library is not None:
         return by_library
     if operation == "backward" and not is_busy and sample.state != "R" and not autograd_runs(watched.places):
-        # DDP and FSDP reduce gradients inside of it, in C++: a rank that does not compute there waits for the others.
+        # DDP and FSDP reduce gradients in backward, in C++: a rank that does not compute there waits for the others.
         return StackClass.COMM, "backward"
     hint = next((hint for file, line, hint in watched.hints if (file, line) == (frames[0].file, frames[0].line)), "")
     if kind is None and hint == "comm" and not (main is not None and _is_no_work(main.syscall)):
@@ -337,7 +335,7 @@ def _kind_of(sample: Sample, frames: tuple[Frame, ...], watched: Watched) -> tup
 
 
 def _by_library(place: GpuPlace | None, kind: StackClass | None, operation: str) -> tuple[StackClass, str] | None:
-    """Return the class of a thread that is in a GPU's libraries; None where its frames say more, or it is in none."""
+    """Classify a thread in the GPU libraries; None if its frames are more specific or it is not in any."""
     if place is None or kind is StackClass.COMM:
         return None
     if place.meaning in ("init", "abort"):
@@ -350,7 +348,7 @@ def _by_library(place: GpuPlace | None, kind: StackClass | None, operation: str)
 
 
 def _is_no_work(syscall: str) -> bool:
-    """Return whether the kernel knows better than a source line with `.wait(` in it."""
+    """Return whether the system call overrides a source line with `.wait(` in it."""
     return "sleep" in syscall or syscall in ("read", "readv", "pread64", "write", "wait4", "waitid", "openat")
 
 
@@ -367,9 +365,9 @@ def _by_kernel(watched: Watched, syscall: str, *, busy: bool) -> StackClass | No
 
 
 def _is_stuck_on_gil(watched: Watched) -> bool:
-    """Return whether another thread has the GIL, or this one waits for a thread and has kept it in all samples.
+    """Return whether another thread holds the GIL, or this one held it in all samples while waiting for a thread.
 
-    The latter is a deadlock when that thread needs the GIL to end, as below `~ProcessGroupGloo`.
+    The latter deadlocks if that thread needs the GIL to finish, as in `~ProcessGroupGloo`.
     """
     samples = watched.samples
     if samples[-1].gil_holder != samples[-1].threads[0].os_thread_id:
@@ -379,7 +377,7 @@ def _is_stuck_on_gil(watched: Watched) -> bool:
 
 
 def _operation(frames: Sequence[Frame], found: Frame) -> str:
-    """Name the call as the user wrote it: of a run of frames of one module, the outermost that is public."""
+    """Name the call as written by the user: the outermost public function in the run of frames of one module."""
     file = found.file
     name = found.function
     if (library_path(file) or "").startswith("torch/utils/data/"):
@@ -399,9 +397,9 @@ def _frames(sample: Sample) -> tuple[Frame, ...]:
 
 
 def _counters(sample: Sample) -> tuple[tuple[str, int], ...]:
-    """Return the loop counters of the main thread, the outermost frame's first: ("epoch", 0), ("step", 2)."""
+    """Return the main thread's loop counters, outermost frame first: ("epoch", 0), ("step", 2)."""
     counters = sample.threads[0].counters
-    # Of two with one name that of a function counts, also where a module has it: py-spy tells none of a module's.
+    # A function's counter hides a module's of the same name, as py-spy reads none of a module.
     in_functions = {counter.name for counter in counters if counter.function != _MODULE}
     found: dict[str, int] = {}
     for counter in counters:

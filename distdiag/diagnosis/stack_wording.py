@@ -1,4 +1,4 @@
-"""Format ranks, places in the code and what a rank is doing there. Pure."""
+"""Texts about ranks, places in code, and activities. Pure."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def spot(frame: Frame) -> str:
-    """Format a place in the code: "`load_batch` train.py:26"; of a script's own lines "train.py:26"."""
+    """Format a place in code: "`load_batch` train.py:26"; at module level "train.py:26"."""
     place = os.path.basename(frame.file) + (f":{frame.line}" if frame.line else "")
     return place if frame.function == "<module>" else f"`{frame.function}` {place}"
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """Format where a stack is: "`train_step` train.py:25 (in `all_reduce`)"."""
+    """Format the place of a stack: "`train_step` train.py:25 (in `all_reduce`)"."""
     kind, operation = classify_stack(frames)
     within = f" (in `{operation}`)" if operation and kind not in (StackClass.PYTHON, StackClass.DEBUGGER) else ""
     own = user_frame(frames)
@@ -52,7 +52,7 @@ def who(members: Sequence[RankState]) -> str:
 
 
 def briefly(members: Sequence[RankState]) -> str:
-    """Format members without their hosts: "ranks 0-1,3"."""
+    """Format members without hosts: "ranks 0-1,3"."""
     ranks = [state.member.rank for state in members if state.member.rank is not None]
     if len(ranks) == len(members):
         return named(ranks)
@@ -64,7 +64,7 @@ def briefly(members: Sequence[RankState]) -> str:
 
 
 def unread_in_words(job: Job) -> str:
-    """Describe a job that this user may not read: "4 processes of uid 1000 below torchrun (pid 4711 on node07)"."""
+    """Describe a job this user may not read: "4 processes of uid 1000 below torchrun (pid 4711 on node07)"."""
     processes = [member.process for member in job.members if member.process is not None]
     users = sorted({process.user for process in processes})
     owners = " and ".join("root" if user == 0 else f"uid {user}" for user in users if user >= 0) or "another user"
@@ -75,7 +75,7 @@ def unread_in_words(job: Job) -> str:
 
 
 def rendezvous_in_words(job: Job) -> str:
-    """Describe that ranks of a job that starts wait in different places for each other."""
+    """Describe ranks of a starting job that use different rendezvous addresses."""
     places = [f"{place} for {named(ranks)}" for place, ranks in job.rendezvous[:_PLACES]]
     more = f", and {len(job.rendezvous) - _PLACES} more" if len(job.rendezvous) > _PLACES else ""
     return f"the ranks wait for each other in different places: MASTER_ADDR:MASTER_PORT is {', '.join(places)}{more}"
@@ -87,7 +87,7 @@ _PLACES = 4
 def waits(state: RankState, *, alone: bool = False) -> str:
     """Describe where a waiting member is blocked: "in `all_reduce` called from `train_step train.py:25`".
 
-    `alone`: it is not an example of many, so the peer of its `send` or `recv` is named too.
+    `alone`: not an example of many, so that the peer of its `send` or `recv` is included.
     """
     frame = state.thread.location.frame
     called = f" called from {spot(frame)}" if frame is not None else ""
@@ -108,7 +108,7 @@ def waits(state: RankState, *, alone: bool = False) -> str:
 
 
 def _in_call(state: RankState) -> str:
-    """Name the call into a GPU library, where it is known; an operation in words is none."""
+    """Format the GPU library call if known; operations in words are skipped."""
     operation = state.thread.location.operation
     return f", in `{operation}`" if operation and " " not in operation else ""
 
@@ -121,7 +121,7 @@ def _has_peer(state: RankState) -> bool:
 
 
 def does(state: RankState) -> str:
-    """Describe what an outlier does, beginning with its place in the code."""
+    """Describe an outlier's activity, starting with its place in the code."""
     parts = [_where(state)]
     if state.thread.kind is StackClass.STOPPED:
         reason = state.thread.reason.partition(": ")[0]
@@ -196,7 +196,7 @@ def _gil_wait(state: RankState) -> str:
 
 
 def _holder(state: RankState) -> str:
-    """Name the thread that holds the interpreter lock."""
+    """Format the thread that holds the GIL."""
     sample = state.last_sample
     holder = (
         next((thread for thread in sample.threads[1:] if thread.os_thread_id == sample.gil_holder), None)
@@ -207,7 +207,7 @@ def _holder(state: RankState) -> str:
 
 
 def _other_threads(state: RankState) -> list[Thread]:
-    """List the threads, except the classified one, that run user code."""
+    """List the threads that run user code, except the classified one."""
     sample = state.last_sample
     return (
         [thread for thread in sample.threads[1:] if user_frame(thread.frames) is not None] if sample is not None else []
@@ -220,7 +220,7 @@ def _at(thread: Thread) -> str:
 
 
 def in_kernel(still: Standstill) -> str:
-    """Describe what a thread waits for in the kernel; empty if unknown."""
+    """Describe a thread's wait in the kernel; empty if unknown."""
     state = f"D state{_for(still.since_s)}" if still.state == "D" else ""
     if still.path:
         verb = _VERBS.get(still.syscall, f"is in {still.syscall} of")
@@ -247,7 +247,7 @@ _VERBS = {
 
 
 def worker_in_words(state: RankState) -> str:
-    """Name the DataLoader worker that a rank waits for; empty if no worker is busy or stuck."""
+    """Describe the DataLoader worker a rank waits for; empty if none is busy or stuck."""
     found = stuck_worker(state)
     if found is None:
         return ""
@@ -255,7 +255,7 @@ def worker_in_words(state: RankState) -> str:
 
 
 def worker_does(helper: Helper) -> str:
-    """Describe what a worker does: "reads /data/x (D state 214 s)", "is stopped", "is in `__getitem__` data.py:12"."""
+    """Describe a worker's activity: "reads /data/x (D state 214 s)", "is stopped", "is in `__getitem__` data.py:12"."""
     if state_of(helper) == "Z":
         return "has died"
     if state_of(helper) in ("T", "t"):

@@ -1,4 +1,4 @@
-"""Findings, and the texts of problems and symptoms, from tables: knowledge/verdicts.toml and others of its kind."""
+"""Findings, problems and symptoms from tables such as knowledge/verdicts.toml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One row: the texts of a finding, or of the end of a rank. A text that is not there is the caller's own."""
+    """One row: the texts of a finding, or of a rank's exit. The caller supplies absent ones."""
 
     name: str
     title: str
@@ -49,7 +49,7 @@ def read_table(table: str) -> dict[str, Any]:
 
 
 def filled(row: AnyRow, words: Mapping[str, object]) -> AnyRow:
-    """Fill what is not empty of `words` into all texts of a row."""
+    """Fill the non-empty `words` into all texts of a row."""
     said = {name: str(value) for name, value in {"name": row.name, **words}.items() if value not in ("", None)}
     every = {field.name: getattr(row, field.name) for field in fields(row)}
     texts: dict[str, Any] = {name: fill(text, said) for name, text in every.items() if type(text) is str}
@@ -66,7 +66,7 @@ def finding(
     evidence: tuple[str, ...] = (),
     **given: object,
 ) -> Finding:
-    """Make the finding of a verdict; `words` and `given` are filled into its texts, where they are not empty."""
+    """Return the finding of a row; non-empty `words` and `given` fill its placeholders."""
     row = filled(_rows("verdict")[verdict], {**(words or {}), **given})
     return Finding(
         id=row.id if "." in row.id else f"logs.{row.id}",
@@ -81,7 +81,7 @@ def finding(
 
 
 def ending(name: str) -> Verdict | None:
-    """Return the row of a rank's end: a signal's name, or "status"."""
+    """Return the row of a rank's exit; `name`: a signal or "status"."""
     row = _rows("end").get(name)
     return filled(row, {}) if row is not None else None
 

@@ -1,4 +1,4 @@
-"""Which process waits for which: from the waits of single processes to the root that others wait for. Pure."""
+"""Graph of waits between processes, and the roots that others wait for. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
 
 @dataclass(frozen=True)
 class Edge:
-    """One process waits for another one, in this call of one of its threads."""
+    """One process waits for another in this call of one of its threads."""
 
     waiter: Key
     to: Key
@@ -28,7 +28,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class WaitTree:
-    """All who wait for the root, the direct ones first. `is_cycle`: the root itself waits for one of them."""
+    """A root with the processes that wait for it, direct ones first. `is_cycle`: the root waits for one of them."""
 
     root: Key
     edges: tuple[Edge, ...]
@@ -36,35 +36,35 @@ class WaitTree:
 
 
 class WaitGraph:
-    """What every thread of every process that was read waits for; the main thread comes first."""
+    """The waits of every thread of each process read, main thread first."""
 
     def __init__(self, by_process: Mapping[Key, Sequence[Wait]], index: ProcessIndex) -> None:
         self.by_process = by_process
         self.index = index
 
     def main(self, key: Key) -> Wait | None:
-        """Return what the main thread of a process waits for; None if it was not read, or has exited."""
+        """Return the main thread's wait; None if it was not read or has exited."""
         found = self.by_process.get(key)
         return found[0] if found else None
 
     def edge(self, key: Key) -> Edge | None:
-        """Return the single process that this process waits for; None if there are several, or it is unknown."""
+        """Return the edge to the only process this one waits for; None if unknown or several."""
         main = self.main(key)
         if main is None:
             return None
         if main.kind in (Kind.PEER, Kind.LOCK):
             to = self._single_peer(key, main.peers)
-            # A worker without work waits for its rank; that blocks no other process.
+            # An idle worker waits for its rank without blocking it.
             return Edge(key, to, main) if to is not None and not self._are_helpers(to, [key]) else None
         if main.kind is Kind.OWN_THREADS:
             return self._by_other_thread(key)
         return None
 
     def _by_other_thread(self, key: Key) -> Edge | None:
-        """Look at the threads that the main thread may wait for: a thread that reads from a single rank names it.
+        """Search the threads that the main thread may wait for: one that reads from a single rank decides.
 
-        A thread that watches many descriptors always waits for its next work, which decides nothing; except where it
-        waits for the workers of this rank, through which batches arrive.
+        A thread that watches many descriptors usually waits for work, which decides nothing, except for the workers of
+        this rank, which deliver batches.
         """
         found: dict[Key, Edge] = {}
         for wait in self.by_process[key][1:]:
@@ -77,7 +77,7 @@ class WaitGraph:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def _single_peer(self, key: Key, peers: Sequence[Key]) -> Key | None:
-        """Return the peer that is waited for: the only peer, or the only worker that does not wait for work itself."""
+        """Return the only peer, or the only worker that is not idle."""
         if self._are_helpers(key, peers):
             peers = [peer for peer in peers if not self._is_idle(peer, key)]
         return peers[0] if len(peers) == 1 else None
@@ -95,7 +95,7 @@ class WaitGraph:
 
 
 def wait_trees(graph: WaitGraph) -> list[WaitTree]:
-    """Find the processes that others wait for, with their waiters; the root with the most waiters first."""
+    """Find the processes that others wait for, with their waiters; most waiters first."""
     edges = {edge.waiter: edge for edge in map(graph.edge, graph.by_process) if edge is not None}
     found: dict[Key, list[Edge]] = {}
     for key, root in find_roots({key: edge.to for key, edge in edges.items()}).items():
@@ -108,7 +108,7 @@ def wait_trees(graph: WaitGraph) -> list[WaitTree]:
 
 
 def find_roots(waits_for: Mapping[Key, Key]) -> dict[Key, Key]:
-    """Return for each waiting process the end of its chain of waits; for a cycle, its lowest member."""
+    """Map each waiting process to the end of its chain of waits; for a cycle, its lowest member."""
     roots: dict[Key, Key] = {}
     for key in waits_for:
         path: dict[Key, int] = {}

@@ -1,4 +1,4 @@
-"""What a thread waits for, from what the kernel reports about it. Pure."""
+"""Reason of a thread's wait, from kernel data. Pure."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 ENDED = ("Z", "X", "")
 _FORKS = ("vfork", "clone", "clone3", "fork")
 _TIMEOUTS = {"poll": 2, "ppoll": 2, "select": 4, "pselect6": 4, "epoll_wait": 3, "epoll_pwait": 3, "epoll_pwait2": 3}
-"""Which argument is the timeout."""
+"""Index of the timeout argument."""
 _BY_POINTER = ("ppoll", "select", "pselect6", "epoll_pwait2")
-"""Where it is a pointer, null for none; else milliseconds as an int, negative for none."""
+"""The timeout is a pointer, null for none; otherwise an int in milliseconds, negative for none."""
 _SIGNALS = ("pause", "rt_sigsuspend", "rt_sigtimedwait")
 _ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
 _STORAGE = re.compile(r"nfs|rpc_|fuse|request_wait_answer|ceph|ll_|cl_|gpfs|io_schedule|folio_|ext4|xfs|jbd2|btrfs")
-"""Kernel functions in which a thread waits for a file system or a disk."""
+"""Kernel functions in which threads wait for a file system or disk."""
 _OWN_END = "whose other end this same process has open"
 _WITH_OTHER_END = ("socket", "pipe", "fifo")
 
 
 class Kind(StrEnum):
-    """What a thread waits for."""
+    """The reason of a thread's wait."""
 
     RUNS = "runs"
     PEER = "peer"
@@ -52,11 +52,11 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What one thread waits for. `on`: in words, for a table; `peers`: the processes that it waits for, any of them.
+    """One thread's wait. `on`: text for a table; `peers`: processes, any of which can end it.
 
-    `end`: what it has in common with them: "10.0.0.2:51916", "a pipe", a locked file. `wants`: "r" data, "w" that they
-    read. `does`: the end of a sentence about it: "sleeps (nanosleep, 214 s)". `again`: it polls with
-    a timeout, so `since_s` is not how long it has waited. `woke`: it ran between the samples, without such a timeout.
+    `end`: the shared object: "10.0.0.2:51916", "a pipe", a locked file. `wants`: "r" data, "w" a reader. `does`: the
+    rest of a sentence about the thread: "sleeps (nanosleep, 214 s)". `again`: it polls with a timeout, so that
+    `since_s` is not the length of the wait. `woke`: it ran between samples, without such a timeout.
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ class Wait:
 
 
 def wait_of(thread: Thread, process: Blocked, host: str, index: ProcessIndex) -> Wait:
-    """Classify what a thread waits for."""
+    """Classify a thread's wait."""
     if process.state in ENDED:
         return _wait(thread, Kind.ENDED, "exited", "has exited")
     if process.thaws:
@@ -97,7 +97,7 @@ def wait_of(thread: Thread, process: Blocked, host: str, index: ProcessIndex) ->
 
 
 def _has_timeout(thread: Thread) -> bool:
-    """Return whether it waits in a poll with a timeout, after which it may wait again."""
+    """Return whether it polls with a timeout, after which it may poll again."""
     if thread.syscall not in _TIMEOUTS or len(thread.arguments) < 5:
         return False
     timeout = thread.arguments[_TIMEOUTS[thread.syscall]]
@@ -106,7 +106,7 @@ def _has_timeout(thread: Thread) -> bool:
 
 
 def lasting(seconds: float | None) -> str:
-    """Format how long something has lasted: "0.4 s", "214 s", "3.5 h"; "?" where the kernel does not say."""
+    """Format a duration: "0.4 s", "214 s", "3.5 h"; "?" if unknown."""
     if seconds is None:
         return "?"
     if seconds < 9.95:
@@ -115,7 +115,7 @@ def lasting(seconds: float | None) -> str:
 
 
 def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
-    """Classify what a thread in state S waits for."""
+    """Classify the wait of a thread in state S."""
     call = thread.syscall
     if call in syscall_names.SLEEPS:
         left = f"a sleep, {lasting(thread.wakes_in_s)} left" if thread.wakes_in_s is not None else "a sleep"
@@ -144,7 +144,7 @@ def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
 
 
 def _for_targets(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
-    """Classify what a call waits for that is about descriptors: the processes at their other ends, or the files."""
+    """Classify a call on descriptors by the processes at the far ends, or the files."""
     call, targets = thread.syscall, thread.targets
     connected = [
         target.descriptor
@@ -224,7 +224,7 @@ def _for_child(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
 
 
 def _in_kernel(thread: Thread) -> Wait:
-    """Classify what a thread in state D waits for: only that wakes it up."""
+    """Classify the wait of a thread in state D, which only its end wakes."""
     descriptors = [target.descriptor for target in thread.targets if target.descriptor is not None]
     path = thread.path or next(
         (descriptor.target for descriptor in descriptors if descriptor.target.startswith("/")), ""
@@ -247,7 +247,7 @@ def _at_futex(thread: Thread) -> str:
 
 
 def _ends(connected: Sequence[Descriptor]) -> str:
-    """Format the other ends: addresses, "a pipe", paths."""
+    """Format the far ends: addresses, "a pipe", paths."""
     names = list(dict.fromkeys(map(_end, connected)))
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
@@ -266,7 +266,7 @@ def _end(descriptor: Descriptor) -> str:
 
 
 def _plain(targets: Iterable[Target]) -> str:
-    """Format descriptors that have no other end."""
+    """Format descriptors without a far end."""
     names = dict.fromkeys(
         target.descriptor.target if target.descriptor else f"descriptor {target.fd}" for target in targets
     )
@@ -279,7 +279,7 @@ def _of(thread: Thread) -> str:
 
 
 def _wait(thread: Thread, kind: Kind, on: str, does: str, how: str = "") -> Wait:
-    """Format a wait; `how` and the duration follow in brackets."""
+    """Format a wait; `how` and the duration follow in parentheses."""
     call = thread.syscall or "-"
     facts = [how] if how in ("", call) else [how, *([call] if thread.syscall else [])]
     facts += [lasting(thread.since_s)] if thread.since_s is not None and kind is not Kind.RUNS else []

@@ -1,4 +1,4 @@
-"""How findings and tables write ranks with their hosts, counts, sizes and durations: once for all commands. Pure."""
+"""Texts for ranks with their hosts, counts, sizes and durations, shared by all commands. Pure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from distdiag.jobs.collect import Processes
 
 _ROOM = 160
-"""Characters of a list of hosts in a sentence; the finding's `where` has all of them."""
+"""Maximum length of a list of hosts in a sentence; the finding's `where` has all of them."""
 _CELL = 24
-"""Characters of a host in a table."""
+"""Maximum length of a host in a table."""
 _NAMED = 4
-"""Processes to list; the rest are only counted."""
+"""Processes to list; the rest are counted."""
 _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def format_hosts(hosts: Iterable[str]) -> str:
-    """Format hosts in a sentence: "node[07-08]"; of very many the first: "125 hosts (node0001,...)"."""
+    """Format hosts in a sentence: "node[07-08]"; if too long "125 hosts (node0001,...)"."""
     return fold_within(hosts, _ROOM)
 
 
 def shorten_hosts(hosts: Iterable[str]) -> str:
-    """Format hosts for a cell of a table: one by its first label, cut in its middle if that is long; several counted.
+    """Format hosts for a table cell: one by its first label, cut in the middle if long; several counted.
 
-    The host of a row is then known by its ranks: the findings and --json have whole names.
+    Ranks identify the row; findings and --json have whole names.
     """
     names = list(dict.fromkeys(hosts))
     folded = fold_within(names, _CELL)
@@ -40,12 +40,12 @@ def shorten_hosts(hosts: Iterable[str]) -> str:
 
 
 def format_ranks(ranks: Collection[int], hosts: Iterable[str] = (), pid: int | None = None) -> str:
-    """Format ranks and where they run: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "rank 2"."""
+    """Format ranks and their place: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "rank 2"."""
     return _at(name_ranks(ranks), format_hosts(hosts), pid)
 
 
 def _at(who: str, hosts: str, pid: int | None) -> str:
-    """Add where they run; behind a list that was cut, which ends with a bracket, in words."""
+    """Append the place, in parentheses unless either text ends with one."""
     if hosts and (who.endswith(")") or hosts.endswith(")")):
         return f"{who} on {hosts}"
     place = [part for part in (hosts, "" if pid is None else f"pid {pid}") if part]
@@ -55,7 +55,7 @@ def _at(who: str, hosts: str, pid: int | None) -> str:
 def format_members(members: Sequence[tuple[int | None, int | None, str]], titles: Sequence[str] = ()) -> str:
     """Format processes, each (rank, pid, host): "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])".
 
-    By titles, if every one has its own, or by pids where a rank is unknown: "sglang::scheduler_TP1 (node07, pid 4711)",
+    By distinct titles, if all have one, or by pids if a rank is unknown: "sglang::scheduler_TP1 (node07, pid 4711)",
     "pid 812 (node07)". Long lists of ranks are counted.
     """
     ranks = [rank for rank, _, _ in members if rank is not None]
@@ -78,7 +78,7 @@ def format_titles(titles: Sequence[str], pids: Sequence[int] = ()) -> str:
 
 
 def _parts(title: str) -> list[str]:
-    """Split "scheduler_DP10" at its numbers, which sort by value: text and digits alternate."""
+    """Split "scheduler_DP10" into alternating text and digits, for sorting by value."""
     return re.split(r"(\d+)", title)
 
 
@@ -89,7 +89,7 @@ def listed(items: Sequence[int | str]) -> str:
 
 
 def no_rank_seen(nodes: Iterable[Processes]) -> str:
-    """Describe what was looked for where no rank was found, and on which of these nodes /proc hides processes."""
+    """Describe the search if no rank was found, and the nodes where /proc hides processes."""
     closed = [node.host for node in nodes if not node.shows_others]
     hidden = f" On {format_hosts(closed)}, /proc is mounted with hidepid: this user sees no process of other users."
     return (
@@ -99,7 +99,7 @@ def no_rank_seen(nodes: Iterable[Processes]) -> str:
 
 
 def named(ranks: Sequence[int], room: int = 60) -> str:
-    """Format ranks: "rank 3", "ranks 0-2,8"; with their number where the list would be too long to be read."""
+    """Format ranks: "rank 3", "ranks 0-2,8"; counted if the list is too long to read."""
     text = name_ranks(ranks)
     if len(text) <= room:
         return text
@@ -109,7 +109,7 @@ def named(ranks: Sequence[int], room: int = 60) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Format a number of things: "1 pair", "2 pairs"; `plural` where it is not `noun` and an s."""
+    """Format a count: "1 pair", "2 pairs"; `plural` unless `noun` with an s."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -122,7 +122,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format a time: "12 us", "0.3 ms", "0.4 s", "214 s", "3.5 h"; "?" where it is unknown."""
+    """Format a duration: "12 us", "0.3 ms", "0.4 s", "214 s", "3.5 h"; "?" if unknown."""
     if seconds is None:
         return "?"
     if seconds < 0.1:
@@ -133,7 +133,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format how long ago something was: "20 s", "40 min", "3.5 h", "2 days"."""
+    """Format an age: "20 s", "40 min", "3.5 h", "2 days"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:

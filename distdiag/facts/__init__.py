@@ -1,1 +1,1 @@
-"""What is read on a node: one machine as facts. Standard library only, Python 3.9+; it travels."""
+"""Facts of one machine, collected on a node. Standard library only, Python 3.9+, sent as source."""

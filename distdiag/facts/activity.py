@@ -1,4 +1,4 @@
-"""Does anything move for a rank between two readings? Its other threads, its children, its files and connections.
+"""Activity of a rank between two readings: its other threads, children, files and connections.
 
 A rank whose main thread sleeps may still be at work: a child copies a checkpoint, a thread uploads one, a server
 generates samples for it. Each threshold is above the noise of idle libraries. Nothing is judged here.
@@ -22,49 +22,51 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _SHARE, _LEAST_S = 0.03, 0.03
-"""Of a core, and processor seconds in all: heartbeats and monitors use 0.5 %, and the kernel counts in 0.01 s."""
+"""Share of a core, and total processor seconds: heartbeats and monitors use 0.5 %, and the kernel counts in 0.01 s."""
 _LEAST_SHARE = 0.01
-"""The same on a machine with more runnable threads than cores, where each gets less."""
+"""The same with more runnable threads than cores, where each gets less."""
 _ENDED_SHARE = 0.1
-"""The same of children that started and ended unseen: a monitor that starts nvidia-smi every few seconds is below."""
+"""The same for children that started and ended unseen; a monitor that starts nvidia-smi every few seconds uses less."""
 _BYTES_S = 4096.0
 """Log lines, wake-ups through eventfd and heartbeats are below."""
 _CHILD_BYTES_S = 256.0
-"""Of children: one without work does no I/O at all, and one that sleeps between two downloads does little."""
+"""For children: an idle one does no I/O at all, and one that sleeps between two downloads does little."""
 _TURNS_S, _TURN_S = 0.5, 100e-6
-"""Of a child: how often a second it wakes up, and the processor seconds of each time. An idle DataLoader worker looks
-at its queue every 5 s (300 us), a loop of sleeps takes below 75 us, and a debugger that stops a thread 20 to 50 us."""
+"""For a child: wake-ups per second, and processor seconds of each.
+
+An idle DataLoader worker checks its queue every 5 s (300 us), a loop of sleeps takes below 75 us, and a debugger that
+stops a thread 20 to 50 us.
+"""
 _BURST_BYTES_S = 65536.0
-"""Of threads other than the main one: a monitor reads some 20 KB of /proc every few seconds."""
+"""For threads other than the main one: a monitor reads some 20 KB of /proc every few seconds."""
 _TRICKLE_BYTES_S, _TRICKLE_BYTES, _ONE_WAY = 256.0, 512, 8
-"""A slow download: at least these, and 8 times the bytes sent. A heartbeat is smaller, or asks for each answer."""
+"""A slow download: at least these, and 8 times the bytes sent. A heartbeat is smaller, or sends for each answer."""
 _FAULTS, _FAULTS_S = 4, 2.0
-"""Major page faults, in all and a second: a heartbeat that was swapped out has fewer."""
+"""Major page faults, total and per second; above those of a heartbeat that had been swapped out."""
 _MOST = 8
 _PATIENCE_S = 0.5
 _IDLE_THREADS = re.compile(
     r"(NCCL |RCCL |cuda|pt_nccl_|pt_gloo_|pt_tcpstore|pt_autograd_|pt_elastic|iou-|wandb|tensorboard)"
 )
-"""Names of threads that spin or tick while a job hangs; pt_autograd_N waits for the GPU in place of the main thread."""
+"""Threads that spin or tick while a job hangs; pt_autograd_N waits for the GPU in place of the main thread."""
 _IDLE_PROGRAMS = re.compile(
     r"(wandb|tensorboard|gpu_stats|nvidia-smi|nvidia-cuda-mps|rocm-smi|amd-smi|dcgmi|nvtop|py-spy|gdb$|strace$|perf$)"
 )
 """Programs that record or examine a job."""
 _OUTPUT = (1, 2)
-"""Shared with the launcher and other ranks, whose log lines move its position."""
+"""Shared with the launcher and other ranks, whose log lines advance the position too."""
 
 
 @dataclass(frozen=True)
 class Moved:
     """One movement; `amount` in the unit of `what`, over Activity.seconds.
 
-    `what`: "cpu" (processor seconds), "turns" (times that a child woke up and worked), "read", "written" (bytes
-    through calls or the block layer), "received", "sent" (bytes of a connection that its process took, or the other
-    end acknowledged), "offset" (bytes by which the position in a file that is read advanced), "faults" (major page
-    faults). `pid`, `comm`: the process that moved. `role`: "self" (the rank; its cpu is that of another thread than
-    the main one), "child" (a descendant), "peer" (at the other end of a local socket or pipe, or started by the
-    process there; no rank). `detail`: a path, "TCP 10.0.0.2:443", the name of a thread, or of a program without its
-    arguments.
+    `what`: "cpu" (processor seconds), "turns" (wake-ups of a child with work), "read", "written" (bytes through calls
+    or the block layer), "received", "sent" (bytes of a connection taken by its process, or acknowledged by the peer),
+    "offset" (bytes by which the position in a file being read advanced), "faults" (major page faults). `pid`, `comm`:
+    the process that moved. `role`: "self" (the rank; its cpu excludes the main thread), "child" (a descendant), "peer"
+    (at the other end of a local socket or pipe, or started by that process; not a rank). `detail`: a path, "TCP
+    10.0.0.2:443", a thread's name, or a program without its arguments.
     """
 
     what: str
@@ -77,7 +79,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Activity:
-    """What moved for one rank in `seconds`, the furthest above its threshold first, at most 8; empty: nothing moved.
+    """The movements of one rank in `seconds`, the highest multiple of its threshold first, at most 8; empty: none.
 
     `unread`: the counters that could not be read, and the reason.
     """
@@ -102,11 +104,11 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Reading:
-    """All counters at one time. `owners`: by descendant, its rank. `tcp`: by network namespace, then inode.
+    """All counters at one time. `owners`: the rank of each descendant. `tcp`: by network namespace, then inode.
 
     `io`: of all processes, as any may be at the other end of a rank's pipe. `turns`: of descendants.
 
-    `crowd`: runnable threads for each core of the machine, at least 1.
+    `crowd`: runnable threads per core of the machine, at least 1.
     """
 
     at_s: float
@@ -121,7 +123,7 @@ class _Reading:
 
 
 class Meter:
-    """Reads once when made, and again for each comparison with that first reading."""
+    """Reads once when created, and again for each comparison with that first reading."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         """Take the first reading; `pids`: all ranks of the job on this machine."""
@@ -232,13 +234,12 @@ class _Change:
         for child, owner in last.owners.items():
             self._families.setdefault(owner, []).append(child)
         self._gone_s: dict[int, float] = {}
-        """By parent: processor seconds at the first reading of children that ended since, and of theirs."""
+        """By parent: processor seconds at the first reading of children that ended since, and of their own children."""
         for gone in first.table.values():
             if _same(gone, last.table.get(gone.pid)) is None:
                 self._gone_s[gone.parent] = self._gone_s.get(gone.parent, 0.0) + gone.cpu_s + gone.reaped_s
 
     def own(self, pid: int) -> Iterator[tuple[float, Moved]]:
-        """List the movements of a rank itself."""
         before, now, comm = self.first.ranks[pid], self.last.ranks[pid], self.last.table[pid].comm
         for tid, thread in now.threads.items():
             cpu_s = thread.cpu_s - _cpu_s(before.threads.get(tid), thread)
@@ -276,7 +277,7 @@ class _Change:
                 yield cpu_s / self.least_s, moved
 
     def busy(self, pids: Iterable[int]) -> dict[int, float]:
-        """Return the processor seconds of those processes that used some, by pid."""
+        """Return the processor seconds of each busy process, by pid."""
         table, before = self.last.table, self.first.table
         used = {pid: table[pid].cpu_s - _cpu_s(before.get(pid), table[pid]) for pid in pids}
         return {
@@ -286,12 +287,12 @@ class _Change:
         }
 
     def bytes_of(self, pid: int) -> tuple[int, int]:
-        """Return the bytes that a process has read and written since the first reading, if it was there."""
+        """Return the bytes read and written by a process since the first reading; zeros if it is new."""
         is_same = _same(self.first.table.get(pid), self.last.table[pid]) is not None
         return _since(self.first.io.get(pid), self.last.io.get(pid)) if is_same else (0, 0)
 
     def connection(self, network: str, now: TcpBytes) -> Iterator[tuple[float, str, int]]:
-        """List how a connection moved: (times its threshold, "received" or "sent", bytes)."""
+        """List the movements of a connection: (multiple of its threshold, "received" or "sent", bytes)."""
         before = self.first.tcp.get(network, {}).get(now.inode)
         is_same = before is not None and (before.local, before.remote) == (now.local, now.remote)
         taken = now.taken - (before.taken if before is not None and is_same else 0)
@@ -304,7 +305,6 @@ class _Change:
             yield sent / (_BYTES_S * self.seconds), "sent", sent
 
     def unread(self, pid: int) -> str:
-        """Name the counters of a rank that could not be read."""
         ranks = [reading.ranks.get(pid) for reading in (self.first, self.last)]
         if pid not in self.last.table:
             return "it has exited"
@@ -319,7 +319,7 @@ class _Change:
             now.faults - (before.faults if before is not None else 0),
             max(_FAULTS, _FAULTS_S * self.seconds),
         )
-        if faults >= least and before is not None:  # a program that starts has some
+        if faults >= least and before is not None:  # a starting program always has some
             yield faults / least, Moved("faults", pid, now.comm, role, "", faults)
 
     def _turns(self, child: Counters) -> Iterator[tuple[float, Moved]]:
@@ -330,7 +330,7 @@ class _Change:
             yield times / (_TURNS_S * self.seconds), Moved("turns", child.pid, child.comm, "child", "", times)
 
     def _by_file(self, pid: int, what: str, over: float, size: float) -> tuple[float, Moved]:
-        """Name the file whose position accounts for most of the bytes, if one does."""
+        """Name the file whose position accounts for most of the bytes, if any."""
         now, before = self.last.ranks[pid].positions, self.first.ranks[pid].positions
         advanced = [
             (place.at - (before[key].at if key in before else 0), place.path)
@@ -344,7 +344,7 @@ class _Change:
         return over, Moved("offset" if what == "read" else what, pid, comm, "self", path, most)
 
     def _ended_s(self, parent: int) -> float:
-        """Return the processor seconds that children which ended had used since the first reading."""
+        """Return the processor seconds used since the first reading by children that ended."""
         now = self.last.table[parent]
         before = _same(self.first.table.get(parent), now)
         reaped_s = now.reaped_s - (before.reaped_s if before is not None else 0.0)
@@ -352,7 +352,7 @@ class _Change:
 
 
 def _rank(process: Counters, before: _Rank | None, least_s: float) -> _Rank:
-    """Read a rank; its threads a second time only if their sum has moved."""
+    """Read a rank; its threads a second time only if their total moved."""
     pid = process.pid
     unread = ""
     try:
@@ -373,14 +373,14 @@ def _rank(process: Counters, before: _Rank | None, least_s: float) -> _Rank:
 
 
 def _owners(table: dict[int, Counters], ranks: Sequence[int]) -> dict[int, int]:
-    """Return the rank of each descendant. Programs that record or examine the job are left out with their children."""
+    """Return the rank of each descendant, without programs that record or examine the job and their children."""
     known: dict[int, int] = {pid: pid for pid in ranks}
     known.update({pid: 0 for pid, process in table.items() if pid not in known and _IDLE_PROGRAMS.match(process.comm)})
     known[0] = known[os.getpid()] = 0
     for pid in table:
         way = []
         while pid in table and pid not in known:
-            known[pid] = 0  # ends a circle of reused ids
+            known[pid] = 0  # ends a cycle of reused ids
             way.append(pid)
             pid = table[pid].parent
         known.update(dict.fromkeys(way, known.get(pid, 0)))
@@ -388,7 +388,7 @@ def _owners(table: dict[int, Counters], ranks: Sequence[int]) -> dict[int, int]:
 
 
 def _ancestors(table: dict[int, Counters], pids: Iterable[int]) -> set[int]:
-    """Return these processes and all above them: launchers and shells, whose own work is none of the ranks'."""
+    """Return these processes and their ancestors: launchers and shells, whose work does not count for ranks."""
     found: set[int] = {0}
     for pid in pids:
         while pid not in found:
@@ -398,7 +398,7 @@ def _ancestors(table: dict[int, Counters], pids: Iterable[int]) -> set[int]:
 
 
 def _users(targets: Mapping[int, Mapping[int, str]]) -> dict[int, list[int]]:
-    """Return by inode which of these processes have each socket open."""
+    """Return the processes with each socket open, by inode."""
     found: dict[int, list[int]] = {}
     for pid, links in targets.items():
         for target in set(links.values()):
@@ -410,7 +410,7 @@ def _users(targets: Mapping[int, Mapping[int, str]]) -> dict[int, list[int]]:
 def _by_user(
     rows: Iterable[tuple[float, str, int]], now: TcpBytes, users: Sequence[int], last: _Reading
 ) -> Iterator[tuple[int, tuple[float, Moved]]]:
-    """Ascribe a connection to the ranks that have it open, else to the first such child."""
+    """Assign a connection to the ranks that have it open, else to the first such child."""
     for user in [pid for pid in users if pid in last.ranks] or users[:1]:
         rank = last.owners.get(user, user)
         role = "self" if user == rank else "child"
@@ -419,7 +419,7 @@ def _by_user(
 
 
 def _named(moved: Moved) -> Moved:
-    """Add the program of another process than the rank: the base name of its script, or of its argv[0]."""
+    """Add the program of a process other than the rank: the base name of its script, or of its argv[0]."""
     if moved.role == "self" or moved.detail:
         return moved
     words, _ = deadlines.each([moved.pid], procs.command_words, patience_s=_PATIENCE_S)
@@ -433,7 +433,7 @@ def _least_s(seconds: float, crowd: float) -> float:
 
 
 def _same(before: Counters | None, now: Counters | None) -> Counters | None:
-    """Return the earlier counters if both are of one process: ids are reused."""
+    """Return the earlier counters if both belong to one process: ids are reused."""
     return before if before is not None and now is not None and before.started == now.started else None
 
 

@@ -1,7 +1,7 @@
-"""Which thread of a process is blocked, on what, and since when, from /proc alone: nothing is stopped or attached to.
+"""Blocked threads of a process: the cause and duration of each wait, from /proc alone, without stopping or attaching.
 
-The number and arguments of the system call are in /proc/PID/task/TID/syscall; what these point to is read from the
-process's memory. Both need the right to trace the process (ptrace), as its descriptors do, though nobody traces it.
+The number and arguments of the system call are in /proc/PID/task/TID/syscall; the data they point to is read from the
+process's memory. Both need ptrace permission, as reading descriptors does, although nothing is traced.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 _MAX_POLLED, _MAX_SELECTED, _MAX_PATH = 64, 1024, 4096
 _AT_FDCWD = -100
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_COMMAND, _FUTEX_REALTIME = 0, 9, 0x7F, 0x100
-"""linux/futex.h. With FUTEX_WAIT_BITSET the timeout is a moment, by the monotonic clock or the real one."""
+"""linux/futex.h. With FUTEX_WAIT_BITSET the timeout is absolute, on the monotonic or the real-time clock."""
 _CONTENDED = 2
-"""A glibc mutex with waiters (sysdeps/nptl/lowlevellock.h); the word after next is the owner."""
+"""A contended glibc mutex (sysdeps/nptl/lowlevellock.h); the word after next is the owner."""
 _P_PID, _P_PIDFD = 1, 3
 _TIMER_ABSTIME = 1
 _CLOCKS = (time.CLOCK_REALTIME, time.CLOCK_MONOTONIC)
 _LOCKS = re.compile(r"(\d+): +(-> )?(FLOCK|POSIX|OFDLCK) +\S+ +(READ|WRITE) +(-?\d+) +\w+:\w+:(\d+) .*")
 _WAITS_FOR_LOCK = {7: "POSIX", 38: "OFDLCK"}
-"""Commands of fcntl(2) that wait: F_SETLKW, F_OFD_SETLKW."""
+"""Waiting commands of fcntl(2): F_SETLKW, F_OFD_SETLKW."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A descriptor that a system call is about, and what it wants of it; None if it is not open (any more)."""
+    """A descriptor in a system call, and the event waited for; `descriptor` None: not open (any more)."""
 
     fd: int
     wants: str
@@ -45,9 +45,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Futex:
-    """What a thread waits at: `waiters` are all threads of its process that do, itself included.
+    """A futex wait. `waiters`: all waiting threads of the process, including this one.
 
-    `owner`: the thread that holds the mutex at that address, as glibc notes it; None where it looks like no mutex.
+    `owner`: the thread holding the mutex at that address, as recorded by glibc; None if it does not look like a mutex.
     """
 
     address: int
@@ -57,7 +57,7 @@ class Futex:
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock on a file: FLOCK, POSIX, OFDLCK (which no process owns: `pid` is None); `mode` READ or WRITE."""
+    """A lock on a file: FLOCK, POSIX, or OFDLCK (owned by no process: `pid` None); `mode`: READ or WRITE."""
 
     kind: str
     mode: str
@@ -67,13 +67,13 @@ class Lock:
 
 @dataclass(frozen=True)
 class Thread:
-    """One thread. A running one has no system call; nor has one that waits outside of any (state D: a page fault).
+    """One thread. A running one has no system call; neither has one that waits outside any (state D: a page fault).
 
-    `hidden`: we have not the right to know more than its name, its state and `since_s`, the seconds since it last ran.
-    `unread`: why what its arguments point to is not told: "denied", "late" (the memory did not answer), "moved" (it
-    went on while we read), "unmapped". `targets`: what it waits for; of poll, select and epoll the watched ones (64 of
-    poll at most), of all others the descriptor in its arguments. `children`: those it may be waiting for. `locks`: who
-    has the lock that it waits for. `wakes_in_s`: what is left of a sleep, or of a wait at a futex with a timeout.
+    `hidden`: only its name, state and `since_s` (seconds since it last ran) could be read. `unread`: why its arguments'
+    memory is missing: "denied", "late" (the memory did not answer), "moved" (the thread ran during the read),
+    "unmapped". `targets`: the descriptors it waits for: those watched by poll (at most 64), select and epoll, else the
+    one in its arguments. `children`: those it may be waiting for. `locks`: the holders of the lock it waits for.
+    `wakes_in_s`: the rest of a sleep, or of a futex wait with a timeout.
     """
 
     tid: int
@@ -95,9 +95,9 @@ class Thread:
 
 @dataclass(frozen=True)
 class Blocked:
-    """One process. `moved`: its threads that ran between two readings; `tracer`: who traces it. No threads: it is gone.
+    """One process; no threads: exited. `moved`: threads that ran between two readings; `tracer`: pid of its tracer.
 
-    `thaws`: the command that lets it go on, if its cgroup is frozen.
+    `thaws`: the command to resume it, if its cgroup is frozen.
     """
 
     pid: int
@@ -110,7 +110,7 @@ class Blocked:
 
 @dataclass(frozen=True)
 class _Call:
-    """A thread's system call, and the bytes that its arguments point to, in the order of _extents."""
+    """A thread's system call, and the memory its arguments point to, in the order of _extents."""
 
     tid: int
     words: str
@@ -122,9 +122,9 @@ class _Call:
 
 
 def blocked(pid: int, look: Look | None = None, *, patience_s: float = PATIENCE_S) -> tuple[Thread, ...]:
-    """Read what every thread of a process waits for; no threads if it is gone. `look` as for `descriptors`.
+    """Read the wait of each thread of a process; empty if it exited. `look` as for `descriptors`.
 
-    Never waits longer than `patience_s` for the memory of the process, and for each file system that it uses.
+    Waits at most `patience_s` for the memory of the process, and for each file system that it uses.
     """
     process = _Process(pid, look or Look(), patience_s)
     tasks = procs.tasks(pid)
@@ -134,7 +134,7 @@ def blocked(pid: int, look: Look | None = None, *, patience_s: float = PATIENCE_
 
 
 def locks_before(text: str, pid: int, kind: str, inode: int | None) -> tuple[Lock, ...]:
-    """Read from /proc/locks who has the lock that a process waits for: of this kind, on the file with this inode."""
+    """Find in /proc/locks the holders of the lock a process waits for: of this kind, on the file with this inode."""
     rows = [row for row in map(_LOCKS.fullmatch, text.splitlines()) if row and row[3] == kind]
     waiting = -1 if kind == "OFDLCK" else pid
     queues = {row[1] for row in rows if row[2] and int(row[5]) == waiting and inode in (None, int(row[6]))}
@@ -142,8 +142,6 @@ def locks_before(text: str, pid: int, kind: str, inode: int | None) -> tuple[Loc
 
 
 class _Process:
-    """What the threads of one process share."""
-
     def __init__(self, pid: int, look: Look, patience_s: float) -> None:
         self.pid = pid
         self.calls: list[_Call] = []
@@ -151,7 +149,6 @@ class _Process:
 
     @cached_property
     def opened(self) -> dict[int, Descriptor]:
-        """What it has open, by number."""
         found = descriptors(self.pid, self.look, patience_s=self._patience_s)
         return {descriptor.fd: descriptor for descriptor in found.descriptors}
 
@@ -179,12 +176,12 @@ def _syscall_line(pid: int, tid: int) -> str:
             return file.read()
     except PermissionError:
         raise
-    except OSError:  # gone, or a kernel that does not tell
+    except OSError:  # exited, or a kernel without this file
         return ""
 
 
 def _with_memory(pid: int, calls: list[_Call], patience_s: float) -> list[_Call]:
-    """Add what the arguments point to. A thread that is stuck in the kernel may have locked the memory's map."""
+    """Add the arguments' memory. A thread stuck in the kernel may hold the lock of the memory map."""
     if not any(map(_extents, calls)):
         return calls
     remembered, _ = deadlines.each([pid], lambda _: [_remember(pid, call) for call in calls], patience_s=patience_s)
@@ -192,7 +189,7 @@ def _with_memory(pid: int, calls: list[_Call], patience_s: float) -> list[_Call]
 
 
 def _extents(call: _Call) -> tuple[tuple[int, int], ...]:
-    """Return what to read of the memory: (address, bytes)."""
+    """Return the extents of memory to read: (address, bytes)."""
     name, arguments = call.name, call.arguments
     if name in syscall_names.POLLS:
         return ((arguments[0], 8 * min(arguments[1], _MAX_POLLED)),)
@@ -250,7 +247,6 @@ def _thread(process: _Process, task: procs.Task, call: _Call, asleep_s: float | 
 
 
 def _watches(process: _Process, call: _Call) -> list[Watch]:
-    """List the descriptors that a call is about."""
     if call.name in syscall_names.POLLS and call.memory:
         whole = call.memory[0][: len(call.memory[0]) // 8 * 8]
         return [Watch(fd, wants(events)) for fd, events, _ in struct.iter_unpack("=ihh", whole) if fd >= 0]
@@ -266,7 +262,7 @@ def _watches(process: _Process, call: _Call) -> list[Watch]:
 
 
 def _on_path(process: _Process, call: _Call, plain: Thread) -> Thread:
-    """Return the path; where it is empty (AT_EMPTY_PATH) the call is about a descriptor."""
+    """Return the path; if it is empty (AT_EMPTY_PATH) the call uses a descriptor."""
     path = call.memory[0].split(b"\0")[0].decode("utf-8", "replace")
     start = _signed(call.arguments[0]) if syscall_names.PATHS[call.name] == 1 else _AT_FDCWD
     if not path and start >= 0:
@@ -288,7 +284,7 @@ def _futex(process: _Process, call: _Call) -> Futex:
 
 
 def _owner(process: _Process, call: _Call) -> int | None:
-    """Read who has a mutex of glibc (int lock, unsigned count, int owner); it is one if its owner is a thread here."""
+    """Read the owner of a glibc mutex (int lock, unsigned count, int owner); None unless a thread of this process."""
     waits_at_mutex = call.arguments[1] & _FUTEX_COMMAND == _FUTEX_WAIT and call.arguments[2] == _CONTENDED
     if not waits_at_mutex or not call.memory or len(call.memory[0]) < 12:
         return None
@@ -298,7 +294,7 @@ def _owner(process: _Process, call: _Call) -> int | None:
 
 
 def _children(pid: int, call: _Call) -> tuple[procs.Proc, ...]:
-    """List the children that wait4 or waitid may be waiting for, by the numbers they have in its namespace."""
+    """List the children that wait4 or waitid may be waiting for, by their pids in its namespace."""
     everybody = [child for child in procs.table().values() if child.parent == pid]
     kind, number = _signed(call.arguments[0]), _signed(call.arguments[1])
     if call.name == "waitid" and kind == _P_PIDFD:
@@ -312,7 +308,7 @@ def _children(pid: int, call: _Call) -> tuple[procs.Proc, ...]:
 
 
 def _numbers(folder: str, number: int) -> list[int]:
-    """List the numbers that a process or thread has, from our namespace down to its own."""
+    """List the ids of a process or thread, from our pid namespace down to its own."""
     for line in machine.read_text(f"{folder}/status").splitlines():
         if line.startswith("NSpid:"):
             return [int(word) for word in line.split()[1:]]
@@ -346,7 +342,7 @@ def _wakes_in_s(call: _Call, since_s: float | None) -> float | None:
 
 
 def _futex_ends_in_s(call: _Call) -> float | None:
-    """Return when a wait at a futex ends by its timeout; None without one."""
+    """Return the seconds until a futex wait times out; None without a timeout."""
     if len(call.memory) < 2 or len(call.memory[1]) < 16:
         return None
     seconds, nanoseconds = struct.unpack("=qq", call.memory[1])
@@ -356,7 +352,7 @@ def _futex_ends_in_s(call: _Call) -> float | None:
 
 
 def _signed(argument: int) -> int:
-    """Read an argument of type int: of its register only the lower half means something."""
+    """Read an argument of type int: only the lower half of its register is defined."""
     return (argument & 0xFFFFFFFF) - ((argument & 0x80000000) << 1)
 
 

@@ -1,4 +1,4 @@
-"""Programs that a node may lack and that can travel there. They live in memory: nothing is left, however we end."""
+"""Programs sent to a node that lacks them. Kept in memory only, so nothing remains after any kind of exit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ brought: dict[str, str] = {}
 
 
 def find(name: str) -> str | None:
-    """Find a tool: beside this Python, on PATH, or brought along."""
+    """Find a tool: beside this Python, on PATH, or among those received."""
     for folder in (os.path.dirname(sys.executable), *os.get_exec_path()):
         path = os.path.join(folder, name)
         if os.access(path, os.X_OK) and not os.path.isdir(path):
@@ -18,7 +18,7 @@ def find(name: str) -> str | None:
 
 
 def keep(name: str, text: str) -> None:
-    """Keep a program of zlib in base64 in memory. Raises OSError, ValueError, zlib.error, AttributeError (no memfd)."""
+    """Keep a program, given as base64 of zlib. Raises OSError, ValueError, zlib.error, AttributeError (no memfd)."""
     import base64
     import zlib
 

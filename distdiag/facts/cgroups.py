@@ -1,4 +1,4 @@
-"""Limits of this process's cgroups (v1 and v2) and of those above: memory, processors, processes; OOM kills."""
+"""Limits of this process's cgroups (v1 and v2) and their parents: memory, processors, processes; OOM kills."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 _ROOT = "/sys/fs/cgroup"
 _NO_LIMIT = 2**60
-"""What is larger is no limit: cgroup v1 has about 2**63 where none is set."""
+"""Larger values are no limit: without one, cgroup v1 reads about 2**63."""
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The tightest limits; None: there is none. `cpus`: a quota, in processors; `oom_kills` of its own cgroup."""
+    """The tightest limits; None: unlimited. `cpus`: a quota, in processors; `oom_kills`: of our own cgroup."""
 
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
@@ -29,7 +29,7 @@ class Cgroup:
 
 
 def look() -> Cgroup:
-    """Read them."""
+    """Read the limits."""
     memory = min(
         (
             (limit, _number(f"{folder}/{used}") or 0)
@@ -61,7 +61,7 @@ def look() -> Cgroup:
 
 
 def _folders(controller: str) -> Iterator[str]:
-    """Yield the folder of our cgroup and those above it; of the unified hierarchy for an empty controller."""
+    """Yield the folder of our cgroup and its parents; an empty controller means the unified hierarchy."""
     for line in machine.read_text("/proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:

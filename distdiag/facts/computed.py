@@ -1,23 +1,29 @@
-"""What one rank's device computed: matrix products with their check sums, and its bandwidths.
+"""Results of one rank's device: matrix products with checksums, and bandwidths.
 
-Standard library only: rank 0 decides with it, during the test, whether all ranks measure once more.
+Standard library only: rank 0 uses it during the test, to decide whether all ranks measure once more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import median_high
+from statistics import median_high, mode
 
 from distdiag.facts.gpu_health import GpuHealth  # noqa: TC001 - msgspec reads the annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Any, TypeVar
+
+    Value = TypeVar("Value")
 
 SLOW, SLOW_COPY = 0.8, 0.6
-"""Of the median of one model of device. Cards of one model differ by 5% in products (silicon, temperature), and the
-best of several repetitions on a busy machine by 10%. Copies on a CPU share its memory with other programs and differ by
-25%; a PCIe link with half its lanes has half."""
+"""Share of the median of one device model, for products and for copies.
+
+Cards of one model differ by 5% in products (silicon, temperature), and the best of several repetitions on a busy
+machine by 10%. Copies on a CPU share its memory with other programs and differ by 25%; a PCIe link with half its lanes
+has half.
+"""
 BANDWIDTHS = ("copy", "triad", "to device", "from device")
 
 
@@ -25,10 +31,10 @@ BANDWIDTHS = ("copy", "triad", "to device", "from device")
 class Product:
     """The n x n matrix products of one precision.
 
-    `best_s`: the shortest repetition in seconds. `digest`: of the bits of the result that most repetitions agree on.
-    `wrong`: elements of the first repetition that differs from it, `wrong_repetition` (from 1); `first_index` into the
-    flattened result. `inexact`: elements of a small product of whole numbers that are not exact. `sums_off`: rows and
-    columns whose sum is not that of the factors. `skipped`: why this precision was not measured.
+    `best_s`: the shortest repetition in seconds. `digest`: of the result's bits, as in most repetitions. `wrong`:
+    elements that differ in the first deviating repetition, `wrong_repetition` (from 1); `first_index` into the
+    flattened result. `inexact`: inexact elements of a small product of whole numbers. `sums_off`: rows and columns
+    whose sum does not match the factors. `skipped`: why this precision was not measured.
     """
 
     precision: str
@@ -46,6 +52,11 @@ class Product:
     skipped: str = ""
 
     @property
+    def is_wrong(self) -> bool:
+        """Return whether a check of this rank alone failed."""
+        return bool(self.wrong_repetition or self.inexact or self.sums_off)
+
+    @property
     def flops_per_s(self) -> float:
         """Floating-point operations per second of the best repetition: 2 n^3 in each."""
         return 2 * self.n**3 / self.best_s if self.best_s else 0.0
@@ -53,10 +64,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Computed:
-    """One rank. `model`: devices of the same model, torch and threads compute the same bits.
+    """One rank. `model`: names all that decides the bits and the speed of a product, also its size.
 
-    `bandwidths`: bytes per second by name of BANDWIDTHS. `cpus`: how many CPUs a rank on the CPU
-    may use, 0 on a GPU. `health`: of its GPU while it computed, where its results were wrong or a rank was slow.
+    `bandwidths`: bytes per second by name of BANDWIDTHS. `cpus`: CPUs available to a CPU rank, 0 on a GPU. `health`: of
+    its GPU during the test, if results were wrong or a rank was slow.
     """
 
     model: str
@@ -71,20 +82,50 @@ class Computed:
         products = {product.precision: product.flops_per_s for product in self.products if product.best_s}
         return {**products, **self.bandwidths}
 
+    def digests(self) -> dict[str, str]:
+        """Return the digest of every product by precision."""
+        return {product.precision: product.digest for product in self.products if product.digest}
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `bad_ranks` needs, as JSON."""
+        wrong = any(product.is_wrong for product in self.products)
+        return {"model": self.model, "rates": self.rates(), "digests": self.digests(), "wrong": wrong}
+
 
 def slow(rates: Mapping[int, float], limit: float) -> tuple[float, list[int]]:
-    """Return the median rate of devices of one model (of two in the middle the higher), and which ranks have less than
-    `limit` of it."""
+    """Return the median rate of devices of one model (the higher middle one), and the ranks below `limit` of it."""
     typical = median_high(rates.values()) if rates else 0.0
     return typical, sorted(rank for rank, rate in rates.items() if rate < limit * typical)
+
+
+def majority(digests: Mapping[int, str]) -> list[int]:
+    """Return the ranks whose digest is that of more than half of them, at least two; empty if there is none."""
+    usual = [rank for rank, digest in digests.items() if digest == mode(digests.values())]
+    return usual if len(usual) > max(1, len(digests) / 2) else []
+
+
+def by_model(ranks: Mapping[int, tuple[str, Mapping[str, Value]]]) -> dict[tuple[str, str], dict[int, Value]]:
+    """Group values for comparison; `ranks`: rank -> its model and its values by name. Returns (name, model) -> rank ->
+    value."""
+    grouped: dict[tuple[str, str], dict[int, Value]] = {}
+    for rank, (model, values) in sorted(ranks.items()):
+        for name, value in values.items():
+            grouped.setdefault((name, model), {})[rank] = value
+    return grouped
 
 
 def slow_by_rate(
     ranks: Mapping[int, tuple[str, Mapping[str, float]]],
 ) -> dict[tuple[str, str], tuple[float, list[int]]]:
     """Return `slow` of each rate and model; `ranks`: rank -> its model and its rates."""
-    grouped: dict[tuple[str, str], dict[int, float]] = {}
-    for rank, (model, rates) in ranks.items():
-        for name, rate in rates.items():
-            grouped.setdefault((name, model), {})[rank] = rate
-    return {key: slow(own, SLOW_COPY if key[0] in BANDWIDTHS else SLOW) for key, own in grouped.items()}
+    return {key: slow(own, SLOW_COPY if key[0] in BANDWIDTHS else SLOW) for key, own in by_model(ranks).items()}
+
+
+def bad_ranks(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], set[int]]:
+    """Return the slow ranks, and those whose results are wrong; `summaries`: of each rank its `Computed.summary`."""
+    slowly = slow_by_rate({rank: (own["model"], own["rates"]) for rank, own in summaries.items()})
+    wrong = {rank for rank, own in summaries.items() if own["wrong"]}
+    for digests in by_model({rank: (own["model"], own["digests"]) for rank, own in summaries.items()}).values():
+        usual = majority(digests)
+        wrong |= digests.keys() - usual if usual else set()
+    return {rank for _, ranks in slowly.values() for rank in ranks}, wrong

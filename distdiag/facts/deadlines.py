@@ -1,7 +1,7 @@
-"""Work that may never come back: a piece that takes too long is left behind, and the rest goes on.
+"""Work that may block forever: a late piece is abandoned in its thread, the rest continues.
 
-/proc/PID/cmdline, environ, maps and mem wait for the lock of that process's memory map: beside a thread that is
-stuck in the kernel, `ps` hangs on them. A source file may lie on the very disk that the job waits for.
+/proc/PID/cmdline, environ, maps and mem wait for the lock of that process's memory map: with a thread stuck in the
+kernel, `ps` hangs on them. A source file may be on the very disk that the job waits for.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LOOK_S = 0.02
 
 
 def each(keys: Iterable[K], work: Callable[[K], V], *, patience_s: float) -> tuple[dict[K, V], list[K]]:
-    """Do work(key) for each key in turn: (results, keys whose work did not end within `patience_s` seconds).
+    """Call work(key) for each key in turn; return (results, keys that took longer than `patience_s` seconds).
 
-    What is left behind stays in its own thread, and ends with this process at the latest. An error of `work` is raised.
+    Abandoned work keeps its thread, until the end of this process at the latest. Errors of `work` are raised.
     """
     todo = list(keys)[::-1]
     results: dict[K, V] = {}
@@ -41,9 +41,9 @@ def each(keys: Iterable[K], work: Callable[[K], V], *, patience_s: float) -> tup
 
 
 def together(work: Mapping[K, Callable[[], V]], *, patience_s: float) -> tuple[dict[K, V], list[K]]:
-    """Do all pieces of work at the same time: (results, keys of what did not end within `patience_s` seconds).
+    """Run all pieces of work in parallel; return (results, keys not finished within `patience_s` seconds).
 
-    What is left behind stays in its own thread, and ends with this process at the latest. An error is raised.
+    Abandoned work keeps its thread, until the end of this process at the latest. Errors are raised.
     """
     results: dict[K, V] = {}
     errors: list[Exception] = []
@@ -62,12 +62,12 @@ def together(work: Mapping[K, Callable[[], V]], *, patience_s: float) -> tuple[d
         thread.join(max(0.0, until - time.monotonic()))
     if errors:
         raise errors[0]
-    done = dict(results)  # one that is left behind may still end
+    done = dict(results)  # a copy, as abandoned work may still finish
     return done, [key for key in threads if key not in done]
 
 
 class _Worker(threading.Thread):
-    """Takes keys until there are none, or it is abandoned."""
+    """Processes keys until none remain, or it is abandoned."""
 
     def __init__(self, todo: list[Any], work: Callable[[Any], Any], results: dict[Any, Any]) -> None:
         super().__init__(daemon=True)
@@ -80,7 +80,6 @@ class _Worker(threading.Thread):
         self._todo, self._work, self._results = todo, work, results
 
     def run(self) -> None:
-        """Work."""
         while True:
             with self._lock:
                 if self._abandoned or not self._todo:
@@ -99,9 +98,9 @@ class _Worker(threading.Thread):
         self.over.set()
 
     def abandon(self, patience_s: float) -> list[Any] | None:
-        """Leave it to itself; gives the key it is at, or None if it has just gone on."""
+        """Abandon the current key and return it; None if the worker has just moved on."""
         with self._lock:
-            # One that has no key yet was not even run so far: no piece of work is late for that.
+            # A worker without a key has not been scheduled yet, so no piece of work is late.
             if not self._current or time.monotonic() - self.began <= patience_s or self.over.is_set():
                 return None
             self._abandoned = True

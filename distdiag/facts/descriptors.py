@@ -1,7 +1,7 @@
-"""What a process has open, from /proc alone: files, pipes, sockets, devices, and who has the other ends.
+"""Open descriptors of a process, from /proc alone: files, pipes, sockets, devices, and the processes at the other ends.
 
-A file is asked for its size and kind by stat, which waits for its file system: each mount has its own patience, and
-where it does not answer, that is the fact. All other links and tables of /proc answer at once.
+Size and type of a file need stat, which waits for its file system, so each mount has its own deadline, and a missed one
+is a fact. All other links and tables of /proc answer at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PATIENCE_S = 0.5
-"""How long one file system, or the memory of one process, is waited for."""
+"""Deadline for one file system, or the memory of one process."""
 _GPU = re.compile(r"/dev/nvidia(\d+)|/dev/nvidia[-a-z].*|/dev/kfd|/dev/dxg|/dev/dri/renderD\d+")
 _WATCHED = re.compile(r"tfd:\s*(\d+) events:\s*([0-9a-f]+)")
 _READABLE, _WRITABLE = 0x1 | 0x2, 0x4  # EPOLLIN | EPOLLPRI, EPOLLOUT; those of poll(2) are the same
@@ -32,7 +32,7 @@ _PROTOCOLS = {"tcpv6": "tcp6", "udpv6": "udp6", "unix-stream": "unix"}
 
 @dataclass(frozen=True)
 class End:
-    """A process that has an end of a pipe or of a unix socket open. `mode`: "r", "w", "rw"."""
+    """A process with an end of a pipe or a unix socket open. `mode`: "r", "w", "rw"."""
 
     pid: int
     fd: int
@@ -41,7 +41,7 @@ class End:
 
 @dataclass(frozen=True)
 class Watch:
-    """A descriptor that is waited for. `wants`: "r" until it can be read, "w" written; "" for neither."""
+    """A watched descriptor. `wants`: "r" until readable, "w" until writable; "" for neither."""
 
     fd: int
     wants: str
@@ -49,13 +49,13 @@ class Watch:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """One open file descriptor; what does not apply, or is not known, is None or empty.
+    """One open file descriptor; fields not applicable or unknown are None or empty.
 
     `kind`: file, directory, pipe, fifo, socket, device, gpu, anon, deleted file, memfd, shm, unknown. `target`: the
-    path as the process sees it, or "pipe:[n]", "socket:[n]", "anon_inode:[eventpoll]". `mode`: "r", "w", "rw"; `flags`
-    as in open(2). `deleted`: it has no name any more. `position` and `size_bytes` of files. `silent`: its file system
-    did not answer. `gpu`: the minor number of an NVIDIA device, n of /dev/nvidia<n>. `ends`: who has the other end of a
-    pipe, FIFO or unix socket, this process included. `watches` of an epoll.
+    path as seen by the process, or "pipe:[n]", "socket:[n]", "anon_inode:[eventpoll]". `mode`: "r", "w", "rw"; `flags`
+    as in open(2). `deleted`: its name was removed. `position` and `size_bytes` of files. `silent`: its file system did
+    not answer. `gpu`: the minor number of an NVIDIA device, n of /dev/nvidia<n>. `ends`: processes with the other end
+    of a pipe, FIFO or unix socket, including this process. `watches` of an epoll.
     """
 
     fd: int
@@ -76,10 +76,10 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Descriptors:
-    """All of a process, by number. `unread`: why there are none: "denied", "gone", "no-proc" (not Linux), else "".
+    """All descriptors of a process, by number. `unread`: "denied", "gone", "no-proc" (not Linux), else "".
 
-    `hidden`: of so many processes the descriptors may not be read; ends that nobody seems to have may be theirs. None
-    if nobody was looked for.
+    `hidden`: the number of processes with unreadable descriptors, any of which may have an end not listed. None: not
+    counted.
     """
 
     descriptors: tuple[Descriptor, ...]
@@ -88,20 +88,20 @@ class Descriptors:
 
 
 class Look:
-    """One look at a machine: what its processes have in common is read once, when the first of them needs it."""
+    """A snapshot of a machine: tables shared by its processes are read once, at first use."""
 
     def __init__(self) -> None:
         self.tables = Tables()
         self.clocks: dict[int, float] = {}
-        """By processor: what its scheduler's clock is ahead of time.monotonic(), in seconds."""
+        """By processor: seconds its scheduler's clock is ahead of time.monotonic()."""
 
     def ends(self, link: str) -> tuple[End, ...]:
-        """List who has this open, by what /proc/PID/fd/N points to."""
+        """List the descriptors with this target in /proc/PID/fd/N."""
         return tuple(End(pid, fd, _mode(f"/proc/{pid}/fd/{fd}")) for pid, fd in self._everybody[0].get(link, ()))
 
     @property
     def hidden(self) -> int | None:
-        """Count the processes whose descriptors may not be read; None if there was no need to."""
+        """The number of processes with unreadable descriptors; None if not counted."""
         return self._everybody[1] if "_everybody" in vars(self) else None
 
     @cached_property
@@ -118,7 +118,7 @@ class Look:
 
 
 def descriptors(pid: int, look: Look | None = None, *, patience_s: float = PATIENCE_S) -> Descriptors:
-    """Read what a process has open. Give the same `look` for all processes that are read at the same time."""
+    """Read the descriptors of a process. Pass one `look` for all processes of a reading."""
     look = look or Look()
     links, unread = _links(pid)
     infos = {fd: machine.read_text(f"/proc/{pid}/fdinfo/{fd}") for fd in links}
@@ -132,12 +132,12 @@ def descriptors(pid: int, look: Look | None = None, *, patience_s: float = PATIE
 
 
 def wants(events: int) -> str:
-    """Put events of poll(2) or epoll_ctl(2) into letters, see Watch."""
+    """Encode events of poll(2) or epoll_ctl(2) as letters, see Watch."""
     return ("r" if events & _READABLE else "") + ("w" if events & _WRITABLE else "")
 
 
 def _links(pid: int) -> tuple[dict[int, str], str]:
-    """Read what descriptors point to: (by number, why there are none)."""
+    """Read the targets of descriptors: (by number, why none could be read)."""
     if not os.path.isdir("/proc/self"):
         return {}, "no-proc"
     try:
@@ -160,7 +160,7 @@ def _links(pid: int) -> tuple[dict[int, str], str]:
 def _ask_files(
     pid: int, links: dict[int, str], infos: dict[int, str], patience_s: float
 ) -> tuple[dict[int, os.stat_result], set[int]]:
-    """Ask files what they are, mount by mount: (answers, the descriptors on mounts that did not answer)."""
+    """Stat files, mount by mount: (results, descriptors on mounts that did not answer)."""
     mounts: dict[str, list[int]] = {}
     for fd, link in links.items():
         if link.startswith("/"):
@@ -175,13 +175,12 @@ def _stat_all(pid: int, fds: Iterable[int]) -> dict[int, os.stat_result]:
     for fd in fds:
         try:
             found[fd] = os.stat(f"/proc/{pid}/fd/{fd}")
-        except OSError:  # closed meanwhile, or a file server that has forgotten it
+        except OSError:  # closed meanwhile, or unknown to its file server
             continue
     return found
 
 
 def _describe(pid: int, fd: int, link: str, info: str, answer: os.stat_result | None) -> Descriptor:
-    """Tell what is known of the descriptor alone."""
     deleted = link.endswith(_DELETED) and (answer is None or answer.st_nlink == 0)
     target = link[: -len(_DELETED)] if deleted else link
     kind = _kind(target, answer, deleted=deleted)
@@ -217,7 +216,7 @@ def _kind(target: str, answer: os.stat_result | None, *, deleted: bool) -> str:
 
 
 def _connect(pid: int, descriptor: Descriptor, look: Look) -> Descriptor:
-    """Add what the rest of the machine knows: the socket, and who has the other end."""
+    """Add the socket, and the processes at the other end."""
     if descriptor.kind == "socket" and descriptor.inode is not None:
         known = look.tables.of(pid).sockets.get(descriptor.inode)
         if known is None:  # of another namespace, neither bound nor connected, or of a family without a table
@@ -232,7 +231,7 @@ def _connect(pid: int, descriptor: Descriptor, look: Look) -> Descriptor:
 
 
 def _protocol(pid: int, fd: int) -> str:
-    """Name the protocol of a socket that no table has: "tcp", "netlink", "packet"; empty if it is gone."""
+    """Name the protocol of a socket in no table: "tcp", "netlink", "packet"; empty if closed."""
     try:
         name = os.getxattr(f"/proc/{pid}/fd/{fd}", "system.sockprotoname")
     except OSError:
@@ -248,7 +247,7 @@ def _inode(link: str, info: str, answer: os.stat_result | None) -> int | None:
 
 
 def _mode(link: str) -> str:
-    """Tell by the rights of the link how it was opened; neither for O_PATH."""
+    """Derive the open mode from the link's permissions; empty for O_PATH."""
     try:
         rights = os.lstat(link).st_mode
     except OSError:

@@ -1,7 +1,7 @@
-"""An ELF file as facts: what it needs, where its loader looks, its build id, its sections. See elf(5).
+"""Facts of an ELF file: required libraries, the loader's search path, build id, sections. See elf(5).
 
-Read without any tool and without reading the file: only headers, tables and names, whatever its size. The file is not
-trusted: no offset or size in it makes us read beyond its end, or more than `_MOST_BYTES` in all.
+Reads only headers, tables and names, whatever the file's size, and without any tool. The file is not trusted: no offset
+or size in it makes us read beyond its end, or more than `_MOST_BYTES` in all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_SONAME, _DT_RPATH, _DT_RUNPATH = 0, 1, 5, 
 _NT_GNU_BUILD_ID = 3
 
 _MOST_BYTES = 16 << 20
-"""Of one file's tables and names; those of a library are some 10 kB, of the largest objects a few MB."""
+"""Limit for a file's tables and names: about 10 kB for a library, a few MB for the largest objects."""
 _MOST_DYNAMIC = 64 << 10
 _MOST_NOTES = 64 << 10
 _LONGEST_NAME = 64 << 10
@@ -38,7 +38,7 @@ _LONGEST_NAME = 64 << 10
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the file, in bytes from its beginning; `size` as the file says, which may lie."""
+    """A part of the file, in bytes from its beginning; `size` is unverified."""
 
     name: str
     offset: int
@@ -47,10 +47,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Elf:
-    """One program, library or object. What it does not have is empty.
+    """One program, library or object; missing parts are empty.
 
-    `machine` as uname(2) names it. `rpath` and `runpath` as written, with $ORIGIN. `build_id` in hexadecimal.
-    `sections` in the order of the file, without those that have no bytes in it; none of a file without section headers.
+    `machine` as named by uname(2). `rpath` and `runpath` as written, with $ORIGIN. `build_id` in hexadecimal.
+    `sections` in the order of the file, without those that occupy no bytes; empty without section headers.
     """
 
     machine: str
@@ -63,7 +63,7 @@ class Elf:
 
 
 class Malformed(Exception):
-    """A file that is not what it says: a piece lies outside it, or it wants to be read without end."""
+    """An inconsistent file: a piece outside it, or more to read than allowed."""
 
 
 class File:
@@ -71,7 +71,7 @@ class File:
 
     Raises:
         OSError: it cannot be opened or read, or is not a regular file (opening a pipe would wait for its writer).
-        ValueError: this is no path.
+        ValueError: not a valid path.
     """
 
     def __init__(self, path: str, most_bytes: int = _MOST_BYTES) -> None:
@@ -95,7 +95,7 @@ class File:
         os.close(self._fd)
 
     def at(self, offset: int, size: int) -> bytes:
-        """Read `size` bytes; Malformed if they are not all there."""
+        """Read `size` bytes; raises Malformed if the file ends before."""
         if offset + size > self.size:
             raise Malformed
         self.spend(size)
@@ -115,7 +115,7 @@ class File:
         raise Malformed
 
     def spend(self, size: int) -> None:
-        """Count bytes that are kept; Malformed if they are too many for one file."""
+        """Count bytes read; raises Malformed above the limit for one file."""
         self._left -= size
         if self._left < 0:
             raise Malformed
@@ -123,8 +123,6 @@ class File:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A line of the program headers: where a piece of the file lies in memory."""
-
     kind: int
     offset: int
     address: int
@@ -132,7 +130,7 @@ class _Segment:
 
 
 def read(path: str) -> Elf | None:
-    """Read a file; None if it is no ELF file of 64 bits for x86_64 or aarch64, or cut off, or not ours to read."""
+    """Read a file; None if it is not a 64-bit ELF file for x86_64 or aarch64, is truncated, or not readable."""
     try:
         with File(path) as file:
             return _elf(file)
@@ -149,7 +147,7 @@ def _elf(file: File) -> Elf:
         raise Malformed
     mapped = [_segment(row) for row in _SEGMENT.iter_unpack(file.at(segments_at, segments * _SEGMENT.size))]
     sections = tuple(_sections(file, sections_at, count, names)) if sections_at else ()
-    # A file of debug information may have the segments of its program, but not their bytes (eu-strip makes it so).
+    # A file of debug information may have its program's segments without their bytes (made by eu-strip).
     has_dynamic = not sections or any(section.name == ".dynamic" for section in sections)
     linked = _linked(file, mapped) if has_dynamic else {}
     return Elf(
@@ -169,7 +167,7 @@ def _segment(row: tuple[int, ...]) -> _Segment:
 
 
 def _sections(file: File, at: int, count: int, names: int) -> Iterator[Section]:
-    """List the sections; counts that do not fit into the file's header stand in the first section."""
+    """List the sections; counts too large for the file header are in the first section."""
     first = _SECTION.unpack(file.at(at, _SECTION.size))
     rows = file.at(at, (count or first[5]) * _SECTION.size)
     names = (first[6] if names == _SHN_XINDEX else names) * _SECTION.size
@@ -187,7 +185,7 @@ def _sections(file: File, at: int, count: int, names: int) -> Iterator[Section]:
 
 
 def _linked(file: File, mapped: list[_Segment]) -> dict[int, list[str]]:
-    """Read the strings of the dynamic section by their tag: of the program headers, which no strip takes away."""
+    """Read the strings of the dynamic section by tag; located by the program headers, which survive any strip."""
     found: dict[int, list[str]] = {}
     tags = [tag for segment in mapped if segment.kind == _PT_DYNAMIC for tag in _dynamic(file, segment)]
     strings = dict(tags).get(_DT_STRTAB, 0)
@@ -198,7 +196,6 @@ def _linked(file: File, mapped: list[_Segment]) -> dict[int, list[str]]:
 
 
 def _dynamic(file: File, segment: _Segment) -> Iterator[tuple[int, int]]:
-    """List tags and values up to DT_NULL."""
     data = file.at(segment.offset, min(segment.size, _MOST_DYNAMIC) // _DYNAMIC.size * _DYNAMIC.size)
     for tag, value in _DYNAMIC.iter_unpack(data):
         if tag == _DT_NULL:
@@ -207,7 +204,7 @@ def _dynamic(file: File, segment: _Segment) -> Iterator[tuple[int, int]]:
 
 
 def _in_file(address: int, mapped: list[_Segment]) -> int:
-    """Tell where in the file lies what is at an address when it is loaded."""
+    """Return the file offset for an address in memory."""
     for segment in mapped:
         if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.size:
             return segment.offset + address - segment.address
@@ -215,12 +212,12 @@ def _in_file(address: int, mapped: list[_Segment]) -> int:
 
 
 def _folders(written: list[str] | None) -> tuple[str, ...]:
-    # Of several the loader takes the last, and an empty one is none.
+    # The loader uses the last of several, and ignores an empty one.
     return tuple(written[-1].split(":")) if written and written[-1] else ()
 
 
 def _build_id(file: File, mapped: list[_Segment], sections: tuple[Section, ...]) -> str:
-    """Find the build id: in its section, or where there are none in the segments of notes."""
+    """Find the build id: in its section, or without sections in the note segments."""
     places = [(section.offset, section.size) for section in sections if section.name == ".note.gnu.build-id"]
     if not sections:
         places = [(segment.offset, segment.size) for segment in mapped if segment.kind == _PT_NOTE]
@@ -232,7 +229,7 @@ def _build_id(file: File, mapped: list[_Segment], sections: tuple[Section, ...])
 
 
 def _notes(data: bytes) -> Iterator[tuple[bytes, int, bytes]]:
-    """List owner, type and content of notes, which are padded to 4 bytes; sizes of those padded to 8 need none."""
+    """List owner, type and content of notes, padded to 4 bytes; sizes in those padded to 8 need no padding."""
     at = 0
     while at + _NOTE.size <= len(data):
         owner_size, size, kind = _NOTE.unpack_from(data, at)

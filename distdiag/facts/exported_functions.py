@@ -21,10 +21,10 @@ _SECTION = struct.Struct("<4xI16xQQI20x")
 _SYMBOL = struct.Struct("<IBxHQQ")
 _READABLE = b"\x7fELF\x02\x01\x01"  # 64 bits, little endian, version 1
 _PT_LOAD, _SHT_DYNSYM = 1, 11
-_CODE = (0, 2, 10)  # STT_NOTYPE, as assemblers write it by themselves; STT_FUNC, STT_GNU_IFUNC
+_CODE = (0, 2, 10)  # STT_NOTYPE, as assemblers use by default; STT_FUNC, STT_GNU_IFUNC
 
 Identity = tuple[int, int, int, int]
-"""Device, inode, size and modification time: the key under which a file's content may be remembered."""
+"""Device, inode, size and modification time: the cache key for a file's content."""
 _known: dict[Identity, Functions] = {}
 
 
@@ -50,7 +50,7 @@ class Functions:
         self._begins = [begin for begin, *_ in self._extents]
 
     def name(self, offset: int) -> str:
-        """Return the function that has its code at this offset; "" for code of no exported function."""
+        """Return the function with its code at this offset; "" if it is not exported."""
         for begin, address, size in self._loaded:
             if begin <= offset < begin + size:
                 index = bisect_right(self._begins, offset - begin + address) - 1
@@ -60,7 +60,7 @@ class Functions:
 
 
 def of_file(path: str) -> Functions:
-    """Return the functions of a file, read once per content. Raises as `Functions` does."""
+    """Return the functions of a file, read once per content. Raises like `Functions`."""
     key = identity(path)
     if key not in _known:
         _known[key] = Functions(path)
@@ -68,7 +68,7 @@ def of_file(path: str) -> Functions:
 
 
 def _extents(file: elf.File, sections: list[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, str]]:
-    """List (begin, end, name): of aliases such as pncclCommInitRank and ncclCommInitRank the shortest name."""
+    """List (begin, end, name); for aliases such as pncclCommInitRank and ncclCommInitRank the shortest name."""
     for kind, offset, size, strings in sections:
         if kind != _SHT_DYNSYM or strings >= len(sections):
             continue
@@ -84,6 +84,6 @@ def _extents(file: elf.File, sections: list[tuple[int, int, int, int]]) -> Itera
                     by_begin[begin] = (section, length, name)
         following: dict[int, int] = {}
         for begin, (section, length, name) in sorted(by_begin.items(), reverse=True):
-            # Assemblers may leave out the size: such a function extends to the next one of its section.
+            # Assemblers may omit the size: such a function extends to the next one of its section.
             yield begin, begin + length if length else following.get(section, begin), name
             following[section] = begin

@@ -1,6 +1,6 @@
-"""File systems as facts: how full they are, and which do not answer. Each is asked on a thread of its own.
+"""Free space of file systems, each queried on a separate thread with a deadline.
 
-A mount whose server is gone blocks whoever asks for it, often for ever: it costs its own deadline, and is named.
+A mount whose server died blocks every caller, often forever: it only loses its own result, and is named.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _NETWORK = (
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "wekafs", "glusterfs", "pvfs2", "orangefs"),
     *("afs", "9p", "virtiofs", "fuse", "fuseblk", "panfs"),
 )
-"""Types whose files lie elsewhere, or that a program serves: /proc/mounts, third column."""
+"""Types with remote files, or served by a program: /proc/mounts, third column."""
 _NO_FILES = ("fuse.lxcfs", "fuse.portal", "fuse.gvfsd-fuse", "fuse.snapfuse")
 _MOST_MOUNTS = 64
 NO_ANSWER = "no answer"
-"""What `error` begins with where a file system did not answer in time."""
+"""Prefix of `error` for a file system that did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """A file system: bytes in all and free for users, and inodes (0: it does not count them).
+    """A file system: total bytes, bytes free for users, and inodes (0: not counted).
 
-    `kind` and `source` as in /proc/mounts, empty where they are not known. `error`: why it could not be read.
+    `kind` and `source` as in /proc/mounts, empty if unknown. `error`: why it could not be read.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Mount:
 
 
 def spaces(paths: Iterable[str], *, patience_s: float) -> list[Space]:
-    """Read the file systems of paths, all at the same time; what does not answer within the time says so."""
+    """Read the file systems of paths in parallel; `error` marks those late."""
     wanted = list(dict.fromkeys(paths))
     table = mounts()
     found, late = deadlines.together({path: partial(_read, path) for path in wanted}, patience_s=patience_s)
@@ -65,24 +65,24 @@ def spaces(paths: Iterable[str], *, patience_s: float) -> list[Space]:
 
 
 def network_mounts() -> list[str]:
-    """List where file systems are mounted whose files lie elsewhere."""
+    """List the mount points of network file systems."""
     return [mount.path for mount in mounts() if is_network(mount)][:_MOST_MOUNTS]
 
 
 def is_network(mount: Mount) -> bool:
-    """Return whether its files lie elsewhere, or a program serves them."""
+    """Return whether its files are remote, or served by a program."""
     return mount.kind.partition(".")[0] in _NETWORK and mount.kind not in _NO_FILES
 
 
 def mounts() -> list[Mount]:
-    """Read /proc/self/mounts, the last of two on one path alone. No file system is asked."""
+    """Read /proc/self/mounts, keeping the last mount on a path. No file system is accessed."""
     lines = (line.split(" ") for line in machine.read_text("/proc/self/mounts").splitlines())
     found = {_plain(words[1]): Mount(_plain(words[0]), _plain(words[1]), words[2]) for words in lines if len(words) > 3}
     return list(found.values())
 
 
 def useful_folders(environment: Mapping[str, str]) -> list[str]:
-    """List the folders that every job writes to: for temporary files, the home, and caches that variables name."""
+    """List the folders that every job writes to: for temporary files, the home, and caches named by variables."""
     home = environment.get("HOME") or os.path.expanduser("~")
     named = (
         *("TMPDIR", "XDG_CACHE_HOME", "TORCH_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"),
@@ -111,7 +111,7 @@ def _read(path: str) -> Space:
 
 
 def _with_mount(space: Space, table: list[Mount]) -> Space:
-    """Add what is mounted there, by the longest path above it: symbolic links are not followed, which may block."""
+    """Add the mount, by the longest parent path: without resolving symbolic links, which may block."""
     above = [
         mount for mount in table if space.path == mount.path or space.path.startswith(mount.path.rstrip("/") + "/")
     ]
@@ -122,5 +122,4 @@ def _with_mount(space: Space, table: list[Mount]) -> Space:
 
 
 def _plain(text: str) -> str:
-    """Undo the octal escapes of /proc/mounts."""
     return text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")

@@ -1,7 +1,7 @@
-"""What nvidia-smi says of the health of each GPU: errors of its memory, clocks held down, NVLinks, who uses it.
+"""Health of each GPU by nvidia-smi: memory errors, throttled clocks, NVLinks, processes.
 
-`nvidia-smi -q` is a tree of "name : value" by indentation; the names of some branches changed over the years ("Clocks
-Throttle Reasons" became "Clocks Event Reasons"). What a driver or a GPU does not have is None or empty here.
+`nvidia-smi -q` is a tree of "name : value" by indentation; some branches were renamed over the years ("Clocks Throttle
+Reasons" became "Clocks Event Reasons"). Values missing in a driver or a GPU are None or empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SLOW_REASONS = ("HW Slowdown", "HW Thermal Slowdown", "HW Power Brake Slowdown"
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process on a GPU. `kind`: C computes, G draws. `user` is empty where it is not to be seen."""
+    """A process on a GPU. `kind`: C computes, G draws. `user` is empty if not visible."""
 
     pid: int
     name: str
@@ -39,14 +39,14 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """One GPU, in nvidia-smi's order, which is that of the PCI bus.
+    """One GPU, in nvidia-smi's order, that of the PCI bus.
 
     `uncorrectable` and `correctable`: memory errors since the driver was loaded or the GPU was reset. `slowdowns`:
-    reasons that hold its clocks down now. `inactive_links`: NVLinks that are down, of `links`. `link_errors`:
-    recoveries and replays of NVLinks, by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`:
-    packets sent again since the reset. `recovery`: what the driver wants done ("None", "Reset").
-    `clique`: the GPUs of several nodes that share memory over NVLink.
-    `broken`: what nvidia-smi says instead of the values ("GPU is lost").
+    active reasons for throttling. `application_clock_mhz`: the limit of `nvidia-smi -ac`; `busy_percent`: share of time
+    in kernels. `inactive_links`: NVLinks that are down, of `links`. `link_errors`: recoveries and replays of NVLinks,
+    by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`: retransmitted packets since the reset.
+    `recovery`: the action requested by the driver ("None", "Reset"). `clique`: the GPUs of several nodes that share
+    memory over NVLink. `broken`: nvidia-smi's text in place of values ("GPU is lost").
     """
 
     index: int
@@ -75,6 +75,8 @@ class GpuHealth:
     pcie_replays: int | None = None
     clock_mhz: int | None = None
     max_clock_mhz: int | None = None
+    application_clock_mhz: int | None = None
+    busy_percent: int | None = None
     power_w: float | None = None
     fabric: str = ""
     clique: str = ""
@@ -87,7 +89,7 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """All GPUs of a node. `error`: why there are none of them; `driver` as nvidia-smi tells it."""
+    """All GPUs of a node. `error`: why none could be read; `driver`: its version from nvidia-smi."""
 
     gpus: tuple[GpuHealth, ...] = ()
     driver: str = ""
@@ -95,7 +97,7 @@ class Health:
 
 
 def read(timeout_s: float, *, users: bool = True) -> Health:
-    """Ask nvidia-smi; with `users`, also of whom the processes are. Never raises."""
+    """Query nvidia-smi, with `users` also the owners of the processes. Never raises."""
     try:
         done = programs.run(["nvidia-smi", "-q"], timeout_s=timeout_s)
     except programs.CannotRun:
@@ -114,7 +116,7 @@ def read(timeout_s: float, *, users: bool = True) -> Health:
 
 
 def parse(text: str) -> Health:
-    """Parse what `nvidia-smi -q` prints."""
+    """Parse the output of `nvidia-smi -q`."""
     driver, gpus = "", []
     blocks: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
@@ -131,7 +133,7 @@ def parse(text: str) -> Health:
 
 
 def _tree(lines: list[str]) -> Tree:
-    """Make a tree of the indentation; of two branches of one name, as of several processes, a list of branches."""
+    """Build a tree by indentation; branches of one name, such as several processes, become a list."""
     root: Tree = {}
     above: list[tuple[int, Tree]] = [(-1, root)]
     for line in lines:
@@ -207,6 +209,8 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
         pcie_replays=_number(_value(tree, "PCI", "Replays Since Reset")),
         clock_mhz=_number(_value(tree, "Clocks", "SM")),
         max_clock_mhz=_number(_value(tree, "Max Clocks", "SM")),
+        application_clock_mhz=_number(_value(tree, "Applications Clocks", "Graphics")),
+        busy_percent=_number(_value(tree, "Utilization", "Gpu") or _value(tree, "Utilization", "GPU")),
         power_w=_watts(_value(power, "Power Draw") or _value(power, "Average Power Draw")),
         fabric=f"{state}, {status}" if state and status else state,
         clique=_clique(_branch(tree, "Fabric")),
@@ -216,18 +220,18 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
 
 
 def _clique(fabric: Tree) -> str:
-    """Return which GPUs can share memory over NVLink: the cluster's UUID and the clique in it; empty on one node."""
+    """Return the group of GPUs that can share memory over NVLink: cluster UUID and clique; empty on one node."""
     cluster, clique = _value(fabric, "ClusterUUID"), _value(fabric, "CliqueId")
     return f"{cluster}/{clique}" if cluster.strip("0-") else ""
 
 
 def _old_recovery(tree: Tree) -> str:
-    """Read the words that drivers before 565 have for it."""
+    """Translate the wording of drivers before 565."""
     return "Reset" if _value(tree, "GPU Reset Status", "Reset Required") == "Yes" else ""
 
 
 def _processes(tree: Tree) -> tuple[GpuProcess, ...]:
-    """Read the processes, whose lines lie beside each other: Process ID, Type, Name, Used GPU Memory."""
+    """Read the processes, whose fields are siblings: Process ID, Type, Name, Used GPU Memory."""
     found = []
     for entry in _branch(tree, "Processes").get("Process ID", []):
         pid = _number(str(entry[""]))
@@ -238,7 +242,7 @@ def _processes(tree: Tree) -> tuple[GpuProcess, ...]:
 
 
 def _with_users(health: Health) -> Health:
-    from distdiag.facts import procs  # which a rank does not carry
+    from distdiag.facts import procs  # a module not sent to ranks
 
     def user(pid: int) -> str:
         number = procs.owner(pid)
@@ -254,7 +258,7 @@ def _with_users(health: Health) -> Health:
 
 
 def with_links(health: Health, status: str, errors: str) -> Health:
-    """Add what `nvidia-smi nvlink -s` and `-e` print."""
+    """Add the output of `nvidia-smi nvlink -s` and `-e`."""
     links, counts = _links(status), _link_errors(errors)
     gpus = []
     for gpu in health.gpus:
@@ -273,13 +277,13 @@ def _links(text: str) -> dict[int, dict[int, str]]:
             own = found.setdefault(int(gpu[1]), {})
         elif (link := _LINK.match(line)) is not None:
             own[int(link[1])] = link[2].strip()
-        elif "all links are inactive" in line.lower():  # a GPU of a machine that has NVLink
+        elif "all links are inactive" in line.lower():  # a GPU of a machine with NVLink
             own[0] = "inactive"
     return found
 
 
 def _link_errors(text: str) -> dict[int, dict[str, int]]:
-    """Read the counters that are not zero; in newer drivers the link stands on a line of its own."""
+    """Read the counters above zero; newer drivers print the link on a separate line."""
     found: dict[int, dict[str, int]] = {}
     own: dict[str, int] = {}
     link = "?"

@@ -1,7 +1,7 @@
 """Load of each GPU of a node: utilization, power, memory and processes, read from the vendor's tool.
 
-nvidia-smi is asked first, then amd-smi, then rocm-smi; the first one that lists a GPU counts. Some Radeon GPUs still
-report 100 % after their work has ended (ROCm#6530).
+Tries nvidia-smi, amd-smi, then rocm-smi, and uses the first that lists a GPU. Some Radeon GPUs still report 100 % after
+their work has ended (ROCm#6530).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MIG_LINE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
 @dataclass(frozen=True)
 class GpuUse:
-    """One GPU. `busy_percent` and `power_w` have one entry per reading, None for a value that the tool lacks.
+    """One GPU. `busy_percent` and `power_w` have one entry per reading, None for a value missing in the tool.
 
-    `pids` as the tool numbers them, the one with the most GPU memory first; in a container these may be the host's.
+    `pids` as numbered by the tool, the largest user of GPU memory first; in a container these may be the host's.
     """
 
     index: int
@@ -61,7 +61,7 @@ class _Failed(Exception):
 
 @dataclass(frozen=True)
 class _Tool:
-    """`sample` takes one reading; `add_rest` adds limits and processes, which one query answers for all readings."""
+    """`sample` takes one reading; `add_rest` adds limits and processes, with one query for all readings."""
 
     sample: Callable[[], GpuReadings]
     add_rest: Callable[[tuple[GpuUse, ...]], tuple[GpuUse, ...]]
@@ -102,7 +102,7 @@ def _read(tool: _Tool, readings: int, interval_s: float) -> GpuReadings:
 
 
 def _joined(gpus: Iterable[GpuUse], again: Iterable[GpuUse]) -> tuple[GpuUse, ...]:
-    """Append a reading. A GPU that it lacks, because it fell off the bus in between, gets None."""
+    """Append a reading; None for a GPU missing in it, which fell off the bus in between."""
     later = {gpu.index: gpu for gpu in again}
     joined = []
     for gpu in gpus:
@@ -119,7 +119,6 @@ def _ask(*argv: str) -> programs.Done:
 
 
 def _complaint(done: programs.Done, tool: str, lines: Iterable[str]) -> str:
-    """Return a failed tool's last line, else its exit status."""
     words = [line.strip() for line in (*lines, *done.stderr.decode("utf-8", "replace").splitlines()) if line.strip()]
     return f"{tool}: {printable(words[-1][:_LONGEST_ERROR])}" if words else f"{tool} ended with status {done.status}"
 
@@ -161,7 +160,7 @@ def _nvidia_users(gpus: tuple[GpuUse, ...]) -> tuple[GpuUse, ...]:
 
 
 def _mig_parents() -> dict[str, str]:
-    """Read from `nvidia-smi -L` the GPU of each MIG device, by UUID."""
+    """Read the GPU of each MIG device from `nvidia-smi -L`, by UUID."""
     parents: dict[str, str] = {}
     gpu = ""
     for line in _ask("nvidia-smi", "-L").stdout.decode("utf-8", "replace").splitlines():
@@ -173,7 +172,7 @@ def _mig_parents() -> dict[str, str]:
 
 
 def _sample_amd() -> GpuReadings:
-    """Ask amd-smi; its "MB" are MiB. Up to ROCm 6 the answer is a list, later an object with that list."""
+    """Query amd-smi, whose "MB" are MiB. Up to ROCm 6 the answer is a list, later an object with that list."""
     gpus = []
     for entry in _entries(_json("amd-smi", "metric", "--usage", "--power", "--mem-usage", "--json")):
         busy, memory = _first(entry, "usage.gfx_activity"), _first(entry, "mem_usage.used_vram")
@@ -197,7 +196,7 @@ def _amd_rest(gpus: tuple[GpuUse, ...]) -> tuple[GpuUse, ...]:
     for entry in _entries(_json("amd-smi", "process", "--json")):
         for each in entry.get("process_list") or ():
             process = each.get("process_info") if isinstance(each, dict) else None
-            pid = _first(process, "pid")  # "No running processes detected" stands for none
+            pid = _first(process, "pid")  # "No running processes detected" means none
             if pid is not None:
                 memory = _first(process, "memory_usage.vram_mem", "mem_usage") or 0.0
                 users.setdefault(entry["gpu"], {})[int(pid)] = memory
@@ -205,7 +204,7 @@ def _amd_rest(gpus: tuple[GpuUse, ...]) -> tuple[GpuUse, ...]:
 
 
 def _sample_rocm() -> GpuReadings:
-    """Ask rocm-smi, which lists processes without their GPU: `pids` stays empty."""
+    """Query rocm-smi, which lists processes without their GPU: `pids` stays empty."""
     shown = _json("rocm-smi", "--showuse", "--showpower", "--showmaxpower", "--showmeminfo", "vram", "--json")
     gpus = []
     for name, card in shown.items() if isinstance(shown, dict) else ():
@@ -250,7 +249,7 @@ def _entries(shown: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
 
 
 def _first(entry: Any, *paths: str) -> float | None:  # noqa: ANN401 - JSON
-    """Return the number at the first of these dotted paths that has one."""
+    """Return the first number at these dotted paths."""
     for path in paths:
         value = entry
         for name in path.split("."):

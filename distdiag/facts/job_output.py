@@ -1,4 +1,4 @@
-"""Where the output of a job goes: what the descriptors 1 and 2 of its processes point to, through pipes too."""
+"""Files written by a job: the targets of its processes' descriptors 1 and 2, also through pipes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BAR = re.compile(
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A regular file that processes of a job write to. `rank`: who does, if that is one rank alone."""
+    """A regular file that a job writes to. `rank`: its only writer, if a single rank."""
 
     path: str
     open_as: str
@@ -34,7 +34,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Bar:
-    """The last progress bar in the output of a rank. `left_s`: how long still at this rate; `age_s`: of the file."""
+    """The last progress bar in a rank's output. `left_s`: remaining time at this rate; `age_s`: of the file."""
 
     rank: int | None
     path: str
@@ -48,7 +48,7 @@ class Bar:
 
 
 def find(ranks: Mapping[int, int | None], launchers: Iterable[int]) -> tuple[list[OutputFile], list[str]]:
-    """Find the files that ranks (by pid) and launchers write to, and what else their output goes to, in words."""
+    """Find the files that ranks (by pid) and launchers write to, and descriptions of their other outputs."""
     owners: dict[tuple[int, int], list[int]] = {}
     names: dict[tuple[int, int], tuple[str, str]] = {}
     elsewhere: dict[str, None] = {}
@@ -90,12 +90,12 @@ def _file(named: tuple[str, str], pids: list[int], ranks: Mapping[int, int | Non
         there, here = os.stat(path), os.stat(link)
         same = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
     except OSError:
-        same = False  # deleted since, or another file system's: the descriptor still leads to it
+        same = False  # deleted since, or on another file system: the descriptor still works
     return OutputFile(path, path if same else link, rank)
 
 
 def _readers(pipe: str) -> Iterator[int]:
-    """Find the processes whose standard input is this pipe: a tee, or a logger."""
+    """Find the processes with this pipe as standard input: a tee, or a logger."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -136,12 +136,12 @@ def sizes(files: Iterable[OutputFile]) -> dict[str, int]:
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the paths that grew between two calls of `sizes`. Repeated warnings grow a file as progress does."""
+    """Return the paths that grew between two calls of `sizes`; repeated warnings count as growth."""
     return tuple(path for path, size in after.items() if size > before.get(path, size))
 
 
 def last_bar(file: OutputFile, now_s: float) -> Bar | None:
-    """Find the last progress bar at the end of a file; None if there is none."""
+    """Find the last progress bar at the end of a file; None without one."""
     try:
         with open(os.open(file.open_as, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as data:
             status = os.fstat(data.fileno())
@@ -168,7 +168,6 @@ def last_bar(file: OutputFile, now_s: float) -> Bar | None:
 
 
 def _seconds(text: str) -> float:
-    """Parse "01:30" or "1:02:03"."""
     total = 0.0
     for part in text.split(":"):
         total = total * 60 + (int(part) if part.isdigit() else 0)

@@ -1,4 +1,4 @@
-"""What the kernel of one node says of a job: OOM kills, Xid, links, D states, data nobody acknowledges."""
+"""Kernel evidence on one node for a job: OOM kills, Xid, links, D states, unacknowledged data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RECORD = 8192
 _MOST_LINES = 40
 _MOST_RECORDS = 100_000
 _RETRANSMITS = 3
-"""A segment that was sent so often again, each time after twice the pause, has been lost for seconds."""
+"""With the pause doubled each time, this many retransmissions take seconds."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class KernelLine:
 
 @dataclass(frozen=True)
 class Unacknowledged:
-    """A TCP connection of a process whose peer does not acknowledge: bytes in flight, and how often sent again."""
+    """A TCP connection whose peer does not acknowledge: bytes in flight, and number of retransmissions."""
 
     pid: int
     local: str
@@ -48,7 +48,7 @@ class Unacknowledged:
 
 @dataclass(frozen=True)
 class KernelSigns:
-    """What was read. `oom_kills` by cgroup of the job; `log_error`: why the log was not read."""
+    """The results. `oom_kills` by cgroup of the job; `log_error`: why the log was not read."""
 
     lines: tuple[KernelLine, ...] = ()
     log_error: str = ""
@@ -57,7 +57,7 @@ class KernelSigns:
 
 
 def read(pids: Sequence[int], kernel: Patterns, *, since_s: float) -> KernelSigns:
-    """Read all of it for some processes. Kernel lines older than `since_s` seconds are left out. Never raises."""
+    """Read all evidence for some processes; kernel lines of the last `since_s` seconds only. Never raises."""
     lines, log_error = kernel_log(kernel, since_s)
     return KernelSigns(
         lines=lines,
@@ -68,7 +68,7 @@ def read(pids: Sequence[int], kernel: Patterns, *, since_s: float) -> KernelSign
 
 
 def kernel_log(kernel: Patterns, since_s: float, *, most: int = _MOST_LINES) -> tuple[tuple[KernelLine, ...], str]:
-    """Read the newest lines of the kernel's log that say something, none older than `since_s`; or why it fails."""
+    """Read the newest matching lines of the kernel's log, none older than `since_s`, or return the error."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -90,11 +90,11 @@ def _records(descriptor: int) -> Iterator[str]:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            continue  # records were overwritten while we read: the next read begins at the oldest left
+            continue  # records were overwritten during the read: the next read starts at the oldest left
 
 
 def parse(record: str, kernel: Patterns) -> KernelLine | None:
-    """Parse a record of /dev/kmsg, "6,1234,5678901,-;text"; None for what says nothing of a hang."""
+    """Parse a record of /dev/kmsg, "6,1234,5678901,-;text"; None if it matches no row."""
     head, _, text = record.partition(";")
     text = text.partition("\n")[0]
     found = kernel.first(text)
@@ -109,7 +109,7 @@ def parse(record: str, kernel: Patterns) -> KernelLine | None:
 
 
 def _oom_kills(pids: Iterable[int]) -> tuple[tuple[str, int], ...]:
-    """Read how often the kernel killed for lack of memory in the cgroups of processes; those where it never did too."""
+    """Read the OOM kills of the processes' cgroups, zeros included."""
     found: dict[str, int] = {}
     for pid in pids:
         for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines():
@@ -127,7 +127,7 @@ def _oom_kills(pids: Iterable[int]) -> tuple[tuple[str, int], ...]:
 
 
 def _unacknowledged(pids: Iterable[int]) -> Iterator[Unacknowledged]:
-    """Find connections with data in flight that was sent again and again (columns of proc(5), /proc/net/tcp)."""
+    """Find connections with data retransmitted repeatedly (columns of proc(5), /proc/net/tcp)."""
     tables: dict[str, dict[str, list[str]]] = {}
     for pid in pids:
         namespace = machine.network_namespace(pid)
@@ -159,7 +159,7 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(text: str) -> str:
-    """Format an IPv4 address as the kernel writes it, "0100007F:1F90"; of IPv6 the port alone."""
+    """Format an IPv4 address of the kernel, "0100007F:1F90"; for IPv6 only the port."""
     address, _, port = text.partition(":")
     if len(address) != 8:
         return f"port {int(port, 16)}"

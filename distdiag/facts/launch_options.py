@@ -25,6 +25,10 @@ _FLAGS = (
     *("use_fsdp", "use_megatron_lm", "quiet", "debug", "use_cpu", "use_xpu", "same_network", "enable_cpu_affinity"),
 )
 """Options without a value; of any other unknown option the next word is its value, unless it looks like the script."""
+_MPIRUN = ("mpirun", "mpiexec", "orterun", "prterun")
+_SPREAD = {"--map-by", "-map-by", "-bynode", "--bynode", "-npernode", "-N", "-ppn", "-perhost", "-rr", "--rankfile"}
+"""Options of mpirun after which nodes are not filled one after another."""
+_MOST_BYTES = 1 << 20
 _ACCELERATE = {
     "num_machines": "nnodes",
     "machine_rank": "node_rank",
@@ -156,6 +160,41 @@ def _split(endpoint: str, port: int) -> tuple[str, int]:
     if match is None:
         return endpoint, port
     return match[1] or match[3] or "", int(match[2] or match[4] or port)
+
+
+def is_mpirun(words: Sequence[str]) -> bool:
+    """Return whether a command line is that of Open MPI's or MPICH's launcher."""
+    return os.path.basename(words[0]).partition(".")[0] in _MPIRUN if words else False
+
+
+def mpi_hosts(words: Sequence[str], folder: str) -> tuple[str, ...]:
+    """Return the nodes that mpirun fills with its ranks, by --host or a hostfile; none where their slots leave a doubt.
+
+    Open MPI and MPICH fill node after node. `folder`: of a relative hostfile.
+    """
+    pairs = [(word.lstrip("-"), value) for word, value in zip(words, words[1:]) if word.startswith("-")]
+    options = dict(reversed(pairs))  # the program's own come after mpirun's
+    count = next((number(options[name]) for name in ("np", "n", "c") if name in options), None)
+    named = next((options[name] for name in ("host", "H", "hosts") if name in options), "")
+    file = next((options[name] for name in ("hostfile", "machinefile", "f") if name in options), "")
+    found: list[str] = []
+    filled = 0
+    for line in named.split(",") if named else _lines(os.path.join(folder, file)) if file else ():
+        match = re.fullmatch(r"([\w.-]+)(?::(\d+)|\s+slots\s*=\s*(\d+))?.*", line.partition("#")[0].strip())
+        slots = number(match[2] or match[3] or ("1" if named else "")) if match is not None else None
+        if match is None or slots is None or count is None or set(words) & _SPREAD:
+            return ()
+        found += [match[1]] if filled < count else []
+        filled += slots
+    return tuple(dict.fromkeys(found))
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return [line for line in file.read(_MOST_BYTES).splitlines() if line.partition("#")[0].strip()]
+    except OSError:
+        return []
 
 
 def number(text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The C library by ctypes, for calls that Python's os module lacks."""
+"""The C library by ctypes, for calls missing in Python's os module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def load() -> ctypes.CDLL:
-    """Load it, with errno kept per thread. Raises OSError (ENOSYS) where Python was built without ctypes."""
+    """Load it, with errno kept per thread. Raises OSError (ENOSYS) if Python was built without ctypes."""
     try:
         import ctypes
     except ImportError as error:

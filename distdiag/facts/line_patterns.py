@@ -1,4 +1,4 @@
-"""Which known line a text is: patterns in their order of trust, each tried only on texts with one of its words."""
+"""Matcher of known lines: patterns in order of trust, each tried only on texts with one of its words."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _SHAPED = 400  # characters
 _NUMBER = re.compile(r"\d+")
 _EMPTY = re.compile(r"[\r\n]*")
 _GROUP = 200  # characters
-_AHEAD = 1024  # characters of the following lines: a sentence may end there, but not begin
-_BLOCK = 8192  # characters, and then to the end of the line
-_LONGEST = 1 << 16  # a longer line is cut: it is none that a person reads
+_AHEAD = 1024  # characters of the following lines, where a match may end, but not start
+_BLOCK = 8192  # characters, then to the end of the line
+_LONGEST = 1 << 16  # longer lines are cut: not written for people
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A known line: `words`, one of which is on each text that fits."""
+    """A known line: every matching text contains one of `words`."""
 
     id: str
     form: re.Pattern[str]
     words: tuple[str, ...]
 
     def may_fit(self, text: str) -> bool:
-        """Return whether a text has one of the words."""
+        """Return whether a text contains one of the words."""
         return any(word in text for word in self.words)
 
 
 class Patterns:
-    """The one matcher of known lines: of a single line or message (`first`), or of each line of a text (`lines`).
+    """The matcher of known lines: of a single line or message (`first`), or of each line of a text (`lines`).
 
-    Rows are (id, regular expression, words), the most trusted first: the first row that fits a line owns it.
+    Rows are (id, regular expression, words), the most trusted first; the first matching row wins.
     """
 
     def __init__(self, rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
@@ -44,10 +44,10 @@ class Patterns:
         self._by_shape: dict[str, list[Pattern]] = {}
 
     def first(self, text: str, may: Callable[[str], bool] | None = None) -> tuple[str, dict[str, str]] | None:
-        """Return the id and the groups of the first row that fits. Groups of one name are numbered: error, error2.
+        """Return the id and the groups of the first matching row. Repeated group names are numbered: error, error2.
 
         Args:
-            may: which ids count, all by default.
+            may: filter of ids.
         """
         for pattern in self._of_shape(text):
             if (may is None or may(pattern.id)) and (match := pattern.form.search(text)) is not None:
@@ -55,7 +55,7 @@ class Patterns:
         return None
 
     def _of_shape(self, text: str) -> list[Pattern]:
-        """Return the rows with a word in a text. Lines of a log differ in numbers mostly: their rows are kept."""
+        """Return the rows with a word in a text, cached by shape: lines of a log mostly differ in numbers."""
         if len(text) > _SHAPED:
             return [pattern for pattern in self._all if pattern.may_fit(text)]
         shape = _NUMBER.sub("#", text)
@@ -67,9 +67,9 @@ class Patterns:
         return found
 
     def lines(self, text: str) -> Iterator[tuple[str, int, re.Match[str]]]:
-        """Yield (id, offset, match) for each line of a text that a row owns; a match may end in later lines.
+        """Yield (id, offset of the match, match) for each matching line; a match may end in later lines.
 
-        The offset is that of the match. A block without any of the words costs no more than the search for them.
+        A block without any of the words costs only the search for them.
         """
         start = 0
         while start < len(text):
@@ -86,13 +86,13 @@ class Patterns:
 
 
 def _skip_empty(text: str, start: int, end: int) -> int:
-    """Return where the next line that is not empty begins: progress bars may end in thousands of carriage returns."""
+    """Return the start of the next non-empty line: progress bars may end in thousands of carriage returns."""
     empty = _EMPTY.match(text, start, end)
     return start if empty is None else empty.end()
 
 
 def _owner(rows: Sequence[Pattern], text: str, length: int) -> tuple[Pattern, re.Match[str]] | None:
-    """Return the first row that fits from a place within the first `length` characters on."""
+    """Return the first row with a match that starts within `length` characters."""
     for pattern in rows:
         match = pattern.form.search(text) if pattern.may_fit(text) else None
         if match is not None and match.start() < length:
@@ -101,5 +101,5 @@ def _owner(rows: Sequence[Pattern], text: str, length: int) -> tuple[Pattern, re
 
 
 def named(match: re.Match[str]) -> Iterator[tuple[str, str]]:
-    """Yield the groups of a match that are not empty, without the numbers of their names."""
+    """Yield the non-empty groups of a match, without the numbers in their names."""
     return ((name.rstrip("0123456789"), value) for name, value in match.groupdict().items() if value)

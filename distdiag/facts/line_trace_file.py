@@ -1,17 +1,16 @@
-"""The file in which a process keeps the last lines of Python that its threads have executed, and how to read it.
+"""The ring file of a process with the last Python lines executed by its threads, and its reader.
 
-Its size is fixed when it is made. One page tells of the process, then come the threads, then a ring of lines for each:
+The size is fixed at creation. One page about the process, then the threads, then a ring of lines per thread:
 
     0     magic, length of the JSON text, the JSON text that describes the process
     4072  threads that found no room (u64), the process's own end (f64, seconds of the monotonic clock; 0: none)
     4096  per thread 128 bytes: id (u64), state (u64), begin and end (f64), name (UTF-8)
     then  per thread `lines` blocks of 17 f64: a time, then up to 16 places
 
-A place is `code * 2**20 + line`, negative where a function returned to that line. What a code number means stands in a
-second file beside it, one JSON line each, written before the number is first used. Doubles, because Python stores them
-fastest; 16 places to a time, because reading the clock costs as much as all else. Whoever begins a block clears it
-and writes the time, then a line at a time its places: so nothing that is read was ever cut in the middle. A line that
-took long has a block of its own, and with it so have the lines around.
+A place is `code * 2**20 + line`, negative for a return to that line. A second file maps code numbers to code, one JSON
+line each, written before a number's first use. Doubles, because Python stores them fastest; 16 places per time, because
+reading the clock costs as much as all else. A writer clears a block and writes its time, then its places one by one, so
+a reader never gets a torn value. A slow line has a block of its own, and so have its neighbours.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ LINE_BITS = 20
 MOST_BYTES = 1024 * 2**20
 _MOST_LINES = 2**20
 _NO_PLACE = 2.0**62
-"""Larger numbers are no places; this leaves out infinity, and what is no number."""
+"""Larger numbers are not places, nor are infinity and NaN."""
 LIVE, ENDED = 1, 2
 
 
 @dataclass(frozen=True)
 class Code:
-    """A piece of Python code: `kind` is "user", or what else was asked for: "library", "stdlib"."""
+    """A piece of Python code: `kind` is "user", or "library", "stdlib" if requested."""
 
     file: str
     function: str
@@ -58,9 +57,9 @@ class Code:
 
 @dataclass(frozen=True)
 class Record:
-    """One line; `at_s` of the machine's monotonic clock is when it began, or one of the few quick lines before it.
+    """One line; `at_s` (monotonic clock): its start, or that of one of the few quick lines before it.
 
-    `back`: the line was not begun then, a call made from it returned.
+    `back`: a return to the line rather than its start.
     """
 
     at_s: float
@@ -71,7 +70,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Thread:
-    """One thread; its records in order of time. `ended_s` is None while it lives, or if it died with its process."""
+    """One thread; its records in order of time. `ended_s`: None while alive, or if killed with its process."""
 
     tid: int
     name: str
@@ -82,9 +81,9 @@ class Thread:
 
 @dataclass(frozen=True)
 class RingFile:
-    """One process. `about` is what it told of itself; `ended_s` is None unless it came to its own end.
+    """One process. `about`: its own description; `ended_s`: None unless it exited normally.
 
-    `owner`: the user id whose file it is.
+    `owner`: the file owner's user id.
     """
 
     about: dict[str, Any]
@@ -95,49 +94,47 @@ class RingFile:
 
 
 class NotARing(Exception):
-    """The file is none of ours, or cut off."""
+    """Not a ring file, or truncated."""
 
 
 class NotOurs(Exception):
-    """The file belongs to another user than the job."""
+    """The file belongs to a user other than the job's."""
 
 
 def default_folder() -> str:
-    """Return the directory where traces of this user are kept and looked for: on the node's own disk."""
+    """Return the directory of this user's traces, on the node's own disk."""
     import tempfile
 
     return os.path.join(tempfile.gettempdir(), folder_name())
 
 
 def folder_name() -> str:
-    """Return the name of that directory, which may only be this user's own."""
+    """Return the name of that directory, which must be owned by this user."""
     return f"distdiag-lines-{os.geteuid()}"
 
 
 def size_of(threads: int, lines: int) -> int:
-    """Give the bytes of a file for so many threads and lines each."""
+    """Return the file size for `threads` threads of `lines` lines."""
     return PAGE + threads * (THREAD.size + lines * BLOCK_BYTES)
 
 
 def ring_offset(threads: int, lines: int, thread: int) -> int:
-    """Tell where the blocks of a thread begin."""
+    """Return the offset of a thread's blocks."""
     return PAGE + threads * THREAD.size + thread * lines * BLOCK_BYTES
 
 
 def read(path: str, owners: Container[int] | None = None) -> RingFile:
-    """Read a file, also while its process writes it, or after it has died.
+    """Read a file, even while its process writes it, or after it has died.
 
     Args:
-        path: the file.
-        owners: whose files are believed, beside those of the user that the process itself runs as; None: everybody's.
-            A link is not followed then.
+        owners: trusted owners, besides the user of the process itself; None: all. With it, links are not followed.
 
     Raises:
-        NotARing: it is something else.
-        NotOurs: it belongs to another user.
+        NotARing: another kind of file.
+        NotOurs: it belongs to an untrusted user.
         OSError: it cannot be read.
     """
-    # A pipe would keep us waiting.
+    # Opening a FIFO would block.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if owners is None else os.O_NOFOLLOW)
     with open(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
@@ -161,7 +158,7 @@ def read(path: str, owners: Container[int] | None = None) -> RingFile:
 
 
 def _is_of_its_process(owner: int, about: dict[str, Any]) -> bool:
-    """Tell whether the process that a file tells of lives, and runs as the file's owner."""
+    """Return whether the file's process lives, and runs as the file's owner."""
     pid = about.get("pid")
     proc = procs.read(pid) if isinstance(pid, int) else None
     return proc is not None and proc.started == about.get("started") and procs.owner(proc.pid) == owner
@@ -187,7 +184,7 @@ def _about(data: bytes) -> dict[str, Any]:
 
 
 def _codes(path: str, owner: int) -> dict[int, Code]:
-    """Read what code numbers mean, from a file of the same owner; a last line cut in the middle was never used."""
+    """Read the code table, from a file of the same owner; a truncated last line was never used."""
     codes: dict[int, Code] = {}
     try:
         with open(
@@ -225,7 +222,7 @@ def _thread(
 
 
 def _records(values: memoryview[float], codes: dict[int, Code]) -> list[Record]:
-    """Put the blocks in the order of their times."""
+    """Put the blocks in order of time."""
     size = 1 + PLACES
     begun = sorted((values[k], k) for k in range(0, len(values), size) if values[k] > 0)
     return [

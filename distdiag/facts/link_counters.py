@@ -1,4 +1,4 @@
-"""Counters of network links: of interfaces, of InfiniBand ports, of TCP. Two readings tell what still grows.
+"""Counters of network links: interfaces, InfiniBand ports, TCP. Two readings show which still grow.
 
 Sources: proc(5) (/proc/net/dev, /proc/net/snmp); the kernel's Documentation/ABI/stable/sysfs-class-infiniband.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from distdiag.facts import machine
 
 _COLUMNS = {"rx_errors": 2, "rx_dropped": 3, "tx_errors": 10, "tx_dropped": 11, "tx_carrier": 14}
-"""Columns of /proc/net/dev after the interface's name, from 0 on."""
+"""Columns of /proc/net/dev after the interface's name, from 0."""
 _IB_ERRORS = (
     *("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors", "local_link_integrity_errors"),
     *("excessive_buffer_overrun_errors", "port_xmit_discards", "port_rcv_remote_physical_errors"),
@@ -23,7 +23,7 @@ _IB_HARDWARE = ("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "r
 
 @dataclass(frozen=True)
 class Counter:
-    """One counter: its value, and by how much it grew between two readings."""
+    """One counter: its value, and its growth between two readings."""
 
     link: str
     name: str
@@ -33,7 +33,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Counters:
-    """Those that are not zero, read twice, `over_s` apart. TCP: segments sent, and those sent again, meanwhile."""
+    """Counters above zero, read twice, `over_s` apart. TCP: segments sent and retransmitted meanwhile."""
 
     over_s: float = 0.0
     links: tuple[Counter, ...] = ()
@@ -44,7 +44,7 @@ class Counters:
 
 
 def sample(over_s: float, root: str = "") -> Counters:
-    """Read twice; below `root`, a copy of /proc and /sys."""
+    """Read twice; `root`: a folder with copies of /proc and /sys."""
     before, began = _links(root), time.monotonic()
     sent, resent = _tcp(root)
     time.sleep(over_s)
@@ -83,7 +83,7 @@ def _links(root: str) -> dict[tuple[str, str], int]:
 
 
 def _tcp(root: str) -> tuple[int, int]:
-    """Read how many segments were sent, and how many of them again, since the start of this network namespace."""
+    """Read the numbers of segments sent and retransmitted since the start of this network namespace."""
     rows = [line.split() for line in machine.read_text(f"{root}/proc/self/net/snmp").splitlines()]
     tcp = [row for row in rows if row[:1] == ["Tcp:"]]
     if len(tcp) != 2:

@@ -1,4 +1,4 @@
-"""Who listens on this machine: TCP sockets in the state LISTEN, with the processes that hold them. See proc(5)."""
+"""Listening TCP sockets of this machine, with the processes that hold them. See proc(5)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTEN = "0A"  # include/net/tcp_states.h
 
 @dataclass(frozen=True)
 class Listener:
-    """One listening socket; `pid` is None where the kernel does not let us see the owner."""
+    """One listening socket; `pid`: None if the owner is not visible to us."""
 
     address: str
     port: int
@@ -25,7 +25,7 @@ class Listener:
 
 
 def listeners() -> tuple[Listener, ...]:
-    """List them by port."""
+    """List the listening sockets, sorted by port."""
     found = {(address, port): inode for table in ("tcp", "tcp6") for address, port, inode in _table(table)}
     owners = _owners(set(found.values()))
     rows = []
@@ -46,13 +46,13 @@ def _table(name: str) -> list[tuple[str, int, str]]:
 
 
 def _address(text: str) -> str:
-    """Read an address as the kernel prints it: words of the machine's byte order."""
+    """Parse an address printed by the kernel: words in the machine's byte order."""
     words = struct.pack(f"={len(text) // 8}I", *(int(text[at : at + 8], 16) for at in range(0, len(text), 8)))
     return socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
 
 
 def _owners(inodes: set[str]) -> dict[str, int]:
-    """Find the processes that hold sockets; those of others are only visible to root."""
+    """Find the processes that hold sockets; other users' are visible only to root."""
     found: dict[str, int] = {}
     for path in glob.glob("/proc/[0-9]*/fd/*"):
         try:

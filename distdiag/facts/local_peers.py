@@ -1,4 +1,4 @@
-"""Busy processes at the other end of a rank's pipes and local sockets: a server that works for it, for instance."""
+"""Busy processes at the other end of a rank's pipes and local sockets, such as a server working for it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from distdiag.facts.tcp_bytes import TcpBytes
 
 _MOST = 16
-"""Busy processes whose descriptors are read, the busiest first."""
+"""Limit of busy processes with their descriptors read, the busiest first."""
 _GENERATIONS = 3
-"""A server's work may be done by a child of the process that has the connection."""
+"""A server's work may be done by a child of the connected process."""
 _OUTPUT = (1, 2)
-"""At the other end of a rank's output: a launcher, tee, a collector of logs."""
+"""The other end of a rank's output is a launcher, tee, or log collector."""
 
 _READS, _WRITES = stat.S_IRUSR, stat.S_IWUSR
 _BOTH = _READS | _WRITES
@@ -29,9 +29,9 @@ _PATIENCE_S = 0.5
 
 @dataclass(frozen=True)
 class Peer:
-    """A busy process, and the rank that it, or a process above it, is connected to.
+    """A busy process, and the rank connected to it or to an ancestor of it.
 
-    `reads`: what the rank writes; only known of the end of a pipe.
+    `reads`: it reads from the rank; only known for pipes.
     """
 
     rank: int
@@ -46,14 +46,14 @@ def busy_peers(
     connections: Iterable[TcpBytes],
     but: Container[int],
 ) -> Iterator[Peer]:
-    """Find the ranks that busy processes are connected to.
+    """Find the ranks connected to busy processes.
 
     Args:
         targets: by rank, the links of its descriptors.
         busy: processor seconds by pid.
         table: all processes.
         connections: all of the ranks' network namespaces.
-        but: never peers: ranks, and all processes above them.
+        but: never peers: ranks, and their ancestors.
     """
     if not busy:
         return
@@ -64,11 +64,11 @@ def busy_peers(
 
 
 def pipe_ends(targets: Mapping[int, Mapping[int, str]], pids: Sequence[int]) -> Iterator[Peer]:
-    """Find which of these processes are at the other end of a rank's pipe or FIFO.
+    """Find processes at the other end of a rank's pipe or FIFO.
 
     Args:
         targets: by rank, the links of its descriptors.
-        pids: at most 16 count.
+        pids: the first 16 are checked.
     """
     held: dict[str, list[tuple[int, int]]] = {}
     for rank, links in targets.items():
@@ -81,7 +81,7 @@ def pipe_ends(targets: Mapping[int, Mapping[int, str]], pids: Sequence[int]) -> 
         for fd, link in process_counters.visible_links(pid).items()
         for rank, other in held.get(link, ())
     ]
-    # A file of the same name may lie on a file system that does not answer.
+    # A file of the same name may be on a file system that does not answer.
     modes, _ = deadlines.each(shared, _end_modes, patience_s=_PATIENCE_S)
     for (rank, _, pid, _), ends in modes.items():
         if ends in ((_WRITES, _READS), (_READS, _WRITES)):
@@ -89,7 +89,7 @@ def pipe_ends(targets: Mapping[int, Mapping[int, str]], pids: Sequence[int]) -> 
 
 
 def _end_modes(shared: tuple[int, int, int, int]) -> tuple[int, int]:
-    """Return the access modes of a rank's descriptor and of a peer's for one pipe or FIFO; (0, 0) if it is neither."""
+    """Return the access modes of a rank's and a peer's descriptor of one pipe or FIFO; (0, 0) for any other file."""
     rank, other, pid, fd = shared
     try:
         is_pipe = stat.S_ISFIFO(os.stat(f"/proc/{rank}/fd/{other}").st_mode)
@@ -101,7 +101,7 @@ def _end_modes(shared: tuple[int, int, int, int]) -> tuple[int, int]:
 def _other_ends(
     targets: Mapping[int, Mapping[int, str]], connections: Iterable[TcpBytes]
 ) -> dict[str, list[tuple[int, int]]]:
-    """Return which (rank, descriptor) leads to each link that a peer would have open."""
+    """Return the (rank, descriptor) connected to each link that a peer would have open."""
     unix = sockets.unix_peers()
     by_ends = {(each.local, each.remote): each for each in connections}
     tcp = {each.inode: other.inode for each in by_ends.values() if (other := by_ends.get((each.remote, each.local)))}
@@ -119,7 +119,7 @@ def _other_ends(
 
 
 def _line(pid: int, table: Mapping[int, Counters], but: Container[int]) -> Iterator[int]:
-    """List a process and those above it."""
+    """List a process and its ancestors."""
     for _ in range(_GENERATIONS):
         if pid in but or pid not in table:
             break
@@ -135,7 +135,7 @@ def _connected(pid: int, ends: Mapping[str, list[tuple[int, int]]]) -> Iterator[
 
 
 def _modes(pid: int, fd: int) -> int:
-    """Return the access mode of a descriptor as the rights of its link: S_IRUSR, S_IWUSR."""
+    """Return the access mode of a descriptor, by the permissions of its link: S_IRUSR, S_IWUSR."""
     try:
         return os.lstat(f"/proc/{pid}/fd/{fd}").st_mode & _BOTH
     except OSError:

@@ -1,4 +1,4 @@
-"""One machine as facts: memory, shared memory, the state of a process, who holds a port. Reads /proc and /sys."""
+"""Facts of one machine from /proc and /sys: memory, shared memory, process states, owners of ports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STOPPED = ("T", "t")
-"""States of a process that does not run until it is resumed, see proc(5)."""
+"""States of a process that stays stopped until resumed, see proc(5)."""
 _STATES = {
     "T": "stopped (SIGSTOP or a suspended job)",
     "t": "stopped by a tracer",
@@ -25,7 +25,7 @@ _TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 # Not dataclasses, see distdiag.agent.boot: every agent imports this at its start.
 class PortHolder:
-    """Who has a TCP port. `pid` is None where the kernel does not let us see the owner."""
+    """The process on a TCP port. `pid`: None if the owner is not visible to us."""
 
     def __init__(self, pid: int | None, command: str, *, listening: bool) -> None:
         self.pid = pid
@@ -34,7 +34,7 @@ class PortHolder:
 
 
 class ProcessState:
-    """State letter of proc(5) (R S D T t Z X), empty if the process is gone, and the kernel function it waits in."""
+    """State letter of proc(5) (R S D T t Z X), empty if the process exited, and the kernel function it waits in."""
 
     def __init__(self, letter: str, wait_channel: str) -> None:
         self.letter = letter
@@ -42,7 +42,7 @@ class ProcessState:
 
 
 class Work:
-    """What a process did so far: seconds in which one of its threads ran or waited for a core, and bytes it read."""
+    """Total work of a process: seconds in which a thread ran or waited for a core, and bytes read."""
 
     def __init__(self, busy_s: float = 0.0, read_bytes: int = 0) -> None:
         self.busy_s = busy_s
@@ -50,36 +50,36 @@ class Work:
 
 
 def host_name() -> str:
-    """Give the name of this node, as its administrator calls it (up to the first dot)."""
+    """Return this node's name, up to the first dot."""
     return os.uname().nodename.partition(".")[0] or "this-node"
 
 
 def cpu_model() -> str:
-    """Return the name of the first CPU, as /proc/cpuinfo has it; empty where it has none (Arm)."""
+    """Return the name of the first CPU in /proc/cpuinfo; empty if it has none (Arm)."""
     match = re.search(r"^model name\s*: (.+)$", read_text("/proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else ""
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that can still be used without swapping, under this cgroup's limit too; None where unreadable."""
+    """Return the memory usable without swapping, within this cgroup's limit; None if unreadable."""
     system = _meminfo("MemAvailable")
     left = [size for size in (system, _cgroup_left_bytes()) if size is not None]
     return min(left) if left else None
 
 
 def variables(prefixes: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables of this process whose names begin so, without secrets; of long values the beginning."""
+    """Return this process's variables with these prefixes, without secrets, long values truncated."""
     wanted = (name for name in sorted(os.environ) if name.startswith(prefixes))
     return {name: os.environ[name][:_LONGEST_VALUE] for name in wanted if not any(word in name for word in _SECRETS)}
 
 
 def total_memory_bytes() -> int | None:
-    """Memory of the machine; None where unreadable."""
+    """Return the memory of the machine; None if unreadable."""
     return _meminfo("MemTotal")
 
 
 def shared_memory_bytes() -> tuple[int, int] | None:
-    """Free and total bytes of /dev/shm; None if there is none."""
+    """Return free and total bytes of /dev/shm; None without one."""
     try:
         shm = os.statvfs("/dev/shm")
     except OSError:
@@ -88,7 +88,7 @@ def shared_memory_bytes() -> tuple[int, int] | None:
 
 
 def oom_kills() -> int | None:
-    """Count the processes that the kernel's out-of-memory killer has ended since boot; None where unreadable."""
+    """Count the kernel's OOM kills since boot; None if unreadable."""
     for line in read_text("/proc/vmstat").splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill":
@@ -97,14 +97,14 @@ def oom_kills() -> int | None:
 
 
 def process_state(pid: int) -> ProcessState:
-    """Read what a process is doing now; another state than it had is not waited for."""
+    """Read the current state of a process."""
     stat = read_text(f"/proc/{pid}/stat")
     letter = stat.rpartition(")")[2].split()[:1]
     return ProcessState(letter[0] if letter else "", read_text(f"/proc/{pid}/wchan").strip("0"))
 
 
 def work_of(pid: int) -> Work:
-    """Read what a process did so far; nothing where the kernel does not say (schedstat and io of proc(5))."""
+    """Read the total work of a process; zeros if the kernel does not count it (schedstat and io of proc(5))."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -116,12 +116,12 @@ def work_of(pid: int) -> Work:
 
 
 def why_it_stands_still(letter: str) -> str:
-    """Put a state that explains a standstill into words; empty for all others."""
+    """Describe a state that explains a standstill; empty for any other."""
     return _STATES.get(letter, "")
 
 
 def network_namespace(pid: int) -> str:
-    """Name a process's network namespace, "net:[4026531840]"; empty if not ours to read."""
+    """Name a process's network namespace, "net:[4026531840]"; empty if unreadable."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
@@ -129,7 +129,7 @@ def network_namespace(pid: int) -> str:
 
 
 def port_holder(port: int) -> PortHolder | None:
-    """Find who has a local TCP port, listeners first; None if nobody visible here does."""
+    """Find the process on a local TCP port, listeners first; None if none is visible."""
     found = list(_sockets_on(port))
     if not found:
         return None
@@ -140,7 +140,7 @@ def port_holder(port: int) -> PortHolder | None:
 
 
 def ancestors(pid: int) -> list[str]:
-    """List the names of the processes above one, the nearest first."""
+    """List the names of a process's ancestors, the nearest first."""
     names = []
     for _ in range(64):
         parent = parent_of(pid)
@@ -152,7 +152,7 @@ def ancestors(pid: int) -> list[str]:
 
 
 def parent_of(pid: int) -> int | None:
-    """Give a process's parent; None at the top, or if it is gone."""
+    """Return a process's parent; None at the top, or if it exited."""
     columns = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return int(columns[1]) if len(columns) > 1 and columns[1] not in ("0", str(pid)) else None
 
@@ -162,19 +162,19 @@ def command_line(pid: int) -> str:
     words = read_text(f"/proc/{pid}/cmdline").split("\0")
     words = [word for word in words if word]
     if "-c" in words[:3]:
-        words[words.index("-c") + 1 : words.index("-c") + 2] = ["..."]  # a whole program is no name
-    # A secret may be the word that is left out: "--token" alone says nothing.
+        words[words.index("-c") + 1 : words.index("-c") + 2] = ["..."]  # omit a program passed by -c
+    # Redact before cutting: the name of an option and its secret may be on both sides of the cut.
     shown = redacted(" ".join(words[:4])) + (" ..." if len(words) > 4 else "")
     return shown if len(shown) <= 120 else shown[:117] + "..."
 
 
 def redacted(text: str) -> str:
-    """Put stars where an argument looks like a secret."""
+    """Mask arguments that look like secrets."""
     return _LIKELY_KEY.sub("***", _SECRET.sub(r"\1***", text))
 
 
 def user_name(number: int) -> str:
-    """Return a user's name; "uid 1000" where it has none here."""
+    """Return a user's name, or "uid 1000" if unknown here."""
     import pwd
 
     try:
@@ -184,7 +184,7 @@ def user_name(number: int) -> str:
 
 
 def read_text(path: str) -> str:
-    """Read a small file of /proc or /sys; empty if it is gone or not ours to read."""
+    """Read a small file of /proc or /sys; empty if missing or unreadable."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -193,7 +193,7 @@ def read_text(path: str) -> str:
 
 
 def throttled_s() -> float:
-    """Seconds for which a CPU quota of this process's cgroups (v1 and v2) kept it from running."""
+    """Return the seconds for which a CPU quota of this process's cgroups (v1 and v2) throttled it."""
     seconds = [0.0]
     for line in read_text("/proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -216,7 +216,7 @@ def _meminfo(name: str) -> int | None:
 
 
 def _cgroup_left_bytes() -> int | None:
-    """Bytes left below the tightest memory limit of our cgroups (v1 and v2) and of those above them."""
+    """Return the bytes left below the tightest memory limit of our cgroups (v1 and v2) and their parents."""
     left = []
     for line in read_text("/proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -236,7 +236,7 @@ def _cgroup_left_bytes() -> int | None:
 
 
 def _sockets_on(port: int) -> Iterator[tuple[str, str]]:
-    """State and inode of the sockets whose local port is `port` (columns of /proc/net/tcp, see proc(5))."""
+    """Yield state and inode of the sockets on a local port (columns of /proc/net/tcp, see proc(5))."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in read_text(table).splitlines()[1:]:
             columns = line.split()
@@ -253,6 +253,6 @@ def _owner_of(inode: str) -> int | None:
             for fd in os.listdir(f"/proc/{entry}/fd"):
                 if os.readlink(f"/proc/{entry}/fd/{fd}") == link:
                     return int(entry)
-        except OSError:  # gone, or another user's
+        except OSError:  # exited, or another user's
             continue
     return None

@@ -1,6 +1,6 @@
-"""The versions of the libraries that a process has mapped, read from their files: nothing is imported or run.
+"""Versions of the libraries mapped by a process, read from their files, without importing or running any.
 
-Files are opened as the process sees them (/proc/PID/root), so a container's are its own. Standard library only.
+Files are opened as the process sees them (/proc/PID/root), so those of a container are its own. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _FILES = {
     "torch": re.compile(r"libtorch_cpu\.so"),
     "ucx": re.compile(r"libucp(?:-[0-9a-f]{8})?\.so[.\d]*"),
     "aws-ofi-nccl": re.compile(r"libnccl-net(?:-\w+)?\.so[.\d]*"),
+    "nvshmem": re.compile(r"libnvshmem_host\.so[.\d]*"),
+    "deep-ep": re.compile(r"deep_ep_cpp\..{1,60}\.so"),
 }
 _NUMBERED = re.compile(r"\.so\.(\d+\.\d+(?:\.\d+)?)$")
 _TEXTS = {
@@ -39,7 +41,10 @@ _TEXTS = {
     "glibc": re.compile(rb"GNU C Library [^\n]{0,100}release version (\d+\.\d+)"),
     "ucx": re.compile(rb"\x00(1\.\d{1,2}\.\d{1,2})\x00"),
     "aws-ofi-nccl": re.compile(rb"aws-ofi-nccl (?:v)?(\d+\.\d+\.\d+)"),
+    "nvshmem": re.compile(rb"NVSHMEM v(\d+\.\d+\.\d+)"),
 }
+_DEEP_EP = re.compile(r"\bdeep_ep-(\d+\.\d+\.\d+)")
+"""In the name of its .egg or .dist-info, which stands beside it: its own files have no version."""
 _TORCH = re.compile(r"^(__version__|cuda|hip)(?:: [^=\n]{1,60})? = '([\w.+\-]{1,80})'", re.MULTILINE)
 _PYTHON = re.compile(r"/(?:lib|lib64)/python(3\.\d{1,2})/|/libpython(3\.\d{1,2})\.so|/python(3\.\d{1,2})$")
 _PYTHON_FILE = re.compile(r"libpython3\.\d{1,2}\.so[.\d]*")
@@ -47,7 +52,7 @@ _PYTHON_FILE = re.compile(r"libpython3\.\d{1,2}\.so[.\d]*")
 
 @dataclass(frozen=True)
 class MappedVersions:
-    """What was found, by component ("nccl", "torch", ...), and the file that each was read from."""
+    """Versions by component ("nccl", "torch", ...), and the file that each was read from."""
 
     pid: int
     versions: dict[str, str] = field(default_factory=dict)
@@ -69,7 +74,7 @@ def read(pid: int) -> MappedVersions:
 
 
 def _mapped(pid: int) -> list[str] | str:
-    """List the files that a process has mapped, each once; or why not."""
+    """List the files mapped by a process, each once; or the error."""
     found: dict[str, None] = {}
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
@@ -83,7 +88,7 @@ def _mapped(pid: int) -> list[str] | str:
 
 
 class _Reader:
-    """Reads versions from the files of one process, until the time for it is used up."""
+    """Reads versions from the files of one process, within a time limit."""
 
     def __init__(self, pid: int, mapped: list[str]) -> None:
         self._root = f"/proc/{pid}/root"
@@ -115,6 +120,9 @@ class _Reader:
             self._torch(os.path.join(os.path.dirname(os.path.dirname(path)), "version.py"))
         elif component == "driver":
             self._note(component, numbered[1] if numbered is not None else "", path)
+        elif component == "deep-ep":
+            names = [path, *_names(os.path.dirname(self._root + path))]
+            self._note(component, next((match[1] for name in names if (match := _DEEP_EP.search(name))), ""), path)
         else:
             found = self._search(self._root + path, _TEXTS[component])
             if not found and component in ("nccl", "rccl") and numbered is not None:
@@ -127,7 +135,7 @@ class _Reader:
             self._note(names[name], value, path)
 
     def _python(self) -> None:
-        """Find the patch level, a text of the interpreter, which may be the end of another text."""
+        """Find the patch level, a string in the interpreter, possibly the end of a longer one."""
         try:
             executable = os.readlink(self._exe)
         except OSError:
@@ -155,7 +163,7 @@ class _Reader:
             self._note("driver", match[1], "/proc/driver/nvidia/version")
 
     def _search(self, path: str, pattern: re.Pattern[bytes]) -> list[str]:
-        """Return what a pattern finds first in a file, and all else that it finds in the same piece."""
+        """Return a pattern's first match in a file, and all others in the same piece."""
         for piece in self._pieces(path):
             found = pattern.findall(piece)
             if found:
@@ -163,7 +171,7 @@ class _Reader:
         return []
 
     def _pieces(self, path: str) -> Iterator[bytes]:
-        """Yield a regular file in pieces that overlap."""
+        """Yield a regular file in overlapping pieces."""
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -180,8 +188,14 @@ class _Reader:
             return
 
 
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def _text(path: str) -> str:
-    """Read a short file; empty if it cannot be read."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

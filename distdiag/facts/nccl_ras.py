@@ -1,8 +1,8 @@
-"""What NCCL's RAS service says of a job: two readings from the port that a process of the job listens on.
+"""The job's state by NCCL's RAS service: two readings from the port of one of its processes.
 
-NCCL 2.24 and later answer on localhost:28028 of each node, for the whole job (NCCL user guide, "RAS"). Lines of text go
-both ways: CLIENT PROTOCOL, then SET FORMAT json (2.28.7 and later), TIMEOUT, VERBOSE STATUS; the server closes the
-connection at the end of its status. Nothing is changed in the job. Nothing is judged here.
+NCCL 2.24 and later answer on localhost:28028 of each node, for the whole job (NCCL user guide, "RAS"). Lines of text in
+both directions: CLIENT PROTOCOL, then SET FORMAT json (2.28.7 and later), TIMEOUT, VERBOSE STATUS; the server closes
+the connection at the end of its status. Nothing is changed in the job. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _LONGEST_LINE = 1024
 _MOST_ADDRESSES = 8
 _CLOSED = "the connection was closed"
 _TLS_ALERT = "\x15\x03"
-"""How a TLS record that reports an error begins; some servers close without one."""
+"""Start of a TLS record that reports an error; some servers close without one."""
 _TLS = "TLS (NCCL 2.32 and later, ncclSetEncryption)"
 _SPARE_S = 1.0
-"""How much sooner than this side NCCL shall give up, so that its answer of what it has still arrives."""
+"""NCCL's deadline is earlier than ours by this, so that its partial answer still arrives."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One answer. `form`: "json", "text" or ""; `at_s`: seconds after the start; `error`: why it is not whole."""
+    """One answer. `form`: "json", "text" or ""; `at_s`: seconds after the start; `error`: why it is incomplete."""
 
     text: str = ""
     form: str = ""
@@ -40,7 +40,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class RasFacts:
-    """The readings from one address. `protocol`: of the handshake, or 0; `error`: why there is no reading."""
+    """The readings from one address. `protocol`: of the handshake, or 0; `error`: why no reading was possible."""
 
     address: str
     protocol: int = 0
@@ -53,7 +53,7 @@ class _Failure(Exception):
 
 
 def addresses(environs: Iterable[Mapping[str, str]]) -> list[str]:
-    """List where the processes with these environments listen: NCCL_RAS_ADDR, or the default. None if RAS is off."""
+    """List the addresses for these environments: NCCL_RAS_ADDR, or the default. Empty if RAS is off."""
     found: dict[str, None] = {}
     is_off = True
     for environ in environs:
@@ -64,7 +64,7 @@ def addresses(environs: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 def read(address: str = DEFAULT_ADDRESS, *, timeout_s: float = 10.0, apart_s: float = 1.0) -> RasFacts:
-    """Ask twice, `apart_s` seconds apart, within `timeout_s` seconds in all. Never raises."""
+    """Query twice, `apart_s` seconds apart, within `timeout_s` seconds in all. Never raises."""
     began = time.monotonic()
     until = began + timeout_s
     readings: list[Reading] = []
@@ -91,7 +91,7 @@ def read(address: str = DEFAULT_ADDRESS, *, timeout_s: float = 10.0, apart_s: fl
 
 
 class _Server:
-    """A connection to the service, after the handshake. Whatever is asked ends at `until`."""
+    """A connection to the service, after the handshake; queries end at `until`."""
 
     def __init__(self, address: str, until: float) -> None:
         self._until = until
@@ -167,12 +167,12 @@ class _Server:
         return min(int(words[2][:9]), 2**31)
 
     def status(self) -> tuple[str, str, str]:
-        """Ask for the status: (form, text, why the text is not whole). Raises _Failure if there is none at all."""
+        """Query the status: (form, text, why the text is incomplete). Raises _Failure without any text."""
         self._send(f"TIMEOUT {max(1, int(self._left() - _SPARE_S))}")
         if self._line().strip().upper() != "OK":
             raise _Failure("the RAS service refused TIMEOUT")
         self._send("SET FORMAT json")
-        form = "json" if self._line().strip().upper() == "OK" else "text"  # an older one says that it does not know it
+        form = "json" if self._line().strip().upper() == "OK" else "text"  # an older server does not know SET FORMAT
         self._send("VERBOSE STATUS")
         parts, size = [self._data], len(self._data)
         try:

@@ -1,4 +1,4 @@
-"""This machine's network as facts: interfaces, addresses, the default route, and what its own name resolves to."""
+"""This machine's network: interfaces, addresses, the default route, and addresses of its own name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distdiag.facts.nics import Nic  # noqa: TC001 - what is sent is decoded by 
 
 @dataclass(frozen=True)
 class Names:
-    """What this machine's own names resolve to here; an error text instead where they do not."""
+    """The addresses of this machine's own names, as resolved here, or an error text."""
 
     host_name: str
     host_addresses: tuple[str, ...]
@@ -24,9 +24,9 @@ class Names:
 
 @dataclass(frozen=True)
 class Network:
-    """All of it; `wanted_...` is what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name, empty if unset.
+    """The network; `wanted_...`: values of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, empty if unset.
 
-    `firewall_tools`: programs that change the rules of a firewall, the one in use first where that is known.
+    `firewall_tools`: programs that manage firewall rules, the active one first if known.
     """
 
     interfaces: tuple[Nic, ...]
@@ -39,7 +39,7 @@ class Network:
 
 
 def look() -> Network:
-    """Read the network of this machine. Asks the resolver for our own name, which may take its time."""
+    """Read the network of this machine. Resolves our own name, which may be slow."""
     low_high = machine.read_text("/proc/sys/net/ipv4/ip_local_port_range").split()
     return Network(
         interfaces=interfaces(),
@@ -53,12 +53,12 @@ def look() -> Network:
 
 
 def interfaces() -> tuple[Nic, ...]:
-    """List the interfaces that have an address, in the kernel's order."""
+    """List the interfaces with an address, in the kernel's order."""
     return tuple(nic for nic in nics.nics() if nic.addresses)
 
 
 def resolve(name: str) -> tuple[tuple[str, ...], str]:
-    """Ask this machine's resolver for a name: the addresses in its order, or why there are none."""
+    """Resolve a name on this machine: the addresses in the resolver's order, or the error."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -67,7 +67,7 @@ def resolve(name: str) -> tuple[tuple[str, ...], str]:
 
 
 def route_to(address: str) -> str:
-    """Return what the kernel says of the way to an address, by `ip route get`; empty where there is no such tool."""
+    """Return the kernel's route to an address, by `ip route get`; empty without that tool."""
     from distdiag.facts import programs
 
     try:
@@ -79,7 +79,7 @@ def route_to(address: str) -> str:
 
 
 def is_address(text: str) -> bool:
-    """Tell an address from a name."""
+    """Return whether a text is an IP address rather than a name."""
     try:
         ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -88,7 +88,7 @@ def is_address(text: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell 127.0.0.0/8 and ::1."""
+    """Return whether an address is in 127.0.0.0/8 or ::1."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -96,7 +96,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this address."""
+    """Return the name of the interface with this address."""
     plain = address.partition("%")[0]
     found = nics.addresses().items()
     return next((name for name, own in found if any(entry.partition("/")[0] == plain for entry in own)), None)

@@ -1,4 +1,4 @@
-"""How NFS mounts of this node do, from /proc/self/mountstats: no server is asked."""
+"""Performance of this node's NFS mounts, from /proc/self/mountstats, without contacting a server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from distdiag.facts import machine
 class NfsMount:
     """One NFS mount since it was mounted.
 
-    `operations`: requests that ended; `queue_ms` and `server_ms`: milliseconds that all of them together waited for a
-    slot on this node, and for the server. `timeouts`: requests that were sent again. `slots`: most requests that were
-    under way at once.
+    `operations`: completed requests; `queue_ms` and `server_ms`: their total milliseconds of waiting for a slot on this
+    node, and for the server. `timeouts`: repeated requests. `slots`: maximum of concurrent requests.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Network interfaces as the kernel describes them, in the order in which NCCL and Gloo see them; InfiniBand ports.
+"""Network interfaces as described by the kernel, in the order seen by NCCL and Gloo; InfiniBand ports.
 
 Sources: getifaddrs(3) by way of ioctl and /proc/net/if_inet6; /sys/class/net and /sys/class/infiniband of the kernel's
 documentation (Documentation/ABI).
@@ -26,7 +26,7 @@ _ARPHRD = {1: "ethernet", 32: "infiniband", 772: "loopback", 65534: "tunnel", 76
 """include/uapi/linux/if_arp.h."""
 _UP, _RUNNING = 0x1, 0x40  # include/uapi/linux/if.h
 _SIGNS = (("bridge", "bridge"), ("bonding", "bond"), ("tun_flags", "tunnel"), ("wireless", "wireless"))
-"""What lies in an interface's directory in /sys."""
+"""Entries of an interface's directory in /sys, and the kind that each reveals."""
 _NAMES = {
     "bridge": ("docker", "br-", "virbr", "cni", "podman", "lxcbr", "lxdbr", "kube"),
     "veth": ("veth", "cali", "lxc"),
@@ -34,14 +34,14 @@ _NAMES = {
     "virtual": ("vmnet", "vboxnet"),
 }
 INTERNAL = ("bridge", "veth", "tunnel", "virtual")
-"""Kinds that mostly lead nowhere beyond the machine, or by a detour."""
+"""Kinds that mostly do not reach other machines, or only by a detour."""
 
 
 @dataclass(frozen=True)
 class Nic:
     """One interface. `kind`: ethernet, infiniband, bridge, bond, vlan, veth, tunnel, wireless, loopback, or virtual.
 
-    `speed_bits_per_s` is None where the driver does not tell; `running` is IFF_RUNNING: up, and with a carrier.
+    `speed_bits_per_s`: None if the driver does not report it; `running`: IFF_RUNNING: up, and with a carrier.
     `addresses` as "10.0.0.1/16", IPv4 first, without link-local ones.
     """
 
@@ -56,17 +56,17 @@ class Nic:
 
     @property
     def loopback(self) -> bool:
-        """Whether it leads back to this machine."""
+        """Whether it is a loopback interface."""
         return self.kind == "loopback"
 
     @property
     def virtual(self) -> bool:
-        """Whether a container engine, a VM host or a tunnel made it."""
+        """Whether it was created by a container engine, a VM host or a tunnel."""
         return self.kind in INTERNAL
 
     @property
     def plain_addresses(self) -> tuple[str, ...]:
-        """Its addresses without the length of the network: "10.0.0.1"."""
+        """Its addresses without the prefix length: "10.0.0.1"."""
         return tuple(entry.partition("/")[0] for entry in self.addresses)
 
 
@@ -94,7 +94,7 @@ def nics() -> tuple[Nic, ...]:
 
 
 def addresses() -> dict[str, tuple[str, ...]]:
-    """List the addresses of each interface that has one, IPv4 first."""
+    """List the addresses of each interface, IPv4 first; without interfaces that have none."""
     found: dict[str, list[str]] = {}
     for name, address in [*_ipv4_addresses(), *_ipv6_addresses()]:
         found.setdefault(name, []).append(address)
@@ -103,7 +103,7 @@ def addresses() -> dict[str, tuple[str, ...]]:
 
 def _nic(control: socket.socket, number: int, name: str, own: tuple[str, ...], *, is_default: bool) -> Nic:
     folder = f"/sys/class/net/{name}"
-    # /sys may be that of another network namespace, with an interface of the same name: hence the questions by ioctl.
+    # /sys may be another network namespace's, with an interface of the same name, hence the queries by ioctl.
     ours = machine.read_text(f"{folder}/ifindex").strip() == str(number)
     flags = _ask(control, _SIOCGIFFLAGS, "H", name) or 0
     return Nic(
@@ -119,7 +119,7 @@ def _nic(control: socket.socket, number: int, name: str, own: tuple[str, ...], *
 
 
 def _ask(control: socket.socket, what: int, kind: str, name: str) -> int | None:
-    """Return one number of an interface (struct ifreq: 16 bytes of name, then the answer); None if it is gone."""
+    """Query one number of an interface (struct ifreq: 16 bytes of name, then the answer); None if it was removed."""
     try:
         answer = fcntl.ioctl(control.fileno(), what, struct.pack("16s24x", name.encode()[:15]))
     except OSError:
@@ -162,13 +162,13 @@ def _default_route_interface() -> str:
 
 
 def _speed(folder: str) -> int | None:
-    """Read Mb/s; -1 and an error mean that the driver does not know."""
+    """Read Mb/s; -1 and an error mean unknown to the driver."""
     text = machine.read_text(f"{folder}/speed").strip()
     return int(text) * 10**6 if text.isdigit() and int(text) > 0 else None
 
 
 def _kind(name: str, hardware: int, folder: str) -> str:
-    """Tell the kind of an interface; `folder` is its own in /sys, empty if that cannot be seen."""
+    """Return the kind of an interface; `folder`: its directory in /sys, empty if not visible."""
     for sign, kind in _SIGNS:
         if folder and os.path.exists(f"{folder}/{sign}"):
             return kind
@@ -184,25 +184,25 @@ def _kind(name: str, hardware: int, folder: str) -> str:
 
 
 def _by_name(name: str) -> str:
-    """Guess by the names that container engines and VM hosts use."""
+    """Guess by the names usual for container engines and VM hosts."""
     return next((kind for kind, names in _NAMES.items() if name.startswith(names)), "ethernet")
 
 
 def _devtype(folder: str) -> str:
-    """Read what the driver calls itself: vlan, vxlan, wlan, bridge, bond, wireguard."""
+    """Read the driver's DEVTYPE: vlan, vxlan, wlan, bridge, bond, wireguard."""
     lines = machine.read_text(f"{folder}/uevent").splitlines()
     devtype = next((line.partition("=")[2] for line in lines if line.startswith("DEVTYPE=")), "")
     return {"wlan": "wireless", "vlan": "vlan", "vxlan": "tunnel", "wireguard": "tunnel"}.get(devtype, "")
 
 
 def _is_pair(folder: str) -> bool:
-    """Tell the end of a veth pair: the other end has another index."""
+    """Return whether it is an end of a veth pair: the other end has another index."""
     own, other = machine.read_text(f"{folder}/ifindex").strip(), machine.read_text(f"{folder}/iflink").strip()
     return own != other
 
 
 def ib_ports() -> tuple[IbPort, ...]:
-    """List the ports of RDMA devices; empty where there are none."""
+    """List the ports of RDMA devices; empty without any."""
     found = []
     for folder in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
         device, number = folder.split("/")[4], folder.rpartition("/")[2]
@@ -223,5 +223,5 @@ def ib_ports() -> tuple[IbPort, ...]:
 
 
 def _word(text: str) -> str:
-    """Take the word of "4: ACTIVE"."""
+    """Extract the word in "4: ACTIVE"."""
     return text.rpartition(":")[2].strip()

@@ -1,7 +1,7 @@
-"""For how long threads have not run, as the scheduler notes it: on the clock of the processor that each ran on last.
+"""Seconds since threads last ran, by the scheduler's clock of each thread's last processor.
 
-Each processor has a clock of its own: it leaves out the time of interrupts, and what a hypervisor took. They may be
-many seconds apart.
+Processors have separate clocks, which exclude interrupts and time stolen by a hypervisor, and may differ by many
+seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PATIENCE_S = 0.2
-"""How long to wait for one CPU: a CPU that is busy with a thread of real-time priority lets no other thread run."""
+"""Deadline per CPU: one that is busy with a real-time thread lets no other thread run."""
 
 _TRIES, _AT_ONCE_S = 3, 0.01
 
@@ -25,10 +25,10 @@ _TRIES, _AT_ONCE_S = 3, 0.01
 def seconds(
     pid: int, tids: Iterable[int], clocks: dict[int, float], *, patience_s: float = PATIENCE_S
 ) -> dict[int, float]:
-    """Return for how many seconds threads of a process have not run; without those of which the kernel does not say it.
+    """Return the seconds since threads of a process last ran; omits threads without a record in the kernel.
 
-    `clocks`: by processor, what its clock is ahead of time.monotonic(), in seconds; what is missing is added. They
-    drift: keep them for one look.
+    `clocks`: by processor, seconds its clock is ahead of time.monotonic(); missing ones are added. They drift: keep
+    them for one reading only.
     """
     ran = {tid: _ran_at(f"/proc/{pid}/task/{tid}") for tid in tids}
     processors = {clock[0] for clock in ran.values() if clock is not None} - clocks.keys()
@@ -45,7 +45,7 @@ def seconds(
 def _ahead_s(processor: int) -> float | None:
     """Compare a processor's clock with time.monotonic(); None if we may not run there.
 
-    It is read by running there, in a thread that patience has for this.
+    Reading it requires running on that processor, in a thread that may be abandoned.
     """
     try:
         os.sched_setaffinity(0, {processor})
@@ -57,15 +57,15 @@ def _ahead_s(processor: int) -> float | None:
         ran = _ran_at("/proc/thread-self")
         now = time.monotonic()
         ahead_s = ran[1] - now if ran is not None else 0.0
-        if now - began < _AT_ONCE_S:  # else something came between the two clocks
+        if now - began < _AT_ONCE_S:  # else this thread was preempted between the two clocks
             break
     return ahead_s if ran is not None and ran[0] == processor else None
 
 
 def _ran_at(folder: str) -> tuple[int, float] | None:
-    """Read where and when a thread ran last: (processor, seconds of its clock)."""
+    """Read a thread's last processor, and the time it ran there: (processor, seconds of its clock)."""
     started = re.search(r"^se\.exec_start\s*:\s*([\d.]+)", machine.read_text(f"{folder}/sched"), re.MULTILINE)
     fields = machine.read_text(f"{folder}/stat").rpartition(")")[2].split()
-    # 0: it was moved to another processor, and has not run there yet.
+    # 0: moved to another processor, and not run there yet.
     known = started is not None and float(started[1]) > 0
     return (int(fields[36]), float(started[1]) / 1e3) if started and known and len(fields) > 36 else None

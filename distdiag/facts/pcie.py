@@ -1,4 +1,4 @@
-"""The PCIe way between GPUs and RDMA cards: bridges that redirect it to the CPU (ACS), and an IOMMU that translates.
+"""PCIe paths between GPUs and RDMA cards: bridges that redirect traffic to the CPU (ACS), and a translating IOMMU.
 
 Sources: PCI Express Base Specification, "Access Control Services" and "Extended Capabilities"; the kernel's
 Documentation/ABI/testing/sysfs-bus-pci and sysfs-kernel-iommu_groups. Only root may read beyond a device's 64th byte.
@@ -24,7 +24,7 @@ _ACS, _REQUEST_REDIRECT = 0x000D, 0x0004  # ACSCap's id; ReqRedir of ACSCtl
 
 
 def look(root: str = "") -> dict[str, Any] | None:
-    """Look at this system, or at a copy of its /sys and /proc below `root`: distdiag.facts.pcie_types.Pcie.
+    """Read this system, or a copy of its /sys and /proc below `root`, as fields of distdiag.facts.pcie_types.Pcie.
 
     None with fewer than two NVIDIA GPUs.
     """
@@ -63,7 +63,7 @@ def _rdma_cards(root: str) -> Iterator[str]:
 
 
 def _above(path: str) -> list[str]:
-    """List the bridges above a device: the addresses in the name of its directory, without its own."""
+    """List the bridges above a device: the other addresses in the name of its directory."""
     return [part for part in os.path.realpath(path).split("/") if _ADDRESS.fullmatch(part)][:-1]
 
 
@@ -76,9 +76,9 @@ def _config(path: str) -> bytes:
 
 
 def redirects(config: bytes) -> bool:
-    """Whether a bridge's configuration space says so; False also where the part that would tell was not to be read."""
+    """Return whether a bridge redirects requests, by its configuration space; False also if that part is unreadable."""
     place = _EXTENDED
-    for _ in range(64):  # as many as there is room for: a broken device may lead in circles
+    for _ in range(64):  # the most that fit: a broken device may have a cycle
         if not _EXTENDED <= place <= len(config) - 8:
             return False
         header = int.from_bytes(config[place : place + 4], "little")
@@ -89,6 +89,6 @@ def redirects(config: bytes) -> bool:
 
 
 def _is_virtual(cpuinfo: str) -> bool | None:
-    """Read the processor's word for it, which only x86 has."""
+    """Read the hypervisor flag, which only x86 has."""
     flags = next((line.split() for line in cpuinfo.splitlines() if line.startswith("flags")), None)
     return None if flags is None else "hypervisor" in flags

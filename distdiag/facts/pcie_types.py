@@ -1,4 +1,4 @@
-"""What distdiag.facts.pcie reads, typed; not in that module, which must load fast where ranks start."""
+"""The type of distdiag.facts.pcie's facts, apart because that module must load fast where ranks start."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pcie:
-    """How the GPUs of a node reach each other and its RDMA cards over PCIe.
+    """PCIe paths between the GPUs of a node and to its RDMA cards.
 
-    `redirecting` are bridges above them with ACS request redirect. `translated`: the type of an IOMMU domain that
-    translates a GPU's addresses, "DMA-FQ"; empty where none does, or it is unknown. `virtual` is None where it is
-    unknown whether this is a virtual machine.
+    `redirecting`: bridges above them with ACS request redirect. `translated`: the type of an IOMMU domain that
+    translates a GPU's addresses, "DMA-FQ"; empty if none or unknown. `virtual`: whether this is a virtual machine, None
+    if unknown.
     """
 
     gpus: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Registers and stacks of a running thread, copied by the kernel's timer: the thread is never stopped.
+"""Registers and stacks of a running thread, copied by the kernel's timer without stopping the thread.
 
 perf_event_open(2) with the software task clock, which needs no hardware counters and so works in virtual machines. The
 clock counts the thread's own CPU time: a thread that sleeps costs nothing and leaves no sample.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PERIOD_NS = 100_000
-"""Of the thread's CPU time: one that yields to busy neighbours may get less than a millisecond of it in a second."""
+"""Of the thread's CPU time: one that yields to busy neighbours may get less than a millisecond per second."""
 _SOFTWARE, _TASK_CLOCK = 1, 1
 _REGS_USER, _STACK_USER = 1 << 12, 1 << 13
 _EXCLUDE_KERNEL, _EXCLUDE_HV = 1 << 5, 1 << 6
@@ -33,10 +33,10 @@ _ABI_64 = 2
 
 
 class Sampler:
-    """Samples one thread until closed; `drain` must follow every few milliseconds, for what does not fit is lost."""
+    """Samples one thread until closed; call `drain` every few milliseconds, as overflow is lost."""
 
     def __init__(self, tid: int) -> None:
-        """Start. Raises OSError: EPERM, EACCES or ENOSYS where the kernel refuses, ESRCH where the thread is gone."""
+        """Start. Raises OSError: EPERM, EACCES or ENOSYS if the kernel refuses, ESRCH if the thread exited."""
         self._layout = layout()
         if self._layout is None:
             raise OSError(errno.ENOSYS, "no register layout for this processor")
@@ -50,8 +50,8 @@ class Sampler:
             raise
 
     def _open(self, tid: int) -> int:
-        # A thread in a loop of sched_yield is nearly always in the kernel; its user registers count all the same, but
-        # sampling there takes perf_event_paranoid <= 1 or CAP_PERFMON.
+        # A thread in a loop of sched_yield is nearly always in the kernel. Its user registers are still valid, but
+        # sampling there requires perf_event_paranoid <= 1 or CAP_PERFMON.
         try:
             return self._call(tid, _EXCLUDE_HV)
         except PermissionError:

@@ -1,7 +1,7 @@
-"""Lock files that torch's builds of extensions left: a process that waits for one polls for its removal, for ever.
+"""Lock files left by torch's builds of extensions: a process waiting for one polls for its removal forever.
 
-The path that a thread polls for cannot be read from outside without a tracer: between two tries it is neither in a
-system call nor in an open file, and Python's local variables are not read. `trace sys` sees it.
+The path polled by a thread cannot be read from outside without a tracer: between two tries it is neither in a system
+call nor in an open file, and Python's local variables are not read. `trace sys` sees it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from distdiag.facts import deadlines, process_counters, procs
 
 _PATIENCE_S = 2.0
 _LOCK = "lock"
-"""The name that torch.utils.cpp_extension gives to its FileBaton."""
+"""The file name used by torch.utils.cpp_extension's FileBaton."""
 
 
 def stale_build_locks(pid: int) -> list[str]:
     """List the locks in a process's torch_extensions folder that no process here has open. Paths are in its own mounts.
 
-    The builder of an extension keeps its lock open until it removes it. One on another host, in a folder that hosts
-    share, cannot be seen: there the lock may be in use. Empty where the folder cannot be read, or does not answer.
+    An extension's builder keeps its lock open until it removes it. A builder on another host, with a shared folder, is
+    not visible, so the lock may be in use there. Empty if the folder cannot be read, or does not answer.
     """
     found, _ = deadlines.each([pid], _locks, patience_s=_PATIENCE_S)
     locks = found.get(pid, [])
@@ -36,7 +36,7 @@ def _locks(pid: int) -> list[str]:
     folder = names.get("TORCH_EXTENSIONS_DIR", "")
     if folder:
         pattern = f"*/{_LOCK}"
-    else:  # one folder for each Python and CUDA, "py312_cu126", and below it one for each extension
+    else:  # one folder per Python and CUDA, "py312_cu126", with one per extension
         cache = names.get("XDG_CACHE_HOME") or f"{names.get('HOME', '')}/.cache"
         folder, pattern = f"{cache}/torch_extensions", f"*/*/{_LOCK}"
     if not folder.startswith("/"):
@@ -45,7 +45,7 @@ def _locks(pid: int) -> list[str]:
 
 
 def _open_locks() -> set[str]:
-    """Return the ends of the paths of all locks that are open here: containers name the same file differently."""
+    """Return the path tails of all locks open here, as containers have different paths for the same file."""
     found: set[str] = set()
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -57,5 +57,5 @@ def _open_locks() -> set[str]:
 
 
 def _tail(path: str) -> str:
-    """Return the extension and the lock: "fused_adam/lock"."""
+    """Return extension and lock: "fused_adam/lock"."""
     return "/".join(path.split("/")[-2:])

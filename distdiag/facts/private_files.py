@@ -1,8 +1,8 @@
-"""Files and folders that only their owner may read, also in a place where everybody may write, as in /tmp.
+"""Files and folders readable only by their owner, also in world-writable places such as /tmp.
 
-There, another user may have put a link, a pipe or a folder in the way, under the name that we are about to use. What is
-not this user's own, or the owner's of that place, is refused then: as the kernel does where fs.protected_symlinks,
-fs.protected_fifos and fs.protected_regular are set, which containers often lack.
+There, another user may have planted a link, a pipe or a folder under the name we are about to use. Entries owned
+neither by this user nor by the owner of the place are refused, as the kernel does with fs.protected_symlinks,
+fs.protected_fifos and fs.protected_regular, which containers often lack.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _HERE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def follow(path: str) -> str:
-    """Return a path without links, as os.path.realpath does, but for those that another user may have laid for us.
+    """Resolve a path like os.path.realpath, but refuse links that another user may have planted.
 
     Raises:
-        OSError: such a link; or a part of the path is no folder, or may not be looked into.
+        OSError: such a link; or a part of the path is not a folder, or not accessible.
     """
     done, left, links = "/", os.path.join(os.getcwd(), path).split("/")[::-1], 0
     while left:
@@ -44,12 +44,12 @@ def follow(path: str) -> str:
 
 
 def open_folder(path: str, *, own: bool = False) -> int:
-    """Open a folder to make files in; it and those above it are made, for this user alone, where they are missing.
+    """Open a folder for new files; create it and its parents, accessible to this user alone, if missing.
 
-    With `own` it must be this user's own, and no link, wherever it lies.
+    With `own` it must be owned by this user, and not a link, wherever it is.
 
     Raises:
-        OSError: it cannot be made, or it belongs to another user and lies where everybody may write.
+        OSError: it cannot be created, or another user owns it in a world-writable place.
     """
     place = os.path.abspath(path) if own else follow(path)
     _make(place)
@@ -68,16 +68,16 @@ def open_folder(path: str, *, own: bool = False) -> int:
 
 
 def temporary_folder(name: str, *, longest: int = 4096) -> str:
-    """Make or find a folder of this user's own below $TMPDIR, /tmp or /dev/shm, and return its path.
+    """Create or find a folder of this user's own below $TMPDIR, /tmp or /dev/shm, and return its path.
 
-    tempfile would choose the working directory in the end, which many nodes may share.
+    tempfile's last resort is the working directory, which many nodes may share.
 
     Args:
-        name: what it is for.
-        longest: bytes that the path may have.
+        name: part of the folder's name.
+        longest: limit of the path, in bytes.
 
     Raises:
-        OSError: it belongs to another user, or cannot be made, in any of these places.
+        OSError: in all of these places it belongs to another user, or cannot be created.
     """
     failed = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     for above in (os.environ.get("TMPDIR", ""), "/tmp", "/dev/shm"):
@@ -93,25 +93,25 @@ def temporary_folder(name: str, *, longest: int = 4096) -> str:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder, as open_folder does. Raises OSError."""
+    """Create a folder like open_folder. Raises OSError."""
     os.close(open_folder(path))
 
 
 def open_file(path: str, flags: int) -> int:
-    """Open a file to write to it from its beginning, or with os.O_APPEND to its end; only its owner may read it.
+    """Open a file for writing, truncated or with os.O_APPEND; only its owner may read it.
 
-    What is no file (/dev/stdout, a pipe) is opened as it is.
+    Anything but a regular file (/dev/stdout, a pipe) is opened unchanged.
 
     Raises:
-        OSError: it cannot be opened, or it belongs to another user and lies where everybody may write.
+        OSError: it cannot be opened, or another user owns it in a world-writable place.
     """
     place = follow(path)
     descriptor = _DESCRIPTOR.fullmatch(place)
     if descriptor and int(descriptor[1]) == os.getpid():
-        return os.dup(int(descriptor[2]))  # opened anew, it would begin where this process has written already
+        return os.dup(int(descriptor[2]))  # opened anew, it would start at offset 0, over this process's earlier output
     before = _status(place)
     if before is not None:
-        _check_owner(place, before)  # before it is opened: a pipe may keep us waiting
+        _check_owner(place, before)  # before opening: a pipe would block
     file = os.open(place, flags | os.O_CREAT | _HERE, 0o600)
     try:
         status = os.fstat(file)
@@ -128,7 +128,7 @@ def open_file(path: str, flags: int) -> int:
 
 
 def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Write a file whole or not at all; what is no file (/dev/stdout, a pipe) is written to, and never replaced.
+    """Write a file atomically; anything but a regular file (/dev/stdout, a pipe) is written to, never replaced.
 
     Raises:
         OSError: it cannot be written, see open_file.
@@ -138,9 +138,9 @@ def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
         with open(open_file(place, os.O_WRONLY | os.O_APPEND), "wb") as stream:
             stream.write(data)
         return
-    import tempfile  # only here: a job whose lines are traced has no use for it
+    import tempfile  # imported late: a job with line tracing does not need it
 
-    # A name that nobody can foresee, made with O_EXCL.
+    # An unpredictable name, created with O_EXCL.
     file, draft = tempfile.mkstemp(prefix=".distdiag-", suffix=".part", dir=os.path.dirname(place))
     try:
         with open(file, "wb") as out:
@@ -171,7 +171,7 @@ def _make(path: str) -> None:
 
 
 def _check_owner(path: str, status: os.stat_result) -> None:
-    """Refuse what another user may have put where everybody may write. Raises OSError."""
+    """Refuse an entry that another user may have planted in a world-writable folder. Raises OSError."""
     folder = os.stat(os.path.dirname(path))
     if folder.st_mode & stat.S_IWOTH and status.st_uid not in (os.geteuid(), folder.st_uid):
         raise _not_ours(path, status)

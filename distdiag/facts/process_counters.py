@@ -1,7 +1,7 @@
 """Counters of proc(5) that grow while a process works: processor time, bytes, page faults, file positions.
 
-Two readings far enough apart show whether something moves. Nothing here waits for the lock of a memory map, so a
-process in state D does not hold up the reading.
+Two readings far enough apart show whether it is active. No call here waits for the lock of a memory map, so a process
+in state D does not block the reading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IO = re.compile(rb"rchar: (\d+)\nwchar: (\d+)\n(?:.*\n)*?read_bytes: (\d+)\nwri
 _POSITION = re.compile(rb"pos:\s*(\d+)\nflags:\s*([0-7]+)")
 _NO_FILES = ("/dev/", "/proc/", "/sys/", "/memfd:", "/dmabuf:", "/anon_hugepage")
 _ENOUGH = 16384
-"""No file read here is longer."""
+"""Larger than any file read here."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class IoBytes:
     blocks_written: int = 0
 
     def since(self, before: IoBytes) -> tuple[int, int]:
-        """Return the bytes read and written since, each by the way that moved more."""
+        """Return the bytes read and written since, each by the counter that grew more."""
         read = max(self.read - before.read, self.blocks_read - before.blocks_read)
         return read, max(self.written - before.written, self.blocks_written - before.blocks_written)
 
@@ -66,42 +66,42 @@ def table() -> dict[int, Counters]:
 
 
 def threads(pid: int) -> dict[int, Counters]:
-    """Read the threads of a process; none if it is gone."""
+    """Read the threads of a process; empty if it exited."""
     folder = f"{pid}/task/"
     return {found.pid: found for name in _names(f"/proc/{folder}") if (found := _counters(name, folder))}
 
 
 def crowd() -> float:
-    """Return the runnable threads of the machine for each of its cores, at least 1."""
+    """Return the machine's runnable threads per core, at least 1."""
     fields = _read("/proc/loadavg").split()
     running = int(fields[3].partition(b"/")[0]) if len(fields) > 3 else 1
     return max(1.0, running / (os.cpu_count() or 1))
 
 
 def thread(pid: int, tid: int) -> Counters | None:
-    """Read one thread; None if it is gone."""
+    """Read one thread; None if it exited."""
     return _counters(str(tid), f"{pid}/task/")
 
 
 def turns(pid: int) -> tuple[float, int]:
-    """Return the processor seconds of the main thread, to the nanosecond, and how often it got a processor."""
+    """Return the processor seconds of the main thread, to the nanosecond, and its number of time slices."""
     words = _read(f"/proc/{pid}/schedstat").split()
     return (int(words[0]) / 1e9, int(words[2])) if len(words) == 3 else (0.0, 0)
 
 
 def io_bytes(pid: int, tid: int | None = None) -> IoBytes | None:
-    """Read the bytes of a process, or of one of its threads; None if gone or not ours to read."""
+    """Read the bytes of a process, or of one of its threads; None if exited or unreadable."""
     found = _IO.match(_read(f"/proc/{pid}/task/{tid}/io" if tid else f"/proc/{pid}/io"))
     return IoBytes(*map(int, found.groups())) if found is not None else None
 
 
 def links(pid: int) -> dict[int, str]:
-    """Read the targets of a process's descriptors. Raises PermissionError; none if it is gone."""
+    """Read the targets of a process's descriptors; empty if it exited. Raises PermissionError."""
     return dict(_links(pid))
 
 
 def visible_links(pid: int) -> dict[int, str]:
-    """Read the targets of a process's descriptors; none if it is gone or not ours to read."""
+    """Read the targets of a process's descriptors; empty if it exited or is unreadable."""
     try:
         return links(pid)
     except PermissionError:
@@ -109,7 +109,7 @@ def visible_links(pid: int) -> dict[int, str]:
 
 
 def positions(pid: int, targets: dict[int, str]) -> dict[tuple[int, str], Position]:
-    """Read the positions of those descriptors that are files, by (descriptor, path)."""
+    """Read the positions of open files, by (descriptor, path)."""
     found = {}
     for fd, path in targets.items():
         if not path.startswith("/") or path.startswith(_NO_FILES):
@@ -155,14 +155,14 @@ def _names(folder: str) -> list[str]:
 
 
 def _read(path: str) -> bytes:
-    """Read a small file of /proc with three system calls: open() of Python makes three times as many."""
+    """Read a small file of /proc with three system calls: a third of those of Python's open()."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return b""
     try:
         return os.read(file, _ENOUGH)
-    except OSError:  # gone since it was opened
+    except OSError:  # exited since it was opened
         return b""
     finally:
         os.close(file)

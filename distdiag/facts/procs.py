@@ -1,7 +1,7 @@
-"""The processes of this machine as facts: who they are, what they may be in a job, how they stand still.
+"""Processes of this machine: identity, variables of a job, and the reason for a standstill.
 
-Everything is read from /proc, see proc(5); nothing is stopped, signalled or attached to. Of an environment only the
-variables that name a place in a job, or the GPUs of a process, are ever looked at.
+All is read from /proc, see proc(5); no process is stopped, signalled or attached to. Only those variables of an
+environment are ever examined that give a process's place in a job, or its GPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WANTED_FAMILIES = (
 )
 _WANTED = tuple(name.encode() for name in (*_WANTED_PREFIXES, *_WANTED_FAMILIES))
 _CACHE_FOLDERS = (b"HOME=", b"XDG_CACHE_HOME=", b"TORCH_EXTENSIONS_DIR=")
-"""Only for polled_path, which looks there for the locks of torch's builds."""
+"""Only for polled_path, which checks these folders for the locks of torch's builds."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ON_DESCRIPTOR = (
     *("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ioctl", "flock"),
@@ -38,7 +38,7 @@ _ON_DESCRIPTOR = (
 _ON_PROCESS = ("wait4", "waitid")
 _POLLS = ("poll", "ppoll")
 _ON_PATH = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
-"""Which argument points to the path."""
+"""Index of the path argument."""
 _LONGEST_PATH = 4096
 _LISTENS = "0A"  # include/net/tcp_states.h
 
@@ -60,7 +60,7 @@ _MOST_CONNECTIONS = 1024
 
 @dataclass(frozen=True)
 class Task:
-    """One thread as the kernel sees it."""
+    """One thread."""
 
     tid: int
     state: str
@@ -70,9 +70,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Standstill:
-    """Why a process does not go on, as far as the kernel tells: function, system call, since how many seconds.
+    """The wait of a process as known to the kernel: function, system call, seconds since its start.
 
-    `path`: what the call is about: a file, or in words a pipe, the address of a socket, a child.
+    `path`: the object of the call: a file, or a description of a pipe, the address of a socket, a child.
     """
 
     tid: int
@@ -95,13 +95,13 @@ def table() -> dict[int, Proc]:
 
 
 def read(pid: int) -> Proc | None:
-    """Read one process; None if it is gone."""
+    """Read one process; None if it exited."""
     fields = _stat(f"/proc/{pid}/stat")
     return None if fields is None else Proc(pid, int(fields[2]), fields[1], fields[0], _cpu(fields), int(fields[20]))
 
 
 def tasks(pid: int) -> list[Task]:
-    """Read the threads of a process; none if it is gone."""
+    """Read the threads of a process; empty if it exited."""
     try:
         entries = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -115,24 +115,24 @@ def tasks(pid: int) -> list[Task]:
 
 
 def command_words(pid: int) -> list[str]:
-    """Give a process's command line; empty for a zombie or a kernel thread."""
+    """Return a process's command line; empty for a zombie or a kernel thread."""
     words = machine.read_text(f"/proc/{pid}/cmdline").split("\0")
     return words[:-1] if words and not words[-1] else words
 
 
 def variables(pid: int) -> dict[str, str] | None:
-    """Read the variables that tell a place in a job, as at the start of the program; None if not ours to read."""
+    """Read the variables for a place in a job, as at program start; None if unreadable."""
     entries = _environment(pid)
     return None if entries is None else wanted(entries)
 
 
 def cache_folders(pid: int) -> dict[str, str]:
-    """Read the variables that name the folders of a process's caches; empty if not ours to read."""
+    """Read the variables with the folders of a process's caches; empty if unreadable."""
     return variables_named(pid, _CACHE_FOLDERS)
 
 
 def variables_named(pid: int, beginnings: tuple[bytes, ...]) -> dict[str, str]:
-    """Read the variables whose names begin so, at most 4,096 characters of each; empty if not ours to read."""
+    """Read the variables with these prefixes, truncated to 4,096 characters; empty if unreadable."""
     entries = (entry for entry in _environment(pid) or () if entry.startswith(beginnings))
     pairs = (os.fsdecode(entry).partition("=") for entry in entries)
     return {name: value[:4096] for name, _, value in pairs}
@@ -147,7 +147,7 @@ def _environment(pid: int) -> list[bytes] | None:
 
 
 def wanted(entries: Iterable[bytes]) -> dict[str, str]:
-    """Take from an environment, NAME=value each, the variables that tell a place in a job; no other is looked at."""
+    """Select the variables for a place in a job from an environment of NAME=value; decodes no others."""
     found = {}
     for entry in entries:
         if entry.startswith(_WANTED):
@@ -157,7 +157,7 @@ def wanted(entries: Iterable[bytes]) -> dict[str, str]:
 
 
 def owner(pid: int) -> int | None:
-    """Give the user id that a process runs as; None if it is gone."""
+    """Return the user id of a process; None if it exited."""
     status = machine.read_text(f"/proc/{pid}/status")
     for line in status.splitlines():
         if line.startswith("Uid:"):
@@ -166,7 +166,7 @@ def owner(pid: int) -> int | None:
 
 
 def tracer(pid: int) -> int | None:
-    """Give the process that traces this one (strace, gdb); None if there is none."""
+    """Return the tracer of a process (strace, gdb); None without one."""
     for line in machine.read_text(f"/proc/{pid}/status").splitlines():
         if line.startswith("TracerPid:"):
             return int(line.split()[1]) or None
@@ -174,7 +174,7 @@ def tracer(pid: int) -> int | None:
 
 
 def program(pid: int) -> str:
-    """Give the path of the program that a process runs; empty if not ours to read."""
+    """Return the path of a process's program; empty if unreadable."""
     try:
         return os.readlink(f"/proc/{pid}/exe")
     except OSError:
@@ -182,7 +182,7 @@ def program(pid: int) -> str:
 
 
 def maps(pid: int) -> str | None:
-    """Read what a process has mapped; None if not ours to read."""
+    """Read a process's memory map; None if unreadable."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -191,7 +191,7 @@ def maps(pid: int) -> str | None:
 
 
 def switches(pid: int, tid: int | None = None) -> int:
-    """Count how often a thread, the main one if not named, gave up the processor to wait; -1 if it is gone."""
+    """Count a thread's voluntary context switches (default: the main thread's); -1 if it exited."""
     for line in machine.read_text(f"/proc/{pid}/task/{tid or pid}/status").splitlines():
         if line.startswith("voluntary_ctxt_switches:"):
             return int(line.split()[1])
@@ -199,15 +199,15 @@ def switches(pid: int, tid: int | None = None) -> int:
 
 
 def ran_s(pid: int) -> float | None:
-    """Return the processor seconds of the main thread, to the nanosecond; None if the kernel does not count them."""
+    """Return the processor seconds of the main thread, to the nanosecond; None if not counted by the kernel."""
     words = machine.read_text(f"/proc/{pid}/task/{pid}/schedstat").split()
     return int(words[0]) / 1e9 if words and words[0].isdigit() else None
 
 
 def thaws_by(pid: int) -> str:
-    """Return the command that lets a process go on whose cgroup is frozen; empty for one whose is not.
+    """Return the command to resume a process with a frozen cgroup; empty if it is not frozen.
 
-    As it is below /sys/fs/cgroup here: in a container that may be another place than outside of it.
+    The path is below /sys/fs/cgroup here, which in a container may differ from the host's.
     """
     for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -228,7 +228,7 @@ _GPU_DRIVERS = re.compile(
 def uses_gpu(pid: int, mapped: str | None = None) -> bool:
     """Return whether a process has a GPU open (NVIDIA, AMD, WSL's), or a GPU driver's library mapped.
 
-    Containers may hand devices over under other names, so the library counts as well. `mapped`: its maps, if read.
+    Containers may rename devices, so the library counts as well. `mapped`: its maps, if already read.
     """
     if _GPU_DRIVERS.search((maps(pid) if mapped is None else mapped) or ""):
         return True
@@ -243,22 +243,22 @@ def uses_gpu(pid: int, mapped: str | None = None) -> bool:
 
 
 def has_connection(pid: int, ports: set[int]) -> bool:
-    """Tell whether a process has a TCP socket of which either end is one of these ports, or listens there."""
+    """Return whether a process has a TCP socket with one of these ports at either end, or listens on one."""
     wanted = {f":{port:04X}" for port in ports}
     tables = [machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table]
     inodes = {row[9] for row in rows if row[1][-5:] in wanted or row[2][-5:] in wanted} - {"0"}
     try:
         entries = os.listdir(f"/proc/{pid}/fd") if inodes else []
-    except OSError:  # gone, or not ours to read
+    except OSError:  # exited or unreadable
         return False
     return any(_inode_of(f"/proc/{pid}/fd/{fd}") in inodes for fd in entries)
 
 
 def connections(pid: int) -> tuple[str, ...]:
-    """List the TCP connections of a process as both of their ends name them; equal for equal connections.
+    """List the TCP connections of a process by both ends, in the same form at each end.
 
-    As the kernel writes the addresses, which is the same on all machines of one byte order.
+    Addresses are in the kernel's notation, identical on all machines of one byte order.
     """
     rows = []
     for name in ("tcp", "tcp6"):
@@ -267,14 +267,14 @@ def connections(pid: int) -> tuple[str, ...]:
     pairs = {row[9]: ">".join(sorted(row[1:3])) for row in rows if row[3] == "01" and row[9] != "0"}
     try:
         entries = os.listdir(f"/proc/{pid}/fd") if pairs else []
-    except OSError:  # gone, or not ours to read
+    except OSError:  # exited or unreadable
         return ()
     own = {_inode_of(f"/proc/{pid}/fd/{entry}") for entry in entries}
     return tuple(sorted(pairs[inode] for inode in own & pairs.keys()))[:_MOST_CONNECTIONS]
 
 
 def _inode_of(descriptor: str) -> str:
-    """Give a socket's inode; empty for what is none, or was closed since it was listed."""
+    """Return a socket's inode; empty for any other file, or if closed since listed."""
     try:
         target = os.readlink(descriptor)
     except OSError:
@@ -283,7 +283,7 @@ def _inode_of(descriptor: str) -> str:
 
 
 def standstill(pid: int, tid: int, clocks: dict[int, float]) -> Standstill:
-    """Ask the kernel what one thread waits for; what is not ours to read stays empty. `clocks`: see asleep.seconds."""
+    """Read the wait of one thread from the kernel; unreadable parts are empty. `clocks`: see off_cpu.seconds."""
     folder = f"/proc/{pid}/task/{tid}"
     fields = _stat(f"{folder}/stat")
     name, path = _syscall(pid, machine.read_text(f"{folder}/syscall").split())
@@ -298,7 +298,7 @@ def standstill(pid: int, tid: int, clocks: dict[int, float]) -> Standstill:
 
 
 def is_python(pid: int, words: list[str]) -> bool:
-    """Tell whether a process is an interpreter: by its program, or by the libpython that it has loaded."""
+    """Return whether a process is a Python interpreter: by its program, or a loaded libpython."""
     base = os.path.basename(program(pid) or (words[0] if words else ""))
     if base.startswith(("python", "pypy")):
         return True
@@ -306,7 +306,7 @@ def is_python(pid: int, words: list[str]) -> bool:
 
 
 def children_of(procs: Iterable[Proc]) -> dict[int, list[int]]:
-    """List the children of every process that has some."""
+    """List the children of every process."""
     found: dict[int, list[int]] = {}
     for proc in procs:
         found.setdefault(proc.parent, []).append(proc.pid)
@@ -314,7 +314,7 @@ def children_of(procs: Iterable[Proc]) -> dict[int, list[int]]:
 
 
 def _stat(path: str) -> list[str] | None:
-    """Read comm and the fields after it: [comm, state, ppid, ...]; None if gone."""
+    """Read comm and the fields after it: [comm, state, ppid, ...]; None if it exited."""
     try:
         with open(path, "rb") as file:
             text = file.read().decode("utf-8", "replace")
@@ -329,7 +329,7 @@ def _cpu(fields: list[str]) -> float:
 
 
 def _syscall(pid: int, words: list[str]) -> tuple[str, str]:
-    """Name the system call of /proc/PID/syscall ("number arguments...") and the file it is about."""
+    """Name the system call of /proc/PID/syscall ("number arguments...") and its file."""
     if len(words) < 4:
         return "", ""
     number, arguments = int(words[0]), [int(word, 16) for word in words[1:7]]
@@ -358,7 +358,7 @@ def _open_file(pid: int, fd: int) -> str:
 
 
 def _socket(pid: int, inode: str) -> str:
-    """Name a TCP socket by the address at its other end, a listening one by its own."""
+    """Name a TCP socket by the peer's address, a listening one by its own."""
     for name in ("tcp", "tcp6"):
         for line in machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
             row = line.split(None, 10)
@@ -368,7 +368,7 @@ def _socket(pid: int, inode: str) -> str:
 
 
 def _address(text: str) -> str:
-    """Write an address of /proc/net/tcp, which has words of 4 bytes as this machine has them in its memory."""
+    """Format an address of /proc/net/tcp: words of 4 bytes in this machine's byte order."""
     place, port = text.split(":")
     words = [bytes.fromhex(place[at : at + 8])[::-1] for at in range(0, len(place), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
@@ -383,19 +383,19 @@ def _children(pid: int) -> list[int]:
 def _has_open(pid: int, target: str) -> bool:
     try:
         return any(os.readlink(f"/proc/{pid}/fd/{fd}") == target for fd in os.listdir(f"/proc/{pid}/fd"))
-    except OSError:  # gone, or it has just closed one
+    except OSError:  # exited, or it has just closed one
         return False
 
 
 def _program(pid: int) -> str:
-    """Name a process: "tar (pid 812)"; empty if there is none."""
+    """Name a process: "tar (pid 812)"; empty if it exited."""
     process = read(pid)
     return f"{process.comm} (pid {pid})" if process is not None else ""
 
 
 def _path_at(pid: int, address: int) -> str:
-    """Read a path out of a process's memory; empty if not ours to read."""
-    # Less of it comes where the memory behind it is not mapped.
+    """Read a path out of a process's memory; empty if unreadable."""
+    # The read stops early at unmapped memory.
     return _memory(pid, address, _LONGEST_PATH).split(b"\0")[0].decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""Starts programs: with a deadline, in a group of their own, ended as a whole group. The only user of subprocess."""
+"""Runs programs with a deadline, each in its own process group, ended as a whole. The only user of subprocess."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     K = TypeVar("K")
 
-Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
+Process = subprocess.Popen  # the type returned by `start`: Popen[bytes]
 REAP_S = 1.0
 MAX_OUTPUT_BYTES = 4 * 2**20
 _LATE_S = 0.5
@@ -26,12 +26,12 @@ _started: set[subprocess.Popen[bytes] | Adopted] = set()
 
 
 class CannotRun(Exception):
-    """The program to run does not exist, or cannot be started."""
+    """The program does not exist, or cannot be started."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a program ended. `status` is negative for a signal and None if it would not even die (D state)."""
+    """The end of a program. `status`: negative for a signal, None if unkillable (D state)."""
 
     status: int | None
     stdout: bytes
@@ -41,13 +41,13 @@ class Done:
 
     @property
     def cut_off(self) -> bool:
-        """It did not end by itself."""
+        """Whether it was killed or timed out."""
         return self.timed_out or self.status is None or self.status < 0
 
 
 @dataclass(frozen=True)
 class Pipes:
-    """What `start` connects: stderr may share the pipe of stdout; `keep` are descriptors the child inherits."""
+    """Pipes of `start`: stderr may share the pipe of stdout; `keep`: descriptors inherited by the child."""
 
     stderr_to_stdout: bool = False
     keep: tuple[int, ...] = ()
@@ -59,10 +59,10 @@ def start(
     env: dict[str, str] | None = None,
     pipes: Pipes = Pipes(),
 ) -> subprocess.Popen[bytes]:
-    """Start a long-running program in a process group of its own, with pipes on its standard streams.
+    """Start a long-running program in its own process group, with pipes on its standard streams.
 
     Raises:
-        CannotRun: there is no such program.
+        CannotRun: the program does not exist or cannot be started.
     """
     try:
         process = subprocess.Popen(
@@ -75,14 +75,14 @@ def start(
             start_new_session=True,
             bufsize=0,
         )
-    except OSError as error:  # not there, not allowed, or no descriptors, memory or processes left
+    except OSError as error:  # missing, not permitted, or out of descriptors, memory or processes
         raise CannotRun(f"cannot run {argv[0]}: {error.strerror}") from error
     _started.add(process)
     return process
 
 
 class Adopted:
-    """A child that this process did not start itself, see `adopt_orphans`; as much of Popen as its users need."""
+    """A child not started by this process, see `adopt_orphans`; the subset of Popen that is used."""
 
     def __init__(self, pid: int, stdin: int, stdout: int) -> None:
         self.pid = pid
@@ -93,7 +93,7 @@ class Adopted:
         _started.add(self)
 
     def poll(self) -> int | None:
-        """Give its status if it has ended, as Popen does: negative for a signal."""
+        """Return its exit status if it has ended, like Popen: negative for a signal."""
         return self._wait(os.WNOHANG)
 
     def wait(self, timeout: float) -> int:
@@ -109,7 +109,7 @@ class Adopted:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, flags)
-            except ChildProcessError:  # reaped by somebody else: its status is not to be had
+            except ChildProcessError:  # already reaped: its status is unavailable
                 self.returncode = 1
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
@@ -121,7 +121,7 @@ def run(
 ) -> Done:
     """Run a program to its end or for at most `timeout_s` seconds, then kill its whole group.
 
-    A child of it that keeps the pipes open cannot make this wait longer, and each stream is kept up to `most_bytes`.
+    A child that keeps the pipes open cannot prolong the wait, and each stream is kept up to `most_bytes`.
     """
     began = time.monotonic()
     process = start(argv, env=env)
@@ -130,7 +130,7 @@ def run(
 
 
 def say(process: subprocess.Popen[bytes] | Adopted, words: bytes, *, is_all: bool = True) -> None:
-    """Tell something to what `start` gave, by default all that it will ever be told; no more than a pipe holds."""
+    """Write to stdin of a `start`ed process, and close it unless `is_all` is False; at most a pipe's capacity."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it has ended already
         process.stdin.write(words)
@@ -145,7 +145,7 @@ def hear(
     began: float | None = None,
     most_bytes: int = MAX_OUTPUT_BYTES,
 ) -> Done:
-    """Hear what it tells, to its end, as `run` does; `began`: since when its seconds count, by default from now."""
+    """Collect the output up to the end, like `run`; `began`: the start of the timeout, by default now."""
     began = time.monotonic() if began is None else began
     output, in_time = _read(process, began + timeout_s, most_bytes)
     if in_time:
@@ -157,10 +157,10 @@ def hear(
 def run_many(
     commands: Mapping[K, Sequence[str]], timeout_s: float, *, width: int | None = None
 ) -> Iterator[tuple[K, Done | None]]:
-    """Run several short programs at the same time and yield each one's end; None for one that cannot be started.
+    """Run several short programs in parallel and yield each result; None for one that cannot be started.
 
-    Each has `timeout_s` seconds from its own start. At most `width` (twice the processors) are started at once, not
-    counting those that are late already: who hangs takes nobody's place.
+    Each has `timeout_s` seconds from its own start. At most `width` (twice the processors) run at once, not counting
+    late ones, so hung programs do not hold up the rest.
     """
     width = width or 2 * (os.cpu_count() or 1)
     waiting = list(commands.items())[::-1]
@@ -188,8 +188,6 @@ def run_many(
 
 
 class _Running:
-    """One program of many."""
-
     def __init__(self, argv: Sequence[str], selector: selectors.BaseSelector, key: object) -> None:
         self.began = time.monotonic()
         self.process = start(argv)
@@ -224,12 +222,12 @@ class _Running:
 
 
 def end_group(process: subprocess.Popen[bytes] | Adopted) -> int | None:
-    """Kill the group that a `start`ed process leads, reap it and close its pipes; its status, None if unkillable."""
+    """Kill the group of a `start`ed process, reap it and close its pipes; return its status, None if unkillable."""
     _started.discard(process)
     status = process.poll()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        # Also after the leader is gone: its children may live on in the group. A reaped leader's id is not reused
-        # as long as the group has members; when it has none, there is nobody to hit.
+        # Also after the leader's exit, as its children may survive in the group. A reaped leader's id is not reused
+        # while the group has members; an empty group makes this a no-op.
         os.killpg(process.pid, signal.SIGKILL)
     if status is None:
         status = _wait(process, REAP_S)
@@ -237,24 +235,24 @@ def end_group(process: subprocess.Popen[bytes] | Adopted) -> int | None:
         if stream is not None and not stream.closed:
             try:
                 stream.close()
-            except OSError:  # a pipe nobody reads any more
+            except OSError:  # a pipe without a reader
                 continue
     return status
 
 
 def kill_all() -> None:
-    """Kill the groups of all processes that `start` made and nobody ended; for a process that is about to leave."""
+    """Kill the groups of all `start`ed processes not yet ended, before this process exits."""
     left = list(_started)
     for process in left:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + REAP_S / 2
-    for process in left:  # reaped, because in a container there may be nobody else to do it
+    for process in left:  # reaped here, as a container may have no init to do it
         _wait(process, max(0.0, deadline - time.monotonic()))
 
 
 def signal_name(number: int) -> str:
-    """Give a signal's name, such as SIGKILL; "signal 77" if it has none."""
+    """Return a signal's name, such as SIGKILL, or "signal 77" if unknown."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -262,25 +260,25 @@ def signal_name(number: int) -> str:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask Linux for a signal to this process when its parent ends; elsewhere do nothing.
+    """On Linux, have the kernel send this process a signal when its parent ends.
 
-    SIGKILL ends it even while it is stopped; by SIGTERM a launcher ends what it has started, too.
+    SIGKILL ends it even while stopped; after SIGTERM a launcher also ends its own children.
     """
     _prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what our descendants leave behind; Linux only."""
+    """Become the parent of our orphaned descendants; Linux only."""
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def allow_tracing_by_anyone() -> None:
-    """Let a sibling (py-spy) read this process where yama's ptrace_scope is 1; only for processes we made."""
+    """Let a sibling (py-spy) read this process under yama's ptrace_scope 1; only for processes we made."""
     _prctl(0x59616D61, -1)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
 
 
 def name_process(name: str) -> None:
-    """Set the name that ps and top show, at most 15 letters; on Linux only."""
+    """Set the name shown by ps and top, at most 15 bytes; Linux only."""
     _prctl(15, name.encode()[:15])  # PR_SET_NAME
 
 
@@ -289,7 +287,7 @@ def _prctl(option: int, value: int | bytes) -> None:
         return
     import ctypes
 
-    # Refused or unknown to an old kernel: the watch on stdin still ends us, and evidence says why py-spy failed.
+    # If refused or unknown to an old kernel, the watch on stdin still ends us, and reports say why py-spy failed.
     ctypes.CDLL(None).prctl(option, value if isinstance(value, bytes) else ctypes.c_ulong(value), 0, 0, 0)
 
 

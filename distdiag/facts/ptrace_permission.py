@@ -1,4 +1,4 @@
-"""What the kernel lets us read of other processes, and why it does not."""
+"""Permission to read other processes, and reasons for a denial."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distdiag.facts import machine, procs
 
 
 def why_unreadable(pid: int, complaint: str) -> tuple[str, str]:
-    """Say why py-spy could not read a process: status and reason. Its own words mislead where rights are missing."""
+    """Return status and reason for a failure of py-spy, whose own message misleads if permissions are missing."""
     last = next((line for line in complaint.strip().splitlines() if line.startswith("Error")), complaint.strip())
     denied = "ermission" in complaint or "not permitted" in complaint
     words = procs.command_words(pid)
@@ -34,13 +34,13 @@ def why_denied(pid: int) -> str:
 
 
 def ptrace_scope() -> int | None:
-    """Read kernel.yama.ptrace_scope: 0 own processes, 1 descendants, 2 CAP_SYS_PTRACE, 3 nobody; None without yama."""
+    """Read kernel.yama.ptrace_scope: 0 own processes, 1 descendants, 2 CAP_SYS_PTRACE, 3 none; None without yama."""
     text = machine.read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
     return int(text) if text.isdigit() else None
 
 
 def may_trace() -> bool:
-    """Tell whether we have CAP_SYS_PTRACE (bit 19, linux/capability.h)."""
+    """Return whether we have CAP_SYS_PTRACE (bit 19, linux/capability.h)."""
     for line in machine.read_text("/proc/self/status").splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> 19 & 1)

@@ -3,10 +3,10 @@
 Each thread is stopped alone, for the time of two system calls. Rules that keep the job unharmed:
 
 - PTRACE_SEIZE and PTRACE_INTERRUPT send no signal and leave no group-stop. A signal that arrives first is passed on.
-- Only a thread that spins is interrupted: some system calls (epoll_wait, semop) return EINTR to a thread that was
-  interrupted in its sleep.
+- Only a thread that spins is interrupted: some system calls (epoll_wait, semop) return EINTR to a thread interrupted
+  in its sleep.
 - A thread that has not stopped in time cannot be detached by PTRACE_DETACH. The kernel detaches it when the OS thread
-  that seized it ends, also where distdiag is killed. So `take` must run in a thread of its own, which ends with it.
+  that seized it ends, even if distdiag is killed. So run `take` in a separate thread that ends with it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _REGSET_BYTES = 34 * 8  # of aarch64; x86-64 has 27 words
 _IOVEC = struct.Struct("@PN")
 _WALL = 0x40000000
 _SPIN_S, _POLL_S = 0.0002, 0.00005
-"""A running thread stops some 20 us after the interrupt: polled without a pause at first, its stop is as short."""
+"""A running thread stops some 20 us after the interrupt: polling without a pause at first keeps its stop as short."""
 
 
 class Spinning(NamedTuple):
     """A thread to stop, and its process's open /proc/PID/mem.
 
-    `still_spins` is called just before the interrupt. It reads the process's memory, too: where the memory map is
-    locked, that blocks while no thread is stopped.
+    `still_spins` is called just before the interrupt. It also reads the process's memory: if the memory map is locked,
+    it blocks there while no thread is stopped.
     """
 
     tid: int
@@ -54,7 +54,7 @@ class Taken(NamedTuple):
 
 
 def take(threads: Sequence[Spinning], *, patience_s: float) -> Taken:
-    """Sample each thread once, within `patience_s` seconds in all. Call it in a thread of its own, see above."""
+    """Sample each thread once, within `patience_s` seconds in all. Call it in a separate thread, see above."""
     registers = layout()
     taken = Taken({}, {})
     if registers is None:
@@ -77,7 +77,7 @@ def take(threads: Sequence[Spinning], *, patience_s: float) -> Taken:
 
 
 class _Tracer:
-    """The threads that were seized and not released yet; `pending`: those that have yet to stop for the interrupt."""
+    """Seized threads not released yet; `pending`: those still to stop for the interrupt."""
 
     def __init__(self, registers: Layout, taken: Taken) -> None:
         self.pending: set[int] = set()
@@ -110,9 +110,9 @@ class _Tracer:
             self.pending.add(thread.tid)
 
     def collect(self) -> bool:
-        """Sample and release those that have stopped since; returns whether any has.
+        """Sample and release the threads that stopped since; return whether any did.
 
-        A signal stops a seized thread, too, so those that were not interrupted are asked as well.
+        A signal also stops a seized thread, so those not interrupted are checked as well.
         """
         stopped = False
         for tid, thread in list(self._seized.items()):
@@ -142,6 +142,6 @@ class _Tracer:
         self._taken.samples[thread.tid] = Sample(ip, sp, stack, saved)
 
     def _release(self, tid: int, status: int) -> None:
-        """Detach; a signal that stopped the thread before the interrupt did is delivered now."""
+        """Detach; a signal that stopped the thread before the interrupt is delivered now."""
         is_event = status >> 16 != 0
         self._ptrace(_DETACH, tid, 0, 0 if is_event else os.WSTOPSIG(status))

@@ -1,4 +1,4 @@
-"""Python stacks of other processes by `py-spy dump`, many at the same time, each with its own deadline."""
+"""Python stacks of other processes by `py-spy dump`, in parallel, each with its own deadline."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LONGEST_ERROR = 200
 
 @dataclass(frozen=True)
 class Dump:
-    """What py-spy answered for one process. `done`: how it ended, None if it could not be started.
+    """py-spy's result for one process. `done`: None if py-spy could not be started.
 
-    `threads`: as `py-spy dump --json` has them, with frames innermost first; none where it could not read them.
+    `threads`: as in `py-spy dump --json`, frames innermost first; empty if unreadable.
     """
 
     pid: int
@@ -29,7 +29,7 @@ class Dump:
 
 @dataclass(frozen=True)
 class Stack:
-    """The main thread's frames, innermost first, as "function (file:line)"; or why there are none."""
+    """The main thread's frames, innermost first, as "function (file:line)"; or the error."""
 
     frames: tuple[str, ...]
     error: str = ""
@@ -38,9 +38,9 @@ class Stack:
 def dump(
     tool: str, pids: Sequence[int], *, timeout_s: float, native: bool = False, locals_too: bool = False
 ) -> Iterator[Dump]:
-    """Run py-spy on several processes at the same time.
+    """Run py-spy on several processes in parallel.
 
-    Only `native` pauses them: py-spy would wait for ever to pause one that is stopped or stuck in the kernel.
+    Only `native` pauses them: py-spy would wait forever to pause a process that is stopped or stuck in the kernel.
     """
     how = ["--native" if native else "--nonblocking", "--json", *(["--locals"] if locals_too else [])]
     commands = {pid: [tool, "dump", *how, "--pid", str(pid)] for pid in pids}
@@ -49,7 +49,7 @@ def dump(
 
 
 def main_stacks(pids: Sequence[int], *, timeout_s: float) -> dict[int, Stack]:
-    """Read the main threads of several processes at the same time. None is paused."""
+    """Read the main threads of several processes in parallel, without pausing any."""
     if not pids:
         return {}
     tool = carried_tools.find("py-spy")
@@ -86,7 +86,7 @@ def _frame(frame: dict[str, Any]) -> str:
 def _threads(answer: bytes) -> list[dict[str, Any]]:
     try:
         threads = json.loads(answer)
-    except ValueError:  # torn while the process went on
+    except ValueError:  # torn, as the process was running
         return []
     is_list = isinstance(threads, list) and all(isinstance(thread, dict) for thread in threads)
     return threads if is_list else []

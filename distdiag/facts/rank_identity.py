@@ -1,8 +1,8 @@
-"""Who am I in a distributed job: rank and sizes as the launchers write them into the environment.
+"""A process's place in a distributed job: rank and sizes from the launchers' environment variables.
 
 Sources of the variable names: the documentation of torchrun, SLURM's srun, Open MPI, MPICH/Hydra, Intel MPI, MVAPICH2,
-Flux and LSF's jsrun. Precedence: torchrun sits inside whatever started it, so it goes first; a SLURM step with
-PMI variables is still SLURM (`srun --mpi=pmi2` sets both).
+Flux and LSF's jsrun. Precedence: torchrun runs inside any other launcher, so it is first; a SLURM step with PMI
+variables is still SLURM (`srun --mpi=pmi2` sets both).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Identity:
-    """One process's place in its job; None where the launcher does not say."""
+    """One process's place in its job; None if unknown to the launcher."""
 
     launcher: str
     rank: int
@@ -68,7 +68,7 @@ _LAUNCHERS = (
         "JSM_NAMESPACE_LOCAL_SIZE",
     ),
     _Names("Flux", ("FLUX_TASK_RANK",), "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
-    # Both are needed: the batch script of sbatch has SLURM_PROCID=0 too, and it is no rank.
+    # Both are needed: the batch script of sbatch has SLURM_PROCID=0 too, but is not a rank.
     _Names("srun", ("SLURM_STEP_ID", "SLURM_PROCID"), "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
     _Names("MPICH", ("PMI_RANK",), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Names("environment", ("RANK", "WORLD_SIZE"), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -76,12 +76,12 @@ _LAUNCHERS = (
 
 
 def identify(environ: Mapping[str, str]) -> Identity | None:
-    """Read this process's place in a job from its environment; None if no launcher left one there."""
+    """Read this process's place in a job from its environment; None without a launcher's variables."""
     return next(iter(identify_all(environ)), None)
 
 
 def identify_all(environ: Mapping[str, str]) -> list[Identity]:
-    """Read what every launcher says that left something there, the one to be believed first."""
+    """Read the place according to every launcher with variables set, the most reliable first."""
     found = []
     for names in _LAUNCHERS:
         if not all(name in environ for name in names.present_if):
@@ -101,13 +101,13 @@ def identify_all(environ: Mapping[str, str]) -> list[Identity]:
 def torch_distributed() -> Any:  # noqa: ANN401 - a module that is not ours to import
     """Return torch.distributed if this process has initialised its default process group, else None."""
     dist = sys.modules.get("torch.distributed")
-    # While it is being imported, or in a build without it, the functions are not there.
+    # During its import, or in a build without it, the functions are missing.
     ready = getattr(dist, "is_initialized", None)
     return dist if ready is not None and ready() else None
 
 
 def own_rank() -> int | None:
-    """Return this process's rank: torch.distributed's, else the launcher's; None if neither is there."""
+    """Return this process's rank: torch.distributed's, else the launcher's; None without either."""
     dist = torch_distributed()
     if dist is not None:
         return int(dist.get_rank())
@@ -116,15 +116,15 @@ def own_rank() -> int | None:
 
 
 def own_label() -> str:
-    """Format this process for a line of output: `[node07:3]`; with its process id where it has no rank yet."""
+    """Format this process for a line of output: `[node07:3]`, with its pid before it has a rank."""
     rank = own_rank()
     return f"[{machine.host_name()}:{f'pid {os.getpid()}' if rank is None else rank}]"
 
 
 def contradiction(environ: Mapping[str, str]) -> tuple[Identity, Identity] | None:
-    """Find RANK and WORLD_SIZE that are not what the launcher says: (the launcher's, theirs).
+    """Find RANK and WORLD_SIZE that contradict the launcher: (the launcher's, theirs).
 
-    A training script mostly reads those two, and each process would then take itself for another rank than it is.
+    A training script mostly reads those two, so each process would assume a wrong rank.
     """
     found = identify_all(environ)
     plain = [identity for identity in found if identity.launcher == "environment"]
@@ -135,10 +135,10 @@ def contradiction(environ: Mapping[str, str]) -> tuple[Identity, Identity] | Non
 
 
 def nested_tasks(environ: Mapping[str, str], ancestors: Sequence[str]) -> int:
-    """Count the srun tasks of which each runs an mpirun of its own; 0 if it is not so.
+    """Count the srun tasks that each run an mpirun of their own; 0 if not nested this way.
 
-    `ancestors` are the names of the processes above this one, the nearest first. The other way round, an mpirun in a
-    batch script that starts its daemons by srun, is as it should be: slurmstepd is then right above the daemon.
+    `ancestors`: names of this process's ancestors, the nearest first. The reverse, an mpirun in a batch script that
+    starts its daemons by srun, is fine: slurmstepd is then right above the daemon.
     """
     names = [name for name in ancestors if name in _MPIRUNS or name.startswith("slurmstepd")]
     if len(names) < 2 or names[0] not in _MPIRUNS or not names[1].startswith("slurmstepd"):
@@ -148,7 +148,7 @@ def nested_tasks(environ: Mapping[str, str], ancestors: Sequence[str]) -> int:
 
 
 def slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Read this node's number of tasks from SLURM's "2(x2),1" form; None if it is not there."""
+    """Parse this node's number of tasks from SLURM's "2(x2),1" form; None if missing."""
     node = _number(environ.get("SLURM_NODEID"))
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if node is None or not text:
@@ -165,7 +165,7 @@ def slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _world_size_name(names: _Names, environ: Mapping[str, str]) -> str:
-    # SLURM_NTASKS is the allocation's when a step is started with fewer tasks; the step's own number is right.
+    # In a step with fewer tasks SLURM_NTASKS is still the allocation's; the step's own number is right.
     if names.launcher == "srun" and "SLURM_STEP_NUM_TASKS" in environ:
         return "SLURM_STEP_NUM_TASKS"
     return names.world_size

@@ -1,4 +1,4 @@
-"""A process that a tool attached to runs again afterwards."""
+"""Resumes a process after a tool was attached to it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from distdiag.facts import procs
 
 
 def resume(pid: int, *, may_come: bool) -> bool:
-    """Send SIGCONT to a process that was not stopped before a tool attached to it; tells whether it was found stopped.
+    """Send SIGCONT to a process that a tool may have left stopped; return whether it was.
 
-    The SIGSTOP of PTRACE_ATTACH stays where its sender ends before it has detached. It may still be on its way to a
-    process that waits for a processor, where nobody sees it; SIGCONT takes it back. `may_come`: the tool was ended.
+    The SIGSTOP of PTRACE_ATTACH persists if its sender dies before detaching. It may still be pending, and invisible,
+    in a process waiting for a processor; SIGCONT cancels it. `may_come`: the tool was killed.
     """
     now = procs.read(pid)
     if now is None or procs.tracer(pid) is not None:

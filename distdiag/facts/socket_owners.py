@@ -1,4 +1,4 @@
-"""Whose sockets are whose: those of some processes, and of whoever else on this machine has their other ends."""
+"""Sockets of some processes, with their owners, and of any other process here at the other end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROTOCOLS = ("tcp", "tcp6", "udp", "udp6")
 
 @dataclass(frozen=True)
 class Owned:
-    """A socket and a process that has it; the rest as distdiag.facts.sockets tells it."""
+    """A socket and a process that owns it; other fields as in distdiag.facts.sockets."""
 
     pid: int
     inode: int
@@ -40,7 +40,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Person:
-    """A process that is only mentioned. `state` as in proc(5)."""
+    """A process mentioned in the report. `state` as in proc(5)."""
 
     pid: int
     comm: str
@@ -49,7 +49,7 @@ class Person:
 
 
 def networks(pids: Iterable[int], look: Look) -> tuple[Network, ...]:
-    """Read the sockets of processes, by namespace; what is not ours to read is left out."""
+    """Read the sockets of processes, by namespace; omits unreadable ones."""
     by_name: dict[str, list[int]] = {}
     for pid in pids:
         by_name.setdefault(machine.network_namespace(pid), []).append(pid)
@@ -57,7 +57,7 @@ def networks(pids: Iterable[int], look: Look) -> tuple[Network, ...]:
 
 
 def people(pids: Iterable[int]) -> tuple[Person, ...]:
-    """Say who they are, those that are still there."""
+    """Describe the processes that are still alive."""
     found = ((pid, procs.read(pid)) for pid in sorted(set(pids)))
     return tuple(
         Person(pid, proc.comm, machine.command_line(pid) or proc.comm, proc.state)
@@ -73,7 +73,7 @@ def _network(name: str, pids: list[int], look: Look) -> Network:
 
 
 def _strangers(own: list[Owned], namespace: Namespace, look: Look) -> Iterator[Owned]:
-    """Find who else has the other end of these, or listens where they knock."""
+    """Find other processes at the other end of these sockets, or listening on their remote ports."""
     known = {sock.inode for sock in own}
     connected: dict[tuple[str, str], Socket] = {}
     listening: dict[str, list[Socket]] = {}

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, when the sockets of several processes on several nodes are known. Pure."""
+"""Match the two ends of connections among sockets of several processes on several nodes. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ANY = ("0.0.0.0", "::")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A socket that a process has. `network` is its network namespace, whose name means something on its host alone.
+    """A process's socket. `network`: its network namespace, whose name is only unique on its host.
 
-    The rest is as distdiag.facts.sockets tells it: "tcp6", "ESTABLISHED", "10.0.0.2:29500"; `remote` may be empty.
+    Other fields as in distdiag.facts.sockets: "tcp6", "ESTABLISHED", "10.0.0.2:29500"; `remote` may be empty.
     """
 
     host: str
@@ -29,27 +29,26 @@ class Endpoint:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What it is called: (host, pid, inode)."""
+        """Its identity: (host, pid, inode)."""
         return self.host, self.pid, self.inode
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where its addresses mean something: (host, network namespace)."""
+        """The scope of its addresses: (host, network namespace)."""
         return self.host, self.network
 
 
 def match(
     endpoints: Iterable[Endpoint], addresses: Mapping[tuple[str, str], Iterable[str]]
 ) -> dict[tuple[str, int, int], tuple[Endpoint, ...]]:
-    """Find for each endpoint, by its key, who has the other end; nobody if that is not among them, or behind NAT.
+    """Find the other end of each endpoint, by key; empty if it is not among them, or behind NAT.
 
-    Several processes may have one socket (fork). A connection that its listener has not accepted yet matches the
-    listener. Private addresses may exist several times: the same namespace goes before the same host, and this before
-    others; among equals all are given.
+    Several processes may share one socket (fork). A connection not accepted yet matches its listener. Private addresses
+    may exist several times: the same namespace is preferred, then the same host; among equals all are returned.
 
     Args:
-        endpoints: the sockets of all processes that are looked at.
-        addresses: by (host, network namespace) the addresses that are its own, see sockets.Namespace.
+        endpoints: the sockets of all processes examined.
+        addresses: by (host, network namespace), its own addresses, see sockets.Namespace.
     """
     everybody = list(endpoints)
     connected: dict[tuple[str, str, str], list[Endpoint]] = {}
@@ -83,7 +82,7 @@ def _others(
 def _nearest(
     endpoint: Endpoint, candidates: list[Endpoint], own: dict[tuple[str, str], frozenset[str]]
 ) -> list[Endpoint]:
-    """Keep those that are nearest; none elsewhere if the address is loopback, or this namespace's own."""
+    """Keep the nearest candidates; none elsewhere if the address is loopback, or this namespace's own."""
     address, _ = _split(endpoint.remote)
     here = [other for other in candidates if other.place == endpoint.place]
     if here or _is_loopback(address) or address in own.get(endpoint.place, ()):
@@ -92,7 +91,7 @@ def _nearest(
 
 
 def _takes(listener: Endpoint, address: str, own: dict[tuple[str, str], frozenset[str]]) -> bool:
-    """Tell whether connections to this address may end at a listener, by the address that it is bound to."""
+    """Return whether a listener, by the address it is bound to, accepts connections to this address."""
     bound_to, _ = _split(listener.local)
     if bound_to not in _ANY:
         return bound_to == address
@@ -102,7 +101,7 @@ def _takes(listener: Endpoint, address: str, own: dict[tuple[str, str], frozense
 
 
 def _family(endpoint: Endpoint) -> str:
-    """An IPv6 socket may speak IPv4: the addresses tell them apart, not the table."""
+    """An IPv6 socket may use IPv4, so the table does not tell the families apart; the addresses do."""
     return endpoint.protocol.rstrip("6")
 
 

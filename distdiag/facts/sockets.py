@@ -1,7 +1,7 @@
-"""The sockets of a network namespace, as /proc/PID/net tells of them: see proc(5), and include/net/tcp_states.h.
+"""Sockets of a network namespace, from /proc/PID/net: see proc(5), and include/net/tcp_states.h.
 
-/proc/PID/net is that of the process's own namespace, and everybody may read it; which process has a socket is told by
-its descriptors alone.
+/proc/PID/net is that of the process's own namespace, and world-readable; only a process's descriptors show which
+sockets it has.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _DONE = (2, 3)
 
 @dataclass(frozen=True)
 class Socket:
-    """One socket; what the kernel does not tell is None or empty.
+    """One socket; fields unknown to the kernel are None or empty.
 
-    `local` and `remote`: "10.0.0.2:29500", "[::1]:29500"; `remote` is empty if there is none; of a unix socket the
-    path, "@..." if abstract. Queues as the kernel counts them: of UDP with its own overhead. `backlog`: connections
-    that nobody has accepted yet. `retransmits`: of the oldest segment that is not answered. `timer`: "retransmit",
-    "keepalive", "time-wait", or "zero-window-probe" (the other side does not read). `peer_inode`: the other end of a
-    unix socket, in our own namespace alone, and once accepted.
+    `local` and `remote`: "10.0.0.2:29500", "[::1]:29500"; `remote` is empty if not connected; for a unix socket the
+    path, "@..." if abstract. Queues as counted by the kernel, for UDP with its own overhead. `backlog`: connections not
+    accepted yet. `retransmits`: of the oldest unacknowledged segment. `timer`: "retransmit", "keepalive", "time-wait",
+    or "zero-window-probe" (the peer does not read). `peer_inode`: the other end of a unix socket, only in our own
+    namespace, and once accepted.
     """
 
     inode: int
@@ -62,32 +62,32 @@ class Socket:
 
 @dataclass(frozen=True)
 class Namespace:
-    """One network namespace: its sockets by inode, and the addresses that are its own, loopback included."""
+    """One network namespace: its sockets by inode, and its own addresses, loopback included."""
 
     sockets: dict[int, Socket]
     addresses: tuple[str, ...]
 
 
 class Tables:
-    """Network namespaces, each of them read once."""
+    """Network namespaces, each read once."""
 
     def __init__(self) -> None:
         self._known: dict[str, Namespace] = {}
 
     def of(self, pid: int) -> Namespace:
-        """Give the network namespace of a process; empty if the process is gone."""
+        """Return the network namespace of a process; empty if it exited."""
         name = (
             machine.network_namespace(pid) or f"of {pid}"
-        )  # one that is hidden may be a known one: it is only read once more
+        )  # a hidden namespace may be a known one, and is then read twice
         if name not in self._known:
             self._known[name] = _read(pid, ours=name == machine.network_namespace(os.getpid()))
         return self._known[name]
 
 
 def inodes(pid: int) -> set[int]:
-    """List the sockets that a process has open."""
+    """List the inodes of a process's open sockets."""
     links = []
-    with contextlib.suppress(OSError):  # gone, or not ours to read
+    with contextlib.suppress(OSError):  # exited or unreadable
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
                 links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
@@ -95,7 +95,7 @@ def inodes(pid: int) -> set[int]:
 
 
 def stuck(pid: int) -> list[dict[str, Any]]:
-    """List a process's TCP connections whose other end does not answer: as records.StuckSocket."""
+    """List a process's TCP connections with an unresponsive peer, as records.StuckSocket."""
     known = {}
     for table in ("tcp", "tcp6"):
         known.update(parse_inet(machine.read_text(f"/proc/{pid}/net/{table}"), table))
@@ -113,17 +113,17 @@ def stuck(pid: int) -> list[dict[str, Any]]:
 
 
 def parse_inet(text: str, protocol: str) -> dict[int, Socket]:
-    """Read /proc/PID/net/{tcp,tcp6,udp,udp6}; sockets that no process has any more (inode 0) are left out."""
+    """Parse /proc/PID/net/{tcp,tcp6,udp,udp6}, without sockets no longer owned by a process (inode 0)."""
     rows = (line.split() for line in text.splitlines()[1:])
     found = (_inet(columns, protocol) for columns in rows if len(columns) > 9 and columns[9] != "0")
     return {sock.inode: sock for sock in found}
 
 
 def parse_unix(text: str) -> dict[int, Socket]:
-    """Read /proc/PID/net/unix; the kernel writes no queues there."""
+    """Parse /proc/PID/net/unix; the kernel writes no queues there."""
     found = {}
     for line in text.split("\n")[1:]:
-        # Num RefCount Protocol Flags Type St Inode Path: a path may contain anything, also the end of a line.
+        # Num RefCount Protocol Flags Type St Inode Path: a path may contain any character, even a newline.
         columns = line.split(None, 7)
         if len(columns) < 7 or not columns[0].endswith(":"):
             continue
@@ -135,7 +135,7 @@ def parse_unix(text: str) -> dict[int, Socket]:
 
 
 def parse_addresses(fib_trie: str, if_inet6: str) -> tuple[str, ...]:
-    """Read which addresses are a namespace's own, from /proc/PID/net/fib_trie and if_inet6."""
+    """Parse a namespace's own addresses from /proc/PID/net/fib_trie and if_inet6."""
     found = re.findall(r"\|-- (\S+)\n(?: +/\d+ .*\n)*? +/32 host LOCAL", fib_trie)
     for line in if_inet6.splitlines():
         found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])))
@@ -143,7 +143,7 @@ def parse_addresses(fib_trie: str, if_inet6: str) -> tuple[str, ...]:
 
 
 def unix_peers() -> dict[int, int]:
-    """Ask the kernel which unix sockets of our own network namespace are connected: inode to inode, both ways."""
+    """Query the connected unix sockets of our own network namespace: inode to inode, both ways."""
     query = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW_PEER, 0, 0)
     found = {}
     with contextlib.suppress(OSError), diag_socket() as kernel:
@@ -163,7 +163,7 @@ def diag_socket() -> socket.socket:
 
 
 def dump(kernel: socket.socket, query: bytes) -> Iterator[bytes]:
-    """Send a dump request of sock_diag(7) and yield the answers without their netlink headers. Raises OSError."""
+    """Send a dump request of sock_diag(7); yield the answers without their netlink headers. Raises OSError."""
     kernel.send(struct.pack("=IHHII", 16 + len(query), _BY_FAMILY, _DUMP_REQUEST, 1, 0) + query)
     while True:
         data = kernel.recv(65536)
@@ -198,7 +198,7 @@ def _read(pid: int, *, ours: bool) -> Namespace:
 
 
 def _inet(columns: list[str], protocol: str) -> Socket:
-    """Read: sl local_address rem_address st tx_queue:rx_queue tr:tm->when retrnsmt uid timeout inode ..."""
+    """Parse: sl local_address rem_address st tx_queue:rx_queue tr:tm->when retrnsmt uid timeout inode ..."""
     tcp = protocol.startswith("tcp")
     state = _name(_STATES, int(columns[3], 16))
     sends, receives = (int(queue, 16) for queue in columns[4].split(":"))
@@ -219,7 +219,7 @@ def _inet(columns: list[str], protocol: str) -> Socket:
 
 
 def _end(text: str, *, always: bool = False) -> str:
-    """Read ADDRESS:PORT as the kernel prints it: words in the machine's byte order. Port 0: empty, unless `always`."""
+    """Parse the kernel's ADDRESS:PORT: words in the machine's byte order. Port 0: empty, unless `always`."""
     address, port = text.split(":")
     if int(port, 16) == 0 and not always:
         return ""

@@ -1,8 +1,8 @@
-"""Which libraries and exported functions are on a thread's stack, from a copy of its registers and stack.
+"""Libraries and exported functions on a thread's stack, from a copy of its registers and stack.
 
-Frames are followed by the tables that compilers leave for exceptions, as far as these reach. Above a function without
-a table (the driver's hand-written code, all code on aarch64) the stack is scanned: a word is a return address if it
-points behind a call instruction in executable memory. Only a stale word that is one, too, can mislead.
+Frames are followed with the compilers' exception tables where possible. Above a function without a table (the driver's
+hand-written code, all code on aarch64) the stack is scanned: a word is a return address if it points behind a call
+instruction in executable memory. Only a stale return address can mislead.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 _EXECUTABLE = re.compile(r"^(\w+)-(\w+) ..x. (\w+) \S+ \d+ *(.*)$", re.MULTILINE)
 _RUNTIME = re.compile(r"(libc|ld|libpthread)([-.]\S*)?\.so[.\d]*|(libc|ld)[.-]musl\S*|\[v\w+\]")
-"""The C library and the kernel's pages: every wait ends in them, so the library that called them is the place."""
+"""The C library and the kernel's pages: every wait ends in them, so the library that called them is reported."""
 _MOST_FRAMES = 64
 _LINK_REGISTER = 30
 _ADDRESS_BITS = (1 << 48) - 1  # aarch64 signs return addresses in the bits above
 
 
 class Place(NamedTuple):
-    """One stack. `inner`: its innermost library apart from the C library's; "" if none is known.
+    """One stack. `inner`: its innermost library apart from the C library's; "" if unknown.
 
-    `libraries` and `calls` (exported functions of the libraries asked for): innermost first, each once.
+    `libraries` and `calls` (exported functions of the selected libraries): innermost first, each once.
     """
 
     inner: str
@@ -55,14 +55,14 @@ class _Mapping(NamedTuple):
 
 
 class Binaries:
-    """The files of all processes of one reading, each opened once though 64 ranks map it."""
+    """The files of all processes of one reading, each opened once even if 64 ranks map it."""
 
     def __init__(self) -> None:
         self._binaries: dict[Identity, Binary | None] = {}
         self._rules: dict[tuple[Identity, int], Rules | None] = {}
 
     def rules(self, path: str, offset: int) -> Rules | None:
-        """Return how the frame of the code at an offset is left; None if its file has no usable table."""
+        """Return how to unwind the frame of the code at an offset; None if its file has no usable table."""
         try:
             key = exported_functions.identity(path)
         except OSError:
@@ -83,7 +83,7 @@ class Binaries:
 
 
 class Stacks:
-    """Turns the samples of one process into places; equal samples cost one look."""
+    """Converts the samples of one process to places; equal samples are analysed once."""
 
     def __init__(self, pid: int, maps: str, memory: int, named: Sequence[str], binaries: Binaries) -> None:
         """Take the text of /proc/PID/maps, an open /proc/PID/mem, and patterns of base names."""
@@ -100,13 +100,13 @@ class Stacks:
         self._after_call = _after_call_aarch64 if os.uname().machine == "aarch64" else self._after_call_x86_64
 
     def place(self, sample: Sample) -> Place:
-        """Name what is on one stack. Reads code of the process and files, so it may block as these do."""
+        """Identify the libraries and calls of one stack. Reads the process's code and files, which may block."""
         if sample not in self._known:
             self._known[sample] = self._place(self._addresses(sample))
         return self._known[sample]
 
     def _place(self, addresses: Sequence[int]) -> Place:
-        # A return address may be the first of another function: the call before it is where the thread is.
+        # A return address may be the first of another function, so use the call before it.
         exact = [addresses[0], *(address - 1 for address in addresses[1:])]
         mapped = [(at, mapping) for at in exact if (mapping := self._mapping(at)) is not None]
         names = [mapping.name for _, mapping in mapped]
@@ -128,7 +128,7 @@ class Stacks:
         return [*found, *self._scanned(sample.stack[max(0, at - sample.sp) :])]
 
     def _followed(self, sample: Sample) -> tuple[list[int], int | None]:
-        """Follow frames by their tables: addresses, and the stack pointer where these end; None: the thread's start."""
+        """Unwind by tables: addresses, and the stack pointer where these end; None: the thread's start."""
 
         def word(address: int) -> int:
             at = address - sample.sp
@@ -211,7 +211,7 @@ class Stacks:
         return self._functions[mapping.path]
 
     def _file(self, mapping: _Mapping) -> str:
-        """Return a path to a mapped file that is valid here: in the process's root, else by the mapping itself."""
+        """Return a valid path to a mapped file: in the process's root, else by the mapping itself."""
         path = f"/proc/{self._pid}/root{mapping.path}"
         return path if os.path.exists(path) else f"/proc/{self._pid}/map_files/{mapping.begin:x}-{mapping.end:x}"
 
@@ -229,7 +229,7 @@ def ends_with_indirect_call(code: bytes) -> bool:
 
 
 def _call_size(code: bytes) -> int:
-    """Return the size of the instruction ff /2 (call) whose bytes after ff are given; 0 if it is another."""
+    """Return the size of the instruction ff /2 (call), given the bytes after ff; 0 for any other instruction."""
     mode, kind, register = code[0] >> 6, code[0] >> 3 & 7, code[0] & 7
     if kind != 2:
         return 0
@@ -242,7 +242,7 @@ def _call_size(code: bytes) -> int:
 
 
 def _after_call_aarch64(_: int, code: bytes) -> bool:
-    """Return whether the 8 bytes before an address end with bl or blr, with pointer authentication or without."""
+    """Return whether the 8 bytes before an address end with bl or blr, with or without pointer authentication."""
     if len(code) < 8:
         return False
     word = int.from_bytes(code[4:], "little")

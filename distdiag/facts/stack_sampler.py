@@ -1,9 +1,9 @@
-"""Stacks of many processes at once, each by its state, each with its own deadline, and none of them harmed.
+"""Stacks of many processes at once: the method depends on the state; each has its own deadline, and none is harmed.
 
-A rank that waits, asleep or in a GPU driver, is read from its memory (see waiting_stacks), which costs a tenth of a
-start of py-spy. The others are read by py-spy, without being paused: it would wait for ever to pause one that is
-stopped or has a thread in the kernel (D), and fail on one that is traced. Afterwards each process is checked to be as
-it was found.
+A waiting rank, asleep or in a GPU driver, is read from its memory (see waiting_stacks), at a tenth of the cost of
+starting py-spy. The others are read by py-spy without pausing them: py-spy would wait forever to pause a process that
+is stopped or has a thread in the kernel (D), and fail on a traced one. Afterwards each process is checked to be in its
+original state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_OTHERS = 16
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How processes are sampled; `timeout_s` for each of them."""
+    """Sampling options; `timeout_s` per process."""
 
     timeout_s: float
     native: bool = False
@@ -45,7 +45,7 @@ class SampleOptions:
 
 
 def take_samples(pids: Sequence[int], options: SampleOptions) -> dict[int, Sample]:
-    """Sample several processes at the same time; each costs its own deadline at most."""
+    """Sample several processes in parallel, each with its own deadline."""
     clocks: dict[int, float] = {}
     before = {pid: _Before(pid, clocks) for pid in pids}
     found = {pid: process.failed("gone", process.how_it_ended()) for pid, process in before.items() if process.is_gone}
@@ -68,17 +68,17 @@ def take_samples(pids: Sequence[int], options: SampleOptions) -> dict[int, Sampl
         paused = _dump(tool, {pid: before[pid] for pid in living if before[pid].may_be_paused}, options, native=True)
         found.update({pid: sample for pid, sample in paused.items() if sample.threads})
     found.update(_dump(tool, {pid: before[pid] for pid in living if pid not in found}, options, native=False))
-    # A running process may change under py-spy's eyes, so what made no sense is read once more.
+    # A running process may change while py-spy reads it, so inconsistent results are read once more.
     torn = {pid: before[pid] for pid in living if found[pid].status == "failed"}
     found.update(_dump(tool, torn, options, native=False))
     return found
 
 
 def _resting(processes: Sequence[_Before], options: SampleOptions) -> dict[int, Sample]:
-    """Read the main threads from memory, except where a thread is stuck in the kernel: that may hold up any reader.
+    """Read the main threads from memory, except with a thread stuck in the kernel, which may block any reader.
 
-    All in turn, so all together have no more than a moment: where memory has to come back from a disk first, py-spy
-    reads many at the same time.
+    They are read in turn, within one short deadline in all: if memory has to be read from a disk first, py-spy reads
+    many in parallel.
     """
     deadline = time.monotonic() + _PATIENCE_S
 
@@ -100,7 +100,7 @@ def _dump(tool: str, processes: Mapping[int, _Before], options: SampleOptions, *
 
 
 class _Before:
-    """What a process was like before it was sampled."""
+    """The state of a process before it was sampled."""
 
     def __init__(self, pid: int, clocks: dict[int, float]) -> None:
         self.pid = pid
@@ -115,7 +115,6 @@ class _Before:
 
     @property
     def is_gone(self) -> bool:
-        """There is nothing to look at."""
         return self.proc is None or self.proc.state in "ZX"
 
     @property
@@ -124,15 +123,14 @@ class _Before:
         return not self.blocked and self.tracer is None and self.proc is not None and self.proc.state in "RS"
 
     def how_it_ended(self) -> str:
-        """Return how a process ended that is gone."""
         return "exited" if self.proc is None else "exited and is a zombie"
 
     def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Sample:
-        """Return a sample without stacks: why there are none, and what the kernel says instead."""
+        """Return a sample without stacks: the reason, and the kernel's view instead."""
         return self._sample(status, reason, (), native=False, left_stopped=left_stopped)
 
     def at_rest(self, main: waiting_stacks.Main) -> Sample:
-        """Return a sample of what was read of a main thread that waits."""
+        """Return a sample of a waiting main thread read from memory."""
         status, reason = self._status()
         counters, peer = counters_and_peer(
             [(frame.function, frame.file, _short(frame.whole_numbers)) for frame in main.frames]
@@ -152,7 +150,6 @@ class _Before:
         return self._sample(status, reason, (thread,), native=False, left_stopped=False, gil_holder=main.gil_holder)
 
     def after(self, dump: py_spy.Dump, options: SampleOptions, *, native: bool) -> Sample:
-        """Return a sample of what py-spy read, or of why it could not."""
         done = dump.done
         left_stopped = native and self._let_go(cut_off=done is not None and done.cut_off)
         if done is None:
@@ -205,7 +202,7 @@ class _Before:
         return procs.standstill(self.pid, tid, self._clocks)
 
     def _let_go(self, *, cut_off: bool) -> bool:
-        """Let a process run again that was not stopped before the sample; returns whether it was found so."""
+        """Resume a process that was not stopped before the sample; return whether it was found stopped."""
         return self.may_be_paused and resume(self.pid, may_come=cut_off)
 
     def _sample(
@@ -220,7 +217,7 @@ class _Before:
     ) -> Sample:
         main = next((task for task in self.tasks if task.tid == self.pid), None)
         in_ticks_s = main.cpu_s if main else 0.0
-        # The main thread first, whoever is stuck in the kernel, and those that may be at the job's work.
+        # The main thread first, then threads stuck in the kernel, then possible workers.
         known = {task.tid for task in self.tasks}
         others = [thread.os_thread_id for thread in threads[1 : 1 + _MOST_OTHERS] if thread.os_thread_id in known]
         stuck = [] if self.is_gone else list(dict.fromkeys([self.pid, *self.blocked[:4], *others]))
@@ -251,8 +248,8 @@ def _short(numbers: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
 
 
 def _threads(dump: py_spy.Dump, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
-    """Read py-spy's threads; the main one comes first. Of the locals nothing but loop counters is kept."""
+    """Parse py-spy's threads, the main one first, keeping only loop counters of the locals."""
     try:
         return read_threads(dump.threads, tasks)
-    except (ValueError, KeyError, TypeError):  # torn while the process went on
+    except (ValueError, KeyError, TypeError):  # torn, as the process was running
         return ()

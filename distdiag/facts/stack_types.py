@@ -1,4 +1,4 @@
-"""What is seen of a process: its threads, their frames, the loop counters in them, and how it stands."""
+"""Samples of a process: its threads, their frames with loop counters, and its state."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ COUNTERS = re.compile(
     r"(global_|local_|train_|cur_|current_)?"
     r"(step|iter|iteration|it|epoch|i|idx|batch_idx|batch_i|batch|micro\w{0,16}|mb_idx)(_idx|_i|_num|_count)?"
 )
-"""Names of loop counters, not of totals (num_steps), which may differ rightly. Of the variables of a job's own code
-nothing else is kept, and these only where they are whole numbers."""
+"""Names of loop counters, not of totals (num_steps), which may rightly differ.
+
+No other variables of a job's own code are kept, and these only if they are whole numbers.
+"""
 _PEER = ("src", "dst")
 _P2P_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 _P2P_FILE = "/torch/distributed/distributed_c10d.py"
 LOCALS = re.compile(rf"{COUNTERS.pattern}|{'|'.join(_PEER)}")
-"""Names of the locals to ask for: loop counters, and which rank a `send` or `recv` of torch's is about."""
+"""Names of the locals to read: loop counters, and the peer rank of torch's `send` or `recv`."""
 _GROUP_THREADS = {"pt_gloo_runloop": 2, "pt_nccl_watchdg": 1}
-"""How many threads of this name torch starts for each process group (ProcessGroupGloo.cpp, ProcessGroupNCCL.cpp)."""
+"""Number of threads with this name per process group (ProcessGroupGloo.cpp, ProcessGroupNCCL.cpp)."""
 WHOLE = re.compile(r"-?[0-9]{1,12}")
-"""More digits are no count: a running process may change under the eyes of whoever reads it."""
+"""More digits are not a count: a running process may change while it is read."""
 MAIN = "MainThread"
 _FOR_A_THREAD = re.compile(
     r"/(threading|selectors|queue|concurrent/futures/\w+|asyncio/\w+)\.py$|/(trio|anyio|uvloop|gevent)/"
@@ -42,7 +44,7 @@ _INNER = 8
 
 @dataclass(frozen=True)
 class Frame:
-    """One Python (or with `native`, C) frame; `line` is 0 where it is not known."""
+    """One Python (or with `native`, C) frame; `line` is 0 if unknown."""
 
     function: str
     file: str
@@ -61,11 +63,11 @@ class Counter:
 
 @dataclass(frozen=True)
 class Thread:
-    """One thread's frames, innermost first. `active`: it was not idle, as py-spy sees it.
+    """One thread's frames, innermost first. `active`: not idle, according to py-spy.
 
-    `cpu_s`: processor time so far; `switches`: how often it went to wait so far, -1 where that was not asked.
-    `peer`: the rank that the `send` or `recv` it is in names. `digests`: of each frame a checksum of its local
-    variables, 0 where that is not known; comparable between samples of one `reader` ("memory" or "py-spy").
+    `cpu_s`: processor time so far; `switches`: voluntary context switches so far, -1 if not read. `peer`: the rank
+    named by its current `send` or `recv`. `digests`: of each frame a checksum of its local variables, 0 if unknown;
+    comparable between samples of one `reader` ("memory" or "py-spy").
     """
 
     os_thread_id: int
@@ -86,12 +88,12 @@ class Thread:
 class Sample:
     """One sample of one process.
 
-    `status`: ok; stopped, traced, kernel (a thread in D): read all the same, with that state; denied, not-python,
-    failed, timeout: no stack, `reason` says why; gone: there is no such process any more, or only its zombie.
-    `cpu_s` and `main_cpu_s`: processor time so far, of all threads and of the main one, at `at_s` (monotonic clock).
-    `gil_holder`: the thread that holds the interpreter lock, if any does. `switches`: how often the main thread went to
-    wait so far; one that waits for ever does not wake up to wait again. `groups`: process groups that it is in, by the
-    threads that torch starts for each of a backend; 0 if there is none of these, or torch does not name its threads.
+    `status`: ok; stopped, traced, kernel (a thread in D): read all the same, in that state; denied, not-python, failed,
+    timeout: no stack, see `reason`; gone: exited, or a zombie. `cpu_s` and `main_cpu_s`: processor time so far, of all
+    threads and of the main one, at `at_s` (monotonic clock). `gil_holder`: the thread with the interpreter lock, if
+    any. `switches`: voluntary context switches of the main thread so far; constant while it waits forever. `groups`:
+    its process groups, counted by torch's threads per group of a backend; 0 if it has none of these, or torch does not
+    name its threads.
     """
 
     status: str
@@ -111,7 +113,7 @@ class Sample:
 
 
 def read_threads(answer: Sequence[Mapping[str, Any]], tasks: Mapping[int, procs.Task]) -> tuple[Thread, ...]:
-    """Read the threads of one process from what `py-spy dump --json` tells. Raises ValueError, KeyError, TypeError."""
+    """Parse the threads of one process from `py-spy dump --json`. Raises ValueError, KeyError, TypeError."""
     found = []
     for thread in answer:
         tid = int(thread.get("os_thread_id") or 0)
@@ -152,7 +154,7 @@ def _numbers(frame: Mapping[str, Any]) -> tuple[str, str, Numbers]:
 
 
 def _digest(frame: Mapping[str, Any]) -> int:
-    """Return a checksum of the local variables of a frame, as py-spy prints them; 0 if it printed none."""
+    """Return a checksum of a frame's local variables as printed by py-spy; 0 if it printed none."""
     text = "\n".join(f"{local['name']}={local['repr']}" for local in frame.get("locals") or ())
     return zlib.crc32(text.encode()) or 1 if text else 0
 
@@ -172,13 +174,13 @@ def counters_and_peer(frames: Sequence[tuple[str, str, Numbers]]) -> tuple[tuple
 
 
 def process_groups(tasks: Iterable[procs.Task]) -> int:
-    """Count the process groups of torch's that a process is in; 0 where its threads do not tell."""
+    """Count torch's process groups in a process; 0 if its threads do not reveal them."""
     names = [task.comm for task in tasks]
     return max(-(-names.count(name) // each) for name, each in _GROUP_THREADS.items())
 
 
 def leaves_work_to_threads(frames: Sequence[Frame]) -> bool:
-    """Whether a main thread waits in what Python has for threads: then another one may be at the job's work."""
+    """Return whether a main thread waits in Python's threading code, so that another may do the job's work."""
     inner = frames[:_INNER]
     files = [frame.file for frame in inner]
     return any(map(_FOR_A_THREAD.search, files)) and not any(map(_FOR_OTHERS.search, files))

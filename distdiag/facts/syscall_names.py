@@ -1,4 +1,4 @@
-"""System calls that a thread may wait in: their numbers (asm/unistd.h), and which argument says for what."""
+"""System calls in which a thread may wait: numbers (asm/unistd.h), and the arguments that identify the object."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = {
         **{441: "epoll_pwait2", 449: "futex_waitv", 455: "futex_wait"},
     },
 }
-"""By machine, as uname(2) has it, and number."""
+"""By machine, as named by uname(2), and number."""
 
 _READ = (
     *("read", "pread64", "readv", "preadv", "preadv2", "recvfrom", "recvmsg", "recvmmsg", "accept", "accept4"),
@@ -70,7 +70,7 @@ DESCRIPTORS = {
     **{"sendfile": ((1, "r"), (0, "w")), "tee": ((0, "r"), (1, "w"))},
     **{"splice": ((0, "r"), (2, "w")), "copy_file_range": ((0, "r"), (2, "w"))},
 }
-"""By name: which arguments are file descriptors, and how they are used, "r" or "w"."""
+"""By name: the arguments that are file descriptors, and their use, "r" or "w"."""
 POLLS = ("poll", "ppoll")
 SELECTS = ("select", "pselect6")
 EPOLLS = ("epoll_wait", "epoll_pwait", "epoll_pwait2")
@@ -79,11 +79,11 @@ WAITS = ("wait4", "waitid")
 MAY_WAIT_FOR_OWN = (*FUTEXES, *POLLS, *SELECTS, *EPOLLS, *WAITS, "restart_syscall")
 """Calls in which a thread may wait for its own threads and children, and for several descriptors at once."""
 SLEEPS = {"nanosleep": 0, "clock_nanosleep": 2}
-"""Which argument points to the time."""
+"""Index of the time argument."""
 PATHS = {
     **{"open": 0, "creat": 0, "stat": 0, "lstat": 0, "access": 0, "readlink": 0, "statfs": 0, "chdir": 0, "rename": 0},
     **{"unlink": 0, "mkdir": 0, "truncate": 0, "execve": 0, "openat": 1, "openat2": 1, "newfstatat": 1, "statx": 1},
     **{"faccessat": 1, "faccessat2": 1, "readlinkat": 1, "renameat": 1, "renameat2": 1, "unlinkat": 1, "mkdirat": 1},
     "execveat": 1,
 }
-"""Which argument points to the path; where it is the second one, the first is the directory that it starts from."""
+"""Index of the path argument; if it is 1, argument 0 is the starting directory."""

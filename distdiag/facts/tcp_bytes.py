@@ -1,4 +1,4 @@
-"""Bytes that crossed each TCP connection of a network namespace, from sock_diag(7): /proc/net/tcp has no totals.
+"""Total bytes of each TCP connection of a network namespace, from sock_diag(7): /proc/net/tcp has no totals.
 
 Layouts: include/uapi/linux/inet_diag.h (inet_diag_req_v2, inet_diag_msg) and linux/tcp.h (tcp_info).
 """
@@ -15,7 +15,7 @@ from distdiag.facts import deadlines, machine, sockets
 
 _INFO = 2  # INET_DIAG_INFO
 _STATES = sum(1 << state for state in (1, 4, 5, 8))
-"""ESTABLISHED, FIN_WAIT1, FIN_WAIT2 and CLOSE_WAIT: data may still be on its way."""
+"""ESTABLISHED, FIN_WAIT1, FIN_WAIT2 and CLOSE_WAIT: data may still be in transit."""
 _MESSAGE = struct.Struct("=BBBB2s2s16s16s12xIIIII")
 """family state timer retransmits, ports and addresses, (interface, cookie), expires rqueue wqueue uid inode."""
 _TOTALS_AT = 120
@@ -26,9 +26,9 @@ _PATIENCE_S = 1.0
 
 @dataclass(frozen=True)
 class TcpBytes:
-    """One connection. `taken`: bytes that its process has read; `sent`: bytes that the other end acknowledged.
+    """One connection. `taken`: bytes read by its process; `sent`: bytes acknowledged by the peer.
 
-    `local` and `remote`: "10.0.0.2:443", "[::1]:443", as facts.sockets writes them.
+    `local` and `remote`: "10.0.0.2:443", "[::1]:443", as in facts.sockets.
     """
 
     inode: int
@@ -39,9 +39,9 @@ class TcpBytes:
 
 
 def tcp_bytes(pid: int) -> dict[int, TcpBytes]:
-    """Read the connections of a process's network namespace, by inode. Raises OSError where they cannot be read.
+    """Read the connections of a process's network namespace, by inode. Raises OSError.
 
-    Another namespace than ours is entered by a thread that ends with the reading; that needs CAP_SYS_ADMIN.
+    A temporary thread enters a namespace other than ours; that needs CAP_SYS_ADMIN.
     """
     if machine.network_namespace(pid) == machine.network_namespace(os.getpid()):
         return _connections()

@@ -1,8 +1,8 @@
-"""Text of somebody else, made harmless."""
+"""Sanitizes text of foreign origin."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Return it with a question mark for what would move the cursor or worse: it is somebody else's."""
+    """Replace unprintable characters of a foreign text, such as those that move the cursor, by question marks."""
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,8 +1,8 @@
-"""Where threads are: the libraries and exported functions on their stacks, running or asleep.
+"""Libraries and exported functions on threads' stacks, running or asleep.
 
 A rank that waits for its GPU runs: the driver polls memory in user space. So neither its state nor its system call
-shows the wait, but its stack does. A running thread is sampled by perf_event_open, which does not stop it; where that
-is refused, by ptrace. Of a sleeping one the kernel reports the stack pointer in /proc/PID/task/TID/syscall.
+reveals the wait, but its stack does. A running thread is sampled by perf_event_open, which does not stop it, or if that
+is refused by ptrace. For a sleeping one the kernel reports the stack pointer in /proc/PID/task/TID/syscall.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 LONGEST_S = 1.0
-"""Of the window: 64 spinning ranks on 2 cores run 30 ms of it each."""
+"""Limit of the window: 64 spinning ranks on 2 cores run 30 ms of it each."""
 _ENOUGH = 5
-"""Samples of a running thread after which the window may end."""
+"""Samples of a running thread that allow the window to end."""
 _LOOKS = 6
-"""Per window: a thread that polls with usleep is asleep in most of them."""
+"""Checks per window: a thread that polls with usleep is asleep in most of them."""
 _PATIENCE_S, _STOP_S = 2.0, 0.3
 _BACKWARD = "pt_autograd_"
 _QUIET = ("S", "T", "t", "I")
@@ -36,13 +36,13 @@ _QUIET = ("S", "T", "t", "I")
 
 @dataclass(frozen=True)
 class ThreadPlace:
-    """Where one thread was over the sampling window.
+    """The place of one thread during the sampling window.
 
-    `state`: the last one seen (R, S, D, T...). `method`: "perf", "ptrace" or "syscall", that of most samples; "" where
-    its place is not known, with `why` and, if a setting forbids it, `hint`. `samples`: valid ones. `inner`: innermost
-    library apart from the C library's (base name such as libcuda.so.550.90.07) and the number of samples with it, most
-    first. `libraries` and `calls` (exported functions of the libraries asked for): on the stack in most samples,
-    innermost first.
+    `state`: the last one seen (R, S, D, T...). `method`: "perf", "ptrace" or "syscall", as for most samples; "" if its
+    place is unknown, with `why` and, if a setting forbids it, `hint`. `samples`: valid ones. `inner`: innermost library
+    apart from the C library's (base name such as libcuda.so.550.90.07) and the number of samples with it, most first.
+    `libraries` and `calls` (exported functions of the selected libraries): on the stack in most samples, innermost
+    first.
     """
 
     tid: int
@@ -59,9 +59,9 @@ class ThreadPlace:
 
 @dataclass(frozen=True)
 class Places:
-    """The main thread of a process, then its backward threads (pt_autograd_N), then others that were asked for.
+    """The main thread of a process, then its backward threads (pt_autograd_N), then other requested ones.
 
-    No threads: it is gone.
+    No threads: it exited.
     """
 
     pid: int
@@ -75,9 +75,9 @@ def read(
     window_s: float = 0.05,
     more: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Places]:
-    """Sample the threads of all processes at the same time. A process that blocks costs 2 s, not the answer.
+    """Sample the threads of all processes in parallel. A process that blocks costs 2 s, not the result.
 
-    `named`: patterns of library base names whose exported functions are named. `more`: further threads by process. The
+    `named`: patterns of library base names with exported functions to name. `more`: further threads by process. The
     window is extended, up to 1 s, until each running thread has 5 samples.
     """
     more = more or {}
@@ -86,14 +86,12 @@ def read(
     )
     late = _sample([process for process in opened.values() if process.memory is not None], window_s)
     found, stuck = _places(opened, named, late)
-    for pid in opened.keys() - late - stuck:  # a thread that was left behind may still read through the others
+    for pid in opened.keys() - late - stuck:  # an abandoned thread may still read through the others
         opened[pid].close()
     return [found.get(pid) or _silent(pid) for pid in pids]
 
 
 class _Thread:
-    """One thread: its samples so far, and why there are none."""
-
     def __init__(self, pid: int, tid: int, comm: str) -> None:
         self.tid, self.comm, self.state = tid, comm, ""
         self.samples: list[tuple[str, Sample]] = []
@@ -109,25 +107,23 @@ class _Thread:
             self.perf_error = error
 
     def look(self, memory: int) -> None:
-        """Read its state; one that sleeps is sampled."""
+        """Read its state; sample it if it sleeps."""
         before, switches = self.state, self._switches
         self.state, self._switches = self._read_state(), self._read_switches()
-        # Of a thread that did not go to sleep between two looks it is unlikely that it does at this very moment.
+        # A thread that did not sleep between two checks is unlikely to fall asleep at this very moment.
         self.spins = self.state == before == "R" and self._switches == switches
         if self.state in _QUIET:
             self._sample_asleep(memory)
 
     def still_spins(self) -> bool:
-        """Return whether it runs and has not slept since the last look."""
+        """Return whether it runs and has not slept since the last check."""
         return self._read_state() == "R" and self._read_switches() == self._switches
 
     def drain(self) -> None:
-        """Take what perf has sampled."""
         if self.sampler is not None:
             self.samples += [("perf", sample) for sample in self.sampler.drain()]
 
     def is_short_of_samples(self) -> bool:
-        """Return whether it runs, can be sampled, and was not sampled often enough."""
         can = self.sampler is not None or self.ptrace_error is None
         return self.state == "R" and can and len(self.samples) < _ENOUGH
 
@@ -152,7 +148,7 @@ class _Thread:
         return machine.read_text(f"{self._folder}/stat").rpartition(")")[2][1:2]
 
     def _read_switches(self) -> int:
-        """Count how often it went to sleep, for ptrace; sched_yield is no sleep."""
+        """Count how often it went to sleep, for ptrace; sched_yield does not count."""
         if self.sampler is not None:
             return -1
         for line in machine.read_text(f"{self._folder}/status").splitlines():
@@ -162,7 +158,7 @@ class _Thread:
 
 
 class _Process:
-    """One process with its open memory (None: not ours to read) and the threads that are asked about."""
+    """One process with its open memory (None: unreadable) and the requested threads."""
 
     def __init__(self, pid: int, more: Sequence[int]) -> None:
         self.pid = pid
@@ -215,7 +211,7 @@ class _Process:
 
 
 def _sample(processes: Sequence[_Process], window_s: float) -> set[int]:
-    """Sample for the window; returns the processes that blocked a look."""
+    """Sample for the window; return the processes that blocked a check."""
     late: set[int] = set()
     began = time.monotonic()
     while True:
@@ -235,7 +231,7 @@ def _sample(processes: Sequence[_Process], window_s: float) -> set[int]:
 
 
 def _interrupt(processes: Iterable[_Process]) -> None:
-    """Sample by ptrace, in an OS thread whose end detaches what did not stop in time."""
+    """Sample by ptrace, in an OS thread whose end detaches from threads that did not stop in time."""
     spinning = [thread for process in processes for thread in process.spinning()]
     if not spinning:
         return
@@ -249,7 +245,7 @@ def _interrupt(processes: Iterable[_Process]) -> None:
 
 
 def _places(opened: Mapping[int, _Process], named: Sequence[str], late: set[int]) -> tuple[dict[int, Places], set[int]]:
-    """Return the places by process, and the processes that blocked while their files or memory were read."""
+    """Return the places by process, and the processes that blocked reading their files or memory."""
     binaries = Binaries()
 
     def analyse(pid: int) -> Places:
@@ -302,7 +298,7 @@ def _thread_place(thread: _Thread, stacks: Stacks) -> ThreadPlace:
 
 
 def _in_most(stacks: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what is on more than half of the stacks, ordered by its mean depth."""
+    """Return the names on more than half of the stacks, ordered by mean depth."""
     depths: dict[str, list[int]] = {}
     for stack in stacks:
         for depth, name in enumerate(stack):
@@ -325,7 +321,7 @@ def _why(thread: _Thread) -> tuple[str, str]:
     why, hint = perf_samples.why_refused(thread.perf_error)
     if thread.ptrace_error is None:
         return f"{why}, and ptrace got no sample of it in time", hint
-    # Its memory is open to us, which takes the same right as tracing it.
+    # Its memory is open to us, which requires the same permission as tracing it.
     tracer = procs.tracer(thread.tid)
     if tracer is not None:
         return f"{why}, and process {tracer} traces it", hint

@@ -1,4 +1,4 @@
-"""The user registers of a thread that a stack is followed from, as perf, ptrace and /proc deliver them."""
+"""A thread's user registers needed for unwinding, as delivered by perf, ptrace and /proc."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ STACK_BYTES = 8192
 
 
 class Sample(NamedTuple):
-    """One look at a thread: instruction pointer, stack pointer, the stack's bytes from there up.
+    """One snapshot of a thread: instruction pointer, stack pointer, the stack's bytes from there up.
 
-    `saved`: other registers by DWARF number (x86-64: callee-saved; aarch64: 30, the link register), as far as known.
+    `saved`: other registers by DWARF number (x86-64: callee-saved; aarch64: 30, the link register), if known.
     """
 
     ip: int

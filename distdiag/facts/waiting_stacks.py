@@ -1,13 +1,13 @@
-"""The Python frames of a main thread, read from its memory: no process is paused, no program is started.
+"""The Python frames of a main thread, read from its memory without pausing it or starting a program.
 
 A stack changes only while its thread runs. So the state and the number of switches (how often the thread went to sleep)
 are read before and after: a thread asleep both times with no switch in between did not run, and the frames are as
 reliable as if it had been stopped. A thread that runs in C, such as one that spins in a GPU driver, does not touch its
-Python frames: it is read twice, and equal readings count. Everything else (it runs Python, an unknown version, an
-object of an unexpected type) is left to py-spy.
+Python frames: it is read twice, and equal readings count. Any other case (running Python, an unknown version, an object
+of an unexpected type) is left to py-spy.
 
-Where things are in CPython 3.11 to 3.13: Include/internal/pycore_{runtime,interp,frame}.h and Include/cpython/*.h of
-these versions; 3.13 tells the places in the interpreter itself (_Py_DebugOffsets). Lines: Objects/locations.md.
+Memory layouts of CPython 3.11 to 3.13: Include/internal/pycore_{runtime,interp,frame}.h and Include/cpython/*.h of
+these versions; 3.13 publishes its offsets in the interpreter itself (_Py_DebugOffsets). Lines: Objects/locations.md.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _MAPPED = re.compile(r"^([0-9a-f]+)-\S+ \S+ 0+ \S+ \d+ +(/.*)$", re.MULTILINE)
 _MOST_FRAMES, _MOST_THREADS, _MOST_INTERPRETERS = 4096, 10_000, 64
 _LONGEST_TEXT, _LONGEST_TABLE, _MOST_NAMES = 4096, 1 << 20, 4096
 _MOST_TEXT = 2 << 20
-"""Letters of all frames together: what a node sends about a process is one line, which may not be longer than 4 MiB."""
+"""Limit of letters in all frames together: a node sends a process as one line of at most 4 MiB."""
 _MOST_S = 0.5
 _MOST_DIGESTED = 64
-"""Local variables of a frame that count: more would cost more than they prove."""
+"""Limit of local variables per frame: the cost of more exceeds their value as proof."""
 
 
 class Unclear(Exception):
-    """It runs Python code, is no Python that we know, or not ours to read."""
+    """It runs Python code, or is not a known Python, or unreadable."""
 
 
 class Frame(NamedTuple):
-    """One frame; `whole_numbers`: the local variables asked for that hold an int.
+    """One frame; `whole_numbers`: the requested local variables that hold an int.
 
-    `digest`: a checksum of all local variables: ints and floats by value, other objects by address. It differs once
-    the frame has assigned one. 0 where it is not known, as of a module, whose variables any thread may assign.
+    `digest`: a checksum of all local variables: ints and floats by value, other objects by address. It changes with any
+    assignment in the frame. 0 if unknown, as for a module, whose variables any thread may assign.
     """
 
     function: str
@@ -57,18 +57,19 @@ class Frame(NamedTuple):
 
 
 class Main(NamedTuple):
-    """A main thread, innermost frame first, and the thread that holds the interpreter's lock, if any does."""
+    """A main thread, innermost frame first, and the thread with the interpreter's lock, if any."""
 
     frames: tuple[Frame, ...]
     gil_holder: int | None
 
 
 class _Layout(NamedTuple):
-    """Offsets, in bytes, that differ between versions; these are of 3.13.
+    """Offsets, in bytes, that differ between versions; the defaults are for 3.13.
 
-    `gil`: where an interpreter has a pointer to its lock; None: all have one, a part of the runtime. `behind`: what
-    a thread points to has the pointer to its frame there; None: it is the frame. `held_by_c`: the owner of a frame that
-    stands for the interpreter's own loop. `sign_in_tag`: an int's size and sign are one number, its lowest bits.
+    `gil`: offset of an interpreter's pointer to its lock; None: one lock for all, a part of the runtime. `behind`:
+    offset of the frame pointer in the _PyCFrame that a thread points to; None: it points to the frame. `held_by_c`: the
+    owner value of a frame that represents the interpreter's own loop. `sign_in_tag`: an int's size and sign share one
+    number, the sign in its lowest bits.
     """
 
     interpreters: int = 632
@@ -114,20 +115,20 @@ _LAYOUTS = {
     0x030D: _Layout(),
 }
 _GIL_OF_ALL = 360
-# The same in all of them: of a frame, of a code object, of objects.
+# The same in all versions: of a frame, of a code object, of objects.
 _NEXT_THREAD, _INSTRUCTION, _OWNER, _LOCALS, _FRAME_BYTES = 8, 56, 70, 72, 72 + 24 * 8
 _TYPE_NAME, _TYPE_FLAGS, _IS_INT = 24, 168, 1 << 24
 _NAMES, _FILE, _QUALIFIED_NAME, _LINES, _CODE_BYTES = 96, 112, 128, 136, 144
 _TYPE, _SIZE, _ITEMS, _BYTES = 8, 16, 24, 32
 _KEYS, _KEYS_BYTES, _OF_NAMES = 32, 32, 1
-"""Of a dictionary: where its table is, how long its head is, and its kind where all keys are strings."""
+"""Of a dictionary: offset of its table, size of the table's head, and the kind value for string keys only."""
 
 
 def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
-    """Read the main thread of a process, with the local variables whose names match `wanted` in full.
+    """Read the main thread of a process, with the local variables whose names fully match `wanted`.
 
     Raises:
-        Unclear: nothing can be said this way.
+        Unclear: it cannot be read reliably this way.
     """
     before = _state_and_switches(pid)
     runs = before[0] == "R"
@@ -153,11 +154,11 @@ def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
 
 
 def _state_and_switches(pid: int) -> tuple[str, str]:
-    """Return the state of a main thread, and how often it went to sleep."""
+    """Return the state of a main thread, and its number of voluntary switches."""
     text = machine.read_text(f"/proc/{pid}/status")
     found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("State:", "NSpid:", "voluntary")))
     state, switches = found.get("State", "").split(), found.get("voluntary_ctxt_switches", "").strip()
-    # In a container, Python knows its threads by other numbers than we do.
+    # In a container, Python has other thread ids than we see.
     if not state or state[0] not in "RSDTt" or not switches or len(found.get("NSpid", "").split()) > 1:
         raise Unclear
     return state[0], switches
@@ -167,9 +168,9 @@ _known: dict[tuple[int, ...], dict[str, int]] = {}
 
 
 def _interpreter(pid: int) -> dict[str, int]:
-    """Find the addresses of what we look for, in libpython or in the program itself.
+    """Find the addresses of the symbols, in libpython or in the program itself.
 
-    What both have is the program's: a linker may put there what it uses of a library (a copy relocation).
+    Symbols in both are taken from the program: a linker may copy a library's data there (a copy relocation).
     """
     program = procs.program(pid)
     found: dict[str, int] = {}
@@ -191,7 +192,7 @@ def _interpreter(pid: int) -> dict[str, int]:
 
 
 class _Code(NamedTuple):
-    """What a frame takes from its code object. `variables`: how many local; `wanted`: places of those asked for."""
+    """Data of a frame's code object. `variables`: number of locals; `wanted`: positions of the requested ones."""
 
     function: str
     file: str
@@ -203,8 +204,6 @@ class _Code(NamedTuple):
 
 
 class _Process:
-    """The memory of one process, read as CPython lays it out."""
-
     def __init__(self, pid: int, fd: int, wanted: re.Pattern[str] | None) -> None:
         self._pid, self._fd, self._wanted = pid, fd, wanted
         self._at = _interpreter(pid)
@@ -220,7 +219,6 @@ class _Process:
             self._ask_offsets()
 
     def main(self) -> Main:
-        """Find the main thread, and read it."""
         interpreter = self._word(self._at["_PyRuntime"] + self._layout.interpreters)
         threads: dict[int, tuple[int, int]] = {}
         holders: set[int] = set()
@@ -244,7 +242,7 @@ class _Process:
         return Main(frames, holder)
 
     def _ask_offsets(self) -> None:
-        """Read the offsets that 3.13 tells of itself; its fields are numbers of 8 bytes."""
+        """Read the offsets published by 3.13; its fields are numbers of 8 bytes."""
         data = self._read(self._at["_PyRuntime"], 27 * 8)
         cookie, _, free_threaded, *words = struct.unpack("<8s26Q", data)
         if cookie != b"xdebugpy" or free_threaded:
@@ -254,7 +252,7 @@ class _Process:
         )
 
     def _threads(self, interpreter: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """List the threads of an interpreter: address, native id, where its innermost frame is told."""
+        """List the threads of an interpreter: address, native id, pointer to the innermost frame."""
         thread = self._word(interpreter + self._layout.threads)
         for _ in range(_MOST_THREADS):
             if not thread:
@@ -267,7 +265,7 @@ class _Process:
         raise Unclear
 
     def _holder(self, interpreter: int) -> int:
-        """Return the thread that holds the interpreter's lock; 0 if none does."""
+        """Return the thread with the interpreter's lock; 0 if it is free."""
         gil = self._layout.gil
         lock = self._at["_PyRuntime"] + _GIL_OF_ALL if gil is None else self._word(interpreter + gil)
         holder, locked = struct.unpack("<8xQi", self._read(lock, 20))
@@ -285,7 +283,7 @@ class _Process:
             if self._layout.held_by_c is None or data[_OWNER] != self._layout.held_by_c:
                 its = self._code(code)
                 line = _line(its.lines, its.first_line, (instruction - its.instructions) // 2)
-                # 3.13 calls what has no line of its own between a class and its __init__.
+                # 3.13 has an extra frame without a line between a class and its __init__.
                 if line is None and not its.function == its.file == "__init__":
                     break
                 line = line or 0
@@ -360,7 +358,7 @@ class _Process:
         return -value if negative else value
 
     def _type_of(self, address: int) -> str:
-        """Return "int" or "float" for these types, and "" for all others."""
+        """Return "int" or "float" for these types, "" for any other."""
         if address not in self._types:
             (flags,) = struct.unpack("<Q", self._read(address + _TYPE_FLAGS, 8))
             name = self._read(self._word(address + _TYPE_NAME), 6)
@@ -369,7 +367,6 @@ class _Process:
         return self._types[address]
 
     def _digest(self, frame: int, data: bytes, variables: int) -> int:
-        """Return a checksum of a frame's local variables, see Frame."""
         variables = min(variables, _MOST_DIGESTED)
         end = _LOCALS + variables * 8
         local = data[_LOCALS:end] if end <= len(data) else self._read(frame + _LOCALS, variables * 8)
@@ -377,7 +374,7 @@ class _Process:
         return zlib.crc32(b"".join(values)) or 1
 
     def _value_of(self, address: int) -> bytes:
-        """Return an int's or a float's bytes: a new object may lie where the last one was freed."""
+        """Return an int's or a float's bytes, as a new object may reuse the address of a freed one."""
         word = address.to_bytes(8, "little")
         try:
             head = os.pread(self._fd, 32, address) if address else b""
@@ -417,7 +414,7 @@ class _Process:
         return int.from_bytes(self._read(address, 8), "little")
 
     def _read(self, address: int, least: int, most: int = 0) -> bytes:
-        """Read `most` bytes, where there are so many; Unclear if not even the `least` are there."""
+        """Read up to `most` bytes; Unclear if fewer than `least`."""
         data = os.pread(self._fd, most or least, address)
         if len(data) < least:
             raise Unclear
@@ -428,8 +425,8 @@ class _Process:
 def _line(table: bytes, first: int, instruction: int) -> int | None:
     """Return an instruction's line; None if it has none.
 
-    Entries are of 1 to 8 instructions each, the line as a difference to the one before. Only an entry's first byte has
-    its highest bit set: kind in bits 3 to 6, number of instructions less 1 below.
+    Entries cover 1 to 8 instructions each, with the line as a difference to the entry before. Only an entry's first
+    byte has its highest bit set: kind in bits 3 to 6, number of instructions less 1 below.
     """
     if instruction < 0:
         return first
@@ -450,7 +447,7 @@ def _line(table: bytes, first: int, instruction: int) -> int | None:
 
 
 def _difference(table: bytes, at: int) -> int:
-    """Read a number in pieces of 6 bits, lowest first; bit 6 tells that there are more, bit 0 of it all is the sign."""
+    """Read a number in pieces of 6 bits, lowest first; bit 6 marks a further piece, bit 0 of the whole is the sign."""
     value = shift = 0
     while True:
         value |= (table[at] & 63) << shift
@@ -467,14 +464,14 @@ _LONGEST_CHAIN = 4096
 
 
 def exported_symbols(path: str, names: Iterable[str]) -> dict[str, int]:
-    """Return the addresses of these exported symbols, counted from where the file's first byte is in memory.
+    """Return the addresses of these exported symbols, relative to the file's first byte in memory.
 
-    The few lines of a dynamic linker's work that need no linker: the hash table that GNU's linkers make (DT_GNU_HASH)
-    is a bloom filter, buckets, and for each bucket a chain of hashes that ends where the last bit is set; names and
-    values are in the dynamic symbols (System V ABI, chapter 5). What the file does not export is not in the answer.
+    The small part of a dynamic linker needed for this: the hash table of GNU's linkers (DT_GNU_HASH) is a bloom filter,
+    buckets, and for each bucket a chain of hashes whose end has the last bit set; names and values are in the dynamic
+    symbols (System V ABI, chapter 5). Symbols not exported are omitted.
 
     Raises:
-        OSError, ValueError, elf.Malformed, struct.error: it cannot be read, or is no ELF file of 64 bits.
+        OSError, ValueError, elf.Malformed, struct.error: it cannot be read, or is not a 64-bit ELF file.
     """
     with elf.File(path) as file:
         at, count = _HEADER.unpack(file.at(0, _HEADER.size))
@@ -498,7 +495,7 @@ def exported_symbols(path: str, names: Iterable[str]) -> dict[str, int]:
 
 
 def _same_hash(file: elf.File, table: int, name: str) -> list[int]:
-    """Number the symbols whose hash is that of a name, save the last bit, which ends a chain."""
+    """List the symbols with the hash of a name, except for the last bit, which marks the end of a chain."""
     hashed = 5381
     for letter in name.encode():
         hashed = (hashed * 33 + letter) & 0xFFFFFFFF

@@ -1,1 +1,1 @@
-"""Which processes of a node belong to which job, and which rank each of them is: for commands that look at jobs."""
+"""Assignment of a node's processes to jobs and ranks."""

@@ -26,11 +26,11 @@ _PATIENCE_S = 1.0
 class Process:
     """One process that may belong to a job.
 
-    `place` is its rank according to its environment; None if there is none, or (`hidden`) it cannot be read. `job` are
-    the variables that distinguish jobs of its launcher. `above`: ancestors, the nearest first. `started_s`: after boot.
-    `network` names its network namespace; `asked`: its pid was requested. `store`: it has no rank, started ranks, and
-    has a connection at their MASTER_PORT. `connections`: of a process with torch and no rank, see procs.connections.
-    `visible_gpus`: the values of its *_VISIBLE_DEVICES, each a choice from the one before.
+    `place`: the rank in its environment; None without one, or (`hidden`) if unreadable. `job`: the variables that
+    distinguish jobs of its launcher. `above`: ancestors, nearest first. `started_s`: after boot. `network`: its network
+    namespace; `asked`: its pid was requested. `store`: without a rank itself, it started ranks and has a connection at
+    their MASTER_PORT. `connections`: of a process with torch and no rank, see procs.connections. `visible_gpus`: the
+    values of its *_VISIBLE_DEVICES, each selecting from the previous one.
     """
 
     pid: int
@@ -59,10 +59,9 @@ class Process:
 class Processes:
     """The processes of one node.
 
-    `asked_missing` are requested pids that do not exist; `asked_unseen` exist, but /proc hides them from this user (it
-    is mounted with hidepid, or belongs to another PID namespace). `shows_others`: /proc has no hidepid for this user.
-    `uptime_s`: the time since boot at which this was read. `closed`: Python processes that this user may not read, and
-    that nothing else shows to be of a job; the user of each.
+    `asked_missing`: requested pids that do not exist; `asked_unseen`: they exist, but /proc hides them from this user
+    (hidepid, or another PID namespace). `shows_others`: /proc has no hidepid for this user. `uptime_s`: time since boot
+    at the reading. `closed`: the user of each unreadable Python process not otherwise known to belong to a job.
     """
 
     host: str
@@ -81,10 +80,9 @@ class Processes:
 class Watched:
     """All samples of one process, in order of time.
 
-    `hints`: (file, line, "gpu" or "comm") where the source line of an innermost frame waits for a GPU, or for a Work.
-    `places`: where in the libraries its threads were, at the first and the last sample. `activity`: what moved between
-    them beside its main thread; None after one sample. `build_locks`: lock files of torch's C++ extensions, where it
-    waits for one.
+    `hints`: (file, line, "gpu" or "comm") if the source line of an innermost frame waits for a GPU or a Work. `places`:
+    of its threads in the libraries, at the first and last sample. `activity`: beside its main thread between the
+    samples; None after one sample. `build_locks`: lock files of torch's C++ extensions, if it waits for one.
     """
 
     pid: int
@@ -98,7 +96,7 @@ class Watched:
 def facts(ask: dict[str, Any]) -> Processes:
     """Find the processes that may belong to a job.
 
-    {"pids": requested in any case, "user": only processes of this user, "" for all users}
+    {"pids": included in any case, "user": only this user's processes, "" for all users}
     """
     requested = set(ask["pids"])
     table = procs.table()
@@ -128,7 +126,7 @@ def facts(ask: dict[str, Any]) -> Processes:
         processes=tuple(found.values()),
         asked_missing=tuple(sorted(pid for pid in requested - table.keys() if not _is_alive(pid))),
         asked_unseen=tuple(sorted(pid for pid in requested - table.keys() if _is_alive(pid))),
-        shows_others=os.path.exists("/proc/1/stat"),  # with hidepid=1 the folder is there, and closed
+        shows_others=os.path.exists("/proc/1/stat"),  # with hidepid=1 the folder exists but cannot be searched
         uptime_s=time.clock_gettime(time.CLOCK_BOOTTIME),
         closed=tuple(
             _user_name(pid)
@@ -139,7 +137,7 @@ def facts(ask: dict[str, Any]) -> Processes:
 
 
 def _is_alive(pid: int) -> bool:
-    """Ask the kernel itself whether a process exists; no signal is sent."""
+    """Test whether a process exists by signal 0, which works despite hidepid."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -150,7 +148,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _with_store(found: dict[int, Process]) -> list[Process]:
-    """List the processes with torch and no rank that started ranks and connect to them: these may be ranks."""
+    """List possible ranks without RANK: processes with torch that started ranks and connect to the same MASTER_PORT."""
     ports: dict[int, set[int]] = {}
     for process in found.values():
         port = process.job.get("MASTER_PORT", "")
@@ -175,7 +173,7 @@ def _user_name(pid: int) -> str:
 
 
 def _user_id(name: str) -> int:
-    """Return the uid of a user on this node; -2, which no user has, if the user is unknown."""
+    """Return the uid of a user on this node; -2, an invalid uid, if unknown."""
     import pwd
 
     if name.isdigit():
@@ -187,7 +185,7 @@ def _user_id(name: str) -> int:
 
 
 def _ourselves(table: dict[int, Proc], children: dict[int, list[int]], words: dict[int, list[str]]) -> set[int]:
-    """List distdiag's own processes: the ancestors and children of this process, and agents of other distdiags."""
+    """List distdiag's own processes: ancestors and children of this one, and agents of other runs."""
     found = set(_above(os.getpid(), table))
     todo = [os.getpid(), *(pid for pid in words if _is_distdiag(words[pid]))]
     while todo:
@@ -198,13 +196,13 @@ def _ourselves(table: dict[int, Proc], children: dict[int, list[int]], words: di
 
 
 def _is_distdiag(words: list[str]) -> bool:
-    """Return whether this is another distdiag at the same work, or its agent; the ranks of a gpu-test are ranks."""
+    """Return whether this is another distdiag pyspy-all or an agent; the ranks of a gpu-test count as ranks."""
     program = [os.path.basename(word) for word in words[:4]]
     return "distdiag-agent" in words[-3:] or ("distdiag" in program and "pyspy-all" in words[:8])
 
 
 def _locked(proc: Proc, table: dict[int, Proc]) -> Process:
-    """Return the facts of a process whose memory map is locked by the kernel right now."""
+    """Return the few facts readable without the memory map, which the kernel has locked."""
     return Process(
         pid=proc.pid,
         parent=proc.parent,
@@ -225,7 +223,7 @@ def _locked(proc: Proc, table: dict[int, Proc]) -> Process:
 
 
 def _read(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) -> Process | None:
-    """Read what a process is; None if nothing shows that it belongs to a job."""
+    """Read a process; None if it shows no relation to a job."""
     if not words and proc.state != "Z":
         return None  # a kernel thread
     variables = procs.variables(proc.pid)
@@ -233,7 +231,7 @@ def _read(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) 
     kind = _kind(proc, words)
     python = proc.state != "Z" and procs.is_python(proc.pid, words)
     mapped = (procs.maps(proc.pid) or "") if python else ""
-    # Of the processes of a rank, the rank itself is the one that has loaded torch.
+    # Of a rank's processes, the one with torch loaded is the rank.
     torch = "libtorch" in mapped
     if place is None and not (asked or torch or kind == "launcher" or _is_titled(words)):
         return None
@@ -275,15 +273,15 @@ def _process(
 
 
 def _visible_gpus(variables: dict[str, str]) -> tuple[str, ...]:
-    """ROCR_VISIBLE_DEVICES applies first; HIP reads CUDA's variable where its own is unset."""
+    """Return the variables in order: ROCR_VISIBLE_DEVICES applies first; HIP falls back to CUDA's variable."""
     of_runtime = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in variables else "CUDA_VISIBLE_DEVICES"
     return tuple(variables[name] for name in ("ROCR_VISIBLE_DEVICES", of_runtime) if name in variables)
 
 
 def place_of(variables: dict[str, str]) -> Identity | None:
-    """Return a process's rank according to its environment; None if it has none.
+    """Return the rank in a process's environment, if any.
 
-    Lightning's first rank of a node sets only the local rank of its children, which is their rank on the first node.
+    Lightning's first rank on a node sets only its children's local ranks, which equal the ranks on the first node.
     """
     found = identify(variables)
     if found is not None or variables.get("NODE_RANK") != "0" or "MASTER_PORT" not in variables:
@@ -301,9 +299,9 @@ _JOB_NAMES = (
 def _add_neighbours(
     found: dict[int, Process], table: dict[int, Proc], children: dict[int, list[int]], ours: set[int]
 ) -> None:
-    """Add siblings of ranks that have exited or cannot be read, and those that have not loaded torch yet.
+    """Add siblings of ranks: dead, unreadable, or still without torch.
 
-    A Python by its command line counts; without torch, only one that multiprocessing has spawned beside ranks.
+    A Python by its command line counts; without torch, only one spawned by multiprocessing beside ranks.
     """
     ranks = [process for process in found.values() if process.parent > 1]
     placed = {process.parent for process in ranks if process.place is not None}
@@ -325,9 +323,9 @@ def _add_neighbours(
 def _add_hidden(
     found: dict[int, Process], table: dict[int, Proc], children: dict[int, list[int]], ours: set[int]
 ) -> None:
-    """Add the processes below launchers that this user may not read: the topmost Pythons of each child's tree.
+    """Add unreadable processes under launchers: the topmost Pythons of each child's tree.
 
-    A child without any counts itself below torchrun and its like; below slurmstepd it is a step's shell or sleep.
+    Without any, the child itself counts under torchrun and similar; under slurmstepd it is a step's shell or sleep.
     """
     for launcher in [process for process in found.values() if process.kind == "launcher"]:
         for child in children.get(launcher.pid, ()):
@@ -363,7 +361,7 @@ def _is_python(words: list[str]) -> bool:
 
 
 def _is_titled(words: list[str]) -> bool:
-    """Return whether setproctitle wrote this command line, as "sglang::scheduler_TP1"."""
+    """Return whether setproctitle wrote this command line, as in "sglang::scheduler_TP1"."""
     return bool(words) and _TITLE.match(words[0]) is not None
 
 
@@ -371,14 +369,14 @@ _TITLE = re.compile(r"[A-Za-z][\w-]*::\w")
 
 
 def _kind(proc: Proc, words: list[str]) -> str:
-    """Classify a process; those that a fork server has forked still have its command line."""
+    """Classify a process; children of a fork server still have its command line."""
     kind = kind_of(words, proc.comm)
     is_forked = kind == "tracker" and "forkserver" in " ".join(words[:8]) and procs.command_words(proc.parent) == words
     return "spawned" if is_forked else kind
 
 
 def kind_of(words: list[str], comm: str) -> str:
-    """Classify by command line and name: launcher, data-worker, compile-worker, tracker, spawned; "" for all else."""
+    """Classify by command line and name: launcher, data-worker, compile-worker, tracker, spawned; else ""."""
     line = " ".join(words[:8])
     base = os.path.basename(words[0]) if words else comm
     if comm == "pt_data_worker":

@@ -1,6 +1,6 @@
-"""Facts of one node about its ranks: all sources are read at the same time, each with its own deadline.
+"""Facts of one node about its ranks: all sources are read concurrently, each with its own deadline.
 
-hang reads all sources, pyspy-all and `trace blocked` those that the processes themselves have. Nothing is judged here.
+hang reads all sources; pyspy-all and `trace blocked` only those of processes. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _PIPES = (b"TORCH_FR_DEBUG_INFO_PIPE_FILE", b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 
 @dataclass(frozen=True)
 class SourceEnd:
-    """How reading one source ended here. `why`: why nothing was read, or not all; `hint`: what would change that.
+    """The end of one source's reading. `why`: the reason for missing data; `hint`: how to get it.
 
-    `at_s`: when, by the node's clock, in seconds since 1970.
+    `at_s`: the node's clock, in seconds since 1970.
     """
 
     source: str
@@ -63,7 +63,7 @@ class SourceEnd:
 
 @dataclass(frozen=True)
 class Part:
-    """What is sent at a time: all or a part of one source; `ended` names the sources that are done."""
+    """One message: all or a part of one source; `ended` lists finished sources."""
 
     watched: tuple[Watched, ...] = ()
     blocked: tuple[Blocked, ...] = ()
@@ -81,7 +81,7 @@ class Part:
 
 
 class Unavailable(Exception):
-    """A source has nothing here: why, and what would make it have something."""
+    """A source has no data on this node: the reason, and a hint how to get some."""
 
     def __init__(self, why: str, hint: str = "") -> None:
         super().__init__(why)
@@ -89,7 +89,7 @@ class Unavailable(Exception):
 
 
 def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
-    """Read the sources {"sources": names of Source, "pids", "ranks": rank by pid, "timeout_s": for all of them}.
+    """Read the sources: {"sources": names of Source, "pids", "ranks": rank by pid, "timeout_s": for all together}.
 
     Options of single sources: stacks: see sample_stacks; log: {"launchers", "logs": paths, "patterns"}; recorder:
     {"recorder": paths}; ras: {"ras_s"}; kernel: {"kernel": rows}.
@@ -100,7 +100,7 @@ def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
     if "start" in ask["sources"]:
         run.read_all({"start": run.start})  # the stacks show which ranks wait in init_process_group
     if "recorder" in ask["sources"]:
-        # Last, and alone: its readers are forked, and a rank that writes its dump moves.
+        # Last and alone: its readers are forked, and a rank that writes its dump moves.
         run.read_all({"recorder": run.recorder})
 
 
@@ -115,7 +115,7 @@ class _Run:
         self._ranks: dict[int, int | None] = {int(pid): rank for pid, rank in ask["ranks"]}
 
     def read_all(self, sources: dict[str, Callable[[], None]]) -> None:
-        """Read these at the same time. A late source is left behind, and its later answers are dropped."""
+        """Read these concurrently. A late source is abandoned, and its later answers are dropped."""
         began = time.monotonic()
         threads = [
             threading.Thread(target=self._read_one, args=(name, source, began), daemon=True)
@@ -152,7 +152,6 @@ class _Run:
                 self._tell(part)
 
     def stacks(self) -> None:
-        """Sample the stacks of all ranks and their helpers, and what moves beside them."""
         if not self._pids:
             raise Unavailable("no process of a job on this node")
         left = self._began + self._ask["timeout_s"] - time.monotonic() - _SPARE_S
@@ -166,14 +165,13 @@ class _Run:
         self._send("stacks", Part(watched=(watched,)))
 
     def start(self) -> None:
-        """Read what launchers without ranks, and ranks in init_process_group, wait for."""
+        """Read the rendezvous of launchers without ranks and of ranks in init_process_group."""
         ranks = [pid for pid in dict.fromkeys(self._in_init) if pid in self._ranks]
         if not self._ask["starting"] and not ranks:
             raise Unavailable("no launcher or rank here waits for others to start")
         self._send("start", Part(starts=(starts.read(self._ask["starting"], ranks),)))
 
     def waits(self) -> None:
-        """Read from /proc what every thread waits for."""
         if not self._pids:
             raise Unavailable("no process of a job on this node")
         ask = {"pids": self._ask.get("waits_of") or self._pids, "interval_s": sample_waits.SAMPLED_S}
@@ -185,14 +183,14 @@ class _Run:
         )
 
     def gpu(self) -> None:
-        """Ask the GPUs how busy they are, twice."""
+        """Read the GPUs' utilization twice."""
         found = gpu_use.read()
         self._send("gpu", Part(gpus=(found,)))
         if not found.gpus:
             raise Unavailable(found.error)
 
     def log(self) -> None:
-        """Read the ends of the files that the job writes to, and those that were named."""
+        """Read the ends of the job's output files and of the requested files."""
         files, elsewhere = job_output.find(self._ranks, self._ask["launchers"])
         if not files and not self._ask["logs"]:
             to = f"its output goes to {', '.join(elsewhere[:3])}" if elsewhere else "no output file was found"
@@ -218,13 +216,13 @@ class _Run:
         )
 
     def _age_s(self) -> float:
-        """Return how long ago the first rank here was started."""
+        """Return the age of the oldest rank here in seconds."""
         ticks = [proc.started for proc in map(procs.read, self._ranks) if proc is not None]
         up_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         return up_s - min(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
     def ras(self) -> None:
-        """Ask NCCL itself, by its RAS port."""
+        """Query NCCL's RAS port."""
         environs = [variables for variables in (procs.variables_named(pid, (b"NCCL_RAS",)) for pid in self._ranks)]
         if all(variables.get("NCCL_RAS_ENABLE") == "0" for variables in environs) and environs:
             raise Unavailable("NCCL_RAS_ENABLE=0 in the ranks' environment", "leave NCCL_RAS_ENABLE unset")
@@ -238,7 +236,7 @@ class _Run:
         self._send("ras", Part(ras=tuple(answer for answer in answers if answer.readings)))
 
     def versions(self) -> None:
-        """Read the versions of what one rank of each program has mapped."""
+        """Read the library versions mapped by the first rank."""
         found = []
         for pid in list(self._ranks)[:1]:
             found.append(mapped_versions.read(pid))
@@ -247,11 +245,11 @@ class _Run:
         self._send("versions", Part(versions=tuple(found)))
 
     def _is_ours(self, path: str) -> bool:
-        """Return whether a dump was written by this run of the job: an earlier one leaves files of the same names."""
+        """Return whether a dump was written by this run of the job: earlier runs use the same file names."""
         return os.path.isfile(path) and _modified_s(path) > time.time() - self._age_s()
 
     def recorder(self) -> None:
-        """Read the dumps of flight recorders; ranks that have a pipe are asked for theirs first."""
+        """Read flight recorder dumps, after triggering ranks that have a pipe."""
         paths, has_pipe = list(self._ask["recorder"]), False
         variables = {pid: procs.variables_named(pid, _DUMP_VARIABLES) for pid in self._ranks}
         for pid, own in variables.items():

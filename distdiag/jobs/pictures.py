@@ -1,4 +1,4 @@
-"""From the hosts of a command to a picture of the ranks on each: what hang, pyspy-all and `trace blocked` judge."""
+"""Facts about the ranks on each host, the input of hang, pyspy-all and `trace blocked`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 COLLECT = "distdiag.jobs.picture"
 LONGEST_S = 31.0
-"""For how long hang samples ranks that have not moved, at most."""
+"""Longest time hang samples ranks that do not move."""
 _SPARE_S = 1.0
 _BRING_TO = 256
-"""Nodes that get a copy of py-spy, 3 MB each; on a cluster it mostly is on a shared file system."""
+"""Nodes that get a copy of py-spy, 3 MB each; on clusters it usually is on a shared file system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class Sampling:
     helpers: bool = False
 
     def takes_s(self) -> float:
-        """Return how long all samples take, at most."""
+        """Return the maximum duration of all samples."""
         return max(self.samples * self.interval_s, self.longest_s) + 2 * self.sample_s * (self.samples + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """Which sources are read, and their options. `timeout_s`: for all sources of a node."""
+    """The sources to read, with options. `timeout_s`: for all sources of a node."""
 
     sources: tuple[str, ...]
     timeout_s: float
@@ -60,7 +60,7 @@ class Wish:
 
 
 def agent(pids: Sequence[int], user: str) -> Agent:
-    """Return the agent that finds the ranks of a node, and then reads their sources."""
+    """Return the agent that finds a node's ranks, then reads all sources."""
     return Agent(collect=COLLECT, facts=Processes, ask={"pids": list(pids), "user": user})
 
 
@@ -73,10 +73,10 @@ def gather(
     *,
     doing: str,
 ) -> Gathered[NodePicture]:
-    """Find the processes on all hosts, `choose` those to read, and read them. Raises what `choose` raises.
+    """Find the processes on all hosts, `choose` some, and read them. Raises the errors of `choose`.
 
     Args:
-        doing: the progress line; {processes} in it is their number.
+        doing: the progress line; {processes} in it is the number of processes.
     """
     kept: dict[str, Processes] = {}
 
@@ -107,7 +107,7 @@ def _bring(nodes: Mapping[str, Node]) -> None:
 
 
 def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
-    """Return what a node is asked; None for one with nothing of a job, and no files that were named."""
+    """Return a node's request; None if it has no process of a job and no file was requested."""
     from distdiag.knowledge import gpu_libraries, known_lines
 
     sampling = wish.sampling
@@ -145,7 +145,7 @@ def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
 
 
 def _heads(processes: Processes, sampled: set[int]) -> list[int]:
-    """Return the sampled processes not below another one of the same rank: an evaluation there works for its rank."""
+    """Return the sampled processes except those under another one of the same rank, such as an evaluation."""
     ranks = {p.pid: p.place.rank for p in processes.processes if p.pid in sampled and p.place is not None}
     below = {
         p.pid for p in processes.processes if p.pid in ranks and any(ranks.get(a) == ranks[p.pid] for a in p.above)
@@ -154,20 +154,20 @@ def _heads(processes: Processes, sampled: set[int]) -> list[int]:
 
 
 def merge(host: str, processes: Processes, parts: Sequence[Part], why: str) -> NodePicture:
-    """Make one picture of what a node sent; of a process that was sent twice the last one counts."""
+    """Merge the parts sent by a node; of a process sent twice, the last one counts."""
     joined = {field.name: tuple(each for part in parts for each in getattr(part, field.name)) for field in fields(Part)}
     once = {name: tuple({each.pid: each for each in joined[name]}.values()) for name in ("watched", "blocked")}
     return NodePicture(host=host, processes=processes, missing=why, **{**joined, **once})
 
 
 def unread(host: str, why: str) -> NodePicture:
-    """Stand in for a node that sent nothing, or a file that could not be read."""
+    """Return a placeholder for a node that sent no facts, or an unreadable file."""
     nothing = Processes(host, -1, None, may_trace=False, processes=(), asked_missing=())
     return NodePicture(host=host, processes=nothing, missing=why)
 
 
 def all_nodes(gathered: Gathered[NodePicture]) -> list[NodePicture]:
-    """Return the pictures of all nodes, also of those that sent nothing."""
+    """Return the facts of all nodes, with placeholders for nodes that sent none."""
     known = {node.host for node in gathered.facts}
     missing = [unread(host, why) for host, why in gathered.missing.items() if host not in known]
     return [*gathered.facts, *missing]

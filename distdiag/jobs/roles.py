@@ -1,8 +1,8 @@
-"""The role of each process: rank, helper or launcher, and of which job. Pure.
+"""Role and job of each process: rank, helper or launcher. Pure.
 
-DataLoader workers and other children inherit RANK; so of the processes of one rank, the topmost that is a Python with
-torch is the rank, and the others below it are its helpers. A process without a rank in its environment gets none here,
-with one exception: the process that started the other ranks of its host and connects to them has the remaining rank.
+DataLoader workers and other children inherit RANK: of the processes with one rank, the topmost Python with torch is the
+rank, and those below are helpers. A process without a rank in its environment has none, with one exception: the process
+that started the other ranks of its host and connects to them has the remaining rank.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CHILD = ("multiprocessing/process.py", "BaseProcess._bootstrap")
 _SPAWNED_RANK = ("torch/multiprocessing/spawn.py", "_wrap")
 _WORKER = "torch/utils/data/_utils/worker.py"
 DUMPED = -1
-"""The parent of a process that is only known from a dump: all processes of a file are compared."""
+"""The parent of processes known from dumps only: all processes in one file are compared."""
 _OUTERMOST = 8
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "tmux", "screen", "sshd")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.1.1")
 _START_S = 5.0
-"""Seconds that a launcher may take from one rank to the next."""
+"""Maximum seconds between a launcher's starts of two consecutive ranks."""
 _TICK_S = 0.02
 """The kernel reports start times in hundredths of a second."""
 
@@ -47,12 +47,11 @@ class _Part:
     members: list[Member] = field(default_factory=list)
     zombies: list[Process] = field(default_factory=list)
     without_rank: int = 0
-    """Processes with torch and without a rank that started ranks of this part: they may be missing ranks themselves, as
-    where rank 0 starts the others."""
+    """Processes with torch but no rank that started ranks of this part, perhaps as rank 0 themselves."""
 
 
 def to_sample(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int], list[int]]:
-    """Choose the processes to sample: (all of them, those of which a single sample is enough)."""
+    """Choose the processes to sample: (all pids, those that need a single sample)."""
     pythons = {_place_of(process) for process in processes if process.python and process.kind not in _NO_RANK}
     sampled = [process.pid for process in processes if _is_worth_sampling(process, pythons, helpers=helpers)]
     helping = {process.pid for process in processes if process.kind in _SAMPLED_ONCE}
@@ -60,13 +59,13 @@ def to_sample(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int]
 
 
 def _is_worth_sampling(process: Process, pythons: set[tuple[str, int] | None], *, helpers: bool) -> bool:
-    if process.kind in ("launcher", "locked"):  # py-spy would wait for a locked memory map as well
+    if process.kind in ("launcher", "locked"):  # py-spy would block on a locked memory map too
         return False
     if process.kind in ("tracker", "compile-worker"):
         return helpers
     if process.python or process.hidden or process.asked or process.state == "Z":
         return True
-    # A shell around the rank, or a program it runs, is of interest only where there is no Python.
+    # A shell around the rank, or a program run by it, matters only without a Python.
     return process.place is not None and _place_of(process) not in pythons
 
 
@@ -75,9 +74,9 @@ def _place_of(process: Process) -> tuple[str, int] | None:
 
 
 def find_jobs(nodes: Iterable[NodeStacks], *, whole: bool = True) -> list[Job]:
-    """Join the processes of all hosts by job.
+    """Group the processes of all hosts into jobs.
 
-    `whole`: all processes of the hosts are known, so a rank that is not among them is missing.
+    `whole`: all processes of the hosts are known, so that an absent rank is missing.
     """
     parts: dict[str, list[_Part]] = {}
     for node in nodes:
@@ -89,9 +88,9 @@ def find_jobs(nodes: Iterable[NodeStacks], *, whole: bool = True) -> list[Job]:
 
 
 def _unite(parts: dict[str, list[_Part]]) -> None:
-    """Make one job of parts that wait in different places for each other: the same program, and each has other ranks.
+    """Merge parts of one program with disjoint ranks and different rendezvous addresses.
 
-    A rank with another MASTER_PORT has another job's name, and both jobs would seem to have lost a rank.
+    A rank with a wrong MASTER_PORT appears as another job, and both jobs would seem to lack a rank.
     """
     alike: dict[tuple[str, int | None, str], list[str]] = {}
     for name, own in parts.items():
@@ -108,7 +107,7 @@ def _unite(parts: dict[str, list[_Part]]) -> None:
 
 
 def in_rendezvous(member: Member) -> bool:
-    """Return whether it waits for the others to come, in init_process_group."""
+    """Return whether it waits for the other ranks in init_process_group."""
     return _frame_in(member.watched, "torch/distributed/rendezvous.py", "_create_c10d_store", whole=True)
 
 
@@ -122,7 +121,7 @@ def _rendezvous(members: Sequence[Member]) -> tuple[tuple[str, tuple[int, ...]],
 
 
 def without_ranks(nodes: Iterable[NodeStacks]) -> list[tuple[str, Process]]:
-    """List the launchers, with their hosts, that have not started a process: they wait for nodes or resources."""
+    """List (host, launcher) for launchers without a child process, which wait for nodes or resources."""
     found = []
     for node in nodes:
         processes = node.processes.processes
@@ -130,21 +129,21 @@ def without_ranks(nodes: Iterable[NodeStacks]) -> list[tuple[str, Process]]:
         found += [
             (node.host, process) for process in processes if process.kind == "launcher" and process.pid not in busy
         ]
-    # Of nested launchers, the innermost counts.
+    # Of nested launchers, keep the innermost.
     above = {pid for _, process in found for pid in process.above}
     return [(host, process) for host, process in found if process.pid not in above]
 
 
 def launcher_name(launcher: Process) -> str:
-    """Name a launcher as people call it; torch's agent has another name for the kernel."""
+    """Return a launcher's usual name; the kernel's name of torch's agent differs."""
     return "torchrun" if launcher.comm == "pt_elastic" else launcher.comm
 
 
 def of_job(processes: Processes, name: str, *, strict: bool = False) -> Processes:
-    """Keep the processes of the job that --job names, all without a name.
+    """Keep the processes of the job given by --job; all if no name is given.
 
-    To a job belong its children, launchers and stores, and the siblings that have exited or cannot be read; unless
-    `strict`, also ranks that it lacks and that the same program has with another rendezvous: they may be its own.
+    A job includes its children, launchers and stores, and dead or unreadable siblings; unless `strict`, also ranks it
+    lacks that the same program runs with another rendezvous address, as these may be its own.
     """
     if not name:
         return processes
@@ -156,17 +155,17 @@ def of_job(processes: Processes, name: str, *, strict: bool = False) -> Processe
     above = {pid for process in kept if process.pid in named for pid in process.above}
     parents = {process.parent for process in kept if process.pid in named}
     if own and name.startswith("pid "):
-        named.add(int(name.split()[1]))  # what started the ranks: without it, the job would have another name
+        named.add(int(name.split()[1]))  # the job is named after the process that started the ranks
     return replace(processes, processes=tuple(process for process in kept if _belongs(process, named, parents, above)))
 
 
 def known_of(processes: Processes, kept: Processes) -> Processes:
-    """Return what a node keeps of its processes for a job: all if it has nothing of it, to name the jobs it has."""
+    """Return the chosen processes; if the node has none of the job, all, so that errors can list its jobs."""
     return kept if kept.processes else processes
 
 
 def with_job_of(hosts: Mapping[str, Processes], pids: Collection[int]) -> dict[str, Processes]:
-    """Keep on all hosts the processes of the jobs that these pids belong to."""
+    """Keep, on all hosts, the processes of the jobs of these pids."""
     asked = [process for processes in hosts.values() for process in processes.processes if process.pid in pids]
     nodes = [NodeStacks(host, processes, ()) for host, processes in hosts.items()]
     jobs = of_pids(find_jobs(nodes, whole=False), pids, asked)
@@ -202,51 +201,51 @@ def _belongs(process: Process, named: set[int], parents: set[int], above: set[in
 
 
 def answers_to(job_names: Mapping[str, str], name: str) -> bool:
-    """Return whether --job names the job of these variables: by run id, MASTER_ADDR:MASTER_PORT, SLURM job or step."""
+    """Return whether --job matches these variables: run id, MASTER_ADDR:MASTER_PORT, SLURM job or step."""
     return name in _aliases(job_names)
 
 
 def is_called(job: Job, name: str) -> bool:
-    """Return whether a job has this name, or one of its processes answers to it."""
+    """Return whether a job has this name, or one of its processes matches it."""
     return job.name == name or any(
         member.process is not None and answers_to(member.process.job, name) for member in job.members
     )
 
 
 def short_name(job: Job, jobs: Iterable[Job]) -> str:
-    """Return the shortest name that means this one of the jobs to --job; empty if it has none of its own."""
+    """Return the shortest name unique to this job, for --job; empty if none is."""
     aliases = {alias for member in job.members if member.process is not None for alias in _aliases(member.process.job)}
     others = [other for other in jobs if other is not job]
-    names = {job.name, *aliases} - {"", "none"}  # "none" is what torchrun calls a run without --rdzv-id
+    names = {job.name, *aliases} - {"", "none"}  # torchrun's run id without --rdzv-id is "none"
     own = [name for name in names if not any(is_called(other, name) for other in others)]
     return min(own, key=lambda name: (len(name), name), default="")
 
 
 def is_lone(job: Job) -> bool:
-    """Return whether this is a process with torch, alone and neither rank nor server, such as a notebook."""
+    """Return whether this is a lone process with torch, neither rank nor server, such as a notebook."""
     only = job.members[0] if len(job.members) == 1 else None
     return only is not None and only.rank is None and not (only.title or _is_hidden(only))
 
 
 def is_closed(job: Job) -> bool:
-    """Return whether this user may read none of the processes of a job: it belongs to another user."""
+    """Return whether this user can read no process of a job: it belongs to another user."""
     return bool(job.members) and all(map(_is_hidden, job.members))
 
 
 def without_lone(processes: Processes) -> Processes:
-    """Drop the processes with torch that are no ranks, and what belongs to them."""
+    """Drop lone processes with torch, including helpers."""
     lone = [job.members[0] for job in find_jobs([NodeStacks(processes.host, processes, ())]) if is_lone(job)]
     pids = {pid for member in lone for pid in (member.pid, *(helper.process.pid for helper in member.helpers))}
     return replace(processes, processes=tuple(each for each in processes.processes if each.pid not in pids))
 
 
 def of_interest(jobs: list[Job]) -> list[Job]:
-    """Drop jobs that are hardly meant when no job was named, as long as others remain."""
+    """Drop jobs unlikely to be meant when no job was named, unless no others remain."""
     readable = [job for job in jobs if not is_closed(job)] or jobs
-    real = [job for job in readable if not is_lone(job)]  # a lone one is of interest where there is nothing else
+    real = [job for job in readable if not is_lone(job)]  # lone processes count only without any job
     # A program that outlived its job still has the rank in its environment.
     alive = [job for job in real if any(map(_is_alive, job.members))]
-    # A shell's child may have RANK from elsewhere; one that is starting has no torch yet.
+    # A shell's child may have RANK from elsewhere; a starting one has no torch yet.
     sure = [job for job in alive if len(job.members) > 1 or any(map(_has_torch, job.members))]
     return sure or alive or real or readable
 
@@ -264,9 +263,9 @@ def _is_hidden(member: Member) -> bool:
 
 
 def of_pids(jobs: Sequence[Job], pids: Collection[int], asked: Sequence[Process] = ()) -> list[Job]:
-    """Keep the jobs that these processes belong to: as rank or helper, else above the ranks, else below or beside.
+    """Keep the jobs of these processes: as rank or helper, else as ancestors of ranks, else as descendants or siblings.
 
-    `asked`: the processes of `pids`, with their ancestors. One that is in no job stands for itself.
+    `asked`: the processes of `pids`, with ancestors. One outside of all jobs forms its own.
     """
     found = [job for job in jobs if any(pid in _pids(member) for member in job.members for pid in pids)]
     real = [job for job in found if not is_lone(job)]
@@ -275,7 +274,7 @@ def of_pids(jobs: Sequence[Job], pids: Collection[int], asked: Sequence[Process]
 
 
 def _is_near(job: Job, asked: Sequence[Process]) -> bool:
-    """Return whether an asked process runs below a rank, or is a helper of the same server, such as its HTTP server."""
+    """Return whether a requested process runs under a rank, or helps the same server, such as its HTTP server."""
     if is_lone(job):
         return False
     ranks = {member.pid for member in job.members}
@@ -295,15 +294,14 @@ def _above(member: Member) -> tuple[int, ...]:
 
 
 def job_options(jobs: Sequence[Job]) -> list[str]:
-    """Return what names each of these jobs on a command line, to paste: "--job 127.0.0.1:29500"."""
+    """Return the option that selects each job, to paste: "--job 127.0.0.1:29500"."""
     return sorted({f"--job {shlex.quote(name)}" for job in jobs if (name := short_name(job, jobs))})
 
 
 def restart_loop(job: Job, nodes: Iterable[NodeStacks]) -> tuple[int, float] | None:
-    """Return how often torchrun has restarted this job, and the mean seconds that a round lasted; else None.
+    """Return torchrun's number of restarts and the mean seconds per round; None if it is not looping.
 
-    Two restarts are the least, and the ranks must be as young as another round: a job that trains for longer than
-    its failed rounds has left the loop.
+    Requires two restarts, and ranks younger than two rounds: a job that trains for longer has left the loop.
     """
     by_host = {node.host: node.processes for node in nodes}
     for member in job.members:
@@ -337,7 +335,7 @@ def _aliases(names: Mapping[str, str]) -> set[str]:
 
 
 def job_name(launcher: str, names: Mapping[str, str]) -> str:
-    """Return the name of a job, the same on all its hosts; empty if jobs cannot be distinguished."""
+    """Return a job's name, equal on all hosts; empty if jobs cannot be distinguished."""
     rendezvous = f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}" if "MASTER_ADDR" in names else ""
     if launcher == "torchrun" and (run_id := names.get("TORCHELASTIC_RUN_ID", "none")) not in ("none", ""):
         return f"{run_id} at {rendezvous}" if rendezvous and len(run_id) < 20 else rendezvous or run_id
@@ -360,7 +358,7 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
     parts: dict[str, _Part] = {}
     used: set[int] = set()
     heads = {key: _heads(same) for key, same in labelled.items()}
-    # Two processes of a rank, neither below the other: jobs of the same name, in containers or from different parents.
+    # Unrelated processes with one rank: jobs of the same name, in containers or from different parents.
     networks: dict[str, set[str]] = {name: set() for (name, _), own in heads.items() if len(own) > 1}
     for (name, _), own in heads.items():
         if name in networks:
@@ -395,7 +393,7 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
 
 
 def _has_pod_rank(process: Process) -> bool:
-    """Return whether this is an actor of Ray in a pod whose variables number the pod and not the actor."""
+    """Return whether this is a Ray actor in a pod whose variables number the pod instead of the actor."""
     title = read_title(process.command)
     return title is not None and process.place is not None and process.place.launcher == "environment"
 
@@ -410,7 +408,7 @@ def _server_part(server: Server, host: str, processes: Sequence[Process], watche
 
 
 def _unreadable(host: str, others: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
-    """Group processes that this user may not read by the launcher above: these are ranks, or start them."""
+    """Group unreadable processes by launcher: these are ranks, or start ranks."""
     launchers = {process.pid: process for process in others if process.kind == "launcher"}
     parts: dict[int, _Part] = {}
     for process in others:
@@ -424,7 +422,7 @@ def _unreadable(host: str, others: Sequence[Process], watched: Mapping[int, Watc
 
 
 def _add_starter(part: _Part, host: str, others: Sequence[Process], watched: Mapping[int, Watched]) -> list[int]:
-    """Add the rank that started all others of this host, as Lightning does, if any; return the pids that it took."""
+    """Add the rank that started all others of this host, as in Lightning, if any; return its pids."""
     known = [
         member.process for member in part.members if member.process is not None and member.process.place is not None
     ]
@@ -447,7 +445,7 @@ def _add_starter(part: _Part, host: str, others: Sequence[Process], watched: Map
 
 
 def _heads(same: Sequence[Process]) -> list[tuple[Process, int]]:
-    """Find, in each process tree of a rank, the rank itself and the pid of its parent."""
+    """Find, in each process tree of a rank, the rank itself and the tree's parent pid."""
     pids = {process.pid for process in same}
     heads = []
     for root in same:
@@ -462,7 +460,7 @@ def _heads(same: Sequence[Process]) -> list[tuple[Process, int]]:
         head = next(iter(with_torch or python or [process for process in tree if not _is_shell(process)]), None)
         if head is not None:
             heads.append((head, root.parent))
-    # In a pod whose variables name a rank, processes that are started there by hand have them too.
+    # In a pod with a rank in its variables, processes started by hand inherit it.
     of_python = [(head, parent) for head, parent in heads if head.python]
     of_torch = [(head, parent) for head, parent in of_python if head.torch or head.gpu]
     return of_torch or of_python or heads
@@ -485,13 +483,13 @@ def _add_rank(
     if part is None:
         part = parts[name] = _Part(name, head.place.launcher, head.place.world_size)
     if head.kind == "data-worker" or _frame_in(watched.get(head.pid), *_CHILD):
-        # A child outlived its rank; it still has the rank's sockets, so the others wait instead of failing.
+        # A child outlived its rank, and still holds the rank's sockets, so that the others wait instead of failing.
         part.members.append(_member(host, None, head.place.rank, head.place.local_rank, same, watched))
         return
     below = [process for process in same if head.pid in process.above]
     spawned = [process for process in below if _frame_in(watched.get(process.pid), *_SPAWNED_RANK)]
     if spawned:
-        # mp.spawn below a task: the environment's rank is the task's, and only the spawned processes know their own.
+        # mp.spawn below a task: the environment has the task's rank, but the spawned processes have other ranks.
         for process in spawned:
             own = [other for other in below if process.pid in other.above]
             part.members.append(_member(host, process, None, None, own, watched))
@@ -535,8 +533,8 @@ def _with_dead(parts: dict[str, _Part], host: str, others: Sequence[Process]) ->
 def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
     """Group torch processes without a rank into jobs.
 
-    Processes that one of them started belong together, as with mp.spawn; so do those that another program started, as
-    Ray or a script that passes the rank on the command line, if they have connections to each other.
+    Processes started by one of them form a job, as with mp.spawn; so do connected processes started by another program,
+    as with Ray or a script that passes the rank on the command line.
     """
     dumped = [process for process in processes if process.parent == DUMPED]
     if dumped:
@@ -557,7 +555,7 @@ def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, W
         if top.kind == "launcher" and not ranks:
             continue
         if not ranks:
-            # Below Ray's driver, its raylet, which has no torch, has started the ranks.
+            # Under Ray's driver the ranks are started by its raylet, which has no torch.
             others = [
                 process
                 for process in below
@@ -579,13 +577,13 @@ def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, W
 
 
 def _started_by(top: Process, process: Process, known: Collection[int]) -> bool:
-    """Return whether `top` started this process itself, or through multiprocessing's fork server."""
+    """Return whether `top` started this process, itself or through multiprocessing's fork server."""
     nearest = next((pid for pid in process.above if pid in known), None)
     return process.parent == top.pid or (process.kind == "spawned" and nearest == top.pid)
 
 
 def _connected(processes: Sequence[Process]) -> list[list[Process]]:
-    """Group the processes of a parent that have connections to each other, directly or through others."""
+    """Group processes with one parent and connections to each other, directly or through others."""
     groups: list[tuple[int, set[str], list[Process]]] = []
     for process in processes:
         mine, members, rest = set(process.connections), [process], []
@@ -612,9 +610,9 @@ def _is_worker(process: Process, watched: Mapping[int, Watched]) -> bool:
 
 
 def _frame_in(watched: Watched | None, file: str, function: str, *, whole: bool = False) -> bool:
-    """Return whether a process started in that function: it is among the outermost frames of its main thread.
+    """Return whether a function is among the outermost frames of the main thread, so that the process started in it.
 
-    `whole`: among all of them, so that it may also have called it now.
+    `whole`: among all frames, so that it may also be a current call.
     """
     if watched is None or not watched.samples or not watched.samples[-1].threads:
         return False
@@ -625,7 +623,7 @@ def _frame_in(watched: Watched | None, file: str, function: str, *, whole: bool 
 
 
 def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:
-    """Join the parts of all hosts, and find the missing ranks: certainly exited, or not found on these hosts."""
+    """Join the parts of all hosts, and find missing ranks: exited, or not found on these hosts."""
     members = [member for part in parts for member in part.members]
     certain = {member.rank for member in members if not member.deduced}
     members = [
@@ -657,7 +655,7 @@ def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:
 
 
 def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process | None]]:
-    """List ranks of this host that have certainly exited: (rank, local rank, their zombie)."""
+    """List the ranks that certainly exited on this host: (rank, local rank, zombie)."""
     places = [
         member.process.place
         for member in part.members
@@ -673,7 +671,7 @@ def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process
         found = [(rank, None) for rank in sorted(missing)]
     started = {member.rank: member.process.started_s for member in part.members if member.process is not None}
     near = [zombie for zombie in part.zombies if any(_fits(zombie, rank, started) for rank, _ in found)]
-    # Zombies are assigned only if there are as many as missing ranks.
+    # Zombies are assigned only if as many ranks are missing.
     if len(near) != len(found) and len(found) <= part.without_rank:
         return []
     zombies = sorted(near, key=lambda zombie: zombie.started_s) if len(near) == len(found) else [None] * len(found)
@@ -681,7 +679,7 @@ def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process
 
 
 def _fits(zombie: Process, rank: int, started: Mapping[int | None, float]) -> bool:
-    """Return whether a zombie was started when the rank must have been: launchers start ranks in order."""
+    """Return whether a zombie's start time fits the rank: launchers start ranks in order."""
     known = {number: at for number, at in started.items() if number is not None}
     below = [at for number, at in known.items() if number < rank]
     above = [at for number, at in known.items() if number > rank]
@@ -691,6 +689,6 @@ def _fits(zombie: Process, rank: int, started: Mapping[int | None, float]) -> bo
 
 
 def _is_all_here(part: _Part) -> bool:
-    """Return whether all ranks of a job without local ranks must be on this host: MASTER_ADDR is a loopback address."""
+    """Return whether a job without local ranks is on this host only: MASTER_ADDR is a loopback address."""
     processes = [member.process for member in part.members if member.process is not None]
     return bool(processes) and all(process.job.get("MASTER_ADDR") in _LOOPBACK for process in processes)

@@ -1,4 +1,4 @@
-"""Facts of one node: the stacks of processes over time, and what else moves for them. Nothing is judged here."""
+"""Facts of one node: stacks of processes over time, and activity beside them. Nothing is judged here."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 _PATIENCE_S = 1.0
 _LONG_S = 3.0
 _SURE_S = 5.5
-"""A little more than the verdict asks for: a thread that slept for so long is not waiting for a usual step."""
+"""Slightly above the verdict's limit: a thread asleep for longer is beyond any ordinary step."""
 _SPINS_S = 10.5
-"""The same for threads that run at one place: how long they did before the first sample is not known."""
+"""The same for threads that run at one place: the time before the first sample is unknown."""
 _BESIDE_S = 10.5
-"""The same for threads that may wait for children or threads of their own, which may pause between two downloads."""
+"""The same for threads that may wait for children or other threads, which may pause between downloads."""
 _STEP_S = 2.5
 _BATON = "/torch/utils/file_baton.py"
-"""How torch waits for another process that builds the same C++ extension."""
+"""torch's wait for another process that builds the same C++ extension."""
 _COLLECTIVE, _INNER = "/torch/distributed/", 8
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d|^<")
 _WAITS_FOR_GPU = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize|is_nonzero)\(|\.to\(|torch\.equal\(")
-"""Calls that make Python wait until the GPU is idle."""
+"""Calls that block Python until the GPU is idle."""
 _WAITS_FOR_WORK = re.compile(r"\.wait\(")
-"""What waits in C without a frame of its own; all of Python's own waits have frames."""
+"""Waits in C without a frame; Python's own waits have frames."""
 
 
 def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
-    """Sample processes, and send each one after its last sample; before a long pause also after the first.
+    """Sample processes and send each after its last sample; before a long pause also after the first.
 
-    Where a process has not moved between the samples, and not for long enough to be called stuck, sampling goes on
-    for at most `longest_s`. No age of the kernel's is needed for that: a tracer resets it. With "native" only the last
-    sample has C frames, for which the process is paused.
+    Sampling of an unmoved process continues until it counts as stuck, for at most `longest_s`; the kernel's age of a
+    sleep is no substitute, as tracers reset it. With "native" only the last sample has C frames, for which the process
+    is paused.
 
-    {"pids", "once": those of which one sample is enough, "ranks": whose surroundings are measured, "samples",
-    "interval_s", "timeout_s" of one sample of one process, "native", "all_threads", "longest_s", "left_s": until the
-    deadline, "libraries": names of GPU libraries, see thread_places}
+    {"pids", "once": those that need a single sample, "ranks": those with activity measured, "samples", "interval_s",
+    "timeout_s" of one sample of one process, "native", "all_threads", "longest_s", "left_s": until the deadline,
+    "libraries": names of GPU libraries, see thread_places}
     """
     options = SampleOptions(timeout_s=ask["timeout_s"], all_threads=ask["all_threads"])
     look = _Look(list(ask["pids"]), set(ask["once"]), ask["ranks"], ask["libraries"], options)
@@ -58,7 +58,7 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
             time.sleep(max(0.0, look.began_s + number * ask["interval_s"] - time.monotonic()))
         look.sample(every=number == 0)
         if number == 0 and ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:
-            for watched in look.watched():  # an interrupt in a long pause keeps this at least
+            for watched in look.watched():  # keeps these if interrupted during a long pause
                 tell(watched)
     if ask["samples"] > 1:
         until = look.began_s + min(ask["longest_s"], ask["left_s"])
@@ -88,7 +88,7 @@ class _Look:
         self._meter = Meter(self._ranks)
 
     def sample(self, *, every: bool = False, native: bool = False) -> None:
-        """Sample all processes; without `every`, not those of which one sample is enough."""
+        """Sample all processes; without `every`, only those that need several samples."""
         todo = [
             pid
             for pid in self._pids
@@ -100,7 +100,7 @@ class _Look:
             self._locate()
 
     def end(self) -> None:
-        """Take the last readings; after a long look also of the helpers, whose age counts at its end."""
+        """Take the last readings; after long sampling also of helpers, as age is measured at its end."""
         if any(len(samples) > 1 for samples in self._taken.values()):
             if time.monotonic() - self.began_s > _LONG_S:
                 for pid, sample in stack_sampler.take_samples(sorted(self._once), self._options).items():
@@ -113,7 +113,7 @@ class _Look:
             self._places.setdefault(found.pid, []).append(found)
 
     def missing_s(self, longest_s: float) -> float:
-        """Return how much longer to look until each process has moved, or has not for long enough."""
+        """Return the seconds of sampling left until each process has moved, or has been still for long enough."""
         own = {pid: samples for pid, samples in self._taken.items() if pid in self._ranks and len(samples) > 1}
         ranks = list(own.values())
         unmoved = [
@@ -126,13 +126,13 @@ class _Look:
             return 0.0
         oldest = max((_still_s(samples) for samples in asleep if not _polls(samples)), default=0.0)
         missing = [_SURE_S - _still_s(samples) for samples in asleep]
-        # Whatever the kernel noted before, what moves beside a thread is only known since the first sample.
+        # Activity beside a thread is known only since the first sample, whatever the kernel noted before.
         watched_s = time.monotonic() - self.began_s
         may_wait = filter(_may_wait_for_others, asleep)
         missing += [(_BESIDE_S if self._has_others(samples) else _SURE_S) - watched_s for samples in may_wait]
         spun = [_still_s(samples) for samples in unmoved if samples[-1].state == "R"]
         if len(spun) == len(ranks):
-            return longest_s - min(spun)  # nothing but progress decides
+            return longest_s - min(spun)  # only progress decides
         if spun and (oldest < _SURE_S or any(map(self._spins, own))):
             missing.append(_SPINS_S - min(spun))
         return max(missing)
@@ -143,13 +143,13 @@ class _Look:
         return len(samples[-1].threads) > 1 or (still is not None and self._meter.has_children(still.tid))
 
     def _spins(self, pid: int) -> bool:
-        """Return whether a rank runs in a GPU library: then it may wait for its GPU."""
+        """Return whether a rank runs in a GPU library, and may wait for its GPU."""
         last = self._places.get(pid, [])[-1:]
         inner = [thread.inner[0][0] for found in last for thread in found.threads if thread.inner]
         return any(pattern.fullmatch(library) for pattern in self._named for library in inner)
 
     def watched(self) -> list[Watched]:
-        """Return what was seen of every process so far."""
+        """Return the samples so far."""
         hints, _ = deadlines.each(self._pids, lambda pid: _hints(pid, self._taken[pid]), patience_s=_PATIENCE_S)
         return [
             Watched(
@@ -165,7 +165,7 @@ class _Look:
 
 
 def _has_moved(samples: list[Sample], *, waits: bool) -> bool:
-    """Return whether the Python frames changed as a step changes them; the verdict asks the same, see motion."""
+    """Return whether Python frames changed as in a step; the same test as diagnosis/motion.py."""
     seen = [sample.threads[0] for sample in samples if sample.threads]
     return any(_differ(first, last, waits=waits) for first, last in zip(seen, seen[1:]))
 
@@ -177,24 +177,24 @@ def _differ(first: Thread, last: Thread, *, waits: bool) -> bool:
     if first.reader != last.reader or len(first.digests) != len(last.digests):
         return False
     start = next((at for at, frame in enumerate(last.frames) if not _LIBRARY.search(frame.file)), 0)
-    start += 0 if waits else 1  # a loop that looks again and again assigns its own variables
+    start += 0 if waits else 1  # a polling loop assigns its own variables
     return first.digests[start:] != last.digests[start:]
 
 
 def _still_s(samples: list[Sample]) -> float:
-    """Return for how long an unmoved process is known to be so: it was seen, or the kernel has noted it."""
+    """Return how long an unmoved process is known to be still: sampled, or by the kernel."""
     slept = samples[-1].standstill[0].since_s if samples[-1].standstill and samples[-1].state == "S" else None
     return max(samples[-1].at_s - samples[0].at_s, slept or 0.0)
 
 
 def _polls(samples: list[Sample]) -> bool:
-    """Return whether a thread sleeps, and wakes up in between."""
+    """Return whether a thread sleeps and wakes up in between."""
     still = samples[-1].standstill[0] if samples[-1].standstill else None
     return still is not None and "sleep" in still.syscall and samples[-1].switches > samples[0].switches >= 0
 
 
 def _may_wait_for_others(samples: list[Sample]) -> bool:
-    """Return whether a thread outside of the collectives is in a call that children or other threads may end."""
+    """Return whether a thread outside of collectives is in a call that children or other threads may end."""
     still = samples[-1].standstill[0] if samples[-1].standstill else None
     return still is not None and still.syscall in MAY_WAIT_FOR_OWN and not _is_in_collective(samples)
 
@@ -211,14 +211,13 @@ def _waits_for_build(samples: list[Sample]) -> bool:
 
 
 def _worth_another_sample(samples: list[Sample], once: bool) -> bool:
-    """A process that could not be read in time would only cost its deadline again."""
+    """Return whether to sample again; a process that timed out would cost its deadline again."""
     return not once and samples[-1].status not in ("timeout", "gone", "denied", "not-python")
 
 
 def _hints(pid: int, samples: list[Sample]) -> tuple[tuple[str, int, str], ...]:
-    """Classify by their source what innermost frames wait for: `.item()` and `.wait()` have no frames of their own.
-
-    Nothing else of the source goes anywhere.
+    """Classify innermost frames by source line, as `.item()` and `.wait()` have no frames; the source stays on the
+    node.
     """
     innermost = {
         (sample.threads[0].frames[0].file, sample.threads[0].frames[0].line)
@@ -240,7 +239,7 @@ def _has_frames(sample: Sample) -> bool:
 
 
 def _source_line(pid: int, file: str, line: int) -> str:
-    """Read one line as the process sees its files (it may be in a container); empty if it cannot be read."""
+    """Read one line from the process's own file system (it may be in a container); empty if unreadable."""
     for path in (f"/proc/{pid}/root{file}", file):
         try:
             with open(path, encoding="utf-8", errors="replace") as source:

@@ -1,4 +1,4 @@
-"""Facts of one node: what the threads of some processes are blocked on. Nothing is judged here."""
+"""Facts of one node: waits of the threads of some processes. Nothing is judged here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["facts", "more"]
 _SWITCHES = ("voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 _WAITERS = 8
 SAMPLED_S = 0.3
-"""Between the two samples of every thread."""
+"""Time between the two samples of every thread."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What is sent at a time: processes first, at the end the sockets of all of them, and who else was mentioned."""
+    """One message: processes first; at the end the sockets of all of them, and other processes referred to."""
 
     processes: tuple[Blocked, ...] = ()
     networks: tuple[Network, ...] = ()
@@ -57,14 +57,14 @@ def _process(pid: int, first: dict[int, tuple[str, ...]], reader: Look) -> Block
 
 
 def _without_crowd(thread: Thread) -> Thread:
-    """Keep a few of the threads that wait at the same address: a pool of hundreds would be told hundreds of times."""
+    """Cut the waiters of one futex: a pool of hundreds of threads would repeat them hundreds of times."""
     if thread.futex is None or len(thread.futex.waiters) <= _WAITERS:
         return thread
     return replace(thread, futex=replace(thread.futex, waiters=thread.futex.waiters[:_WAITERS]))
 
 
 def _ran(pid: int) -> dict[int, tuple[str, ...]]:
-    """Count for each thread how often it gave up the processor, or had to; and the time it used."""
+    """Return each thread's context switch counts and CPU time."""
     found = {}
     for task in procs.tasks(pid):
         status = machine.read_text(f"/proc/{pid}/task/{task.tid}/status").splitlines()

@@ -1,7 +1,7 @@
-"""Inference servers: which of their titled processes are ranks, and which ranks form one job. Pure.
+"""Inference servers: ranks among their titled processes, and the grouping of ranks into jobs. Pure.
 
-A server's processes name themselves by a title, and their environment has no rank of its own: RANK is unset, or it is
-the node's number from the pod. HTTP server, detokenizer and coordinator are idle most of the time in any case.
+A server's processes have titles but no rank of their own: RANK is unset, or it is the node's number in the pod. HTTP
+server, detokenizer and coordinator are mostly idle in any case.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The servers of one host. `pids`: all their processes, none of which belongs to another job."""
+    """The servers of one host. `pids`: of all their processes."""
 
     servers: tuple[Server, ...]
     pids: frozenset[int]
@@ -59,7 +59,7 @@ def _is_rank(process: Process, processes: Sequence[Process], titles: Mapping[int
     if role != "engine":
         return role == "rank"
     below = [titles[other.pid].role for other in processes if other.pid in titles and process.pid in other.above]
-    # With Ray as its executor, an engine's workers are actors, which raylet has started.
+    # With Ray as executor, an engine's workers are actors started by raylet.
     has_actors = any(title.role == "actor" for title in titles.values()) and not process.gpu
     return "rank" not in below and not has_actors
 
@@ -73,7 +73,7 @@ def _is_main(process: Process, titles: Mapping[int, Title]) -> bool:
 def _groups(
     ranks: Sequence[Process], own: set[int], titles: Mapping[int, Title]
 ) -> Iterator[tuple[int, list[Process]]]:
-    """Group ranks by the topmost process of their server; two engines in one program have equal titles, and part."""
+    """Group ranks by the topmost process of their server; by parent if titles repeat, as with two engines."""
     groups: dict[int, list[Process]] = {}
     for process in ranks:
         known = [pid for pid in process.above if pid in own]

@@ -48,10 +48,14 @@ _NAMES = (
         b"OMPI_COMM_WORLD_SIZE=",
         b"SLURM_STEP_NODELIST=",
         b"SLURM_JOB_NODELIST=",
+        b"SLURM_JOB_ID=",
     ),
 )
 """Variables that are read, by how their names begin."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SLURM_JOB = "SLURM_JOB_ID"
+_PASSED = (b"MASTER_ADDR=", b"MASTER_PORT=")
+"""Variables that mpirun and srun pass on to the ranks."""
 _TASKS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 _MOST_HOSTS = 256
@@ -88,9 +92,10 @@ class Start:
 
     `knocks`: remote ends that do not answer it. `interfaces`: what its environment chooses for Gloo and NCCL, by name
     of the variable. `meeting`: None if its command line does not name one, or it is in another network namespace.
-    `tasks`: how many processes the mpirun or srun above it has started. `above`: of a rank, the launcher on its node.
-    `command`: the launcher's command line, quoted for a shell and without secrets; empty if it is very long. `joined`:
-    it has a connection to the meeting place's port.
+    `tasks`: how many processes the mpirun or srun above it has started; `hosts`: where, by mpirun's options.
+    `above`: of a rank, the launcher on its node that chooses where it meets. `command`: the command line of that one,
+    or of mpirun or srun with the variables that it passes on, quoted for a shell and without secrets; empty if it is
+    very long. `joined`: it has a connection to the meeting place's port.
     """
 
     pid: int
@@ -102,6 +107,7 @@ class Start:
     knocks: tuple[str, ...] = ()
     interfaces: dict[str, str] = field(default_factory=dict)
     tasks: int | None = None
+    hosts: tuple[str, ...] = ()
     above: Launch | None = None
     command: str = ""
     joined: bool | None = None
@@ -132,17 +138,22 @@ def read(launchers: Iterable[int], ranks: Iterable[int]) -> Starts:
     namespace = tables.of(os.getpid())
     reads = {place: partial(_meet, *place, namespace) for place in places if all(place)}
     met, _ = deadlines.together(reads, patience_s=_RESOLVE_S + _CONNECT_S + 1.0)
-    starts = [_start(pid, launch, environments[pid], met, tables.of(pid)) for pid, launch in known.items()]
+    sruns = _sruns() if any(_SLURM_JOB in environment for environment in environments.values()) else {}
+    starts = [
+        _start(pid, launch, environments[pid], met, tables.of(pid), sruns.get(environments[pid].get(_SLURM_JOB, "")))
+        for pid, launch in known.items()
+    ]
     is_server = any(start.meeting is not None and start.meeting.server for start in starts)
     expected = _expected(starts, [environments[start.pid] for start in starts]) if is_server else {}
     return Starts(tuple(starts), nics.addresses(), expected)
 
 
 def _expected(starts: Iterable[Start], environments: Iterable[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
-    names = {host: None for start in starts if start.above is not None for host in start.above.hosts}
+    listed = (start.above.hosts if start.above is not None else start.hosts for start in starts)
+    names = {host: None for hosts in listed for host in hosts}
     if not names:
-        listed = {value: None for each in environments for name in _NODELISTS if (value := each.get(name))}
-        for nodes in list(listed)[:1]:
+        folded = {value: None for each in environments for name in _NODELISTS if (value := each.get(name))}
+        for nodes in list(folded)[:1]:
             names = dict.fromkeys(_hostnames(nodes))
     found, late = deadlines.each(list(names)[:_MOST_HOSTS], network.resolve, patience_s=_RESOLVE_S)
     return {name: found[name][0] for name in names if name in found} if not late else {}
@@ -163,12 +174,16 @@ def _start(
     environment: Mapping[str, str],
     met: Mapping[tuple[str, int], Meeting],
     namespace: Namespace,
+    srun: int | None,
 ) -> Start:
     proc = procs.read(pid)
     started_s = proc.started / os.sysconf("SC_CLK_TCK") if proc is not None else 0.0
     own = [namespace.sockets[inode] for inode in sockets.inodes(pid) if inode in namespace.sockets]
-    above, words = _launcher_of(pid) if launch.program == "environment" else (None, procs.command_words(pid))
-    command = machine.redacted(shlex.join(words))
+    starter = _starter_of(pid, srun) if launch.program == "environment" else pid
+    words = procs.command_words(starter) if starter is not None else []
+    above = launch_options.read(words, {}) if starter != pid else None
+    passed = {} if starter is None or starter == pid or above is not None else procs.variables_named(starter, _PASSED)
+    command = machine.redacted(shlex.join([*(f"{name}={value}" for name, value in passed.items()), *words]))
     return Start(
         pid=pid,
         launch=launch,
@@ -179,24 +194,35 @@ def _start(
         knocks=tuple(sorted(sock.remote for sock in own if sock.state == "SYN_SENT")),
         interfaces={name: environment[name] for name in _INTERFACES if name in environment},
         tasks=next((number for name in _TASKS if (number := launch_options.number(environment.get(name, "")))), None),
+        hosts=launch_options.mpi_hosts(words, f"/proc/{starter}/cwd") if launch_options.is_mpirun(words) else (),
         above=above,
         command=command if len(command) <= _LONGEST_COMMAND else "",
         joined=any(sock.state == "ESTABLISHED" and sock.remote.endswith(f":{launch.port}") for sock in own),
     )
 
 
-def _launcher_of(pid: int) -> tuple[Launch | None, list[str]]:
-    """Return the launcher above a rank, and its command line."""
+def _starter_of(pid: int, srun: int | None) -> int | None:
+    """Return the launcher above a rank, or this srun, which starts ranks through another daemon; None if neither."""
     for _ in range(_ABOVE):
         proc = procs.read(pid)
         if proc is None or proc.parent < 1:
             break
         pid = proc.parent
         words = procs.command_words(pid)
-        launch = launch_options.read(words, {})
-        if launch is not None:
-            return launch, words
-    return None, []
+        if launch_options.is_mpirun(words) or launch_options.read(words, {}) is not None:
+            return pid
+    return srun
+
+
+def _sruns() -> dict[str, int]:
+    """Return this node's srun of each SLURM job that has one."""
+    pids = {pid: proc.parent for pid, proc in procs.table().items() if proc.comm == "srun"}
+    found: dict[str, list[int]] = {}
+    for pid in pids:
+        if pids[pid] not in pids:  # srun starts a second process of its own
+            job = procs.variables_named(pid, (b"SLURM_JOB_ID=",)).get(_SLURM_JOB, "")
+            found.setdefault(job, []).append(pid)
+    return {job: own[0] for job, own in found.items() if len(own) == 1}
 
 
 def _of_rank(environment: Mapping[str, str]) -> Launch | None:

@@ -1,4 +1,4 @@
-"""The ranks of a job, and all facts of one node. Pure data."""
+"""Ranks of a job, and all facts of one node. Pure data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 _ROOM = 160
-"""Characters of a list of hosts in a title."""
+"""Maximum length of a list of hosts in a title."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,10 @@ class Helper:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One rank of a job. `rank` is None if unknown; `process` is None for a rank that has exited.
+    """One rank of a job. `rank` is None if unknown; `process` is None if it has exited.
 
-    `deduced`: its environment has no rank; it started the others, connects to them, and this rank is unaccounted for.
-    `title`: of a rank without a number, as its server names it: "sglang::scheduler_DP6_TP6".
+    `deduced`: without a rank in its environment, it started the other ranks and connects to them, and this rank is the
+    remaining one. `title`: of a rank without a number, set by its server: "sglang::scheduler_DP6_TP6".
     """
 
     host: str
@@ -44,15 +44,15 @@ class Member:
 
     @property
     def pid(self) -> int | None:
-        """The id of its process, if there is one."""
+        """The pid of its process, if any."""
         return self.process.pid if self.process is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The members of one job. `unseen`: ranks that were found on none of the hosts that were read.
+    """The members of one job. `unseen`: ranks found on none of the hosts read.
 
-    `rendezvous`: where their environments say that they meet, with the ranks that it says so to; empty if at one place.
+    `rendezvous`: (address, its ranks) if environments disagree, else empty.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """One job, as reports show it; `ranks` is how many were found."""
+    """One job as shown in reports; `ranks` is the number found."""
 
     job: str
     launcher: str
@@ -77,7 +77,7 @@ class JobSummary:
         """Format it: "job 4711 (torchrun): 4 of 8 ranks on node[1-2]"."""
         of = f" of {self.world_size}" if self.world_size is not None else ""
         what = "rank" if (self.world_size or self.ranks) == 1 else "ranks"
-        # Ranks that nothing but RANK and WORLD_SIZE tell have no launcher to name.
+        # Ranks known from RANK and WORLD_SIZE alone have no launcher name.
         launcher = f" ({self.launcher})" if self.launcher != "environment" else ""
         name = f"job {self.job}{launcher}" if self.job else launcher.strip(" ()") or "ranks without MASTER_ADDR"
         hosts = f" on {fold_within(self.hosts, _ROOM)}" if any(self.hosts) else ""
@@ -85,7 +85,7 @@ class JobSummary:
 
 
 def summarize(job: Job) -> JobSummary:
-    """Return what reports show of a job."""
+    """Reduce a job to the fields of reports."""
     seen = [member for member in job.members if member.process is not None]
     hosts = tuple(dict.fromkeys(member.host for member in seen))
     return JobSummary(job=job.name, launcher=job.launcher, world_size=job.world_size, ranks=len(seen), hosts=hosts)
@@ -93,7 +93,7 @@ def summarize(job: Job) -> JobSummary:
 
 @dataclass(frozen=True)
 class NodeStacks:
-    """The facts of one node; `missing`: why its stacks are missing, if they are."""
+    """The facts of one node; `missing`: why it has no stacks, if so."""
 
     host: str
     processes: Processes
@@ -103,7 +103,7 @@ class NodeStacks:
 
 @dataclass(frozen=True, kw_only=True)
 class NodePicture(Part):
-    """The facts of one node about its ranks, of all sources that were read; `missing`: why they are not complete."""
+    """The facts of one node's ranks from all sources; `missing`: why some are missing, if so."""
 
     host: str
     processes: Processes
@@ -111,5 +111,5 @@ class NodePicture(Part):
 
     @property
     def stacks(self) -> NodeStacks:
-        """What jobs and their ranks are found in."""
+        """Processes and stacks, for finding jobs."""
         return NodeStacks(self.host, self.processes, self.watched, self.missing)

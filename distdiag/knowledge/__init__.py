@@ -1,1 +1,1 @@
-"""What distdiag knows, as data with sources: lines of logs, GPUs, drivers, bandwidths, crashes, advisories."""
+"""Reference data with sources: known log lines, GPUs, drivers, bandwidths, crashes, advisories."""

@@ -1,4 +1,4 @@
-"""What a busy rank does, from its frames, as data (activities.toml)."""
+"""The activity of a busy rank, from its frames, as data (activities.toml)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """One row; a frame fits that matches all that is given."""
+    """One row; matches frames by each pattern given."""
 
     does: str
     file: re.Pattern[str] | None
     function: re.Pattern[str] | None
 
     def fits(self, frame: Frame) -> bool:
-        """Return whether this frame is of it."""
+        """Return whether this row matches a frame."""
         path = library_path(frame.file)
         in_file = self.file is None or (path is not None and self.file.search(path) is not None)
         return in_file and (self.function is None or self.function.search(frame.function) is not None)
 
 
 def activity_of(frames: Sequence[Frame]) -> str:
-    """Return what a stack (innermost frame first) is busy with, "tokenizes"; empty if nothing says it."""
+    """Return the activity shown by a stack, innermost frame first, e.g. "tokenizes"; empty if unknown."""
     found = (row.does for frame in frames for row in _rows() if row.fits(frame))
     return next(found, "")
 

@@ -1,4 +1,4 @@
-"""Versions with a known hang or wrong result, and what fixes them; as data (advisories.toml)."""
+"""Known bugs of versions (hangs, wrong results, crashes) and their fixes, as data (advisories.toml)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ NAMES = {
     "ucx": "UCX",
     "ofed": "OFED",
     "aws-ofi-nccl": "aws-ofi-nccl",
+    "nvshmem": "NVSHMEM",
+    "deep-ep": "DeepEP",
     "arch": "",
     "interconnect": "",
 }
-"""What a predicate may be about, and its name for people. `arch` and `interconnect` are words, all others versions."""
+"""Names allowed in a predicate, with their display form. `arch` and `interconnect` are words, all others versions."""
 _WORDS = ("arch", "interconnect")
 _CONDITION = re.compile(r"(<=|>=|==|<|>)(\d+(?:\.\d+)*)")
 _VERSION = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,5})(a|b|rc|\.?dev)?")
@@ -37,7 +39,7 @@ _VERSION = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,5})(a|b|rc|\.?dev)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Advisory:
-    """One known bug that these versions have. `kind` is one of KINDS; `applies`: the versions that match, in words."""
+    """One known bug. `kind`: one of KINDS; `applies`: the matching versions, in words."""
 
     id: str
     kind: str
@@ -51,7 +53,7 @@ class Advisory:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An advisory with its predicate. `when`: conditions on versions, all of which must hold, e.g. ">=2.26,<2.26.2".
+    """An advisory with its predicate: `when`: conditions on versions, all of which must hold, e.g. ">=2.26,<2.26.2".
 
     `env`: variables that must have this value; `unless`: variables whose value excludes the bug.
     """
@@ -63,13 +65,13 @@ class Entry:
 
 
 def matching(versions: Mapping[str, str], environment: Mapping[str, str] | None = None) -> list[Advisory]:
-    """List the advisories that hold for these versions, hangs first.
+    """List the advisories for these versions, hangs first.
 
     Args:
-        versions: by the names of NAMES, e.g. {"nccl": "2.29.2+cuda13.0", "arch": "aarch64"}. What is missing, or is
-            no release (a nightly, a vendor's own build such as "2.7.0a0+nv25.03"), matches nothing.
-        environment: NCCL_*, TORCH_* and CUDA_* variables of the process; None if they are not known, which meets no
-            condition on a variable that must be set.
+        versions: by the names of NAMES, e.g. {"nccl": "2.29.2+cuda13.0", "arch": "aarch64"}. A missing or unreleased
+            version (a nightly, a vendor build such as "2.7.0a0+nv25.03") matches no condition.
+        environment: NCCL_*, TORCH_* and CUDA_* variables of the process; None if unknown, which meets no `env`
+            condition.
     """
     found = [_of(entry, versions) for entry in entries() if _holds(entry, versions, environment)]
     return sorted(found, key=lambda advisory: KINDS.index(advisory.kind))
@@ -97,7 +99,7 @@ def _holds(entry: Entry, versions: Mapping[str, str], environment: Mapping[str, 
 
 
 def satisfies(version: str, condition: str) -> bool:
-    """Return whether a version is in a range, e.g. ">=2.26,<2.26.2"; what is no release is in none."""
+    """Return whether a version is in a range, e.g. ">=2.26,<2.26.2"; a pre-release is in none."""
     numbers = parse(version)
     return numbers is not None and all(
         _compare(numbers, operator, tuple(map(int, limit.split("."))))
@@ -106,7 +108,7 @@ def satisfies(version: str, condition: str) -> bool:
 
 
 def parse(version: str) -> tuple[int, ...] | None:
-    """Return the numbers of a release: "2.29.3+cuda13.0" is (2, 29, 3); None for a pre-release and for other text."""
+    """Return the numbers of a release: "2.29.3+cuda13.0" is (2, 29, 3); None for a pre-release and other text."""
     match = _VERSION.match(version)
     return None if match is None or match[2] else tuple(map(int, match[1].split(".")))
 

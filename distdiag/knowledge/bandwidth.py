@@ -1,4 +1,4 @@
-"""Bandwidths of links and of large all_reduces that others published (bandwidth.toml), and the arithmetic. Pure."""
+"""Published bandwidths of links and of large all_reduces (bandwidth.toml), and the arithmetic. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from importlib import resources
 from typing import Any
 
 GB = 1e9
-# What a ring gets of a link's line rate, or of a node's NICs: 70 to 82% in the table's figures, mostly 80.
+# Share of a link's line rate, or of a node's NICs, that a ring gets: 70 to 82% in the table's figures, mostly 80.
 NORMAL = 0.8
 
 
 class Algorithm(StrEnum):
-    """How a figure came about; AUTO where it is unknown."""
+    """The algorithm behind a figure; AUTO if unknown."""
 
     RING = "ring"
     NVLS = "nvls"
@@ -24,14 +24,14 @@ class Algorithm(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a figure is: a published alarm threshold, or a healthy machine's result."""
+    """A published alarm threshold, or a healthy machine's result."""
 
     THRESHOLD = "threshold"
     MEASURED = "measured"
 
 
 class Way(StrEnum):
-    """How a node is wired whose GPUs have less than their links: pairs without a switch, or the host's memory."""
+    """Wiring that gives GPUs less than their links: pairs without a switch, or through host memory."""
 
     MESH = "mesh"
     HOST = "host"
@@ -39,7 +39,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Poorer:
-    """A wiring slower than the links: a pair's line rate (MESH) or a busbw (HOST); `always`: there is no better one."""
+    """Slower wiring: a pair's line rate (MESH) or a busbw (HOST). `always`: this GPU has no faster one."""
 
     way: Way
     bytes_per_s: float
@@ -48,7 +48,7 @@ class Poorer:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The links of a GPU; `link_bytes_per_s` is one GPU's line rate in one direction, all its links together."""
+    """The links of a GPU; `link_bytes_per_s`: one GPU's line rate in one direction, all its links together."""
 
     name: str
     pattern: re.Pattern[str]
@@ -60,19 +60,19 @@ class Gpu:
     source: str
 
     def line_rate(self, ranks: int) -> float:
-        """Return what a GPU's links to so many ranks of its node carry in one direction, in bytes/s."""
+        """Return the line rate in bytes/s of a GPU's links to `ranks` ranks of its node, in one direction."""
         if self.poorer is not None and self.poorer.always and self.poorer.way is Way.MESH:
             return min(self.link_bytes_per_s, self.poorer.bytes_per_s * (ranks - 1))
         return self.link_bytes_per_s
 
     def normal(self, ranks: int) -> float:
-        """Return the busbw in bytes/s that a ring over so many of a node's GPUs has, wired at its best."""
+        """Return the busbw in bytes/s of a ring over `ranks` GPUs of a node with the best wiring."""
         if self.poorer is not None and self.poorer.always:
             return self.poorest(ranks)
         return NORMAL * self.link_bytes_per_s
 
     def poorest(self, ranks: int) -> float:
-        """Return the busbw in bytes/s of a node with the poorest wiring that is still healthy."""
+        """Return the busbw in bytes/s of a node with the slowest wiring still counted as healthy."""
         best = NORMAL * self.link_bytes_per_s
         if self.poorer is None:
             return best
@@ -81,14 +81,14 @@ class Gpu:
         return min(best, NORMAL * self.poorer.bytes_per_s * (ranks - 1))
 
     def ceiling(self, ranks: int) -> float:
-        """Return the busbw in bytes/s that nothing can exceed within a node."""
+        """Return the maximum busbw in bytes/s within a node."""
         line_rate = max(self.link_bytes_per_s, self.bridge_bytes_per_s or 0)
         return line_rate * max(1.0, busbw_factor(ranks) / wire_factor(ranks)) if self.nvls else line_rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A published figure; `nic_bytes_per_s` is the line rate of one rank's share of its node's NICs."""
+    """A published figure; `nic_bytes_per_s`: the line rate of one rank's share of its node's NICs."""
 
     gpu: str
     ranks_per_node: int
@@ -103,7 +103,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The content of the file, in bytes/s; `zero3_steps` are bits/s of a node and what they are for ZeRO-3."""
+    """The file's content, in bytes/s; `zero3_steps`: bits/s of a node, and the verdict for ZeRO-3."""
 
     sources: dict[str, str]
     gpus: tuple[Gpu, ...]
@@ -113,7 +113,7 @@ class Tables:
 
 
 def find_gpu(device_name: str | None) -> Gpu | None:
-    """Find a GPU by what torch.cuda.get_device_properties() calls it; None if the table lacks it."""
+    """Find a GPU by its name in torch.cuda.get_device_properties(); None if the table lacks it."""
     return next((gpu for gpu in tables().gpus if gpu.pattern.fullmatch(device_name or "")), None)
 
 
@@ -166,7 +166,7 @@ def busbw_factor(n: int) -> float:
 
 
 def wire_factor(n: int) -> float:
-    """Return what a GPU's links carry under NVLS, over algbw, for n ranks of a node: (n+1)/n, as the switch reduces.
+    """Return link traffic / algbw under NVLS for n ranks of a node: (n+1)/n, as the switch reduces.
 
     Source: NCCL's author in NVIDIA/nccl-tests issue 153. So busbw may be 2(n-1)/(n+1) of the line rate: 14/9 for 8.
     """
@@ -174,18 +174,18 @@ def wire_factor(n: int) -> float:
 
 
 def nic_share(busbw: float, nodes: int, world_size: int) -> float:
-    """Return what each rank's NIC carries at least, in busbw's unit: busbw (k-1)/(n-1) for n ranks on k nodes.
+    """Return the minimum traffic of each rank's NIC, in busbw's unit: busbw (k-1)/(n-1) for n ranks on k nodes.
 
-    An all_reduce of S bytes that is summed within the nodes first sends 2(k-1)/k of S/(n/k) by each NIC while busbw
-    says 2(n-1)/n of S; the quotient is free of S (ml-engineering, network/README.md, "So what should you expect?",
-    where 381.8 * 3/31 = 36.9). One ring over all ranks sends more, busbw / (n/k), which is why `assess` holds busbw
-    against what a ring gets of the NICs: this share of a sound network is 49% on two nodes and 90% on many.
+    An all_reduce of S bytes that sums within the nodes first sends 2(k-1)/k of S/(n/k) through each NIC, while busbw
+    counts 2(n-1)/n of S; S cancels out (ml-engineering, network/README.md, "So what should you expect?", where 381.8 *
+    3/31 = 36.9). One ring over all ranks sends more, busbw / (n/k), which is why `assess` compares busbw with a ring's
+    share of the NICs: this minimum share of a sound network is 49% on two nodes and 90% on many.
     """
     return busbw * (nodes - 1) / (world_size - 1) if nodes > 1 else 0.0
 
 
 def training_lines(params: float, bytes_per_param: int, algbw_bytes_per_s: float) -> tuple[str, ...]:
-    """Return the seconds of an all_reduce of all gradients of a model at an algbw, which must be above 0, in lines."""
+    """Return the time of an all_reduce of a model's gradients at an algbw above 0, as lines of arithmetic."""
     size = params * bytes_per_param
     seconds = size / algbw_bytes_per_s
     return (

@@ -1,4 +1,4 @@
-"""Whether the bandwidth of a large all_reduce is good, and the arithmetic line by line. Pure."""
+"""The quality of a large all_reduce's bandwidth, with the arithmetic line by line. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from distdiag.knowledge.bandwidth import Gpu
     from distdiag.knowledge.expectation import Bar
 
-# A node that sends no more than a single 200 Gb/s card can by TCP may not use its InfiniBand or RoCE.
+# A node that sends no faster than a single 200 Gb/s card over TCP may not be using its InfiniBand or RoCE.
 SOCKET_AT_MOST_BYTES_PER_S = 25e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """What a busbw is worth, and the arithmetic line by line.
+    """The judgement of a busbw, with the arithmetic line by line.
 
-    `percent_of_link` is what a GPU's links carry of their line rate (under NVLS less than busbw). `percent_of_nic` is
-    what each rank's NIC carries at least (nic_share). Both are None where nothing crosses, or a rate is unknown.
+    `percent_of_link`: traffic of a GPU's links in percent of their line rate (under NVLS less than busbw).
+    `percent_of_nic`: the minimum traffic of each rank's NIC (nic_share). Both None without such traffic or with an
+    unknown rate.
     """
 
     judgement: Judgement
@@ -37,10 +38,10 @@ class Assessment:
 
 
 def assess(busbw_bytes_per_s: float, setting: Setting) -> Assessment:
-    """Judge the busbw of a LARGE all_reduce in bytes/s; give that of the largest message measured.
+    """Judge the busbw of a LARGE all_reduce in bytes/s, best of the largest message measured.
 
-    The message must have 128 MiB at least on one node. Between nodes bandwidth grows on for longer (a sound network of
-    32 x B200 has 52% of its peak at 128 MiB, 86% at 512 MiB), so there it should have 512 MiB, else it may seem low.
+    The message needs 128 MiB on one node and 512 MiB between nodes, where bandwidth keeps growing (a sound network of
+    32 x B200 has 52% of its peak at 128 MiB, 86% at 512 MiB), or the result may look low.
     """
     case = Case(busbw=busbw_bytes_per_s, setting=setting, gpu=find_gpu(setting.device_name))
     bar = case.bar()
@@ -58,7 +59,7 @@ def assess(busbw_bytes_per_s: float, setting: Setting) -> Assessment:
 
 
 def _lines(case: Case, bar: Bar | None, judgement: Judgement) -> Iterator[str]:
-    """Yield the arithmetic, what is expected and why, and what to check; lines of less than 100 characters."""
+    """Yield the arithmetic, the expectation with its reason, and checks to make; lines of less than 100 characters."""
     if case.setting.world_size > 1:
         n = case.setting.world_size
         yield f"busbw {gb(case.busbw)} GB/s = algbw {gb(case.algbw)} GB/s x 2({n}-1)/{n}"
@@ -136,7 +137,7 @@ def _between_nodes(case: Case, judgement: Judgement) -> Iterator[str]:
 
 
 def _better(case: Case, gpu: Gpu) -> Iterator[str]:
-    """Yield what makes the same GPUs faster than a ring over their links, where others have it."""
+    """Suggest NVLS or a bridge, if published figures with it are better."""
     for row in sorted(case.rows(gpu), key=lambda row: row.kind is Kind.MEASURED):
         others = f"{gb(row.busbw_bytes_per_s)} GB/s with it, {SAYS[row.kind]} on {row.ranks_per_node} x {gpu.name}"
         if row.algorithm is Algorithm.NVLS and not case.nvls_likely:

@@ -1,4 +1,4 @@
-"""What a line of source code may wait for, as data (calls.toml)."""
+"""Calls in source lines that may wait, as data (calls.toml)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOISE = re.compile(r"""#.*|"[^"]*"|'[^']*'""")
 
 @cache
 def call_in(source: str) -> tuple[str, str]:
-    """Give class and name of the call in a line that may wait: ("communication wait", "all_reduce"); else ("", "")."""
+    """Return class and name of a call that may wait, e.g. ("communication wait", "all_reduce"); else ("", "")."""
     text = _NOISE.sub("", source)
     for kind, pattern in _rules():
         found = pattern.search(text)

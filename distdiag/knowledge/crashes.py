@@ -1,4 +1,4 @@
-"""What a crash means: a signal in words, the crashes that are known, how to get a core; as data (crashes.toml)."""
+"""The meaning of crashes: signals, known crashes, how to enable core dumps; as data (crashes.toml)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 _SI_USER, _SI_QUEUE, _SI_TKILL = 0, -1, -6
 _SENT = (_SI_USER, _SI_QUEUE, _SI_TKILL)
-"""si_codes of a signal that a process sent; see sigaction(2)."""
+"""si_codes of signals sent by a process, see sigaction(2)."""
 _NEAR_NULL = 0x10000
 _FAULTS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crash:
-    """One known crash. A consequence is what another process, or something before, brought about."""
+    """One known crash. A consequence was caused by another process or an earlier event."""
 
     id: str
     role: Literal["cause", "consequence"]
@@ -36,7 +36,7 @@ class Crash:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreLimit:
-    """How to let ranks of one launcher leave a core."""
+    """How to enable core dumps in ranks of one launcher."""
 
     fix: str
     commands: tuple[str, ...]
@@ -44,7 +44,7 @@ class CoreLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class _When:
-    """What has to be there, as crashes.toml describes it."""
+    """The conditions of a row, see crashes.toml."""
 
     signals: tuple[str, ...] = ()
     codes: tuple[int, ...] = ()
@@ -72,15 +72,14 @@ def recognise(
     *,
     inside: bool | None = None,
 ) -> Crash | None:
-    """Find the first known crash that fits; None if none does, or if the signal came from another process.
+    """Find the first known crash that matches; None if none does, or if another process sent the signal.
 
     Args:
         functions: names of the crashed thread's frames, native ones too, innermost first.
-        text: the process's last words and the name of the file that is mapped at `address`; empty if unknown.
-        signal: its number.
+        text: the process's last words and the name of the file mapped at `address`; empty if unknown.
         code: si_code of sigaction(2); None if unknown.
         address: si_addr; None if unknown, or if this signal has none.
-        inside: whether `address` lay inside of the mapped file; None if unknown.
+        inside: whether `address` was inside the mapped file; None if unknown.
     """
     if code in (_SI_USER, _SI_QUEUE):
         return None
@@ -96,7 +95,7 @@ def recognise(
 
 
 def known_crashes() -> tuple[Crash, ...]:
-    """List all known crashes, in their order of trust."""
+    """List all known crashes, in order of trust."""
     return tuple(crash for crash, _ in _crashes())
 
 
@@ -109,13 +108,12 @@ def core_limit(launcher: str) -> CoreLimit:
 
 
 def meaning(signal: int, code: int | None, address: int | None, sender_pid: int | None, own_pid: int | None) -> str:
-    """Describe what a signal means; the text follows the signal's name and ": ".
+    """Describe a signal; the text follows the signal's name and ": ".
 
     Args:
-        signal: its number.
         code: si_code of sigaction(2); None if unknown.
         address: si_addr; None if unknown.
-        sender_pid: si_pid, the sender; None if unknown, or if no process did.
+        sender_pid: si_pid; None if unknown, or if no process sent the signal.
         own_pid: the process that died; None if unknown.
     """
     name = signal_name(signal)
@@ -164,7 +162,7 @@ def _fits(when: _When, name: str, code: int | None, address: int | None) -> bool
 
 
 def _shows(when: _When, functions: Sequence[str], text: str) -> bool:
-    """Return whether the evidence fits: one kind of it is enough; a row without any always fits."""
+    """Return whether the evidence matches: one kind is enough; a row without evidence always matches."""
     if not (when.frames or when.text or when.repeated):
         return True
     if when.text and text and re.search(when.text, text, re.MULTILINE):
@@ -180,7 +178,7 @@ def _in_order(patterns: Sequence[str], functions: Sequence[str]) -> bool:
 
 
 def load() -> None:
-    """Read the signatures in advance, while others are at work."""
+    """Parse the signatures in advance."""
     _crashes()
 
 

@@ -1,4 +1,4 @@
-"""What NVIDIA and PyTorch publish about versions that go together, as data (cuda.toml)."""
+"""Compatible versions published by NVIDIA and PyTorch, as data (cuda.toml)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import resources
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedTable:
-    """What --prebuild builds: a release, what its setup needs, and the ops that it has."""
+    """A release's build requirements and ops, for --prebuild."""
 
     version: str
     needs: list[str]
@@ -20,7 +20,7 @@ class DeepSpeedTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The file, as it stands; versions are texts, architectures as nvcc writes them ("90a")."""
+    """The content of cuda.toml; versions are strings, architectures in nvcc's notation ("90a")."""
 
     least_driver: dict[str, str]
     branch: dict[str, str]
@@ -57,17 +57,17 @@ def tables() -> Tables:
 
 
 def arch_of(gpu: str) -> str:
-    """Return the architecture of a GPU by its name, "RTX 3090" -> "8.6"; empty if the name is not known."""
+    """Return the architecture of a GPU by its name, "RTX 3090" -> "8.6"; empty if unknown."""
     return next((arch for arch, name in tables().gpus if name.search(gpu)), "")
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Read the numbers of a version: "12.8.93" -> (12, 8, 93)."""
+    """Parse a version: "12.8.93" -> (12, 8, 93)."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:4])
 
 
 def minor(text: str) -> str:
-    """Cut a version to major.minor: "12.8.93" -> "12.8"."""
+    """Truncate a version to major.minor: "12.8.93" -> "12.8"."""
     return ".".join(text.split(".")[:2])
 
 
@@ -77,18 +77,18 @@ def major(text: str) -> int:
 
 
 def newest_cuda(driver: str) -> str:
-    """Return the newest CUDA that a driver knows, by its branch; empty for one older than our table.
+    """Return the newest CUDA supported by a driver's branch; empty if older than our table.
 
-    A branch that is newer than our table counts as the newest in it: "at least".
+    A branch newer than our table counts as the newest in it: a lower bound.
     """
     known = [branch for branch in tables().branch if int(branch) <= major(driver)]
     return tables().branch[max(known, key=int)] if known else ""
 
 
 def compiles(arch: str, toolkit: str) -> bool | None:
-    """Return whether a toolkit's nvcc compiles for an architecture ("90a"); None if our table does not say.
+    """Return whether a toolkit's nvcc compiles for an architecture ("90a"); None if unknown.
 
-    The family variants ("100f") came with 12.9.
+    12.9 introduced the family variants ("100f").
     """
     family = arch.endswith("f")
     first, last = tables().nvcc.get(arch[:-1] if family else arch, (None, None))

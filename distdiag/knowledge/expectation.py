@@ -1,4 +1,4 @@
-"""The busbw to expect of a large all_reduce, and the judgement of a measured busbw. Pure."""
+"""The expected busbw of a large all_reduce, and the judgement of a measured one. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from distdiag.knowledge.bandwidth import GB, NORMAL, Algorithm, Kind, Way, busbw
 if TYPE_CHECKING:
     from distdiag.knowledge.bandwidth import Expected, Gpu
 
-# Low is below this part of what is expected. The table's figures are of 8 GB and more; at 128 MiB a healthy 8 x A100
-# has 75% of its peak and 8 x H200 83%, so a narrower band would call healthy nodes low.
+# Low is below this share of the expectation. The table's figures are of 8 GB and more; at 128 MiB a healthy 8 x A100
+# reaches 75% of its peak and 8 x H200 83%, so a narrower band would call healthy nodes low.
 LOW_BELOW = 0.75
-# Bad is below this part of what the poorest healthy wiring gives. Chance does not halve a bandwidth: a link is down,
-# half of the NICs are not used, or the transport is a different transport.
+# Bad is below this share of the slowest healthy wiring. Chance does not halve a bandwidth: a link is down, half of the
+# NICs are unused, or another transport is in use.
 BAD_BELOW = 0.5
-# A ring never had more than 82% of NVLink; 8 x H100, H200, B200 and B300 with NVLS have 93% and more, 6 x B200 86%.
+# Rings reach at most 82% of NVLink; with NVLS 8 x H100, H200, B200 and B300 reach 93% and more, 6 x B200 86%.
 NVLS_ABOVE = 0.85
 SAYS = {Kind.THRESHOLD: "published alarm limit", Kind.MEASURED: "measured by others"}
 
 
 class Judgement(StrEnum):
-    """The judgement of a bandwidth; UNKNOWN where there is no reference figure."""
+    """The judgement of a bandwidth; UNKNOWN without a reference figure."""
 
     GOOD = "good"
     LOW = "low"
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What a busbw is compared with, in bytes/s."""
+    """The figures to compare a busbw with, in bytes/s."""
 
     expected: float
     bad_below: float
@@ -54,7 +54,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A busbw where it was measured; all rates are bytes/s."""
+    """A measured busbw and its setting; all rates are bytes/s."""
 
     busbw: float
     setting: Setting
@@ -62,24 +62,24 @@ class Case:
 
     @property
     def algbw(self) -> float:
-        """Bytes of the message per second; 0 for a single rank, whose busbw does not determine it."""
+        """Message bytes per second; 0 for a single rank, whose busbw does not determine it."""
         factor = busbw_factor(self.setting.world_size)
         return self.busbw / factor if factor else 0.0
 
     @property
     def nic_share(self) -> float:
-        """What each rank's NIC carries at least."""
+        """The minimum traffic of each rank's NIC."""
         return nic_share(self.busbw, self.setting.nodes, self.setting.world_size)
 
     @property
     def nvls_likely(self) -> bool:
-        """Whether this is more than a ring had on these links."""
+        """Whether busbw exceeds a ring's maximum on these links."""
         if self.gpu is None or not self.gpu.nvls or self.setting.ranks_per_node < 2:
             return False
         return self.busbw > NVLS_ABOVE * self.gpu.link_bytes_per_s
 
     def link_traffic(self) -> tuple[float, float] | None:
-        """Return what a GPU's links carry within the node, and their line rate; None where no link is known."""
+        """Return the traffic of a GPU's links within the node, and their line rate; None if no link is known."""
         ranks = self.setting.ranks_per_node
         if self.gpu is None or ranks < 2:
             return None
@@ -91,17 +91,17 @@ class Case:
         return self.busbw, self.gpu.line_rate(ranks)
 
     def percent_of_link(self) -> float | None:
-        """Return what a GPU's links carry of their line rate, in percent; None where no link is known."""
+        """Return the traffic of a GPU's links in percent of their line rate; None if no link is known."""
         traffic = self.link_traffic()
         return 100 * traffic[0] / traffic[1] if traffic else None
 
     def percent_of_nic(self) -> float | None:
-        """Return what each rank's NIC carries of its rate at least, in percent; None where it is unknown or unused."""
+        """Return the minimum traffic of each rank's NIC in percent of its rate; None if unknown or unused."""
         nic = self.setting.nic_bytes_per_s
         return 100 * self.nic_share / nic if nic and self.setting.nodes > 1 else None
 
     def bar(self) -> Bar | None:
-        """Return what to compare the busbw with; None if nothing is known."""
+        """Return the figures to compare busbw with; None if unknown."""
         if self.gpu is None or self.setting.world_size < 2:
             return None
         if self.setting.nodes == 1:
@@ -111,7 +111,7 @@ class Case:
         return self._bar_of_network(self.gpu, self.setting.nic_bytes_per_s)
 
     def _bar_of_node(self, gpu: Gpu) -> Bar:
-        """Expect what a ring gets: NVLS and a bridge give more, which the lines ask for."""
+        """Expect a ring's busbw: NVLS and a bridge give more, and are suggested by the lines."""
         ranks = self.setting.ranks_per_node
         rows = [row for row in self.rows(gpu) if row.algorithm is not Algorithm.NVLS and not row.bridge]
         if rows:
@@ -128,7 +128,7 @@ class Case:
         return Bar(expected=expected, bad_below=BAD_BELOW * min(expected, gpu.poorest(ranks)), why=why, source=source)
 
     def _bar_of_network(self, gpu: Gpu, nic: float) -> Bar:
-        """Expect what a ring over all ranks gets of the slower of the links and a node's NICs."""
+        """Expect a ring over all ranks, limited by the links or by a node's NICs."""
         ranks = self.setting.ranks_per_node
         of_nics = NORMAL * ranks * nic
         normal, poorest = (gpu.normal(ranks), gpu.poorest(ranks)) if ranks > 1 else (of_nics, of_nics)
@@ -137,7 +137,7 @@ class Case:
         return Bar(expected=expected, bad_below=bad_below, why=why, source=tables().sources["nics"])
 
     def _bar_of_others(self, gpu: Gpu) -> Bar | None:
-        """Expect what others had on so many nodes; never bad, as the NICs here may be slower by design."""
+        """Expect published results for as many nodes; never bad, as the NICs here may be slower by design."""
         rows = self.rows(gpu)
         if not rows:
             return None
@@ -147,12 +147,12 @@ class Case:
         return Bar(expected=least.busbw_bytes_per_s, bad_below=0.0, why=why, source=least.source)
 
     def rows(self, gpu: Gpu) -> list[Expected]:
-        """List what others published of as many nodes and GPUs."""
+        """List published results for as many nodes and GPUs."""
         here = (gpu.name, self.setting.ranks_per_node, self.setting.nodes)
         return [row for row in tables().expected if (row.gpu, row.ranks_per_node, row.nodes) == here]
 
     def judge(self, bar: Bar | None) -> Judgement:
-        """Return the judgement; a busbw that no link can carry is measured wrongly, so it is unknown."""
+        """Return the judgement; unknown for a busbw above any link's maximum, which is a wrong measurement."""
         if bar is None or self.gpu is None or self._impossible(self.gpu):
             return Judgement.UNKNOWN
         if self.busbw < bar.bad_below:
@@ -160,7 +160,7 @@ class Case:
         return Judgement.LOW if self.busbw < LOW_BELOW * bar.expected else Judgement.GOOD
 
     def _impossible(self, gpu: Gpu) -> bool:
-        # Between nodes nothing is: racks exist that join them by NVLink.
+        # Unlimited between nodes: some racks connect them by NVLink.
         return self.setting.nodes == 1 and self.busbw > gpu.ceiling(self.setting.world_size)
 
 

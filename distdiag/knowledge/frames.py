@@ -1,4 +1,4 @@
-"""What a frame tells about its thread, as data (frames.toml), and whether it is the user's own code."""
+"""The class of a thread by a frame, as data (frames.toml), and whether a frame is the user's own code."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Rule:
 
 @cache
 def library_path(file: str) -> str | None:
-    """Give a file's path below site-packages or the standard library; None for the user's own code."""
+    """Return a file's path below site-packages or the standard library; None for the user's own code."""
     if is_native(file):
         return file.rpartition("/")[2]
     found = _LIBRARY.search(file) or _TORCH_FROM_SOURCE.search(file)
     if found is None:
-        # py-spy's text has short names: torch/..., threading.py; nobody's own script is called so.
+        # py-spy's text output has short names such as torch/... or threading.py, unlikely for a user's script.
         return file if not file.startswith("/") and _is_known(file) else None
     return next((part for part in found.groups() if part), file)
 
 
 @cache
 def kind_of(function: str, file: str) -> tuple[str, bool]:
-    """Give what a frame says, and whether that is weak evidence; ("", False) if it says nothing."""
+    """Return the class of a frame, and whether it is weak evidence; ("", False) if unknown."""
     path = library_path(file)
     if path is None:
         return "", False
@@ -54,7 +54,7 @@ def kind_of(function: str, file: str) -> tuple[str, bool]:
 
 @cache
 def is_native(file: str) -> bool:
-    """Tell whether a frame's file is compiled code: a library, or the interpreter itself."""
+    """Return whether a frame's file is compiled code: a library, or the interpreter itself."""
     name = file.rpartition("/")[2]
     return ".so" in name or name in ("python", "[vdso]") or re.fullmatch(r"python3(\.\d+t?)?", name) is not None
 

@@ -1,4 +1,4 @@
-"""GPU drivers and communication libraries by file name, and the meaning of their functions, as data."""
+"""GPU drivers and communication libraries by file name, and the effect of their functions, as data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kind_of_library(name: str) -> Kind:
 
 
 def vendor_of(name: str) -> str:
-    """Return "NVIDIA", "AMD", "Intel", "Ascend" or "Moore Threads"; "" for a library of none of them."""
+    """Return "NVIDIA", "AMD", "Intel", "Ascend" or "Moore Threads"; "" for any other library."""
     library = _library(name)
     return library.vendor if library else ""
 

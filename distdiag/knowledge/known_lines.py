@@ -1,4 +1,4 @@
-"""Known lines of jobs, builds and kernels: what each means, its role, and the fix; as data (lines/*.toml)."""
+"""Known lines of jobs, builds and kernels with meaning, role and fix, as data (lines/*.toml)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     Rows = list[tuple[str, str, tuple[str, ...]]]
-    """What a node, or a matcher, needs to find lines: id, pattern and words of each row."""
+    """Input of a matcher of lines: id, pattern and words of each row."""
 
 Role = Literal["cause", "consequence", "confirmation", "advice", "job", "warning", "note", "exit"]
 JOBS = (
     *("launchers", "hub", "cuda", "distributed", "nccl", "network"),
     *("loading", "storage", "memory", "hardware", "kernel"),
 )
-"""The files of rows of a job's output, in their order of trust."""
+"""The files for a job's output, in order of trust."""
 BUILDS = "builds"
 _PLACE = re.compile(r"\{(\w+)\}")
 _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
@@ -32,8 +32,8 @@ _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 class KnownLine:
     """One known line; launchers.toml and builds.toml describe the fields.
 
-    `accuses`: the group that names the ranks at fault; "none": the line does not tell them. `breaks`: what does not
-    work then; `checks`: ids of `distdiag cuda-env` that look for its cause on a machine.
+    `accuses`: the group that names the ranks at fault, "none" if the line does not. `breaks`: the features affected;
+    `checks`: ids of `distdiag cuda-env` that find its cause on a machine.
     """
 
     id: str
@@ -55,10 +55,10 @@ class KnownLine:
     kernel: str = ""
 
     def filled(self, groups: Mapping[str, str], quote: Mapping[str, str] | None = None) -> KnownLine:
-        """Return the row with what the line says filled in; commands that lack a part are left out.
+        """Return the row with groups of the line filled in, without commands for which a group is missing.
 
         Args:
-            quote: the same for commands, as a shell takes it.
+            quote: the same groups, shell-quoted, for the commands.
         """
         given = groups if quote is None else quote
         commands = (fill(each, given) for each in self.commands if set(_PLACE.findall(each)) <= {*given})
@@ -68,21 +68,21 @@ class KnownLine:
 
 
 def fill(words: str, groups: Mapping[str, str]) -> str:
-    """Fill {groups} in, and drop each [part in brackets] that has a group which the log does not have."""
+    """Fill in {groups}; drop each [part in brackets] with a missing group."""
     words = _OPTIONAL.sub(lambda part: part[1] if set(_PLACE.findall(part[1])) <= {*groups} else "", words)
     return _PLACE.sub(lambda place: groups.get(place[1], "?"), words)
 
 
 @cache
 def known_lines() -> dict[str, KnownLine]:
-    """Return the rows of jobs and kernels by id, in their order of trust."""
+    """Return the rows of jobs and kernels by id, in order of trust."""
     rows = [row for name in JOBS for row in _rows(name)]
     return {row.id: row for row in sorted(rows, key=lambda row: row.general)}
 
 
 @cache
 def known_builds() -> dict[str, KnownLine]:
-    """Return the rows of builds and loads of CUDA extensions by id, in their order of trust."""
+    """Return the rows of builds and loads of CUDA extensions by id, in order of trust."""
     return {row.id: row for row in _rows(BUILDS)}
 
 
@@ -93,24 +93,24 @@ def trust(id_: str) -> int:
 
 
 def for_nodes() -> Rows:
-    """Return what a node needs to find the lines of a job."""
+    """Return the rows for a node to find in a job's output."""
     return [(row.id, row.pattern, row.words) for row in known_lines().values()]
 
 
 def for_kernels() -> Rows:
-    """Return what a node needs to find lines in its kernel's log, by their kinds."""
+    """Return the rows for a node to find in its kernel's log, by kind."""
     return [(row.kernel, row.pattern, row.words) for row in known_lines().values() if row.kernel]
 
 
 @cache
 def in_builds() -> Patterns:
-    """Return the matcher of builds. In its patterns a space stands for any white space, and ^ for each line's begin."""
+    """Return the matcher of builds. In its patterns a space matches any white space, and ^ each line's start."""
     rows = known_builds().values()
     return Patterns((row.id, "(?m)" + row.pattern.replace(" ", r"\s+"), row.words) for row in rows)
 
 
 def job_line(text: str) -> KnownLine | None:
-    """Return the first row of jobs that fits a text and tells why a rank failed, with what the text says filled in."""
+    """Return the first row that explains a rank's failure by a text of a job, with the text's groups filled in."""
     rows = known_lines()
     found = _in_jobs().first(text, lambda id_: rows[id_].role in ("cause", "consequence"))
     return rows[found[0]].filled(found[1]) if found is not None else None
@@ -123,7 +123,7 @@ def _in_jobs() -> Patterns:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownException:
-    """What the text of an exception that ended a rank means, and what to check. Of a mere line it proves nothing."""
+    """The meaning of an exception's text, and checks. Valid for an exception that ended a rank, not for any line."""
 
     pattern: str
     fix: str
@@ -134,7 +134,7 @@ class KnownException:
 
 @cache
 def known_exceptions() -> tuple[KnownException, ...]:
-    """Return the rows of exceptions, in their order."""
+    """Return the rows of exceptions, in order."""
     import msgspec
 
     return tuple(msgspec.convert(_read("exceptions")["exception"], list[KnownException]))

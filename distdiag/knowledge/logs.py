@@ -1,6 +1,6 @@
-"""What went wrong, read from the log of a build or a load of CUDA extensions by the rows of lines/builds.toml.
+"""Finds failures in the log of a build or a load of CUDA extensions, by the rows of lines/builds.toml.
 
-A log is read in blocks of whole lines: a block without any word of a row costs no more than the search for the words.
+A log is read in blocks of whole lines: a block without any word of a row costs only the search for the words.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _LONGEST_PATH = 400
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
 _PACKAGE = re.compile(r"(?:site|dist)-packages/([A-Za-z]\w{1,60})(?:/|[\w.]*\.so)|\b(flash_attn)\w*\.cpython")
-"""The package that a compiled file is of, by its folder."""
+"""The package of a compiled file, by its folder."""
 _BUILT = re.compile(
     r"(?:ERROR: Failed building wheel for|Building wheel for|Failed to build(?: installable wheels for)?) "
     r"([A-Za-z][\w.-]{1,60})|"
     r"/pip-install-\w{1,20}/([A-Za-z][A-Za-z-]{1,40}?)(?:_[0-9a-f]{32})?/"
 )
 _BUILT_WITHIN = 4 << 20  # characters
-"""The package that pip builds in this log."""
+"""The package being built by pip in this log."""
 _BEFORE_MESSAGE = re.compile(r"(\S+?)(?::\d{1,9}(?::\d{1,9})?|\(\d{1,9}\)):\s*\Z")
 
 _OF_JOB = re.compile(
@@ -45,17 +45,16 @@ _OF_BUILD = re.compile(
     r"cannot open shared object|\bld: |setup\.py"
 )
 _OF_ANY = {"out-of-memory"}
-"""Rows of builds that a line of any program matches: "Killed"."""
+"""Rows of builds that match lines of any program: "Killed"."""
 
 _ROLES: tuple[Role, ...] = ("cause", "consequence", "note")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A known failure in a log: its first line there (1-based), its words, its last line, and in how many lines it is.
+    """A known failure in a log: its first line (1-based), quoted, its last line, and the number of lines with it.
 
-    `known`: its row, with what the log says filled in; `groups`: what the log says; `file`: the file that a compiler's
-    message is about, empty for another message.
+    `known`: its row, with `groups` of the line filled in; `file`: the file of a compiler's message, else empty.
     """
 
     known: KnownLine
@@ -73,7 +72,7 @@ def read_log(text: str) -> tuple[Match, ...]:
     line, counted = 1, 0
     package = ""
     for id_, at, match in in_builds().lines(text):
-        # A lone \r has become "\r\n" and is no line of the log.
+        # A lone \r has become "\r\n", which does not count as a line.
         line += text.count("\n", counted, at) - text.count("\r\n", counted, at)
         counted = at
         if id_ in found:
@@ -86,12 +85,12 @@ def read_log(text: str) -> tuple[Match, ...]:
 
 
 def recognise(text: str) -> KnownLine | None:
-    """Return the row that tells why a rank failed with this text: of jobs, else a cause of builds."""
+    """Return the row that explains a rank's failure by this text: of jobs, else a cause of builds."""
     return job_line(text) or _build_cause(text)
 
 
 def known_exception(text: str) -> KnownLine | KnownException | None:
-    """Return the row of the text of an exception, its type first: a cause of builds, else a row of exceptions."""
+    """Return the row for an exception's text, its type first: a cause of builds, else a row of exceptions."""
     return _build_cause(text) or next((row for row in known_exceptions() if re.search(row.pattern, text)), None)
 
 
@@ -100,7 +99,7 @@ def _build_cause(text: str) -> KnownLine | None:
 
 
 def content(text: str) -> Literal["build", "job", ""]:
-    """Return whether a text is of a build or a start of CUDA, of a job or a kernel, or shows neither."""
+    """Classify a text as output of a build or start of CUDA, of a job or kernel, or neither."""
     causes = {match.known.id for match in read_log(text) if match.known.role == "cause"} - _OF_ANY
     tools = _OF_BUILD.search(text) is not None
     if _OF_JOB.search(text):
@@ -121,7 +120,7 @@ def _match(id_: str, match: re.Match[str], line: int, text: str, at: int, built:
 
 
 def _clean(text: str) -> str:
-    """Remove colours, and end a line where a progress bar begins it anew."""
+    """Remove colours, and split lines where a progress bar redraws them."""
     if "\x1b" in text:
         text = _ESCAPE.sub("", text)
     if "\r" in text:
@@ -130,13 +129,13 @@ def _clean(text: str) -> str:
 
 
 def _quote(text: str, at: int) -> str:
-    """Show the line of an offset; of a long one its beginning and what is at the offset."""
+    """Quote the line at an offset; if long, its start and the part at the offset."""
     start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
     return shortened(text[start : end if end >= 0 else len(text)], at - start)
 
 
 def shortened(line: str, at: int = 0, longest: int = _QUOTE) -> str:
-    """Format a line in at most `longest` printable characters: its beginning and what is at an offset; ... is a cut."""
+    """Shorten a line to `longest` printable characters: its start and the part at an offset, cuts marked "..."."""
     whole = "".join(char if char.isprintable() else " " for char in line).rstrip()
     at, whole = at - (len(whole) - len(whole.lstrip())), whole.lstrip()
     if len(whole) <= longest:
@@ -148,7 +147,7 @@ def shortened(line: str, at: int = 0, longest: int = _QUOTE) -> str:
 
 
 def _cut(text: str, longest: int) -> str:
-    """Cut a text at the end of a word, if there is one near, and mark the cut."""
+    """Cut a text, preferably at a nearby end of a word, and mark the cut."""
     if len(text) <= longest:
         return text
     part = text[: longest - len(_MARK)]
@@ -157,7 +156,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _file(text: str, at: int) -> str:
-    """Return the file that a compiler names before its message: x.h:137:2: error, maybe on the line before (CMake)."""
+    """Return the file named before a compiler's message: x.h:137:2: error, maybe on the line before (CMake)."""
     found = _BEFORE_MESSAGE.search(text[max(0, at - _LONGEST_PATH) : at])
     return _printable(found[1]) if found else ""
 

@@ -1,4 +1,4 @@
-"""Peak speed of GPUs from their data sheets (peaks.toml). Pure."""
+"""Peak GPU speeds, from data sheets (peaks.toml). Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from importlib import resources
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Dense 16-bit matrix products of one GPU, in 1e12 operations a second.
+    """Dense 16-bit matrix products of one GPU, in 1e12 operations per second.
 
-    `sparse_tflops`: with 2:4 sparsity, which is what newer data sheets print; 0: the GPU has none.
+    `sparse_tflops`: with 2:4 sparsity, as printed on newer data sheets; 0 if not supported.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Peak:
 _OF_SMI = frozenset(
     ("nvidia", "tesla", "geforce", "amd", "instinct", "16gb", "24gb", "32gb", "40gb", "48gb", "80gb", "94gb", "96gb")
 )
-"""Words of a name in nvidia-smi that say nothing of the speed."""
+"""Words of an nvidia-smi name without influence on the speed."""
 
 
 @cache
@@ -36,9 +36,9 @@ def peaks() -> tuple[Peak, ...]:
 
 
 def find_peaks(name: str) -> tuple[Peak, ...]:
-    """List the GPUs that a name can mean: "A100" is SXM or PCIe; an exact name is that GPU alone.
+    """List the GPUs matching a name: "A100" is SXM or PCIe; an exact name is that GPU alone.
 
-    Names are also understood as nvidia-smi prints them: "NVIDIA H100 80GB HBM3" and "NVIDIA H200" are SXM.
+    Also accepts nvidia-smi's names: "NVIDIA H100 80GB HBM3" and "NVIDIA H200" are SXM.
     """
     words = _words(name)
     exact = tuple(peak for peak in peaks() if _words(peak.name) == words)

@@ -1,4 +1,4 @@
-"""Roles of processes that inference servers and Ray name by a title, as data (process_titles.toml)."""
+"""Roles of processes of inference servers and Ray by their titles, as data (process_titles.toml)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import resources
 
 @dataclass(frozen=True, kw_only=True)
 class Title:
-    """The title of one process: `name` is "sglang::scheduler_TP1", `role` one of the four of the table."""
+    """The title of one process, e.g. `name` "sglang::scheduler_TP1"; `role`: one of the table's four."""
 
     name: str
     server: str
@@ -19,7 +19,7 @@ class Title:
 
 
 def read_title(command: str) -> Title | None:
-    """Return the title that a command line is; None for a command."""
+    """Return a command line's process title; None for a real command."""
     name = command.partition(" ")[0]
     if "::" not in name:
         return None

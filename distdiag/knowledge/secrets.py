@@ -1,4 +1,4 @@
-"""Forms of secrets and of commands that take one, as data (secrets.toml)."""
+"""Patterns of secrets and of commands with a secret, as data (secrets.toml)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from importlib import resources
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One form. `words`: one of them, in lower case, is in every text that matches; `source`: where it is published.
+    """One pattern. `words`: every match contains one of them, in lower case; `source`: where the form is published.
 
-    Groups of the pattern: `secret` is the secret where the match has more than that; `random` must look random.
+    Groups of the pattern: `secret`: the secret, if only part of the match; `random`: must look random.
     """
 
     id: str
@@ -24,7 +24,7 @@ class Rule:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """List the rules in the order in which they apply."""
+    """List the rules in order of application."""
     rows = tomllib.loads(resources.files(__package__).joinpath("secrets.toml").read_text("utf-8"))
     found = [
         Rule(id=row["id"], words=tuple(row["words"]), pattern=re.compile(row["pattern"]), source=row["source"])

@@ -1,4 +1,4 @@
-"""What an Xid of NVIDIA's driver means, and whom it blames; as data (xids.toml)."""
+"""The meaning of the Xids of NVIDIA's driver, and their culprit; as data (xids.toml)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NVLINK_CODES = range(144, 151)
 
 @dataclass(frozen=True, kw_only=True)
 class Xid:
-    """One kind of error. `blames`: gpu, memory, application, consequence, remap or none; empty if it is not known."""
+    """One kind of error. `blames`: gpu, memory, application, consequence, remap or none; empty if unknown."""
 
     code: int
     blames: str = ""
@@ -29,8 +29,8 @@ class Xid:
 class XidLine:
     """A line of the kernel's log.
 
-    `address`: of the GPU, "0000:3b:00"; `action`: what the driver wants, of Xid 154; `severity`: Fatal or Nonfatal, of
-    errors of NVLink 5; `unit`: the part of the link that reports it.
+    `address`: of the GPU, "0000:3b:00"; `action`: requested by the driver, Xid 154; `severity`: Fatal or Nonfatal,
+    NVLink 5; `unit`: the reporting part of the link.
     """
 
     xid: Xid
@@ -41,7 +41,7 @@ class XidLine:
 
     @property
     def blames(self) -> str:
-        """Return whom this line blames: severity and wanted action decide where the code alone does not."""
+        """The culprit; severity and requested action override the code's entry."""
         if self.severity.lower().replace("-", "") == "nonfatal" or self.action == "None":
             return "none"
         return self.xid.blames
@@ -65,12 +65,12 @@ def read_line(text: str) -> XidLine | None:
 
 @cache
 def table() -> dict[int, Xid]:
-    """Read the table, by code."""
+    """Return the table by code."""
     return {entry["code"]: Xid(**entry) for entry in _file()["xid"]}
 
 
 def role_of(blames: str) -> tuple[str, str]:
-    """Return the role of a line that blames so in a job's log, and what is said of it."""
+    """Return role and text, in a job's log, of a line with this `blames`."""
     role, words = _file()["role"].get(blames, ("confirmation", ""))
     return role, words
 

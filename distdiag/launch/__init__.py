@@ -1,1 +1,1 @@
-"""Ranks on many hosts: what gpu-test and allreduce-bench share, from the plan to the report of a run."""
+"""Ranks on many hosts, for gpu-test and allreduce-bench: from the plan to the report of a run."""

@@ -1,4 +1,4 @@
-"""Which ranks are at fault and which only suffer from it, by stages, errors and cut connections. Pure."""
+"""Ranks at fault versus ranks that suffer, by stages, errors and cut connections. Pure."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from distdiag.launch.types import Request
 
 _BUSY = 0.2
-"""Of the time: a process that sleeps, with torch's own threads in it, needs under 0.01."""
+"""Share of a core; a sleeping process, including torch's own threads, uses under 0.01."""
 _READS_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a rank reported as wrong: its kind (see rank.py), with its details."""
+    """An error reported by a rank: its kind (see rank.py) and details."""
 
     rank: int
     kind: str
@@ -39,7 +39,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Ranks by their part in it; `troubles` are those that are not the consequence of another rank's."""
+    """Ranks by cause; `troubles` excludes consequences of other ranks' errors."""
 
     died: tuple[int, ...]
     lost: tuple[int, ...]
@@ -49,14 +49,14 @@ class Attribution:
     standstill: bool
     """No rank makes progress, and none is to blame."""
     only_consequences: bool = False
-    """Ranks that died or reported an error only lost their connection to others."""
+    """Ranks that died or reported an error merely lost their connection to others."""
 
 
 def attribute(outcome: Outcome, traces: list[RankTimeline], stages: Sequence[str]) -> Attribution:
     """Separate causes from consequences."""
     troubles = [trouble for trace in traces for trouble in _troubles(trace)]
     died = [trace for trace in traces if trace.died]
-    # When all stalled, or were interrupted while stalled; where no rank could be inspected the positions suffice.
+    # Stalled, or interrupted while stalled; if no rank could be inspected, the positions suffice.
     inspected = outcome is Outcome.STALLED or any(trace.inspection for trace in traces)
     lost = tuple(trace.rank for trace in traces if trace.lost)
     missing = _missing(traces, stages) if inspected and not died and not lost else ()
@@ -66,7 +66,7 @@ def attribute(outcome: Outcome, traces: list[RankTimeline], stages: Sequence[str
     if not only_consequences:
         died, troubles = real_deaths, roots
     if 0 in (*(trace.rank for trace in died), *missing, *lost):
-        # Without rank 0 nothing at the address answers as it does.
+        # Without rank 0, a foreign answer at the address is a consequence.
         troubles = [trouble for trouble in troubles if trouble.kind != "port-foreign"]
     return Attribution(
         tuple(trace.rank for trace in died),
@@ -79,9 +79,9 @@ def attribute(outcome: Outcome, traces: list[RankTimeline], stages: Sequence[str
 
 
 def is_at_work(trace: RankTimeline) -> bool:
-    """Return whether a silent rank computes, waits for a core or reads files: it may be slow, or in an endless loop.
+    """Return whether a silent rank computes, waits for a core or reads files: it may be slow or in an endless loop.
 
-    A GPU rank that waits for others may spin, and what a waiting rank reads are messages.
+    A waiting GPU rank may spin, and the reads of a waiting rank are messages.
     """
     inspection = trace.inspection
     if inspection is None or inspection.state in machine.STOPPED:
@@ -96,7 +96,7 @@ def _on_cpu(trace: RankTimeline) -> bool:
 
 
 def position(trace: RankTimeline, stages: Sequence[str]) -> tuple[int, int]:
-    """Return how far a rank got: stage and step; beyond all stages once it finished."""
+    """Return a rank's progress as (stage, step); beyond all stages once finished."""
     if trace.finished:
         return len(stages), 0
     return (stages.index(trace.last.stage), trace.last.at) if trace.last is not None else (-1, 0)
@@ -115,7 +115,7 @@ def _missing(traces: list[RankTimeline], stages: Sequence[str]) -> tuple[int, ..
     if last < max(positions.values()):
         return tuple(rank for rank, place in positions.items() if place == last)
     if not all(trace.is_waiting for trace in traces):
-        return ()  # each works for itself, and sleeps in the kernel as its work needs it
+        return ()  # each works on its own, and may sleep in the kernel for that
     in_kernel = tuple(rank for rank, state in states.items() if state == "D")
     return in_kernel if len(in_kernel) < len(live) else ()
 
@@ -137,7 +137,7 @@ _LINES = 8
 
 @dataclass(frozen=True)
 class Broken:
-    """A connection of a rank that does not work: its host, the host at the other end, and what shows it."""
+    """A broken connection of a rank: its host, the peer's host, and the evidence."""
 
     source: str
     target: str
@@ -149,7 +149,7 @@ def cut(
 ) -> tuple[Attribution, list[Finding]]:
     """Find cut connections: ranks report only lost peers, but no rank was lost.
 
-    Returns the attribution without the ranks that are witnesses, and the finding; else the same attribution and none.
+    Return the attribution without ranks that are only witnesses, and the finding; else the same attribution and [].
     """
     hurt = {*parts.died, *(trouble.rank for trouble in parts.troubles)}
     if course.meeting is None or not hurt or parts.missing or parts.lost or not parts.only_consequences:
@@ -164,7 +164,7 @@ def cut(
         for match in _PEER.finditer(words)
         if (target := names.get(match[1] or match[2]))
         and target != host[rank]
-        # A rank that cannot go on exits, and its peers lose it: that is no evidence against it.
+        # A failing rank exits and its peers lose it, which is no evidence against them.
         and not _was_over_before(rank, target, traces)
     ]
     if not broken:
@@ -226,7 +226,7 @@ def stuck(traces: Iterable[RankTimeline], meeting: RendezvousTest | None) -> lis
 
 
 def format_stuck(connection: StuckSocket) -> str:
-    """Format how a connection is stuck."""
+    """Format a connection that retransmits without an answer."""
     times = f", {counted(connection.retransmits, 'retransmit')}" if connection.retransmits else ""
     if connection.state == "SYN_SENT":
         return f"connecting to {connection.remote}, no answer{times}"
@@ -238,7 +238,7 @@ def _address(connection: StuckSocket) -> str:
 
 
 def accuse(broken: Sequence[Broken]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the hosts that explain all of them, and the witnesses: the host that they share, else all ends."""
+    """Return accused hosts and witnesses: the host common to all connections, else all ends."""
     ends = [(connection.source, connection.target) for connection in broken]
     hosts = tuple(dict.fromkeys(host for both in ends for host in both))
     common = [host for host in hosts if all(host in both for both in ends)]
@@ -252,7 +252,7 @@ def _witnesses(hosts: Sequence[str], traces: Iterable[RankTimeline]) -> Witnesse
 
 
 def _names(meeting: RendezvousTest) -> Mapping[str, str]:
-    """Return the host of each address and name."""
+    """Map addresses and names to hosts."""
     found = {host: host for host in meeting.hosts.values()}
     for node, network in meeting.networks.items():
         for interface in network.interfaces:
@@ -262,6 +262,5 @@ def _names(meeting: RendezvousTest) -> Mapping[str, str]:
 
 
 def _line_with(match: re.Match[str], words: str) -> str:
-    """Return the part of a message around the address."""
     start, end = match.span()
     return words[max(0, start - 40) : end + 80].strip()

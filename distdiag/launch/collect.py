@@ -1,4 +1,4 @@
-"""Facts of one node before ranks start on it: its GPUs as the driver sees them, memory, shared memory."""
+"""Facts of one node before ranks start: the driver's GPUs, memory, shared memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
 
 
 def facts(ask: dict[str, Any]) -> dict[str, Any]:
-    """Read this node: distdiag.launch.types.NodeFacts. {"gpus": False} leaves the driver alone."""
+    """Read this node: distdiag.launch.types.NodeFacts. {"gpus": False} skips the driver."""
     shm = machine.shared_memory_bytes()
     return {
         "host": machine.host_name(),
@@ -63,10 +63,10 @@ def _limits() -> dict[str, str]:
 
 
 def _stale_variables() -> list[str]:
-    """List variables that a script would read and that contradict the launcher: left over from another job."""
+    """List variables for scripts that contradict the launcher, left over from another job."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys():
         return []
-    from distdiag.facts import rank_identity  # not before: its imports cost every node 10 ms
+    from distdiag.facts import rank_identity  # lazy: its imports cost every node 10 ms
 
     me = rank_identity.identify(os.environ)
     if me is None or me.launcher in ("environment", "torchrun"):
@@ -81,7 +81,7 @@ def _stale_variables() -> list[str]:
 
 
 def master_addr_leads_elsewhere() -> bool:
-    """Return whether MASTER_ADDR is set, and is or resolves to addresses of which this node, rank 0's, has none."""
+    """Return whether MASTER_ADDR is set, and does not resolve to an address of this node, which has rank 0."""
     from distdiag.facts import network
 
     name = os.environ.get("MASTER_ADDR", "")
@@ -93,7 +93,7 @@ def master_addr_leads_elsewhere() -> bool:
 
 
 def _resolved_in_time(name: str) -> tuple[str, ...] | None:
-    """Resolve a name; empty if it is unknown here, None if the resolver does not answer in a moment."""
+    """Resolve a name; empty if unknown, None if the resolver is too slow."""
     from distdiag.facts import network
 
     found: list[tuple[str, ...]] = []
@@ -117,13 +117,13 @@ def _rdma() -> dict[str, Any]:
 
 
 def _driver_version() -> str:
-    """Read the version of the loaded module: "NVRM version: NVIDIA UNIX ... Kernel Module  570.124.06  Wed ..."."""
+    """Read the loaded module's version: "NVRM version: NVIDIA UNIX ... Kernel Module  570.124.06  Wed ..."."""
     line = machine.read_text("/proc/driver/nvidia/version").partition("\n")[0]
     return next((word for word in line.split() if word.partition(".")[0].isdigit() and "." in word), "")
 
 
 def find_gpus() -> dict[str, Any]:
-    """Count the GPUs that a program started here could use: distdiag.launch.types.Gpus. No driver, no question."""
+    """Count the GPUs usable by a program started here: distdiag.launch.types.Gpus. Skipped without a driver."""
     devices = os.listdir("/dev") if os.path.isdir("/dev") else []
     if not (
         any(name.startswith("nvidia") and name[6:].isdigit() for name in devices)
@@ -131,7 +131,7 @@ def find_gpus() -> dict[str, Any]:
         or os.path.exists("/dev/dxg")
     ):
         return _NO_DRIVER
-    from distdiag.facts import programs  # not before: its imports cost a node without a GPU 10 ms
+    from distdiag.facts import programs  # lazy: its imports cost a node without a GPU 10 ms
 
     done = programs.run([sys.executable, "-c", _COUNT_GPUS], timeout_s=_DRIVER_TIMEOUT_S)
     if done.timed_out:

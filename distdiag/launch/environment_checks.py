@@ -1,4 +1,4 @@
-"""Findings besides the ranks: hosts left out, what was not tested, nodes that differ, PCIe paths. Pure."""
+"""Findings about the environment: hosts left out, untested parts, differing nodes, PCIe paths. Pure."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 _OFTEN_DIFFER = ("kernel", "machine", "CUDA_VISIBLE_DEVICES", "python")
 _MAY_DIFFER = ("IFNAME", "_HCA", "_DEBUG", "_FILE", "_HOSTID")
 _SHM_FOR_EACH_RANK = 32 * 2**20
-"""NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
+"""NCCL uses about 10 MB of /dev/shm per peer reached through it (nccl#290), and a rank has a few."""
 
 
 def about_hosts(scene: Inventory) -> list[Finding]:
-    """Return hosts that could not be used, and names of the same machine."""
+    """Return unusable hosts, and duplicate names of one machine."""
     found = host_findings(scene.refusals, scene.rows)
     if scene.duplicates:
         names = fold(scene.duplicates)
@@ -50,7 +50,7 @@ def about_hosts(scene: Inventory) -> list[Finding]:
 
 
 def surroundings(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list[Finding]:
-    """Return what was not tested, and what will hurt the real job."""
+    """Return the limits of this test, and settings that will hurt the real job."""
     found = []
     if (fault := request.injected) is not None:
         injected = f"injected fault: {fault.words} (--inject {fault.option})"
@@ -92,7 +92,7 @@ def _small_shm(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list
 
 
 def nodes_that_differ(request: Request, places: Sequence[NodeSlot], traces: Sequence[RankTimeline]) -> list[Finding]:
-    """Return facts that should be the same on all nodes and are not; a difference is not always a fault."""
+    """Return differences between nodes, which are not always faults."""
     facts = {place.host: _facts_to_compare(place.facts) for place in places}
     for trace in traces:
         for event in trace.events:
@@ -128,7 +128,7 @@ def _facts_to_compare(node: NodeFacts) -> dict[str, object]:
 
 
 def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> list[Finding]:
-    """Return nodes on different networks: RDMA cards of nodes not provisioned together may not reach each other."""
+    """Return nodes on different networks: RDMA cards of separately provisioned nodes may not reach each other."""
     if meeting is None:
         return []
     networks: dict[str, dict[str, object]] = {}
@@ -151,7 +151,7 @@ def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> li
 
 
 def hangs(request: Request, places: Sequence[NodeSlot]) -> Finding | None:
-    """Return the variable with which torch hangs where it is not the same for all ranks."""
+    """Return a variable that makes torch hang unless equal on all ranks, if it differs."""
     detail = [place for place in places if place.facts.variables.get(_DEBUG, "").upper() == "DETAIL"]
     if not detail or len(detail) == len(places):
         return None
@@ -171,7 +171,7 @@ def hangs(request: Request, places: Sequence[NodeSlot]) -> Finding | None:
 
 
 def _variables_differ(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:
-    """Compare what NCCL, Gloo and torch read; names of interfaces and cards, and how much is logged, may differ."""
+    """Compare the variables of NCCL, Gloo and torch; interface and card names and log levels may differ."""
     return [
         Finding(
             id=f"{request.command}.nodes-differ",
@@ -189,7 +189,7 @@ def _variables_of(places: Sequence[NodeSlot]) -> dict[str, dict[str, object]]:
 
 
 def _labels(places: Sequence[NodeSlot]) -> list[str]:
-    """Name each process that a launcher started by its local rank too, where its node has several."""
+    """Label each process started by a launcher, with its local rank if its node has several."""
     hosts = [place.host for place in places]
     return [
         f"{place.host} (local rank {place.local[0]})" if place.local and hosts.count(place.host) > 1 else place.host
@@ -207,7 +207,7 @@ def _info(id_: str, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
 
 
 def pcie_findings(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:
-    """Return bridges that redirect what GPUs send each other, and IOMMUs that translate it."""
+    """Return bridges that redirect traffic between GPUs, and IOMMUs that translate it."""
     if request.device is Device.CPU:
         return []
     nodes = [PcieNode(place.host, place.facts.pcie, place.facts.rdma_bits_per_s is not None) for place in places]

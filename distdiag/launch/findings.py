@@ -1,4 +1,4 @@
-"""How ranks failed and why: findings with evidence and a fix. Pure."""
+"""Findings about failed ranks, with evidence and a fix. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MISSING_IN_FULL = 4
 
 
 def died(parts: Attribution, traces: list[RankTimeline], request: Request) -> list[Finding]:
-    """Return ranks that died without an error report, by how they ended."""
+    """Return ranks that died without reporting an error, grouped by exit status or signal."""
     by_ending: dict[str, list[RankTimeline]] = {}
     for trace in traces:
         if trace.rank in parts.died:
@@ -40,7 +40,7 @@ def died(parts: Attribution, traces: list[RankTimeline], request: Request) -> li
 
 
 def how_it_ended(trace: RankTimeline) -> str:
-    """Return how a rank process ended: by which signal, or with which exit status."""
+    """Format a rank's exit status or signal."""
     if trace.ending is None or trace.ending.status is None:
         return "still alive after SIGKILL"
     status = trace.ending.status
@@ -102,11 +102,11 @@ def missing(parts: Attribution, traces: list[RankTimeline], request: Request, co
     others = f"; {name_ranks(waiting)} {wait} for {name_ranks(parts.missing)}" if waiting else ""
     stopped = any(trace.inspection and trace.inspection.state in machine.STOPPED for trace in late)
     starved = not stopped and all(trace.last is not None and trace.last.waiting for trace in late)
-    # Data may also be late because its sender got no core yet.
+    # Data may also be late because its sender has no core yet.
     slow = [trace for trace in (traces if starved else late) if is_at_work(trace)]
     if slow and not stopped:
         return [_still_at_work(late, slow, request, course)]
-    # Interrupted before the timeout: it is behind, and might still have gone on.
+    # Interrupted before the timeout: behind, but it might have continued.
     interrupted = course.outcome is Outcome.INTERRUPTED
     hung = ("was behind" if len(late) == 1 else "were behind") if interrupted else "hung"
     return [
@@ -146,7 +146,7 @@ def _still_at_work(late: list[RankTimeline], slow: list[RankTimeline], request: 
 
 
 def why_missing(trace: RankTimeline) -> str:
-    """Return in a few words what a silent rank was doing."""
+    """Describe a silent rank's activity in a few words."""
     inspection = trace.inspection
     if inspection is None:
         return "it could not be inspected"
@@ -174,7 +174,7 @@ def _seen_from_outside(trace: RankTimeline) -> list[str]:
 
 
 def _is_boot(frame: str) -> bool:
-    """Return whether a frame is below a rank's main, where all ranks are alike."""
+    """Return whether a frame is below a rank's main, equal in all ranks."""
     return "(boot.py:" in frame or "(<string>:" in frame
 
 
@@ -223,7 +223,7 @@ def _longer(request: Request) -> str:
 
 
 def standstill(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
-    """Return a standstill in which no rank is behind the others: all wait for data, or each is held up on its own."""
+    """Return a standstill in which no rank is behind: all wait for data, or each is blocked on its own."""
     if not parts.standstill:
         return []
     stage, doing = place(traces[0])
@@ -263,7 +263,7 @@ def standstill(parts: Attribution, traces: list[RankTimeline], request: Request,
 def _no_answer(
     broken: Sequence[attribution.Broken], traces: list[RankTimeline], request: Request, course: RunRecord
 ) -> Finding:
-    """Return a standstill that the kernels explain: what they retransmit is not answered."""
+    """Return a standstill explained by the kernels: retransmissions are not acknowledged."""
     stage, doing = place(traces[0])
     accused, witnesses = attribution.accuse(broken)
     which = f"{'of' if witnesses else 'between'} {fold(accused)}"
@@ -290,7 +290,7 @@ def _no_answer(
 
 
 def _one_for_each_stack(traces: list[RankTimeline]) -> list[RankTimeline]:
-    """List a rank for each different stack, the rarest stack first."""
+    """List one rank per distinct stack, rarest first."""
     groups: dict[tuple[str, ...], list[RankTimeline]] = {}
     for trace in traces:
         groups.setdefault(trace.inspection.frames if trace.inspection else (), []).append(trace)
@@ -298,7 +298,7 @@ def _one_for_each_stack(traces: list[RankTimeline]) -> list[RankTimeline]:
 
 
 def nodes_lost(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
-    """Return nodes with which contact was lost during the run, with their ranks."""
+    """Return nodes lost during the run, with their ranks."""
     by_reason: dict[str, list[RankTimeline]] = {}
     for trace in traces:
         if trace.rank in parts.lost:
@@ -328,7 +328,7 @@ def _last_seen(group: list[RankTimeline]) -> str:
 
 
 def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
-    """Return which process has the rendezvous port; a foreign program that answers is more than a port in use."""
+    """Return the process that has the rendezvous port; a foreign program that answers is worse than a port in use."""
     port = request.master_port
     owner = f"{taken.command} (pid {taken.pid})" if taken.pid else "a process that this user cannot see"
     foreign = taken.answer is not None
@@ -386,7 +386,7 @@ def unsupported_archs(traces: list[RankTimeline], request: Request) -> list[Find
 def covers(arch_list: Iterable[str], capability: str) -> bool:
     """Return whether code for these archs runs on a GPU of this compute capability, such as "9.0".
 
-    A cubin (sm_80) runs on the same major version from its minor on; PTX (compute_80) on everything from there on. The
+    A cubin (sm_80) runs on the same major version from its minor on; PTX (compute_80) on every later one. The
     architecture-specific forms run on exactly one capability (sm_90a) or one family (sm_100f). Source: CUDA C++
     programming guide, "Binary compatibility" and "PTX compatibility".
     """

@@ -1,4 +1,4 @@
-"""Options of every command that works on ranks, each declared once."""
+"""Shared options of commands that start ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was typed and what the nodes have to what will be run, or to the finding that rules it out. Pure."""
+"""The plan of a run, from the request and the nodes' facts, or the finding that rules it out. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS_WITHOUT_GPU = 2
 
 
 def check_request(request: Request) -> None:
-    """Refuse what contradicts itself, whatever the machine. Raises UsageError."""
+    """Refuse contradictory options that no machine could satisfy. Raises UsageError."""
     if request.backend is Backend.NCCL and request.device is Device.CPU:
         raise UsageError("nccl works between GPUs only", hint="leave out --device cpu, or use --backend gloo")
 

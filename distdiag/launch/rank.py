@@ -1,7 +1,7 @@
-"""What every rank runs before its command's own work: the stages start, connect, init, and its end.
+"""The common part of every rank: the stages start, connect, init, and the end.
 
-Each step is reported before it starts, so that the place of a rank that hangs is known. A rank reports only what it
-sees itself; the parent, which sees all ranks, decides which of them is at fault.
+Each step is reported before it starts, so that the place of a hung rank is known. A rank reports only its own
+observations; the parent, which sees all ranks, decides which of them is at fault.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NAP_S, _LATE_S = 0.005, 0.01
 
 
 class Stop(Exception):
-    """This rank cannot go on; the reason is reported already."""
+    """This rank cannot continue; the reason has been reported."""
 
 
 def run_rank(config: dict[str, Any], kind: type[Rank]) -> None:
-    """Run one rank, then exit: status 0 when it finished, 1 when it could not."""
+    """Run one rank, then exit: status 0 if it finished, else 1."""
     programs.die_with_parent()
     programs.name_process(f"distdiag-rank{config['rank']}")
     programs.allow_tracing_by_anyone()
@@ -50,16 +50,15 @@ def run_rank(config: dict[str, Any], kind: type[Rank]) -> None:
         pass
     sys.stdout.flush()
     sys.stderr.flush()
-    # The group is destroyed; what is left, unloading torch, takes a fifth of the run and tests nothing.
+    # The group is destroyed; unloading torch takes a fifth of the run and tests no more.
     os._exit(status)
 
 
 class Pauses(threading.Thread):
-    """Measures how long this process did not run at all: stopped, throttled, or without a core.
+    """Measures how long this process did not run: stopped, throttled, or without a core.
 
-    A thread that sleeps for a moment and wakes up late was kept from running, and the whole process with it. How long
-    it waited for a core meanwhile comes from the kernel's schedstat of this thread; the rest it was stopped or
-    throttled.
+    A thread that wakes up late from a short sleep was kept from running, with the whole process. The share spent
+    waiting for a core is in the kernel's schedstat of this thread; during the rest it was stopped or throttled.
     """
 
     def __init__(self) -> None:
@@ -80,16 +79,16 @@ class Pauses(threading.Thread):
             before = now
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Reset the counters."""
         self._began = (time.monotonic(), self._paused_s, self._no_core_s(), machine.throttled_s())
 
     def since_begin(self) -> dict[str, int]:
         """Return the pauses since `begin`, in nanoseconds: records.PausedTold."""
-        time.sleep(2 * _NAP_S)  # a pause that has just ended is noted when the nap is over
+        time.sleep(2 * _NAP_S)  # a pause is noted only at the end of its nap
         at, paused_s, no_core_s, throttled_s = self._began
         paused_s = self._paused_s - paused_s
         throttled_s = min(paused_s, machine.throttled_s() - throttled_s)
-        # To the kernel, a process that has used up its quota waits for a core.
+        # The kernel counts a process beyond its quota as waiting for a core.
         no_core_s = max(0.0, min(paused_s, self._no_core_s() - no_core_s) - throttled_s)
         found = {"paused": paused_s, "no_core": no_core_s, "throttled": throttled_s, "of": time.monotonic() - at}
         return {f"{name}_ns": round(seconds * 1e9) for name, seconds in found.items()}
@@ -100,7 +99,7 @@ class Pauses(threading.Thread):
 
 
 class Rank:
-    """One rank on its way through the stages."""
+    """One rank and its stages."""
 
     device: torch.device
     store: dist.TCPStore
@@ -114,7 +113,7 @@ class Rank:
         self.in_group = False
 
     def go(self) -> None:
-        """Run the stages in order; an exception of torch's is reported before the group is destroyed."""
+        """Run the stages in order; torch's exceptions are reported before the group is destroyed."""
         try:
             self.start()
             self.connect()
@@ -129,7 +128,7 @@ class Rank:
         self.progress.step("finished", finished=True)
 
     def enter(self, stage: str, note: str) -> None:
-        """Reach a stage; an injected fault for it happens here."""
+        """Enter a stage, and inject the fault configured for it, if any."""
         self.progress.enter(stage, note)
         fault = self.config["fault"]
         if fault is None or fault.get("stage") != stage:
@@ -142,12 +141,12 @@ class Rank:
             time.sleep(fault["seconds"])
 
     def fail(self, kind: str, **details: object) -> NoReturn:
-        """Report why this rank cannot go on, then stop."""
+        """Report why this rank cannot continue, then stop."""
         self.progress.step(f"gave up: {kind}", trouble={"kind": kind, **details}, fatal=True)
         raise Stop
 
     def trouble(self, kind: str, **details: object) -> None:
-        """Report something wrong that this rank saw, and go on."""
+        """Report an error seen by this rank, and continue."""
         self.progress.step(f"found: {kind}", trouble={"kind": kind, **details})
 
     def is_faulty(self, kind: str) -> bool:
@@ -171,11 +170,11 @@ class Rank:
         self.progress.step("device chosen", started={**_versions(), **facts})
 
     def import_torch(self) -> None:
-        """Import torch, also for the module of the command's own rank."""
+        """Import torch, also into the module of the command's own rank."""
         load_torch(sys.modules[type(self).__module__])
 
     def work(self) -> None:
-        """Do what the command is for, in stages of its own."""
+        """Run the command's own stages."""
         raise NotImplementedError
 
     def choose_device(self) -> dict[str, object]:
@@ -206,7 +205,7 @@ class Rank:
         }
 
     def connect(self) -> None:
-        """Make sure that the rendezvous address leads to rank 0 of this run."""
+        """Verify that the rendezvous address leads to rank 0 of this run."""
         address, port = self.config["address"], self.config["port"]
         self.enter("connect", "preparing to connect")
         if self.rank == 0:
@@ -226,16 +225,16 @@ class Rank:
         self.progress.step("rank 0 answered; waiting for the others", waiting=True)
 
     def init(self) -> None:
-        """Make torch's store and the process group."""
+        """Create torch's store and the process group."""
         self.enter("init", "preparing the store")
-        # Torch's own limits come after ours: an error that a rank reports after them is a consequence.
+        # Torch's limits are longer than ours: an error of a rank after ours is a consequence.
         patience = timedelta(seconds=self.config["timeout_s"] * 3 + 60)
         self.progress.step("opening the store", waiting=True)
         self.store = self.make_store(patience)
         self.join_group(patience)
 
     def join_group(self, patience: timedelta) -> None:
-        """Make the process group of all ranks."""
+        """Create the process group of all ranks."""
         self.progress.step("init_process_group", waiting=True)
         dist.init_process_group(
             self.config["backend"],
@@ -248,7 +247,7 @@ class Rank:
         self.progress.step("process group ready")
 
     def make_store(self, patience: timedelta) -> dist.TCPStore:
-        """Open torch's TCP store; rank 0 serves it on the socket it already listens on."""
+        """Open torch's TCP store; rank 0 serves it on its existing listening socket."""
         address, port = self.config["address"], self.config["port"]
         if self.rank != 0:
             return dist.TCPStore(address, port, self.world_size, False, patience, False)
@@ -258,14 +257,14 @@ class Rank:
                 address, port, self.world_size, True, patience, False, master_listen_fd=self.listener.detach()
             )
         except (TypeError, RuntimeError):
-            # A torch whose store accepts no socket: it has to bind the port again, so we close ours.
+            # Older torch accepts no socket and has to bind the port again, so close ours.
             socket.close(spare)
             return dist.TCPStore(address, port, self.world_size, True, patience, False)
 
     def agree(self, planned: dict[str, str], mine: dict[str, str]) -> None:
-        """Compare what the ranks are about to do through the store, before the first collective.
+        """Compare the ranks' intended operations through the store, before the first collective.
 
-        `planned` is what was asked for; `mine` is what this rank would do, where that differs.
+        `planned`: as requested; `mine`: this rank's deviations.
         """
         self.enter("agree", "gathering op, dtype, size and versions")
         planned = {**planned, "world_size": str(self.world_size)}
@@ -288,7 +287,7 @@ class Rank:
         if differing:
             if self.rank == 0:
                 self.trouble("mismatch", differing=differing, planned=planned)
-                # With this rank the store goes, and the others would end by that.
+                # This rank's exit closes the store, which would end the others.
                 self.store.wait([f"got/{rank}" for rank in range(1, self.world_size)])
             self.progress.step("not started: the ranks do not agree", waiting=True, held=True)
             raise Stop
@@ -316,7 +315,7 @@ class Rank:
 
 
 class _Hides:
-    """Makes one package not importable, with Python's own error for it."""
+    """Makes one package unimportable, with Python's own error."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -328,9 +327,9 @@ class _Hides:
 
 
 def load_torch(*modules: ModuleType) -> None:
-    """Import torch into this module and into others, as their names `torch` and `dist`.
+    """Import torch as `torch` and `dist` into this module and others.
 
-    Not at their top: a torch that cannot be imported is a thing to report.
+    Deferred, so that a torch that fails to import can be reported.
     """
     global torch, dist
     with warnings.catch_warnings():
@@ -342,7 +341,7 @@ def load_torch(*modules: ModuleType) -> None:
 
 
 def _differences(headers: list[dict[str, object]]) -> dict[str, dict[str, list[int]]]:
-    """Field -> value -> ranks, of the fields on which the ranks do not agree."""
+    """Return {field: {value: ranks}} for fields on which the ranks disagree."""
     differing = {}
     for field in headers[0]:
         values: dict[str, list[int]] = {}
@@ -372,7 +371,6 @@ def _nccl_version() -> str | None:
 
 
 def _cuda_complaint() -> str:
-    """Return torch's own reason why CUDA is not available."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -381,7 +379,7 @@ def _cuda_complaint() -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether this error means that memory ran out."""
+    """Return whether an error means that memory ran out."""
     words = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in words or "can't allocate memory" in words
 
@@ -393,7 +391,7 @@ def first_lines(error: BaseException) -> str:
 
 
 def _end_with_stdin() -> None:
-    """End at once when the agent is gone: its end of our stdin closes."""
+    """Kill this process once the agent's end of its stdin closes."""
     while os.read(0, 65536):
         pass
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the ranks themselves found wrong, as findings; the same error of many ranks is one finding. Pure."""
+"""Findings about errors reported by ranks; one finding per error. Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def findings_of(parts: Attribution, traces: list[RankTimeline], request: Request) -> list[Finding]:
-    """Return a finding for each trouble, with all ranks that have it."""
+    """Return a finding for each error, with all its ranks."""
     by_kind: dict[tuple[str, str], list[Trouble]] = {}
     for trouble in parts.troubles:
-        # Out of memory has other numbers on each rank, and is the same trouble all the same.
+        # Out-of-memory messages differ in numbers only.
         words = trouble.message if trouble.kind != "out-of-memory" else ""
         by_kind.setdefault((trouble.kind, words), []).append(trouble)
     make = {
@@ -46,12 +46,12 @@ def findings_of(parts: Attribution, traces: list[RankTimeline], request: Request
 
 
 def _ranks_of(kind: str, group: list[Trouble]) -> list[int]:
-    """List the ranks at fault: rank 0 reports a mismatch of others; any other trouble is the reporting rank's own."""
+    """List the ranks at fault: rank 0 reports mismatches of others; other errors are the reporting rank's own."""
     return sorted(deviating_ranks(group[0])) if kind == "mismatch" else [trouble.rank for trouble in group]
 
 
 def failed_ranks(parts: Attribution) -> set[int]:
-    """Return ranks that reported an error of their own, or do not match what was planned."""
+    """Return ranks that reported their own error, or deviate from the plan."""
     failed: set[int] = set()
     sources = _sources(parts.troubles)
     for trouble in parts.troubles:
@@ -63,7 +63,7 @@ def failed_ranks(parts: Attribution) -> set[int]:
 
 
 def _sources(troubles: Iterable[Trouble]) -> list[Trouble]:
-    """List wrong results whose rank had sent wrong data itself: those of other ranks are its consequence."""
+    """List wrong results of ranks that had sent wrong data; those of other ranks are consequences."""
     return [trouble for trouble in troubles if trouble.details.get("own_wrong")]
 
 
@@ -75,7 +75,7 @@ def _found(
     evidence: tuple[str, ...] = (),
     **words: object,
 ) -> Finding:
-    """Make the finding of a verdict about ranks; the fix of a known line goes before the verdict's."""
+    """Return the finding of a verdict about ranks; a known line's fix takes precedence over the verdict's."""
     about = {"command": request.command, "who": who(traces), **words}
     made = finding(verdict, about, where=where(traces), evidence=evidence)
     return replace(made, fix=Fix(text=known.fix, commands=known.commands)) if known is not None else made
@@ -111,7 +111,7 @@ def _port_foreign(group: list[Trouble], traces: list[RankTimeline], request: Req
 
 
 def deviating_ranks(trouble: Trouble) -> set[int]:
-    """Return ranks that differ from the plan, or from most others; all that are named where no value has a majority."""
+    """Return ranks that deviate from the plan, or from the majority; without a majority, all listed ranks."""
     deviating: set[int] = set()
     planned = _planned(trouble)
     for field, values in _differing(trouble).items():

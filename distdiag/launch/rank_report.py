@@ -1,4 +1,4 @@
-"""The facts of the nodes and the steps of all ranks -> what every command on ranks reports of them. Pure."""
+"""Report of a run, common to every command that starts ranks. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def findings_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> list[Finding]:
-    """Return what is wrong with nodes, paths and ranks, and what was not tested."""
+    """Return the faults of nodes, paths and ranks, and the limits of the test."""
     parts, cut = _judged(request, course)
     return [
         *_paths(request, course.meeting),
@@ -72,7 +72,7 @@ def facts_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 
 
 def _judged(request: Request, course: RunRecord) -> tuple[Attribution, list[Finding]]:
-    """Return which ranks are to blame; where it is a connection, that is a finding of its own."""
+    """Return the attribution of faults; a cut connection has its own finding."""
     return cut(attribute(course.outcome, course.traces, request.stages), course.traces, request, course)
 
 
@@ -119,26 +119,26 @@ def not_run(job: Job[Asked, Data], why: NotStarted) -> Report[Data]:
 
 
 def worst_of(found: Sequence[Finding]) -> str:
-    """Return the first failure or unknown, and how many more there are; empty if there is none."""
+    """Return the first failure or unknown, and the number of others; empty without any."""
     wrong = [finding for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return f"{wrong[0].title}{more}" if wrong else ""
 
 
 def how_far(ranks: Sequence[RankResult], stages: Sequence[str]) -> str:
-    """Format which ranks had reached which stage."""
+    """Format the ranks by stage reached."""
     reached = [(stage, [rank.rank for rank in ranks if rank.stage == stage]) for stage in stages]
     return ", ".join(f"{name_ranks(group)} had reached {stage}" for stage, group in reached if group)
 
 
 def payloads(traces: Sequence[RankTimeline], key: str) -> list[Any]:
-    """List what the ranks reported under this key, in order of rank."""
+    """List the values reported by ranks under this key, in order of rank."""
     reported: list[Mapping[str, Any]] = [event.payload for trace in traces for event in trace.events]
     return [payload[key] for payload in reported if key in payload]
 
 
 def started(traces: Sequence[RankTimeline]) -> dict[str, Any]:
-    """Return what the first rank that got that far reported of its torch and device."""
+    """Return the torch and device facts of the first rank that reported them."""
     return next(iter(payloads(traces, "started")), {})
 
 
@@ -221,13 +221,13 @@ def _versions(facts: dict[str, Any]) -> Versions:
 
 _MUCH = 0.2
 _OTHERS = 0.5
-"""Of such a rank's share: what the others may have at most, or it is the machine that is busy."""
+"""Maximum pause of the others relative to such a rank; above, the machine is busy."""
 
 
 def paused(
     request: Request, traces: Sequence[RankTimeline], pauses: Mapping[int, Sequence[PausedTold]]
 ) -> list[Finding]:
-    """Return ranks that were stopped, throttled or had no core; `pauses`: what each of them measured."""
+    """Return ranks that were stopped, throttled or without a core; `pauses`: measurements by rank."""
     shares = {rank: _share(own, "paused_ns") for rank, own in pauses.items() if own}
     # A lack of cores concerns the whole machine; a rank is stopped or throttled alone.
     stopped = _outliers({rank: share - _share(pauses[rank], "no_core_ns") for rank, share in shares.items()})
@@ -264,7 +264,7 @@ def paused(
 
 
 def without_core(pauses: Mapping[int, Sequence[PausedTold]]) -> float:
-    """Return the part of the time that the median rank waited for a core."""
+    """Return the share of time that the median rank waited for a core."""
     return median([_share(own, "no_core_ns") for own in pauses.values() if own] or [0.0])
 
 
@@ -280,5 +280,5 @@ def _share(pauses: Sequence[PausedTold], key: Literal["paused_ns", "no_core_ns",
 
 
 def ran_on(backend: str, device: str) -> str:
-    """Return what was tested, for a summary: "gloo, CPU only: no GPU was tested", "nccl, NVIDIA H100"."""
+    """Format the tested backend and device for a summary: "gloo, CPU only: no GPU was tested", "nccl, NVIDIA H100"."""
     return f"{backend}, CPU only: no GPU was tested" if device == "cpu" else f"{backend}, {device}"

@@ -1,4 +1,4 @@
-"""All that is known of a run of ranks: hosts, plan, how it went. What --save writes of it, and what is judged."""
+"""Record of a run of ranks: hosts, plan, course. Input of the judgement, and the content of --save."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSlot:
-    """A node that ranks can run on: its name in the fleet, what to call it, and its facts."""
+    """A node that can run ranks: its name in the fleet, its host for texts, and its facts."""
 
     node: str
     host: str
     slots: int | None
     facts: NodeFacts
     local: tuple[int, int] | None = None
-    """Local rank and local world size of a process that a launcher started; None where we start the ranks."""
+    """Local rank and local world size of a process started by a launcher; None if distdiag starts the ranks."""
     door: str = ""
-    """The node of the same machine that tests the paths to other machines, if that is another process."""
+    """The node of this machine that tests paths to other machines, if that is another process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class Allocation:
     first_rank: int
     nproc: int
     memory_available_bytes: int | None
-    """Of the node, None if it is unknown."""
+    """Of the node, None if unknown."""
     cpus: int | None
-    """Cores of the node that its programs may use."""
+    """Cores of the node usable by its programs."""
     sharing: int
-    """Ranks on one GPU."""
+    """Ranks per GPU."""
     first_local_rank: int
     local_world_size: int
     door: str
@@ -59,7 +59,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will be run, on which nodes; ranks are numbered node by node."""
+    """The ranks to run on each node, numbered node by node."""
 
     shares: tuple[Allocation, ...]
     backend: Backend
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def nproc(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return sum(share.nproc for share in self.shares)
 
     @property
@@ -81,7 +81,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What is known before ranks start: a row for each host, which cannot be used and why, and the nodes' facts."""
+    """The state before ranks start: a row per host, refusals by host, and the nodes' facts."""
 
     places: tuple[NodeSlot, ...]
     rows: tuple[HostResult, ...] = ()
@@ -93,7 +93,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """How the run went: its end, every rank's trace in order of rank, and how long no rank made progress at the end."""
+    """The course of a run: outcome, trace of each rank in order, and seconds without progress at the end."""
 
     outcome: Outcome
     traces: list[RankTimeline]
@@ -117,9 +117,9 @@ class NotStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """A run: `scene`, `plan` and `course`; or why there was none: `not_run`. `host`: where it was started from.
+    """A run (`scene`, `plan`, `course`), or why it did not start (`not_run`). `host`: where distdiag ran.
 
-    `program`: how all ranks are started again, if a launcher started them. `extra`: a finding besides.
+    `program`: the command that restarts all ranks, if under a launcher. `extra`: an additional finding.
     """
 
     host: str
@@ -142,22 +142,22 @@ Data = TypeVar("Data")
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Generic[Asked, Data]):
-    """What a command does with ranks: what they run, their configuration, and the diagnosis of the run."""
+    """A command's use of ranks: their module, configuration, and the diagnosis of the run."""
 
     request: Asked
     rank: str
-    """The module that every rank runs: main(config)."""
+    """The module of every rank, with main(config)."""
     config: Callable[[Asked, Plan, Allocation, int], dict[str, Any]]
     """The command's own part of a rank's configuration."""
     diagnose: Callable[[Asked, Inventory, Plan, RunRecord], Report[Data]]
     no_data: Callable[[Asked, NotStarted, dict[str, Any]], Data]
-    """Returns the facts of a run that never began, from the fields of RunFacts."""
+    """Returns the data of a run that never began, from the fields of RunFacts."""
     report_progress: Callable[[rank_runs.Run, Progress], str] | None = None
-    """Reports what is new in a run under way, besides the stages; returns how far it is, for the line that changes."""
+    """Reports news of a run besides its stages; returns its progress for the updating line."""
 
     @property
     def agent(self) -> Agent:
-        """What runs on the nodes."""
+        """The agent for the nodes."""
         return Agent(
             collect="distdiag.launch.collect",
             facts=NodeFacts,

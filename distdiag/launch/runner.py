@@ -1,4 +1,4 @@
-"""Every command that works on ranks, from its request to the record of a run, which rank_report.py judges."""
+"""Runs of ranks, from a command's request to the record that rank_report.py judges."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LOGS_S = 5.0
 
 
 def carry_out(job: Job[Asked, Data], progress: Progress) -> SavedRun:
-    """Run the ranks of this node, or of all nodes that are asked for.
+    """Run the ranks on this node, or on all requested nodes.
 
     Raises:
         UsageError: the request contradicts itself or the machine.
@@ -91,7 +91,7 @@ def subcommand(
     recipe: Recipe | None,
     saved_as: str = "",
 ) -> Subcommand[Asked, SavedRun, Data]:
-    """Return a command that works on ranks. `recipe`: the launcher whose launch commands are printed instead."""
+    """Return a command that starts ranks. `recipe`: the launcher for which to print commands instead."""
 
     def collect(request: Asked, progress: Progress) -> Gathered[SavedRun]:
         return Gathered(facts=[carry_out(job_of(request), progress)])
@@ -140,7 +140,7 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
 
 
 def run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, progress: Progress) -> SavedRun:
-    """Plan, test the paths, and run the ranks on nodes that are up."""
+    """Plan, test the paths, and run the ranks on connected nodes."""
     plan = make_plan(job.request, scene.places)
     if isinstance(plan, Finding):
         return SavedRun.of_none(NotStarted(scene=scene, why=(plan,)))
@@ -183,7 +183,7 @@ def _run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, plan: Plan, prog
 
 
 def _refuse_network_options(request: Request) -> None:
-    """Refuse options about the path between nodes where there is only one node. Raises UsageError."""
+    """Refuse network options for a single node. Raises UsageError."""
     options = (("--ifname", request.ifname), ("--master-addr", request.master_addr))
     typed = [name for name, value in options if value]
     if typed:
@@ -194,7 +194,7 @@ def _refuse_network_options(request: Request) -> None:
 
 
 def _scene(fleet: Fleet, targets: Targets) -> Inventory:
-    """Return what is known of the hosts."""
+    """Return the state of the hosts before ranks start."""
     places: list[NodeSlot] = []
     twins: list[tuple[str, str]] = []
     machines: dict[str, str] = {}
@@ -221,7 +221,7 @@ def _scene(fleet: Fleet, targets: Targets) -> Inventory:
 
 
 def _scene_now(scene: Inventory, fleet: Fleet) -> Inventory:
-    """Update the row of each host that failed since; there are none on one node, or under a launcher."""
+    """Update the rows of hosts that failed since; one node, or a launcher, has no rows."""
     return replace(scene, rows=fleet.rows, refusals=dict(fleet.refusals)) if scene.rows else scene
 
 
@@ -230,7 +230,7 @@ def _report_reached(fleet: Fleet, progress: Progress) -> None:
 
 
 def _check_working_directory() -> None:
-    """Refuse to start in a directory that is gone: every rank would fail there for that reason alone."""
+    """Refuse to start in a deleted directory: every rank would fail for that reason alone."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -251,12 +251,12 @@ class _Narrator:
         progress.news(f"starting {plan.nproc} ranks on {plan.device}, {plan.backend}")
 
     def report(self, run: rank_runs.Run) -> None:
-        """Report what is new of all ranks."""
+        """Report news of all ranks."""
         at = {trace.rank: position(trace, self._stages) for trace in run.traces.values()}
         lowest = min(at.values())
         stage = min(lowest[0], len(self._stages) - 1)
         if any(trace.pid is None and trace.is_live for trace in run.traces.values()):
-            stage = -1  # importing, before they are forked
+            stage = -1  # importing, before the fork
         while self._reported < stage:
             self._reported += 1
             self._reported_waiting = False
@@ -317,19 +317,19 @@ def _specs(
     for local_rank, rank in enumerate(ranks, share.first_local_rank):
         config = {**shared, "rank": rank, "local_rank": local_rank, **job.config(request, plan, share, rank)}
         env = {**common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-        # On GPUs each rank imports its own torch, as each rank of the job will.
+        # On GPUs each rank imports its own torch, as in the real job.
         forked = plan.device is Device.CPU and share.nproc > 1 and not _fault_before_torch(config["fault"])
         specs.append(rank_runs.RankSpec(rank=rank, local_rank=local_rank, config=config, env=env, forked=forked))
     return specs
 
 
 def _fault_before_torch(fault: dict[str, Any] | None) -> bool:
-    """Return whether a rank's fault is injected while it starts: it needs a process of its own then."""
+    """Return whether a rank's fault is injected at startup, which needs a process of its own."""
     return fault is not None and (fault.get("kind") == "no-import" or fault.get("stage") == "start")
 
 
 def _interface(request: Request, share: Allocation, meeting: RendezvousTest | None) -> dict[str, str]:
-    """Return the variables that give Gloo and NCCL the tested interface, unless the node's environment names one."""
+    """Return the variables that give Gloo and NCCL the tested interface, unless the node's environment sets one."""
     if meeting is None:
         return {}
     network = meeting.networks[share.door]

@@ -1,4 +1,4 @@
-"""What a command that works on ranks is asked for, what a node reports of itself, and how each rank fared."""
+"""Request, node facts and rank results of commands that start ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from distdiag.cluster.host_results import HostResult
 
 MOST_RANKS = 4096
-"""On one node: more is a typing error, and each rank takes a hundred megabytes."""
+"""Per node: more is a typo, and each rank takes a hundred megabytes."""
 
 
 class Backend(StrEnum):
-    """Which library moves the data."""
+    """The library that moves the data."""
 
     AUTO = "auto"
     NCCL = "nccl"
@@ -26,7 +26,7 @@ class Backend(StrEnum):
 
 
 class Device(StrEnum):
-    """Where the data lies."""
+    """The location of the data."""
 
     AUTO = "auto"
     CUDA = "cuda"
@@ -34,7 +34,7 @@ class Device(StrEnum):
 
 
 class Status(StrEnum):
-    """How a rank fared. LOST: contact with its node was lost. WAITING: it was waiting for another rank."""
+    """A rank's result. LOST: contact with its node was lost. WAITING: it was waiting for another rank."""
 
     OK = "ok"
     FAILED = "failed"
@@ -45,31 +45,31 @@ class Status(StrEnum):
 
 
 class Injected(Protocol):
-    """A real fault to inject, as each command has them."""
+    """A real fault to inject; each command has its own."""
 
     @property
     def highest_rank(self) -> int | None:
-        """The highest rank that it names."""
+        """The highest rank it refers to."""
 
     @property
     def option(self) -> str:
-        """What is typed after --inject."""
+        """The value of --inject."""
 
     @property
     def words(self) -> str:
-        """What it does, and where: "kill of rank 1"."""
+        """Its effect and place: "kill of rank 1"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFault:
-    """A fault to inject into one rank: kill:1. Commands add where in their work it happens."""
+    """A fault to inject into one rank: kill:1. Commands add the place in their work."""
 
     kind: str
     rank: int
 
     @property
     def at(self) -> tuple[str, str]:
-        """Where it happens: as it is typed after @, and in words. Empty where there is no choice."""
+        """Its place: as typed after @, and in words. Both empty without a choice."""
         raise NotImplementedError
 
     @property
@@ -79,21 +79,21 @@ class RankFault:
 
     @property
     def option(self) -> str:
-        """What is typed after --inject."""
+        """The value of --inject."""
         return f"{self.kind}:{self.rank}" + (f"@{self.at[0]}" if self.at[0] else "")
 
     @property
     def words(self) -> str:
-        """What it does, and where."""
+        """Its effect and place."""
         return f"{self.kind} in rank {self.rank}" + (f", {self.at[1]}" if self.at[1] else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was typed; `program` is how distdiag was called, for commands that paste."""
+    """The options; `program` is how distdiag was called, for commands to paste."""
 
     command: ClassVar[str]
-    """The subcommand; its findings' ids begin with it."""
+    """The subcommand; the prefix of its finding ids."""
     stages: ClassVar[tuple[str, ...]]
     """The stages of every rank, in order."""
 
@@ -115,11 +115,11 @@ class Request:
         raise NotImplementedError
 
     def own_options(self) -> dict[str, object]:
-        """Options of this command alone, by name, that differ from their defaults; None leaves an option out."""
+        """Return non-default options of this command alone, by name; None leaves an option out."""
         raise NotImplementedError
 
     def less(self) -> dict[str, str]:
-        """Options that send less data, for `again`."""
+        """Return options that send less data, for `again`."""
         raise NotImplementedError
 
     def pairs(self) -> str:
@@ -155,7 +155,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """Versions as the ranks report them; None where there is none, or no rank got that far."""
+    """Versions reported by the ranks; None if absent, or no rank got to that point."""
 
     python: str | None = None
     torch: str | None = None
@@ -186,7 +186,7 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The facts of a run that every command on ranks reports."""
+    """The facts of a run, common to every command that starts ranks."""
 
     world_size: int
     backend: str
@@ -204,7 +204,7 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks met, and through which interface each node went."""
+    """The ranks' rendezvous address, and each node's interface to it."""
 
     host: str
     address: str
@@ -237,18 +237,18 @@ class NodeFacts:
     shm_total_bytes: int | None
     cpus: int | None = None
     rdma_bits_per_s: int | None = None
-    """Line rate of all active InfiniBand, RoCE and EFA ports; None where there are none."""
+    """Total line rate of active InfiniBand, RoCE and EFA ports; None without any."""
     rdma_ports: dict[str, int] = field(default_factory=dict)
-    """How many active ports have which link layer and rate: {"InfiniBand, 400 Gb/s": 8}."""
+    """Number of active ports by link layer and rate: {"InfiniBand, 400 Gb/s": 8}."""
     pcie: Pcie | None = None
     """None with fewer than two NVIDIA GPUs."""
     nvidia_driver: str = ""
-    """The version of the loaded kernel module; empty if there is none."""
+    """Version of the loaded kernel module; empty without one."""
     machine: str = ""
-    """The machine's product name, in clouds the instance type: "p5.48xlarge"; empty if it is unknown."""
+    """The machine's product name, in clouds the instance type: "p5.48xlarge"; empty if unknown."""
     variables: dict[str, str] = field(default_factory=dict)
-    """What NCCL, Gloo and torch read from the environment."""
+    """Environment variables read by NCCL, Gloo and torch."""
     limits: dict[str, str] = field(default_factory=dict)
     """Soft limits by ulimit's letter: {"-n": "1024", "-l": "unlimited"}."""
     stale_variables: tuple[str, ...] = ()
-    """Variables of a job that contradict the launcher of this process: "WORLD_SIZE=7"."""
+    """Variables of a job that contradict this process's launcher: "WORLD_SIZE=7"."""

@@ -1,4 +1,4 @@
-"""A command as the processes of a job that torchrun, srun or mpirun started: rank 0 reports, the others serve it."""
+"""A command run as the processes of a torchrun, srun or mpirun job: rank 0 reports, the others serve it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def carry_out(
     progress: Progress,
     run: Callable[[Job[Asked, Data], Fleet, Inventory, Progress], SavedRun],
 ) -> SavedRun:
-    """Run as a rank: rank 0 returns the record, every other process ends here with rank 0's exit status.
+    """Run as a rank: rank 0 returns the record, every other process exits with rank 0's status.
 
     Raises:
         UsageError: options that contradict the launcher.
@@ -64,7 +64,7 @@ def carry_out(
 
 
 def _as_other_rank(work: Callable[[], SavedRun]) -> NoReturn:
-    """End as a rank without a report, which rank 0 prints: two documents on a shared stdout would not be JSON."""
+    """Exit as a rank without a report, which rank 0 prints: two documents on a shared stdout would not be JSON."""
     status = _INTERRUPTED
     try:
         work()
@@ -98,7 +98,7 @@ def _carry_out(
 
 
 def _check_options(request: Request, me: Identity) -> None:
-    """Refuse what every process would do once more; only rank 0 reports it. Raises UsageError."""
+    """Refuse options that every process would repeat; only rank 0 reports it. Raises UsageError."""
     trouble, hint = "", ""
     typed = [name for name, _ in request.cluster.typed() if name not in ("--python", "--env", "--setup")]
     if typed:
@@ -118,9 +118,9 @@ def _check_options(request: Request, me: Identity) -> None:
 
 
 def _leave_it_to_rank_0(me: Identity, status: int) -> None:
-    """End here as any other rank, a little later than rank 0: mpirun kills all processes as soon as one exits.
+    """Exit as a non-zero rank, slightly after rank 0: mpirun kills all processes as soon as one exits.
 
-    Where only variables claim that there are others, this may be the only process: it reports its own error.
+    If only variables claim other ranks, this may be the only process, and it reports its own error.
     """
     if me.rank != 0 and me.launcher != "environment":
         time.sleep(_GOODBYE_S)
@@ -128,7 +128,7 @@ def _leave_it_to_rank_0(me: Identity, status: int) -> None:
 
 
 def _serve(me: Identity, home: Home, agent: Agent, timeout_s: float) -> int:
-    """As any other rank, find rank 0 and follow its orders; return the exit status that it sends."""
+    """Find rank 0 and follow its orders; return the exit status it sends."""
     places = [(address, port) for address in home.addresses for port in home.ports]
     identity = {"rank": me.rank, "local_rank": me.local_rank or 0, "local_world_size": me.local_world_size or 1}
     connection = connect_back.find(places, home.key, identity, timeout_s=timeout_s)
@@ -175,7 +175,7 @@ def _lead(
             status = _INTERRUPTED
             raise
         finally:
-            # Only when our report is out: mpirun and torchrun kill all processes as soon as one exits with a fault.
+            # After our report is out: mpirun and torchrun kill all processes once one exits with a fault.
             others = [fleet.nodes.pop(name) for name in list(fleet.nodes) if name != name_of(0)]
             atexit.register(_dismiss, others, status)
         return record
@@ -250,7 +250,7 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
 
 
 def _led_elsewhere(me: Identity, late: list[int], request: Request) -> Finding:
-    """Return a MASTER_ADDR that sends the other ranks where rank 0 is not."""
+    """Return a MASTER_ADDR that leads the other ranks to a host without rank 0."""
     address, here = os.environ["MASTER_ADDR"], machine.host_name()
     return Finding(
         id=f"{request.command}.rank-variables",
@@ -299,7 +299,7 @@ def _contradiction(request: Request) -> Finding | None:
 
 
 def _stale_variables(request: Request, scene: Inventory) -> Finding | None:
-    """Return variables of ranks that contradict the launcher: left over from another job, or from a login file."""
+    """Return variables that contradict the launcher, left over from another job or set in a login file."""
     groups: dict[str, list[NodeSlot]] = {}
     for place in scene.places:
         for variable in place.facts.stale_variables:
@@ -326,7 +326,7 @@ def _stale_variables(request: Request, scene: Inventory) -> Finding | None:
 
 
 def _program(me: Identity, program: str) -> str:
-    """Return how all ranks are started again, for the commands that paste."""
+    """Return the command that restarts all ranks, for commands to paste."""
     per_node = me.local_world_size or 1
     nodes = max(1, me.world_size // per_node)
     return {

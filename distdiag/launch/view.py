@@ -1,4 +1,4 @@
-"""How the ranks fared, for people: columns, units, folding; nothing else."""
+"""Table and lines about the ranks, for people."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from distdiag.launch.types import RankResult, RunFacts
 
 _ROOM = 100
-"""Characters of a list of ranks or hosts; of longer ones their number and the first."""
+"""Maximum length of a list of ranks or hosts; longer ones are counted."""
 _COLOURS = {"ok": "green", "failed": "red", "died": "red", "missing": "red", "lost": "red", "waiting": "yellow"}
 
 
 def rank_table(data: RunFacts) -> Table:
-    """Return a row for ranks that fared alike; hosts whose ranks all did fold into one row."""
+    """Return one row per group of ranks with equal results; hosts with equal ranks fold."""
     table = plain_table(
         Column("rank", overflow="fold"),
         Column("host", overflow="fold"),
@@ -60,7 +60,7 @@ def _by_host(ranks: Iterable[RankResult]) -> dict[str, list[RankResult]]:
 
 
 def run_lines(data: RunFacts) -> Iterator[str]:
-    """Yield lines about the rendezvous and what the ranks ran on."""
+    """Yield lines about the rendezvous and the software."""
     versions = data.versions
     yield f"backend {data.backend} on {data.device}, world size {data.world_size}"
     if data.rendezvous is not None:
@@ -76,6 +76,6 @@ def run_lines(data: RunFacts) -> Iterator[str]:
 
 
 def log_lines(data: RunFacts) -> Iterator[str]:
-    """Yield where the output of the ranks is kept."""
+    """Yield the directories of the ranks' output."""
     for host, folder in data.log_dirs.items():
         yield f"logs of the ranks on {host}: {folder}"

@@ -1,4 +1,4 @@
-"""Words that several findings share: which ranks, where, and the stage they are in. Pure."""
+"""Texts shared by findings: ranks with hosts, and their stage. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def who(traces: list[RankTimeline]) -> str:
 
 
 def where(traces: list[RankTimeline]) -> Where:
-    """Return the same for programs."""
+    """Return hosts, ranks and pids of ranks."""
     return Where(
         hosts=tuple(sorted({trace.host for trace in traces})),
         ranks=tuple(trace.rank for trace in traces),
@@ -28,11 +28,11 @@ def where(traces: list[RankTimeline]) -> Where:
 
 
 def place(trace: RankTimeline, *, before_end: bool = False) -> tuple[str, str]:
-    """Return stage and step of the last event, or of the last before what the rank found wrong."""
+    """Return stage and step of a rank's last event, optionally of the last before its error."""
     events = [event for event in trace.events if not (before_end and "trouble" in event.payload)]
     return (events[-1].stage, events[-1].note) if events else ("start", "starting Python")
 
 
 def fix_from(known: KnownLine | None, otherwise: Fix) -> Fix:
-    """Return the fix of a known failure, or else the other fix."""
+    """Return the fix of a known failure, else the other fix."""
     return Fix(text=known.fix, commands=known.commands) if known is not None else otherwise

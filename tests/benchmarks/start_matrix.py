@@ -2,8 +2,9 @@
 
     python tests/benchmarks/start_matrix.py [--only name-c10d,run-id] [--settle 15] [--out FILE]
 
-Each fault of tests/start_faults.py is asked on one node and on all nodes. Right: the reason is in the first title and
-no other node is accused; on one node, a warning that names its side of the fault. Needs root.
+Each fault of tests/start_faults.py, and of tests/start_srun.py on a real SLURM, is asked on one node and on all nodes.
+Right: the first finding names the reason, and the nodes at fault alone are accused; next: only the command that decides
+is named. Needs root, and accelerate and deepspeed beside torch.
 """
 
 from __future__ import annotations
@@ -14,66 +15,87 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
+import start_srun  # noqa: E402
 from cluster import Network  # noqa: E402 - the tests are no package
-from start_faults import FAULTS, ask, logs_of, read_logs, score, score_log, start  # noqa: E402
+from cluster_slurm import Slurm  # noqa: E402
+from start_faults import FAULTS, ask, logs_of, read_logs, score, score_log, score_words, start  # noqa: E402
+from start_srun import SRUN_FAULTS, SrunFault  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def main() -> None:
     """Run all faults, one at a time; print a JSON line for each answer, and the sums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(FAULTS))
+    parser.add_argument("--only", default=",".join([*FAULTS, *SRUN_FAULTS]))
     parser.add_argument("--settle", type=float, default=15.0, help="seconds from the start to the question")
     parser.add_argument("--out", default="")
     parser.add_argument("--logs", action="store_true", help="let each job give up, and ask `logs` about its output")
     options = parser.parse_args()
-    if options.logs:
-        _ask_logs(options.only.split(","))
-        return
     rows = []
     for name in options.only.split(","):
-        with Network(3, names=FAULTS[name].names) as network:
-            node = start(FAULTS[name], network)
-            time.sleep(options.settle)
-            for where in (node, None):
-                began = time.monotonic()
-                report = ask(network, where)
-                row = {
-                    "fault": name,
-                    "asked": where.name if where is not None else "all",
-                    "score": score(FAULTS[name], report, alone=where is not None),
-                    "verdict": report["verdict"],
-                    "exit": report["exit"],
-                    "seconds": round(time.monotonic() - began, 1),
-                    "titles": [finding["title"] for finding in report["findings"]],
-                    "fixes": [finding["fix"] for finding in report["findings"]],
-                }
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-    for asked, of in (
-        ("one node", [row for row in rows if row["asked"] != "all"]),
-        ("all nodes", [row for row in rows if row["asked"] == "all"]),
-    ):
-        print(f"asked on {asked}: {dict(Counter(row['score'] for row in of))} of {len(of)}")
+        asked = _logs(name) if options.logs else _live(name, options.settle)
+        for where, found, report, more in asked:
+            row = {
+                **{"fault": name, "asked": where, "score": found, "verdict": report["verdict"], "exit": report["exit"]},
+                **{"titles": [f"{each['level']}: {each['title']}" for each in report["findings"]]},
+                **{"details": [each["detail"] for each in report["findings"]]},
+                **{"hosts": [each["where"]["hosts"] for each in report["findings"]]},
+                **{"fixes": [each["fix"] for each in report["findings"]], **more},
+            }
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    for asked_of in ("one", "all", "logs"):
+        of = [row for row in rows if row["asked"] == asked_of]
+        print(f"{asked_of}: {dict(Counter(row['score'] for row in of))} of {len(of)}")
     if options.out:
         Path(options.out).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _ask_logs(names: list[str]) -> None:
-    scores: Counter[str] = Counter()
-    for name in names:
-        with Network(3, names=FAULTS[name].names) as network:
-            files = logs_of(FAULTS[name], network, patience_s=120)
-            report = read_logs(files)
-            found = score_log(name, report)
-            last = [next(iter(file.read_text().strip().splitlines()[-1:]), "") for file in files]
-            titles = [finding["title"] for finding in report["findings"]]
-        scores[found] += 1
-        row = {"fault": name, "score": found, "verdict": report["verdict"], "titles": titles, "launcher_says": last}
-        print(json.dumps(row), flush=True)
-    print(f"logs: {dict(scores)} of {len(names)}")
+Answer = tuple[str, str, dict[str, Any], dict[str, Any]]
+"""Who was asked, the score, the report, and more for the row."""
+
+
+def _live(name: str, settle_s: float) -> Iterator[Answer]:
+    if name in SRUN_FAULTS:
+        yield from _live_srun(SRUN_FAULTS[name], settle_s)
+        return
+    with Network(3, names=FAULTS[name].names) as network:
+        node = start(FAULTS[name], network)
+        time.sleep(settle_s)
+        for where in (node, None):
+            began = time.monotonic()
+            report = ask(network, where)
+            seconds = {"seconds": round(time.monotonic() - began, 1)}
+            found = score(FAULTS[name], report, alone=where is not None)
+            yield "all" if where is None else "one", found, report, seconds
+
+
+def _live_srun(fault: SrunFault, settle_s: float) -> Iterator[Answer]:
+    with Slurm(3) as slurm:
+        start_srun.start(fault, slurm)
+        time.sleep(settle_s)
+        culprits = [f"mn{number + 1}" for number in fault.culprits]
+        for asked, where in (("one", f"mn{fault.tasks}"), ("all", "all")):
+            report = start_srun.ask(slurm, where)
+            yield asked, score_words(fault.words, culprits, report, alone=asked == "one"), report, {}
+
+
+def _logs(name: str) -> Iterator[Answer]:
+    with Slurm(3) if name in SRUN_FAULTS else Network(3, names=FAULTS[name].names) as bed:
+        if isinstance(bed, Slurm):
+            files = [start_srun.log_of(SRUN_FAULTS[name], bed)]
+        else:
+            files = logs_of(FAULTS[name], bed, patience_s=120)
+        report = read_logs(files)
+        last = [file.read_text().strip().splitlines()[-1:] for file in files]
+    fault = SRUN_FAULTS.get(name)
+    yield "logs", score_words(fault.log, (), report) if fault else score_log(name, report), report, {"last": last}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jobs import wait_for_state
 from support import PROGRAM, distdiag, need, wait_until
 
 from distdiag.facts import machine
-from distdiag.facts.core.unwinder import has_debug_information
+from distdiag.facts.core.source_lines import has_debug_information
 
 if TYPE_CHECKING:
     from pathlib import Path

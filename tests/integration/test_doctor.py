@@ -76,6 +76,18 @@ def test_a_path_between_nodes_that_is_closed_is_named_and_judged_again(
     assert json.loads(again.out)["findings"] == report["findings"]
 
 
+def test_a_slow_link_is_named_without_its_neighbours(network: Network) -> None:
+    need("tc")
+    network["node3"].limit_rate("100mbit")
+    try:
+        done = run(network, "--json")
+    finally:
+        network["node3"].heal()
+    (finding,) = (finding for finding in json.loads(done.stdout)["findings"] if finding["level"] != "info")
+    assert (finding["id"], finding["level"], finding["where"]["hosts"]) == ("doctor.link-slow", "warn", ["node3"])
+    assert "MB/s on other paths" in finding["title"]
+
+
 def test_one_line_a_status_and_a_file_for_node_exporter(network: Network, tmp_path: Path) -> None:
     metrics = tmp_path / "doctor.prom"
     with CHANGES["disk-full"].make(network, network["node3"]):

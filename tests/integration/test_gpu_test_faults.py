@@ -119,7 +119,7 @@ def held_up() -> Iterator[dict[tuple[str, int, str], Result]]:
     try:
         for kind, rank, stage in HELD_UP:
             run = runs[kind, rank, stage] = Running(
-                "gpu-test", "--json", "--size", "4MiB", "--nproc", "2", "--timeout", "15",
+                "gpu-test", "--json", "--size", "4MiB", "--nproc", "2", "--timeout", "15", "--no-compute",
                 "--inject", f"{kind}:{rank}@{stage}",
             )  # fmt: skip
             run.wait_for(f"{stage}: all ranks")

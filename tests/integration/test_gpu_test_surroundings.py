@@ -35,7 +35,9 @@ if TYPE_CHECKING:
         ("--no-such-option",),
         ("--compute", "5s", "--no-compute"),
         ("--compute", "soon"),
-        ("--isolate", "--compute", "5s"),
+        ("--isolate", "--compute", "5s", "--no-compute"),
+        ("--isolate", "--no-compute", "--inject", "wrong-compute:1"),
+        ("--isolate", "--inject", "slow-compute:1-2"),
     ],
 )
 def test_wrong_usage_is_exit_2_with_a_reason_in_json(arguments: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Damaged files of estimate, sync-check and slurm watch: each ends in time, with a status of the contract."""
+"""Damaged files of estimate and sync-check, and of what squeue prints: each ends in time and keeps the contract."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import random
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import msgspec
 from fuzz import assert_survived, damaged, misleading, run_each
 
-from distdiag.cluster.targets import Cluster
 from distdiag.commands.slurm.queue import parse_jobs
-from distdiag.commands.slurm.watch import QueueFacts, Request
-from distdiag.gathered import Gathered, save
+from distdiag.commands.slurm.watch import diagnose
 from distdiag.training.sync_check import FORMAT, Entry, Saved
 
 if TYPE_CHECKING:
@@ -22,17 +19,9 @@ if TYPE_CHECKING:
 
 COUNT = 80
 QUEUE = b"7|7|RUNNING|None|2026-11-24T02:30:00|train\n8|8|PENDING|JobHeldUser|N/A|held\n9|9|FAILED|None|N/A|x\n"
-BENCH = {
-    "data": {
-        "world_size": 16,
-        "nodes": 2,
-        "results": [{"op": "all_reduce", "size_bytes": 2**30, "busbw_bytes_per_s": 4.2e10}],
-    }
-}
+CONFIG = {"model_type": "bloom", "hidden_size": 14336, "n_layer": 70, "vocab_size": 250880, "n_head": 112}
 ESTIMATE = [
     "estimate",
-    "--params",
-    "7B",
     "--batch",
     "256",
     "--seq",
@@ -41,7 +30,7 @@ ESTIMATE = [
     "9",
     "--gpus",
     "16",
-    "--busbw",
+    "--config",
 ]
 
 
@@ -57,9 +46,9 @@ def cases(original: bytes, path: Path, *words: str) -> Iterator[tuple[str, list[
         yield str(number), [*words, str(path), *as_json], lambda data=data: path.write_bytes(data)  # type: ignore[misc]
 
 
-def test_bandwidth_of_estimate(tmp_path: Path) -> None:
-    original = json.dumps(BENCH).encode()
-    assert_survived(run_each(cases(original, tmp_path / "bench.json", *ESTIMATE)), COUNT)
+def test_shapes_of_estimate(tmp_path: Path) -> None:
+    original = json.dumps(CONFIG).encode()
+    assert_survived(run_each(cases(original, tmp_path / "config.json", *ESTIMATE)), COUNT)
 
 
 def test_sums_of_sync_check(tmp_path: Path) -> None:
@@ -69,17 +58,9 @@ def test_sums_of_sync_check(tmp_path: Path) -> None:
     assert_survived(run_each(cases(original, tmp_path / "rank_0.json", "sync-check")), COUNT)
 
 
-def test_queues_of_slurm_watch(tmp_path: Path) -> None:
-    request = Request(program="distdiag", cluster=Cluster(), jobs=("train", "held"))
-    facts = QueueFacts(host="login1", at=0.0, queue=QUEUE.decode())
-    save(str(tmp_path), "slurm-watch", request, Gathered(facts=[facts]))
-    (path,) = tmp_path.iterdir()
-    original = path.read_bytes()
-    assert msgspec.json.decode(original)["facts"]["queue"]
-    assert_survived(run_each(cases(original, path, "slurm", "watch", "--from")), COUNT)
-
-
 def test_what_squeue_prints() -> None:
     for _, data in damaged(QUEUE, COUNT):
-        for job in parse_jobs(data.decode("utf-8", "replace")):
+        jobs = parse_jobs(data.decode("utf-8", "replace"))
+        for job in jobs:
             assert all(text.isprintable() for text in (job.id, job.state, job.reason, job.start, job.name))
+        assert diagnose(["train", "held"], jobs).summary

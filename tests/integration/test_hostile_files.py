@@ -26,7 +26,7 @@ from distdiag.cluster import hostfile, hostlist, hosts
 from distdiag.cluster.transports import ssh_config
 from distdiag.cluster.transports.known_hosts import KnownHosts
 from distdiag.errors import DistdiagError
-from distdiag.facts import elf, line_trace_file, sockets
+from distdiag.facts import elf, line_trace_file, packed_files, sockets
 from distdiag.facts.core import core_file, stored_cores
 from distdiag.facts.core.core_file import NotACore
 from distdiag.facts.cuda import fatbin
@@ -206,13 +206,13 @@ def test_packed_cores(core: Path, tmp_path: Path) -> None:
 
         def read(data: bytes, path: Path = path) -> None:
             path.write_bytes(data)
-            if stored_cores.packing_of(str(path)) is stored_cores.Packing.NONE:
+            if packed_files.packing_of(str(path)) is packed_files.Packing.NONE:
                 return
             stored_cores.head(str(path), 2**16)
             made = stored_cores.unpack(str(path), str(folder), most_bytes=2**22, timeout_s=10)
             os.unlink(made)
 
-        each([original], read, stored_cores.CannotUnpack)
+        each([original], read, packed_files.CannotUnpack)
         assert not list(folder.iterdir())
 
 

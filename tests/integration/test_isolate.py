@@ -71,6 +71,19 @@ def test_healthy_pairs(cores: int, run: int) -> None:
     assert all(one["wrong"] == 0 and one["busbw_bytes_per_s"] > 0 and one["samples"] > 0 for one in pairs)
 
 
+@pytest.mark.parametrize(("kind", "code"), [("wrong-compute", 1), ("slow-compute", 0)])
+def test_a_rank_that_computes_badly_is_named_and_left_out_of_all_pairs(kind: str, code: int) -> None:
+    result = isolate(*FOUR, "--inject", f"{kind}:1")
+    assert (result.code, result.findings[kind]["where"]["ranks"]) == (code, [1]), result.out
+    assert result.report["data"]["left_out"] == [1]
+    assert {(one["a"], one["b"]) for one in result.report["data"]["pairs"]} == {(0, 2), (0, 3), (2, 3)}
+
+
+def test_pairs_can_be_tested_without_computing() -> None:
+    result = isolate(*FOUR, "--no-compute")
+    assert (result.report["data"]["left_out"], len(result.report["data"]["pairs"])) == ([], 6)
+
+
 @pytest.mark.alone
 def test_a_slow_rank() -> None:
     result = isolate(*FOUR, "--inject", "slow:2")

@@ -59,7 +59,7 @@ def test_one_node_names_its_side(name: str) -> None:
 def test_a_first_node_that_is_slow_to_start_is_not_accused() -> None:
     """Its torchrun runs, but still imports: it does not listen yet."""
     need_network()
-    waits = StartFault(((1, tuple(c10d("node1:29400"))),), (), ())
+    waits = StartFault(((1, tuple(c10d("node1:29400"))),), (), "")
     with Network(2) as network:
         (network.folder / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
         network.nodes[0].start(*c10d("node1:29400"), env={"PYTHONPATH": str(network.folder)})

@@ -37,7 +37,10 @@ def mapped(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         "lib/libcuda.so.565.57.01": b"\x7fELF",
         "lib/libucp.so.0.0.0": b"x\x001.18.1\x00y",
         "lib/libnccl-net.so": b"NET/OFI Initializing aws-ofi-nccl 1.8.0-aws\0",
+        "nvidia/nvshmem/lib/libnvshmem_host.so.3": b"\0NVSHMEM v3.6.5\0",
+        "deep_ep_cpp.cpython-312-x86_64-linux-gnu.so": b"\x7fELF",
     }
+    (site / "deep_ep-1.2.1+309785a.dist-info").mkdir(parents=True)
     for name, content in files.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_bytes(content.ljust(mmap.PAGESIZE, b"\0"))
@@ -61,6 +64,8 @@ def test_the_versions_of_a_rank_are_read_from_its_files(mapped: subprocess.Popen
         "driver": "565.57.01",
         "ucx": "1.18.1",
         "aws-ofi-nccl": "1.8.0",
+        "nvshmem": "3.6.5",
+        "deep-ep": "1.2.1",
         "kernel": os.uname().release,
         "arch": os.uname().machine,
         "python": platform.python_version(),
@@ -68,7 +73,7 @@ def test_the_versions_of_a_rank_are_read_from_its_files(mapped: subprocess.Popen
     assert {name: found.versions.get(name) for name in expected} == expected
     assert found.sources["nccl"].endswith("/nvidia/nccl/lib/libnccl.so.2")
     ids = {advisory.id for advisory in matching(found.versions)}
-    assert {"nccl-2.29.2", "torch-2.7.0-device-id", "driver-560-p2p", "ucx-shared-memory"} <= ids
+    assert {"nccl-2.29.2", "torch-2.7.0-device-id", "driver-560-p2p", "ucx-shared-memory", "deepep-nvshmem"} <= ids
 
 
 def test_the_versions_of_this_process_agree_with_what_it_says_of_itself() -> None:

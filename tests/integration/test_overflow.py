@@ -18,6 +18,7 @@ HERE = "in `output` of `scale` (Scale). Inputs were finite; this module produced
 
 
 CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
+WEIGHTS = ("ddp:weights", "ddp:weights-1")
 FIRST = ("fsdp-after:forward-0", "tp:forward-0", "pipeline:forward-0", "tp:forward-all", "fsdp-after:forward-all")
 """Of these rank 0 is to be named."""
 GO_ON = ("none:ddp:forward", "goes-on:ddp:forward", "none:fsdp-after:forward", "goes-on:fsdp-after:forward")
@@ -29,7 +30,18 @@ pytestmark = pytest.mark.timeout(300)  # the first that asks for `told` waits fo
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks of each case wrote, and how they ended."""
     folder = tmp_path_factory.mktemp("pairs")
-    command = [sys.executable, PROGRAM, "pairs", str(folder), *CASES, *FIRST, *GO_ON, *HEALTHY, "ddp:evaluation"]
+    command = [
+        sys.executable,
+        PROGRAM,
+        "pairs",
+        str(folder),
+        *CASES,
+        *WEIGHTS,
+        *FIRST,
+        *GO_ON,
+        *HEALTHY,
+        "ddp:evaluation",
+    ]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300, capture_output=True)
     return folder
 
@@ -46,6 +58,16 @@ def test_one_rank_overflows_and_all_end_alike_with_one_report(told: Path, case: 
         assert [line for line in text.splitlines() if line.endswith("done")] == ["batch 0 done"]
     assert "Detected inf/nan" not in wrote[0]
     assert wrote[1].count("Detected inf/nan during batch_number=1") == 1
+
+
+def test_weights_that_are_bad_on_one_replica_alone_print_the_test_of_its_device(told: Path) -> None:
+    assert json.loads((told / "statuses").read_text())["ddp:weights-1"]["exit"] == [1, 1]
+    text = (told / "ddp:weights-1.1").read_text()
+    assert "The same weights are finite on 1 of 2 ranks: replicas differ." in text
+    assert "distdiag gpu-test --compute 60s" in text
+    alike = "".join((told / f"ddp:weights.{rank}").read_text() for rank in range(2))
+    assert "optimizer step produced it" in alike
+    assert "gpu-test" not in alike
 
 
 @pytest.mark.parametrize("case", FIRST)

@@ -2,9 +2,9 @@
 
 WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile, hsdp (4 ranks), tp,
 pipeline; with "none:" before it, it has no detector of its own; with "goes-on:" the detector only reports. WHERE:
-forward (rank 1, batch 1), forward-N (rank N), forward-all, backward (rank 0, batch 2), weights, never; or all
-is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own), odd (the
-detector of rank 1 fails), or not at all: evaluation (rank 1, one of its more batches).
+forward (rank 1, batch 1), forward-N (rank N), forward-all, backward (rank 0, batch 2), weights, weights-N (of rank N),
+never; or all is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own),
+odd (the detector of rank 1 fails), or not at all: evaluation (rank 1, one of its more batches).
 
 `overflows.py pairs FOLDER WRAP:WHERE...` runs two ranks for each, one case after the other, forked from one process
 that has imported torch; FOLDER/WRAP:WHERE.N is what rank N wrote, FOLDER/statuses how each ended and when.
@@ -207,7 +207,7 @@ def train(how: str, where: str) -> object:
             loss = loss * float("nan")
         loss.backward()
         optimizer.step()
-        if where == "weights" and batch == 1:
+        if where in ("weights", f"weights-{rank}") and batch == 1:
             with torch.no_grad():
                 model.last.bias[0] = float("nan")
         print(f"batch {batch} done", flush=True)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from distdiag.knowledge.advisories import Entry
 
 CURRENT = {
-    "nccl": "2.30.7+cuda13.0",
-    "torch": "2.13.0+cu130",
+    "nccl": "2.32.3+cuda13.0",
+    "torch": "2.15.0+cu130",
     "cuda": "13.0",
     "driver": "580.82.09",
     "kernel": "6.8.0-45-generic",
@@ -22,6 +22,7 @@ CURRENT = {
     "python": "3.12.11",
     "ucx": "1.22.1",
     "aws-ofi-nccl": "1.21.1",
+    "nvshmem": "3.6.5",
     "ofed": "24.10-0.7.0",
 }
 # By advisory: the component at its limits, the versions just inside, those just outside.
@@ -65,11 +66,18 @@ LIMITS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "rccl-kernel-6.8": ("hip", ("6.2.1",), ("6.3.0",)),
     "torch-2.2.0-dtensor": ("torch", ("2.2.0+cu121",), ("2.1.2", "2.2.1")),
     "torch-2.1.0-shard-grad-op": ("torch", ("2.1.0+cu118",), ("2.0.1", "2.1.1")),
+    "nccl-symmetric-windows": ("nccl", ("2.30.4", "2.30.7"), ("2.30.3", "2.31.2")),
+    "nccl-pat-uneven-nodes": ("nccl", ("2.23.4", "2.31.2"), ("2.22.3", "2.32.3")),
+    "nccl-2.31-b40-tma": ("nccl", ("2.31.2",), ("2.30.7", "2.32.3")),
+    "nccl-2.31-pat-nvls": ("nccl", ("2.31.2",), ("2.30.7", "2.32.3")),
+    "torch-nvshmem-signals": ("torch", ("2.8.0+cu128", "2.13.0+cu130"), ("2.14.0",)),
+    "deepep-nvshmem": ("nvshmem", ("3.5.19", "3.6.5"), ("3.4.5", "3.5.18")),
 }
 OTHERWISE = {
     "nccl-arm-proxy": {"arch": "aarch64"},
     "ucx-registered-buffers": {"cuda": "11.1"},
     "rccl-kernel-6.8": {"kernel": "6.8.0-45-generic"},
+    "deepep-nvshmem": {"deep-ep": "1.2.1"},
 }
 """What else must be there for an advisory to hold."""
 

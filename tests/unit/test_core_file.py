@@ -22,7 +22,7 @@ import pytest
 from cores import PROGRAMS, make_core
 from support import need
 
-from distdiag.facts import elf
+from distdiag.facts import elf, packed_files
 from distdiag.facts.core import core_file, stored_cores
 from distdiag.facts.core.core_file import CoreNotes, Image, NotACore, OtherMachine
 
@@ -37,10 +37,10 @@ BAD_ADDRESS = 0xDEAD000
 _TYPE, _MACHINE, _SECTIONS_AT, _SEGMENT_COUNT = 0x10, 0x12, 0x28, 0x38  # in the header, elf(5)
 _SEGMENT_BYTES, _HEADER_BYTES = 56, 64
 PACK = {
-    stored_cores.Packing.GZIP: ["gzip", "-c", "-1"],
-    stored_cores.Packing.XZ: ["xz", "-c", "-0"],
-    stored_cores.Packing.ZSTD: ["zstd", "-cq"],
-    stored_cores.Packing.LZ4: ["lz4", "-cq", "-B4"],
+    packed_files.Packing.GZIP: ["gzip", "-c", "-1"],
+    packed_files.Packing.XZ: ["xz", "-c", "-0"],
+    packed_files.Packing.ZSTD: ["zstd", "-cq"],
+    packed_files.Packing.LZ4: ["lz4", "-cq", "-B4"],
 }
 
 
@@ -381,7 +381,7 @@ def test_a_library_that_was_rebuilt_since_is_told(core_of: CoreOf, folder: Path)
         library.write_bytes(kept)
 
 
-def pack(core: Path, packing: stored_cores.Packing, folder: Path) -> Path:
+def pack(core: Path, packing: packed_files.Packing, folder: Path) -> Path:
     """Pack a file under a name that says nothing, behind a link."""
     need(packing.value)
     path = folder / "-packed"
@@ -392,11 +392,11 @@ def pack(core: Path, packing: stored_cores.Packing, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_a_packed_core_is_read_and_unpacked(core: Path, tmp_path: Path, packing: stored_cores.Packing) -> None:
+def test_a_packed_core_is_read_and_unpacked(core: Path, tmp_path: Path, packing: packed_files.Packing) -> None:
     path = pack(core, packing, tmp_path)
-    assert (stored_cores.packing_of(str(path)), stored_cores.packing_of(str(core))) == (
+    assert (packed_files.packing_of(str(path)), packed_files.packing_of(str(core))) == (
         packing,
-        stored_cores.Packing.NONE,
+        packed_files.Packing.NONE,
     )
     start = stored_cores.head(str(path), 1 << 20)
     assert start == stored_cores.head(str(core), 1 << 20) == core.read_bytes()[: 1 << 20]
@@ -411,14 +411,14 @@ def test_a_packed_core_is_read_and_unpacked(core: Path, tmp_path: Path, packing:
 
 @pytest.mark.parametrize("packing", PACK)
 def test_what_cannot_be_unpacked_says_why_and_leaves_nothing(
-    core: Path, tmp_path: Path, packing: stored_cores.Packing
+    core: Path, tmp_path: Path, packing: packed_files.Packing
 ) -> None:
     path = pack(core, packing, tmp_path)
     folder = tmp_path / "new"
     folder.mkdir()
 
     def refused(most_bytes: int = 1 << 30, timeout_s: float = 30) -> str:
-        with pytest.raises(stored_cores.CannotUnpack) as refusal:
+        with pytest.raises(packed_files.CannotUnpack) as refusal:
             stored_cores.unpack(str(path), str(folder), most_bytes=most_bytes, timeout_s=timeout_s)
         assert list(folder.iterdir()) == []
         return str(refusal.value)
@@ -440,8 +440,8 @@ def test_what_does_not_fit_is_not_unpacked(core: Path, copy: Path, tmp_path: Pat
     (tmp_path / "new").mkdir()
 
     def refused() -> str:
-        path = pack(copy, stored_cores.Packing.ZSTD, tmp_path)
-        with pytest.raises(stored_cores.CannotUnpack) as refusal:
+        path = pack(copy, packed_files.Packing.ZSTD, tmp_path)
+        with pytest.raises(packed_files.CannotUnpack) as refusal:
             stored_cores.unpack(str(path), str(tmp_path / "new"), most_bytes=1 << 60, timeout_s=30)
         assert list((tmp_path / "new").iterdir()) == []
         path.unlink()
@@ -456,10 +456,10 @@ def test_what_does_not_fit_is_not_unpacked(core: Path, copy: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("packing", "module"), [(stored_cores.Packing.ZSTD, "zstandard"), (stored_cores.Packing.LZ4, "lz4")]
+    ("packing", "module"), [(packed_files.Packing.ZSTD, "zstandard"), (packed_files.Packing.LZ4, "lz4")]
 )
 def test_without_its_program_a_module_unpacks_it_or_is_asked_for(
-    core: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: stored_cores.Packing, module: str
+    core: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: packed_files.Packing, module: str
 ) -> None:
     path = pack(core, packing, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -467,6 +467,6 @@ def test_without_its_program_a_module_unpacks_it_or_is_asked_for(
         assert stored_cores.head(str(path), 1 << 20) == core.read_bytes()[: 1 << 20]
     else:
         with pytest.raises(
-            stored_cores.CannotUnpack, match=f"{packing.value} is not installed: apt-get install {packing.value}"
+            packed_files.CannotUnpack, match=f"{packing.value} is not installed: apt-get install {packing.value}"
         ):
             stored_cores.head(str(path), 1 << 20)

@@ -88,9 +88,7 @@ def test_cores_are_found_by_what_is_in_them_newest_first(tmp_path: Path) -> None
     (tmp_path / "around").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     found = stored_cores.find(str(tmp_path))
-    assert [(Path(core.path).resolve(), core.packing) for core in found.cores] == list(
-        zip(files, ("", "gzip", "xz", ""), strict=True)
-    )
+    assert [Path(core).resolve() for core in found.cores] == list(files)
     assert found.skipped == ()
 
 
@@ -100,22 +98,20 @@ def test_what_systemd_packs_is_looked_into(tmp_path: Path, tool: str) -> None:
     for name, data in (("core.python3.0.4711", CORE), ("core.notes", LIBRARY)):
         done = subprocess.run([tool, "-qc"], input=data, capture_output=True, check=True, timeout=20)
         (tmp_path / f"{name}.{tool}").write_bytes(done.stdout)
-    assert [(Path(core.path).name, core.packing) for core in stored_cores.find(str(tmp_path)).cores] == [
-        (f"core.python3.0.4711.{tool}", tool)
-    ]
+    assert [Path(core).name for core in stored_cores.find(str(tmp_path)).cores] == [f"core.python3.0.4711.{tool}"]
 
 
 def test_what_is_called_a_core_and_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "core.1").touch()
     (tmp_path / "core.2.gz").write_bytes(gzip.compress(CORE)[:12])
     (tmp_path / "_usr_bin_python3.0.crash").write_text("ProblemType: Crash\nCoreDump: base64\n")
-    why = {Path(one.path).name: one.why for one in stored_cores.find(str(tmp_path)).skipped}
+    why = {Path(path).name: why for path, why in stored_cores.find(str(tmp_path)).skipped}
     assert "the disk was full" in why["core.1"]
     assert "apport-unpack" in why["_usr_bin_python3.0.crash"]
     for path, words in ((tmp_path / "gone", "No such file"), (tmp_path / "core.1", "the disk was full")):
         found = stored_cores.find(str(path))
         assert not found.cores
-        assert words in found.skipped[0].why
+        assert words in found.skipped[0][1]
 
 
 def test_a_folder_without_end_is_not_searched_to_its_end(tmp_path: Path) -> None:
@@ -126,8 +122,8 @@ def test_a_folder_without_end_is_not_searched_to_its_end(tmp_path: Path) -> None
         os.link(tmp_path / "data" / "0", tmp_path / "data" / str(number))
     began = time.monotonic()
     found = stored_cores.find(str(tmp_path))
-    assert [Path(core.path).name for core in found.cores] == ["aaa"]
-    assert "not searched completely: 20000 files read" in found.skipped[0].why
+    assert [Path(core).name for core in found.cores] == ["aaa"]
+    assert "not searched completely: 20000 files read" in found.skipped[0][1]
     assert time.monotonic() - began < 12
 
 
@@ -141,7 +137,7 @@ def test_files_of_others_are_told(tmp_path: Path) -> None:
     # Entered before, because the folders above are root's own.
     program = (
         "import os, sys; from distdiag.facts.core import stored_cores; os.chdir(sys.argv[1]); os.seteuid(65534)\n"
-        "for one in stored_cores.find('.').skipped: print(one.path, one.why)"
+        "for path, why in stored_cores.find('.').skipped: print(path, why)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True, timeout=20
@@ -218,7 +214,7 @@ def test_what_is_said_of_a_crash_is_what_happens(
     assert any(one.id == "core-bt.setup-ready" for one in found) is (id_ is None)
     assert (core.is_file() and core.stat().st_size > 0) is (id_ is None)
     if id_ is None:
-        assert [one.path for one in stored_cores.find(str(folder)).cores] == [str(core)]
+        assert stored_cores.find(str(folder)).cores == (str(core),)
 
 
 def test_a_rank_is_read_as_it_is(tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]]) -> None:
@@ -286,7 +282,7 @@ def test_a_process_that_changed_its_user_leaves_no_core(tmp_path: Path) -> None:
     assert ("core-bt.setup-dumpable" in found) is (facts.suid_dumpable != 1)
 
 
-def test_what_systemd_and_slurm_are_told_is_read(tmp_path: Path) -> None:
+def test_the_settings_of_systemd_are_read(tmp_path: Path) -> None:
     etc, usr = tmp_path / "etc/systemd/coredump.conf.d", tmp_path / "usr/lib/systemd/coredump.conf.d"
     etc.mkdir(parents=True)
     usr.mkdir(parents=True)
@@ -296,16 +292,6 @@ def test_what_systemd_and_slurm_are_told_is_read(tmp_path: Path) -> None:
     assert setup.coredump_conf(str(tmp_path)) == CoredumpConf(keeps=False, most_bytes=2 * GIB)
     (etc / "50-site.conf").write_text("[Coredump]\nExternalSizeMax=512M\n")
     assert setup.coredump_conf(str(tmp_path)) == CoredumpConf(keeps=True, most_bytes=GIB // 2)
-    conf = tmp_path / "slurm.conf"
-    for text, passes_on in (
-        ("ClusterName=a\n", True),
-        ("PropagateResourceLimits=NONE\n", False),
-        ("PropagateResourceLimits=MEMLOCK,CORE\n", True),
-        ("PropagateResourceLimitsExcept=core,AS\n", False),
-    ):
-        conf.write_text(text)
-        assert setup.slurm_propagates(str(conf)) is passes_on
-    assert setup.slurm_propagates(str(tmp_path / "none")) is None
 
 
 def facts_with(pattern: str, **changes: object) -> setup.SetupFacts:
@@ -315,7 +301,7 @@ def facts_with(pattern: str, **changes: object) -> setup.SetupFacts:
         facts.own, limits=setup.Limits(None, None, None), folder=setup.CoreFolder("/x", True, True, 99 * GIB, 1)
     )
     own = replace(own, memory_bytes=GIB, launchers=(), unit="", filter=0x33)
-    base = replace(facts, own=own, container="", handler_there=None, systemd=None, store=None, slurm_propagates=None)
+    base = replace(facts, own=own, container="", handler_there=None, systemd=None, store=None)
     return replace(base, pattern=parse_pattern(pattern, uses_pid=False), **changes)  # type: ignore[arg-type]
 
 

@@ -118,7 +118,7 @@ def test_a_new_finding_id_makes_the_page_stale(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=300,
         )
 
     assert check().returncode == 0

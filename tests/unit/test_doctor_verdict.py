@@ -265,6 +265,46 @@ def test_what_nvidia_smi_says_of_one_of_eight(change: tuple[str, str], id_: str,
     assert report.data.exclude == ("b" if level == "fail" else "")
 
 
+BUSY = (
+    ("Gpu                               : 0 %", "Gpu : 100 %"),
+    ("SM                                : 345 MHz", "SM : 1980 MHz"),
+)
+LOW = {
+    "maximum SM clock": ("SM                                : 1980 MHz", "SM : 1755 MHz"),
+    "application clock": ("Applications Clocks\n        Graphics                          : 1980 MHz",
+                          "Applications Clocks\n        Graphics : 1410 MHz"),
+    "power limit": ("Current Power Limit               : 700.00 W", "Current Power Limit : 500.00 W"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "change"), LOW.items())
+def test_a_limit_below_that_of_the_others_names_the_gpu_and_the_node(label: str, change: tuple[str, str]) -> None:
+    others = [node(host, gpus=gpus(h100(count=8))) for host in "bc"]
+    report = found(judged(node("a", gpus=gpus(h100(change, count=8))), *others))
+    assert report["gpu.slower"].where.hosts == ("a",)
+    assert f"GPU 7 (0000:1f:00.0, local rank 7): its {label} is " in report["gpu.slower"].title
+    assert (report["differs.gpus"].where.hosts, label in report["differs.gpus"].title) == (("a",), True)
+    whole = found(judged(node("a", gpus=gpus(h100(change))), *(node(host, gpus=gpus(h100())) for host in "bc")))
+    assert (whole["differs.gpus"].where.hosts, "gpu.slower" in whole) == (("a",), False)
+
+
+def test_the_clock_of_a_busy_gpu_is_compared_with_that_of_busy_ones() -> None:
+    def loaded(*clocks: int, percent: int = 100, watts: float = 300.0) -> Health:
+        gpu = h100(*BUSY).gpus[0]
+        gpu = replace(gpu, busy_percent=percent, power_w=watts)
+        return Health(tuple(replace(gpu, index=at, clock_mhz=mhz) for at, mhz in enumerate(clocks)))
+
+    low = found(judged(node("a", gpus=gpus(loaded(1980, 1935, 1200, 1980)))))["gpu.slower"]
+    assert "GPU 2 (" in low.title
+    assert "its SM clock under load is 1200 MHz, 1958 MHz on the other GPUs" in low.title
+    for health in (loaded(1980, 1700, 1980), loaded(1980, 1200, 1980, percent=50), loaded(1980, 1200, 1980, watts=690)):
+        assert not found(judged(node("a", gpus=gpus(health))))
+    three = found(
+        judged(*(node(host, gpus=gpus(loaded(mhz))) for host, mhz in (("a", 1980), ("b", 1200), ("c", 1950))))
+    )
+    assert three["differs.gpus"].where.hosts == ("b",)
+
+
 def test_the_rank_of_a_gpu_is_told_where_every_node_has_as_many() -> None:
     bad = h100(("HW Thermal Slowdown           : Not Active", "HW Thermal Slowdown : Active"), count=8)
     report = judged(node("a", gpus=gpus(h100(count=8))), node("b", gpus=gpus(bad)))

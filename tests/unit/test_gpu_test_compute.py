@@ -13,11 +13,11 @@ from distdiag.commands.gpu_test.compute import Compute
 from distdiag.commands.gpu_test.compute_findings import findings_of
 from distdiag.commands.gpu_test.rank import Rank
 from distdiag.commands.gpu_test.types import Request
-from distdiag.facts.computed import SLOW, Computed, Product, slow
+from distdiag.facts.computed import SLOW, Computed, Product, bad_ranks, slow
 from distdiag.facts.gpu_health import GpuHealth
 from distdiag.report import Finding, Level
 
-H100 = "NVIDIA H100 80GB HBM3, 132 multiprocessors, torch 2.13.0, 13.0"
+H100 = "NVIDIA H100 80GB HBM3, 132 multiprocessors, torch 2.13.0, 13.0, n 8192"
 BANDWIDTHS = {"copy": 2.6e12, "triad": 2.8e12, "to device": 54e9, "from device": 54e9}
 
 
@@ -83,6 +83,18 @@ def test_of_two_that_differ_none_is_accused() -> None:
     assert named(gpu(), gpu(digest="bb")) == [("compute-differs", Level.UNKNOWN, (0, 1))]
 
 
+def test_what_one_pass_leaves_out_of_the_pairs_is_what_is_reported() -> None:
+    ranks = [gpu(), gpu(400), gpu(digest="bb"), gpu(), gpu(), gpu()]
+    summaries = {rank: own.summary() for rank, own in enumerate(ranks)}
+    assert bad_ranks(summaries) == ({1}, {2})
+    assert {rank for found in judged(*ranks) for rank in found.where.ranks} == {1, 2}
+    assert bad_ranks({0: gpu().summary(), 1: gpu(digest="bb").summary()}) == (set(), set())
+
+
+def test_a_gpu_with_less_free_memory_is_not_compared() -> None:
+    assert named(gpu(), gpu(), gpu(300, digest="bb", model=H100.replace("n 8192", "n 1024"))) == []
+
+
 def test_own_wrong_results_come_first_and_are_not_said_twice() -> None:
     odd = replace(gpu().products[0], digest="bb", wrong=1, wrong_repetition=7, first_index=12, got="2", expected="1")
     (found,) = judged(gpu(), replace(gpu(), products=(odd,)), gpu())
@@ -114,6 +126,8 @@ def test_a_right_product_passes_all_checks(compute: Compute, precision: str) -> 
     assert compute._sums_off(precision, left, right, result) == 0
     result[3] += result.abs().max()
     assert compute._sums_off(precision, left, right, result) > 0
+    result[3, 5] = float("nan")
+    assert compute._sums_off(precision, left, right, result) == 256
 
 
 @pytest.mark.parametrize("bit", [0, 7, 15])

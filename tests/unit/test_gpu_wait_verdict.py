@@ -80,6 +80,16 @@ def test_a_rank_that_computes_in_python_while_the_others_wait_for_their_gpus_is_
     assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.WARN, StuckKind.BUSY, (2,))
 
 
+def test_where_all_ranks_are_in_ncclCommInitRank_their_network_is_tested_next() -> None:
+    everywhere = {rank: (place("ncclCommInitRank", library=NCCL, state="S"),) for rank in range(3)}
+    report = judge(picture([twice(ITEM, still=ASLEEP)] * 3, everywhere))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    assert "all 3 ranks wait in `ncclCommInitRank`" in report.summary
+    assert "over the interface that NCCL chose" in report.summary
+    assert report.findings[0].fix is not None
+    assert report.findings[0].fix.commands == ("distdiag ports",)
+
+
 def test_where_all_ranks_wait_for_their_gpus_none_is_to_blame_and_the_job_is_not_fine() -> None:
     report = judge(picture([spins()] * 3, {rank: (place("cudaStreamSynchronize"),) for rank in range(3)}))
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())

@@ -65,6 +65,7 @@ LINES = {
     "ofi-no-provider": "n3:88:91 [0] NCCL WARN NET/OFI Couldn't find any optimal provider",
     "desync-report": "  - [1] lagging/dead/mismatched ranks that caused the desync are: [3] finished collective #87, but didn't join collective #88 (count from 1)",
     "nccl2-async-error": "[E1126 02:12:33.912345678 ProcessGroupNCCLUtils.cpp:301] [TC][rank=3][name=0] nccl hit async error on rank 3: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    "nvshmem-halves": "WARN: NVSHMEM device library version (3.3.24) does not match with NVSHMEM host library version (3.2.5)",
     "deepep-nvshmem": "RuntimeError: DeepEP error: timeout (dispatch CPU)",
     "nccl2-timeout": "[TC][rank=3][name=main] Operation timed out after 600000 ms",
     "rccl-proxy": "n3:88:91 [0] proxy.cc:1521 NCCL WARN [Service thread] Failed to execute operation Connect from rank 1",

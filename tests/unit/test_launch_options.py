@@ -9,6 +9,8 @@ import pytest
 from distdiag.facts import launch_options
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from distdiag.facts.launch_options import Launch
 
 TORCHRUN = ("/venv/bin/python", "/venv/bin/torchrun")
@@ -95,3 +97,22 @@ def test_the_line_that_deepspeed_starts_on_a_node_lists_all_nodes() -> None:
 @pytest.mark.parametrize("world", ["", "%%", "bnVsbA=="])
 def test_a_world_info_that_is_none_lists_no_node(world: str) -> None:
     assert read("python", "-m", "deepspeed.launcher.launch", f"--world_info={world}", "train.py").hosts == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("mpirun -np 3 --hostfile hosts sh train.sh", ("n1", "n2")),
+        ("mpirun --hostfile hosts -np 8 --map-by node train", ()),
+        ("/opt/mpi/bin/mpiexec.hydra -n 3 -f bare train", ()),
+        ("mpirun -np 2 -H n1,n2:2,n3 train", ("n1", "n2")),
+        ("mpirun -np 2 -f none train", ()),
+        ("mpirun train", ()),
+    ],
+)
+def test_the_nodes_that_mpirun_fills(line: str, expected: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# ours\nn1 slots=2\nn2:2\nn3 slots = 2\n")
+    (tmp_path / "bare").write_text("n1\nn2\n")
+    words = line.split()
+    assert launch_options.is_mpirun(words)
+    assert launch_options.mpi_hosts(words, str(tmp_path)) == expected

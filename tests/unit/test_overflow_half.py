@@ -121,7 +121,7 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gamma": (lambda: Gamma().half(), {}),
     "lora, autocast": (Lora, {"autocast": HALF}),
     "gamma, autocast": (Gamma, {"autocast": HALF}),
-    "bfloat16": (lambda: mlp().bfloat16(), {"loss": tiny}),
+    "bfloat16": (lambda: mlp().bfloat16(), {"loss": tiny, "lr": 1e9}),
     "bfloat16, autocast": (mlp, {"loss": tiny, "autocast": torch.bfloat16}),
     "float32": (mlp, {"loss": lambda out: out.float().mean() * 1e-30}),
     "a scaler": (mlp, {"loss": tiny, "autocast": HALF, "scaler": torch.amp.GradScaler("cpu")}),
@@ -185,8 +185,8 @@ def test_gradients_that_add_up_many_backwards_in_16_bits_are_noted_once(
             optimizer.step()
             optimizer.zero_grad()
         assert detector.counts.off == ""
-        noted = [said for said in detector.counts.warnings if "add up 4 backwards in bfloat16" in said]
-        assert (noted, len(noted)) == (detector.counts.warnings, is_noted)
+        noted = ["add up 4 backwards in bfloat16" in said for said in detector.counts.warnings if "add up" in said]
+        assert noted == [True] * is_noted
 
 
 def test_a_forward_that_fails_in_a_look_leaves_no_hooks() -> None:

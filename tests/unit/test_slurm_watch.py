@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 from support import distdiag
 
-from distdiag.cluster.targets import Cluster
-from distdiag.commands.slurm.cron import limit_s, parse_period
 from distdiag.commands.slurm.queue import parse_jobs
-from distdiag.commands.slurm.watch import QueueFacts, Request, diagnose
-from distdiag.errors import UsageError
-from distdiag.gathered import Gathered
+from distdiag.commands.slurm.watch import diagnose
 
 # Written by squeue of SLURM 22.05, but for the reason with underscores, which newer versions write. The last field is
 # the name, which may hold anything.
@@ -32,9 +28,7 @@ QUEUE = """\
 
 
 def found(*asked: str, queue: str = QUEUE) -> list[tuple[str, str]]:
-    request = Request(program="distdiag", cluster=Cluster(), jobs=asked)
-    facts = QueueFacts(host="login1", at=0.0, queue=queue)
-    return [(finding.id, finding.title) for finding in diagnose(request, Gathered(facts=[facts])).findings]
+    return [(finding.id, finding.title) for finding in diagnose(asked, parse_jobs(queue)).findings]
 
 
 @pytest.mark.parametrize("alive", ["train", "7", "clean", "array", "12", "12_2", "chain", 'a|b "c"'])
@@ -59,28 +53,13 @@ def test_what_is_wrong_is_named(asked: str, id_: str, says: str) -> None:
 
 
 def test_lines_of_something_else_are_no_jobs() -> None:
-    assert parse_jobs("") == parse_jobs("CLUSTER: abc\n|||") == ()
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("1m", 60), ("6h", 21600), ("7d", 604800)])
-def test_periods(text: str, seconds: int) -> None:
-    assert parse_period(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "6", "0h", "-1h", "1s", "400d", "1h30m"])
-def test_what_is_no_period(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_period(text)
+    assert parse_jobs("") == parse_jobs("CLUSTER: abc\n|||") == []
 
 
 @pytest.mark.parametrize(
-    ("time", "seconds"),
-    [("", 0), ("60", 3600), ("10:30", 630), ("1:00:00", 3600), ("1-0", 86400), ("1-2:30", 95400), ("0-0:0:5", 5)],
+    ("every", "says"),
+    [("", "not a time"), ("1h30m", "not a time"), ("-1h", "not a time"), ("1s", "too short"), ("400d", "too long")],
 )
-def test_time_limits_as_sbatch_reads_them(time: str, seconds: int) -> None:
-    assert limit_s(time) == seconds
-
-
-def test_a_run_may_not_last_longer_than_the_period() -> None:
-    done = distdiag("slurm", "cron", "--name", "x", "--every", "5m", "--time", "60", "--", "true")
-    assert (done.code, "--every 5m is shorter than --time 60" in done.err) == (2, True), done.err
+def test_what_is_no_period_is_wrong_usage(every: str, says: str) -> None:
+    done = distdiag("slurm", "cron", "--name", "x", f"--every={every}", "--", "true")
+    assert (done.code, says in done.err) == (2, True), done.err

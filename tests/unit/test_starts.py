@@ -192,4 +192,62 @@ def test_a_launcher_that_still_imports_is_not_missing() -> None:
     ],
 )
 def test_the_corrected_line_pastes(line: str, expected: str) -> None:
-    assert corrected(replace(launcher(), command=line), "n1:29500") == expected
+    options = ["--master-addr=n1", "--master-port=29500"]
+    assert corrected(replace(launcher(), command=line), options) == expected
+
+
+def step(number: int, host: str, line: str = "", port: int = 29500) -> Start:
+    """A rank of srun or mpirun at a name that its node does not resolve, or at another port."""
+    unknown = host == "x9"
+    met = (
+        Meeting(host, port, error="Name or service not known")
+        if unknown
+        else Meeting(host, port, (HEAD,), state="closed")
+    )
+    start = launcher(met, program="environment", backend="env", host=host, port=port)
+    return replace(start, rank=number, world_size=2, tasks=2, command=line)
+
+
+def test_the_line_of_srun_or_mpirun_is_printed_with_the_node_of_rank_0() -> None:
+    for line in ("MASTER_ADDR=x9 MASTER_PORT=29500 srun a.sh", "mpirun -x MASTER_ADDR=x9 -x MASTER_PORT=29500 a.sh"):
+        (found,) = judge(node(1, step(0, "x9", line)), node(2, step(1, "x9")), of_ranks=True)
+        assert found.fix is not None
+        assert found.fix.commands == (line.replace("x9", HEAD),)
+
+
+def test_a_variable_that_one_node_sets_is_looked_for_there() -> None:
+    first = replace(rank(0, own_store()), tasks=2, command="MASTER_ADDR=n1 MASTER_PORT=29500 srun a.sh")
+    (found,) = judge(node(1, first), node(2, step(1, "n1", port=29501)), of_ranks=True)
+    assert found.title == "rank 1 on n2 waits at n1:29501, n1 at n1:29500"
+    assert found.fix is not None
+    assert found.fix.text.startswith("find what sets MASTER_PORT=29501 on n2")
+
+
+def test_a_rank_0_whose_stack_cannot_be_read_is_not_called_missing() -> None:
+    """No py-spy on its node; its port differs."""
+    process = replace(hang_facts.node((), ()).processes.processes[0], command="train.py", pid=1)
+    first, other = node(1), node(2, step(1, "n1", port=29501))
+    place = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    nodes = [
+        replace(each, processes=replace(each.processes, processes=(replace(process, job=place),)))
+        for each in (first, other)
+    ]
+    (found,) = judge(*nodes, of_ranks=True)
+    assert found.title == "rank 1 on n2 waits for n1:29501, where nothing listens: rank 0 on n1 meets at n1:29500"
+    assert (found.level, found.where.hosts) == (Level.WARN, ())
+
+
+def test_an_interface_that_a_node_lacks_is_named() -> None:
+    bad = rank(1, interfaces={"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "eth0"}, world=3)
+    (found,) = judge(node(1, rank(0, own_store(), world=3)), node(2, bad), of_ranks=True)
+    assert "NCCL_SOCKET_IFNAME=ib is no interface of n2 (eth0)." in found.detail
+    assert "GLOO_SOCKET_IFNAME=eth0 is eth0 10.0.0.2 on n2." in found.detail
+
+
+def test_a_closed_path_accuses_both_ends_unless_another_node_comes_through() -> None:
+    closed = launcher(Meeting("n1", 29500, (HEAD,), state="filtered"), node_rank=1)
+    (found,) = judge(node(1, launcher(own_store(), node_rank=0)), node(2, closed))
+    assert found.where.hosts == ("n2", "n1")
+    through = replace(launcher(node_rank=2), joined=True)
+    (found,) = judge(node(1, launcher(own_store(), node_rank=0)), node(2, closed), node(3, through))
+    assert found.where.hosts == ("n2",)

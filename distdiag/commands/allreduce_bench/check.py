@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distdiag.commands.allreduce_bench import diagnose, earlier, plot
+from distdiag.commands.allreduce_bench import diagnose, earlier, plot, table
 from distdiag.commands.allreduce_bench.diagnose import rows_for, rows_of
 from distdiag.commands.allreduce_bench.findings import format_row
 from distdiag.commands.allreduce_bench.formulas import BOTH_WAYS, ONLY_IN_PLACE
@@ -130,6 +130,8 @@ def _collect(request: Request, progress: Progress) -> Gathered[SavedRun]:
     Two runs of the same differ by more than the spread of their iterations: where the ranks' memory and cores are is
     drawn anew each time.
     """
+    if table.is_alone(request):
+        return Gathered(facts=[])
     me = identify(os.environ)
     runs = [runner.carry_out(job_of(request), progress)]
     while (me is None or me.world_size == 1) and len(runs) <= _REPEATS:  # under a launcher the others are gone by now
@@ -142,6 +144,8 @@ def _collect(request: Request, progress: Progress) -> Gathered[SavedRun]:
 
 
 def _judged(request: Request, runs: Sequence[SavedRun]) -> Report[Bench]:
+    if not runs:
+        return table.judge(request)
     report = rank_report.report_of(job_of(request), runs[0])
     for run in runs[1:]:
         again = _slower(request, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Annotated
 
 import typer
@@ -71,6 +72,14 @@ def parse_params(text: str) -> float:
     return value
 
 
+def parse_nics(text: str) -> float:
+    """Parse the NICs of a node, count x Gb/s: 8x400. Returns bytes/s of all. Raises UsageError."""
+    match = re.fullmatch(r"([1-9]\d{0,2})x(\d{1,5}(?:\.\d{1,3})?)", text, re.ASCII)
+    if match is None or not float(match[2]):
+        raise UsageError(f"--nics {text!r}: not a number of NICs and their rate", hint="write 8x400 for 8 of 400 Gb/s")
+    return int(match[1]) * float(match[2]) * 1e9 / 8
+
+
 @on_hosts
 def allreduce_bench(
     nproc: NprocOpt = None,
@@ -113,8 +122,13 @@ def allreduce_bench(
         str,
         typer.Option(
             metavar="PATH",
-            help="Compare with an earlier run: files of --save, output of --json, or text of nccl-tests.",
+            help="Compare with an earlier run: files of --save, output of --json, or text of nccl-tests. Without "
+            "--nproc and hosts, judge such a text alone, without a run.",
         ),
+    ] = "",
+    nics: Annotated[
+        str,
+        typer.Option(metavar="NxGb/s", help="With a text of nccl-tests alone: the NICs of each node: 8x400, 1x200."),
     ] = "",
     plot: Annotated[
         str,
@@ -159,6 +173,7 @@ def allreduce_bench(
       distdiag allreduce-bench                # all GPUs of this machine
       distdiag allreduce-bench --hosts node[1-4] --save before
       distdiag allreduce-bench --hosts node[1-4] --compare before
+      distdiag allreduce-bench --compare all_reduce_perf.txt --nics 8x400
     """
     from distdiag import runner
     from distdiag.commands.allreduce_bench import check as bench
@@ -194,6 +209,7 @@ def allreduce_bench(
             nccl_debug=nccl_debug,
             files=(("save", save), ("compare", compare), ("plot", plot)),
             baseline=None if explain else bench.read_files(compare, plot),
+            nics_bytes_per_s=parse_nics(nics) if nics else None,
             fault=parse_fault(inject) if inject is not None else None,
         )
 

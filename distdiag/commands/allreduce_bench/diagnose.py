@@ -203,18 +203,7 @@ def _pauses(course: RunRecord) -> dict[int, list[PausedTold]]:
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Bench:
     """Return the facts of a run in which no rank was started."""
-    return Bench(
-        **facts,
-        device_name=None,
-        nodes=len(why.scene.places),
-        stat=request.stat,
-        results=(),
-        arrivals=(),
-        verdict=None,
-        compared=(),
-        no_core_share=0.0,
-        training=(),
-    )
+    return Bench(**facts, nodes=len(why.scene.places), stat=request.stat)
 
 
 def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Finding]:

@@ -62,6 +62,15 @@ class Baseline:
     world_size: int | None
     device: str | None
     notes: tuple[str, ...]
+    nodes: int | None = None
+    """Hosts of the ranks; None where the file does not name them."""
+    wrong: int = 0
+    """Results with wrong data."""
+
+    @property
+    def is_table(self) -> bool:
+        """Return whether it is a text of nccl-tests."""
+        return not self.made_by.startswith("distdiag")
 
 
 @dataclass(kw_only=True)
@@ -204,7 +213,7 @@ def _known(spread: float) -> float | None:
 _MADE_BY = re.compile(r"\b((?:nccl|rccl)-tests):? [vV]ersion (\S{1,40})")
 _RANK = re.compile(
     r"# {1,9}Rank {1,9}(\d{1,9}) {1,9}(?:Group {1,9}(\d{1,9}) )?"
-    r".{0,200}?\bdevice {1,9}\d{1,9} \[[^]]{0,40}\] {0,9}(\S.{0,99})"
+    r".{0,100}?(?:\bon {1,60}(\S{1,255}) {1,9})?\bdevice {1,9}\d{1,9} \[[^]]{0,40}\] {0,9}(\S.{0,99})"
 )
 _BLANK_HALF = " " * 25
 """The gap in a line where only in-place was measured; the columns of a whole line are closer."""
@@ -234,6 +243,8 @@ def _read_nccl_tests(text: str, path: str) -> Baseline:
         world_size=next(iter(sizes), None),
         device=", ".join(dict.fromkeys(tables.devices))[:200] or None,
         notes=tables.notes(),
+        nodes=len(tables.hosts) or None,
+        wrong=tables.wrong,
     )
 
 
@@ -252,6 +263,7 @@ class _Tables:
     def __init__(self, path: str) -> None:
         self.made_by = "nccl-tests"
         self.devices: list[str] = []
+        self.hosts: set[str] = set()
         self.columns: _Columns | None = None
         self._found = _Found()
         self._named = _op_in(os.path.basename(path))
@@ -301,6 +313,11 @@ class _Tables:
             for row in rows
         )
 
+    @property
+    def wrong(self) -> int:
+        """The number of results with wrong data."""
+        return self._found.wrong
+
     def notes(self) -> tuple[str, ...]:
         """List the limits of these rows."""
         assumed = ["the file does not name the collective: all_reduce is assumed"] if self._assumed else []
@@ -313,7 +330,8 @@ class _Tables:
             self._ranks.clear()
         self._in_table = False
         self._ranks.setdefault(match[2] or "", set()).add(int(match[1]))
-        self.devices.append(match[3].strip())
+        self.hosts |= {match[3]} - {None}
+        self.devices.append(match[4].strip())
 
     def _take_row(self, words: list[str], columns: _Columns, *, only_in_place: bool) -> None:
         self._in_table = True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES
 from distdiag.commands.allreduce_bench.types import GIGA, Compared, Expectation, Unit
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
 from distdiag.knowledge.bandwidth import training_lines, zero3_rule
 from distdiag.knowledge.busbw import assess
@@ -130,24 +131,14 @@ def shape_findings(
     found = [_straggler(request, late)] if late is not None else []
     for op in dict.fromkeys(row.op for row in results):
         mine = [row for row in results if row.op == op and row.time_s is not None]
-        found += [*_fall(request, mine), *_outliers(request, mine), *_drift(request, mine)]
+        found += [*_fall(request, mine), *_outliers(mine), *_drift(mine)]
     return [*found, *(_unsteady(request, results) if whole else ())]
 
 
 def _straggler(request: Request, late: Late) -> Finding:
-    return Finding(
-        id=f"{request.command}.late-rank",
-        level=Level.WARN,
-        title=f"rank {late.rank} ({late.host}) is late in {late.rows} of {late.of} rows: by "
-        f"{micros(late.late_s)} us, {late.share:.0%} of a row's time",
-        detail="All other ranks wait for it inside the collective, so their time there is long and its own is short. "
-        "This is a slow rank (its CPU, its GPU, another program on it), not a slow link: a link slows all ranks alike.",
-        where=Where(hosts=(late.host,), ranks=(late.rank,)),
-        fix=Fix(
-            text="check what else runs there, clocks and temperature; a slow link would show in pairs of ranks",
-            commands=(request.pairs(),),
-        ),
-    )
+    words = {"rank": late.rank, "host": late.host, "rows": late.rows, "of": late.of, "late": micros(late.late_s)}
+    where = Where(hosts=(late.host,), ranks=(late.rank,))
+    return finding("allreduce-bench.late-rank", words, where=where, share=f"{late.share:.0%}", pairs=request.pairs())
 
 
 def _varies(times: Times) -> bool:
@@ -163,22 +154,13 @@ def _unsteady(request: Request, results: Sequence[SizeResult]) -> list[Finding]:
     worst = max(bad, key=lambda row: row.size_bytes)
     assert worst.time_s is not None
     over_time = (worst.algbw_bytes_per_s or 0.0) * getattr(worst.time_s, request.stat) / worst.time_s.mean
+    words = {name: micros(getattr(worst.time_s, name)) for name in ("mean", "p50", "iqr")}
     return [
-        Finding(
-            id=f"{request.command}.unsteady",
-            level=Level.WARN,
-            title=f"unsteady times in {len(bad)} of {len(rows)} rows: {worst.op} of {short(worst.size_bytes)} has mean "
-            f"{micros(worst.time_s.mean)} us, median {micros(worst.time_s.p50)} us",
-            detail=f"Its quartiles are {micros(worst.time_s.iqr)} us apart, and over time its algbw is "
-            f"{speed(over_time, request.unit)}. A job gets the mean, and the median says little here. Typical causes: "
-            "ranks that are stopped or throttled, other programs on the same cores, or an unstable link.",
-            fix=Fix(
-                text="show the bandwidth of the mean; check what else runs on these cores",
-                commands=(
-                    request.again(stat="mean"),
-                    "grep -r nr_throttled /sys/fs/cgroup --include=cpu.stat | grep -v ' 0$'",
-                ),
-            ),
+        finding(
+            "allreduce-bench.unsteady",
+            {**words, "number": len(bad), "of": len(rows), "row": f"{worst.op} of {short(worst.size_bytes)}"},
+            over_time=speed(over_time, request.unit),
+            again=request.again(stat="mean"),
         )
     ]
 
@@ -189,64 +171,38 @@ def _fall(request: Request, rows: list[SizeResult]) -> list[Finding]:
         return []
     best = max(large, key=lambda row: row.busbw_bytes_per_s or 0.0)
     last = max(large, key=lambda row: row.size_bytes)
-    assert best.busbw_bytes_per_s is not None
-    assert last.busbw_bytes_per_s is not None
-    if last.busbw_bytes_per_s >= _FALL * best.busbw_bytes_per_s:
+    if (last.busbw_bytes_per_s or 0.0) >= _FALL * (best.busbw_bytes_per_s or 0.0):
         return []
-    on_cpu = " On the CPU this is the effect of caches." if last.size_bytes <= 2**28 else ""
-    return [
-        _info(
-            request,
-            "falls",
-            f"{last.op} bandwidth falls at large sizes: {speed(last.busbw_bytes_per_s, request.unit)} at "
-            f"{short(last.size_bytes)}, {speed(best.busbw_bytes_per_s, request.unit)} at {short(best.size_bytes)}",
-            "Typical causes: memory that is paged or remote (NUMA), a link that loses packets, or a congested switch."
-            + on_cpu,
-        )
-    ]
+    on_cpu = "On the CPU this is the effect of caches." if last.size_bytes <= 2**28 else ""
+    words = {
+        name: f"{speed(row.busbw_bytes_per_s or 0.0, request.unit)} at {short(row.size_bytes)}"
+        for name, row in (("last", last), ("best", best))
+    }
+    return [finding("allreduce-bench.falls", words, op=last.op, on_cpu=on_cpu)]
 
 
-def _outliers(request: Request, rows: list[SizeResult]) -> list[Finding]:
-    bad = [
-        row
-        for row in rows
-        if row.time_s is not None and row.iterations >= _ENOUGH_FOR_P99 and row.time_s.p99 > _OUTLIERS * row.time_s.p50
-    ]
-    if not bad:
+def _outliers(rows: list[SizeResult]) -> list[Finding]:
+    timed = [(row, row.time_s) for row in rows if row.time_s is not None and row.iterations >= _ENOUGH_FOR_P99]
+    row, times = max(timed, key=lambda each: each[1].p99 / each[1].p50, default=(None, None))
+    if row is None or times is None or times.p99 <= _OUTLIERS * times.p50:
         return []
-    worst = max(bad, key=lambda row: row.time_s.p99 / row.time_s.p50 if row.time_s else 0.0)
-    assert worst.time_s is not None
-    return [
-        _info(
-            request,
-            "outliers",
-            f"{worst.op}: p99 is {worst.time_s.p99 / worst.time_s.p50:.0f} times the median at "
-            f"{short(worst.size_bytes)} ({micros(worst.time_s.p99)} us, median {micros(worst.time_s.p50)} us)",
-            "Typical causes: other programs on the same CPUs or link, or retransmissions. A training step waits for "
-            "the slowest call.",
-        )
-    ]
+    words = {"op": row.op, "size": short(row.size_bytes), "times": f"{times.p99 / times.p50:.0f}"}
+    return [finding("allreduce-bench.outliers", words, p99=micros(times.p99), p50=micros(times.p50))]
 
 
-def _drift(request: Request, rows: list[SizeResult]) -> list[Finding]:
+def _drift(rows: list[SizeResult]) -> list[Finding]:
     bad = [row for row in rows if row.drift is not None and row.drift > _DRIFT and row.size_bytes >= _LARGE_BYTES]
     # A single row can be chance: other traffic came meanwhile.
     if len(bad) < 2:
         return []
     worst = max(bad, key=lambda row: row.drift or 0.0)
-    return [
-        _info(
-            request,
-            "drift",
-            f"{worst.op} got slower during the measurement in {len(bad)} rows: by {(worst.drift or 1) - 1:.0%} at "
-            f"{short(worst.size_bytes)}",
-            "Typical causes: throttling (heat, power), or other traffic that started on the link.",
-        )
-    ]
-
-
-def _info(request: Request, name: str, title: str, detail: str) -> Finding:
-    return Finding(id=f"{request.command}.{name}", level=Level.INFO, title=title, detail=detail)
+    words = {
+        "op": worst.op,
+        "size": short(worst.size_bytes),
+        "rows": len(bad),
+        "drift": f"{(worst.drift or 1) - 1:.0%}",
+    }
+    return [finding("allreduce-bench.drift", words)]
 
 
 _LARGE_IN_A_NODE_BYTES = 128 * 2**20
@@ -262,7 +218,6 @@ def expectation(
     if largest is None or largest.busbw_bytes_per_s is None:
         return None
     nodes = len(plan.machines)
-    least = _LARGE_BETWEEN_NODES_BYTES if nodes > 1 else _LARGE_IN_A_NODE_BYTES
     setting = Setting(
         device_name=device_name if plan.device is Device.CUDA else None,
         world_size=plan.nproc,
@@ -270,12 +225,18 @@ def expectation(
         ranks_per_node=plan.nproc // nodes,
         nic_bytes_per_s=nic_rate(plan, scene),
     )
-    found = assess(largest.busbw_bytes_per_s, setting)
-    too_small = largest.size_bytes < least and plan.device is Device.CUDA
-    small = f"the largest all_reduce, {short(largest.size_bytes)}, is too small to judge: use {short(least)} or more"
+    return expected_of(setting, largest.size_bytes, largest.busbw_bytes_per_s)
+
+
+def expected_of(setting: Setting, size_bytes: int, busbw_bytes_per_s: float) -> Expectation:
+    """Judge an all_reduce of this size; too small a size on GPUs is unknown."""
+    least = _LARGE_BETWEEN_NODES_BYTES if setting.nodes > 1 else _LARGE_IN_A_NODE_BYTES
+    found = assess(busbw_bytes_per_s, setting)
+    too_small = size_bytes < least and setting.device_name is not None
+    small = f"the largest all_reduce, {short(size_bytes)}, is too small to judge: use {short(least)} or more"
     return Expectation(
         judgement=Judgement.UNKNOWN if too_small else found.judgement,
-        size_bytes=largest.size_bytes,
+        size_bytes=size_bytes,
         expected_busbw_bytes_per_s=found.expected_bytes_per_s,
         percent_of_link=found.percent_of_link,
         percent_of_nic=found.percent_of_nic,
@@ -299,24 +260,10 @@ def hardware_findings(request: Request, found: Expectation | None) -> list[Findi
     """Return a bandwidth that is lower than it should be."""
     if found is None or found.judgement not in (Judgement.LOW, Judgement.BAD):
         return []
-    bad = found.judgement == Judgement.BAD
-    return [
-        Finding(
-            id=f"{request.command}.{'bandwidth-bad' if bad else 'bandwidth-low'}",
-            level=Level.FAIL if bad else Level.WARN,
-            title=f"all_reduce of {short(found.size_bytes)} is far slower than this hardware should be"
-            if bad
-            else f"all_reduce of {short(found.size_bytes)} is slower than usual for this hardware",
-            evidence=(*found.lines, f"source: {found.source}"),
-            fix=Fix(
-                text="check which transport NCCL uses, then test pairs of ranks to find the link",
-                commands=(
-                    request.again(nccl_debug=""),
-                    request.pairs(),
-                ),
-            ),
-        )
-    ]
+    verdict = "bandwidth-bad" if found.judgement == Judgement.BAD else "bandwidth-low"
+    words = {"size": short(found.size_bytes), "again": request.again(nccl_debug=""), "pairs": request.pairs()}
+    evidence = (*found.lines, f"source: {found.source}")
+    return [finding(f"allreduce-bench.{verdict}", words, evidence=evidence)]
 
 
 def training(request: Request, plan: Plan, scene: Inventory, results: Sequence[SizeResult]) -> tuple[str, ...]:
@@ -381,9 +328,9 @@ def _compared(row: SizeResult, before: Earlier) -> Compared:
 def differs(baseline: Baseline, world_size: int, device: str) -> str:
     """Return why the times of two runs are not comparable; empty if they are."""
     if baseline.world_size is not None and baseline.world_size != world_size:
-        return f"times are not comparable: {counted(world_size, 'rank')} now, {baseline.world_size} in the earlier run"
+        return f"{counted(world_size, 'rank')} now, {baseline.world_size} in the earlier run"
     if baseline.device and baseline.device != device:
-        return f"times are not comparable: on {device} now, on {baseline.device} in the earlier run"
+        return f"on {device} now, on {baseline.device} in the earlier run"
     return ""
 
 
@@ -391,44 +338,31 @@ def comparison_findings(
     request: Request, baseline: Baseline, why: str, compared: Sequence[Compared], no_core: float = 0.0
 ) -> list[Finding]:
     """Return where this run is slower than the earlier run; `why`: not comparable; `no_core`: see types.Bench."""
+    words = {"made_by": baseline.made_by, "device": baseline.device or ""}
+    words |= {"least": f"{_BAND_LEAST:.0%}", "most": f"{_BAND_MOST:.0%}"}
     if why or not compared:
-        words = why or "no row of this run is in the earlier run: other sizes, collectives or types"
-        return [_finding(request, "compare-differs", Level.UNKNOWN, words, baseline)]
+        words["why"] = why or "no row of this run is in the earlier run: other sizes, collectives or types"
+        differs = "allreduce-bench.compare-differs"
+        return [finding(differs, words, content=_content(baseline), evidence=baseline.notes)]
     slower = sorted((row for row in compared if row.slower), key=lambda row: -row.ratio)
     if not slower:
         return []
     worst = slower[0]
-    words = (
-        f"{len(slower)} of {counted(len(compared), 'row')} slower than in the earlier run: {worst.op} of "
-        f"{short(worst.size_bytes)} takes {worst.ratio:.2f} times as long ({micros(worst.p50_s)} us, before "
-        f"{micros(worst.earlier_p50_s)} us)"
-    )
+    words |= {
+        "number": f"{len(slower)} of {counted(len(compared), 'row')}",
+        "row": f"{worst.op} of {short(worst.size_bytes)}",
+        "ratio": f"{worst.ratio:.2f}",
+        "p50": micros(worst.p50_s),
+        "earlier": micros(worst.earlier_p50_s),
+    }
     level = Level.FAIL if len(slower) >= _WORSE_ROWS * len(compared) else Level.WARN
+    fix = Fix(text="check whether a rank is reported as late, or test pairs of ranks", commands=(request.pairs(),))
     if level is Level.FAIL and no_core > _BUSY and worst.ratio < _NEVER_BUSY:
         level = Level.UNKNOWN
-        words += f"; but ranks waited for a core {no_core:.0%} of the time: other programs use the cores"
-    return [_finding(request, "slower", level, words, baseline)]
-
-
-def _finding(request: Request, name: str, level: Level, title: str, baseline: Baseline) -> Finding:
-    return Finding(
-        id=f"{request.command}.{name}",
-        level=level,
-        title=title,
-        detail=f"The earlier run was measured by {baseline.made_by}"
-        + (f" on {baseline.device}" if baseline.device else "")
-        + ". A row counts as slower beyond the noise of its own iterations: at least "
-        f"{_BAND_LEAST:.0%}, at most {_BAND_MOST:.0%}.",
-        evidence=baseline.notes,
-        fix=Fix(
-            text="check whether a rank is reported as late, or test pairs of ranks",
-            commands=(request.pairs(),),
-        )
-        if level in (Level.FAIL, Level.WARN)
-        else Fix(text="compare again when these cores are free", commands=(request.again(),))
-        if name == "slower"
-        else Fix(text=f"the earlier run has {_content(baseline)}"),
-    )
+        words["no_core"] = f"{no_core:.0%}"
+        fix = Fix(text="compare again when these cores are free", commands=(request.again(),))
+    found = finding("allreduce-bench.slower", words, level=level, evidence=baseline.notes)
+    return [replace(found, fix=fix)]
 
 
 def _content(baseline: Baseline) -> str:

@@ -76,6 +76,8 @@ class Request(types.Request):
     """--save, --compare and --plot, as they were typed."""
     baseline: Baseline | None = None
     """The earlier run to compare with."""
+    nics_bytes_per_s: float | None = None
+    """Of --nics: the line rate of a node where a table of nccl-tests is judged alone."""
     fault: Fault | None = None
 
     @property
@@ -181,16 +183,16 @@ class Compared:
 class Bench(types.RunFacts):
     """The facts of a run."""
 
-    device_name: str | None
+    device_name: str | None = None
     nodes: int
     stat: str
-    results: tuple[SizeResult, ...]
-    arrivals: tuple[Arrival, ...]
-    verdict: Expectation | None
-    compared: tuple[Compared, ...]
-    no_core_share: float
+    results: tuple[SizeResult, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
+    verdict: Expectation | None = None
+    compared: tuple[Compared, ...] = ()
+    no_core_share: float = 0.0
     """Part of the time that the median rank waited for a core: other programs use them, and times say little."""
-    training: tuple[str, ...]
+    training: tuple[str, ...] = ()
     """What it means for a model of --params, in lines."""
 
 

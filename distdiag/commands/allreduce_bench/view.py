@@ -27,6 +27,8 @@ def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iter
     data = report.data
     yield from host_table(data.hosts)
     if not data.ranks:
+        if data.verdict is not None and not report.findings:  # of a table, which the user has
+            yield Text("\n".join(data.verdict.lines))
         return
     if any(finding.where.ranks and finding.level is Level.FAIL for finding in report.findings):
         yield rank_table(data)
@@ -46,19 +48,12 @@ def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iter
 
 
 def _rows(data: Bench, unit: Unit) -> Table:
-    right = {"justify": "right", "no_wrap": True}
     bandwidth = "Gb/s" if unit == "gbps" else "GB/s"
+    titles = ("p50\nus", "mean\nus", "p99\nus", f"algbw\n{bandwidth}", f"busbw\n{bandwidth}", "#wrong")
     table = Table(
-        Column("size", justify="right", no_wrap=True),
-        Column("count", justify="right", no_wrap=True),
-        Column("type", no_wrap=True),
-        Column("op", no_wrap=True),
-        Column("p50\nus", **right),  # type: ignore[arg-type]
-        Column("mean\nus", **right),  # type: ignore[arg-type]
-        Column("p99\nus", **right),  # type: ignore[arg-type]
-        Column(f"algbw\n{bandwidth}", **right),  # type: ignore[arg-type]
-        Column(f"busbw\n{bandwidth}", **right),  # type: ignore[arg-type]
-        Column("#wrong", **right),  # type: ignore[arg-type]
+        *(_number(title) for title in ("size", "count")),
+        *(Column(title, no_wrap=True) for title in ("type", "op")),
+        *(_number(title) for title in titles),
         box=None,
         pad_edge=False,
         padding=(0, 1, 0, 0),
@@ -67,6 +62,10 @@ def _rows(data: Bench, unit: Unit) -> Table:
     for row in data.results:
         table.add_row(*_cells(row, unit))
     return table
+
+
+def _number(title: str) -> Column:
+    return Column(title, justify="right", no_wrap=True)
 
 
 def _cells(row: SizeResult, unit: Unit) -> list[str | Text]:
@@ -84,15 +83,8 @@ def _cells(row: SizeResult, unit: Unit) -> list[str | Text]:
 
 
 def _beside(data: Bench) -> Table:
-    table = plain_table(
-        Column("op", no_wrap=True),
-        Column("size", justify="right", no_wrap=True),
-        Column("before us", justify="right", no_wrap=True),
-        Column("now us", justify="right", no_wrap=True),
-        Column("ratio", justify="right", no_wrap=True),
-        Column("limit", justify="right", no_wrap=True),
-        Column("", no_wrap=True),
-    )
+    numbers = (_number(title) for title in ("size", "before us", "now us", "ratio", "limit"))
+    table = plain_table(Column("op", no_wrap=True), *numbers, Column("", no_wrap=True))
     for row in data.compared:
         table.add_row(
             row.op,

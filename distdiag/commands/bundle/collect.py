@@ -1,7 +1,6 @@
-"""Facts of one node for bundle: limits, settings and command lines of the ranks, the node's own, and the logs' ends.
+"""Facts of one node for bundle: processes of the job, the machine, and the ends of logs.
 
-Nothing is judged here, and nothing is redacted: what is secret is listed as such, and the parent takes it out of all
-facts of all nodes before anything is written.
+Not redacted here: secrets are listed, and the parent removes these from the facts of all nodes before writing a file.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SECRET_NAME = re.compile(
     r"(?i)(?:token(?!s|iz)|secret|passw|passphrase|api[-_]?key|access[-_]?key|private[-_]?key|credential"
     r"|(?<!x)auth(?!or(?!iz))|cookie|webhook|signature|dsn$|(?:^|[-_])(?:key|sig|pass|pw)$|_pwd$|(?-i:PW|[A-Z]PASS)$)"
 )
-"""Names of variables and options whose value is a secret; not TOKENIZERS_PARALLELISM, max_tokens, author."""
+"""Names of variables and options with secret values; excludes TOKENIZERS_PARALLELISM, max_tokens, author."""
 _SHOWN = re.compile(
     r"NCCL_|RCCL_|GLOO_|TORCH|PYTORCH_|CUDA_|HIP_|ROCR_|NVIDIA_|OMP_|MKL_|KMP_|MASTER_|RANK$|LOCAL_|WORLD_SIZE$|GROUP_"
     r"|ROLE_|NODE_RANK$|SLURM_|OMPI_|PMI|PMIX_|UCX_|FI_|IBV_|MLX5_|LD_|PYTHON|VIRTUAL_ENV$|CONDA_PREFIX$|PATH$"
@@ -48,7 +47,7 @@ _MOST_OF_LIMITS = 8192
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank or launcher. `environment`: what training depends on; `other_variables`: of the rest, the names."""
+    """One rank or launcher. `environment`: variables relevant to training; `other_variables`: names of the rest."""
 
     pid: int
     rank: int | None
@@ -63,7 +62,7 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class LogTail:
-    """The end of a file that ranks write to. `size_bytes`: of the whole file; `rank`: who writes it, if one does."""
+    """The end of a log file. `size_bytes`: of the whole file; `rank`: its only writer, if any."""
 
     path: str
     rank: int | None
@@ -74,7 +73,7 @@ class LogTail:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the node is. `time_s`: its clock, in seconds since 1970; `memory`: lines of /proc/meminfo."""
+    """The node. `time_s`: its clock, in seconds since 1970; `memory`: lines of /proc/meminfo."""
 
     kernel: str
     system: str
@@ -88,7 +87,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Names:
-    """What identifies people and machines here, and the secrets of the job: never written, only taken out."""
+    """Names of people and machines, and the job's secrets: used for redaction, never written."""
 
     hosts: tuple[str, ...] = ()
     users: tuple[str, ...] = ()
@@ -99,7 +98,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Part:
-    """What is sent at a time."""
+    """One message."""
 
     machine: Machine | None = None
     names: Names | None = None
@@ -108,9 +107,11 @@ class Part:
 
 
 def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
-    """Read this node: {"pids", "ranks": [pid, rank or None], "launchers", "logs": paths, "tail": bytes of each log,
-    "most": bytes of all logs}.
-    """  # fmt: skip
+    """Read this node.
+
+    {"pids", "ranks": [pid, rank or None], "launchers", "logs": paths, "tail": bytes of each log, "most": bytes of all
+    logs}
+    """
     ranks = {int(pid): rank for pid, rank in ask["ranks"]}
     everybody = [*ranks, *ask["launchers"]]
     read, late = deadlines.each(everybody, lambda pid: _process(pid, ranks.get(pid)), patience_s=_WORTH_S)
@@ -124,7 +125,6 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
 
 
 def _process(pid: int, rank: int | None) -> tuple[RankProcess, set[str]]:
-    """Read one process: what is shown of it, and its secrets."""
     argv = _read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
     words = _read(f"/proc/{pid}/environ").split("\0")
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
@@ -150,7 +150,7 @@ def _process(pid: int, rank: int | None) -> tuple[RankProcess, set[str]]:
 
 
 def _is_secret(value: str) -> bool:
-    """Return whether a value would be missed nowhere else: a short or plain word stands in every other line."""
+    """Return whether a value can be searched for: short or plain words occur everywhere."""
     return len(value) >= _LEAST_SECRET and value.lower() not in _PLAIN
 
 
@@ -171,7 +171,7 @@ def _names(pids: list[int], secrets: set[str], paths: list[str]) -> Names:
 
 
 def _accounts(paths: list[str]) -> set[str]:
-    """Return the folders in these paths that are called like an account of a person: /scratch/ann/run7."""
+    """Return path components that are accounts of people: /scratch/ann/run7."""
     folders = {folder for path in paths if path.count("/") > 1 for folder in path.split("/")[1:]}
     asked = sorted(folder for folder in folders if re.fullmatch(r"[a-z_][\w.-]{1,31}", folder))[:_MOST_ACCOUNTS]
 
@@ -227,7 +227,7 @@ def _logs(ask: dict[str, Any], ranks: dict[int, int | None], tell: Callable[[Par
 
 
 def _tail(path: str, open_as: str, rank: int | None, tail: int) -> LogTail:
-    """Read the end of a regular file, from a line's start."""
+    """Read the end of a regular file, from the start of a line."""
     try:
         fd = os.open(open_as, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

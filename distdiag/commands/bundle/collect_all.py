@@ -1,4 +1,4 @@
-"""What is asked of the nodes for a bundle: the facts of the commands in it, one after another, and bundle's own."""
+"""Collection of a bundle: the facts of its commands, one after another, then bundle's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _COLLECT = "distdiag.commands.bundle.collect"
 _REACH_SHARE = 0.15
-"""Of --timeout, for each stage of reaching a host: every part reaches them anew."""
+"""Share of --timeout for each stage of reaching a host, which every part repeats."""
 _OWN_SHARE = 0.2
 _TAIL_BYTES = 256 * 2**10
 _ALL_TAILS_BYTES = 4 * 2**20
@@ -36,7 +36,7 @@ _ALL_TAILS_BYTES = 4 * 2**20
 
 @dataclass(kw_only=True)
 class Collected:
-    """The facts of one command, as they came. `error`: why there are none."""
+    """The unredacted facts of one command. `error`: why it has none."""
 
     part: parts.Part
     request: Any
@@ -46,17 +46,17 @@ class Collected:
 
 
 def agent(request: Request) -> Agent:
-    """Return the agent that reads what is bundle's own."""
+    """Return the agent that reads bundle's own facts."""
     return Agent(collect=_COLLECT, facts=Processes, ask={"pids": [], "user": request.user})
 
 
 def find_job(request: Request, progress: Progress) -> TakenJob | None:
-    """Ask the nodes which job runs there.
+    """Find the job on the nodes.
 
     Raises:
-        UsageError: several do; or the options contradict each other.
+        UsageError: several jobs; or contradictory options.
         Interrupted: by Ctrl-C.
-        DistdiagError: this machine's own node side failed.
+        DistdiagError: the agent failed on this machine.
     """
     gathered = runner.gather_once(_bounded(request), agent(request), progress)
     if gathered.interrupted:
@@ -65,16 +65,16 @@ def find_job(request: Request, progress: Progress) -> TakenJob | None:
 
 
 def collect(request: Request, progress: Progress) -> tuple[Gathered[NodeDetails], list[Collected]]:
-    """Ask the nodes. An interrupt ends it with what is there.
+    """Collect all facts; an interrupt ends it with the facts so far.
 
     Raises:
-        UsageError: the options contradict each other.
-        DistdiagError: this machine's own node side failed.
+        UsageError: contradictory options.
+        DistdiagError: the agent failed on this machine.
     """
     cluster = _bounded(request)
     collected: list[Collected] = []
     details = Gathered[NodeDetails](interrupted=True)
-    for part in PARTS:  # stacks first: they are what changes
+    for part in PARTS:  # stacks first: these change
         collected.append(_part(part, request, cluster, progress))
         if collected[-1].gathered.interrupted:
             return details, collected
@@ -95,7 +95,7 @@ def _part(part: parts.Part, request: Request, cluster: Cluster, progress: Progre
         gathered = subcommand.collect(replace(asked, cluster=cluster), progress)
     except UsageError:
         raise
-    except DistdiagError as error:  # the others are worth having without it
+    except DistdiagError as error:  # the other commands are useful without it
         return Collected(part=part, request=asked, gathered=Gathered(), error=str(error))
     report = subcommand.diagnose(asked, gathered)
     return Collected(part=part, request=asked, gathered=gathered, report=report)
@@ -119,7 +119,7 @@ def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
 
 
 def _ask(request: Request, on_host: Processes) -> dict[str, Any]:
-    """Name the ranks of the job, and the launchers above them."""
+    """List the ranks of the job and the launchers above."""
     processes = of_job(without_lone(on_host), request.job, strict=True).processes
     sampled = set(to_sample(processes, helpers=False)[0])
     ranks = [process for process in processes if process.pid in sampled]

@@ -1,4 +1,4 @@
-"""What you type for bundle, and its way to the report."""
+"""The command line of bundle."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def bundle(
 
 
 def _target(output: str) -> tuple[str, str]:
-    """Return the file to write, and how it is packed. Raises UsageError."""
+    """Return the file to write and its compression. Raises UsageError."""
     import os
     import time
 

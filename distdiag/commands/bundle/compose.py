@@ -1,4 +1,4 @@
-"""From the facts of all nodes to the files of a bundle: redacted, judged once more, listed, and cut to size. Pure."""
+"""The files of a bundle: redacted facts, verdicts on these, a manifest; cut to size. Pure."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MANIFEST = "MANIFEST.txt"
 _WORST = ("fail", "unknown", "warn", "ok")
 _WIDTH = 100
 _SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
-"""Of the logs' ends, what is kept, tried in turn until the file is small enough."""
+"""Shares of the logs' ends to keep, tried in turn until the file is small enough."""
 
 
 @dataclass(kw_only=True)
 class Composed:
-    """The files of a bundle: content by name, and in words; and what became of them on the way."""
+    """The files of a bundle by name, with descriptions and the manifest's contents."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     about: dict[str, str] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Composed:
     hosts: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
     job: list[str] = field(default_factory=list)
-    """Which job it is of, and which processes were read."""
+    """The job, and the processes read."""
 
     def add(self, name: str, content: bytes, about: str) -> None:
         """Add a file."""
@@ -66,10 +66,10 @@ class Composed:
 def compose(
     request: Request, job: TakenJob | None, details: Gathered[NodeDetails], collected: Sequence[Collected]
 ) -> tuple[Composed, Redactor]:
-    """Make the files.
+    """Compose the files.
 
     Raises:
-        DistdiagError: a secret would be in one of them.
+        DistdiagError: one of the files would contain a secret.
     """
     raw = {
         each.part.name: [
@@ -120,7 +120,6 @@ def _hosts(details: Gathered[Any], collected: Sequence[Collected]) -> list[str]:
 
 
 def _missing(details: Gathered[Any], collected: Sequence[Collected]) -> dict[str, str]:
-    """Return by host why it has nothing in the bundle, or not all."""
     found: dict[str, str] = {}
     for name, gathered in (*((each.part.name, each.gathered) for each in collected), ("logs and limits", details)):
         found.update({host: error.message for host, error in gathered.refusals.items() if host not in found})
@@ -129,7 +128,7 @@ def _missing(details: Gathered[Any], collected: Sequence[Collected]) -> dict[str
 
 
 def _add_part(composed: Composed, each: Collected, files: list[tuple[str, Any]], redactor: Redactor) -> None:
-    """Add the facts of one command as --save writes them, and what it says of them now that they are redacted."""
+    """Add one command's facts in the format of --save, and the verdict on the redacted facts."""
     name, subcommand = each.part.name, each.part.subcommand()
     redacted: list[tuple[str, bytes]] = []
     for _, tree in files:
@@ -162,7 +161,7 @@ def _add_part(composed: Composed, each: Collected, files: list[tuple[str, Any]],
 
 
 def in_order(verdicts: Sequence[Verdict], job: TakenJob | None) -> list[Verdict]:
-    """Sort verdicts, the worst first; what may not matter to the job comes last."""
+    """Sort verdicts, worst first; those perhaps unrelated to the job come last."""
     no_gpu = "no rank has a GPU open" if job is not None and not job.has_gpu else ""
     marked = [replace(each, aside=no_gpu if each.command == "cuda-env" else "") for each in verdicts]
     return sorted(marked, key=lambda each: (bool(each.aside), _WORST.index(each.verdict)))
@@ -179,7 +178,7 @@ def _path(name: str) -> Path:
 
 
 def _essence(report: Report[Any]) -> list[Any]:
-    """Return what a verdict rests on without any name: which findings, how bad, of which ranks."""
+    """Return a report's findings by id, level and ranks, without names, for comparison."""
     return [
         report.verdict,
         getattr(report.data, "class_name", ""),
@@ -188,7 +187,7 @@ def _essence(report: Report[Any]) -> list[Any]:
 
 
 def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Redactor) -> None:
-    """Add what bundle itself read of one node: the logs as files of their own."""
+    """Add bundle's own facts of one node, with each log as a file."""
     name = _file_name(redactor.text(host, is_host=True))
     logs = tree.pop("logs")
     del tree["names"]
@@ -209,7 +208,7 @@ def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Red
 
 
 def as_text(composed: Composed) -> str:
-    """Return the text of all files, each below its name; as many lines as the bundle has, JSON indented."""
+    """Return the text of all files under their names, with JSON indented."""
     parts = []
     for name, content in composed.files.items():
         text = json.dumps(json.loads(content), indent=1) if name.startswith("facts/") else content.decode()
@@ -218,7 +217,7 @@ def as_text(composed: Composed) -> str:
 
 
 def packed(request: Request, composed: Composed, redactor: Redactor, at: float) -> bytes:
-    """Pack the files; if they are larger than they may be, the ends of the logs become shorter, and that is said."""
+    """Pack the files; if too large, shorten the ends of logs and record that."""
     logs = {name: content for name, content in composed.files.items() if name.startswith("logs/")}
     for share in _SHARES:
         for name, content in logs.items():
@@ -282,7 +281,7 @@ def _folded(line: str) -> list[str]:
 
 
 def verdict_in_words(verdict: Verdict) -> str:
-    """Write a verdict as a line; one that may not matter to the job is not shouted."""
+    """Format a verdict in one line; uppercase only if it matters to the job."""
     if verdict.aside:
         return f"{verdict.command}: {verdict.verdict}, but {verdict.aside}: {verdict.summary}"
     return f"{verdict.command}: {verdict.verdict.upper()}: {verdict.summary}"

@@ -1,4 +1,4 @@
-"""What is said of a bundle: what is in it, and what is not. Pure."""
+"""The report of bundle: its contents and gaps. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def diagnose(request: Request, bundle: Bundle, missing: Mapping[str, str], errors: Sequence[str]) -> Report[Bundle]:
-    """Judge what was written. `missing`: why hosts are not complete, by name; `errors`: commands without facts."""
+    """Report the written bundle. `missing`: reasons by incomplete host; `errors`: commands without facts."""
     findings = tuple(_findings(request, bundle, missing, errors))
     hosts = counted(len(set(bundle.hosts) - set(bundle.missing)), "host")
     summary = f"{bundle.file}: {format_size(bundle.bytes)}, facts of {hosts}"

@@ -1,4 +1,4 @@
-"""Which job goes into a bundle: the one that was named, or the only one with ranks. Pure."""
+"""The job of a bundle: the requested one, or the only one with ranks. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SHOWN, _PIDS = 4, 16
 
 
 def taken_job(request: Request, hosts: Iterable[Processes]) -> TakenJob | None:
-    """Return the job whose processes are read; None if there is no rank. Raises UsageError if it may be any of several.
+    """Return the job to read; None without ranks. Raises UsageError if several are possible.
 
-    A file of another user's or job's stacks, command lines and variables is not to be sent by mistake.
+    Stacks, command lines and variables of another user or job must not be sent by mistake.
     """
     nodes = [NodeStacks(processes.host, processes, ()) for processes in hosts]
     jobs = [job for job in of_interest(find_jobs(nodes)) if not is_lone(job)]
@@ -37,7 +37,7 @@ def taken_job(request: Request, hosts: Iterable[Processes]) -> TakenJob | None:
 
 
 def _is_one(jobs: Sequence[Job]) -> bool:
-    """Return whether jobs are one whose ranks look for each other in different places: one has all the others lack."""
+    """Return whether the jobs are one, split by rendezvous address: the ranks are disjoint and complete."""
     ranks = [(job, member) for job in jobs for member in job.members if member.process is not None]
     alike = {(job.launcher, job.world_size, member.process.command) for job, member in ranks if member.process}
     return len(alike) == 1 and sorted(member.rank or 0 for _, member in ranks) == list(range(jobs[0].world_size or 0))
@@ -84,7 +84,7 @@ def _has_any(host: OnHost) -> bool:
 
 
 def in_words(host: OnHost) -> str:
-    """Write which processes of a host were read: "pids 4711, 4712; launcher 4700"."""
+    """Format the processes read on a host: "pids 4711, 4712; launcher 4700"."""
     words = []
     for noun, plural, pids in (("pid", "pids", host.ranks), ("launcher", "launchers", host.launchers)):
         if pids:

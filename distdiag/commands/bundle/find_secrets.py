@@ -1,7 +1,7 @@
-"""Secrets in a text: known forms, values beside words of authentication, random words. Pure.
+"""Secrets in a text: known formats, values near words of authentication, random words. Pure.
 
-Each is handed to `replace(value, rule)`, and what it returns takes its place. Hashes of commits, files, images and
-containers stay: they are hexadecimal like some keys, so hexadecimal words only count beside a word of authentication.
+Each is replaced by the result of `replace(value, rule)`. Hashes of commits, files, images and containers are kept: keys
+can be hexadecimal too, so hexadecimal words count only near a word of authentication.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _WORDS = re.compile(
     r"(?i)pass(?!ed|es)|pwd|pw\b|secret|token(?!s|iz|_(?:count|id|type|len))|key(?!word|board)|auth|cred"
     r"|cookie|signature|sig\b|webhook|dsn|login|pin\b|license|session|access|hmac|wandb|encryption|bearer|salt\b"
 )
-"""What a line must have to be searched for named values; a quick first test."""
+"""A cheap filter for lines that may have named values."""
 
-# Names whose value is a password, whatever it looks like; and names whose value is a secret if it looks random.
+# Names whose values are always passwords, and names whose values are secrets if random.
 _PASSWORD = (
     r"[\w.-]{0,60}?(?:passw(?:or)?d|passphrase|passcode|(?<!key)secret(?!ar)|credential|(?<!_)pwd|[-_.]pwd|pgpass"
     r"|(?:api|access|account|private|shared|signing|encryption|license|client|master|deploy|auth|service)[-_. ]?key"
@@ -98,7 +98,7 @@ _ENTROPY = 3.4
 
 
 def replaced(text: str, replace: Replace) -> str:
-    """Return a text without colours and with all secrets replaced, but for random words far from any name."""
+    """Return a text without colours, with secrets replaced, except random words far from any name."""
     if "[" in text:
         text = _COLOUR.sub("", text)
     low = text.lower()
@@ -111,7 +111,7 @@ def replaced(text: str, replace: Replace) -> str:
 
 
 def random_replaced(text: str, replace: Replace) -> str:
-    """Return a text in which words that look like a key, wherever they are, are replaced."""
+    """Replace words that look like keys, wherever they are."""
     return _ALONE.sub(
         lambda match: replace(match[0], "random word") if is_random(match[0]) and not _is_hash(match) else match[0],
         text,
@@ -119,7 +119,7 @@ def random_replaced(text: str, replace: Replace) -> str:
 
 
 def is_random(word: str) -> bool:
-    """Return whether a word is a key by its letters alone: both cases and digits, without order; no C++ name."""
+    """Return whether a word looks like a key by itself: both cases and digits, unordered; not a C++ name."""
     if len(word) < _LEAST_RANDOM or word.startswith(
         ("_Z", "CUDA", "GPU-", "MIG-", "Cijk_", "sha256-", "sha512-", "AAAAB3Nz", "AAAAC3Nz", "AAAAE2Vj")
     ):
@@ -133,14 +133,14 @@ def is_random(word: str) -> bool:
 
 
 def changes(word: str) -> float:
-    """Return how often neighbouring letters and digits differ in kind: 0.6 in random words, below 0.3 in names."""
+    """Return how often adjacent letters and digits differ in kind: 0.6 in random words, below 0.3 in names."""
     kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" if c.isalpha() else "" for c in word]
     pairs = [(one, other) for one, other in pairwise(kinds) if one and other]
     return sum(one != other for one, other in pairs) / len(pairs) if pairs else 0.0
 
 
 def looks_random(word: str) -> bool:
-    """Return whether a value may be a key, where its name says so: a hash, or letters and digits mixed."""
+    """Return whether a value may be a key if its name suggests it: a hash, or letters and digits mixed."""
     bare = word.rstrip("=")
     if re.match(r"AAAA[BCE][A-Za-z0-9]{4}|\d{4}-\d\d-\d\d[T_ ]?\d\d|sha(?:256|512)-", bare):  # a public key, a time
         return False
@@ -213,7 +213,7 @@ def _of_name(match: re.Match[str], rule: str, replace: Replace) -> str:
 
 
 def is_named_secret(name: str, value: str) -> bool:
-    """Return whether a value behind a name is a secret, by both."""
+    """Return whether a value is a secret, by name and value."""
     if is_harmless(value) or _NO_SECRET_NAME.fullmatch(name):
         return False
     if _PATH.fullmatch(value) and not is_random(value) and value.count("/") > 0:
@@ -252,7 +252,7 @@ def _of_prose(match: re.Match[str], replace: Replace) -> str:
 
 
 def _is_mixed(value: str) -> bool:
-    """Return whether a word has letters and digits as passwords do: hunter2, no 12ms, v1.2, 0x1f, or a:1."""
+    """Return whether a word mixes letters and digits like a password: hunter2, but not 12ms, v1.2, 0x1f, or a:1."""
     return re.fullmatch(r"(?=.*\d)[A-Za-z][A-Za-z0-9!#$%&*+?@^~-]{4,60}", value) is not None
 
 
@@ -271,5 +271,5 @@ def _is_hash(match: re.Match[str]) -> bool:
 
 
 def is_harmless(value: str) -> bool:
-    """Return whether a value behind such a name is none: a word of Python or of shells, or a stand-in."""
+    """Return whether the value of a suspicious name is harmless: a word of Python or shells, or a placeholder."""
     return _HARMLESS.fullmatch(value.strip("\"'\\")) is not None

@@ -1,9 +1,8 @@
-"""The commands whose facts are in a bundle: a row for each, and `distdiag COMMAND --from FILE` works.
+"""The commands whose facts are in a bundle, readable by `distdiag COMMAND --from FILE`.
 
-A command is named here as it is in cli.py, by its module, and imported when its turn comes. To add one (say, doctor):
-give its Subcommand as `home`, and in `request` the fields of its own request that follow from what bundle was asked;
-program, cluster and all defaults are set already. Nothing else: its facts are redacted, judged once more and listed as
-all others are, and the reader of bundles finds them by the name of the command.
+Each is imported by module name when needed, as in cli.py. To add one, set `home` to its Subcommand, and `request` to a
+function that fills its request from bundle's; program, cluster and defaults are already set. Redaction, judgement,
+listing and reading follow from the name of the command.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SAMPLES = 16
 
 @dataclass(frozen=True)
 class Part:
-    """A command in the bundle. `home`: module below distdiag.commands, and its Subcommand; `about`: of the manifest."""
+    """A command in the bundle. `home`: MODULE:NAME of its Subcommand; `about`: text for the manifest."""
 
     name: str
     home: str
@@ -43,7 +42,7 @@ def _hang(own: Any, asked: Request) -> Any:  # noqa: ANN401 - hang's request
 
 
 def _pyspy_all(own: Any, asked: Request) -> Any:  # noqa: ANN401 - pyspy-all's request
-    # As many samples as a straggler takes, in some seconds; none of them pauses a process.
+    # Enough samples for a straggler within seconds; none pauses a process.
     timeout_s, interval_s = max(1.0, asked.timeout_s / 20), min(0.4, asked.timeout_s / 150)
     return replace(
         own,
@@ -61,7 +60,7 @@ def _cuda_env(own: Any, asked: Request) -> Any:  # noqa: ANN401 - cuda-env's req
 
 
 def _doctor(own: Any, asked: Request) -> Any:  # noqa: ANN401 - doctor's request
-    # A bundle is of a job that runs: its nodes read themselves, and open no port.
+    # A bundle is of a running job: its nodes are read locally, and open no port.
     return replace(own, timeout_s=max(2.0, min(20.0, asked.timeout_s / 4)), connects=False)
 
 

@@ -1,9 +1,9 @@
-"""Stand-ins for what a ticket must not have: host names, addresses, users, home folders, secrets. Pure.
+"""Placeholders for host names, addresses, users, home folders and secrets. Pure.
 
-The same name has the same stand-in in every file, and a stand-in is of the same kind: an address stays an address of
-the same network as its neighbours, a home stays below /home, node7.cluster.local stays in one domain with its peers.
-So what is judged by equality, by networks or by paths is judged the same. Secrets: the values of variables and options
-whose names say so, whatever form they take elsewhere (URL, base64, hex, escaped), and what find_secrets finds.
+A name has one placeholder in all files, of the same kind: an address stays in the network of its neighbours, a home
+under /home, and node7.cluster.local in one domain with its peers. Judgements by equality, network or path are therefore
+unchanged. Secrets are the values of suspicious variables and options, in every form (URL, base64, hex, escaped), and
+the matches of find_secrets.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _COMMON = frozenset((
     "log", "kernel", "recorder", "ras", "versions", "gpu", "cpu", "hang", "step", "error", "run",
 ))
 # fmt: on
-"""Words that stand in every path and log; a host or user of that name is only replaced where nothing else is meant."""
+"""Words common in paths and logs; as a host or user name, replaced only if unambiguous."""
 _NO_STEMS = frozenset(
     ("rank", "step", "gpu", "cuda", "cpu", "python", "local", "eth", "ib", "mlx", "job", "user", "worker")
 )
-"""With a number behind them, these are no hosts, whatever the hosts are called."""
+"""Followed by a number these are not hosts, whatever the hosts' names."""
 _PACKED = frozenset(("entries",))
-"""Columns of numbers, packed into text: a change would destroy them, and a name cannot be in them."""
+"""Numbers packed into text: a change would corrupt the data, which contains no name."""
 _OF_VERSIONS = re.compile(r"(?i)version|packages|requires|wheels|soname|release")
 _OF_USERS = frozenset(("user", "uid"))
 _OF_HOSTS = frozenset(("host", "hosts"))
@@ -72,7 +72,7 @@ _LEFT, _RIGHT = r"(?<![A-Za-z0-9])", r"(?![A-Za-z0-9])"
 
 @dataclass
 class Known:
-    """What is to be replaced, as the nodes know it."""
+    """The values to replace, as known on the nodes."""
 
     hosts: list[str] = field(default_factory=list)
     users: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Known:
 
 
 class Redactor:
-    """Replaces; `map` is what stands for what, secrets apart: they are nowhere but in memory."""
+    """Replaces names and secrets; `map` has the original of each placeholder except secrets, kept in memory only."""
 
     def __init__(self, known: Known) -> None:
         self.map: dict[str, str] = {}
@@ -109,15 +109,15 @@ class Redactor:
 
     @property
     def secrets(self) -> dict[str, int]:
-        """How many different secrets were replaced or looked for, by rule."""
+        """The number of distinct secrets replaced or searched for, by rule."""
         return dict(Counter(rule for _, rule in self._secrets.values()).most_common())
 
     def leaks(self, content: bytes) -> bool:
-        """Return whether a file still has a secret that was looked for, in any form."""
+        """Return whether a file still contains a known secret, in any form."""
         return any(form.encode() in content for form in self._forms)
 
     def tree(self, value: Any, key: str = "", *, versions: bool = False) -> Any:  # noqa: ANN401 - any JSON
-        """Return a JSON document with stand-ins, in keys as well."""
+        """Return a JSON document with placeholders, including keys."""
         if isinstance(value, str):
             return value if key in _PACKED else self.text(value, versions=versions, is_host=key in _OF_HOSTS)
         if isinstance(value, dict):
@@ -141,12 +141,12 @@ class Redactor:
         return value
 
     def text(self, text: str, *, versions: bool = False, is_host: bool = False) -> str:
-        """Return text with stand-ins. `versions`: what looks like an address there is none; `is_host`: it is a name."""
+        """Return a text with placeholders. `versions`: has version numbers, no addresses; `is_host`: is a host name."""
         if (whole := self._hosts.get(text.lower())) is not None and (is_host or text.lower() not in _COMMON):
             return whole
         if (cached := self._cache.get((text, versions))) is not None:
             return cached
-        # One after another: what looks random may have a known secret or a name within.
+        # In sequence: a random word may contain a known secret or a name.
         made = self._known.sub(lambda match: self._forms[match[0]], text) if self._forms else text
         made = find_secrets.replaced(made, self._secret)
         made = self._pattern.sub(lambda match: self._replace(match, versions=versions), made)
@@ -295,7 +295,7 @@ class Redactor:
 
 
 def learn(known: Known, documents: Iterable[Any]) -> None:
-    """Add the names that stand in facts themselves: `host` of any record, homes in paths, addresses of sockets."""
+    """Collect names from facts: `host` of any record, homes in paths, addresses of sockets."""
     hosts, users, addresses = dict.fromkeys(known.hosts), dict.fromkeys(known.users), dict.fromkeys(known.addresses)
     for key, text in (pair for document in documents for pair in _strings(document, "")):
         if key in _OF_HOSTS and re.fullmatch(r"[\w.-]{1,253}", text):
@@ -322,7 +322,7 @@ def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401
 
 
 def _forms(secret: str) -> Iterator[str]:
-    """Yield the ways in which a secret may stand in a text: as it is, escaped, in URLs, in base64, in hex."""
+    """Yield the forms of a secret: plain, escaped, in URLs, base64, hex."""
     data = secret.encode()
     yield secret
     yield from {quote(secret, safe=""), quote_plus(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1]}
@@ -330,7 +330,7 @@ def _forms(secret: str) -> Iterator[str]:
         return
     yield from (data.hex(), data.hex().upper())
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
-        for before in range(3):  # it may begin at any of the three bytes that make four letters
+        for before in range(3):  # it may start at any of the three bytes that form four letters
             packed = encode(b"\0" * before + data).decode().rstrip("=")
             start, end = math.ceil(before * 8 / 6), (before + len(data)) * 8 // 6
             yield packed[start:end]
@@ -341,7 +341,7 @@ def _alternatives(name: str, words: Iterable[str]) -> str:
 
 
 def _is_of_option(before: object, value: object) -> bool:
-    """Return whether a word of a command line is the secret of the option before it."""
+    """Return whether a word is the secret value of the preceding option."""
     if not (isinstance(before, str) and isinstance(value, str) and before.startswith("-") and "=" not in before):
         return False
     return _is_secret_name(before) and find_secrets.is_named_secret(before.lstrip("-"), value)
@@ -352,7 +352,7 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _own_domains(domains: Iterable[str]) -> list[str]:
-    """Return the domains whose hosts are the site's, longest first: corp.example for rack7.corp.example; no co.uk."""
+    """Return the site's own domains, longest first: corp.example for rack7.corp.example, but not co.uk."""
     found = {domain for domain in domains if "." in domain}
     for domain in tuple(found):
         above = domain.partition(".")[2]

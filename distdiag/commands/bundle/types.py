@@ -1,4 +1,4 @@
-"""What bundle is asked, what a node adds to it, and its answer as --json prints it. Pure data."""
+"""Request, own facts and report data of bundle. Pure data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMAND = "bundle"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `logs` and `recorder` are paths on the hosts; `packing`: zst or gz."""
+    """The options. `logs` and `recorder` are paths on the hosts; `packing`: zst or gz."""
 
     program: str
     cluster: Cluster
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeDetails:
-    """What bundle itself reads on one node; `missing`: why it is not complete."""
+    """Bundle's own facts of one node; `missing`: why some are missing."""
 
     host: str
     machine: Machine | None = None
@@ -41,7 +41,7 @@ class NodeDetails:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one command says of the facts in the bundle. `same`: so it did before they were redacted.
+    """One command's verdict on the facts in the bundle. `same`: equal to the one before redaction.
 
     `aside`: why it may not matter to this job; empty if it does.
     """
@@ -55,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class OnHost:
-    """The processes of the job on one host that were read."""
+    """The job's processes read on one host."""
 
     host: str
     ranks: tuple[int, ...]
@@ -75,7 +75,7 @@ class TakenJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A file in the bundle, and what it is."""
+    """A file in the bundle, with a description."""
 
     name: str
     bytes: int
@@ -84,7 +84,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """How many different secrets one rule found."""
+    """Number of distinct secrets found by one rule."""
 
     rule: str
     secrets: int
@@ -92,9 +92,9 @@ class Replaced:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """The bundle that was written. `map_file` stays at home; `cut`: what was left out for want of room.
+    """The written bundle. `map_file` is kept local; `cut`: parts left out due to size.
 
-    `job`: None if no rank was found; `replaced`: the secrets by the rule that found them.
+    `job`: None if no rank was found; `replaced`: number of secrets by rule.
     """
 
     file: str

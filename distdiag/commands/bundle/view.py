@@ -1,4 +1,4 @@
-"""How a bundle is shown: what was written, what it says, and what to do with it."""
+"""The report of bundle as text: job, verdicts, contents, next steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLDERS = {
 
 
 def bundle_view(report: Report[Bundle], request: Request) -> Iterator[RenderableType]:
-    """Show whose job it is of, the verdicts, what is in it, and what to do with it."""
+    """Show the job, the verdicts, the contents, and how to use the file."""
     from rich.table import Column
 
     from distdiag.commands.bundle.compose import verdict_in_words

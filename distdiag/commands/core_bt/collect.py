@@ -7,7 +7,7 @@ import os
 import signal
 from dataclasses import dataclass, replace
 
-from distdiag.facts import machine, procs, rank_identity
+from distdiag.facts import machine, packed_files, procs, rank_identity
 from distdiag.facts.core import core_file, gdb, last_words, pystack, setup, stacks, stored_cores, unwinder
 from distdiag.facts.core.call_frames import CannotUnwind
 from distdiag.facts.core.core_file import CoreNotes  # noqa: TC001 - decoding reads it
@@ -115,8 +115,8 @@ def _cores(host: str, ask: dict[str, Any]) -> NodeCores:
             continue
         found = stored_cores.find(name)
         searched += found.searched
-        missed += [(skipped.path, skipped.why) for skipped in found.skipped]
-        paths.update((core.path, None) for core in found.cores)
+        missed += found.skipped
+        paths.update(dict.fromkeys(found.cores))
     chosen = list(paths)[: _MAX_CORES if ask["paths"] else 1]
     cores = tuple(_core(path, ask) for path in chosen)
     return NodeCores(host, cores, len(paths) - len(chosen), tuple(searched), tuple(missed))
@@ -124,10 +124,10 @@ def _cores(host: str, ask: dict[str, Any]) -> NodeCores:
 
 def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
     try:
-        if stored_cores.packing_of(path) is not stored_cores.Packing.NONE:
+        if packed_files.packing_of(path) is not packed_files.Packing.NONE:
             return _packed(path, ask)
         return _with_stacks(_facts(path, path, core_file.read(path), ask), path, ask)
-    except (core_file.NotACore, stored_cores.CannotUnpack, ValueError) as error:
+    except (core_file.NotACore, packed_files.CannotUnpack, ValueError) as error:
         return CoreFacts(path, str(error))
     except OSError as error:
         return CoreFacts(path, error.strerror or str(error))
@@ -183,10 +183,10 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
     with tempfile.TemporaryDirectory(prefix="distdiag-core-") as folder:
         try:
             plain = stored_cores.unpack(path, folder, most_bytes=_MAX_UNPACKED_BYTES, timeout_s=ask["timeout_s"])
-        except (stored_cores.CannotUnpack, OSError) as error:
+        except (packed_files.CannotUnpack, OSError) as error:
             if facts is None:
                 raise
-            size = error.unpacked_bytes if isinstance(error, stored_cores.CutOff) else None
+            size = error.unpacked_bytes if isinstance(error, packed_files.CutOff) else None
             return replace(_of_size(facts, size), tools=(f"stacks: {error}",))
         # Its first bytes do not have the memory with the last words.
         facts = facts or _facts(path, plain, core_file.read(plain), ask)
@@ -224,7 +224,7 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts
     own = _c_frames(facts, plain)
     if why := _why_no_program(facts.exe):
         tools = (f"stacks: the program {facts.exe or 'that crashed'} {why}",)
-        return _with_own(replace(facts, tools=tools), own, timeout_s)
+        return _with_own(replace(facts, tools=tools), own)
     by_pystack = pystack.of_core(plain, facts.exe, facts.notes.files, own, timeout_s=timeout_s)
     by_gdb = None
     if ask["gdb"] or (ask["gdb"] is None and stacks.needs_gdb(by_pystack, crashed)):
@@ -233,7 +233,7 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts
     merged = stacks.merge(by_pystack, by_gdb, crashed)
     facts = replace(facts, threads=_short(merged), tools=_tools(by_pystack, by_gdb))
     # One frame is what gdb makes of the registers alone.
-    return facts if len(merged[0].thread.frames) > 1 else _with_own(facts, own, timeout_s)
+    return facts if len(merged[0].thread.frames) > 1 else _with_own(facts, own)
 
 
 def _c_frames(facts: CoreFacts, plain: str) -> unwinder.CFrames | None:
@@ -254,12 +254,12 @@ def _why_no_program(path: str) -> str:
     return ""
 
 
-def _with_own(facts: CoreFacts, own: unwinder.CFrames | None, timeout_s: float) -> CoreFacts:
+def _with_own(facts: CoreFacts, own: unwinder.CFrames | None) -> CoreFacts:
     """Replace the threads whose C stack the own unwinder follows further than pystack and gdb."""
     assert facts.notes is not None
     if own is None:
         return facts
-    alone = own.stacks(pystack.source_lines(own.debuggable, timeout_s=timeout_s) if own.debuggable else {})
+    alone = own.stacks()
     merged = _short(stacks.merge(alone, None, facts.notes.threads[0].tid))
     found, is_more = stacks.longer(facts.threads, merged)
     return replace(facts, threads=found, tools=(*facts.tools, *_tools(alone))) if is_more else facts

@@ -10,6 +10,8 @@ from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.core_bt.core_dump_setup import setup_findings
 from distdiag.commands.core_bt.types import COMMAND, Core, CoreBt, Thread, Unread
 from distdiag.commands.core_bt.wording import faulting_frames, format_frame, where, who, without_numbers
+from distdiag.diagnosis.verdicts import finding
+from distdiag.diagnosis.wording import counted
 from distdiag.facts.core.stacks import is_eval
 from distdiag.facts.machine import redacted
 from distdiag.facts.programs import signal_name
@@ -17,7 +19,7 @@ from distdiag.knowledge import crashes
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from distdiag.cluster.host_results import HostResult
     from distdiag.commands.core_bt.collect import CoreFacts, LiveFacts, NodeCores
@@ -44,20 +46,24 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
         unread += [Unread(path=path, host=node.host, why=why) for path, why in node.missed]
         for live in node.live:
             cores.append((_live(live, node.host), None))
-            found += _of_live(request, live, node.host)
+            found += _of_live(live, node.host)
     found += setup_findings({node.host: node.setup for node in nodes if node.setup is not None})
     cores.sort(key=lambda row: (row[0].time or 0.0, row[0].pid))
     found += _crashes(request, cores)
     found += _about_files(request, [core for core, _ in cores], unread)
     found += host_findings(gathered.refusals, rows)
-    found += [_no_answer(host, why) for host, why in gathered.missing.items()]
+    found += [
+        finding("core-no-answer", what=host, why=why, where=Where(hosts=(host,)))
+        for host, why in gathered.missing.items()
+    ]
     data = CoreBt(
         cores=tuple(core for core, _ in cores),
         unread=tuple(unread),
         searched=tuple(dict.fromkeys(place for node in nodes for place in node.searched)),
     )
     if not (cores or unread or request.setup or request.pids) and nodes:
-        found.append(_none(request, data))
+        searched = ", ".join(data.searched) or "nothing"
+        found.append(finding("core-none", searched=searched, setup=request.again("--setup")))
     left_out = sum(node.left_out for node in nodes)
     return Report(
         command=COMMAND,
@@ -115,32 +121,16 @@ def _last_words(facts: CoreFacts, functions: Sequence[str]) -> str:
 def _live(facts: LiveFacts, host: str) -> Core:
     threads = [_thread(merged) for merged in facts.threads]
     main = next((thread for thread in threads if thread.tid == facts.pid), None)
+    states = f"in state {facts.state_before} before it was read, {facts.state_after or '?'} afterwards"
     return Core(
-        path="",
         host=host,
         exe=facts.exe,
         cmdline=redacted(facts.cmdline),
         pid=facts.pid,
         rank=facts.rank,
-        time=None,
-        signal=0,
-        signal_name="",
-        signal_code=None,
-        address=None,
-        message="",
-        mapped="",
-        meaning=f"a live process, in state {facts.state_before} before it was read, "
-        f"{facts.state_after or '?'} afterwards"
-        if facts.state_before
-        else "",
-        signature=None,
-        role=None,
+        meaning=f"a live process, {states}" if facts.state_before else "",
         crash_thread=main,
         threads=tuple(thread for thread in threads if thread is not main),
-        truncated=False,
-        size_bytes=0,
-        whole_bytes=0,
-        changed=(),
         tools=facts.tools,
     )
 
@@ -215,81 +205,28 @@ def _fix(request: Request, core: Core, known: Crash | None) -> Fix:
     )
 
 
-def _about_files(request: Request, cores: Sequence[Core], unread: Sequence[Unread]) -> list[Finding]:
-    found = []
+def _about_files(request: Request, cores: Sequence[Core], unread: Sequence[Unread]) -> Iterator[Finding]:
     cut = [core for core in cores if core.truncated]
     if cut:
-        part = cut[0].size_bytes / max(1, cut[0].whole_bytes)
-        found.append(
-            Finding(
-                id=f"{COMMAND}.truncated",
-                level=Level.WARN,
-                title=f"{len(cut)} core{'s are' if len(cut) > 1 else ' is'} truncated: {cut[0].path} has {part:.0%} "
-                "of its bytes",
-                detail="The signal and the crashed thread are right; stacks may be missing.",
-                fix=Fix(
-                    text="a full disk or a size limit truncated it; check the setup of this machine",
-                    commands=(request.again("--setup"),),
-                ),
-            )
-        )
+        part = f"{cut[0].size_bytes / max(1, cut[0].whole_bytes):.0%}"
+        number = counted(len(cut), "core is", "cores are")
+        yield finding("core-truncated", number=number, path=cut[0].path, part=part, setup=request.again("--setup"))
     changed = sorted({path for core in cores for path in core.changed})
     if changed:
-        found.append(
-            Finding(
-                id=f"{COMMAND}.binary-changed",
-                level=Level.WARN,
-                title=f"{len(changed)} file{'s have' if len(changed) > 1 else ' has'} changed since the crash: frames "
-                f"in {'them' if len(changed) > 1 else 'it'} may be wrong",
-                evidence=tuple(changed[:8]),
-                fix=Fix(text="pass the program as it was at the crash, if there is a copy: --exe PATH"),
-            )
-        )
+        number, them = counted(len(changed), "file has", "files have"), "them" if len(changed) > 1 else "it"
+        yield finding("core-binary-changed", number=number, them=them, evidence=tuple(changed[:8]))
     for why in dict.fromkeys(row.why for row in unread):
         paths = [row.path for row in unread if row.why == why]
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        found.append(Finding(id=f"{COMMAND}.unreadable", level=Level.UNKNOWN, title=f"{paths[0]}{more}: {why}"))
-    return found
+        yield finding("core-unreadable", what=f"{paths[0]}{more}", why=why)
 
 
-def _of_live(request: Request, live: LiveFacts, host: str) -> list[Finding]:
-    found = []
+def _of_live(live: LiveFacts, host: str) -> Iterator[Finding]:
+    at = Where(hosts=(host,), pids=(live.pid,))
     if live.error:
-        found.append(
-            Finding(
-                id=f"{COMMAND}.unreadable",
-                level=Level.UNKNOWN,
-                title=f"process {live.pid} on {host}: {live.error}",
-                where=Where(hosts=(host,), pids=(live.pid,)),
-            )
-        )
+        yield finding("core-unreadable", what=f"process {live.pid} on {host}", why=live.error, where=at)
     if live.state_after in _STOPPED and live.state_before not in _STOPPED:
-        found.append(
-            Finding(
-                id=f"{COMMAND}.left-stopped",
-                level=Level.FAIL,
-                title=f"process {live.pid} on {host} was left stopped after it was read",
-                fix=Fix(text="resume it", commands=(f"kill -CONT {live.pid}",)),
-            )
-        )
-    return found
-
-
-def _no_answer(host: str, why: str) -> Finding:
-    return Finding(id=f"{COMMAND}.no-answer", level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
-
-
-def _none(request: Request, data: CoreBt) -> Finding:
-    return Finding(
-        id=f"{COMMAND}.none",
-        level=Level.UNKNOWN,
-        title="no core found",
-        detail=f"Searched: {', '.join(data.searched) or 'nothing'}.",
-        fix=Fix(
-            text="pass the core file or its directory; or check whether this machine writes cores",
-            commands=(request.again("--setup"),),
-        ),
-    )
+        yield finding("core-left-stopped", pid=live.pid, host=host, where=at)
 
 
 def _summary(
@@ -297,23 +234,18 @@ def _summary(
 ) -> str:
     left_out, interrupted = more
     if interrupted:
-        return f"interrupted; {len(data.cores)} core{'' if len(data.cores) == 1 else 's'} read" + (
-            f"; hosts: {summary_of(rows)}" if rows else ""
-        )
-    wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
+        hosts = f"; hosts: {summary_of(rows)}" if rows else ""
+        return f"interrupted; {counted(len(data.cores), 'core')} read{hosts}"
+    wrong = [each.title for each in found if each.level in (Level.FAIL, Level.UNKNOWN)]
     rest = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    older = f"; {left_out} older core{'s' if left_out > 1 else ''} not read" if left_out else ""
+    older = f"; {counted(left_out, 'older core')} not read" if left_out else ""
     if wrong:
         return redacted(wrong[0]) + rest + older
     if request.setup:
-        warned = [finding.title for finding in found if finding.level is Level.WARN]
+        warned = [each.title for each in found if each.level is Level.WARN]
         return "; ".join(warned) or "a crash here leaves a core"
     if request.pids:
-        is_alone = len(request.pids) == 1
         pids = ", ".join(map(str, request.pids))
-        return (
-            f"process {pids} is alive; its state is unchanged"
-            if is_alone
-            else f"processes {pids} are alive; their state is unchanged"
-        )
+        is_alone = f"process {pids} is alive; its", f"processes {pids} are alive; their"
+        return f"{is_alone[len(request.pids) > 1]} state is unchanged"
     return f"no readable core{older}"

@@ -59,28 +59,28 @@ class Core:
     the crash. `tools`: what read the stacks, or why it could not.
     """
 
-    path: str
+    path: str = ""
     host: str
     exe: str
     cmdline: str
     pid: int
     rank: int | None
-    time: float | None
-    signal: int
-    signal_name: str
-    signal_code: int | None
-    address: int | None
-    message: str
-    mapped: str
+    time: float | None = None
+    signal: int = 0
+    signal_name: str = ""
+    signal_code: int | None = None
+    address: int | None = None
+    message: str = ""
+    mapped: str = ""
     meaning: str
-    signature: str | None
-    role: str | None
+    signature: str | None = None
+    role: str | None = None
     crash_thread: Thread | None
     threads: tuple[Thread, ...]
-    truncated: bool
-    size_bytes: int
-    whole_bytes: int
-    changed: tuple[str, ...]
+    truncated: bool = False
+    size_bytes: int = 0
+    whole_bytes: int = 0
+    changed: tuple[str, ...] = ()
     tools: tuple[str, ...]
 
 

@@ -1,8 +1,8 @@
-"""GPU architectures: names, what runs where, and TORCH_CUDA_ARCH_LIST as torch reads it. Pure.
+"""GPU architectures: names, compatibility, and TORCH_CUDA_ARCH_LIST as parsed by torch. Pure.
 
-Rules of running: a cubin runs on GPUs of its own major version with the same or a higher minor one (CUDA programming
-guide, binary compatibility); PTX is compiled by the driver on any newer GPU; "a" code runs on its own capability only,
-"f" code on the same major from its own minor on; Tegra's chips and the cards are not exchangeable.
+A cubin runs on GPUs of the same major version with the same or a higher minor version (CUDA programming guide, binary
+compatibility); the driver compiles PTX for any newer GPU; "a" code runs on exactly its own capability, "f" code on the
+same major from its own minor upwards; Tegra chips and discrete cards are not interchangeable.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Arch:
 
     @property
     def nvcc(self) -> str:
-        """As nvcc writes it: 90a."""
+        """The name for nvcc: 90a."""
         return f"{self.major}{self.minor}{self.suffix}"
 
     @property
     def torch(self) -> str:
-        """As TORCH_CUDA_ARCH_LIST writes it: 9.0a."""
+        """The name in TORCH_CUDA_ARCH_LIST: 9.0a."""
         return f"{self.major}.{self.minor}{self.suffix}"
 
 
 def from_nvcc(text: str) -> Arch:
-    """Read nvcc's writing: "90a", "120", "75"."""
+    """Parse nvcc's notation: "90a", "120", "75"."""
     found = re.fullmatch(r"(\d+)(\d)([af]?)", text)
     if found is None:
         raise ValueError(f"{text!r} is not an architecture")
@@ -50,7 +50,7 @@ def from_nvcc(text: str) -> Arch:
 
 
 def from_capability(text: str) -> Arch | None:
-    """Read a GPU's capability, "9.0"; None if it was not told."""
+    """Parse a GPU's capability, "9.0"; None if unknown."""
     found = re.fullmatch(r"(\d+)\.(\d)([af]?)", text)
     return Arch(int(found[1]), int(found[2]), found[3]) if found else None
 
@@ -73,7 +73,7 @@ def ptx_runs(code: Arch, gpu: Arch) -> bool:
 
 
 def how_it_runs(cubins: Iterable[str], ptx: Iterable[str], gpu: Arch) -> str:
-    """Return how code, in nvcc's writing, runs on a GPU: "cubin", "ptx", or empty: not at all."""
+    """Return how code, in nvcc's notation, runs on a GPU: "cubin", "ptx", or empty: not at all."""
     if any(cubin_runs(from_nvcc(arch), gpu) for arch in cubins):
         return "cubin"
     return "ptx" if any(ptx_runs(from_nvcc(arch), gpu) for arch in ptx) else ""
@@ -81,24 +81,24 @@ def how_it_runs(cubins: Iterable[str], ptx: Iterable[str], gpu: Arch) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ArchList:
-    """TORCH_CUDA_ARCH_LIST as torch reads it: `wanted` (architecture, with PTX), `wrong`: elements that it refuses."""
+    """TORCH_CUDA_ARCH_LIST as parsed by torch: `wanted` (architecture, with PTX), `wrong`: the elements it rejects."""
 
     wanted: tuple[tuple[Arch, bool], ...]
     wrong: tuple[str, ...]
 
     @property
     def cubins(self) -> tuple[str, ...]:
-        """The code that is made, in nvcc's writing."""
+        """Architectures compiled to cubins, in nvcc's notation."""
         return tuple(arch.nvcc for arch, _ in self.wanted)
 
     @property
     def ptx(self) -> tuple[str, ...]:
-        """The PTX that is made, in nvcc's writing."""
+        """Architectures compiled to PTX, in nvcc's notation."""
         return tuple(arch.nvcc for arch, ptx in self.wanted if ptx)
 
 
 def read_list(text: str, known: Sequence[str], named: Mapping[str, str]) -> ArchList:
-    """Read a list with the tables of torch.utils.cpp_extension; its own separators are ";" and one space."""
+    """Parse a list with the tables of torch.utils.cpp_extension; its separators are ";" and one space."""
     known = known or tables().known_archs
     text = text.replace(" ", ";")
     for name, archs in (named or tables().named_archs).items():
@@ -116,7 +116,7 @@ def read_list(text: str, known: Sequence[str], named: Mapping[str, str]) -> Arch
 
 
 def corrected(text: str, known: Sequence[str]) -> str:
-    """Format what was probably meant; empty if nothing of it can be understood."""
+    """Return the probably intended list; empty if no element is recognized."""
     known = known or tables().known_archs
     named = {name.lower(): archs for name, archs in tables().named_archs.items()}
     found: list[str] = []
@@ -129,22 +129,22 @@ def corrected(text: str, known: Sequence[str]) -> str:
         if re.fullmatch(r"\d{2,3}[af]?", plain):
             plain = from_nvcc(plain).torch
         if plain.endswith("f"):
-            plain = plain[:-1]  # torch knows no family variants
+            plain = plain[:-1]  # torch does not know family variants
         if plain in known:
             found.append(plain + ("+PTX" if word.endswith("+PTX") else ""))
     return ";".join(dict.fromkeys(found))
 
 
 def as_list(gpus: Iterable[Arch]) -> str:
-    """Format the list that fits these GPUs exactly: one element for each kind."""
+    """Format the exact list for these GPUs, without duplicates."""
     return ";".join(arch.torch for arch in sorted({Arch(gpu.major, gpu.minor) for gpu in gpus}))
 
 
 def capability(gpu: str) -> str:
-    """Read what --gpu names: "RTX 3090", "H100", "8.6" or "sm_86" -> "8.6".
+    """Parse --gpu: "RTX 3090", "H100", "8.6" or "sm_86" -> "8.6".
 
     Raises:
-        UsageError: the name is not known.
+        UsageError: the name is unknown.
     """
     plain = re.fullmatch(r"(?:(?:sm|compute)_?)?(\d{1,2})\.?(\d)", gpu.strip())
     found = f"{plain[1]}.{plain[2]}" if plain else arch_of(gpu)

@@ -1,6 +1,6 @@
-"""A program of its own, `python -c` in the environment that is examined: imports torch and says how that went.
+"""Runs as `python -c` in the examined environment: imports torch and reports the result.
 
-Line by line as JSON, so that what it found before it hangs or dies is known. It makes no context on a GPU.
+One JSON line per step, so that earlier results survive a hang or a crash. Creates no context on a GPU.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import re
 import sys
 import warnings
 
-# What torch and its libraries print belongs to nobody: only our own lines go where they are read.
+# Redirect the output of torch and its libraries: stdout is for our records.
 _OUT = os.dup(1)
 os.dup2(2, 1)
 
 
 def say(**words: object) -> None:
-    """Format one record at once."""
+    """Print one record, unbuffered."""
     os.write(_OUT, (json.dumps(words) + "\n").encode())
 
 
 def libraries() -> list[str]:
-    """List the files of the shared libraries that this process has loaded; only the file itself says which is NCCL."""
+    """List the shared libraries loaded in this process, by path."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {"/" + line.rstrip("\n").partition("/")[2] for line in maps if "/" in line}
     preloaded = {os.path.realpath(path) for path in re.split("[ :]", os.environ.get("LD_PRELOAD", "")) if path}
@@ -31,7 +31,7 @@ def libraries() -> list[str]:
 
 
 def main() -> None:
-    """Import torch, ask it what it is and what it sees."""
+    """Import torch, and report its version and the GPUs it sees."""
     say(about="import")
     try:
         torch = importlib.import_module("torch")

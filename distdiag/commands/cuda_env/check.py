@@ -1,4 +1,4 @@
-"""cuda-env from its request to its report: every node looks at itself, at the same time."""
+"""Runs cuda-env: collects from all nodes in parallel, diagnoses, formats the result."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _collect(request: Request, progress: Progress) -> Gathered[CudaFacts]:
 
 
 def _ask(request: Request, *, local: bool) -> dict[str, object]:
-    """Return what to look at. On other hosts the node side itself runs in the interpreter that --python names."""
+    """Return the collect module's options. On other hosts the agent itself runs in the interpreter of --python."""
     python, chosen = (python_here(request.python), "") if request.python else users_python()
     whose = {"python": python, "chosen": chosen} if local else {"python": "", "chosen": ""}
     return {"goal": str(request.goal), **whose, "timeout_s": request.timeout_s, "root": ""}
 
 
 def prepared(request: Request, gathered: Gathered[CudaFacts]) -> Gathered[CudaFacts]:
-    """Build for the GPUs that were asked for; and give nodes of one name, of several files, names of their own."""
+    """Apply --gpu, and number the nodes that several files give the same name."""
     count: dict[str, int] = {}
     facts = []
     for node in gathered.facts:
@@ -86,7 +86,7 @@ def export_lines(request: Request, options: runner.Options) -> list[str]:
 
 
 def exports(report: Report[CudaEnv]) -> list[str]:
-    """Format the lines for eval; what they cannot fix goes to stderr, with its commands."""
+    """Format the lines for eval; print problems that variables cannot fix to stderr, with their commands."""
     lines = [f"export {name}={value}" if value else f"unset {name}" for name, value in report.data.exports.items()]
     for step in report.data.steps:
         say(f"distdiag: variables cannot fix {step.id}: {step.title}")

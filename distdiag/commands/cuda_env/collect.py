@@ -1,4 +1,4 @@
-"""Facts of one node: all that decides whether CUDA builds and runs here. Nothing is judged, nothing is changed."""
+"""Collects one node's facts about building and running CUDA. Judges and changes nothing."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ _VARIABLES = (
 
 @dataclass(frozen=True)
 class Imported:
-    """How importing torch went. `error` is empty if it went well; `stage` is what did not come back, empty if all did.
+    """The result of importing torch. `error`: empty on success; `stage`: the step that timed out, if any.
 
-    `count` is None where it is not known; `libraries` are the files of CUDA libraries that were really loaded, `loaded`
-    the same with their sonames. `mended_without` names a variable without which the import works; empty: none.
+    `count`: None if unknown; `libraries`: the CUDA libraries actually loaded, `loaded`: the same with sonames.
+    `mended_without`: a variable that makes the import fail, or empty.
     """
 
     version: str = ""
     error: str = ""
     came_in: bool = False
-    """It was imported, whatever came then."""
+    """Whether the import itself succeeded, whatever failed later."""
     stage: str = ""
     available: bool | None = None
     count: int | None = None
@@ -80,7 +80,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """One node. `imported` is None where torch was not imported: not wanted, or not there."""
+    """One node. `imported`: None if torch is not installed, or its import was not requested."""
 
     host: str
     goal: str
@@ -104,12 +104,12 @@ class CudaFacts:
     building: Building
     unmet: tuple[Unmet, ...] = ()
     meant: tuple[str, ...] = ()
-    """Capabilities of the GPUs that builds are for, where they are not those of this machine."""
+    """Capabilities of the GPUs to build for, if not this machine's own."""
     versions: Versions = field(default_factory=Versions)
     chosen: str = ""
-    """By which rule this Python is the one to examine, where it is not distdiag's own."""
+    """The rule that selected this Python, if it is not distdiag's own."""
     no_path: tuple[str, ...] = ()
-    """What PATH names and is not there."""
+    """Missing directories of PATH."""
 
     def __post_init__(self) -> None:
         if lacking := {"torch", "cmake", "nvcc"} - self.uses.keys():
@@ -118,7 +118,7 @@ class CudaFacts:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What is known before anything was looked at."""
+    """The facts known before examining the node."""
 
     host: str
 
@@ -129,22 +129,22 @@ def facts(ask: dict[str, Any]) -> Arrived:
 
 
 def more(ask: dict[str, Any], tell: Callable[[CudaFacts], None]) -> None:
-    """Look at this node, and tell."""
+    """Examine this node and report."""
     tell(look(ask))
 
 
 def look(ask: dict[str, Any]) -> CudaFacts:
-    """Look at this node.
+    """Examine this node.
 
-    {"goal": run, build or all; "python": whose environment, "": this one's; "chosen": by which rule;
-    "timeout_s": longest time for importing torch and for the driver; "root": look below it instead of /}
+    {"goal": run, build or all; "python": interpreter of the environment, "": this one; "chosen": the rule that selected
+    it; "timeout_s": limit for importing torch and for the driver; "root": examine below it instead of /}
     """
     places = Places(ask["root"], dict(os.environ))
     executable = ask["python"] or sys.executable
     runs = ask["goal"] != "build"
     ways: dict[str, Callable[[], Any]] = {
         "environment": lambda: _Environment(executable, ask["timeout_s"], runs=runs),
-        # Also for a build: without a list torch builds for the GPUs that are here.
+        # Also for a build: without a list torch builds for the local GPUs.
         "driver": lambda: driver.look(places, ask=True, timeout_s=ask["timeout_s"]),
         "tools": lambda: _Tools(places, min(_QUICK_S, ask["timeout_s"])),
     }
@@ -153,7 +153,7 @@ def look(ask: dict[str, Any]) -> CudaFacts:
 
 
 def _all_at_once(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Ask all at the same time; each has its own deadline. An error of one is raised when all are over."""
+    """Run all in parallel, each with its own deadline. Raises the first error once all are done."""
     found: dict[str, Any] = {}
     errors: list[Exception] = []
 
@@ -174,7 +174,7 @@ def _all_at_once(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
 
 
 class _Environment:
-    """The Python environment, and how importing its torch went; a torch without CUDA has nothing to import for."""
+    """The Python environment, and the result of importing its torch; a torch without CUDA is not imported."""
 
     def __init__(self, executable: str, timeout_s: float, *, runs: bool) -> None:
         self.python = environment.interpreter(executable, timeout_s=max(_QUICK_S, timeout_s))
@@ -184,7 +184,7 @@ class _Environment:
 
 
 class _Tools:
-    """What programs on PATH tell: every nvcc, and the compilers that they and torch would call."""
+    """The facts from tools on PATH: every nvcc, and the compilers called by nvcc and torch."""
 
     def __init__(self, places: Places, timeout_s: float) -> None:
         self.uses = {
@@ -205,7 +205,7 @@ class _Tools:
             toolkits.with_compiler(nvcc, places)
             for nvcc in toolkits.ask(paths, used, timeout_s=timeout_s, env=places.env)
         ]
-        for nvcc in self.nvccs:  # what a wrapper leads to may lie in no usual place
+        for nvcc in self.nvccs:  # a wrapper may call an nvcc in an unusual place
             if nvcc.top and nvcc.top not in self.ways and nvcc.top not in (toolkit.real for toolkit in self.found):
                 self.found.append(toolkits.examine(nvcc.top, [nvcc.path]))
         limits = [
@@ -257,7 +257,7 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
 
 
 def _with_wheels(tools: _Tools, places: Places, python: Interpreter) -> list[Toolkit]:
-    """Add the toolkits that lie in the Python environment itself; where it is, is known last."""
+    """Add the toolkits inside the Python environment, whose location is known last."""
     prefixes = dict.fromkeys([*python.paths, python.prefix, places.env.get("CONDA_PREFIX", "")])
     known = {toolkit.root for toolkit in tools.found}
     more = toolkits.candidates(Places("/nonexistent", {}), [prefix for prefix in prefixes if prefix])
@@ -272,9 +272,9 @@ def _is_wanted(name: str) -> bool:
 
 
 def _import_torch(executable: str, timeout_s: float) -> Imported | None:
-    """Import torch in a child of the examined interpreter; None if there is none to import.
+    """Import torch in a child of the examined interpreter; None if torch is not installed.
 
-    Where it fails, it is tried without the variables that change what the loader takes, one at a time.
+    On failure it is retried without each variable that affects the loader.
     """
     until = time.monotonic() + timeout_s
     imported = _try_to_import(executable, timeout_s, dict(os.environ))

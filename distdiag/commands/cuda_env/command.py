@@ -1,4 +1,4 @@
-"""What you type for cuda-env."""
+"""The command line of cuda-env."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def cuda_env(
             raise UsageError(
                 "--gpu names GPUs to build for, and --for run builds nothing", hint="--for build, or leave --gpu out"
             )
-        # GPUs that are elsewhere: what runs on this machine is not the question.
+        # These GPUs are elsewhere, so running on this machine is not checked.
         usual = Goal.BUILD if gpu and not explain else Goal.ALL
         pairs = [text.partition("=") for text in ignore or ()]
         return Request(

@@ -57,14 +57,12 @@ _NOBODY = NodeEnv(
 
 @dataclass
 class _Group:
-    """A section that reads the same on several hosts."""
-
     section: Section
     hosts: list[str] = field(default_factory=list)
 
 
 def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Finding] = ()) -> Report[CudaEnv]:
-    """Judge all nodes; `log` are the findings of a log that was given."""
+    """Judge all nodes; `log`: findings of the log given to --explain."""
     nodes = gathered.facts
     gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
     everywhere = gpus if len(nodes) > 1 else ()
@@ -86,7 +84,7 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
     ready = _ready(request, judged, incomplete=bool(gathered.refusals or gathered.missing))
     shown = tuple(_node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes)
     first = shown[0] if shown else _NOBODY
-    # Of one node: others have their own.
+    # For the first node only, as others need their own.
     exports, left = (
         mended_by(nodes[0], request.goal, lambda problem: not _left_out(request, problem.id)) if nodes else ({}, ())
     )
@@ -131,7 +129,7 @@ def _left_out(request: Request, id_: str) -> bool:
 
 
 def _chosen(request: Request, sections: Sequence[Section]) -> list[Section]:
-    """Keep the findings that are wanted; with --only, the sections that have any."""
+    """Keep the requested findings; with --only, drop sections without any."""
     kept = [
         replace(section, problems=tuple(problem for problem in section.problems if not _left_out(request, problem.id)))
         for section in sections
@@ -140,7 +138,6 @@ def _chosen(request: Request, sections: Sequence[Section]) -> list[Section]:
 
 
 def _silenced(request: Request, whole: Mapping[str, Sequence[Section]]) -> tuple[Silenced, ...]:
-    """List what --ignore took out, with the reason that was given."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for host, sections in whole.items():
         for section in sections:
@@ -155,12 +152,12 @@ def _silenced(request: Request, whole: Mapping[str, Sequence[Section]]) -> tuple
 
 
 def _groups(judged: Mapping[str, Sequence[Section]]) -> list[_Group]:
-    """Bring together what reads the same, in the order of the sections; the largest group of a section first."""
+    """Group equal sections, in their order, each section's largest group first."""
     names = list(dict.fromkeys(section.name for sections in judged.values() for section in sections))
     groups: dict[tuple[object, ...], _Group] = {}
     for host, sections in judged.items():
         for section in sections:
-            # Evidence and paths may differ; what is said and what is to be done may not.
+            # Evidence and paths may differ; verdict and fix may not.
             key = (
                 section.name,
                 section.line,
@@ -225,7 +222,6 @@ def _missing(host: str, why: str) -> Finding:
 
 
 def _compared(facts: CudaFacts) -> dict[str, object]:
-    """Return what must be the same on all nodes of a job."""
     torch, used = facts.torch, fixes.used_toolkit(facts)
     compiler = facts.compilers.cxx
     nccl = next((version for name, version in facts.packages.items() if name.startswith("nvidia-nccl")), None)
@@ -248,13 +244,13 @@ def _difference(
 
 def _ready_of(request: Request, sections: Sequence[Section]) -> Ready:
     if request.only:
-        return Ready(run=None, build=None)  # what was left out may be what it fails on
+        return Ready(run=None, build=None)  # the omitted findings may include failures
     problems = [problem for section in sections for problem in section.problems]
     return Ready(run=is_ready(problems, Goal.RUN, request.goal), build=is_ready(problems, Goal.BUILD, request.goal))
 
 
 def _ready(request: Request, judged: Mapping[str, Sequence[Section]], *, incomplete: bool) -> Ready:
-    """Judge it for all nodes: one that is not ready is enough for no, one that is not known for not known."""
+    """Combine the nodes: any False gives False, else any None gives None."""
     each = [_ready_of(request, sections) for sections in judged.values()]
 
     def of_all(values: list[bool | None]) -> bool | None:
@@ -285,7 +281,6 @@ def readiness(ready: Ready, request: Request) -> str:
 
 
 def _node_env(facts: CudaFacts, ready: Ready) -> NodeEnv:
-    """Choose what is of use to a program."""
     return NodeEnv(
         host=facts.host,
         python={

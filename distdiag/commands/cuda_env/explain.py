@@ -1,4 +1,4 @@
-"""What a log of a build or a run says, and what fixes it on this machine."""
+"""Explains the log of a build or a run, with fixes for this machine."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _TORCH = re.compile(
 )
 _SITE = re.compile(r"(?<![\w.])(/[^\s'\":,]{1,200}?)/(?:site|dist)-packages/")
 _PASSING = re.compile(r"^(?:/var)?/tmp/|/pip-|overlay|/_h_env")
-"""Environments that a build makes for itself, and that are gone after it."""
+"""Temporary environments of a build, deleted after it."""
 _ISOLATED = re.compile(r"[\w./-]{0,60}/pip-build-env-\w+/overlay")
 _OLD_ARCH = 75
-"""sm_: torch's wheels for CUDA 12.8 and newer have no older ones."""
+"""sm_: torch's wheels for CUDA 12.8 and newer lack older architectures."""
 _SOURCE = re.compile(
     r"^\s*(?P<file>\S{1,300}\.(?:cu|cuh|cpp|cc|cxx|c|h|hpp|hip))(?:\(\d+\)|:\d+(?::\d+)?): "
     r"(?:fatal )?error:? [^\n]{3,300}",
@@ -67,7 +67,7 @@ _WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
 
 
 def judge_log(request: Request, options: runner.Options, log: tuple[str, str]) -> Report[CudaEnv]:
-    """Judge a log together with the nodes. `log`: its text, and what was not read. Raises UsageError, DistdiagError."""
+    """Judge a log together with the nodes. `log`: its text, and its unread part. Raises UsageError, DistdiagError."""
     if not log[0].strip():
         raise UsageError(
             "--explain: the log is empty", hint="save the output of the build: pip install -v ... 2>&1 | tee build.log"
@@ -77,7 +77,7 @@ def judge_log(request: Request, options: runner.Options, log: tuple[str, str]) -
 
 
 def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts]) -> Report[CudaEnv]:
-    """Explain the log. Of this machine only its fixes are used; -v adds the whole report."""
+    """Explain the log with this machine's fixes; -v adds the whole report."""
     text, unread = log
     nodes = gathered.facts
     found = read_log(text)
@@ -121,7 +121,7 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
 
 
 def _with_isolation(one: Finding, folder: str) -> Finding:
-    """Explain pip's build isolation where the failure may be of the torch that pip fetched for it."""
+    """Explain pip's build isolation if pip's own torch may have caused the failure."""
     row = known_builds().get(one.id.removeprefix(f"{COMMAND}.log."))
     if row is None or not row.isolated or one.fix is None:
         return one
@@ -137,7 +137,7 @@ def _with_isolation(one: Finding, folder: str) -> Finding:
 
 
 def _success(text: str, found: Sequence[Match]) -> Finding | None:
-    """Report that it went well in the end: a tool said so, and no error, known or not, comes after that."""
+    """Report success if a tool reported it, and no error, known or not, follows."""
     at = max(text.rfind(words) for words in _SUCCESS)
     end = text.find("\n", at)
     line = text.count("\n", 0, max(at, 0)) + 1
@@ -149,7 +149,7 @@ def _success(text: str, found: Sequence[Match]) -> Finding | None:
 
 
 def _elsewhere(text: str, found: Sequence[Match], nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
-    """List the signs that a log is of another machine or environment than those examined; empty if it may be of one."""
+    """List the signs that a log is from another machine or environment; empty if it may match one examined."""
     if not nodes:
         return ()
     signs = _of_another_torch(found, nodes)
@@ -171,7 +171,7 @@ def _elsewhere(text: str, found: Sequence[Match], nodes: Sequence[CudaFacts]) ->
 
 
 def _of_another_torch(found: Sequence[Match], nodes: Sequence[CudaFacts]) -> list[str]:
-    """List what failures say of torch's own CUDA where no torch here was built with that."""
+    """List builds of torch, by CUDA, in failures of the log but not installed here."""
     own = {minor(facts.torch.cuda) for facts in nodes if facts.torch is not None}
     said = [match.groups["torch"] for match in found if "mismatch" in match.known.id and "torch" in match.groups]
     signs = [f"a torch for CUDA {number}" for number in dict.fromkeys(map(minor, said)) if own and number not in own]
@@ -184,7 +184,7 @@ def _of_another_torch(found: Sequence[Match], nodes: Sequence[CudaFacts]) -> lis
 
 @dataclass(frozen=True)
 class _Here:
-    """What a log may be explained with: the first node, what is wrong on all, and the GPUs that builds are for."""
+    """The context for explaining a log: the first node, problems of all nodes, and the GPUs to build for."""
 
     facts: CudaFacts | None
     problems: Sequence[Problem]
@@ -192,10 +192,10 @@ class _Here:
 
 
 def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
-    """Make a finding; where a check of this machine explains it too, its fix is the better one."""
+    """Make a finding; prefer the fix of a matching check of this machine."""
     known = match.known
     found = (problem for check in known.checks for problem in here.problems if matches(problem.id, check))
-    # A trap that nobody is in yet explains no failure.
+    # A toolkit trap not yet in effect explains no failure.
     found = (problem for problem in found if problem.level is Level.FAIL or not problem.id.startswith("toolkit."))
     own = next((problem for problem in found if problem.to_paste), None) if known.role == "cause" else None
     compiler = compiler_fix(match, here.facts) if here.facts is not None else None
@@ -224,12 +224,12 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
 
 
 def _at_file(match: Match) -> str:
-    """Quote a line, with the file that it is about where that is on the line before, as CMake wraps it."""
+    """Quote a line, with its file if that is on the line before, as CMake wraps it."""
     return match.quote if not match.file or match.file[:40] in match.quote else f"{match.file}: {match.quote}"
 
 
 def _generic(match: Match, here: _Here) -> tuple[str, Fix]:
-    """Return which of this machine's toolkits the fix of a known failure names, if any, and the fix."""
+    """Return this machine's toolkits named by the fix of a known failure, if any, and the fix."""
     commands = fitted(tuple(_for_log(each, match) for each in match.known.commands), here.facts, here.archs)
     text = match.known.fix
     if here.facts is None:
@@ -245,7 +245,7 @@ def _generic(match: Match, here: _Here) -> tuple[str, Fix]:
 
 
 def _for_log(command: str, match: Match) -> str:
-    """Choose the wheels of torch that have the architecture that the log names."""
+    """Select torch wheels that include the log's architecture."""
     sm = re.match(r"\d+", match.groups.get("sm", ""))
     return command.replace("/whl/cu128", "/whl/cu126") if sm is not None and int(sm[0]) < _OLD_ARCH else command
 
@@ -255,7 +255,7 @@ def _names_archs(match: Match) -> bool:
 
 
 def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:
-    """Report that no cause is known, and quote what looks like an error; or that nothing looks like one."""
+    """Report that no cause is known, quoting possible errors, or that no line looks like an error."""
     if (source := _SOURCE.search(text)) is not None:
         line = shortened(source[0].strip())
         return finding("build-source", evidence=(line,), line=line)

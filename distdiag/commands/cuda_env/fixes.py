@@ -1,4 +1,4 @@
-"""What there is on a machine to mend things with: toolkits, compilers, package tools. Fixes name nothing else."""
+"""Means available on a machine for fixes: toolkits, compilers, package tools. Fixes use nothing else."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ANOTHERS = re.compile(
     r"unsupported (GNU|clang)|Failed to preprocess host compiler|Unknown option"
     r"|tmpxft|No space left|Could not open output"
 )
-"""What nvcc complains of and is not its own fault: the host compiler, a flag, the place for temporary files."""
+"""Complaints of nvcc about something else: the host compiler, a flag, the directory for temporary files."""
 _INDEX = "https://download.pytorch.org/whl"
 
 
 def gpu_archs(facts: CudaFacts) -> list[Arch]:
-    """List the kinds of GPU that are meant, else those here: that a program sees, else that are there."""
+    """List the architectures of --gpu, else of the local GPUs: those visible to programs, else those present."""
     if facts.meant:
         return sorted({arch for capability in facts.meant if (arch := from_capability(capability)) is not None})
     answer = facts.driver.answer
@@ -36,12 +36,12 @@ def gpu_archs(facts: CudaFacts) -> list[Arch]:
 
 
 def driver_version(facts: CudaFacts) -> str:
-    """Return the version of the driver: the kernel's, NVML's, or libcuda's."""
+    """Return the driver's version: the kernel's, NVML's, or libcuda's."""
     return facts.driver.kernel or facts.driver.answer.nvml_driver or facts.driver.library
 
 
 def driver_cuda(facts: CudaFacts) -> str:
-    """Return the newest CUDA that the driver knows, as "12.8"; empty if there is no driver."""
+    """Return the newest CUDA supported by the driver, as "12.8"; empty without a driver."""
     cuda_version = facts.driver.answer.cuda_version or 0
     if cuda_version:
         return f"{cuda_version // 1000}.{cuda_version % 1000 // 10}"
@@ -49,37 +49,37 @@ def driver_cuda(facts: CudaFacts) -> str:
 
 
 def python(facts: CudaFacts) -> str:
-    """Return the examined interpreter, to paste."""
+    """Return the examined interpreter, shell-quoted."""
     return shlex.quote(facts.python.executable)
 
 
 def pip(facts: CudaFacts) -> str:
-    """Return the command that installs into the examined environment."""
+    """Return the install command for the examined environment."""
     if not facts.python.pip and facts.building.uv:
         return f"uv pip install --python {python(facts)}"
     return f"{python(facts)} -m pip install"
 
 
 def pip_uninstall(facts: CudaFacts, names: Iterable[str]) -> str:
-    """Return the command that removes packages from the examined environment."""
+    """Return the command to remove packages from the examined environment."""
     if not facts.python.pip and facts.building.uv:
         return f"uv pip uninstall --python {python(facts)} {' '.join(names)}"
     return f"{python(facts)} -m pip uninstall -y {' '.join(names)}"
 
 
 def reinstall(facts: CudaFacts) -> str:
-    """Return the option that installs a package again although it is there."""
+    """Return the option to reinstall an installed package."""
     return "--reinstall" if pip(facts).startswith("uv") else "--force-reinstall"
 
 
 def rebuild(facts: CudaFacts, name: str, version: str) -> str:
-    """Return the command that compiles an installed package again, from its source, for the torch that is there."""
+    """Return the command to recompile an installed package from source for the installed torch."""
     flags = f"--no-build-isolation --no-cache-dir {reinstall(facts)} --no-deps"
     return f"{pip(facts)} {flags} --no-binary {name} {name}=={version.partition('+')[0]}"
 
 
 def install_system(facts: CudaFacts, **names: str) -> tuple[str, ...]:
-    """Return the command that installs a system package; its name for each kind of system: apt, dnf, zypper, pacman."""
+    """Return the command to install a system package; `names` by apt, dnf, zypper, pacman."""
     sudo = "" if facts.building.root else "sudo "
     tool = facts.building.package_tool
     family = {"apt-get": "apt", "yum": "dnf"}.get(tool, tool)
@@ -91,13 +91,13 @@ def install_system(facts: CudaFacts, **names: str) -> tuple[str, ...]:
 
 
 def install_toolkit(facts: CudaFacts, number: str = "") -> tuple[str, ...]:
-    """Return the command that installs a toolkit of a version, as "12.8"."""
+    """Return the command to install a toolkit of a version, e.g. "12.8"."""
     name = f"cuda-toolkit-{number.replace('.', '-')}" if number else "cuda-toolkit"
     return install_system(facts, apt=name, dnf=name, zypper=name)
 
 
 def from_repository(facts: CudaFacts) -> str:
-    """Report where a system's toolkit comes from, where its package tool does not know yet."""
+    """Return the source of the system's toolkit, if its package tool does not know it yet."""
     known = facts.building.nvidia_repository
     return "" if known else " from NVIDIA's repository (https://developer.nvidia.com/cuda-downloads) or conda"
 
@@ -105,15 +105,15 @@ def from_repository(facts: CudaFacts) -> str:
 def install_torch(
     facts: CudaFacts, *, archs: Iterable[Arch] = (), prefer: str = "", strict: bool = False
 ) -> tuple[str, ...]:
-    """Return the command that installs this torch for a CUDA that fits driver, GPUs and toolkit; empty if none does.
+    """Return the command to install this torch for a CUDA that fits driver, GPUs and toolkit; empty if none does.
 
-    A version of which no fitting build exists is given up for the newest. `strict`: for the `prefer`red CUDA or none.
+    If no build of this version fits, the newest version is installed. `strict`: the `prefer`red CUDA or none.
     """
     torch = facts.torch
     number = torch.version.partition("+")[0] if torch is not None else ""
     release = bool(number) and all(part.isdigit() for part in number.split("."))
     own = builds_of(facts)
-    # The build that is there exists, whatever tables say.
+    # The installed build exists, whatever the tables list.
     same = bool(prefer) and prefer == torch_cuda(facts)
     cuda = prefer if same else best_build(facts, own, archs=archs, prefer=prefer)
     if not cuda:
@@ -121,7 +121,7 @@ def install_torch(
     if not cuda or (strict and cuda != prefer):
         return ()
     build = f"cu{cuda.replace('.', '')}"
-    # Without its +cu130 another index that pip is configured with may give the build for the CPU again.
+    # Without +cu130 another index in pip's configuration may provide the CPU build again.
     wanted = f"torch=={number}+{build}" if release else "torch"
     is_there = torch is not None and (not release or wanted == f"torch=={torch.version}")
     again = f"{reinstall(facts)} " if is_there else ""
@@ -129,7 +129,7 @@ def install_torch(
 
 
 def beside_torch(facts: CudaFacts, name: str) -> str:
-    """Return the command that installs a package that is built for each torch, and keeps the torch that is there."""
+    """Return the command to install a package built per torch version, keeping the installed torch."""
     assert facts.torch is not None
     local = facts.torch.version.partition("+")[2]
     index = f" --index-url {_INDEX}/{local}" if re.fullmatch(r"cu\d+|cpu", local) else ""
@@ -154,9 +154,9 @@ def _newest_builds(facts: CudaFacts) -> dict[str, tuple[int, ...]]:
 def best_build(
     facts: CudaFacts, builds: dict[str, tuple[int, ...]], *, archs: Iterable[Arch] = (), prefer: str = ""
 ) -> str:
-    """Choose the CUDA of a torch build: one that has the GPUs' code and that the driver carries.
+    """Choose the CUDA of a torch build that has the GPUs' code and is supported by the driver.
 
-    Of several: the `prefer`red one, that of an installed toolkit, or the newest.
+    In order of preference: `prefer`, that of an installed toolkit, the newest.
     """
     gpus = list(archs) or gpu_archs(facts)
     fitting = [
@@ -176,7 +176,7 @@ def _serves(codes: Iterable[int], gpus: Iterable[Arch]) -> bool:
 
 
 def driver_carries(facts: CudaFacts, cuda: str) -> bool | None:
-    """Return whether the driver is new enough for programs of a CUDA's major version; None if there is no driver."""
+    """Return whether the driver supports programs of a CUDA's major version; None without a driver."""
     have, least = driver_version(facts), tables().least_driver.get(str(major(cuda)))
     cuda_version = facts.driver.answer.cuda_version
     if cuda_version:
@@ -187,12 +187,12 @@ def driver_carries(facts: CudaFacts, cuda: str) -> bool | None:
 
 
 def torch_cuda(facts: CudaFacts) -> str:
-    """Return the CUDA that torch was built with; empty for another build, or none."""
+    """Return the CUDA of torch's build; empty for a CPU or ROCm build, or without torch."""
     return minor(facts.torch.cuda) if facts.torch is not None else ""
 
 
 def usable_toolkits(facts: CudaFacts) -> list[Toolkit]:
-    """List the toolkits that are whole: an nvcc that answers, and headers; each once, those with the shortest names."""
+    """List the complete toolkits: a working nvcc, and headers; each once, by its shortest name."""
     whole = [
         toolkit
         for toolkit in facts.toolkits
@@ -209,16 +209,16 @@ def usable_toolkits(facts: CudaFacts) -> list[Toolkit]:
 
 
 def is_broken(nvcc: Nvcc | None) -> bool:
-    """Return whether an nvcc failed by its own fault, not for its host compiler, a flag or lack of room."""
+    """Return whether an nvcc itself is broken, rather than its host compiler, a flag or lack of space."""
     if nvcc is None:
         return False
     return nvcc.timed_out or bool(nvcc.complaint and not ANOTHERS.search(nvcc.complaint))
 
 
 def toolkits_for(facts: CudaFacts, cuda: str) -> list[Toolkit]:
-    """List the toolkits of a CUDA's major version, all without one; the best first: the same version, else the newest.
+    """List the toolkits of a CUDA's major version (all if it is empty), the same version first, then the newest.
 
-    Of equal ones that which an nvcc on PATH leads to.
+    Among equals the toolkit of an nvcc on PATH comes first.
     """
     tops = {nvcc.top for nvcc in facts.nvccs if nvcc.top}
     fitting = [toolkit for toolkit in usable_toolkits(facts) if not cuda or major(toolkit.version) == major(cuda)]
@@ -235,7 +235,7 @@ def best_toolkit(facts: CudaFacts) -> Toolkit | None:
 
 
 def choose_toolkit(facts: CudaFacts, toolkit: Toolkit) -> tuple[tuple[str, str], ...]:
-    """Return the variables that make everybody use one toolkit."""
+    """Return the variables that select one toolkit for every kind of build."""
     root = shlex.quote(toolkit.root)
     first = f"{toolkit.root}/bin" == (facts.variables.get("PATH", "").split(":") or [""])[0]
     path = () if first else (("PATH", f"{root}/bin:$PATH"),)
@@ -245,7 +245,7 @@ def choose_toolkit(facts: CudaFacts, toolkit: Toolkit) -> tuple[tuple[str, str],
 
 
 def toolkit_at(facts: CudaFacts, root: str) -> Toolkit | None:
-    """Find a toolkit by the directory that somebody uses."""
+    """Find a toolkit by its directory."""
     plain = root.rstrip("/") or "/"
     return next((toolkit for toolkit in facts.toolkits if toolkit.root == plain), None) or next(
         (toolkit for toolkit in facts.toolkits if toolkit.real == os.path.normpath(plain)), None
@@ -253,12 +253,12 @@ def toolkit_at(facts: CudaFacts, root: str) -> Toolkit | None:
 
 
 def nvcc_at(facts: CudaFacts, path: str) -> Nvcc | None:
-    """Find what an nvcc said."""
+    """Find an nvcc by its path."""
     return next((nvcc for nvcc in facts.nvccs if nvcc.path == path), None)
 
 
 def used_toolkit(facts: CudaFacts) -> Toolkit | None:
-    """Return the toolkit that extensions are built with: torch's, seen through a wrapper; None if there is none."""
+    """Return the toolkit of torch's extension builds, resolved through a wrapper; None without one."""
     use = facts.uses["torch"]
     if not use.home:
         return None
@@ -270,7 +270,7 @@ def used_toolkit(facts: CudaFacts) -> Toolkit | None:
 
 
 def target_toolkit(facts: CudaFacts) -> Toolkit | None:
-    """Return the toolkit that extensions will be built with once all is mended: the used or one that fits torch."""
+    """Return the toolkit of extension builds after all fixes: the used one, or one that fits torch."""
     used, wanted = used_toolkit(facts), torch_cuda(facts)
     if used is not None and used in usable_toolkits(facts) and (not wanted or major(used.version) == major(wanted)):
         return used
@@ -283,7 +283,7 @@ def compiler_at(facts: CudaFacts, path: str) -> Compiler | None:
 
 
 def distinct_compilers(facts: CudaFacts) -> list[Compiler]:
-    """List the compilers without those that are there by the same name again: /bin is often /usr/bin."""
+    """List the compilers without duplicates under the same name: /bin is often /usr/bin."""
     named: dict[tuple[str, str], Compiler] = {}
     for compiler in facts.compilers.found:
         named.setdefault((compiler.real, os.path.basename(compiler.path)), compiler)
@@ -291,14 +291,14 @@ def distinct_compilers(facts: CudaFacts) -> list[Compiler]:
 
 
 def compiler_called(facts: CudaFacts, name: str) -> Compiler | None:
-    """Find a compiler by its path or, as a variable may hold it, by its bare name."""
+    """Find a compiler by its path or, as in some variables, by its bare name."""
     return compiler_at(facts, name) or next(
         (compiler for compiler in facts.compilers.found if os.path.basename(compiler.path) == name), None
     )
 
 
 def stand_ins(facts: CudaFacts, entry: Entry) -> list[tuple[Library, Library]]:
-    """Pair the libraries of an entry of LD_LIBRARY_PATH with those of the same name that torch's wheels bring."""
+    """Pair the libraries of an entry of LD_LIBRARY_PATH with torch's wheels' libraries of the same name."""
     own = {wheel.soname: wheel for wheel in facts.wheels}
     return [
         (library, own[library.soname])
@@ -308,14 +308,14 @@ def stand_ins(facts: CudaFacts, entry: Entry) -> list[tuple[Library, Library]]:
 
 
 def preloaded(facts: CudaFacts) -> list[str]:
-    """List what LD_PRELOAD names: ld.so splits it at spaces and colons."""
+    """List the paths in LD_PRELOAD, which ld.so splits at spaces and colons."""
     return [path for path in facts.variables.get("LD_PRELOAD", "").replace(":", " ").split() if path]
 
 
 def loader_path_without(facts: CudaFacts, entries: Iterable[str]) -> str:
-    """Format LD_LIBRARY_PATH without some of its entries, to paste.
+    """Format LD_LIBRARY_PATH without some of its entries, shell-quoted.
 
-    And without all else that is wrong with it: fixes of several findings must not undo each other.
+    Other faulty entries are removed too, so that the fixes of several findings do not undo each other.
     """
     first = facts.torch is not None and facts.torch.rpath_first
     gone = set(entries)
@@ -328,7 +328,7 @@ def loader_path_without(facts: CudaFacts, entries: Iterable[str]) -> str:
 
 
 def allowed_pair(facts: CudaFacts, newest: int, oldest: int = 6) -> tuple[Compiler, Compiler] | None:
-    """Find the newest gcc (major versions) that is allowed and of which the g++ is installed too."""
+    """Find the newest allowed gcc (major versions) with its g++ installed."""
     by_name = {compiler.path: compiler for compiler in facts.compilers.found}
     pairs = []
     for compiler in facts.compilers.found:
@@ -338,12 +338,12 @@ def allowed_pair(facts: CudaFacts, newest: int, oldest: int = 6) -> tuple[Compil
             continue
         if oldest <= compiler.major <= newest:
             pairs.append((compiler, other))
-    # The numbered name says for ever what it is; a plain gcc may be another one after the next upgrade.
+    # A numbered name is stable; a plain gcc may change at the next upgrade.
     return max(pairs, key=lambda pair: (version(pair[0].version), "-" in os.path.basename(pair[0].path)), default=None)
 
 
 def newest_host_gcc(facts: CudaFacts, toolkit: Toolkit) -> int | None:
-    """Return the newest gcc (major) that a toolkit takes: its own header's word, within torch's bounds for it."""
+    """Return the newest gcc (major) accepted by a toolkit's header, within torch's bounds for it."""
     limit = toolkit.limit.gcc_max if toolkit.limit is not None else None
     bounds = facts.torch.gcc.get(minor(toolkit.version)) if facts.torch is not None else None
     if bounds is None:
@@ -353,7 +353,7 @@ def newest_host_gcc(facts: CudaFacts, toolkit: Toolkit) -> int | None:
 
 
 def as_code(arch: str) -> str:
-    """Format nvcc's "90a" as people do: 9.0a."""
+    """Format nvcc's "90a" as 9.0a."""
     try:
         return from_nvcc(arch).torch
     except ValueError:

@@ -1,6 +1,7 @@
-"""What fixes a known failure of a log on the machine that is examined: with its compilers, toolkits and GPUs. Pure.
+"""Fixes of known failures in a log, with the examined machine's compilers, toolkits and GPUs. Pure.
 
-The commands of `knowledge/lines/builds.toml` name what machines usually have. Of those, only what is here is printed.
+The commands in `knowledge/lines/builds.toml` assume usual paths and tools; only those valid on this machine are
+printed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _NEWEST, _OLDEST = 99, 6
 _TOO_NEW = "gcc-too-new-for-nvcc"
 OF_THE_LOG = (_TOO_NEW, "gcc-headers-unreadable", "cxx-too-new-for-torch", "cxx-too-old-for-torch")
-"""The log says which compilers would do: that counts, and not which would do here."""
+"""The log's compiler limits take precedence over this machine's."""
 _ANY_GCC = (
     *("cxx-missing-for-torch", "cxx-missing", "cc1plus-missing", "host-compiler-missing"),
     *("clang-too-new-for-nvcc", "host-compiler-unsupported"),
@@ -37,17 +38,17 @@ _TOOLKIT = re.compile(r"/usr/local/cuda(?:-(\d+\.\d+))?(?![\w.*-])")
 _ARCH_LIST = re.compile(r"(TORCH_CUDA_ARCH_LIST=)'[\d.;]+'")
 _ABSOLUTE = re.compile(r"(?<![\w.$}:/~-])/[\w./+-]++(?![*?$])")
 _INNER = re.compile(r"\$\(.*\)|'[^']*'")
-"""What another program of a command reads: no paths of this machine."""
+"""Arguments of other programs, with no paths of this machine."""
 _PIP = re.compile(r"(?<![\w/.-])(?:python3? -m )?pip install")
 _PYTHON = re.compile(r"(?<![\w/.-])python3? (?=-)")
 _EXPORT = re.compile(r"^export ((?:\w+=\S+ ?)+)$")
 _SHELL = ("export", "unset", "echo", "distdiag")
 _EXPLORES = re.compile(r"^ls .*(?:/usr/local/cuda\S*|/usr/bin/\S*(?:g\+\+|gcc)\S*)$")
-"""What looks for toolkits and compilers: where they are known, they are named instead."""
+"""Commands that search for toolkits and compilers; dropped if these are known."""
 
 
 def compiler_fix(match: Match, facts: CudaFacts) -> tuple[str, Fix] | None:
-    """Return what this machine has of what a failure of the host compiler needs, and the fix; None if it is another."""
+    """Return this machine's compilers and the fix, for a failure of the host compiler; None for any other failure."""
     if match.known.id in _ANY_GCC:
         toolkit = fixes.target_toolkit(facts)
         bounds = (_OLDEST, (fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None) or _NEWEST)
@@ -76,7 +77,7 @@ def _sentence(*lines: str) -> str:
 
 
 def _bounds(match: Match, facts: CudaFacts) -> tuple[int, int] | None:
-    """Return the oldest and the newest gcc (major versions) that a log allows; None if it does not say."""
+    """Return the oldest and newest gcc (major versions) allowed by a log; None if unknown."""
     said = match.groups
     if match.known.id == _TOO_NEW:
         return _OLDEST, major(said["max"]) if "max" in said else major(said.get("from", "")) - 1
@@ -102,7 +103,7 @@ def _gccs(facts: CudaFacts) -> str:
 
 
 def _build_used(match: Match, facts: CudaFacts) -> str:
-    """Name the toolkit whose header refused the compiler, and whether it is one of this machine's."""
+    """Describe the toolkit whose header refused the compiler, and whether it is on this machine."""
     root = toolkit_of(match.file)
     if match.known.id != _TOO_NEW or not root:
         return ""
@@ -111,7 +112,7 @@ def _build_used(match: Match, facts: CudaFacts) -> str:
 
 
 def toolkit_of(header: str) -> str:
-    """Return the directory of the toolkit that one of its headers is in, as the log names it; empty if it is not."""
+    """Return the toolkit directory of a header, as named in the log; empty if it is in none."""
     found = re.fullmatch(r"(.+?)(?:/targets/[^/]+)?/include/(?:crt/)?[\w.]+", header)
     if found is None:
         return ""
@@ -120,7 +121,7 @@ def toolkit_of(header: str) -> str:
 
 
 def _accepting(facts: CudaFacts) -> Toolkit | None:
-    """Return the toolkit for torch if it takes a gcc that is here, and no check fails once it is chosen."""
+    """Return the toolkit for torch if it accepts a gcc installed here, and choosing it fails no check."""
     toolkit = fixes.best_toolkit(facts)
     if toolkit is None or toolkit.limit is None or toolkit.limit.gcc_max is None:
         return None
@@ -129,7 +130,7 @@ def _accepting(facts: CudaFacts) -> Toolkit | None:
 
 
 def _holds(facts: CudaFacts, exports: Iterable[tuple[str, str]]) -> bool:
-    """Return whether no check of toolkits and compilers fails once these variables are set."""
+    """Return whether the checks of toolkits and compilers pass with these variables set."""
     problems = (
         problem for section in sections_of(after(facts, exports, ()), Goal.BUILD) for problem in section.problems
     )
@@ -137,7 +138,7 @@ def _holds(facts: CudaFacts, exports: Iterable[tuple[str, str]]) -> bool:
 
 
 def _without_pair(facts: CudaFacts, oldest: int, newest: int, toolkit: Toolkit | None) -> Fix:
-    """Return the fix where no gcc here would do: another toolkit, or a gcc to install."""
+    """Return the fix if no gcc here is allowed: another toolkit, or a gcc to install."""
     known = [number for number in facts.compilers.installable if oldest <= number <= newest]
     wanted = max(known) if known else newest if newest != _NEWEST else 0
     name = f"gcc {wanted} with its g++" if wanted else f"gcc {oldest} or newer, with its g++"
@@ -154,7 +155,7 @@ def _without_pair(facts: CudaFacts, oldest: int, newest: int, toolkit: Toolkit |
 
 
 def fitted(commands: Sequence[str], facts: CudaFacts | None, archs: Sequence[Arch]) -> tuple[str, ...]:
-    """Keep the commands that fit: for the GPUs that are meant and, if facts are known, for what this machine has."""
+    """Keep the commands that apply, rewritten for the GPUs to build for and, if facts are known, for this machine."""
     found = [_for_gpus(command, archs) for command in commands]
     if facts is None:
         return tuple(command for command in found if archs or not _ARCH_LIST.search(command))
@@ -171,7 +172,7 @@ def _for_gpus(command: str, archs: Sequence[Arch]) -> str:
 
 
 def _on_machine(command: str, facts: CudaFacts, archs: Sequence[Arch]) -> str:
-    """Rewrite a command for what this machine has; empty if it needs what is not here, or changes nothing."""
+    """Rewrite a command for this machine; empty if it lacks a requirement, or the command changes nothing."""
     if _ARCH_LIST.search(command) and not archs:
         return ""
     for rewrite in (_python, _torch_wheel, _system_package, _toolkits):
@@ -188,7 +189,7 @@ def _on_machine(command: str, facts: CudaFacts, archs: Sequence[Arch]) -> str:
 
 
 def _torch_wheel(command: str, facts: CudaFacts) -> str:
-    """Replace an install of torch by that of the build that fits this machine; empty if that is the one installed."""
+    """Replace an install of torch by the build that fits this machine; empty if that is already installed."""
     if re.search(r"pip install .*\btorchvision\b", command):
         return fixes.beside_torch(facts, "torchvision") if facts.torch is not None else command
     if not re.search(r"pip install .*\btorch --index-url", command):
@@ -212,7 +213,7 @@ def _python(command: str, facts: CudaFacts) -> str:
 
 
 def _toolkits(command: str, facts: CudaFacts) -> str:
-    """Name this machine's toolkits instead of /usr/local/cuda; empty if there is none of that version."""
+    """Replace /usr/local/cuda by this machine's toolkit; empty if none has that version."""
     absent = False
 
     def root(named: re.Match[str]) -> str:
@@ -242,7 +243,7 @@ def _names_absent_compiler(command: str, facts: CudaFacts) -> bool:
 
 
 def _changes(command: str, facts: CudaFacts) -> bool:
-    """Return whether an export sets a variable to what it is not yet."""
+    """Return whether an export would change a variable."""
     found = _EXPORT.match(command)
     if found is None:
         return True
@@ -255,7 +256,7 @@ def _changes(command: str, facts: CudaFacts) -> bool:
 
 
 def archs_of(capabilities: Sequence[str], nodes: Sequence[CudaFacts]) -> list[Arch]:
-    """Return the architectures that are asked for, else those of the GPUs here."""
+    """Return the requested architectures, else those of the GPUs here."""
     if capabilities:
         return sorted({from_nvcc(capability.replace(".", "")) for capability in capabilities})
     return sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})

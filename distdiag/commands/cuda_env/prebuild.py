@@ -1,4 +1,4 @@
-"""The commands that build DeepSpeed beforehand: for this machine, and as one wheel for all nodes."""
+"""Commands that prebuild DeepSpeed: for this machine, and as one wheel for all nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 USUAL = ("cpu_adam", "fused_adam", "utils")
 _LATER = ("build.jobs", "build.cache-stale", "build.libaio")
-"""The commands take care of these themselves."""
+"""Handled by the commands themselves."""
 
 
 def build_commands(request: Request, options: runner.Options, ops: str) -> list[str]:
@@ -41,7 +41,7 @@ def build_commands(request: Request, options: runner.Options, ops: str) -> list[
 
 
 def read_ops(text: str) -> tuple[str, ...]:
-    """Read --ops: names separated by commas, "all", or empty for the usual ones. Raises UsageError."""
+    """Parse --ops: names separated by commas, "all", or empty for the usual ones. Raises UsageError."""
     words = [word.strip().lower().removeprefix("ds_build_") for word in text.split(",") if word.strip()]
     known = tables().deepspeed.ops
     wrong = [word for word in words if word not in known and word != "all"]
@@ -51,7 +51,7 @@ def read_ops(text: str) -> tuple[str, ...]:
 
 
 def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
-    """Format the commands, with comments; variables that are needed first."""
+    """Format the commands, with comments, after the fixes they depend on."""
     here = nodes[0]
     gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
     archs = as_list(gpus) or recommended(here)
@@ -90,7 +90,7 @@ def _problems(here: CudaFacts) -> Iterator[Problem]:
 
 
 def _before(here: CudaFacts) -> Iterator[str]:
-    """Yield what must be mended first: problems of building that are known."""
+    """Yield fixes for known problems that would break the build."""
     for found in _problems(here):
         about = found.id.startswith(("torch.", "toolkit.", "cc.", "build.")) and found.id not in _LATER
         if about and found.level in (Level.FAIL, Level.WARN):

@@ -1,4 +1,4 @@
-"""Problems from the table of their texts, knowledge/cuda_problems.toml."""
+"""Problems, with texts from knowledge/cuda_problems.toml."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def problem(
     mend: Mend = _NO_MEND,
     **given: object,
 ) -> Problem:
-    """Make the problem of a row; `words` and `given` are filled into its texts, where they are not empty.
+    """Make the problem of a row; fill non-empty `words` and `given` into its texts.
 
     Args:
-        mend: the check's own fix; what it leaves empty is the row's.
+        mend: the check's own fix; empty parts default to the row's.
     """
     text = filled(_rows()[row], {**(words or {}), **given})
     return Problem(
@@ -57,12 +57,12 @@ def problem(
 
 
 def checks() -> dict[str, str]:
-    """Return what --only and --ignore can name: the ids without the command's name, and what each is about."""
+    """Return the ids for --only and --ignore, without the command's name, with descriptions."""
     return {str(id_): str(about) for id_, about in read_table(_TABLE)["checks"].items()}
 
 
 def with_gpus(container: str) -> str:
-    """Return how this kind of container is started with GPUs, by the sign that it is one."""
+    """Return how to start this kind of container with GPUs, matched by the sign that revealed it."""
     return next(str(row["start"]) for row in read_table(_TABLE)["container"] if re.search(row["sign"], container))
 
 

@@ -1,4 +1,4 @@
-"""Facts of one node -> its sections; a fix is tried on the facts, and not shown where it changes nothing. Pure."""
+"""Facts of one node -> its sections; each fix is simulated, and dropped if it has no effect. Pure."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _HOST_COMPILER = {"CC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS",
 
 
 def sections_of(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch] = ()) -> list[Section]:
-    """Judge one node for running, building, or both; `everywhere` are the GPUs of all nodes.
+    """Judge one node for running, building, or both; `everywhere`: the GPUs of all nodes.
 
-    Each fix that sets variables is tried on the facts: a fix that changes nothing is not shown.
+    Each fix that sets variables is simulated on the facts and dropped if it has no effect.
     """
     found = _judged(facts, goal, everywhere)
     count = _counted(found)
@@ -64,9 +64,9 @@ def _counted(sections: Iterable[Section]) -> Counter[tuple[str, Level]]:
 def mended_by(
     facts: CudaFacts, goal: Goal, chosen: Callable[[Problem], bool]
 ) -> tuple[dict[str, str], tuple[Problem, ...]]:
-    """Follow the fixes that set variables to their end: what one of them uncovers is mended, too.
+    """Apply fixes of variables repeatedly, including those for problems uncovered by earlier fixes.
 
-    Returns all variables, an empty value being one to take away, and what they do not mend. `chosen`: what counts.
+    Returns all variables (empty: to be unset), and the remaining problems. `chosen`: which problems count.
     """
     found: dict[str, str] = {}
     for _ in range(_MOST_ROUNDS):
@@ -102,7 +102,7 @@ def _judged(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch]) -> list[Se
 
 
 def _rocm(facts: CudaFacts) -> Section:
-    """Report that nothing here is about this torch; on a machine with an NVIDIA driver it is the wrong build."""
+    """Report an unsupported torch; with an NVIDIA driver it is the wrong build."""
     torch = facts.torch
     assert torch is not None
     line = f"{torch.version}, built for ROCm {torch.hip}"
@@ -113,7 +113,7 @@ def _rocm(facts: CudaFacts) -> Section:
 
 
 def is_ready(problems: Iterable[Problem], part: Goal, goal: Goal) -> bool | None:
-    """Return whether running (or building) will work; None if it was not asked, or too little is known."""
+    """Return whether running (or building) will work; None if not requested, or too little is known."""
     if part not in goal.parts:
         return None
     levels = {problem.level for problem in problems if part in problem.goals}
@@ -123,9 +123,9 @@ def is_ready(problems: Iterable[Problem], part: Goal, goal: Goal) -> bool | None
 
 
 def after(facts: CudaFacts, exports: Iterable[tuple[str, str]], unset: Iterable[str]) -> CudaFacts:
-    """Return the facts with these variables set, each written as for a shell, and those taken away.
+    """Return the facts as if these variables were set, each value in shell syntax, and others unset.
 
-    What only a new look could tell (what nvcc says of another compiler, what another driver answers) is left unknown.
+    Facts that would need a new query (nvcc's reply to another compiler, another driver's answers) become unknown.
     """
     new = {name: _expanded(value, facts.variables) for name, value in exports}
     gone = set(unset)
@@ -150,7 +150,7 @@ def after(facts: CudaFacts, exports: Iterable[tuple[str, str]], unset: Iterable[
 
 
 def _expanded(value: str, variables: Mapping[str, str]) -> str:
-    """Read a value as a shell does: of its language only what fixes use."""
+    """Expand a value like a shell, for the syntax used by fixes."""
     value = re.sub(
         r"\$\{(\w+):\+:\$\1\}", lambda name: f":{variables[name[1]]}" if variables.get(name[1]) else "", value
     )
@@ -159,7 +159,7 @@ def _expanded(value: str, variables: Mapping[str, str]) -> str:
 
 
 def _uses(facts: CudaFacts, variables: Mapping[str, str]) -> dict[str, Use]:
-    """Follow the rules of torch, CMake and the shell again (node.cuda.toolkits), among the nvccs that are known."""
+    """Reapply the rules of torch, CMake and the shell (facts.cuda.toolkits), among known nvccs."""
     known = {nvcc.path for nvcc in facts.nvccs}
     folders = variables.get("PATH", "").split(":")
     nvcc = next((f"{folder}/nvcc" for folder in folders if f"{folder}/nvcc" in known), "")
@@ -189,7 +189,7 @@ def _compilers(facts: CudaFacts, variables: Mapping[str, str]) -> Compilers:
 
 
 def _nvcc(nvcc: Nvcc, facts: CudaFacts, variables: Mapping[str, str], changed: set[str]) -> Nvcc:
-    known = set(nvcc.broken_by)  # all else is said of it without these
+    known = set(nvcc.broken_by)  # the other facts were collected without these
     nvcc = replace(nvcc, broken_by=tuple(name for name in nvcc.broken_by if name not in changed))
     if not (changed - known) & _HOST_COMPILER:
         return nvcc

@@ -1,4 +1,4 @@
-"""The types of cuda-env: what is asked, what is wrong in which section, and the answer as --json prints it."""
+"""The types of cuda-env: the request, problems and sections, and the data of --json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMAND = "cuda-env"
 
 
 class Goal(StrEnum):
-    """What it is all for."""
+    """The purpose of the check."""
 
     RUN = "run"
     BUILD = "build"
@@ -22,30 +22,30 @@ class Goal(StrEnum):
 
     @property
     def parts(self) -> frozenset[Goal]:
-        """The goals that are asked for."""
+        """The single goals requested."""
         return frozenset({Goal.RUN, Goal.BUILD}) if self is Goal.ALL else frozenset({self})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for."""
+    """The options."""
 
     cluster: Cluster
     goal: Goal = Goal.ALL
     python: str = ""
     only: tuple[str, ...] = ()
     ignore: tuple[tuple[str, str], ...] = ()
-    """(id or its beginning, reason)."""
+    """(id or prefix, reason)."""
     timeout_s: float = 20.0
     verbose: bool = False
     program: str = "distdiag"
     gpus: tuple[str, ...] = ()
-    """Capabilities ("8.6") of the GPUs to build for; empty: those that are here."""
+    """Capabilities ("8.6") of the GPUs to build for; empty: the local GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong on one host. `exports` are variables that mend it: name and value, both as typed."""
+    """One problem on one host. `exports`: variables that fix it, as (name, value) in shell syntax."""
 
     id: str
     goals: frozenset[Goal]
@@ -69,7 +69,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Mend:
-    """What mends a problem: words, variables to set and to take away, and commands."""
+    """A fix: text, variables to set and to unset, and commands."""
 
     text: str = ""
     exports: tuple[tuple[str, str], ...] = ()
@@ -79,25 +79,25 @@ class Mend:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One part of the report on one host: a line, and what is wrong. `skipped` says why it was not judged."""
+    """One part of the report on one host: a line and its problems. `skipped`: the reason if it was not judged."""
 
     name: str
     line: str
     problems: tuple[Problem, ...] = ()
     skipped: str = ""
     details: tuple[str, ...] = ()
-    """Lines that -v shows."""
+    """Lines shown by -v."""
 
     @property
     def level(self) -> Level | None:
-        """The worst of its problems; None if there are none."""
+        """The worst level of its problems; None without any."""
         order = [Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO]
         return next((level for level in order if any(problem.level is level for problem in self.problems)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """Whether CUDA programs can be run and built; None where that was not asked or is not known."""
+    """Whether CUDA programs can be run and built; None if not requested or unknown."""
 
     run: bool | None
     build: bool | None
@@ -105,7 +105,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEnv:
-    """One node. `users` tells which toolkit each kind of build takes: name -> directory, empty for none."""
+    """One node. `users`: the toolkit of each kind of build, name -> directory, empty for none."""
 
     host: str
     python: dict[str, Any]
@@ -124,9 +124,9 @@ class NodeEnv:
 
 @dataclass(frozen=True, kw_only=True)
 class SectionRow:
-    """One line of the report, for all hosts of which it is true. `level`: ok, skipped, or that of the worst finding.
+    """One line of the report, for all hosts with the same result. `level`: ok, skipped, or the worst finding's.
 
-    `findings` are positions in the report's list of findings.
+    `findings`: positions in the report's list of findings.
     """
 
     name: str
@@ -140,7 +140,7 @@ class SectionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Silenced:
-    """A finding that --ignore took out."""
+    """A finding hidden by --ignore."""
 
     id: str
     title: str
@@ -150,7 +150,7 @@ class Silenced:
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceRow:
-    """A fact that is not the same on all nodes: value -> hosts."""
+    """A fact that differs between nodes: value -> hosts."""
 
     fact: str
     values: dict[str, tuple[str, ...]]
@@ -158,7 +158,7 @@ class DifferenceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is wrong still when all variables of `exports` are set, and what mends it."""
+    """A problem that remains with all variables of `exports` set, and its fix."""
 
     id: str
     title: str
@@ -168,7 +168,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class LogRow:
-    """The log that was given to --explain: how many causes were recognised in it, and how many other lines."""
+    """Counts of the log given to --explain: its lines, recognised causes, and other recognised lines."""
 
     lines: int
     causes: int
@@ -177,7 +177,7 @@ class LogRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaEnv:
-    """The facts of the answer. Those of the first node stand at the top, those of all in `nodes`."""
+    """The data of --json: the first node's facts at the top, those of all in `nodes`."""
 
     goal: str
     ready: Ready

@@ -1,4 +1,4 @@
-"""The report of cuda-env as text: a line for each section, opened where something is wrong; the verdict last."""
+"""The report of cuda-env as text: a line per section, expanded if it has problems; the verdict last."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from distdiag.report import Finding, Report
 
 _WORDS = {"skipped": "SKIP"}
-"""Levels whose word on the page is another one: the others are written as they are called."""
+"""Displayed words of levels; any other is shown as its name."""
 _STYLES = {"fail": "bold red", "warn": "bold yellow", "unknown": "bold yellow", "ok": "green"}
 _EVIDENCE = 4
 _ROOM = 100
-"""Characters of a list of hosts; of longer ones their number and the first."""
+"""Longest list of hosts, in characters; longer ones show their number and the first host."""
 _INDENT = 6
 
 
 def cuda_env_view(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:
-    """Yield the sections with their findings, what differs between nodes, and whether builds and runs will work."""
+    """Yield the sections with findings, differences between nodes, and whether builds and runs will work."""
     data = report.data
     yield from _about(report, request)
     shown: set[int] = set()
@@ -41,7 +41,7 @@ def cuda_env_view(report: Report[CudaEnv], request: Request) -> Iterator[Rendera
     if data.log is not None and not request.verbose:
         yield from _consequences(rest)
         rest = [finding for finding in rest if finding.level is not Level.INFO or not finding.evidence]
-    # What matters most is nearest to the end; of several causes the first in the log.
+    # The most important last, nearest to the prompt; of several causes the first in the log.
     for finding in sorted(reversed(rest), key=lambda finding: finding.level in (Level.FAIL, Level.UNKNOWN)):
         yield Whole("")
         yield Whole(f"{finding.level.upper()}  {finding.id}", style=_STYLES.get(finding.level, ""))
@@ -68,7 +68,6 @@ def _about(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType
 
 
 def _consequences(findings: Sequence[Finding]) -> Iterator[RenderableType]:
-    """Quote the lines of a log that only follow from its causes, or are no failure."""
     following = [finding for finding in findings if finding.level is Level.INFO and finding.evidence]
     if following:
         yield Whole("related lines, not causes:")
@@ -111,7 +110,6 @@ def _finding(finding: Finding, *, margin: int, verbose: bool) -> Iterator[Render
 
 
 def _differences(rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """Draw what is not the same everywhere: the common value first."""
     if not rows:
         return
     table = plain_table(
@@ -125,7 +123,6 @@ def _differences(rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
 
 
 def _last(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:
-    """Count, and end with what will work."""
     counts = {level: sum(finding.level is level for finding in report.findings) for level in Level}
     problems = counts[Level.FAIL]
     parts = [f"{problems} problem{'' if problems == 1 else 's'} to fix"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.commands.doctor.symptoms import symptom
@@ -12,7 +14,7 @@ from distdiag.knowledge.cuda import tables
 from distdiag.report import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from distdiag.commands.doctor.collect import Gpus
     from distdiag.commands.doctor.types import NodeDoctor, Symptom
@@ -24,8 +26,41 @@ _FABRIC = 802  # CUDA_ERROR_SYSTEM_NOT_READY, cuda.h
 _NO_GPU = (100, 101)
 _FEW_LINK_ERRORS = 10
 _MANY_REPLAYS = 1000
+_BUSY_PERCENT, _AT_POWER_LIMIT = 90, 0.9
 _LONG_S = 20
 """What does not return within it hangs: 8 GPUs without persistence mode take less."""
+
+
+@dataclass(frozen=True)
+class SpeedLimit:
+    """What bounds the speed of a GPU, equal on GPUs of one model.
+
+    `of` reads it, None where it is not known. `tolerance`: gaps above this share count.
+    """
+
+    label: str
+    unit: str
+    tolerance: float
+    of: Callable[[GpuHealth], float | None]
+
+    def write(self, value: float) -> str:
+        """Format a value."""
+        return f"{value:.0f} {self.unit}"
+
+
+SPEED_LIMITS = (
+    SpeedLimit("power limit", "W", 0.02, lambda gpu: gpu.power_limit_w),
+    SpeedLimit("maximum SM clock", "MHz", 0.02, lambda gpu: gpu.max_clock_mhz),
+    SpeedLimit("application clock", "MHz", 0.02, lambda gpu: gpu.application_clock_mhz),
+    SpeedLimit("SM clock under load", "MHz", 0.2, lambda gpu: _loaded_clock(gpu)),
+)
+"""GPUs of one model differ by up to a tenth in their clock under load, from silicon and heat."""
+
+
+def _loaded_clock(gpu: GpuHealth) -> float | None:
+    """Return the SM clock of a busy GPU; None at its power limit, where the clock follows the program."""
+    has_power = gpu.power_w and gpu.power_limit_w and gpu.power_w < _AT_POWER_LIMIT * gpu.power_limit_w
+    return gpu.clock_mhz if has_power and (gpu.busy_percent or 0) >= _BUSY_PERCENT else None
 
 
 def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
@@ -44,6 +79,7 @@ def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
         yield from _links(gpu, str(name), most_links)
         yield from _slow(gpu, str(name))
         yield from _users(gpu, str(name))
+    yield from _beside_others(node, gpus.health.gpus, first_rank)
     yield from _settings(gpus.health.gpus)
     yield from _imex(gpus)
     yield from _xids(node, first_rank)
@@ -193,6 +229,26 @@ def _slow(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
         yield symptom("gpu.pcie-width", subject=name, gpu=name, width=gpu.pcie_width, most=gpu.pcie_width_max)
     if (gpu.pcie_replays or 0) >= _MANY_REPLAYS:
         yield symptom("gpu.pcie-replays", subject=name, gpu=name, count=gpu.pcie_replays)
+
+
+def _beside_others(node: NodeDoctor, gpus: Sequence[GpuHealth], first_rank: int | None) -> Iterator[Symptom]:
+    """Report GPUs with a lower limit or clock than most of their model on this node."""
+    for limit in SPEED_LIMITS:
+        for model in dict.fromkeys(gpu.name for gpu in gpus):
+            values = {gpu.index: value for gpu in gpus if gpu.name == model and (value := limit.of(gpu))}
+            usual = median(values.values()) if len(values) > 2 else 0.0
+            low = [gpu for gpu in gpus if values.get(gpu.index, usual) < (1 - limit.tolerance) * usual]
+            for gpu in low:
+                name = str(_Name(gpu, node, first_rank))
+                yield symptom(
+                    "gpu.slower",
+                    subject=f"{name} {limit.label}",
+                    gpu=name,
+                    limit=limit.label,
+                    value=limit.write(values[gpu.index]),
+                    usual=limit.write(usual),
+                    index=str(gpu.index),
+                )
 
 
 def _lanes(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.drift import differences, grouped
 from distdiag.cluster.hosts import fold, fold_within
+from distdiag.commands.doctor.gpu_symptoms import SPEED_LIMITS
 from distdiag.commands.doctor.types import COMMAND, DifferenceRow
 from distdiag.diagnosis.wording import format_size
 from distdiag.facts.file_systems import NO_ANSWER
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from distdiag.commands.doctor.types import NodeDoctor
 
 _ROOM = 60
-_MEMORY, _SPACE, _WATTS = 0.02, 0.1, 0.02
+_MEMORY, _SPACE = 0.02, 0.1
 """Gaps that make two clusters: firmware takes some memory of each node, file systems are never equal to the byte."""
 
 
@@ -326,8 +327,9 @@ def _of_gpus(gpus: Gpus) -> _Values:
     values.text("gpus", "MIG mode", ", ".join(sorted({gpu.mig for gpu in gpus.health.gpus if gpu.mig})))
     widths = sorted({gpu.pcie_width for gpu in gpus.health.gpus if gpu.pcie_width})
     values.text("gpus", "PCIe width of GPUs", ", ".join(widths))
-    least = min((gpu.power_limit_w for gpu in gpus.health.gpus if gpu.power_limit_w), default=None)
-    values.number("gpus", "lowest power limit of GPUs", least, (_WATTS, lambda watts: f"{watts:.0f} W"))
+    for limit in SPEED_LIMITS:
+        least = min((value for gpu in gpus.health.gpus if (value := limit.of(gpu))), default=None)
+        values.number("gpus", f"~lowest {limit.label} of GPUs", least, (limit.tolerance, limit.write))
     active = sum(gpu.links - len(gpu.inactive_links) for gpu in gpus.health.gpus)
     values.text("gpus", "active NVLinks", active or None)
     return values

@@ -1,1 +1,1 @@
-"""distdiag estimate: the speed of a training run, and what it asks of the network."""
+"""distdiag estimate: the speed of a training run, and the network that it needs."""

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.commands.estimate.arithmetic import (
-    ABOUT,
-    BYTES_PER_VALUE,
-    GOOD_SHARE,
-    InitStd,
-    Run,
-    Traffic,
-    init_std,
-    seconds_at,
-    tflops_by_layers,
-    tflops_by_params,
-    traffic,
-    zero3_break_even_bits_per_s,
-)
+from distdiag.commands.estimate.arithmetic import Run, Traffic, tflops, traffic
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_duration
 from distdiag.knowledge.bandwidth import GB
 from distdiag.knowledge.peaks import Peak  # noqa: TC001 - msgspec reads the annotations
-from distdiag.report import Finding, Fix, Level, Report
+from distdiag.report import Finding, Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-COMMAND = "estimate"
+_GOOD_SHARE = 0.5
+"""Half of the data sheet's peak is good for a large training run. Source: ml-engineering, "TFLOPs as a metric"."""
+_ABOUT = 0.9
+"""What is within a tenth of half counts as half: BLOOM-176B ran at 48% and was called done."""
 _SHAPE_OFF = 1.1
-"""So far --params may be from the shape: norms, biases and rounded names ("7B" has 7.6) stay below."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """A measured or given busbw between the GPUs, and where it comes from."""
-
-    busbw_bytes_per_s: float
-    origin: str
-    nodes: int = 0
-    """Nodes of the measurement; 0: unknown."""
+"""--params may differ from the shape by this factor: norms, biases and rounded names ("7B" has 7.6) stay below."""
+_LARGE_BUBBLE = 0.2
+"""Of a step. With m = 4 p, from where on GPipe (arXiv:1811.06965) calls it negligible, it is below."""
+_INIT_STD = {
+    "sqrt(1 / (3 hidden)), arXiv:2201.11990 (530B), used by BLOOM-176B": 1 / 3,
+    "sqrt(2 / (5 hidden)), arXiv:1910.05895": 2 / 5,
+}
+"""Formula and source of a standard deviation of initial weights -> variance x hidden size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,219 +39,101 @@ class Speed:
     hardware: float
     percent_of_peak: float | None
     steps: tuple[str, ...]
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class BreakEven:
-    """The network of a node on which ZeRO-3 sends as long as it computes at half of the card's peak."""
-
-    bits_per_s: float
-    steps: str
-    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """All figures of a run."""
+    """All figures of a run.
+
+    `compute_s` is the time of the computation at half of the card's peak, and `zero3_bits_per_s` the network of a node
+    on which ZeRO-3 sends as long as it computes then; None without a card, or ZeRO-3.
+    """
 
     run: Run
     speed: Speed
     peak: Peak | None
     traffic: tuple[Traffic, ...]
-    network: Network | None
-    init_std: tuple[InitStd, ...]
+    busbw_bytes_per_s: float | None
+    init_std: dict[str, float]
     compute_s: float | None
-    """Time of the computation at half of the card's peak; None without a card."""
-    zero3: BreakEven | None
+    zero3_bits_per_s: float | None
 
 
-_LARGE_BUBBLE = 0.2
-"""Of a step. With m = 4 p, from where on GPipe (arXiv:1811.06965) calls it negligible, it is below."""
-
-
-def diagnose(run: Run, peak: Peak | None, network: Network | None) -> Report[Estimate]:
+def diagnose(run: Run, peak: Peak | None, busbw_bytes_per_s: float | None) -> Report[Estimate]:
     """Compute and judge."""
+    speed, rows = _speed(run, peak), traffic(run)
+    compute_s = run.step_s * speed.hardware / (_GOOD_SHARE * peak.tflops) if peak else None
     estimate = Estimate(
         run=run,
-        speed=_speed(run, peak),
+        speed=speed,
         peak=peak,
-        traffic=traffic(run),
-        network=network,
-        init_std=init_std(run.hidden),
-        compute_s=seconds_at(run, GOOD_SHARE * peak.tflops) if peak else None,
-        zero3=_break_even(run, GOOD_SHARE * peak.tflops) if peak and run.zero == 3 and run.spans_nodes else None,
+        traffic=rows,
+        busbw_bytes_per_s=busbw_bytes_per_s,
+        init_std={name: math.sqrt(part / run.hidden) for name, part in _INIT_STD.items()} if run.hidden else {},
+        compute_s=compute_s,
+        zero3_bits_per_s=rows[3].node_bytes_per_step * 8 / compute_s if compute_s and run.zero == 3 else None,
     )
     findings = tuple(_findings(estimate))
-    return Report(command=COMMAND, data=estimate, findings=findings, summary=_summary(estimate, findings))
+    return Report(command="estimate", data=estimate, findings=findings, summary=_summary(estimate, findings))
 
 
 def _speed(run: Run, peak: Peak | None) -> Speed:
-    by_layers = bool(run.hidden and run.layers)
-    compute = tflops_by_layers if by_layers else tflops_by_params
-    model, hardware = compute(run, recompute=False), compute(run, recompute=run.recompute)
-    factor = 8 if run.recompute else 6
-    steps: tuple[str, ...]
-    if by_layers:
-        weights, _ = run.layer_weights
-        steps = (
-            f"{factor} x {run.batch} x {run.seq} tokens x ({weights / 1e9:.4g}e9 weights of {run.layers} layers"
-            f" + 2 x {run.seq} x {run.attention_width} x {run.layers} (attention))"
-            f" + 6 x {run.batch} x {run.seq} x {run.hidden} x {run.vocab} (logits)",
-            f"divided by {run.step_s:g} s x {run.gpus} GPUs = {hardware:.1f} TFLOPS per GPU",
-        )
+    hardware = tflops(run, recompute=run.recompute)
+    tokens = f"{8 if run.recompute else 6} x {run.batch} x {run.seq} tokens x"
+    time = f"divided by {run.step_s:g} s x {run.gpus} GPUs = {hardware:.1f} TFLOPS per GPU"
+    if run.hidden:
+        weights = f"{run.weights(run.active_experts) / 1e9:.4g}e9 weights of {run.layers} layers"
+        attention = f"2 x {run.seq} x {run.attention_width} x {run.layers} (attention)"
+        logits = f"6 x {run.batch} x {run.seq} x {run.hidden} x {run.vocab} (logits)"
+        count, source = f"{tokens} ({weights} + {attention}) + {logits}", "arXiv:2104.04473, equation 3"
     else:
-        steps = (
-            f"{factor} x {run.active_params / 1e9:.4g}e9 parameters x {run.batch} x {run.seq} tokens"
-            f" / ({run.step_s:g} s x {run.gpus} GPUs) = {hardware:.1f} TFLOPS per GPU",
-        )
+        count, source = f"{tokens} {run.params / 1e9:.4g}e9 parameters", "6ND, arXiv:2001.08361"
     return Speed(
-        model=model,
+        model=tflops(run, recompute=False),
         hardware=hardware,
         percent_of_peak=100 * hardware / peak.tflops if peak else None,
-        steps=steps,
-        source="arXiv:2104.04473, equation 3" if by_layers else "6ND, arXiv:2001.08361",
-    )
-
-
-def _break_even(run: Run, tflops: float) -> BreakEven:
-    tokens = run.tokens / run.gpus / run.accumulate
-    return BreakEven(
-        bits_per_s=zero3_break_even_bits_per_s(run, tflops),
-        steps=f"3 x {BYTES_PER_VALUE} bytes x 8 x {tflops:g} TFLOPS"
-        f" / ({8 if run.recompute else 6} x {tokens:g} tokens of a GPU and micro-batch)",
-        source="https://github.com/deepspeedai/DeepSpeed/issues/2928",
+        steps=(count, time, f"source: {source}"),
     )
 
 
 def _summary(estimate: Estimate, findings: Sequence[Finding]) -> str:
-    for level in (Level.FAIL, Level.UNKNOWN):
-        for finding in findings:
-            if finding.level is level:
-                return finding.title
     speed, peak = estimate.speed, estimate.peak
-    recompute = " with recomputation" if estimate.run.recompute else ""
-    text = f"{speed.hardware:.1f} TFLOPS per GPU{recompute}"
-    if peak is None or speed.percent_of_peak is None:
-        return f"{text}; name the card with --gpu to compare with its peak"
-    return f"{text}: {speed.percent_of_peak:.0f}% of the peak of {peak.name} ({peak.tflops:g})"
+    text = f"{speed.hardware:.1f} TFLOPS per GPU{' with recomputation' if estimate.run.recompute else ''}"
+    if peak is None:
+        text += "; name the card with --gpu to compare with its peak"
+    else:
+        text += f": {speed.percent_of_peak:.0f}% of the peak of {peak.name} ({peak.tflops:g})"
+    return next((found.title for found in findings if found.level is Level.FAIL), text)
 
 
 def _findings(estimate: Estimate) -> Iterator[Finding]:
-    run, speed, peak = estimate.run, estimate.speed, estimate.peak
-    if peak is not None and speed.hardware > peak.tflops:
-        yield Finding(
-            id="estimate.above-peak",
-            level=Level.FAIL,
-            title=f"{speed.hardware:.1f} TFLOPS per GPU is {speed.hardware / peak.tflops:.0%} of the peak of "
-            f"{peak.name} ({peak.tflops:g}): the numbers cannot be right",
-            evidence=(
-                *speed.steps,
-                f"{peak.tflops:g} is dense; {peak.sparse_tflops:g}, with sparsity, is out of reach of training"
-                if peak.sparse_tflops
-                else f"{peak.tflops:g} is dense",
-            ),
-            fix=Fix(
-                text="check the numbers: --batch is global (all GPUs), --step-time is one optimizer step, --gpus "
-                "counts all nodes"
-            ),
-        )
-    elif peak is not None and speed.hardware < ABOUT * GOOD_SHARE * peak.tflops:
-        yield Finding(
-            id="estimate.below-half-of-peak",
-            level=Level.INFO,
-            title=f"{speed.hardware / peak.tflops:.0%} of peak: a well-tuned large run reaches about half",
-            evidence=(f"half of {peak.tflops:g} = {GOOD_SHARE * peak.tflops:g} TFLOPS ({peak.source})",),
-        )
-    shape = run.params_of_shape
-    if shape and not 1 / _SHAPE_OFF < shape / run.params < _SHAPE_OFF:
-        yield Finding(
-            id="estimate.shape-contradicts-params",
-            level=Level.WARN,
-            title=f"the shape has {shape / 1e9:.4g}e9 parameters, --params says {run.params / 1e9:.4g}e9",
-            detail="The speed is counted from the shape, the traffic from --params.",
-            fix=Fix(text="check that --config is of this model, and leave --params out to count by the shape"),
-        )
-    if run.tp_spans_nodes:
+    run, peak, tflops = estimate.run, estimate.peak, estimate.speed.hardware
+    share = tflops / peak.tflops if peak else _GOOD_SHARE
+    if peak and share > 1:
+        words = {"tflops": f"{tflops:.1f}", "gpu": peak.name, "peak": f"{peak.tflops:g}"}
+        yield finding("above-peak", words, share=f"{share:.0%}", evidence=estimate.speed.steps)
+    elif share < _ABOUT * _GOOD_SHARE:
+        yield finding("below-half-of-peak", share=f"{share:.0%}")
+    whole = run.params_of_shape
+    # Without a vocabulary, the layers alone are a lower bound.
+    shape = whole or (run.weights(run.experts) if run.ffn else 0)
+    if shape > _SHAPE_OFF * run.params or 0 < whole < run.params / _SHAPE_OFF:
+        words = {"shape": f"{'' if whole else 'at least '}{shape / 1e9:.4g}e9", "params": f"{run.params / 1e9:.4g}e9"}
+        yield finding("shape-contradicts-params", words, superfluous="--params" if whole else "")
+    if run.spans_nodes and run.gpus_per_node % run.tp:
         fits = max(size for size in range(1, run.tp) if run.gpus_per_node % size == 0)
-        yield Finding(
-            id="estimate.tp-spans-nodes",
-            level=Level.WARN,
-            title=f"TP={run.tp} spans nodes of {run.gpus_per_node} GPUs: every layer waits for the network",
-            detail="Tensor parallelism runs four all_reduces per layer, and no computation hides them.",
-            fix=Fix(text=f"use tp={fits}, and more pipeline or data parallelism"),
-        )
+        yield finding("tp-spans-nodes", tp=run.tp, gpus=run.gpus_per_node, fits=fits)
     if run.pp > 1 and run.accumulate > 1:
-        yield _bubble(run)
-    yield from _network(estimate)
-
-
-def _bubble(run: Run) -> Finding:
-    """Report how long the stages of a pipeline idle: (p - 1) / m of the time in which they compute."""
-    idle = (run.pp - 1) / (run.accumulate + run.pp - 1)
-    parts = counted(run.accumulate, "micro-batch", "micro-batches")
-    return Finding(
-        id="estimate.pipeline-bubble",
-        level=Level.WARN if idle > _LARGE_BUBBLE else Level.INFO,
-        title=f"PP={run.pp} with {parts} idles for {idle:.0%} of each step",
-        evidence=(
-            f"(p - 1) / m = {run.pp - 1} / {run.accumulate} of the computing time (arXiv:2104.04473, section 2.2); an "
-            "interleaved schedule with v parts per stage has 1/v of that",
-        ),
-        fix=Fix(text=f"use {4 * run.pp} micro-batches or more (accumulate=), an interleaved schedule, or a smaller pp"),
-    )
-
-
-def _groups(row: Traffic) -> str:
-    return f"{row.sharing} groups x " if row.sharing > 1 else ""
-
-
-def _on_network(row: Traffic) -> bool:
-    return row.in_use and not row.within_node
-
-
-def seconds_of(estimate: Estimate) -> float | None:
-    """Return the time of all traffic in use on the network that is known."""
-    if estimate.network is None:
-        return None
-    total = sum(row.node_bytes_per_step for row in estimate.traffic if _on_network(row))
-    return total / estimate.network.busbw_bytes_per_s
-
-
-def _network(estimate: Estimate) -> Iterator[Finding]:
-    network, seconds = estimate.network, seconds_of(estimate)
-    if network is None or seconds is None:
-        return
-    step = estimate.run.step_s
-    if network.nodes == 1 and estimate.run.gpus > estimate.run.gpus_per_node:
-        yield Finding(
-            id="estimate.bench-on-one-node",
-            level=Level.UNKNOWN,
-            title="busbw was measured on one node, but the run spans several: network limit unknown",
-            fix=Fix(text="measure between nodes", commands=("distdiag allreduce-bench --hosts LIST --save DIR",)),
-        )
-        return
-    in_use = [row for row in estimate.traffic if _on_network(row)]
-    rate = f"{network.busbw_bytes_per_s / GB:.3g} GB/s ({network.origin})"
-    evidence = tuple(
-        f"{row.kind}: {_groups(row)}{row.bytes_per_step / GB:.4g} GB / {rate} = "
-        f"{format_duration(row.node_bytes_per_step / network.busbw_bytes_per_s)}"
-        for row in in_use
-    )
-    if seconds > step:
-        yield Finding(
-            id="estimate.network-too-slow",
-            level=Level.FAIL,
-            title=f"the traffic of a step takes {format_duration(seconds)}, longer than the step itself "
-            f"({step:g} s): the busbw, the layout or the step time is not that of this run",
-            evidence=evidence,
-            fix=Fix(text="check --busbw, --layout and --step-time"),
-        )
-    elif seconds > step / 2:
-        yield Finding(
-            id="estimate.network-bound",
-            level=Level.WARN,
-            title=f"the network is the likely limit: {format_duration(seconds)} of traffic in a step of {step:g} s",
-            evidence=evidence,
-            fix=Fix(text="raise the batch per GPU, use a lower ZeRO stage, or measure the overlap with a profiler"),
-        )
+        idle = (run.pp - 1) / (run.accumulate + run.pp - 1)
+        words = {"pp": str(run.pp), "idle": f"{idle:.0%}", "ratio": f"{run.pp - 1} / {run.accumulate}"}
+        parts = counted(run.accumulate, "micro-batch", "micro-batches")
+        level = Level.WARN if idle > _LARGE_BUBBLE else Level.INFO
+        yield finding("pipeline-bubble", words, level=level, parts=parts, enough=4 * run.pp)
+    if rate := estimate.busbw_bytes_per_s:
+        rows = [row for row in estimate.traffic if row.in_use and not row.within_node]
+        times = {row.kind: row.node_bytes_per_step / rate for row in rows}
+        seconds = sum(times.values())
+        if seconds > run.step_s / 2:
+            verdict = "network-too-slow" if seconds > run.step_s else "network-bound"
+            evidence = tuple(f"{kind}: {format_duration(each)} at {rate / GB:.3g} GB/s" for kind, each in times.items())
+            yield finding(verdict, seconds=format_duration(seconds), step=f"{run.step_s:g}", evidence=evidence)

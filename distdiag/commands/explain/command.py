@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 COMMAND = "explain"
 _ID = re.compile(r"[a-z][a-z-]{1,30}(?:\.[a-z0-9-]{1,60}){1,3}")
 _PATH = re.compile(r"\S*/\S*|\S+\.(?:log|out|err|txt)")
-"""What can only be meant as a file."""
+"""Text that can only be a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explained:
-    """What a finding's id means."""
+    """The meaning of a finding's id."""
 
     id: str
     levels: tuple[str, ...]
@@ -78,7 +78,7 @@ def explain(
 
 
 def of_id(id_: str) -> Report[Explained]:
-    """Explain the id of a finding, from the table that the documentation is made from. Raises UsageError."""
+    """Explain a finding's id from the table behind the documentation. Raises UsageError."""
     from difflib import get_close_matches
 
     from distdiag.report import Finding, Level, Report

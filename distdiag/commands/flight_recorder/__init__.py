@@ -1,1 +1,1 @@
-"""`distdiag flight-recorder`: the last collectives of every rank, matched: who is stuck, and why."""
+"""`distdiag flight-recorder`: the last collectives of every rank, matched, to find stuck ranks."""

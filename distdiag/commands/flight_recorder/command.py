@@ -1,4 +1,4 @@
-"""What you type for flight-recorder."""
+"""The command line of flight-recorder."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What has to be set so that a job leaves dumps: --how."""
+"""Settings that make a job leave dumps: --how."""
 
 from __future__ import annotations
 
 
 def lines(program: str) -> list[str]:
-    """Write what to set, for this version of torch first."""
+    """Return the settings, those for this version of torch first."""
     installed = _torch_version()
     new = installed is None or installed >= (2, 9)
     shown = f"torch {installed[0]}.{installed[1]} is installed here" if installed else "torch is not installed here"
@@ -52,7 +52,7 @@ _OLD = [
 
 
 def _torch_version() -> tuple[int, int] | None:
-    """Read the version that is installed, without importing it."""
+    """Read the installed version without importing torch."""
     from importlib import metadata
 
     try:

@@ -1,4 +1,4 @@
-"""flight-recorder from its request to its report: what every node is asked, and how its dumps are judged and shown."""
+"""flight-recorder from request to report."""
 
 from __future__ import annotations
 

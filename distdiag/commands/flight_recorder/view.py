@@ -1,4 +1,4 @@
-"""The ranks of a report as a table: those at the same place are one row."""
+"""The ranks of a report as a table: ranks at the same place share a row."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 _ROOM = 24
-"""Characters that the ranks of a row may take."""
+"""Maximum length of the ranks in a row."""
 
 
 def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[RenderableType]:
-    """Draw where the ranks are: ranks in the same place share a row, stuck ranks are marked."""
+    """Draw the ranks by place, with stuck ranks marked."""
     groups: dict[tuple[object, ...], list[RankRow]] = {}
     for row in data.ranks:
         key = (
@@ -56,7 +56,7 @@ def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[Ren
 
 
 def name(call: CallRow | None) -> str:
-    """Name a call: "all_reduce #5 of default_pg"."""
+    """Format a call: "all_reduce #5 of default_pg"."""
     if call is None:
         return ""
     if call.number is not None:
@@ -67,5 +67,5 @@ def name(call: CallRow | None) -> str:
 
 
 def site(call: CallRow | None) -> str:
-    """Name the line that called: "train (job.py:25)"."""
+    """Format the calling line: "train (job.py:25)"."""
     return f"{call.function} ({os.path.basename(call.file)}:{call.line})" if call is not None and call.file else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.gpu_test import diagnose
-from distdiag.commands.gpu_test.types import COMPUTE_S, GpuTest, Request
+from distdiag.commands.gpu_test.types import GpuTest, Request, compute_config
 from distdiag.commands.gpu_test.view import gpu_test_view
 from distdiag.errors import UsageError
 from distdiag.launch import runner
@@ -42,8 +42,7 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
         "size_bytes": request.size_bytes,
         "memory_bytes": memory,
         "memory_fraction": request.memory_fraction or _MEMORY_FRACTION,
-        "sharing": share.sharing,
-        "compute_s": COMPUTE_S[plan.device] if request.compute_s is None else request.compute_s,
+        **compute_config(request.compute_s, plan, share),
         "fault": _fault_for(request, rank),
     }
 

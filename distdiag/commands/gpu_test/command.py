@@ -72,8 +72,7 @@ def _test(
     if expect is not None:
         raise UsageError("--expect needs --isolate", hint="add --isolate, or leave --expect out")
     fault = parse_fault(inject) if inject is not None else None
-    if fault is not None and fault.stage == "compute" and compute_s == 0:
-        raise UsageError(f"--inject {inject} needs the stage compute", hint="leave --no-compute out")
+    _need_compute(inject, needed=fault is not None and fault.stage == "compute", compute_s=compute_s)
     return Request(
         **shared,
         size_bytes=parse_size(size) if size else SIZE_BYTES,
@@ -84,18 +83,31 @@ def _test(
 
 
 def _pairs(
-    shared: dict[str, Any], size: str, memory: float | None, expect: float | None, inject: str | None
+    shared: dict[str, Any],
+    size: str,
+    memory: float | None,
+    expect: float | None,
+    inject: str | None,
+    compute_s: float | None,
 ) -> isolate_model.Request:
     from distdiag.commands.gpu_test.isolate.types import Request, parse_fault
 
     if memory is not None:
         raise UsageError("--memory cannot be combined with --isolate", hint="leave one of them out")
+    fault = parse_fault(inject) if inject is not None else None
+    _need_compute(inject, needed=fault is not None and fault.in_compute, compute_s=compute_s)
     return Request(
         **shared,
         size_bytes=parse_size(size) if size else None,
         expected_bytes_per_s=None if expect is None else expect * 1e9,
-        fault=parse_fault(inject) if inject is not None else None,
+        compute_s=compute_s,
+        fault=fault,
     )
+
+
+def _need_compute(inject: str | None, *, needed: bool, compute_s: float | None) -> None:
+    if needed and compute_s == 0:
+        raise UsageError(f"--inject {inject} needs the stage compute", hint="leave --no-compute out")
 
 
 @on_hosts
@@ -146,7 +158,7 @@ def gpu_test(
         typer.Option(
             "--isolate",
             help="Test every pair of ranks instead and name the bad rank, node or link. --inject then takes slow:1, "
-            "slow:1-4 (a link), block:1-4 or split:0-3.",
+            "slow:1-4 (a link), block:1-4, split:0-3, slow-compute:1 or wrong-compute:1.",
         ),
     ] = False,
     expect: Annotated[
@@ -164,7 +176,7 @@ def gpu_test(
     """Test communication, all_reduce, memory and computing on every rank, and name the rank that fails.
 
     Every rank goes through the stages start, connect, init, agree, reduce, memory, compute, done; with --isolate
-    through start, connect, init, pairs, done.
+    through start, connect, init, compute, pairs, done.
 
     Exit status: 0 passed, 1 failed, 2 wrong usage, 3 could not be tested, 130 interrupted.
 
@@ -191,26 +203,23 @@ def gpu_test(
             "nccl_debug": nccl_debug,
         }
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain or print_command is not None)
-    if isolate:
-        from distdiag.commands.gpu_test.isolate import diagnose as pairs
-
-        def wanted() -> isolate_model.Request:
-            if compute or no_compute:
-                raise UsageError(
-                    "--compute and --no-compute cannot be combined with --isolate", hint="leave one of them out"
-                )
-            return _pairs(shared(), size, memory, expect, inject)
-
-        runner.run(pairs.subcommand(print_command), wanted, options)
-    from distdiag.commands.gpu_test import check
-
     def seconds() -> float | None:
         if no_compute and compute:
             raise UsageError("--compute and --no-compute contradict each other", hint="leave one of them out")
         if no_compute or not compute:
             return 0.0 if no_compute else None
         return parse_duration(compute, "--compute", longest_s=_LONGEST_COMPUTE_S)
+
+    options = runner.Options(as_json, strict, save, from_, cluster.explain or print_command is not None)
+    if isolate:
+        from distdiag.commands.gpu_test.isolate import diagnose as pairs
+
+        runner.run(
+            pairs.subcommand(print_command),
+            lambda: _pairs(shared(), size, memory, expect, inject, seconds()),
+            options,
+        )
+    from distdiag.commands.gpu_test import check
 
     runner.run(
         check.subcommand(print_command), lambda: _test(shared(), size, memory, expect, inject, seconds()), options

@@ -4,6 +4,12 @@ A product is checked three ways. A small one of the whole numbers -1, 0 and 1 ha
 holds exactly in any order of summation. A large one has the same bits in every repetition on one device, and on every
 device of one model. The sums of its rows and columns follow from the factors in float64 (Huang and Abraham,
 "Algorithm-based fault tolerance for matrix operations", 1984).
+
+Equal bits rest on cuBLAS ("Results Reproducibility" in its documentation): one version gives the same bits on each run,
+on GPUs of one architecture with one number of SMs, while a handle serves a single stream. Ranks compute on the default
+stream alone. CUBLAS_WORKSPACE_CONFIG and other switches that choose kernels are part of the model's name. Two sources
+of other bits are turned off: TunableOp, which uses the fastest kernel of a trial (torch.cuda.tunable), and the atomics
+of rocBLAS, which torch allows unless use_deterministic_algorithms is on (pytorch/pytorch#48654).
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from dataclasses import replace
 from importlib import metadata
 
 from distdiag.facts import gpu_health
-from distdiag.facts.computed import Computed, Product, slow_by_rate
+from distdiag.facts.computed import Computed, Product, bad_ranks
 from distdiag.facts.machine import cpu_model
 
 TYPE_CHECKING = False
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from distdiag.commands.gpu_test.rank import Rank
+    from distdiag.launch.rank import Rank
 
     Multiply = Callable[[], torch.Tensor]
     """Returns the product, shape (n, n)."""
@@ -39,14 +45,16 @@ _PRODUCTS_SHARE = 0.7
 _LEAST_REPETITIONS = {"cuda": 3, "cpu": 25}
 """The best of a few repetitions of a millisecond on a busy core varies by 25%."""
 _ROUNDS = 3
-_COPY_BYTES = {"cuda": 1 << 30, "cpu": 32 << 20}
+_COPY_BYTES_ON_CPU = 32 << 20
 _HOST_BYTES = 64 << 20
+_ALL_TURNS_S = 2.0
 _HEALTH_S = 5.0
 _SIGMAS = 16
 _EPSILON = {"float32": 2.0**-24, "tf32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "fp8": 2.0**-8}
 """Rounding of one element of the result; products in fp8 are written as bfloat16."""
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
-_SWITCHES = ("CUBLAS", "NVIDIA_TF32", "TORCH_BLAS", "MKL_", "ONEDNN_", "DNNL_")
+_BLAS_FILES = ("libcublas", "librocblas", "libhipblaslt")
+_SWITCHES = ("CUBLAS", "NVIDIA_TF32", "TORCH_BLAS", "ROCBLAS_", "HIPBLASLT_", "MKL_", "ONEDNN_", "DNNL_")
 _SLOW_FAULT = 0.7
 """Of its speed is what `--inject slow-compute` leaves."""
 
@@ -58,56 +66,74 @@ class Compute:
         self.rank, self.seconds = rank, seconds
         self.device = rank.device
         self.on_gpu = self.device.type == "cuda"
-        # On the CPU, time of this thread: other programs on its cores change the wall clock, not the speed of the core.
-        self.clock = time.perf_counter if self.on_gpu else time.thread_time
+        self.bad: set[int] = set()
+        """The ranks that computed slowly or wrongly: known to rank 0 after `run`."""
         if not self.on_gpu:
             torch.set_num_threads(1)  # so that a rank measures one core, however many ranks share the node
+        elif torch.version.hip:
+            torch.use_deterministic_algorithms(True)
+        if self.on_gpu and hasattr(torch.cuda, "tunable"):
+            torch.cuda.tunable.enable(False)
+        self.n = self._size()
 
     def run(self) -> Computed:
         """Measure with all ranks at once; again, up to three times, while one of them looks slow."""
-        found = self._measure()
-        for number in range(1, _ROUNDS + 1):
-            again = self._agree(number, found)
-            if not again or number == _ROUNDS:
-                break
-            found = _better(found, self._measure())
-        if self.on_gpu and (again or any(product.wrong or product.inexact for product in found.products)):
-            found = replace(found, health=self._health_under_load())
-        return found if self.on_gpu else replace(found, cpus=len(os.sched_getaffinity(0)))
+        found = self._measure(1)
+        again = self._agree(1, found)
+        for number in range(2, _ROUNDS + 1):
+            if again:
+                found = _better(found, self._measure(number))
+                again = self._agree(number, found)
+        if self.on_gpu:
+            bad = again or any(product.is_wrong for product in found.products)
+            found = replace(found, health=self._health_under_load() if bad else None)
+            torch.cuda.empty_cache()  # NCCL allocates outside of torch's cache
+            return found
+        return replace(found, cpus=len(os.sched_getaffinity(0)))
 
     def _agree(self, number: int, found: Computed) -> bool:
         """Return whether a rank is slow beside the others, as rank 0 sees it."""
         rank, store = self.rank, self.rank.store
-        rank.progress.step(f"comparing the speeds of all ranks, round {number}", waiting=True)
-        store.set(f"compute/{number}/{rank.rank}", json.dumps([found.model, found.rates()]))
+        rank.progress.step(f"comparing the results of all ranks, round {number}", waiting=True)
+        store.set(f"compute/{number}/{rank.rank}", json.dumps(found.summary()))
         if rank.rank == 0:
-            told = {each: json.loads(store.get(f"compute/{number}/{each}")) for each in range(rank.world_size)}
-            seen = slow_by_rate({each: (model, rates) for each, (model, rates) in told.items()})
-            store.set(f"computed/{number}", "again" if any(ranks for _, ranks in seen.values()) else "")
+            slow, wrong = bad_ranks(
+                {each: json.loads(store.get(f"compute/{number}/{each}")) for each in range(rank.world_size)}
+            )
+            self.bad = slow | wrong
+            store.set(f"computed/{number}", "again" if slow else "")
         return bool(store.get(f"computed/{number}"))
 
-    def _measure(self) -> Computed:
-        rank = self.rank
+    def _measure(self, number: int) -> Computed:
+        rank, store = self.rank, self.rank.store
         rank.progress.step("starting to compute with all ranks", waiting=True)
-        rank.all_reduce(torch.ones(1, device=self.device))
+        if store.add(f"compute/{number}/ready", 1) == rank.world_size:
+            store.set(f"compute/{number}/go", "")
+        store.wait([f"compute/{number}/go"])
         precisions = self._precisions()
         each_s = self.seconds * _PRODUCTS_SHARE / len(precisions)
         products = tuple(self._product(precision, each_s) for precision in precisions)
         return Computed(self._model(), products, self._bandwidths(self.seconds * (1 - _PRODUCTS_SHARE)))
 
     def _model(self) -> str:
-        """Name everything that decides which bits a product has: devices with equal names are compared."""
+        """Name everything that decides the bits and the speed of a product: devices with equal names are compared.
+
+        On a GPU also the file of its BLAS library: outside of pip's packages, torch's version does not determine it.
+        """
         switches = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(_SWITCHES)]
         if not self.on_gpu:
             capability = torch.backends.cpu.get_cpu_capability()
-            return ", ".join([cpu_model() or "cpu", capability, f"torch {torch.__version__}", *switches])
+            return ", ".join([cpu_model() or "cpu", capability, f"torch {torch.__version__}", f"n {self.n}", *switches])
         has = torch.cuda.get_device_properties(self.device)
         built = torch.version.cuda or torch.version.hip
         parts = [has.name, f"{has.multi_processor_count} multiprocessors", f"torch {torch.__version__}", str(built)]
         for package in _CUBLAS:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 parts.append(f"cuBLAS {metadata.version(package)}")
-        return ", ".join([*parts, *switches])
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            files = {os.path.basename(line.split()[-1]) for line in maps}
+        parts += sorted(name for name in files if name.startswith(_BLAS_FILES))
+        return ", ".join([*parts, f"n {self.n}", *switches])
 
     def _precisions(self) -> list[str]:
         """List what the device multiplies in hardware."""
@@ -126,10 +152,9 @@ class Compute:
     # --- products
 
     def _product(self, precision: str, seconds: float) -> Product:
-        n = self._size()
+        n = self.n
         self.rank.progress.step(f"multiplying in {precision}")
-        matmul = torch.backends.cuda.matmul
-        before, matmul.allow_tf32 = matmul.allow_tf32, precision == "tf32"
+        _allow_tf32(precision == "tf32")
         try:
             inexact = self._inexact(precision)
             left, right = self._fractions(n, 37, 101), self._fractions(n, 59, 17)
@@ -141,25 +166,36 @@ class Compute:
             if precision != "fp8":  # of which not every build and GPU has a kernel
                 raise
             return Product(precision, skipped=str(error).splitlines()[0][:160])
-        finally:
-            matmul.allow_tf32 = before
 
     def _size(self) -> int:
+        """Return n, from the memory that is free on the GPU: half of it holds 64 n^2 bytes, the int64 steps of the
+        factors and the float64 copies of the sums. Other programs may take it meanwhile: out-of-memory is reported."""
         if not self.on_gpu:
             return _N_ON_CPU
+        torch.cuda.empty_cache()  # what the stage memory filled counts as free again
         free = torch.cuda.mem_get_info()[0] / self.rank.config["sharing"]
         n = _LARGEST_N
-        while n > _SMALL and 64 * n * n > free / 2:  # int64 steps of the factors, float64 of the sums
+        while n > _SMALL and 64 * n * n > free / 2:
             n //= 2
         return n
 
     def _multiply(self, precision: str, left: torch.Tensor, right: torch.Tensor) -> Multiply:
-        """Return what multiplies two float32 matrices, shape (n, n), in a precision; rounded to it already."""
+        """Return what multiplies two float32 matrices, shape (n, n), in a precision; rounded to it already.
+
+        torch._scaled_mm checks (aten/src/ATen/native/cuda/Blas.cpp): compute capability 8.9 or from 9.0, all sizes
+        multiples of 16, the first matrix by rows and the second by columns, scales of one float32 element on the
+        device. Before torch 2.5 it also returned the largest value of the result.
+        """
         if precision == "fp8":
             one = torch.ones((), device=self.device)
             a = left.to(torch.float8_e4m3fn)
-            b = right.t().contiguous().to(torch.float8_e4m3fn).t()  # cuBLASLt wants the second one by columns
-            return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            b = right.t().contiguous().to(torch.float8_e4m3fn).t()
+
+            def scaled() -> torch.Tensor:
+                result = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+                return result[0] if isinstance(result, tuple) else result
+
+            return scaled
         dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
         a, b = left.to(dtype), right.to(dtype)
         return lambda: a @ b
@@ -187,14 +223,8 @@ class Compute:
         digests: list[str] = []
         kept: dict[str, torch.Tensor] = {}
         while len(digests) < _LEAST_REPETITIONS[self.device.type] or time.monotonic() < end:
-            began = self.clock()
-            result = multiply()
-            rank.synchronize()
-            if rank.is_faulty("slow-compute"):
-                end_of_fault = began + (self.clock() - began) / _SLOW_FAULT
-                while self.clock() < end_of_fault:
-                    pass
-            best = min(best, self.clock() - began)
+            took_s, result = self._timed(multiply, slowed=rank.is_faulty("slow-compute"))
+            best = min(best, took_s)
             if rank.is_faulty("wrong-compute") and product.precision == "float32" and len(digests) == 1:
                 result.view(torch.int32)[product.n // 2, product.n // 3] ^= 1 << 12  # one bit of one element
             digests.append(self._digest(result))
@@ -211,6 +241,30 @@ class Compute:
         got, expected = (f"{float(kept[digest].flatten()[first]):.9g}" for digest in (other, usual))
         product = replace(product, wrong=len(differ), first_index=first, got=got, expected=expected)
         return replace(product, wrong_repetition=digests.index(other) + 1), kept[usual]
+
+    def _timed(self, work: Callable[[], torch.Tensor], *, slowed: bool = False) -> tuple[float, torch.Tensor]:
+        """Run it once; return its seconds and its result.
+
+        On a GPU between two events of its stream, as launches are asynchronous ("Asynchronous execution" in torch's
+        CUDA semantics). On the CPU in time of this thread: other programs on its cores change the wall clock, not the
+        speed of the core. `slowed`: take as long as at 70% of the speed.
+        """
+        clock = time.perf_counter if self.on_gpu else time.thread_time
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.on_gpu else []
+        began = clock()
+        if events:
+            events[0].record()
+        result = work()
+        if slowed:
+            self.rank.synchronize()
+            end_of_fault = began + (clock() - began) / _SLOW_FAULT
+            while clock() < end_of_fault:
+                pass
+        if not events:
+            return clock() - began, result
+        events[1].record()
+        self.rank.synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3, result
 
     def _digest(self, result: torch.Tensor) -> str:
         """Return two weighted sums of the bits of a result, modulo 2^64: any single element that changes, shows."""
@@ -230,16 +284,15 @@ class Compute:
         allowed = _SIGMAS * len(left) ** 0.5 * size * (_EPSILON[precision] + len(left) * 2.0**-24)
         rows = result @ ones - left @ (right @ ones)
         columns = ones @ result - (ones @ left) @ right
-        return int((rows.abs() > allowed).sum() + (columns.abs() > allowed).sum())
+        # Negated, so that a sum that is no number counts as off.
+        return int((~(rows.abs() <= allowed)).sum() + (~(columns.abs() <= allowed)).sum())
 
     # --- bandwidths
 
     def _bandwidths(self, seconds: float) -> dict[str, float]:
-        size = _COPY_BYTES[self.device.type]
-        if self.on_gpu:
-            size = min(size, int(torch.cuda.mem_get_info()[0] / self.rank.config["sharing"]) // 8)
+        size = 16 * self.n**2 if self.on_gpu else _COPY_BYTES_ON_CPU
         a, b, c = (torch.full((size // 4,), float(value), device=self.device) for value in (1, 2, 3))
-        ways: dict[str, tuple[int, Callable[[], object]]] = {
+        ways: dict[str, tuple[int, Callable[[], torch.Tensor]]] = {
             "copy": (2 * size, lambda: a.copy_(b)),
             "triad": (3 * size, lambda: torch.add(b, c, alpha=3.0, out=a)),
         }
@@ -252,27 +305,37 @@ class Compute:
         found = {}
         for name, (moved, way) in ways.items():
             self.rank.progress.step(f"measuring {name}")
-            found[name] = moved / self._best_of(way, seconds / len(ways))
+            if "device" in name:
+                found[name] = moved / self._best_in_turn(way, seconds / len(ways))
+            else:
+                found[name] = moved / self._best_of(way, seconds / len(ways))
         return found
 
-    def _best_of(self, way: Callable[[], object], seconds: float) -> float:
-        way()
-        self.rank.synchronize()
+    def _best_of(self, way: Callable[[], torch.Tensor], seconds: float) -> float:
+        self._timed(way)
         best, end, count = float("inf"), time.monotonic() + seconds, 0
         while count < 3 or time.monotonic() < end:
-            began = self.clock()
-            way()
-            self.rank.synchronize()
-            best, count = min(best, self.clock() - began), count + 1
+            best, count = min(best, self._timed(way)[0]), count + 1
             self.rank.progress.still("copying")
         return best
+
+    def _best_in_turn(self, way: Callable[[], torch.Tensor], seconds: float) -> float:
+        """Time copies to or from the host while the other ranks of the node rest: GPUs may share a PCIe switch.
+
+        The turns of local ranks follow the monotonic clock, which is one for the node.
+        """
+        number = self.rank.config["local_world_size"]
+        seconds = min(seconds, _ALL_TURNS_S)
+        place = self.rank.config["local_rank"] / number * seconds
+        time.sleep((place - time.monotonic()) % seconds)
+        return self._best_of(way, seconds / number)
 
     def _health_under_load(self) -> gpu_health.GpuHealth | None:
         """Return what nvidia-smi reports of this GPU while it multiplies."""
         uuid = getattr(torch.cuda.get_device_properties(self.device), "uuid", None)
         read: list[gpu_health.Health] = []
         reader = threading.Thread(target=lambda: read.append(gpu_health.read(_HEALTH_S, users=False)), daemon=True)
-        matrix = self._fractions(self._size(), 37, 101)
+        matrix = self._fractions(self.n, 37, 101)
         self.rank.progress.step("reading the GPU's health under load")
         reader.start()
         while reader.is_alive():
@@ -283,11 +346,21 @@ class Compute:
         return replace(own[0], processes=()) if own else None
 
 
+def _allow_tf32(allowed: bool) -> None:
+    """Let float32 products round their factors to TF32, or not. Since torch 2.9 the old name warns, and reading it
+    raises where the new one was set ("TensorFloat-32" in torch's CUDA semantics)."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        matmul.fp32_precision = "tf32" if allowed else "ieee"
+    else:
+        matmul.allow_tf32 = allowed
+
+
 def _better(first: Computed, second: Computed) -> Computed:
     """Return the best rates of two rounds, and whatever either found wrong."""
     products = []
     for old, new in zip(first.products, second.products):
-        bad = old if old.wrong_repetition or old.inexact or old.sums_off else new
+        bad = old if old.is_wrong else new
         if old.digest != new.digest and not bad.wrong_repetition:
             bad = replace(bad, wrong_repetition=old.repetitions + 1)
         times = [product.best_s for product in (old, new) if product.best_s]

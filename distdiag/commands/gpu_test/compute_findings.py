@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wording import counted
-from distdiag.facts.computed import BANDWIDTHS, slow_by_rate
+from distdiag.facts.computed import BANDWIDTHS, by_model, majority, slow_by_rate
 from distdiag.knowledge.peaks import find_peaks
 from distdiag.launch.wording import where, who
 from distdiag.report import Finding, Fix, Level
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from distdiag.cluster.rank_runs import RankTimeline
-    from distdiag.commands.gpu_test.types import Request
     from distdiag.facts.computed import Computed, Product
     from distdiag.facts.gpu_health import GpuHealth
+    from distdiag.launch.types import Request
 
 _FAR_BELOW_PEAK = 0.4
 """Of the data sheet's 16-bit peak, which products of this size reach to 60 or 80 percent on an idle GPU."""
@@ -62,37 +62,29 @@ class _Judge:
     def differing(self) -> list[Finding]:
         """Return the ranks whose large products differ in bits from those of the same model."""
         found = []
-        for (model, precision), digests in self._digests().items():
+        compared = by_model({rank: (own.model, own.digests()) for rank, own in self.computed.items()})
+        for (precision, model), digests in compared.items():
             ranks_of: dict[str, list[int]] = {}
             for rank, digest in digests.items():
                 ranks_of.setdefault(digest, []).append(rank)
             if len(ranks_of) < 2:
                 continue
-            usual = max(ranks_of.values(), key=len)
-            odd = sorted(rank for ranks in ranks_of.values() if ranks is not usual for rank in ranks)
-            sure = len(usual) > len(digests) / 2 and len(usual) > 1
+            usual = majority(digests)
+            odd = sorted(digests.keys() - usual)
             found.append(
                 self._finding(
                     "compute-differs",
-                    Level.FAIL if sure else Level.UNKNOWN,
-                    odd if sure else sorted(digests),
+                    Level.FAIL if usual else Level.UNKNOWN,
+                    odd,
                     f"computed another {precision} product than "
-                    + (f"the {counted(len(usual), 'other rank')} with the same device" if sure else "each other"),
+                    + (f"the {counted(len(usual), 'other rank')} with the same device" if usual else "each other"),
                     detail=f"Devices of one model with one torch give the same bits ({model}). Each repeated its own "
                     "result, so the fault is constant: a faulty unit, or another BLAS library on that node.",
                     evidence=[f"ranks {ranks}: digest {digest}" for digest, ranks in ranks_of.items()],
-                    fix=self._take_out(odd) if sure else self._again("60s"),
+                    fix=self._take_out(odd) if usual else self._again("60s"),
                 )
             )
         return found[:1]
-
-    def _digests(self) -> dict[tuple[str, str], dict[int, str]]:
-        found: dict[tuple[str, str], dict[int, str]] = {}
-        for rank, own in sorted(self.computed.items()):
-            for product in own.products:
-                if product.digest:
-                    found.setdefault((f"{own.model}, n {product.n}", product.precision), {})[rank] = product.digest
-        return found
 
     def slow(self) -> list[Finding]:
         """Return the ranks that are slow beside those of the same model, one finding for products, one for copies."""

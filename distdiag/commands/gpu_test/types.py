@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from distdiag.facts.computed import Computed  # noqa: TC001 - the schema reads the annotations
 from distdiag.launch import types
+
+if TYPE_CHECKING:
+    from distdiag.launch.record import Allocation, Plan
 
 STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "compute", "done")
 STAGELESS = ("corrupt", "dtype", "no-import", "slow-compute", "wrong-compute")
@@ -14,6 +18,20 @@ STAGELESS = ("corrupt", "dtype", "no-import", "slow-compute", "wrong-compute")
 SIZE_BYTES = 64 * 2**20
 COMPUTE_S = {"cuda": 1.5, "cpu": 0.5}
 """How long each round of the stage compute takes by default."""
+
+
+def compute_config(seconds: float | None, plan: Plan, share: Allocation) -> dict[str, object]:
+    """Return what `compute.Compute` reads of a rank's config; `seconds`: as typed."""
+    return {
+        "sharing": share.sharing,
+        "local_world_size": share.local_world_size,
+        "compute_s": COMPUTE_S[plan.device] if seconds is None else seconds,
+    }
+
+
+def compute_options(seconds: float | None) -> dict[str, object]:
+    """Return the options that set these seconds."""
+    return {"compute": f"{seconds:g}s" if seconds else None, "no-compute": "" if seconds == 0 else None}
 
 
 class FaultKind(StrEnum):
@@ -63,8 +81,7 @@ class Request(types.Request):
         return {
             "size": self.size_bytes if self.size_bytes != SIZE_BYTES else None,
             "memory": self.memory_fraction,
-            "compute": f"{self.compute_s:g}s" if self.compute_s else None,
-            "no-compute": "" if self.compute_s == 0 else None,
+            **compute_options(self.compute_s),
         }
 
     def less(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What you type for hang."""
+"""The command line of hang."""
 
 from __future__ import annotations
 

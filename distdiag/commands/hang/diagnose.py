@@ -1,4 +1,4 @@
-"""Facts of all nodes -> the report of hang. Pure."""
+"""The report of hang, from the facts of all nodes. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FRAMES = 12
 
 
 def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[Hang]:
-    """Judge all jobs by all sources, and put the worst first."""
+    """Judge all jobs by all sources, worst first."""
     asked = asked_of(request)
     nodes = all_nodes(gathered)
     judged = judge(asked, nodes)
@@ -47,7 +47,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[Hang]:
 
 
 def asked_of(request: Request) -> Asked:
-    """Return what the judgement needs of the request."""
+    """Reduce the request to the judgement's part."""
     return Asked(
         program=request.program,
         cluster=request.cluster,
@@ -123,7 +123,7 @@ def _mark(joined: Joined, state: RankState) -> str:
 
 
 def _waits_for(joined: Joined) -> Mapping[Key, int]:
-    """Return for which rank each rank waits, as far as /proc or a send or recv tell."""
+    """Map processes to the rank each waits for, from /proc or a send or recv."""
     graph = joined.evidence.graph
     found = {}
     for key in graph.by_process:

@@ -1,4 +1,4 @@
-"""What hang's page shows: every rank a square, by host and local rank; equal texts are embedded once."""
+"""Content of hang's page: a square per rank, by host and local rank; equal texts are embedded once."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LETTERS = {
     "exited": "X",
     "unreadable": "?",
 }
-"""What a square shows of each class of stacks: not by colour alone."""
+"""Letter of each class of stacks, so that colour is not the only sign."""
 _EDGES = 400
 
 
 def content(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce the data of a report to what its page shows."""
+    """Reduce a report's data to the page's content."""
     strings, stacks = Pool(), Pool()
     processes = sorted(data["processes"], key=_order)
     return {
@@ -56,7 +56,7 @@ def _order(process: Mapping[str, Any]) -> tuple[str, bool, int, str, int]:
 
 
 def _row(process: Mapping[str, Any], strings: Pool, stacks: Pool) -> list[Any]:
-    """Return one rank: texts and stacks by their numbers, in the order that the page's script names."""
+    """Return one rank, with texts and stacks as numbers, in the order of the page's script."""
     names = ("host", "job", "doing", "stuck", "waits", "recorder")
     return [
         *(strings.number(process[name]) for name in names),
@@ -68,7 +68,7 @@ def _row(process: Mapping[str, Any], strings: Pool, stacks: Pool) -> list[Any]:
 
 
 def _edges(processes: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, str]]:
-    """Fold who waits for whom: equal waits for one rank are one edge; who waits in a collective waits for the stuck."""
+    """Fold the wait graph: equal waits for one rank are one edge; ranks in a collective wait for the stuck ones."""
     stuck = [p for p in processes if p["stuck"]]
     groups: dict[tuple[str, str], list[int]] = {}
     for process in processes:

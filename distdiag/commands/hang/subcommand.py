@@ -1,4 +1,4 @@
-"""hang from its request to its report: find the ranks on all nodes, read every source at the same time, join."""
+"""hang from request to report: find the ranks on all nodes, read every source concurrently, join."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from distdiag.output import Progress
 
 _REACH_SHARE = 0.35
-"""Of --timeout, for each stage of reaching a host: a dead node costs this much, and the sources have the rest."""
+"""Share of --timeout for each stage of reaching a host: the cost of a dead node. The sources use the rest."""
 _SPARE_S = 1.0
 
 
@@ -51,7 +51,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
 
 
 def _choose(request: Request, hosts: Mapping[str, Processes]) -> dict[str, Processes]:
-    """Return the processes of the job that is meant; of a host with none of it, all, to name the jobs there."""
+    """Return the processes of the requested job; if a host has none, all of its processes, to list its jobs."""
     kept = {host: known_of(processes, _wanted(processes, request)) for host, processes in hosts.items()}
     return with_job_of(kept, request.wanted.pids) if request.wanted.pids else kept
 

@@ -1,4 +1,4 @@
-"""What hang is asked, what one node reports, and its answer as --json prints it. Pure data."""
+"""Request and report data of hang. Pure data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMAND = "hang"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which job was asked for; empty: whatever is there."""
+    """The selected job; empty: any."""
 
     job: str = ""
     pids: tuple[int, ...] = ()
@@ -23,9 +23,9 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `logs` and `recorder` are paths on the hosts; `light`: read only /proc.
+    """The options. `logs` and `recorder` are paths on the hosts; `light`: read only /proc.
 
-    `quick`: sample twice, whatever moved. `ranks_only`: leave out Python processes with torch that are no rank.
+    `quick`: sample just twice. `ranks_only`: skip Python processes with torch but no rank.
     """
 
     program: str
@@ -45,8 +45,8 @@ class Request:
 class HangRank:
     """One rank. `doing`: class of its stack; `frames`: innermost first; `waits_for`: the rank it waits for, if known.
 
-    `motion`: what changed between its samples; `gpu`: its call into a GPU library, or that library.
-    `since_s`: how long its main thread has not run. `recorder`: what its flight recorder says it waits in.
+    `motion`: change between its samples; `gpu`: its call into a GPU library, or that library. `since_s`: how long its
+    main thread has not run. `recorder`: its wait according to its flight recorder.
     """
 
     host: str
@@ -70,7 +70,7 @@ class HangRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """The facts of the answer. `class_name`: the kind of fault; `candidates`: if that is unknown, what it may be."""
+    """The data of the report. `class_name`: kind of fault; `candidates`: possible explanations if unknown."""
 
     class_name: StuckKind
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The report of hang as text: the job, what each source says, and the stacks of the ranks that hold it up."""
+"""The report of hang as text: job, sources, and stacks of the ranks at fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONG = 300
 
 
 def hang_view(report: Report[Hang], request: Request) -> Iterator[RenderableType]:
-    """Draw the job, its ranks folded by what they do, the stuck ones first with their stacks, and the sources."""
+    """Draw the job with its ranks folded by activity, stuck ones first with stacks, and the sources."""
     data = report.data
     for number, job in enumerate(data.jobs):
         yield Wrapped(job.title(), margin=0, hang=2)
@@ -58,7 +58,7 @@ def _ranks(rows: Sequence[HangRank], *, verbose: bool) -> Iterator[RenderableTyp
 
 
 def _folded(frames: Sequence[str]) -> Iterator[str]:
-    """Yield the innermost frame and those of the user's own files; library frames between them become one line."""
+    """Yield the innermost frame and the user's own; library frames in between fold into one line."""
     skipped = 0
     for number, frame in enumerate(frames):
         is_users = " (/" in frame
@@ -86,7 +86,7 @@ def _since(members: Iterable[HangRank]) -> str:
 
 
 def _sources(data: Hang, *, verbose: bool) -> Iterator[RenderableType]:
-    """Draw what each source says; of a verdict, its evidence shows those that say something about it."""
+    """Draw the claim of each source; for a decided verdict, whose evidence has these, only the undecided sources."""
     silent = [row for row in data.sources if row.stand in (Stand.CANNOT_TELL, Stand.NOT_AVAILABLE)]
     if data.class_name is not StuckKind.UNKNOWN and not verbose:
         if silent:

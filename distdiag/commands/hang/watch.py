@@ -1,4 +1,4 @@
-"""hang --watch: read /proc from time to time, and diagnose once ranks make no progress any more."""
+"""hang --watch: poll /proc, and diagnose once the job stops making progress."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class _Readings(Progress):
-    """Progress of which single readings leave no line in a log: one a minute would fill it."""
+    """Progress without a log line per reading, one a minute."""
 
     def news(self, text: str) -> None:
-        """Show the present reading; only on a terminal."""
+        """Show the current reading, on a terminal only."""
         self.now(text)
 
     def report(self, text: str) -> None:
@@ -35,10 +35,10 @@ class _Readings(Progress):
 
 
 def wait_until_hung(asked: Callable[[], Request], every_s: float, *, as_json: bool = False) -> None:
-    """Return when a job hangs, or when all of its ranks have left.
+    """Return when a job hangs, or when all of its ranks have exited.
 
-    A reading of /proc is cheap; the full picture is taken once half of the ranks of a job have slept for as long as
-    between two readings. Where it shows no hang, such as one rank at work for the others, watching goes on.
+    A reading of /proc is cheap; the full picture is taken once half of a job's ranks have slept for a whole interval.
+    If that shows no hang, such as one rank at work for the others, polling continues.
     """
     from distdiag.commands.hang.subcommand import SUBCOMMAND
     from distdiag.errors import DistdiagError
@@ -71,7 +71,7 @@ def wait_until_hung(asked: Callable[[], Request], every_s: float, *, as_json: bo
 
 
 def _jobs(request: Request, nodes: Sequence[NodePicture]) -> list[Job]:
-    """Return the jobs that are watched: a node without that of --job reports all that it has."""
+    """Return the watched jobs: a node without the job of --job reports all of its jobs."""
     found = find_jobs([node.stacks for node in nodes])
     return of_interest([job for job in found if not request.wanted.job or is_called(job, request.wanted.job)])
 
@@ -83,7 +83,7 @@ def _is_seen(jobs: Sequence[Job], nodes: Sequence[NodePicture]) -> bool:
 
 
 def _still_ranks(request: Request, jobs: Sequence[Job], nodes: Sequence[NodePicture], least_s: float) -> frozenset[Key]:
-    """Return the ranks whose main thread has slept for so long, if they are at least half of a job; else none."""
+    """Return the ranks whose main thread has slept for at least `least_s`, if at least half of a job; else none."""
     found: set[Key] = set()
     for job in jobs:
         evidence = gather_evidence(asked_of(request), nodes, job, alone=False)

@@ -86,7 +86,7 @@ def logs(
 
 
 def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
-    """Return what the runner needs to carry it out."""
+    """Return the Subcommand for the runner."""
     from distdiag import runner
     from distdiag.commands.logs.view import logs_view
     from distdiag.diagnosis.job_logs.diagnose import diagnose
@@ -135,7 +135,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
 
 
 def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
-    """Read in this process: stdin and pipes are its own, and so is what kubectl hands out of pods."""
+    """Read in this process, which owns stdin and pipes, and runs kubectl for pods' logs."""
     from distdiag.commands.logs import pod_logs
     from distdiag.facts.job_logs.collect import Reader
     from distdiag.gathered import Gathered
@@ -155,7 +155,7 @@ def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
 
 
 def _tell(reader: Reader, event: Event, progress: Progress) -> None:
-    """Report at once what a growing log says of a failure."""
+    """Report a failure in a growing log at once."""
     if event.id == "exception" and event.text.endswith("ChildFailedError:"):
         return
     stream = reader.scan.streams[event.stream]

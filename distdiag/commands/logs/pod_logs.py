@@ -1,4 +1,4 @@
-"""The logs of pods, as kubectl hands them out: those of restarted containers too, which a pod keeps for one restart."""
+"""Logs of pods by kubectl, including the previous run of restarted containers, which a pod keeps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from distdiag.output import Progress
 
 _TIMEOUT_S = 300.0
-"""For one log; it is read as fast as the API server sends it."""
+"""Per log; read as fast as the API server sends."""
 _WIDTH = 16
 _MOST_BYTES = 256 * 2**20
-# kubectl may send more than is kept of what a program writes.
+# kubectl may send more than the limit on captured output.
 _TO_FILE = 'exec "$@" >"$0"'
 
 
@@ -34,12 +34,12 @@ class _Log:
 
     @property
     def name(self) -> str:
-        """What it is called in a report; kubectl's own way to say it."""
+        """The name in reports, in kubectl's notation."""
         return f"pod/{self.pod.name}/{self.container}" + (" (previous)" if self.previous else "")
 
 
 def read(kube: Kube, reader: Reader, progress: Progress) -> None:
-    """Read the logs of all containers of all pods that are meant. Raises as `find_pods`."""
+    """Read the logs of all containers of the selected pods. Raises as `find_pods`."""
     progress.now("reading the states of the pods")
     logs = [log for pod in find_pods(kube) for log in _logs(pod)]
     with tempfile.TemporaryDirectory(prefix="distdiag-logs-") as folder:
@@ -68,7 +68,7 @@ def _logs(pod: Pod) -> Iterator[_Log]:
 
 
 def _generation(logs: Sequence[_Log]) -> int:
-    """Return of which round the current logs are: of the second where all pods have been started anew, else of one."""
+    """Return the generation of the current logs: 1 if every pod has been restarted, else 0."""
     current = {(log.pod.name, log.container) for log in logs if log.container == log.pod.container}
     again = {(log.pod.name, log.container) for log in logs if log.previous and log.container == log.pod.container}
     return int(bool(again) and current == again)

@@ -1,4 +1,4 @@
-"""One rank's clean stream out of a mixed log: --rank and --split."""
+"""Separation of a mixed log by rank: --rank and --split."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.facts.core.stored_cores import CannotUnpack
 from distdiag.facts.job_logs import collect
 from distdiag.facts.job_logs.demux import Demux, harmless
+from distdiag.facts.packed_files import CannotUnpack
 from distdiag.files import make_folder
 from distdiag.options import parse_ranks
 from distdiag.output import fail
@@ -28,7 +28,7 @@ _MOST_FILES = 512
 def deliver_streams(
     paths: Sequence[str], chosen: Sequence[str], split: str, *, has_hosts: bool, as_json: bool
 ) -> NoReturn:
-    """Write the lines of ranks to stdout, or those of each rank to a file, and leave with the exit status."""
+    """Write the lines of ranks to stdout, or of each rank to a file, and exit."""
     try:
         ranks = parse_ranks(chosen)
         if has_hosts or as_json or not paths:

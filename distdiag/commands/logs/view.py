@@ -1,4 +1,4 @@
-"""The logs that were read and how each rank ended, folded; with --timeline everything in order."""
+"""The logs read and each rank's end, folded; with --timeline all events in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RANKS, _TIMELINE, _WHAT = 40, 200, 160
 
 
 def logs_view(report: Report[Logs], *, timeline: bool) -> Iterator[RenderableType]:
-    """Draw what was read unless it is one whole file, and a row for each way in which ranks ended, the cause first."""
+    """Draw the sources unless it is one complete file, and a row per kind of end, cause first."""
     data = report.data
     if not _is_plain(data):
         yield Wrapped(_sources(data), margin=0)
@@ -59,14 +59,13 @@ def _ends(data: Logs, first: Sequence[int]) -> Table:
 
 
 def _short(text: str) -> str:
-    """Leave out where in the source of torch a message comes from, and its advice."""
+    """Strip torch's source location and advice from a message."""
     text = re.sub(r"^\[[EWIF]\d{4} [^\]]*\] ", "", text)
     text = re.sub(r"\[\S*/[\w.-]+\.(?:cc|cpp|h|cu):\d+\] ", "", text)
     return text.partition(". This is typically caused by")[0]
 
 
 def _cut(text: str) -> str:
-    """Cut a message behind a word."""
     return text if len(text) <= _WHAT else text[:_WHAT].rpartition(" ")[0] + " ..."
 
 
@@ -75,7 +74,7 @@ def _shape(text: str) -> str:
 
 
 def _is_plain(data: Logs) -> bool:
-    """Return whether one file was read, to its end, and as it is."""
+    """Return whether a single complete file was read."""
     (*others, source) = data.sources or (None,)
     is_whole = source is not None and not (source.error or source.cut or source.joined or others)
     return is_whole and not data.dropped
@@ -94,7 +93,7 @@ def _sources(data: Logs) -> str:
 
 
 def _timeline(data: Logs) -> Iterator[str]:
-    """Yield everything by generation, then by time where all have one, else by file and line."""
+    """Yield all failures by generation, then by time if all have one, else by file and line."""
     timed = all(failure.at is not None for failure in data.failures)
     ordered = sorted(
         data.failures,

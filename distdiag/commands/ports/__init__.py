@@ -1,1 +1,1 @@
-"""distdiag ports: can the nodes reach each other, on which interface, both ways."""
+"""distdiag ports: can the nodes reach each other, on which interface, in both directions."""

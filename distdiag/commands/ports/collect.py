@@ -1,4 +1,4 @@
-"""Facts of one node: its interfaces, who listens, its firewall; and what it finds when it tries others."""
+"""Facts of one node: interfaces, listeners, firewall; and its probes of other hosts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _BATCH = 256
 
 @dataclass(frozen=True)
 class NodePorts:
-    """One node. `variables` include what nccl.conf sets; `master`: what MASTER_ADDR resolves to here.
+    """One node. `variables` include those set in nccl.conf; `master`: addresses of MASTER_ADDR here.
 
-    `firewalls`: services that run, as far as that can be known without root.
+    `firewalls`: running services, as far as known without root.
     """
 
     host: str
@@ -47,13 +47,13 @@ class NodePorts:
 
 @dataclass(frozen=True)
 class ScanBatch:
-    """Some of the ports that were tried."""
+    """Some probed ports."""
 
     results: tuple[PortResult, ...]
 
 
 def facts(ask: dict[str, Any]) -> NodePorts:
-    """Look at this node's network. {"listeners": whether they are wanted}"""
+    """Read this node's network. {"listeners": whether to include them}"""
     look = network.look()
     firewalls = _firewalls()
     tools = [tool for name in firewalls if (tool := _FIREWALLS[name]) in look.firewall_tools]
@@ -61,7 +61,7 @@ def facts(ask: dict[str, Any]) -> NodePorts:
     master = variables.get("MASTER_ADDR", "")
     return NodePorts(
         host=machine.host_name(),
-        # The interfaces without an address too; and of the tools, that of the active firewall first.
+        # With interfaces without addresses, and the active firewall's tool first.
         network=replace(look, interfaces=nics(), firewall_tools=tuple(dict.fromkeys([*tools, *look.firewall_tools]))),
         ib_ports=ib_ports(),
         variables=variables,
@@ -74,7 +74,7 @@ def facts(ask: dict[str, Any]) -> NodePorts:
 
 
 def _configured() -> dict[str, str]:
-    """Return what NCCL's own files set, the weaker first: /etc/nccl.conf, then ~/.nccl.conf or $NCCL_CONF_FILE."""
+    """Return the variables in NCCL's files: /etc/nccl.conf, overridden by ~/.nccl.conf or $NCCL_CONF_FILE."""
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
     found = {}
     for path in ("/etc/nccl.conf", own):
@@ -86,7 +86,7 @@ def _configured() -> dict[str, str]:
 
 
 def _lowest_free() -> int:
-    """Return a port from torch's usual one on that can be listened at; 0 if there is none near."""
+    """Return the first free port from torch's default on; 0 if all near it are taken."""
     for port in range(29500, 29600):
         try:
             rendezvous.listen(port).close()
@@ -108,7 +108,7 @@ def _firewalls() -> tuple[str, ...]:
 
 
 def more(ask: dict[str, Any], tell: Callable[[ScanBatch], None]) -> None:
-    """Try others. {"targets": [[host, port]...], "timeout_s": longest time for an answer}"""
+    """Probe other hosts. {"targets": [[host, port]...], "timeout_s": time limit of each}"""
     batch: list[PortResult] = []
     for result in port_scan.scan([(host, port) for host, port in ask["targets"]], timeout_s=ask["timeout_s"]):
         batch.append(result)

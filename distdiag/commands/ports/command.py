@@ -1,4 +1,4 @@
-"""What you type for ports."""
+"""The command line of ports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _MOST_TARGETS = 65536
 _MOST_HOSTS = 256
-"""Hosts that are tried from one node; nodes among each other: see gather.MOST_NODES."""
+"""Hosts to probe from one node; for paths between nodes see gather.MOST_NODES."""
 
 
 @on_hosts
@@ -103,7 +103,7 @@ def _targets(hosts: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str, i
 
 
 def _names_ports(hosts: Sequence[str]) -> bool:
-    """Return whether a host was typed with a port: then a listener is expected there."""
+    """Return whether a host was typed with a port, where a listener is then expected."""
     from distdiag.commands.ports.types import read_target
 
     return any(read_target(word, (1,)) == read_target(word, (2,)) for word in hosts)

@@ -1,4 +1,4 @@
-"""Facts of all nodes and all that was tried -> the report. Pure."""
+"""The report of ports, from the facts of all nodes and the probes. Pure."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _pair(facts: PortsFacts, path: NetworkPath) -> PairRow:
 
 
 def _exports(facts: PortsFacts) -> dict[str, dict[str, str]]:
-    """Return the variables per host; if all have the same, once for all."""
+    """Return the variables per host, or once if equal on all hosts."""
     each = {facts.hosts[name]: exports(suggested(node.network.interfaces)) for name, node in facts.nodes.items()}
     if len(facts.nodes) > 1:
         first = next(iter(facts.nodes.values()))
@@ -154,7 +154,7 @@ def _summary(request: Request, facts: PortsFacts, findings: list[Finding]) -> st
 
 
 def _who_listens(facts: PortsFacts, ports: Sequence[int]) -> list[str]:
-    """Write who listens here on the ports that were asked for."""
+    """Format the listeners on the requested ports of this node."""
     (node, *_) = facts.nodes.values()
     asked = set(ports)
     owners = {own.port: own for own in node.listeners if own.port in asked}

@@ -1,4 +1,4 @@
-"""The facts of all nodes: of one node, of ports tested from it, or of the paths between all nodes."""
+"""Facts of one node, of ports probed from it, or of the paths between all nodes."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 AGENT = Agent(collect="distdiag.commands.ports.collect", facts=NodePorts, ask={"listeners": True})
 MOST_NODES = 512
 MOST_PORTS = 64
-"""Certain ports between nodes: each is tried over every path."""
+"""Requested ports, each probed over every path."""
 _ALL_PAIRS = 64
-"""Up to so many nodes each tries each other; beyond, each tries its neighbours and some others, and they it."""
+"""Up to this many nodes probe all others; beyond, each probes its neighbours and a few others, mutually."""
 _SOME = 6
 _PROBE_S = 2.0
 _GRACE_S = 1.0
 _PATHS_PER_S = 250
-"""What one node tries in a second, on a busy machine: it gets that much longer."""
+"""Probes per second of one node on a busy machine, for its time limit."""
 _LONGEST_S = 20.0
 _MUCH = 300
-"""Paths from which on less is sent over each."""
+"""Number of paths above which less data is sent over each."""
 
 
 def gather(request: Request, progress: Progress) -> PortsFacts:
-    """Do what was asked for.
+    """Collect the facts for the request.
 
     Raises:
-        UsageError: the options contradict each other, or there are too many hosts.
-        DistdiagError: the node side failed on this machine.
+        UsageError: contradictory options, or too many hosts.
+        DistdiagError: the agent failed on this machine.
     """
     targets = find_targets(request.cluster, os.environ)
     if len(targets.hosts) > MOST_NODES:
@@ -93,7 +93,6 @@ def _take_facts(nodes: Sequence[Node], targets: Targets, facts: PortsFacts) -> N
 
 
 def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progress, facts: PortsFacts) -> None:
-    """Test the targets from each node."""
     ask = {"targets": [list(target) for target in request.targets], "timeout_s": request.timeout_s}
     for node in nodes:
         node.order(protocol.Collect(ask=ask))
@@ -113,7 +112,7 @@ def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progr
 
 
 class _Pairs(Prober):
-    """All nodes test each other, at the same time."""
+    """All nodes probe each other concurrently."""
 
     def __init__(self, fleet: Fleet, nodes: Sequence[Node], request: Request, facts: PortsFacts) -> None:
         super().__init__(fleet, nodes)
@@ -121,7 +120,7 @@ class _Pairs(Prober):
         self._samples: dict[str, list[int]] = {}
 
     def run(self, progress: Progress) -> None:
-        """Listen everywhere, test every path, end."""
+        """Listen on all nodes, probe every path, and stop."""
         ports = list(self._request.ports or (USUAL_PORT,))
         answers = self.ask_all(protocol.ReachListen(ports=ports, more=self._request.sample - 1), ReachListening)
         for name, answer in answers.items():
@@ -139,7 +138,7 @@ class _Pairs(Prober):
         return address_of(self._facts.nodes[name])
 
     def _planned(self, names: list[str], ports: list[int]) -> dict[str, list[list[Any]]]:
-        """List what each node tests: the given ports with little data, the first ephemeral port with much."""
+        """List each node's probes: given ports with little data, the first ephemeral port with much."""
         peers = {name: _peers(name, names) for name in names}
         much = self._request.bulk_bytes
         bulk = much if sum(map(len, peers.values())) <= _MUCH else min(much, 2**18)
@@ -181,12 +180,12 @@ class _Pairs(Prober):
 
 
 def _peers(source: str, names: list[str]) -> list[str]:
-    """Return the peers a node tests: all others; beyond _ALL_PAIRS its neighbours and some at random, mutually."""
+    """Return a node's peers: all others; beyond _ALL_PAIRS its neighbours and some at random, mutually."""
     if len(names) <= _ALL_PAIRS:
         return [name for name in names if name != source]
     at = names.index(source)
     near = {names[(at + step) % len(names)] for step in (-1, 1)}
-    # The same draw on both ends, so that each path is tried in both directions.
+    # Both ends draw the same numbers, so that each path is probed in both directions.
     drawn = {names[(at + step) % len(names)] for step in _steps(len(names))}
     return sorted((near | drawn) - {source})
 

@@ -1,4 +1,4 @@
-"""What is wrong with nodes: the interfaces NCCL and Gloo use, names, MASTER_ADDR, RDMA ports, firewall. Pure."""
+"""Findings about nodes: interfaces of NCCL and Gloo, names, MASTER_ADDR, RDMA ports, firewall. Pure."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def node_findings(facts: PortsFacts) -> list[Finding]:
-    """Judge all nodes; equal findings of several become one."""
+    """Judge all nodes; equal findings of several are merged."""
     found: dict[tuple[str, Level, str], tuple[Finding, list[str]]] = {}
     several = len(facts.nodes) > 1
     for name, node in facts.nodes.items():
         for own in _about(node, several=several):
             if own.id == f"{COMMAND}.gloo-ifname" and own.level is Level.INFO and facts.scanned:
-                continue  # ports of a host were asked about, not this node
+                continue  # the request was about a host's ports, not this node
             found.setdefault((own.id, own.level, own.title), (own, []))[1].append(facts.hosts[name])
     together = [_for_hosts(own, hosts, several=several) for own, hosts in found.values()]
     among = [*_dead_interfaces(facts), *_names(facts), *_masters_differ(facts), *_differences(facts)] if several else []
@@ -91,7 +91,7 @@ def _forget_family() -> Fix:
 
 
 def _misread(value: str) -> str:
-    """Return how NCCL reads a value that probably means something else; empty if nothing is known."""
+    """Explain how NCCL reads a value that probably means something else; empty if it is fine."""
     if '"' in value or "'" in value:
         return "NCCL reads the quotes as part of the name."
     if " " in value:
@@ -145,7 +145,7 @@ def _own_name(node: NodePorts, several: bool) -> Finding | None:
 
 
 def _master_addr(node: NodePorts, several: bool) -> Finding | None:
-    """Judge MASTER_ADDR where one node is looked at; of several each resolves it for itself."""
+    """Judge MASTER_ADDR on a single node; with several, each one's look-up is judged."""
     name = node.variables.get("MASTER_ADDR")
     if name is None or several or node.master:
         return None
@@ -240,7 +240,7 @@ def _container(node: NodePorts, several: bool) -> Finding | None:
 
 
 def _dead_interfaces(facts: PortsFacts) -> list[Finding]:
-    """Find interfaces that NCCL would use as well and that no node reaches: it uses all of them, and hangs."""
+    """Find unreachable interfaces that NCCL would use too: it uses all of them, and hangs."""
     bad = [path for path in facts.paths if path.purpose == "also" and not path.is_open]
     if not bad:
         return []
@@ -270,7 +270,7 @@ def _interface_at(node: NodePorts | None, address: str) -> str:
 
 
 def _names(facts: PortsFacts) -> list[Finding]:
-    """Judge MASTER_ADDR, and the first node's own name, as each node resolves them."""
+    """Judge MASTER_ADDR, and the first node's host name, as resolved by each node."""
     wrong: dict[tuple[str, str], list[str]] = {}
     own = {
         address for node in facts.nodes.values() for nic in node.network.interfaces for address in nic.plain_addresses
@@ -279,7 +279,7 @@ def _names(facts: PortsFacts) -> list[Finding]:
     for lookup in facts.lookups:
         is_master = _value_of_master_addr(facts, lookup.node) == lookup.name
         if not is_master and (lookup.name != of_first or not lookup.addresses):
-            continue  # another node's MASTER_ADDR, or a name that resolves nowhere: diagnosis/connectivity judges that
+            continue  # another node's MASTER_ADDR, or an unresolvable name, which diagnosis/connectivity judges
         if not lookup.addresses:
             leads_to = ""
         elif all(is_loopback(address) for address in lookup.addresses):
@@ -346,7 +346,7 @@ def _masters_differ(facts: PortsFacts) -> list[Finding]:
 
 
 def _differences(facts: PortsFacts) -> list[Finding]:
-    """Report what must be the same and differs: the MTU, and the interface to use."""
+    """Report differences in MTU and suggested interface."""
     found = differences({facts.hosts[name]: _compared(node) for name, node in facts.nodes.items()})
     if not found:
         return []

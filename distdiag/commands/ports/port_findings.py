@@ -1,4 +1,4 @@
-"""Findings about single ports: open and what answers, closed, filtered, in use. Pure."""
+"""Findings about single ports: open (and the service), closed, filtered, in use. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distdiag.facts.listeners import Listener
 
 _FEW = 16
-"""Up to so many ports of a host, a closed port is a finding: more are a search."""
+"""Up to this many ports per host, a closed port is a finding: more are a scan."""
 _OWN, _WORDS = 6, 3
 _INSTANT_S = 0.05
 
@@ -29,7 +29,7 @@ def finding(name: str, level: Level, title: str, **rest: object) -> Finding:
 
 
 def known_as(result: PortResult) -> str:
-    """Classify who is behind an open port, by its first line."""
+    """Classify the service on an open port by its first line."""
     if result.state != "open":
         return ""
     if result.said.startswith(handshake.PROTOCOL):
@@ -42,7 +42,7 @@ def known_as(result: PortResult) -> str:
 
 
 def held_by(listener: Listener) -> str:
-    """Name who listens: "pid 7 (python train.py)"; of a long command line the beginning, without folders."""
+    """Format a listener: "pid 7 (python train.py)"; long command lines are cut, folders dropped."""
     if listener.pid is None:
         return "a process of another user"
     words = [word.rpartition("/")[2] for word in listener.command.split()[:_WORDS]]
@@ -55,7 +55,7 @@ def port_findings(facts: PortsFacts) -> list[Finding]:
 
 
 def _taken(facts: PortsFacts) -> list[Finding]:
-    """Report ports that another program holds, so that they could not be tested."""
+    """Report ports held by other programs, which could not be tested."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for node, ports in facts.taken.items():
         for port, who in ports.items():
@@ -74,7 +74,7 @@ def _taken(facts: PortsFacts) -> list[Finding]:
 
 
 def _scanned(facts: PortsFacts) -> list[Finding]:
-    """Make one finding of each state, for each node that tried and each host."""
+    """Merge results with one state into one finding per source node and host."""
     groups: dict[tuple[str, str, str, str], list[PortResult]] = {}
     for node, results in facts.scanned.items():
         for result in results:
@@ -115,7 +115,7 @@ def _judged(facts: PortsFacts, source: str, host: str, state: str, tried: list[P
 
 
 def _closed(facts: PortsFacts, where: str, tried: list[PortResult], at: Where) -> Finding:
-    """Report ports that nothing listens on; at this machine itself, with what does listen."""
+    """Report ports without a listener; on this machine, with the actual listeners."""
     ports = fold_ranks(result.port for result in tried)
     own = _listening_here(facts, tried[0].address)
     if facts.named:
@@ -137,7 +137,7 @@ def _closed(facts: PortsFacts, where: str, tried: list[PortResult], at: Where) -
 
 
 def _listening_here(facts: PortsFacts, address: str) -> tuple[str, ...]:
-    """List the Python processes that listen at an address, if it is one of the node that tried it."""
+    """List the Python processes that listen at an address, if it belongs to a probing node."""
     for name in facts.scanned:
         node = facts.nodes.get(name)
         nics = node.network.interfaces if node is not None else ()
@@ -200,7 +200,7 @@ def _advice(state: str, first: PortResult, facts: PortsFacts, source: str, ports
 
 
 def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
-    """Report an open port that is not the host meant: loopback, or a web server or proxy."""
+    """Report an open port on a host other than intended: loopback, a web server or a proxy."""
     home = [
         result
         for result in tried

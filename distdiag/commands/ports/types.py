@@ -1,4 +1,4 @@
-"""The types of ports: what is asked, the facts of all nodes, and the answer as --json prints it."""
+"""Request, facts and report data of ports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RENAMED = {"from_": "from"}
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for."""
+    """The options."""
 
     program: str
     cluster: Cluster
@@ -66,33 +66,33 @@ def read_target(text: str, ports: tuple[int, ...]) -> list[tuple[str, int]]:
 
 @dataclass(kw_only=True)
 class PortsFacts:
-    """What the nodes reported, by the fleet's names; `hosts` maps these to the names shown."""
+    """The reports of all nodes, by fleet name; `hosts` maps these to labels."""
 
     nodes: dict[str, NodePorts] = field(default_factory=dict)
     hosts: dict[str, str] = field(default_factory=dict)
     scanned: dict[str, list[PortResult]] = field(default_factory=dict)
-    """node -> the ports of other hosts that it tried."""
+    """node -> the ports of other hosts it probed."""
     paths: list[NetworkPath] = field(default_factory=list)
     lookups: list[LookUp] = field(default_factory=list)
     taken: dict[str, dict[str, str]] = field(default_factory=dict)
-    """node -> port -> who has it, where we could not listen."""
+    """node -> port -> its holder, if we could not listen."""
     silent: list[str] = field(default_factory=list)
     doubles: tuple[str, ...] = ()
-    """Hosts that are the same machine as another host of the list."""
+    """Hosts that are the same machine as another one in the list."""
     rows: tuple[HostResult, ...] = ()
     refusals: dict[str, HostError] = field(default_factory=dict)
     local: bool = True
     named: bool = False
-    """The ports were typed; on the default port nothing listens before a job runs."""
+    """The ports were typed; the default port has no listener before a job runs."""
     interrupted: bool = False
 
     @property
     def host(self) -> str:
-        """A name for all of it: that of the first node."""
+        """A label for all: the first node's."""
         return next(iter(self.hosts.values()), "nodes")
 
     def path_test(self) -> PathTest:
-        """Return what was tried between nodes, for its judgement."""
+        """Return the probes between nodes, for judgement."""
         return PathTest(
             hosts=self.hosts,
             networks={name: node.network for name, node in self.nodes.items()},
@@ -104,7 +104,7 @@ class PortsFacts:
 
 
 def address_of(node: NodePorts) -> str:
-    """Return the address under which other nodes should reach a node."""
+    """Return the address at which other nodes should reach a node."""
     return nic_selection.address_of(node.network.interfaces, node.variables)
 
 
@@ -124,27 +124,27 @@ class IbPortRow(IbPort):
 
 @dataclass(frozen=True, kw_only=True)
 class ListenerRow(Listener):
-    """Who listens on a node."""
+    """A listener on a node."""
 
     host: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedRow(SelectedNic):
-    """An interface that a library takes."""
+    """An interface used by a library."""
 
     host: str
 
 
 class SelectionRow(msgspec.Struct, frozen=True):
-    """What NCCL and Gloo take on all nodes; a library that would fail takes nothing there."""
+    """The interfaces NCCL and Gloo use on all nodes; empty for a library that would fail."""
 
     nccl: tuple[SelectedRow, ...]
     gloo: tuple[SelectedRow, ...]
 
 
 class ProbeRow(msgspec.Struct, frozen=True, rename=_RENAMED):
-    """One port of one host, tried from one node. `by`: distdiag, http, ssh, other, silent; empty if it is not open."""
+    """One port of one host, probed from one node. `by`: distdiag, http, ssh, other, silent; empty if not open."""
 
     from_: str
     to: str
@@ -160,7 +160,7 @@ class ProbeRow(msgspec.Struct, frozen=True, rename=_RENAMED):
 
 
 class PairRow(msgspec.Struct, frozen=True, rename=_RENAMED):
-    """One direction between two nodes, with a listener of ours. `purpose`: port, or ranks (an ephemeral port)."""
+    """One direction between two nodes, with our own listener. `purpose`: port, or ranks (an ephemeral port)."""
 
     from_: str
     to: str
@@ -175,9 +175,9 @@ class PairRow(msgspec.Struct, frozen=True, rename=_RENAMED):
 
 
 class PortsData(msgspec.Struct, frozen=True):
-    """The facts of the answer. `exports` are the variables to set, per host; "" is for all of them.
+    """The data of the report. `exports`: variables to set by host; "" for all hosts.
 
-    `hosts` has a row for each host that was asked for with --hosts.
+    `hosts` has a row for each host of --hosts.
     """
 
     hosts: tuple[HostResult, ...]

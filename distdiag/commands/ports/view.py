@@ -27,7 +27,7 @@ _MARKS = {"ok": ".", "lossy": "~"}
 
 
 def ports_view(report: Report[PortsData], request: Request) -> Iterator[RenderableType]:
-    """Draw what was tested; else this node's interfaces, which NCCL and Gloo would use, and the listeners."""
+    """Draw the probes; else this node's interfaces, the choices of NCCL and Gloo, and the listeners."""
     data = report.data
     yield from host_table(data.hosts)
     if data.pairs:
@@ -149,7 +149,7 @@ def _main(data: PortsData) -> Iterator[PairRow]:
 
 
 def _matrix(hosts: list[str], states: dict[tuple[str, str], list[PairRow]]) -> Iterator[RenderableType]:
-    """Draw who reaches whom: a row for each source, a letter for each target."""
+    """Draw the matrix of paths: a row per source, a letter per target."""
     width = max(map(len, hosts))
     yield Whole(f"{'from':<{width}}  to {fold(hosts)}, in this order")
     letters = set()
@@ -203,7 +203,7 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _exports(data: PortsData) -> Iterator[RenderableType]:
-    """List the lines to paste, where several nodes were tested."""
+    """List the lines to paste, if several nodes were tested."""
     if not data.pairs or not data.exports:
         return
     yield Whole("")

@@ -1,4 +1,4 @@
-"""What you type for pyspy-all."""
+"""The command line of pyspy-all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of all nodes -> the report of pyspy-all. Pure."""
+"""The report of pyspy-all, from the facts of all nodes. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
 
 
 def asked_of(request: Request) -> Asked:
-    """Return what the judgement needs of the request."""
+    """Reduce the request to the judgement's part."""
     return Asked(
         program=request.program,
         cluster=request.cluster,
@@ -73,7 +73,7 @@ def asked_of(request: Request) -> Asked:
 
 
 def _groups(verdict: JobVerdict) -> Iterator[Group]:
-    """Group the ranks with the same stack: outliers first, then the smallest group first."""
+    """Group the ranks with the same stack: outliers first, then smallest first."""
     outliers = {id(state) for state in verdict.outliers}
     by_thread: dict[tuple[bool, int], list[RankState]] = {}
     for state in verdict.states:
@@ -101,7 +101,7 @@ def _groups(verdict: JobVerdict) -> Iterator[Group]:
 
 
 def _outliers(joined: Joined) -> Iterator[Outlier]:
-    """List the accused ranks by place; none where the sources disagree."""
+    """List the accused ranks by place; none if the sources disagree."""
     verdict = joined.evidence.stacks
     accused = [] if joined.kind is StuckKind.UNKNOWN else verdict.outliers
     for group in split(accused):
@@ -193,5 +193,5 @@ def _threads(samples: Sequence[Sample], kind: str) -> tuple[ThreadRow, ...]:
 
 @cache
 def frame_rows(frames: Iterable[Frame]) -> tuple[FrameRow, ...]:
-    """Return frames as rows; equal stacks share them."""
+    """Convert frames to rows; equal stacks share one tuple."""
     return tuple(FrameRow(frame.function, frame.file, frame.line, library_path(frame.file) is None) for frame in frames)

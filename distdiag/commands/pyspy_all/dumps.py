@@ -1,7 +1,7 @@
-"""Read what people paste into tickets: the text or JSON of `py-spy dump`, of one process or many, labelled or not.
+"""Parser of pasted `py-spy dump` output, text or JSON, of one process or many, labelled or not.
 
-Labels are what `srun -l`, pdsh and clush write before each line ("rank3: ", "17: ", "node07: "). A rank is only read
-from a label or a file name that says so; the number of `srun -l` is a task: it counts where each shows one process.
+Labels are the line prefixes of `srun -l`, pdsh and clush ("rank3: ", "17: ", "node07: "). A rank is read only from an
+explicit label or file name; a number of `srun -l` is a task, and counts as rank if each has one process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Dump:
 
 
 def of_file(data: bytes, path: Path) -> list[Dump]:
-    """Read one file. Raises Senseless."""
+    """Parse a file. Raises Senseless."""
     found = parse(as_text(data), path.name)
     if not found:
         raise Senseless("contains no py-spy dump")
@@ -76,7 +76,7 @@ def of_file(data: bytes, path: Path) -> list[Dump]:
 
 
 def parse(text: str, name: str) -> list[Dump]:
-    """Parse one file; empty if it contains no dump."""
+    """Parse one text; empty if it contains no dump."""
     text = text.lstrip("\ufeff").replace("\r\n", "\n")
     if text.lstrip().startswith("["):
         return _json(text, name)
@@ -89,7 +89,7 @@ def parse(text: str, name: str) -> list[Dump]:
 
 
 def _by_label(text: str) -> dict[str, list[str]]:
-    """Sort labelled lines by their labels; lines of one label mostly follow each other."""
+    """Group labelled lines by label; lines of one label are mostly adjacent."""
     lines: dict[str, list[str]] = {}
     start, skip = "\0", 0
     own: list[str] = []
@@ -110,7 +110,7 @@ def _by_label(text: str) -> dict[str, list[str]]:
 
 
 def as_nodes(dumps: Sequence[Dump]) -> list[NodePicture]:
-    """Return dumps as nodes: with ranks where labels name them; other labels are assumed to be host names."""
+    """Convert dumps to nodes, with the ranks given by labels; other labels are assumed to be host names."""
     ranks = _ranks(dumps)
     size = max((rank for rank in ranks if rank is not None), default=-1) + 1
     by_host: dict[str, list[tuple[Dump, int | None]]] = {}
@@ -135,7 +135,7 @@ def _ranks(dumps: Sequence[Dump]) -> list[int | None]:
 
 
 def _blocks(text: str, label: str, *, labelled: bool, known: dict[str, tuple[tuple[Thread, ...], str]]) -> list[Dump]:
-    """Read the processes of one text; equal stacks of different processes are parsed once."""
+    """Parse the processes of one text; equal stacks of different processes are parsed once."""
     if text.startswith("Process ") and "\nProcess " not in text:
         starts = [0]
     else:
@@ -160,7 +160,7 @@ def _blocks(text: str, label: str, *, labelled: bool, known: dict[str, tuple[tup
 
 
 def _threads(block: str) -> tuple[tuple[Thread, ...], str]:
-    """Read the threads of one process, the main one first; and the error that py-spy reported."""
+    """Parse the threads of one process, main thread first, and py-spy's error message."""
     found: list[Thread] = []
     complaint = ""
     head: re.Match[str] | None = None

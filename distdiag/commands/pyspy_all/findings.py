@@ -1,4 +1,4 @@
-"""What pyspy-all adds to the verdict: slow ranks of a job that runs, and why each outlier stands out. Pure."""
+"""Additions of pyspy-all to the verdict: slow ranks of a running job, and the reason of each outlier. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def reason_of(verdict: JobVerdict, group: Sequence[RankState]) -> str:
-    """Describe why a group of outliers stands out."""
+    """Describe why a group counts as outliers."""
     first = group[0]
     if verdict.outcome is Outcome.LEAST_PROGRESS:
         return f"behind: {_counters(first)}, others {_counters(verdict.waiting[0])}"
@@ -47,7 +47,6 @@ def straggler_findings(verdict: JobVerdict, request: Request) -> Iterator[Findin
 
 
 def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
-    """Report ranks of a running job for which the others wait in most samples."""
     is_alone = len(slow.slow) == 1
     pronoun = "it" if is_alone else "them"
     place = f", in {spot(slow.frame)} in {slow.at_frame} of {slow.samples} samples" if slow.frame is not None else ""

@@ -1,4 +1,4 @@
-"""What the page of pyspy-all shows: frames and stacks that processes share are embedded once."""
+"""Content of pyspy-all's page: shared frames and stacks are embedded once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AS_IS = ("pid", "rank", "local_rank", "moving", "cpu_s", "helpers")
 
 
 class _Shared:
-    """Values that processes share; the page looks them up by number."""
+    """Values shared by processes; the page looks these up by number."""
 
     def __init__(self) -> None:
         self.strings, self.frames, self.stacks, self.threads, self.counters = (Pool() for _ in range(5))
@@ -50,7 +50,7 @@ class _Shared:
 
 
 def content(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce the data of a report to what its page shows; a process is named by its index in `rows`."""
+    """Reduce a report's data to the page's content; processes are referred to by index in `rows`."""
     shared = _Shared()
     processes = sorted(data["processes"], key=_order)
     members = _Members(processes)
@@ -73,7 +73,7 @@ def _order(process: Mapping[str, Any]) -> tuple[str, bool, int, bool, str, int]:
 
 
 class _Members:
-    """Finds the processes of a group or an outlier; its hosts and pids are sets, not pairs."""
+    """Finds the processes of a group or an outlier, whose hosts and pids are sets rather than pairs."""
 
     def __init__(self, processes: Iterable[Mapping[str, Any]]) -> None:
         self._by_rank: dict[int | None, list[tuple[int, Mapping[str, Any]]]] = {}
@@ -82,8 +82,8 @@ class _Members:
                 self._by_rank.setdefault(process["rank"], []).append((place, process))
 
     def of(self, some: Mapping[str, Any], job: str | None = None) -> str:
-        """Fold the places of the processes: "0-1,3-511"."""
-        # Of a rank that was not found neither host nor pid may be known.
+        """Fold the indexes of the processes: "0-1,3-511"."""
+        # A missing rank may have neither host nor pid.
         hosts, pids = {*some["hosts"], ""}, set(some["pids"])
         return fold_ranks(
             place

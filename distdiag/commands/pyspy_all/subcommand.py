@@ -1,4 +1,4 @@
-"""pyspy-all from its request to its report: find the processes on all nodes, sample them at the same time, judge."""
+"""pyspy-all from request to report: find the processes on all nodes, sample concurrently, judge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _SPARE_S = 20.0
 _LONGEST_S = 11.0
-"""For how long ranks that have not moved are sampled beyond --samples, at most."""
+"""Maximum time to sample unmoved ranks beyond --samples."""
 _NAMED = 4
 
 
@@ -60,14 +60,14 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
 
 
 def _choose(request: Request, hosts: Mapping[str, Processes]) -> dict[str, Processes]:
-    """Choose what to sample. Raises UsageError if that would pause several jobs."""
+    """Choose the processes to sample. Raises UsageError if that would pause several jobs."""
     if request.native and not request.pids and not request.job:
         _refuse_several_jobs(hosts)
     return {host: _known(processes, request) for host, processes in hosts.items()}
 
 
 def _refuse_several_jobs(hosts: Mapping[str, Processes]) -> None:
-    """Refuse to pause jobs of which only one may be meant. Raises UsageError."""
+    """Refuse to pause several jobs. Raises UsageError."""
     jobs = of_interest(find_jobs(NodeStacks(host, processes, ()) for host, processes in hosts.items()))
     if len(jobs) > 1:
         raise UsageError(
@@ -77,7 +77,7 @@ def _refuse_several_jobs(hosts: Mapping[str, Processes]) -> None:
 
 
 def _only_wanted(facts: Processes, request: Request) -> Processes:
-    """Keep the processes of the requested job or pids, with all that belongs to them."""
+    """Keep the processes of the requested job or pids, including helpers."""
     kept = of_job(without_lone(facts) if request.ranks_only else facts, request.job, strict=request.native)
     if request.pids:
         pids = set(request.pids)

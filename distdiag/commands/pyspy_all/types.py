@@ -1,6 +1,6 @@
 """The request of pyspy-all, and its result as --json prints it. Pure data. Frames are innermost first.
 
-The result is made of structs and not dataclasses: a key is called "class", and there may be tens of thousands of rows.
+The result has structs instead of dataclasses: one key is "class", and tens of thousands of rows are possible.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Request:
     tree: bool = False
     verbose: bool = False
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Parallel groups that the user named: ("tp", (0, 1)), ("tp", (2, 3)), ..."""
+    """Parallel groups given by the user: ("tp", (0, 1)), ("tp", (2, 3)), ..."""
     timeout_s: float = 5.0
     ranks_only: bool = False
-    """Leave out Python processes that have loaded torch and are no rank."""
+    """Skip Python processes with torch but no rank."""
 
 
 class FrameRow(msgspec.Struct, frozen=True):
-    """One frame; `line` is 0 where it is not known, `user` that it is the user's own code."""
+    """One frame; `line` is 0 if unknown; `user`: in user code."""
 
     function: str
     file: str
@@ -66,7 +66,7 @@ class ThreadRow(msgspec.Struct, frozen=True, rename=_RENAMED):
 
 
 class ProcessRow(msgspec.Struct, frozen=True, rename=_RENAMED):
-    """One process. `cpu_s`: processor seconds that it used from the first sample to the last; None after one."""
+    """One process. `cpu_s`: CPU seconds between the first and last sample; None after one."""
 
     host: str
     pid: int | None
@@ -86,9 +86,9 @@ class ProcessRow(msgspec.Struct, frozen=True, rename=_RENAMED):
 
 
 class Group(msgspec.Struct, frozen=True, rename=_RENAMED):
-    """Ranks that are at the same place; `counters` are the loop counters that are the same for all of them.
+    """Ranks at one place; `counters`: loop counters with equal values in all of these ranks.
 
-    `outlier`: "stuck", "straggler" or "gone" if they are outliers, else empty.
+    `outlier`: "stuck", "straggler" or "gone" for outliers, else empty.
     """
 
     job: str
@@ -104,7 +104,7 @@ class Group(msgspec.Struct, frozen=True, rename=_RENAMED):
 
 
 class OutlierFrame(msgspec.Struct, frozen=True):
-    """The frame that a rank is in."""
+    """The frame of a rank."""
 
     function: str
     file: str
@@ -112,7 +112,7 @@ class OutlierFrame(msgspec.Struct, frozen=True):
 
 
 class Outlier(msgspec.Struct, frozen=True, rename=_RENAMED):
-    """Ranks that are not where the others are, and the reason. `kind`: "stuck", "straggler" or "gone"."""
+    """Ranks that differ from the others, and the reason. `kind`: "stuck", "straggler" or "gone"."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -124,7 +124,7 @@ class Outlier(msgspec.Struct, frozen=True, rename=_RENAMED):
 
 
 class PySpyAll(msgspec.Struct, frozen=True):
-    """The result."""
+    """The data of the report."""
 
     samples: int
     interval_s: float

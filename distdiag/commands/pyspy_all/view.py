@@ -26,17 +26,17 @@ _GROUPS = 12
 _PIDS = 8
 _MUCH = 60
 _LONG = 80
-"""Characters of a function's name: C++ templates fill a page."""
+"""Maximum length of a function's name: C++ templates fill a page."""
 _NATIVE = 6
 """Innermost C frames to show."""
 _LINES = 10
 """Frames of a stack to show."""
 _FEW_ROWS = 8
-"""Processes with a row of their own; of more, those of which the same is to be said share one."""
+"""Processes with individual rows; with more, rows with the same text are merged."""
 _CELL = 20
-"""Characters of ranks in a cell of a table."""
+"""Maximum length of ranks in a cell of a table."""
 _ROOM = 80
-"""Characters of a set of ranks in the call tree."""
+"""Maximum length of a set of ranks in the call tree."""
 
 
 def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[RenderableType]:
@@ -67,7 +67,7 @@ def _groups(groups: Sequence[Group], *, verbose: bool) -> Iterator[RenderableTyp
 
 
 def head(group: Group, *, verbose: bool = False) -> str:
-    """Title a group: its ranks, how many, what they do, and whether they are outliers."""
+    """Format a group's heading: ranks, count, activity, and outlier mark."""
     moving = movement(group.class_, group.moving, group.outlier)
     counters = "".join(f", {name} {value}" for name, value in group.counters.items())
     mark = f"  <- {group.outlier}" if group.outlier else ""
@@ -85,7 +85,7 @@ def movement(class_: str, moving: bool | None, outlier: str = "") -> str:
 
 
 def members(group: Group, *, verbose: bool = False) -> str:
-    """Format the members of a group, and how many they are."""
+    """Format the members of a group with the count."""
     if group.ranks and len(group.ranks) == group.count:
         text = named(group.ranks, _MUCH if not verbose else 10**9)
         return text if group.count == 1 or "ranks (" in text else f"{text} ({group.count})"
@@ -95,7 +95,7 @@ def members(group: Group, *, verbose: bool = False) -> str:
 
 
 def stack_lines(frames: Sequence[FrameRow], *, verbose: bool) -> Iterator[str]:
-    """Format a stack, innermost first; runs of library frames become one line, but the innermost one always shows."""
+    """Format a stack, innermost first; runs of library frames are folded, except the innermost frame."""
     skipped = shown = 0
     for number, frame in enumerate(frames):
         if shown == _LINES and not verbose and len(frames) - number > 1:
@@ -138,7 +138,7 @@ class _Branch:
 def call_tree(groups: Iterable[Group], *, verbose: bool = False) -> Iterator[str]:
     """Format one call tree of all ranks, outermost frames first, one frame a line, with the ranks of each branch.
 
-    The smallest branch comes first. The idea of STAT and padb: prefix trees whose edges carry rank sets.
+    The smallest branch is first. The idea of STAT and padb: prefix trees with rank sets on the edges.
     """
     root = _Branch(None)
     for group in groups:
@@ -161,7 +161,7 @@ def _tree_lines(branch: _Branch, margin: str, *, verbose: bool) -> Iterator[str]
         if forks:
             yield f"{margin}[{_ranks_of(below.groups)}]"
         inner = margin + "  " if forks else margin
-        # A library frame with a single child says nothing; it is folded, and the fork after it is not.
+        # Fold a library frame with a single child, but not the fork after it.
         if verbose or below.frame.user or len(below.below) != 1 or below.ends:
             yield f"{inner}{frame_line(below.frame, verbose=verbose)}"
         yield from _tree_lines(below, inner, verbose=verbose)
@@ -213,7 +213,7 @@ def _special(processes: Sequence[ProcessRow], *, all_ranks: bool, helpers: bool)
 
 
 def _alike(rows: Sequence[ProcessRow], *, all_ranks: bool) -> Iterator[list[ProcessRow]]:
-    """Group ranks of which the same is to be said, if there are many; each helper is a row of its own."""
+    """Merge ranks with the same text if too many for individual rows; helpers have their own rows."""
     if all_ranks or len(rows) <= _FEW_ROWS:
         yield from ([process] for process in rows)
         return

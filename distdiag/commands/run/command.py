@@ -1,4 +1,4 @@
-"""What you type for run."""
+"""The command line of run."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _run(
 
 
 def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
-    """Save the facts, and write the verdict to stderr if there is something to say."""
+    """Save the facts; write the verdict to stderr unless the job is fine."""
     import json
     import shutil
 
@@ -245,7 +245,7 @@ def _judge_again(paths: list[str], *, as_json: bool, strict: bool) -> NoReturn:
 
 
 def subcommand() -> Subcommand[Request, NodeRun, Run]:
-    """Return what judges saved facts."""
+    """Return the Subcommand that judges saved facts."""
     from distdiag import runner
     from distdiag.commands.run.diagnose import diagnose
     from distdiag.commands.run.types import COMMAND, NodeRun, Request

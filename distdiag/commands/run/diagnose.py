@@ -1,4 +1,4 @@
-"""What was recorded -> one verdict: which rank failed first and why, and where the others were. Pure."""
+"""Verdict on a recorded run: which rank failed first, why, and the places of the others. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHOWN = 8
 
 
 def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
-    """Report how the job ended: from deaths, kept output and pictures."""
+    """Report how the job ended, from deaths, kept output and snapshots by hang."""
     nodes = gathered.facts
     found = list(_judge(request, nodes))
     found += _sanitized(nodes)
@@ -97,7 +97,7 @@ def _judge(request: Request, nodes: Sequence[NodeRun]) -> Iterator[Finding]:
 
 
 def _deaths(nodes: Sequence[NodeRun]) -> list[RankRun]:
-    """Return the ranks that ended badly, but for those that a launcher or a user ended."""
+    """Return the ranks that failed, except those killed by a launcher or user."""
     return [
         rank
         for node in nodes
@@ -107,7 +107,7 @@ def _deaths(nodes: Sequence[NodeRun]) -> list[RankRun]:
 
 
 def _of_one_clock(rank: RankRun, nodes: Sequence[NodeRun]) -> RankRun:
-    """Count the times of a rank from the begin of the node that began first."""
+    """Convert the times of a rank to the clock of the first node to start."""
     node = next(node for node in nodes if rank in node.ranks)
     later_s = node.began_at - min(node.began_at for node in nodes)
     ended_s = None if rank.ended_s is None else round(rank.ended_s + later_s, 3)
@@ -129,7 +129,7 @@ def _signal_was_first(at_s: float, node: NodeRun, deaths: Sequence[RankRun], nod
 
 
 def _with_exits(node: NodeRun, deaths: Sequence[RankRun]) -> NodeLogs:
-    """Add to the logs how ranks ended as the kernel reports it, in place of what launchers write of these ranks.
+    """Add the kernel's exit statuses of ranks to the logs, in place of the launchers' reports on them.
 
     `deaths`: of all nodes, in order.
     """
@@ -173,7 +173,7 @@ def _status(status: int | None) -> str:
 
 
 def _about_the_end(first: Sequence[int], deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> Iterator[str]:
-    """Yield what was recorded of the end: the last line of output, the order of the ends, and where the others were."""
+    """Yield the recorded end: last line of output, order of exits, and places of the others."""
     failed = next((rank for rank in deaths if rank.rank in first), None)
     if failed is not None and failed.last_line and len(first) == 1:
         yield f"last line of its output: {failed.last_line}"
@@ -195,7 +195,7 @@ def _ended(rank: RankRun) -> str:
 
 
 def _where_others_were(nodes: Sequence[NodeRun]) -> Iterator[str]:
-    """Yield where the ranks were that lived when the first one of their node had ended."""
+    """Yield the places of ranks still alive after the first exit on their node."""
     for node in nodes:
         if node.stacks is None:
             continue
@@ -214,7 +214,7 @@ def _place(stack: RankStack) -> str:
 
 
 def _launcher_names(logs: NodeLogs) -> int | None:
-    """Return the rank that a launcher names as the first that failed."""
+    """Return the rank that a launcher reports as the first failure."""
     first = next((event for event in logs.events if event.id == "exit" and event.groups.get("first")), None)
     return None if first is None else number_in(first.groups.get("rank"))
 
@@ -253,7 +253,7 @@ def _stalled(picture: Picture, *, killed: bool) -> Finding:
 
 def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
     job = next(filter(None, (node.slurm_job for node in nodes)), "")
-    # What was seen last counts: a job that hung before may have gone on.
+    # The latest counts: a job that hung earlier may have continued.
     seen = [picture for node in nodes for picture in node.pictures if picture.ranks_seen]
     last = max(seen, key=lambda picture: picture.at_s, default=None)
     hung = last if last is not None and last.verdict == "fail" else None
@@ -316,7 +316,7 @@ def _unexplained(folder: str, nodes: Sequence[NodeRun]) -> Finding:
 
 
 def _sanitized(nodes: Sequence[NodeRun]) -> Iterator[Finding]:
-    """Yield what compute-sanitizer found in ranks: an error in device code, whether or not the job failed."""
+    """Yield findings of compute-sanitizer: an error in device code, whether or not the job failed."""
     for node in nodes:
         for log in node.sanitizer:
             if log.errors or (log.errors is None and log.first):

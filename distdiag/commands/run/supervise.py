@@ -1,4 +1,4 @@
-"""Runs the job with a recorder beside it, and looks at its ranks: when one dies, on a stall, before it is ended."""
+"""Runs the job beside a recorder, and inspects ranks after a death, on a stall, and before termination."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 _HANG_S = 60.0
 _HANG_ON_TERM_S = 8.0
 _STACKS_S = 3.0
-"""For one stack; the recorder holds the launcher for 10 s at most, and until a second rank ends."""
+"""Per stack; the recorder holds the launcher for at most 10 s, or until a second rank exits."""
 _DRAIN_S = 5.0
 _STILL = 0.01
-"""A main thread that ran for less than this share of the time makes no progress."""
+"""A main thread that ran for a smaller share of the time makes no progress."""
 _MOST_LOGS = 8192
 _LAST_BYTES = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to run it. `stall_s`: 0 for never; `on_stall`: report or kill."""
+    """How to run the job. `stall_s`: 0 for never; `on_stall`: report or kill."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -59,7 +59,7 @@ class Plan:
 
 
 def run(plan: Plan, *, say: Callable[[str], None]) -> NodeRun:
-    """Run the job to its end and return what was recorded. `say` writes a line for people while it runs."""
+    """Run the job to its end and return the record. `say` writes a line for people during the run."""
     output = os.path.join(plan.folder, f"output.{machine.host_name()}")  # nodes may share the folder
     private_files.make_folder(output)
     if plan.cores:
@@ -74,7 +74,7 @@ def run(plan: Plan, *, say: Callable[[str], None]) -> NodeRun:
 
 
 def _raise_core_limit() -> str:
-    """Raise the limit of core dumps to the hard limit; return where a core goes, or why there is none."""
+    """Raise the limit of core dumps to the hard limit; return a text on where cores are written, or why not."""
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))
     pattern = read_pattern()
@@ -111,7 +111,7 @@ class _Job:
     _look_at: float | None = None
 
     def start(self, mask: set[signal.Signals | int], stack: contextlib.ExitStack) -> None:
-        """Start the recorder, then the job, whose output goes through it."""
+        """Start the recorder, then the job with its output connected to the recorder."""
         place = private_files.temporary_folder("run", longest=60)
         path = os.path.join(place, f"{os.getpid()}.{time.time_ns():x}")
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -150,7 +150,7 @@ class _Job:
         self._look_at = time_limit.look_at(time.time()) if self.plan.pictures else None
 
     def pass_on(self, child: int, number: int) -> None:
-        """Pass a signal on to the job; before the first SIGTERM the picture is taken."""
+        """Forward a signal to the job; before the first SIGTERM take a snapshot with hang."""
         name = programs.signal_name(number)
         self.signals.append((name, round(time.monotonic() - self.began, 2)))
         self._read()
@@ -161,7 +161,7 @@ class _Job:
         child_job.send(child, number)
 
     def turn(self) -> None:
-        """Look, once a second: has a rank died, does the job stall?"""
+        """Check, once per second, for a dead rank or a stall."""
         self._read()
         held = next((event for event in self._events if event["event"] == "held"), None)
         if held is not None and self._stacks is None:
@@ -174,7 +174,7 @@ class _Job:
             self._stalled()
 
     def _read_stacks(self, held_at: float) -> None:
-        """Read where the ranks are that live, and let the launcher go, which the recorder holds since then."""
+        """Read the stacks of living ranks, then release the launcher, held since `held_at` (Unix time)."""
         ranks = {event["pid"]: event["rank"] for event in self._events if event["event"] == "start"}
         samples = take_samples(self._living(), SampleOptions(timeout_s=_STACKS_S))
         os.write(self._control, b"release\n")
@@ -240,7 +240,6 @@ class _Job:
         return picture
 
     def _read(self) -> None:
-        """Read what the recorder has written since."""
         with contextlib.suppress(OSError), open(os.path.join(self.output, "events.jsonl"), "rb") as file:
             file.seek(self._read_to)
             for line in file:
@@ -254,7 +253,7 @@ class _Job:
         return [event["pid"] for event in self._events if event["event"] == "start" and event["pid"] not in ended]
 
     def drain(self) -> None:
-        """Let the recorder write what is left; ranks that still run keep it, and a daemon is not waited for."""
+        """Let the recorder finish. Ranks still running keep it alive, and daemons are not awaited."""
         with contextlib.suppress(OSError):
             os.write(self._control, b"ended\n")
         deadline = time.monotonic() + _DRAIN_S
@@ -266,7 +265,7 @@ class _Job:
         os.close(self._control)
 
     def result(self, status: int) -> NodeRun:
-        """Make the facts of what was recorded."""
+        """Convert the record to facts."""
         self._read()
         ends = {event["pid"]: event for event in self._events if event["event"] == "end"}
         starts = [event for event in self._events if event["event"] == "start"]
@@ -287,7 +286,7 @@ class _Job:
         )
 
     def _no_stacks(self) -> Stacks | None:
-        """Return that there was nobody left to look at, where a rank of several failed and nothing else was asked."""
+        """Return empty stacks if a rank of several failed when no other was left to inspect."""
         bad = [event for event in self._events if event["event"] == "end" and event["status"] != 0]
         ranks = {event["rank"] for event in self._events if event["event"] == "start"}
         if not (self.plan.pictures and bad and len(ranks) > 1) or self.pictures or self.signals:
@@ -320,7 +319,7 @@ class _Job:
 
 
 def _rank_stack(rank: int, pid: int, sample: Sample) -> RankStack:
-    """Keep the thread that does the job's work; without one, why there is none."""
+    """Keep the thread that does the job's work, else the reason for its absence."""
     tid = thread_at_work(sample)
     thread = next((thread for thread in sample.threads if tid in (None, thread.os_thread_id)), None)
     if thread is None:
@@ -329,13 +328,13 @@ def _rank_stack(rank: int, pid: int, sample: Sample) -> RankStack:
 
 
 def _as_dump(stack: RankStack) -> str:
-    """Format a stack as `py-spy dump` does, for pyspy-all."""
+    """Format a stack like `py-spy dump`, for pyspy-all."""
     frames = "".join(f"    {frame.function} ({frame.file}:{frame.line})\n" for frame in stack.frames)
     return f'Process {stack.pid}: rank {stack.rank}\n\nThread {stack.pid} (idle): "{stack.thread}"\n{frames}'
 
 
 class _Stall:
-    """Notices that no rank has written anything for so long."""
+    """Detects that no rank has written output for `limit_s` seconds."""
 
     def __init__(self, limit_s: float, folder: str) -> None:
         self._limit_s, self._folder = limit_s, folder
@@ -346,7 +345,7 @@ class _Stall:
         self.is_still = False
 
     def came(self, pids: list[int]) -> bool:
-        """Return whether a stall has come that is not known yet; `is_still`: no main thread has run since."""
+        """Return whether a new stall began; sets `is_still`: no main thread has run since."""
         now = time.monotonic()
         size = sum(entry.stat().st_size for entry in os.scandir(self._folder) if entry.name.endswith(".log"))
         if size != self._size or not self._cpu_s.keys() >= set(pids):
@@ -360,17 +359,17 @@ class _Stall:
         return True
 
     def again(self) -> None:
-        """Look for a stall anew: this was none, and another may come though nobody writes anything between."""
+        """Reset after a false alarm: the next stall may begin without new output."""
         self._size = -1
 
 
 def _main_thread_s(pid: int) -> float:
-    """Return the CPU time of a main thread; 0 if it is gone."""
+    """Return the CPU time of a main thread; 0 if it has exited."""
     return next((task.cpu_s for task in procs.tasks(pid) if task.tid == pid), 0.0)
 
 
 def _logs(folder: str) -> Any:  # noqa: ANN401 - NodeLogs
-    """Read what was kept, each file as its rank's; the launcher's own lines last."""
+    """Read the kept output, each file as its rank's, the launcher's own lines last."""
     from distdiag.knowledge.known_lines import for_nodes
 
     reader = Reader({"patterns": for_nodes()})
@@ -387,7 +386,7 @@ def _logs(folder: str) -> Any:  # noqa: ANN401 - NodeLogs
 def _sanitizer_logs(folder: str) -> Iterator[SanitizerLog]:
     """Read the first error and the summary of each log of compute-sanitizer.
 
-    "Error: ..." are its own troubles: that a process ended, or called no CUDA.
+    "Error: ..." lines are its own problems: a process ended, or called no CUDA.
     """
     for name in sorted(os.listdir(folder)):
         match = re.fullmatch(re.escape(SANITIZER_LOG) + r"(\d+)\.\d+\.log", name)
@@ -405,7 +404,7 @@ def _sanitizer_logs(folder: str) -> Iterator[SanitizerLog]:
 
 
 def _without_rank() -> dict[str, str]:
-    """Return our environment for hang: it is no rank, and looks at this machine alone."""
+    """Return our environment without rank variables, for hang on this machine alone."""
     names = ("SLURM_", "OMPI_", "PMI", "PRTE_", "TORCHELASTIC_", "MPI_", "HYDRA_")
     plain = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if not name.startswith(names) and name not in plain}

@@ -1,4 +1,4 @@
-"""Debug switches: the variables of each, what it costs, and which of them only some ranks get."""
+"""Debug switches: variables, cost, and restriction to some ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUBSYSTEMS = (
     *("INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC", "CALL", "PROXY"),
     *("NVLS", "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL"),
 )
-"""NCCL_DEBUG_SUBSYS of NCCL's documentation; NCCL ignores any other name, and says nothing."""
+"""NCCL_DEBUG_SUBSYS of NCCL's documentation; NCCL silently ignores any other name."""
 _FIRST_RECORDER = (2, 2)
 _RENAMED = (2, 9)
 """Since PyTorch 2.9 the flight recorder's variables are TORCH_FR_*; the TORCH_NCCL_* names still work, and warn."""
@@ -30,7 +30,7 @@ _RENAMED = (2, 9)
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """What was asked for; empty or false: nothing."""
+    """The chosen switches; empty or false: off."""
 
     sync: bool = False
     gpus: str = ""
@@ -46,7 +46,7 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """One variable: its value, and why it is set or what it costs."""
+    """One variable: its value, and the reason or cost."""
 
     name: str
     value: str
@@ -54,7 +54,7 @@ class Variable:
 
 
 def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) -> list[Variable]:
-    """List what the switches set. `torch`: (major, minor) of the job's PyTorch, None if that is not known.
+    """List the variables for the switches. `torch`: (major, minor) of the job's PyTorch, None if unknown.
 
     Raises:
         UsageError: this PyTorch has no flight recorder.
@@ -88,7 +88,7 @@ def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) ->
 
 
 def sanitizer_words(tool: str, folder: str) -> list[str]:
-    """Return what to put before the command of a rank; nothing for an empty `tool`.
+    """Return the words to insert before a rank's command; empty for an empty `tool`.
 
     Raises:
         UsageError: compute-sanitizer is neither on PATH nor in a CUDA toolkit.
@@ -133,7 +133,7 @@ def parse(text: str, pattern: str, option: str, hint: str) -> str:
 
 
 def parse_subsystems(text: str) -> str:
-    """Check the names of NCCL's subsystems, with an optional ^ before them. Raises UsageError."""
+    """Check names of NCCL's subsystems, with an optional ^ in front. Raises UsageError."""
     for name in text.upper().removeprefix("^").split(",") if text else []:
         if name not in SUBSYSTEMS:
             raise UsageError(f"--nccl-debug: NCCL has no subsystem {name!r}", hint=f"use {', '.join(SUBSYSTEMS)}")
@@ -157,7 +157,7 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 def environment(
     chosen: list[Variable], switches: Switches, sanitizer: list[str], before: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, object]]:
-    """Return the variables of the whole job, and what each Python of it is asked: with --ranks those of these ranks."""
+    """Return the job's environment, and the settings for each of its Pythons, which have the variables with --ranks."""
     values = {variable.name: variable.value for variable in chosen}
     some = switches.ranks is not None
     asked: dict[str, object] = {

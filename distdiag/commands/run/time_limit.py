@@ -1,4 +1,4 @@
-"""When SLURM will end this job, so that it can be looked at shortly before."""
+"""The end of a SLURM job's time limit, for a snapshot shortly before."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import shutil
 from distdiag.facts import programs
 
 _BEFORE_S = 120.0
-"""SLURM's SIGTERM goes to every process of a step: the ranks are gone before anything can be read of them."""
+"""SLURM's SIGTERM reaches every process of a step: ranks exit before they can be inspected."""
 _ASK_S = 5.0
 _MANY_NODES = 64
-"""Beyond this, a squeue from each node of a job at its start is more than slurmctld should be asked."""
+"""Beyond this, one squeue per node at the start of a job would overload slurmctld."""
 
 
 def look_at(now: float) -> float | None:
-    """Return when to look at the job, in seconds since the epoch: 2 minutes before its end, later if it is short."""
+    """Return when to inspect the job, in seconds since the epoch: 2 minutes before its end, later if it is short."""
     end = _end(now)
     return None if end is None or end <= now else end - min(_BEFORE_S, (end - now) / 4)
 
 
 def _end(now: float) -> float | None:
-    """Return when the job ends: SLURM says so in its environment since 23.02, and squeue before."""
+    """Return the end of the job: from SLURM's environment since 23.02, else from squeue."""
     if (told := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
         return float(told)
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -35,7 +35,7 @@ def _end(now: float) -> float | None:
 
 
 def seconds(text: str) -> float | None:
-    """Read how squeue writes a time: "1-02:03:04", "02:03:04", "3:04"; None for "UNLIMITED", "INVALID" and the like."""
+    """Parse squeue's times: "1-02:03:04", "02:03:04", "3:04"; None for "UNLIMITED", "INVALID" and similar."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if found is None:
         return None

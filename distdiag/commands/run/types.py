@@ -1,4 +1,4 @@
-"""What distdiag run is asked, what it records on one node, and its answer. Pure data."""
+"""Request, record of one node, and report data of run. Pure data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMAND = "run"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `folder`: where the output is kept; empty if it is not."""
+    """The options. `folder`: the folder of the output; empty if not kept."""
 
     program: str
     cluster: Cluster
@@ -25,10 +25,9 @@ class Request:
 class RankRun:
     """One rank of one generation, times in seconds since the job began.
 
-    `world`: as its launcher says. `status`: exit status, negative for a signal;
-    None if it is not known. `ended_s`: None if nobody saw it end. `oom`:
-    the kernel counted a kill for lack of memory in its cgroup between its start and its end.
-    `last_line`: of its stdout; of one stream with stderr, the last before a traceback.
+    `world`: according to its launcher. `status`: exit status, negative for a signal; None if unknown. `ended_s`: None
+    if its end was not observed. `oom`: the kernel counted an OOM kill in its cgroup during its life. `last_line`: of
+    its stdout; if shared with stderr, the last before a traceback.
     """
 
     rank: int
@@ -45,14 +44,14 @@ class RankRun:
 
 
 TIME_LIMIT = "time limit"
-"""The reason of a picture shortly before SLURM ends the job."""
+"""The reason of a snapshot shortly before SLURM ends the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """What `hang` reported of the job at one moment. `reason`: stall, SIGTERM or TIME_LIMIT.
+    """The result of `hang` at one moment. `reason`: stall, SIGTERM or TIME_LIMIT.
 
-    `ranks`: whom it names; `ranks_seen`: how many it found; `error`: why it has nothing.
+    `ranks`: the accused; `ranks_seen`: number found; `error`: why it is empty.
     """
 
     reason: str
@@ -69,7 +68,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """Where a rank was when the first one had ended. `error`: why there are no frames, which are innermost first."""
+    """The stack of a rank after the first exit. `error`: why it has no frames; `frames`: innermost first."""
 
     rank: int
     pid: int
@@ -80,10 +79,10 @@ class RankStack:
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """The stacks of the ranks that lived when the first one had ended. No ranks: the others had ended too.
+    """The stacks of the ranks still alive after the first exit; no ranks: the others had exited too.
 
-    `held_s`: the reading took so long; the launcher was held meanwhile, or until another rank ended. `folder`: where
-    they are, for pyspy-all.
+    `held_s`: duration of the reading; the launcher was held for it, or until another rank exited. `folder`: of the
+    dumps.
     """
 
     at_s: float
@@ -94,7 +93,7 @@ class Stacks:
 
 @dataclass(frozen=True, kw_only=True)
 class SanitizerLog:
-    """What compute-sanitizer wrote of one process of a rank. `errors`: None if it did not come to its summary."""
+    """The log of compute-sanitizer for one process of a rank. `errors`: None without its summary."""
 
     rank: int
     errors: int | None
@@ -104,10 +103,10 @@ class SanitizerLog:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRun:
-    """What was recorded on one node. `began_at`: Unix time. `status`: the launcher's; None while it runs.
+    """The record of one node. `began_at`: Unix time. `status`: the launcher's; None while it runs.
 
-    `signals`: those that were sent to distdiag and passed on, as (name, second). `killed`: by --on-stall kill.
-    `stacks`: None if no rank failed before the job was ended, or --no-pictures was given. `slurm_job`: its id, if any.
+    `signals`: sent to distdiag and forwarded, as (name, second). `killed`: by --on-stall kill. `stacks`: None if no
+    rank failed before the job was terminated, or with --no-pictures. `slurm_job`: its id, if any.
     """
 
     host: str
@@ -127,9 +126,9 @@ class NodeRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The facts of the answer. Times of ranks of all nodes count from the same moment.
+    """The data of the report. Times on all nodes count from the same moment.
 
-    `first`: the ranks that failed first. `folder`: where everything is kept; `hosts`: of the nodes.
+    `first`: the ranks that failed first. `folder`: of the output; `hosts`: of the nodes.
     """
 
     argv: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How the job ended, a line for each group of ranks, and where its output is."""
+"""The end of the job, a line per group of ranks, and the folder of its output."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from distdiag.commands.run.types import RankRun, Run
 
 _ROOM = 100
-"""Characters of a list of ranks or hosts; of longer ones their number and the first."""
+"""Maximum length of a list of ranks or hosts; longer ones are counted."""
 
 
 def run_view(data: Run, program: str) -> Iterator[RenderableType]:
-    """Draw the job's end, its ranks folded by how they ended, and the folder."""
+    """Draw the job's end, its ranks folded by exit, and the folder."""
     status = "still running" if data.status is None else status_text(data.status)
     restarts = f", {counted(data.generations - 1, 'restart')}" if data.generations > 1 else ""
     yield Wrapped(f"{counted(data.world, 'rank')}, {format_duration(data.took_s)}, {status}{restarts}", margin=0)
@@ -42,7 +42,7 @@ def run_view(data: Run, program: str) -> Iterator[RenderableType]:
 
 
 def _ranks(data: Run) -> Table:
-    """Draw a row for those that failed first, then for each other way in which ranks ended, in order."""
+    """Draw a row for the first failures, then one for each other kind of exit, in order."""
     several = data.generations > 1
     columns = [Column("ranks", overflow="fold"), Column("hosts", overflow="fold")]
     columns += [Column("start", no_wrap=True)] if several else []

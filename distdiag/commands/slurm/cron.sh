@@ -31,6 +31,7 @@ echo "$SLURM_JOB_ID $now $(date +%s) $status" >>"$folder/runs"
 tail -n 1000 "$folder/runs" >"$folder/runs.part" && mv "$folder/runs.part" "$folder/runs"
 
 # Clean-up: only files of this folder that have a job's name. A log that is too long keeps its end.
+log_bytes=$((10 * 1024 * 1024))
 log=$folder/logs/$SLURM_JOB_ID.out
 if [ "$(stat -c %s "$log" 2>/dev/null || echo 0)" -gt "$log_bytes" ]; then
   tail -c "$log_bytes" "$log" >"$log.part" && cat "$log.part" >"$log"

@@ -1,91 +1,75 @@
-"""What squeue shows of a user's jobs."""
+"""SLURM's commands, and the jobs that squeue shows."""
 
 from __future__ import annotations
 
-import getpass
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from distdiag.diagnosis.verdicts import read_table
+from distdiag.errors import DistdiagError
 from distdiag.facts import programs
 from distdiag.facts.text import printable
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_QUERY_S = 30.0
-_PING = "is the controller up? scontrol ping"
-_HINTS = (
-    ("partition", "list the partitions: sinfo -s"),
-    ("account", "list your accounts: sacctmgr show associations user=$USER format=account,partition,qos"),
-    ("qos", "list your QOS: sacctmgr show associations user=$USER format=account,partition,qos"),
-    ("time limit", "list the limits: sinfo -o '%P %l'"),
-    ("invalid user", "check the name: id NAME"),
-)
-"""What to type next, by a word of SLURM's answer; see slurm_errno.c for its wording."""
 _FORMAT = "%i|%F|%T|%r|%S|%j"
 """Job, array job, state, reason, (expected) start, name: the name last, as it may hold the separator."""
-ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    *("REVOKED", "TIMEOUT"),
-)
-"""States of jobs that are over. Source: man squeue, JOB STATE CODES. SLURM forgets them after MinJobAge (300 s)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
-    """A job as squeue shows it; `start` is when it began, or is expected to: an ISO time, or N/A."""
+    """A job as squeue shows it, with the fields of _FORMAT; `start` is an ISO time, or N/A."""
 
     id: str
     array_id: str
-    name: str
     state: str
     reason: str
     start: str
+    name: str
 
     @property
-    def is_over(self) -> bool:
-        """Whether it ran to its end or was ended."""
-        return self.state in ENDED
+    def never_starts(self) -> str:
+        """Why a pending job will not start; empty if it may."""
+        return str(read_table("slurm")["never"].get(self.reason.strip("()").replace("_", " "), ""))
+
+    @property
+    def status(self) -> str:
+        """One of running, pending, suspended, held, will-not-start and gone."""
+        status = next(
+            (each for each, states in read_table("slurm")["state"].items() if self.state in states), "running"
+        )
+        if status == "pending" and self.never_starts:
+            return "held" if self.never_starts == "it is held" else "will-not-start"
+        return str(status)
 
 
-def slurm(argv: Sequence[str], *, timeout_s: float = _QUERY_S) -> str:
+def slurm(*argv: str) -> str:
     """Run one of SLURM's commands; returns its stdout.
 
     Raises:
-        DistdiagError: it is not there, did not answer in time, or refused; in SLURM's own words.
+        DistdiagError: it is not installed, did not answer in time, or refused; in SLURM's own words.
     """
-    from distdiag.errors import DistdiagError
-
     try:
-        done = programs.run(argv, timeout_s=timeout_s)
+        done = programs.run(argv, timeout_s=60.0)
     except programs.CannotRun as error:
         raise DistdiagError(str(error), hint="run it where SLURM's commands are: a login node") from error
-    if done.timed_out:
-        raise DistdiagError(
-            f"{argv[0]} did not answer within {timeout_s:g} s",
-            hint=_PING,
-        )
-    if done.status:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {done.status}"]
-        lines = [printable(line.removeprefix(f"{argv[0]}: ").removeprefix("error: ")) for line in said]
-        text = "; ".join(lines)[:400]
-        raise DistdiagError(
-            f"{argv[0]}: {text}", hint=next((hint for sign, hint in _HINTS if sign in text.lower()), _PING)
-        )
+    if done.timed_out or done.status:
+        lines = [printable(line) for line in done.stderr.decode("utf-8", "replace").strip().splitlines()]
+        text = "; ".join(line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in lines)[:400]
+        text = "no answer within 60 s" if done.timed_out else text or f"exit status {done.status}"
+        hint = next(hint for sign, hint in read_table("slurm")["hint"].items() if sign in text.lower())
+        raise DistdiagError(f"{argv[0]}: {text}", hint=hint)
     return done.stdout.decode("utf-8", "replace")
 
 
-def jobs_of_user(user: str = "") -> str:
-    """Return what squeue prints of all jobs of a user, also those that have just ended. Raises DistdiagError."""
-    return slurm(["squeue", "--states=all", "--noheader", f"--user={user or getpass.getuser()}", f"--format={_FORMAT}"])
+def jobs_of_user() -> list[Job]:
+    """Return all jobs of this user, including jobs that have just ended. Raises DistdiagError."""
+    return parse_jobs(slurm("squeue", "--me", "--states=all", "--noheader", f"--format={_FORMAT}"))
 
 
-def parse_jobs(text: str) -> tuple[Job, ...]:
-    """Parse the lines of `jobs_of_user`; what is no such line is left out."""
-    found = []
-    for line in text.splitlines():
-        parts = printable(line).split("|", 5)
-        if len(parts) == 6:
-            job, array_id, state, reason, start, name = parts
-            found.append(Job(id=job, array_id=array_id, name=name, state=state, reason=reason.strip("()"), start=start))
-    return tuple(found)
+def parse_jobs(text: str) -> list[Job]:
+    """Parse squeue's lines of _FORMAT; others are left out."""
+    lines = (printable(line).split("|", 5) for line in text.splitlines())
+    return [Job(*parts) for parts in lines if len(parts) == 6]
+
+
+def alive(name: str) -> list[Job]:
+    """Return this user's jobs of a name that run or wait. Raises DistdiagError."""
+    return [job for job in jobs_of_user() if job.name == name and job.status != "gone"]

@@ -1,1 +1,1 @@
-"""What the dumps of a flight recorder come to."""
+"""Diagnosis of flight recorder dumps."""

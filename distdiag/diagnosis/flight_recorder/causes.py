@@ -1,9 +1,9 @@
-"""From matched dumps to who is to blame, and for what. Pure; the words are in findings.
+"""Causes of a hang, from matched dumps. Pure; findings.py has the texts.
 
-Ranks that called different things as the same collective come first: the majority is right, a tie cannot be told.
-Then every rank waits, in the oldest unfinished operation of each group, for the members that have not called it.
-Blamed is who is waited for and waits for nobody; and whose own device did not finish what others have finished.
-Where all who are waited for wait themselves, they wait in a circle.
+Ranks that called different operations as the same collective are reported first: the minority is at fault, and a tie
+blames no rank. Otherwise each rank waits, in the oldest unfinished operation of each group, for the members missing
+from it. A rank is blamed if others wait for it and it waits for none, or if its own device did not finish an operation
+that peers finished. If every awaited rank waits too, the ranks form a cycle.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.matching import Call, Group, GroupKey, Job
 
 _ONE_SIDED = {"broadcast", "reduce", "gather", "gather_single", "scatter", "_broadcast_oop", "_reduce_oop"}
-"""Some ranks are done with these before others have called them."""
+"""Operations that may end on some ranks before others have made the call."""
 _LATE_NS = 1_000_000
 _LATE_CALLS = 8
 _LATE_SHARE = 0.1
 
 
 class Kind(StrEnum):
-    """What is wrong."""
+    """The class of a cause; part of the finding id."""
 
     OP = "op-mismatch"
     SIZE = "size-mismatch"
@@ -49,9 +49,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that is wrong. `ranks` are blamed; none: it cannot be told who is. `waiting` suffer from it.
+    """One cause. `ranks` are blamed (empty if undecided); `waiting` are the victims.
 
-    `calls`: examples; the first is of the one who is right, or who waits. `group` and `seq`: of what it is about.
+    `calls` are examples, the first from a correct or waiting rank. `group` and `seq` identify the collective.
     """
 
     kind: Kind
@@ -66,7 +66,7 @@ class Cause:
 
 @dataclass
 class _Front:
-    """A collective in which ranks wait: their calls, who has not called it, who has ended it, who is unknown."""
+    """A collective in which ranks wait: the calls, and the members by what their dumps show of it."""
 
     calls: list[Call]
     missing: list[int] = field(default_factory=list)
@@ -75,7 +75,7 @@ class _Front:
 
 
 def find_causes(job: Job) -> list[Cause]:
-    """List what is wrong, what is certain first."""
+    """List the causes, most certain first."""
     mismatched = list(_mismatches(job))
     apart = {cause.group.key: cause.seq for cause in mismatched if cause.group is not None}
     explained = {rank for cause in mismatched for rank in cause.ranks}
@@ -87,7 +87,7 @@ def find_causes(job: Job) -> list[Cause]:
 
 
 def _mismatches(job: Job) -> Iterator[Cause]:
-    """Find, in each group, the first collective that was not the same on all ranks."""
+    """Find the first collective of each group on which the ranks disagree."""
     first: dict[GroupKey, int] = {}
     for (key, seq), same in job.calls.items():
         if (
@@ -120,7 +120,7 @@ def _mismatches(job: Job) -> Iterator[Cause]:
 
 
 class _Search:
-    """Who waits for whom; what is apart by a mismatch is explained already."""
+    """Build the wait graph and search it; ranks already explained by a mismatch are not blamed again."""
 
     def __init__(self, job: Job, apart: Mapping[GroupKey, int], explained: set[int]) -> None:
         self._job, self._explained = job, explained
@@ -141,7 +141,7 @@ class _Search:
         return self._found
 
     def _collectives(self, apart: Mapping[GroupKey, int]) -> Iterator[_Front]:
-        """Yield the collectives in which some rank waits as its oldest of a group."""
+        """Yield the collectives that are some rank's oldest unfinished operation of a group."""
         found: dict[tuple[GroupKey, int], list[Call]] = defaultdict(list)
         for parts in self._job.parts.values():
             for key, part in parts.items():
@@ -172,8 +172,8 @@ class _Search:
         group = self._job.groups[first.group]
         one_sided = first.operation.name in _ONE_SIDED
         if front.ended and not one_sided:
-            # It came to its end somewhere, so all have called it: a dump that lacks it was written before. Gloo has no
-            # device, and notes the end of an operation a little late.
+            # The collective ended on some rank, so all ranks have called it: a dump without it is older. Gloo has no
+            # device, and records the end of an operation with a delay.
             for call in calls:
                 if call.state != FAILED and call.operation.backend != "gloo":
                     self._stuck.setdefault(call.rank, []).append((call, front.ended))
@@ -191,7 +191,7 @@ class _Search:
                     self._edges[call.rank].setdefault(member, call)
 
     def _device_stuck(self) -> Cause:
-        """Blame the devices that did not finish; of each rank its oldest operation counts, the others are behind it."""
+        """Blame the devices that did not finish. Only a rank's oldest operation counts; later ones queue behind it."""
         oldest = {rank: min(stuck, key=lambda each: each[0].record) for rank, stuck in self._stuck.items()}
         ended = {rank for _, others in oldest.values() for rank in others} - oldest.keys()
         calls = tuple(oldest[rank][0] for rank in sorted(oldest))
@@ -204,7 +204,7 @@ class _Search:
         )
 
     def _pairs(self) -> None:
-        """Let who sends wait for one that does not receive, and the other way round."""
+        """Add an edge from each unmatched send to its receiver, and from each unmatched recv to its sender."""
         for (_, source, target), pair in sorted(self._job.pairs.items()):
             whole = not {source, target} & self._job.overflowed and {source, target} <= self._job.dumps.keys()
             if pair.sends and not pair.recvs and not (whole and pair.received >= pair.sent):
@@ -213,7 +213,7 @@ class _Search:
                 self._edges[target].setdefault(source, pair.recvs[0])
 
     def _blame(self) -> None:
-        """Blame those who are waited for and wait for nobody; and who wait for each other."""
+        """Blame awaited ranks that wait for no rank, and cycles."""
         waited: dict[int, list[Call]] = defaultdict(list)
         for edges in self._edges.values():
             for member, call in edges.items():
@@ -244,7 +244,7 @@ class _Search:
         self._add(Cause(kind, (rank,), waiting, self._job.groups[first.group], first.seq, (first,)))
 
     def _circle(self, circle: Sequence[int]) -> None:
-        """Ranks that wait for each other: some call two groups in another order; or it goes round over more."""
+        """Classify a cycle: two groups called in opposite orders, or a longer deadlock."""
         inside = set(circle)
         calls: dict[int, Call] = {}
         for rank in circle:
@@ -263,7 +263,7 @@ class _Search:
         self._add(Cause(Kind.DEADLOCK, tuple(circle), (), None, 0, tuple(calls[rank] for rank in circle)))
 
     def _in_flight(self) -> Iterator[Cause]:
-        """What all have called: calls of two groups in another order on some ranks, or no rank's fault."""
+        """Judge operations that all members have called: groups called in different orders, else no rank's fault."""
         whole = [front for front in self._fronts if not front.missing and not front.unknown and not front.ended]
         for front in whole:
             for other in whole:
@@ -295,7 +295,7 @@ class _Search:
             yield cause
 
     def _rounds_of_groups(self, whole: Sequence[_Front]) -> None:
-        """Find ranks that called several groups in an order that goes round: each one's first waits for another's."""
+        """Find ranks that called several groups in cyclic order: the first group of each waits for another's."""
         oldest: dict[int, Call] = {}
         for call in (call for front in whole for call in front.calls):
             if call.rank not in oldest or call.record < oldest[call.rank].record:
@@ -309,7 +309,7 @@ class _Search:
             self._circle(circle)
 
     def _add(self, cause: Cause) -> None:
-        """Add a cause; ranks to blame for the same collective are one."""
+        """Add a cause; causes with the same kind and collective are merged."""
         for place, other in enumerate(self._found):
             same = (cause.kind, cause.group, cause.seq) == (other.kind, other.group, other.seq)
             if same and cause.group is not None and cause.kind in (Kind.NEVER_CALLED, Kind.NO_DUMP):
@@ -321,7 +321,7 @@ class _Search:
 
 
 def _circles(edges: Mapping[int, Mapping[int, Call]]) -> list[list[int]]:
-    """Find sets of ranks that reach each other, and nobody else: strongly connected, without a way out."""
+    """Find the sink components of the graph with two or more ranks (Tarjan's algorithm, iterative)."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []
@@ -361,12 +361,12 @@ def _circles(edges: Mapping[int, Mapping[int, Call]]) -> list[list[int]]:
 
 
 def _is_mostly(each: Sequence[int], threshold: float) -> bool:
-    """Return whether a rank was late in three of four calls: a busy machine delays any rank now and then."""
+    """Return whether a rank was late in three of four calls; a busy machine delays any rank occasionally."""
     return 4 * sum(by > threshold for by in each) >= 3 * len(each)
 
 
 def _late(job: Job) -> Iterator[Cause]:
-    """Find ranks that call collectives later than the others do, again and again."""
+    """Find ranks that repeatedly call collectives later than the others."""
     for key, group in job.groups.items():
         if len(group.members) < 2 or set(group.members) - job.dumps.keys():
             continue

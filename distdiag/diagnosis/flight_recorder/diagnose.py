@@ -1,4 +1,4 @@
-"""From the dumps of all nodes to the report."""
+"""Report of flight-recorder, from the dumps of all nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATES = {ENDED: "ended", FAILED: "failed", STARTED: "started"}
 
 
 def diagnose(request: Request, gathered: Gathered[NodeDumps]) -> Report[FlightRecorder]:
-    """Match the dumps of all ranks, and report who is stuck and why."""
+    """Match the dumps of all ranks and report which rank is stuck, and why."""
     nodes = gathered.facts
     job = match((dump for node in nodes for dump in node.dumps), request.world_size)
     hosts = {dump.path: dump.host or node.host for node in nodes for dump in node.dumps}

@@ -1,4 +1,4 @@
-"""Causes as findings: rank, place, reason, and the fix."""
+"""Findings of flight-recorder, from causes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 _HANGS_S = 10.0
-"""A rank that others have waited for in a running job for less may be on its way."""
+"""In a running job, a rank that the others have awaited for less may be about to arrive."""
 _LEVELS = {
     Kind.ONLY_SOME_CALLED: Level.UNKNOWN,
     Kind.IN_FLIGHT: Level.UNKNOWN,
@@ -35,7 +35,7 @@ _WAITS = (Kind.NEVER_CALLED, Kind.NO_COUNTERPART, Kind.DEVICE_STUCK)
 
 
 def finding_of(cause: Cause, job: Job, request: Request, gone: Collection[int] = ()) -> Finding:
-    """Format a cause. `gone`: ranks whose trigger pipe has no reader, so their process has exited."""
+    """Return the finding for a cause. `gone`: exited ranks, known from a trigger pipe without a reader."""
     title, detail = _TITLES[cause.kind](cause, job)
     level = _LEVELS.get(cause.kind, Level.FAIL)
     if cause.kind is Kind.NO_DUMP and set(cause.ranks) <= set(gone):
@@ -64,7 +64,7 @@ def finding_of(cause: Cause, job: Job, request: Request, gone: Collection[int] =
 
 
 def _waited_s(cause: Cause, job: Job) -> float:
-    """Return how many seconds the oldest call of the cause had waited when its rank's dump was written."""
+    """Return the seconds between the cause's oldest call and the dump of that rank."""
     return max(
         (
             (dump.dumped_s or dump.modified_s) - call.created_ns / 1e9
@@ -80,7 +80,7 @@ def _hosts(job: Job, ranks: Iterable[int]) -> tuple[str, ...]:
 
 
 def call_name(call: Call, job: Job) -> str:
-    """Name a call: "all_reduce #5 of default_pg", "recv from rank 3"."""
+    """Format a call: "all_reduce #5 of default_pg", "recv from rank 3"."""
     name = printable(call.operation.name)
     if call.pair is not None:
         source, target = call.pair
@@ -89,7 +89,7 @@ def call_name(call: Call, job: Job) -> str:
 
 
 def place(call: Call) -> str:
-    """Name the line of the user's code: "train (job.py:25)"; empty if it was not recorded."""
+    """Format the line of user code, "train (job.py:25)"; empty if not recorded."""
     if call.site is None:
         return ""
     function, file, line = call.site
@@ -109,7 +109,7 @@ def _line(call: Call, job: Job) -> str:
 
 
 def _each_last(job: Job, ranks: Iterable[int]) -> list[str]:
-    """Say what ranks did last; those of which the same is to be said share a line."""
+    """Format the last operation of each rank; ranks with the same text share a line."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         groups.setdefault(_last(job, rank), []).append(rank)
@@ -159,7 +159,7 @@ _TENSOR_DETAIL = "All ranks must pass the same number of elements of the same dt
 
 
 def _differs(call: Call, kind: Kind) -> str:
-    """Name what one side called, as far as the other differs."""
+    """Format the property in which the sides differ."""
     if kind is Kind.OP:
         return printable(call.operation.name)
     if kind is Kind.DTYPE:
@@ -206,7 +206,7 @@ def _no_dump(cause: Cause, job: Job) -> tuple[str, str]:
 
 
 def _is_outdated(ranks: Sequence[int], job: Job) -> str:
-    """Format why a dump cannot be of the same moment as the others."""
+    """Explain why a dump must be older or newer than the others."""
     rank = next(rank for rank in ranks if rank in job.outdated)
     dump = job.outdated[rank]
     return (
@@ -319,7 +319,7 @@ _FIXES = {
 def notes(
     job: Job, nodes: Sequence[NodeDumps], gathered: Gathered[NodeDumps], accused: set[int], request: Request
 ) -> Iterator[Finding]:
-    """Report what could not be read, and who left no dump."""
+    """Report unreadable data, and ranks without a dump."""
     yield from _of_files(nodes, any_read=bool(job.dumps))
     yield from _of_pipes(nodes)
     damaged = [rank for rank, dump in sorted(job.dumps.items()) if dump.unreadable]
@@ -369,7 +369,7 @@ def notes(
 
 
 def _of_files(nodes: Sequence[NodeDumps], *, any_read: bool) -> Iterator[Finding]:
-    """Report the files that could not be read; those with one reason are one finding."""
+    """Report unreadable files, one finding per reason."""
     groups: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     for node in nodes:
         for unread in node.unread:
@@ -390,7 +390,7 @@ def _of_files(nodes: Sequence[NodeDumps], *, any_read: bool) -> Iterator[Finding
 
 
 def _of_pipes(nodes: Sequence[NodeDumps]) -> Iterator[Finding]:
-    """Report the ranks that did not answer their trigger."""
+    """Report ranks that did not answer the trigger."""
     groups: dict[str, list[tuple[str, Pipe]]] = {}
     for node in nodes:
         for pipe in node.pipes:
@@ -404,7 +404,7 @@ def _of_pipes(nodes: Sequence[NodeDumps]) -> Iterator[Finding]:
 
 
 def undecided(ranks: Sequence[int]) -> Finding:
-    """Report that ranks wait, and that the dumps do not show which rank they wait for."""
+    """Report that ranks wait, but the dumps do not show for which rank."""
     title = f"{_does(ranks, 'waits', 'wait')}; the dumps do not show for which rank"
     detail = "The counterpart was overwritten in the ring buffer, or its dump is missing."
     return Finding(
@@ -417,7 +417,7 @@ def undecided(ranks: Sequence[int]) -> Finding:
 
 
 def all_ended(job: Job, request: Request, *, is_slow: bool) -> Finding:
-    """Report that all recorded calls have ended: a hang is elsewhere, unless late ranks explain it."""
+    """Report that all recorded calls have ended: a hang would be elsewhere, unless late ranks explain it."""
     last = max(job.last.values(), key=lambda call: call.created_ns, default=None)
     end = f"; the last is {call_name(last, job)}{_at(last)}" if last is not None else ""
     gloo = any("gloo" in dump.backends for dump in job.dumps.values())

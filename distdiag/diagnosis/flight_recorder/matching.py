@@ -1,7 +1,7 @@
-"""The dumps of all ranks, matched: by process group and sequence number, and by the pair of a send and a recv.
+"""Matching of all ranks' dumps: collectives by process group and sequence number, p2p by (source, target).
 
-The order of the files has no meaning. What a dump cannot show (it is truncated, its ring overflowed, its recorder has
-no counters) stays unknown: that nothing was seen is no evidence where nothing could be seen.
+The order of the files has no meaning. Gaps in a dump (truncated, ring overflowed, recorder without counters) stay
+unknown: absence of an entry is evidence only in a complete dump.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _MUST_AGREE = {
     "reduce_scatter_single": "out",
     "scatter": "out",
 }
-"""Which tensors must have the same number of elements on all ranks; of all other operations they may differ."""
+"""Tensors with an element count common to all ranks, by operation; sizes of other operations may differ."""
 _MUST_AGREE_IN_GLOO = {"all_gather": "in", "reduce_scatter": "out"}
-"""NCCL's take tensors of several sizes."""
+"""NCCL accepts different sizes for these."""
 _ENDS_TOGETHER = frozenset(
     (
         *("all_reduce", "allreduce", "all_reduce_barrier", "barrier", "all_gather", "_all_gather_base"),
@@ -51,15 +51,15 @@ _ENDS_TOGETHER = frozenset(
         *("reduce_scatter_tensor", "reduce_scatter_single"),
     )
 )
-"""What ends on no rank before all have called it."""
+"""Operations that end on no rank before all ranks have made the call."""
 _MOST_RANKS = 2**20
 _RECENT = 24
-"""Calls of a rank that are shown."""
+"""Recent calls kept per rank for display."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What was called; `agrees` is equal on all ranks where the calls fit together."""
+    """An operation; `agrees` must be equal on all ranks of the collective."""
 
     name: str
     backend: str
@@ -70,20 +70,20 @@ class Operation:
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors it works on: what it takes, or of a recv what it gives."""
+        """Sizes of the input tensors, or of a recv's output."""
         return self.input_sizes if _elements(self.input_sizes) else self.output_sizes
 
     @property
     def elements(self) -> int:
-        """How many elements it works on."""
+        """Total number of elements of `sizes`."""
         return _elements(self.sizes)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operation as one rank recorded it. `seq` counts collectives in the group; `record` all that the rank did.
+    """One operation as recorded by one rank. `seq` numbers collectives within the group, `record` the rank's entries.
 
-    `pair`: the global ranks (source, target) of a send or recv. `site`: (function, file, line), if it was recorded.
+    `pair`: global ranks (source, target) of a send or recv. `site`: (function, file, line) if recorded.
     """
 
     rank: int
@@ -100,7 +100,7 @@ class Call:
 
 @dataclass
 class Group:
-    """A process group. `members` in their order in the group; `certain`: some dump lists them, they are no guess."""
+    """A process group. `members` in group order; `certain`: listed by a dump rather than inferred."""
 
     key: GroupKey
     description: str = ""
@@ -112,9 +112,9 @@ class Group:
 
 @dataclass
 class Part:
-    """What a rank did in a group. `issued`: the newest collective it called; None if that is not known.
+    """The state of one rank in one group. `issued`: number of its newest collective; None if unknown.
 
-    `ended_by_all`: the newest that has ended here, and must therefore have been called by all.
+    `ended_by_all`: the newest ended collective that cannot end before all members have called it.
     """
 
     issued: int | None = 0
@@ -125,7 +125,7 @@ class Part:
 
 @dataclass
 class Pair:
-    """Sends from one rank to another in a group, and the recvs there: those not ended, and how many in all."""
+    """Sends of one rank to another in a group with the matching recvs: the unfinished ones, and both totals."""
 
     sends: list[Call] = field(default_factory=list)
     recvs: list[Call] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Outdated:
-    """A dump that is not of the same moment as the others: `witness` has ended `seq`, and this one ends at `issued`."""
+    """A dump from another moment: rank `witness` has ended `seq`, but this dump ends at `issued`."""
 
     group: str
     seq: int
@@ -145,9 +145,9 @@ class Outdated:
 
 @dataclass
 class Job:
-    """All ranks. `parts` by rank and group; `calls`: by group and number, which ranks called what as that collective.
+    """All ranks, matched. `calls` maps (group, sequence number) to {index in `operations`: ranks}.
 
-    What was called is a number in `operations`. `overflowed`: ranks whose oldest entries were overwritten.
+    `parts` is keyed by rank and group. `overflowed`: ranks whose oldest entries were overwritten.
     """
 
     dumps: dict[int, Dump]
@@ -167,11 +167,11 @@ class Job:
     replaced: list[Dump] = field(default_factory=list)
 
     def part(self, rank: int, group: GroupKey) -> Part:
-        """Return what a rank did in a group, which may be nothing."""
+        """Return the state of a rank in a group."""
         return self.parts.get(rank, {}).get(group) or Part()
 
     def issued(self, rank: int, group: GroupKey) -> int | None:
-        """Return the newest collective that a rank called there; None if its dump cannot tell."""
+        """Return the number of the newest collective a rank called in a group; None if its dump cannot show it."""
         dump = self.dumps.get(rank)
         if dump is None:
             return None
@@ -182,7 +182,7 @@ class Job:
 
 
 def match(dumps: Iterable[Dump], world_size: int) -> Job:
-    """Match the dumps of all ranks; `world_size`: how many there are, 0 if the dumps are to tell. Raises ValueError."""
+    """Match the dumps of all ranks; with world_size=0 it is inferred. Raises ValueError."""
     found, without, replaced = ranks_of(sorted(dumps, key=lambda dump: (dump.path, dump.modified_s)))
     job = _match(found, world_size)
     outdated = _outdated(job)
@@ -210,10 +210,10 @@ def _match(found: dict[int, Dump], world_size: int) -> Job:
 
 
 def _outdated(job: Job) -> dict[int, Outdated]:
-    """Return the dumps that were written before the others, or are of another run.
+    """Return the dumps written before the others, or by another run.
 
-    Where a peer has ended a collective that ends nowhere before all have called it, each member has called it and has
-    ended those before it. A dump without that is older. Gloo takes a failed operation for one that ended.
+    If a peer has ended a collective that needs all members, each member has called it and ended the ones before; a dump
+    without that is older. Gloo marks failed operations as ended, so its last one does not count.
     """
     found: dict[int, Outdated] = {}
     for key, group in job.groups.items():
@@ -232,9 +232,9 @@ def _outdated(job: Job) -> dict[int, Outdated]:
 
 
 def ranks_of(dumps: Sequence[Dump]) -> tuple[dict[int, Dump], list[Dump], list[Dump]]:
-    """Return the dump of each rank, those without a rank, and older ones of ranks that have a newer.
+    """Assign dumps to ranks: (newest dump by rank, dumps without a rank, dumps replaced by newer ones).
 
-    The content goes before the name. Of names without "rank" the number counts in which all of them differ.
+    The rank in the content takes precedence over the file name. In names without "rank", the number that differs is it.
     """
     nameless = [dump for dump in dumps if dump.rank is None]
     numbers = {id(dump): _numbers(dump.path) for dump in nameless}
@@ -277,7 +277,7 @@ def _rank_of_name(dump: Dump, numbers: Sequence[int], place: int) -> int | None:
 
 
 def unfold(text: str) -> tuple[int, ...]:
-    """Unfold "0-3,8,5" in its order. Raises ValueError."""
+    """Expand "0-3,8,5", keeping its order. Raises ValueError."""
     ranks: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -306,7 +306,7 @@ def _operation(told: Sequence[Any]) -> Operation:
 
 
 class _Reader:
-    """Sorts the entries of one rank into the job."""
+    """Read one rank's entries into the job."""
 
     def __init__(self, job: Job, rank: int, numbers: dict[Any, int]) -> None:
         self._job, self._rank, self._dump = job, rank, job.dumps[rank]
@@ -338,7 +338,7 @@ class _Reader:
             if p2p_seq >= 0:
                 self._p2p(self.call(columns, number))
                 continue
-            if seq and seq == part.issued:  # issued together, as one collective
+            if seq and seq == part.issued:  # coalesced: one collective in several entries
                 if state != ENDED:
                     part.pending.setdefault(seq, self.call(columns, number))
                 continue
@@ -369,7 +369,7 @@ class _Reader:
                 raise ValueError("an entry has a group or an operation that is not there")
 
     def _declare(self, used: set[GroupKey]) -> None:
-        """Note the groups that this dump knows, and their members."""
+        """Add the groups listed by this dump, with members."""
         backends = defaultdict(set)
         for name, backend in used:
             backends[name].add(backend)
@@ -400,7 +400,7 @@ class _Reader:
         )
 
     def _pair(self, name: str, backend: str, operation: int) -> tuple[int, int] | None:
-        """Return the global ranks of a send or recv, whose numbers are those in the group."""
+        """Return the global ranks of a send or recv; the recorder stores ranks within the group."""
         source, target = self._dump.operations[operation][6:8]
         group = self._job.groups[name, backend]
         members = group.members if group.certain else range(self._job.world_size)
@@ -421,7 +421,7 @@ class _Reader:
 
 
 def _starts(columns: Sequence[array.array[int]], keys: Sequence[Sequence[GroupKey]]) -> dict[GroupKey, int]:
-    """Return where groups begin that were destroyed and made again under the same name: their count begins anew."""
+    """Find groups destroyed and recreated under the same name, which restarts the numbering."""
     newest: dict[GroupKey, int] = {}
     starts: dict[GroupKey, int] = {}
     for number, (group, operation, seq, p2p_seq) in enumerate(zip(*columns[:2], *columns[3:5], strict=True)):
@@ -434,7 +434,7 @@ def _starts(columns: Sequence[array.array[int]], keys: Sequence[Sequence[GroupKe
 
 
 def _complete_groups(job: Job) -> None:
-    """Give groups the members that no dump lists, and a label; a group without a backend is the one that has it."""
+    """Infer the members of unlisted groups, set labels, and merge groups without a backend into those with one."""
     used = defaultdict(set)
     for name, backend in job.groups:
         if backend:
@@ -458,7 +458,7 @@ def _complete_groups(job: Job) -> None:
 
 
 def _label_groups(job: Job, in_several: set[str]) -> None:
-    """Call groups by their descriptions, and by more where those are not unique."""
+    """Label groups by description, plus name and backend if not unique."""
     descriptions = Counter(group.description for group in job.groups.values())
     for (name, backend), group in job.groups.items():
         group.label = group.description or f"group {name}"
@@ -469,9 +469,9 @@ def _label_groups(job: Job, in_several: set[str]) -> None:
 
 
 def _use_status(job: Job, group: Group) -> None:
-    """Take what the recorder counted, where it counted collectives: after a send or recv it is another number.
+    """Apply the recorder's own counters where they count collectives only; sends and recvs increment them too.
 
-    Dumps of what is active alone have no entries of what has ended; there the counters are all that is known.
+    Dumps of active operations alone lack all ended entries: there the counters are the only source.
     """
     name = group.key[0]
     told = {
@@ -499,7 +499,7 @@ def _use_status(job: Job, group: Group) -> None:
 
 
 def find_call(job: Job, rank: int, group: GroupKey, seq: int) -> Call | None:
-    """Read again what a rank called as the n-th collective of a group."""
+    """Reread the entry of a rank's collective number `seq` in a group."""
     dump = job.dumps.get(rank)
     if dump is None:
         return None
@@ -514,7 +514,7 @@ def find_call(job: Job, rank: int, group: GroupKey, seq: int) -> Call | None:
 
 
 def times(job: Job, rank: int, group: GroupKey) -> dict[int, int]:
-    """Return when a rank called the collectives of a group that have ended, by their number."""
+    """Return the creation times (ns) of a rank's ended collectives in a group, by sequence number."""
     dump = job.dumps[rank]
     columns = unpack(dump.entries, dump.count)
     mine = {

@@ -1,4 +1,4 @@
-"""What flight-recorder is asked, and what its report holds."""
+"""Request and report data of flight-recorder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMMAND = "flight-recorder"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `world_size`: 0 if the dumps are to tell; `wait_s`: for dumps that are triggered."""
+    """The options. `world_size`: 0 to infer it from the dumps; `wait_s`: how long to wait for triggered dumps."""
 
     program: str
     cluster: Cluster
@@ -24,7 +24,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class CallRow:
-    """One operation of one rank. `group` as it is shown; `number`: of the collective in its group, None for p2p.
+    """One operation of one rank. `number`: of the collective within its group, None for p2p.
 
     `state`: "scheduled", "started", "ended" or "failed". `source` and `target` of a send or recv are global ranks.
     """
@@ -43,10 +43,9 @@ class CallRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """One rank. `status`: "waits", "idle" (all it issued has ended), "failed", "no dump", "old dump".
+    """One rank. `status`: "waits", "idle" (all issued operations have ended), "failed", "no dump", "old dump".
 
-    `accused`: by a finding; `waiting`: its oldest operation that has not ended; `last`: the newest; `recent`: the last
-    ones, the newest last.
+    `accused`: by a finding; `waiting`: its oldest unfinished operation; `last`: its newest; `recent`: oldest first.
     """
 
     rank: int
@@ -66,7 +65,7 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class FlightRecorder:
-    """The facts of the answer. `world_size`: how many ranks there are, as far as dumps tell."""
+    """The data of the report. `world_size`: number of ranks as far as known."""
 
     world_size: int
     ranks: tuple[RankRow, ...]

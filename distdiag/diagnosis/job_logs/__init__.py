@@ -1,1 +1,1 @@
-"""What the logs of a job come to."""
+"""Diagnosis of a job's logs."""

@@ -1,4 +1,4 @@
-"""Events of all nodes as failures of ranks: which stream is which rank, and what each line is worth."""
+"""Failures by rank, from the log events of all nodes: which stream belongs to which rank, and how events count."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: 
 SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
 _ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
 WRITER = re.compile(r"([\w.-]{1,200}):(\d{1,18}):\d{1,18} \[")
-"""How NCCL begins its lines: host, pid."""
+"""The start of NCCL's lines: host, pid."""
 _CONNECTION = re.compile(r"Connection (?:closed|reset|refused)|[Bb]roken ?pipe|[Tt]imed out")
 _OF_RANKS = re.compile(
     r"peer \[|gloo|nccl|NCCL|TCPStore|c10d|ProcessGroup|\bstore\b|Dist\w*Error|[Rr]endezvous|MPI|UCX"
@@ -33,7 +33,7 @@ _OF_RANKS = re.compile(
 _INSIDE = ("/torch/", "/multiprocessing/", "/deepspeed/", "/accelerate/commands/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _AT_EXIT = (" in _run_finalizers", " in _exit_function", " in _remove_temp_dir", " in _finalize_join")
-"""Functions of multiprocessing at the exit of a process: an exception there follows from what ended it."""
+"""multiprocessing's exit functions: an exception in one is a result of the process ending."""
 _COLLECTIVES = frozenset(
     (
         *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
@@ -46,10 +46,10 @@ _COLLECTIVES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a launcher reports the end of a rank.
+    """A rank's end as reported by a launcher.
 
-    `code`: None where only a signal is known; `first`: it saw it first; `by_launcher`: it ended the rank itself;
-    `out_of_memory`: it says so.
+    `code`: None if only the signal is known; `first`: reported as the first failure; `by_launcher`: the launcher killed
+    the rank; `out_of_memory`: reported as the reason.
     """
 
     rank: int
@@ -66,51 +66,51 @@ class Exit:
 
     @property
     def launcher_name(self) -> str:
-        """Return the name of the program that reports it."""
+        """The name of the reporting program."""
         return "torchrun" if self.launcher == "agent" else self.launcher
 
     @property
     def is_bad(self) -> bool:
-        """Return whether the rank failed, or was ended."""
+        """Return whether the rank failed or was killed."""
         return bool(self.code or self.signal)
 
 
 @dataclass(kw_only=True)
 class Book:
-    """What is known of the job. `watchdog` and `status` lines by rank are left to desync."""
+    """All that the logs show of a job. `watchdog` and `status` lines by rank are judged in desync.py."""
 
     failures: list[Failure] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     watchdog: list[tuple[int, Event]] = field(default_factory=list)
     comms: list[NcclRank] = field(default_factory=list)
     ranks: dict[int, int] = field(default_factory=dict)
-    """Lines of each rank that left any trace."""
+    """Number of lines by rank, for each rank with any trace."""
     hosts: dict[int, str] = field(default_factory=dict)
     nranks: int = 0
     generations: int = 1
     writers: set[int] = field(default_factory=set)
-    """Ranks that wrote lines, beside what launchers report of them."""
+    """Ranks that wrote lines, in addition to launchers' reports."""
     has_nameless: bool = False
-    """There are lines of ranks, and it is not known of which."""
+    """Some lines belong to ranks, but to which is unknown."""
     several_hosts: bool = False
     unnamed_codes: list[str] = field(default_factory=list)
-    """Return codes that a launcher reports without the rank."""
+    """Return codes that a launcher reports without a rank."""
     like: list[Failure] = field(default_factory=list)
-    """Lines that look like a failure, and that no pattern knows."""
+    """Lines that resemble a failure but match no known pattern."""
     warnings: list[Failure] = field(default_factory=list)
-    """Lines that report no failure, and that a person wants to know of."""
+    """Lines that report no failure but deserve attention."""
     last_words: dict[int, str] = field(default_factory=dict)
-    """The last line of a file of errors that a rank alone wrote, by rank."""
+    """The last line of each stderr file written by one rank alone, by rank."""
     aborted: set[int] = field(default_factory=set)
-    """Files in which srun reports that it ends the tasks that are left."""
+    """Files in which srun reports that it kills the remaining tasks."""
 
     @property
     def world(self) -> int:
-        """Return how many ranks there are evidently."""
+        """Return the number of ranks: the highest seen, or NCCL's nranks."""
         return max([self.nranks, *(rank + 1 for rank in self.ranks)])
 
     def note_host(self, rank: int, host: str, node: NodeLogs) -> None:
-        """Note where a rank ran. Where its log lies says so only if each host was asked for its own logs."""
+        """Record a rank's host. The host of the log file counts only if several hosts were read."""
         if host or self.several_hosts:
             self.hosts.setdefault(rank, host or node.host)
 
@@ -119,22 +119,22 @@ _NO_REASON = re.compile(r"\[W\d|\[rank\d+\]:\[W|warn|%\||^\s*(?:\[?INFO|DEBUG)",
 
 
 def _is_of_errors(log: LogFile) -> bool:
-    """Return whether this has a rank's stderr, and ends in more than a warning or a progress bar."""
+    """Return whether a file is a rank's stderr and ends in more than a warning or progress bar."""
     name = log.path.rpartition("/")[2]
     return ("stderr" in name or ".output." in name) and bool(log.last) and not _NO_REASON.search(log.last)
 
 
 def _last_words(node: NodeLogs, ranks: Sequence[int | None]) -> Iterator[tuple[int, str]]:
-    """Yield the last line of each file of errors that one rank alone wrote. `ranks`: those of the node's streams."""
+    """Yield the last line of each stderr file written by a single rank. `ranks`: those of the node's streams."""
     for file, log in enumerate(node.files):
         own = {rank for stream, rank in zip(node.streams, ranks, strict=True) if stream.file == file}
-        own = own or {log.rank}  # no line of it was of note
+        own = own or {log.rank}  # without any event or tagged line
         if len(own) == 1 and (rank := own.pop()) is not None and _is_of_errors(log):
             yield rank, log.last
 
 
 def make(nodes: Sequence[NodeLogs]) -> Book:
-    """Read what all nodes sent."""
+    """Combine the logs of all nodes."""
     book = Book(several_hosts=len(nodes) > 1)
     summary = _summary(nodes)
     for node in nodes:
@@ -172,7 +172,7 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
 
 
 def _mixed(node: NodeLogs) -> set[int]:
-    """Return the files that are named after one rank and have lines of others."""
+    """Return the files named after one rank that contain lines of others."""
     named = {stream.file: stream.rank for stream in node.streams if stream.by_path}
     lines = [(stream.file, stream.rank) for stream in node.streams if not stream.by_path]
     lines += [
@@ -184,7 +184,7 @@ def _mixed(node: NodeLogs) -> set[int]:
 
 
 def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
-    """Mark the exits of ranks that the launcher ended: by their signal, or because it says so."""
+    """Mark exits caused by the launcher: by signal, or from its own report."""
     ended = set[int]()
     for node in nodes:
         for event in node.events:
@@ -200,7 +200,7 @@ def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
 
 
 def _summary(nodes: Iterable[NodeLogs]) -> dict[LocalRank, int]:
-    """Return ranks by file, host and local rank, as torchrun's summaries have them."""
+    """Map file, host and local rank to the rank, from torchrun's summaries."""
     found = {}
     for node in nodes:
         for event in node.events:
@@ -214,12 +214,12 @@ def _summary(nodes: Iterable[NodeLogs]) -> dict[LocalRank, int]:
 
 
 def _agent_of(node: str, stream: Stream) -> Agent:
-    """Return which agent of torchrun a stream is of: a console has one, or a host for each; so has a --log-dir."""
+    """Return the torchrun agent of a stream: one per console (or per host on it), one per --log-dir."""
     return node, stream.file if stream.label else -1, stream.host
 
 
 def _locals(nodes: Sequence[NodeLogs]) -> dict[Agent, dict[int, set[int]]]:
-    """Return which ranks write under each local rank of an agent."""
+    """Return the ranks seen under each local rank of an agent."""
     found: dict[Agent, dict[int, set[int]]] = {}
     for node in nodes:
         for stream in node.streams:
@@ -232,14 +232,14 @@ def _locals(nodes: Sequence[NodeLogs]) -> dict[Agent, dict[int, set[int]]]:
 def _rank(
     stream: Stream, node: str, summary: dict[LocalRank, int], locals_: dict[Agent, dict[int, set[int]]]
 ) -> int | None:
-    """Return whose stream it is. A local rank is a rank on one node only, and lines may show that there are more."""
+    """Return the rank of a stream. A local rank equals the rank only if all lines are of one node."""
     if stream.rank is not None or stream.local is None:
         return stream.rank
     of_agent = locals_[_agent_of(node, stream)]
     ranks = of_agent[stream.local]
     if ranks:
         return next(iter(ranks)) if len(ranks) == 1 else None
-    # The ranks of an agent follow each other.
+    # The ranks of an agent are consecutive.
     first = {rank - local for local, ranks in of_agent.items() for rank in ranks}
     if len(first) == 1:
         return first.pop() + stream.local
@@ -266,7 +266,7 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
     stream = node.streams[event.stream] if event.stream < len(node.streams) else None
     who = event.rank if event.rank is not None and not (stream and stream.by_path and rank is None) else rank
     if event.id in ("watchdog", "status"):
-        # The stream's own rank first: what a line of a process group names is a number within the group.
+        # The stream's own rank takes precedence: lines of a process group may show ranks within the group.
         who = rank if rank is not None else event.rank
         if who is not None:
             book.watchdog.append((who, replace(event, generation=generation)))
@@ -284,7 +284,7 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
 
 
 def _keep(book: Book, node: NodeLogs, failure: Failure, *, is_like: bool) -> None:
-    """Add what a line reports to the failures, the warnings, or the lines that only look like a failure."""
+    """File a failure under failures, warnings or lookalikes."""
     generation, who = failure.generation, failure.rank
     if is_like:
         book.like.append(failure)
@@ -299,13 +299,13 @@ def _keep(book: Book, node: NodeLogs, failure: Failure, *, is_like: bool) -> Non
 
 
 def _by_pid(text: str, pids: dict[tuple[str, int], int]) -> int | None:
-    """NCCL's own lines have the host and the pid; which rank that is, its INFO lines say."""
+    """Find the rank by the host and pid in NCCL's own lines; its INFO lines map these to ranks."""
     match = WRITER.search(text)
     return pids.get((match[1], int(match[2]))) if match else None
 
 
 def _is_alone(node: NodeLogs) -> bool:
-    """Local ranks are ranks where there is one node."""
+    """Return whether all lines are of one node, so that local ranks are ranks."""
     shared = any(
         stream.rank is not None and stream.local is not None and stream.rank != stream.local for stream in node.streams
     )
@@ -405,7 +405,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
 
 
 def _of_xid(text: str, means: str) -> tuple[str, str]:
-    """Return the role and the meaning of a line with an Xid, by whom NVIDIA's catalogue blames."""
+    """Return role and meaning of a line with an Xid, by the origin in NVIDIA's catalogue."""
     line = xids.read_line(text)
     if line is None:
         return "confirmation", means
@@ -417,7 +417,7 @@ def _of_xid(text: str, means: str) -> tuple[str, str]:
 
 
 def _is_of_other_peer(event: Event) -> bool:
-    """Return whether an exception is of a connection of the program's own: to storage, a database, a service."""
+    """Return whether an exception is of a connection to storage, a database or another service."""
     if event.id != "exception" or not event.frames or _OF_RANKS.search(event.text):
         return False
     inside = [frame for frame in event.frames if "/torch/distributed/elastic/" not in frame]
@@ -425,7 +425,7 @@ def _is_of_other_peer(event: Event) -> bool:
 
 
 def _unfold(text: str) -> list[int]:
-    """Read ranks as srun writes them: 0-3,7."""
+    """Expand srun's rank lists, "0-3,7"."""
     ranks: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -436,7 +436,7 @@ def _unfold(text: str) -> list[int]:
 
 
 def _own_place(frames: Sequence[str]) -> str:
-    """Return the innermost line that is no library's."""
+    """Return the innermost line outside of libraries."""
     own = [frame for frame in frames if not any(part in frame for part in _LIBRARY)]
     return own[-1] if own else frames[-1] if frames else ""
 
@@ -450,7 +450,7 @@ def _collective(frames: Sequence[str]) -> str:
 
 
 def _merge_last(book: Book) -> None:
-    """Lines that came after the last agent gave up are of its last round, not of another."""
+    """Move lines written after the last agent gave up into its last round."""
     ended = [exit_.generation for exit_ in book.exits if exit_.launcher in ("agent", "torchrun")]
     if ended and book.generations > max(ended) + 1:
         last = max(ended)

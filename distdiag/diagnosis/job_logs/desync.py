@@ -1,4 +1,4 @@
-"""Who is out of step, from the lines of NCCL's watchdog alone, by process group. Pure."""
+"""Ranks out of step, from the lines of NCCL's watchdog alone, by process group. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_SILENT = 0.25
 
 @dataclass(kw_only=True)
 class RankInGroup:
-    """What one rank's watchdog reports of one group. Numbers are of collectives, -1: none yet, None: not reported."""
+    """One rank's watchdog reports about one group. Numbers are of collectives; -1: none yet, None: not reported."""
 
     rank: int
     seq: int | None = None
@@ -43,7 +43,7 @@ class RankInGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Desync:
-    """What one group's ranks come to. `kind`: behind, mismatch, silent, same, never, outside, unclear.
+    """The judgement on one group. `kind`: behind, mismatch, silent, same, never, outside, unclear.
 
     `last_called`: the newest collective of the ranks that are behind, 0 for none.
     """
@@ -58,20 +58,20 @@ class Desync:
 
 
 def judge(lines: Iterable[tuple[int, Event]], seen: Iterable[int]) -> list[Desync]:
-    """Return what each group comes to, the surest first; `seen`: all ranks that left a trace."""
+    """Judge each group, surest first; `seen`: all ranks with any trace."""
     groups: dict[str, dict[int, RankInGroup]] = {}
     named: dict[tuple[int, int | None], str] = {}
     for rank, event in lines:
         group = event.groups.get("pg")
         if group is None and event.groups.get("SeqNum"):
-            # Before groups were written: the status line of the same rank and number names it.
+            # Older torch omits the group; the status line with the same rank and number has it.
             group = named.get((rank, number_in(event.groups["SeqNum"])), "")
         member = groups.setdefault(group or "", {}).setdefault(rank, RankInGroup(rank=rank))
         _take(member, event)
         if event.groups.get("failed"):
             named[rank, number_in(event.groups["failed"])] = group or ""
     if "" in groups and len(groups) == 2:
-        # Lines without a group beside those of the only one.
+        # Lines without a group belong to the only named one.
         (other,) = [name for name in groups if name]
         for rank, member in groups.pop("").items():
             _merge(groups[other].setdefault(rank, RankInGroup(rank=rank)), member)
@@ -160,7 +160,7 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
 
 
 def _differing(members: list[RankInGroup]) -> tuple[list[int], str] | None:
-    """Return the ranks that called something else, if most agree; else none, and what was called."""
+    """Return the ranks outside of the majority (none without one), and a summary of all calls; None if all agree."""
     ops: dict[str, list[int]] = {}
     for member in members:
         if member.op:
@@ -175,7 +175,7 @@ def _differing(members: list[RankInGroup]) -> tuple[list[int], str] | None:
 
 
 def _is_of_several(members: Iterable[RankInGroup]) -> bool:
-    """Return whether two ranks have the same number in the group: older releases number the groups of each rank."""
+    """Return whether two ranks have the same number in the group: older releases number groups per rank."""
     numbers = [member.member for member in members if member.member]
     return len(numbers) > len(set(numbers))
 

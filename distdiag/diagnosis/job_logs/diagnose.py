@@ -1,4 +1,4 @@
-"""The first cause of a job's end, from what its logs report: which rank, why, and what only followed. Pure."""
+"""Root cause of a job's end, from its logs: the first rank that failed, why, and the side effects. Pure."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from distdiag.report import Finding
 
 _APART_S = 1.5
-"""Times of two ranks that differ by more show which was first: launchers write whole seconds."""
+"""Minimum time between two ranks' failures that shows an order: launchers log whole seconds."""
 _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
-"""Signals that no exception of Python ends in."""
+"""Signals that are not the result of a Python exception."""
 _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
-"""What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
+"""Failures that programs catch and retry; other CUDA errors leave the process unusable."""
 _IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "agents-missing", "rank-never-came")
-"""Lines of a process that reached the rendezvous, and waited there for others."""
+"""Lines of a process that reached the rendezvous and waited there for others."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NEAR = 5
-"""Lines between an exception and the one that was raised from it."""
+"""Maximum lines between an exception and the one raised from it."""
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One generation of the job: what its ranks reported, and how they ended."""
+    """One generation of the job: the failures and exits of its ranks."""
 
     number: int
     failures: Sequence[Failure]
@@ -51,25 +51,25 @@ class Round:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether anything in it reports a failure."""
+        """Whether any failure is reported in this round."""
         return bool(self.failures or self.watchdog or any(exit_.is_bad for exit_ in self.exits))
 
     @property
     def watchdog(self) -> list[tuple[int, Event]]:
-        """Return the lines of NCCL's watchdogs, by rank."""
+        """Return the watchdog lines of this generation, by rank."""
         return [(rank, event) for rank, event in self.book.watchdog if event.generation == self.number]
 
     def of(self, rank: int) -> list[Failure]:
-        """Return what a rank reported, in the order of its log."""
+        """Return the failures of a rank, in log order."""
         return [failure for failure in self.failures if failure.rank == rank]
 
     def exits_of(self, rank: int) -> list[Exit]:
-        """Return how launchers report its end; the summary goes before the agent's line."""
+        """Return the exits reported for a rank; summaries precede the agent's lines."""
         return [exit_ for exit_ in self.exits if exit_.rank == rank]
 
 
 def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
-    """Report which rank failed first and why, as far as the logs tell."""
+    """Report which rank failed first, and why."""
     nodes = gathered.facts
     book = books.make(nodes)
     rounds = [_round(book, number) for number in range(book.generations)]
@@ -116,14 +116,14 @@ def _round(book: Book, number: int) -> Round:
     lost = {failure.rank for failure in failures if failure.role == "consequence"}
     ranks = {one.rank for one in job}
     if {one.known for one in job} == {"interrupted"} and len(ranks) == 1 and None not in ranks and lost - ranks:
-        # Ctrl-C reaches the launcher and the other ranks too.
+        # Ctrl-C would have reached the launcher and the other ranks too.
         alone = [replace(one, role="cause", means="it was interrupted (SIGINT) alone") for one in job]
         failures = [failure for failure in failures if failure not in job] + alone
     return Round(number=number, failures=failures, exits=exits, book=book)
 
 
 def _first_cause(round_: Round, book: Book) -> list[Finding]:
-    """Judge one round: an accusation, then causes, then ends without a word, then who is missing."""
+    """Judge one round: first accusations, then causes, then silent exits, then missing ranks."""
     job = [failure for failure in round_.failures if failure.role == "job"]
     suspects = _causes(round_)
     accused = [failure for failure in suspects if findings.accused(failure)]
@@ -164,16 +164,17 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
 
 
 def _alone(round_: Round) -> Failure | None:
-    """Return the line that explains the end of a job of which nothing better is known."""
+    """Return the line that explains the job's end on its own, used if no better evidence exists."""
     alone = [failure for failure in round_.failures if findings.explains_alone(failure) and not failure.job_went_on]
-    # A node that cannot connect explains why the others waited in vain for it.
+    # A node that cannot connect explains why the others waited for it.
     vain = {failure.file for failure in alone if failure.known in _IN_VAIN}
-    alone.sort(key=lambda failure: failure.file in vain)
+    # Without all ranks at its store, rank 0 counts them; for the others its own key is the one that never appears.
+    alone.sort(key=lambda failure: (failure.file in vain, failure.known == "rank-never-came"))
     return next((failure for failure in alone if failure.role == "confirmation"), alone[0] if alone else None)
 
 
 def _with_shells(suspects: list[Failure], round_: Round, wordless: Sequence[Failure]) -> list[Failure]:
-    """Leave out what a shell reports of a process where ranks or launchers report more; add why it was killed."""
+    """Drop shells' reports of killed processes if ranks or launchers report more; else add the kernel's reason."""
     shells = [failure for failure in suspects if failure.known == "shell-killed"]
     others = [failure for failure in suspects if failure not in shells]
     if others or not shells:
@@ -185,9 +186,10 @@ def _with_shells(suspects: list[Failure], round_: Round, wordless: Sequence[Fail
 
 
 def _is_own_end(failure: Failure, book: Book) -> bool:
-    """Return whether an end without a word is the rank's own doing.
+    """Return whether a silent exit is the rank's own failure.
 
-    Ranks that lost a peer end with status 1 and SIGABRT too: what this rank wrote must be here, to lack an error.
+    Ranks that lost a peer also end with status 1 or SIGABRT: for these, the rank must have written output without an
+    error.
     """
     return failure.rank in {*book.writers, *book.last_words} or not failure.what.startswith(
         ("exit status 1 ", "exit status 1;", "SIGABRT")
@@ -195,10 +197,10 @@ def _is_own_end(failure: Failure, book: Book) -> bool:
 
 
 def _may_be_handled(failure: Failure, round_: Round) -> bool:
-    """Return whether a rank may have caught an exception, logged it and gone on.
+    """Return whether a rank may have caught and logged an exception, and continued.
 
-    What nothing catches is written by torch's excepthook, with `[rank3]:` before each line. A traceback without it is
-    of before init_process_group, of a thread, of an older torch, or was logged. How the rank ended decides then.
+    Uncaught exceptions are written by torch's excepthook with `[rank3]:` before each line. A traceback without the
+    prefix is from before init_process_group, a thread or an older torch, or was logged. The rank's exit decides.
     """
     if failure.groups.get("uncaught") or findings.accused(failure):
         return False
@@ -211,7 +213,7 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
 
 
 def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> bool:
-    """Return whether the end of a rank is not the one that this failure leads to."""
+    """Return whether the rank's exit does not match this failure."""
     if failure.groups.get("id") != "exception":
         return all(exit_.by_launcher for exit_ in exits)
     others = all(exit_.by_launcher or exit_.signal in _SUDDEN or exit_.code not in (None, 1) for exit_ in exits)
@@ -223,7 +225,7 @@ def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> 
 
 
 def _has_no_end(failure: Failure, round_: Round) -> bool:
-    """Return whether nothing shows that this failure, of a rank whose end no launcher reports, ended anything."""
+    """Return whether, without a reported exit, no evidence shows that this failure ended its rank."""
     is_exception = failure.groups.get("id") == "exception"
     went_on = failure.job_went_on and failure.generation == round_.book.generations - 1
     if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
@@ -240,24 +242,24 @@ def _has_no_end(failure: Failure, round_: Round) -> bool:
     else:
         others = [other for other in others if other.role == "consequence" or other.known not in _RETRIED]
     if failure.rank is None and is_exception and not (round_.exits or others):
-        # The last thing in a log of one process; others, or the same, wrote on.
+        # The end of one process's log; otherwise the job wrote on.
         return went_on or (failure.lines_after >= 1 and bool(round_.book.writers))
     if others:
         return False
     if failure.rank is None or not is_exception:
         return went_on and not round_.exits
-    # Nothing ended, and ranks write on: the log may be of a job that runs.
+    # No exit, and ranks continue to write: the job may be running.
     return not round_.exits and bool(round_.book.writers - {failure.rank} or _is_gone_on_from(failure, round_))
 
 
 def _is_gone_on_from(failure: Failure, round_: Round) -> bool:
-    """Return whether a rank wrote on after an exception of this kind."""
+    """Return whether a rank continued after an exception of this kind."""
     kind = findings.kind_of(failure)
     return any(other.groups.get("went_on") and findings.kind_of(other) == kind for other in round_.failures)
 
 
 def _was_survived(failure: Failure, round_: Round) -> bool:
-    """Return whether other ranks logged this exception too, and ran on."""
+    """Return whether other ranks logged this exception too and continued."""
     kind = findings.kind_of(failure)
     for other in round_.failures:
         if other.rank in (failure.rank, None) or findings.kind_of(other) != kind or other.groups.get("uncaught"):
@@ -268,7 +270,7 @@ def _was_survived(failure: Failure, round_: Round) -> bool:
 
 
 def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
-    """Add the only traceback that no rank is named for to the only rank that ended with Python's status of one."""
+    """Assign the only traceback without a rank to the only rank that exited with status 1."""
     nameless = [failure for failure in doubtful if failure.rank is None]
     if len(wordless) != 1 or len(nameless) != 1 or re.split(" without|; ", wordless[0].what)[0] != "exit status 1":
         return wordless
@@ -276,7 +278,7 @@ def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -
 
 
 def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
-    """Judge a round whose only causes are tracebacks that may have been handled."""
+    """Judge a round in which each candidate cause may have been handled."""
     alive = [failure for failure in doubtful if _was_ended(failure, round_)]
     ranks = {failure.rank for failure in doubtful}
     reported = {failure.rank for failure in round_.failures}
@@ -298,13 +300,13 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
 
 
 def _was_ended(failure: Failure, round_: Round) -> bool:
-    """Return whether the launcher ended the rank, which was alive then."""
+    """Return whether only the launcher ended the rank."""
     exits = [] if failure.rank is None else round_.exits_of(failure.rank)
     return bool(exits) and all(exit_.by_launcher for exit_ in exits)
 
 
 def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]:
-    """Give what no prefix names a rank for to the ranks that ended without a word: to the only rank, or one to each."""
+    """Assign failures without a rank to the ranks that ended silently: to the only one, or one to each."""
     if any(failure.rank is not None for failure in suspects):
         return suspects
     if len(wordless) == 1:
@@ -315,7 +317,7 @@ def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]
 
 
 def _causes(round_: Round) -> list[Failure]:
-    """Return what may have ended ranks: of each rank its last exception, or the first line of a cause."""
+    """Return one candidate cause per rank: its last exception, else its first line with role cause."""
     found: list[Failure] = []
     ranks = dict.fromkeys(failure.rank for failure in round_.failures)
     for rank in ranks:
@@ -324,7 +326,7 @@ def _causes(round_: Round) -> list[Failure]:
         lines = [failure for failure in own if failure.groups["id"] != "exception" and failure.role == "cause"]
         last = exceptions[-1] if exceptions and rank is not None else None
         if last is not None and last.role == "consequence" and last.groups.get("uncaught"):
-            # What it wrote on its way out is of the end that the other rank's failure gave it.
+            # Later lines of this file are results of the other rank's failure.
             lines = [line for line in lines if line.file != last.file or line.line < last.line]
         lines = _without_echo(lines)
         sure = [line for line in lines if not _may_be_handled(line, round_)]
@@ -340,7 +342,7 @@ def _causes(round_: Round) -> list[Failure]:
 
 
 def _merged(failures: Sequence[Failure]) -> list[Failure]:
-    """Of lines that are near each other, as one failure writes several, keep the one of the most trusted row."""
+    """Merge adjacent lines, as one failure writes several; the most trusted pattern wins."""
     kept: list[Failure] = []
     for failure in sorted(failures, key=lambda failure: (failure.file, failure.line)):
         last = kept[-1] if kept else None
@@ -357,7 +359,7 @@ def _has_frames(failure: Failure) -> bool:
 
 
 def _without_bare(own: list[Failure]) -> list[Failure]:
-    """Leave out exceptions without a traceback behind anything better, and all but the last of those that are near."""
+    """Drop bare exceptions if better evidence exists; of adjacent ones keep the last."""
     bare = [failure for failure in own if failure.groups.get("bare") and failure.known == "exception"]
     better = [failure for failure in own if failure.role == "cause" and failure not in bare]
     if better:
@@ -367,19 +369,19 @@ def _without_bare(own: list[Failure]) -> list[Failure]:
 
 
 def _without_echo(lines: list[Failure]) -> list[Failure]:
-    """Leave out Python's report of an abort where the line before has said why."""
+    """Drop reports of an abort or a dead worker if the reason is known."""
     own = [line for line in lines if (line.known, line.groups.get("error")) != ("fatal-python", "Aborted")]
     killed = {"loader-killed", "shm-full"} & {line.known for line in own}
     return [line for line in own if not (killed and line.known == "loader-exited")] or lines
 
 
 def _is_echo(exception: Failure, lines: Sequence[Failure]) -> bool:
-    """Return whether a line before has said more of the same: NCCL's warning before torch's wrapper."""
+    """Return whether an exception is torch's wrapper around an NCCL error already reported."""
     return bool(lines) and exception.known == "exception" and "NCCL error" in exception.text
 
 
 def _wordless(round_: Round) -> list[Failure]:
-    """Return ranks that ended with a status and wrote nothing of why."""
+    """Return failures for ranks that ended with a bad status and logged no reason."""
     found = []
     by_rank: dict[int, Exit] = {}
     for exit_ in round_.exits:
@@ -404,7 +406,7 @@ def _is_first(round_: Round, failure: Failure) -> bool:
 
 
 def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequence[Failure] = ()) -> list[Finding]:
-    """Of what may be the cause, take the one that was first; if that is not known, name all."""
+    """Return the earliest candidate's finding; if the order is unknown, one finding with all of them."""
     groups: list[list[Failure]] = []
     for failure in suspects:
         group = next((group for group in groups if findings.is_alike(group[0], failure)), None)
@@ -413,7 +415,7 @@ def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequenc
         else:
             group.append(failure)
     if len(groups) > 1 and None in {failure.rank for failure in suspects}:
-        # What no rank can be named for goes behind what names one, but for what a machine reports.
+        # Failures with a rank take precedence over failures without one.
         groups = [group for group in groups if any(failure.rank is not None for failure in group)] or groups
     if len(groups) == 1:
         return [findings.first_failure(groups[0], round_, book, handled=handled)]
@@ -424,7 +426,7 @@ def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequenc
 
 
 def _earliest(groups: list[list[Failure]], round_: Round) -> list[Failure] | None:
-    """Return the group that was certainly before all others, by times of one kind and one clock."""
+    """Return the group that certainly failed first, comparing times of one kind and clock; else None."""
     for clock in (_time_of_line, _time_of_exit):
         times = [[clock(failure, round_) for failure in group] for group in groups]
         if any(time is None for group in times for time in group):
@@ -448,7 +450,7 @@ def _time_of_exit(failure: Failure, round_: Round) -> float | None:
 
 
 def _who_is_missing(round_: Round, book: Book) -> Finding:
-    """Nobody reports a cause: who reports nothing at all, or waits in another collective, is the one."""
+    """Judge a round without any cause: blame a silent rank, or one that waits in a different collective."""
     waiting = {
         failure.rank: failure
         for failure in round_.failures
@@ -477,14 +479,14 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
 
 
 def _is_certain(rank: int, waiting: Mapping[int, Failure], round_: Round) -> bool:
-    """Return whether the logs have this rank, and the job's end: a log that is still written may lack both."""
+    """Return whether the log covers this rank and the job's end; a log still being written may lack both."""
     if len({failure.file for failure in waiting.values()}) == 1 and min(waiting) < rank < max(waiting):
-        return True  # a console of all ranks
+        return True  # one console for all ranks
     return rank in round_.book.ranks and (len(waiting) > 1 or bool(round_.exits))
 
 
 def _has_failed(rank: int, round_: Round) -> bool:
-    """Return whether a rank ended by itself, so that it did not hang."""
+    """Return whether a rank failed on its own, so that it did not hang."""
     return any(exit_.is_bad and not exit_.by_launcher for exit_ in round_.exits_of(rank))
 
 
@@ -514,7 +516,6 @@ def _sources(nodes: Sequence[NodeLogs]) -> tuple[LogSource, ...]:
 
 
 def _ends(round_: Round) -> list[RankEnd]:
-    """Return how each rank ended."""
     ends = []
     causes = {failure.rank: failure for failure in _causes(round_)}
     for rank in sorted(round_.book.ranks):
@@ -542,7 +543,7 @@ def _ends(round_: Round) -> list[RankEnd]:
 
 
 def _with_ended(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Call it a consequence that the launcher ended a rank without an error of its own, where there is a cause."""
+    """Reclassify ranks ended by the launcher as consequences, if any rank has a cause."""
     has_cause = any(end.role == "cause" for end in ends)
     role, what = ("consequence", "ended by the launcher") if has_cause else ("", "")
     return [replace(end, role=role, what=what) if end.role == "ended" else end for end in ends]

@@ -1,4 +1,4 @@
-"""What the logs come to, in words: each way a job's end is explained is one finding."""
+"""Findings of logs; each explanation of a job's end is one finding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _JOB = re.compile(r"(?:JOB|STEP) (\d{1,18})")
 
 
 def accused(failure: Failure) -> tuple[int, ...]:
-    """Return the ranks that a line names as those at fault; none where it is about its own rank."""
+    """Return the ranks that a line blames; empty if it concerns its own rank."""
     row = known_lines().get(failure.known)
     if row is None or not row.accuses or row.accuses == "none":
         return ()
@@ -36,7 +36,7 @@ def accused(failure: Failure) -> tuple[int, ...]:
 
 
 def kind_of(failure: Failure) -> tuple[str, str]:
-    """Return what two ranks have in common that failed in the same way."""
+    """Return a key shared by failures of one kind: known id, and exception type or the message without numbers."""
     if failure.known.startswith("exit-"):
         return failure.known, failure.what.partition("; ")[0] + _SHAPE.sub("#", failure.groups.get("words", ""))
     name = failure.groups.get("type", "")
@@ -45,7 +45,7 @@ def kind_of(failure: Failure) -> tuple[str, str]:
 
 
 def is_alike(one: Failure, other: Failure) -> bool:
-    """Return whether two failures are the same: of one kind, and with one message or from one line."""
+    """Return whether two failures have one kind, and the same message or line."""
     if kind_of(one) != kind_of(other):
         return False
     return (
@@ -54,13 +54,13 @@ def is_alike(one: Failure, other: Failure) -> bool:
 
 
 def explains_alone(failure: Failure) -> bool:
-    """Return whether a line explains the end of a job of which nothing better is known."""
+    """Return whether a line suffices to explain a job's end without better evidence."""
     row = known_lines().get(failure.known)
     return row is not None and row.alone
 
 
 def of_shell(failure: Failure, round_: Round) -> Failure:
-    """Return what a shell reports of a killed process, with the kernel's reason if a line has it."""
+    """Return a shell's report of a killed process, with the kernel's reason if a line has it."""
     pid = failure.groups.get("pid")
     proof = next(
         (one for one in round_.failures if one.known == "oom-kill" and one.groups.get("pid") in (None, pid)), None
@@ -75,12 +75,12 @@ def of_shell(failure: Failure, round_: Round) -> Failure:
 
 
 def timed_out(failure: Failure) -> bool:
-    """Return whether a rank waited in vain, rather than lost a peer."""
+    """Return whether a rank timed out, rather than lost a peer."""
     return bool(re.search(r"[Tt]imed out waiting|wait timeout|caught collective operation timeout", failure.text))
 
 
 def last_words(rank: int, round_: Round) -> str:
-    """Return the last line of a rank that left without a traceback, or the line without a rank most like a reason."""
+    """Return the last line of a rank without a traceback, else the line without a rank most like a reason."""
     if words := round_.book.last_words.get(rank):
         return f"its last line: {words}"
     alone = len({exit_.rank for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher}) == 1
@@ -89,7 +89,7 @@ def last_words(rank: int, round_: Round) -> str:
 
 
 def wordless(exit_: Exit, round_: Round) -> Failure:
-    """Make a failure of a rank's exit status."""
+    """Return a failure made of a rank's exit status."""
     means, known = "", "exit-signal"
     words = last_words(exit_.rank, round_) if exit_.signal in ("", "SIGABRT") else ""
     if exit_.signal:
@@ -126,7 +126,7 @@ def _of_signal(signal: str) -> str:
 
 
 def _oom(exit_: Exit, round_: Round) -> Failure | None:
-    """Return the line that proves that memory ran out: it names the process, or there is no other that was killed."""
+    """Return the line that proves the OOM kill: it has the rank's pid, or only one rank was killed."""
     killed = [other for other in round_.exits if other.signal == "SIGKILL" and not other.by_launcher]
     for failure in round_.failures:
         if failure.known == "oom-kill":
@@ -146,7 +146,7 @@ def first_failure(
     later: Sequence[Failure] = (),
     handled: Sequence[Failure] = (),
 ) -> Finding:
-    """Name the rank that failed first, or all ranks that failed alike, and why."""
+    """Report the ranks that failed first in the same way, and why."""
     failure = group[0]
     row = known_lines().get(failure.known)
     named = accused(failure)
@@ -155,7 +155,7 @@ def first_failure(
     others = sorted(set(book.ranks) - set(ranks))
     where_ = f", at {failure.place}" if failure.place else ""
     message = failure.what
-    if message.endswith(":"):  # a message of several lines
+    if message.endswith(":"):  # a multi-line message
         message = " ".join([message, *failure.text.splitlines()[1:2]])
         message = " ".join(message[:_QUOTE].split()).rstrip(":")
     reason = f"{message.rstrip('.')}{where_}" if where_ else message
@@ -206,13 +206,13 @@ def first_failure(
 
 
 def _followed(rank: int, round_: Round) -> bool:
-    """Return whether a rank lost its peer, or was ended by the launcher."""
+    """Return whether a rank lost its peer or was ended by the launcher."""
     lost = any(failure.role == "consequence" for failure in round_.of(rank))
     return lost or any(exit_.is_bad and exit_.by_launcher for exit_ in round_.exits_of(rank))
 
 
 def _paths(group: Sequence[Failure], book: Book) -> tuple[str, tuple[str, ...]]:
-    """Format between which hosts InfiniBand failed; and the host that is an end of each of several paths."""
+    """Format the host pairs between which InfiniBand failed; also return a host common to all of several pairs."""
     names = {comm.address.partition("<")[0]: comm.host for comm in book.comms if comm.address}
     paths: dict[tuple[str, str], str] = {}
     for failure in group:
@@ -234,7 +234,7 @@ def _sentence(text: str) -> str:
 
 
 def _differences(group: Sequence[Failure]) -> str:
-    """Return what ranks that failed alike differ in: messages, then places."""
+    """Format the differences between similar failures: messages and places."""
     texts: dict[str, list[int]] = {}
     for failure in group:
         if failure.rank is not None:
@@ -247,7 +247,7 @@ def _differences(group: Sequence[Failure]) -> str:
 
 
 def _others(heading: str, failures: Sequence[Failure], book: Book) -> str:
-    """Name other failures in a sentence; empty without any."""
+    """Format other failures as one sentence; empty without any."""
     parts = [
         f"{_ranks((one.rank,), book) if one.rank is not None else 'no rank named'}: {one.what[:120]}"
         for one in failures[:_NAMED]
@@ -269,7 +269,7 @@ def _fix(failure: Failure) -> Fix | None:
 
 
 def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> Finding:
-    """Say that ranks failed in different ways, and that their order is not known."""
+    """Report that ranks failed in different ways and unknown order."""
     parts = []
     for group in groups[:_NAMED]:
         ranks = tuple(sorted({one.rank for one in group if one.rank is not None}))
@@ -289,7 +289,7 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
 
 
 def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Round) -> Finding:
-    """Name who waited in which collective; the few are at fault, if there are few."""
+    """Report the collectives that ranks waited in, blaming a minority."""
     by_name: dict[str, list[int]] = {}
     for rank, (name, _) in collectives.items():
         by_name.setdefault(name, []).append(rank)
@@ -307,14 +307,14 @@ def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Ro
 
 
 def never_came(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
-    """All but one waited in vain."""
+    """Report a rank that the others timed out waiting for."""
     places = sorted({one.place or one.collective for one in waiting.values()})
     wrote = _wrote(rank, round_.book)
     return _without("never-came", rank, waiting, round_, place=places[0] if places else "", wrote=wrote)
 
 
 def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
-    """All but one lost a peer."""
+    """Report a rank that all others lost."""
     return _without("left-early", rank, waiting, round_)
 
 
@@ -334,7 +334,7 @@ def _without(
 
 
 def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
-    """Say what there is where nothing shows what ended the first rank."""
+    """Report the available evidence if the first failure is unknown."""
     known: dict[str, list[Failure]] = {}
     for failure in round_.failures:
         known.setdefault(failure.known, []).append(failure)
@@ -398,7 +398,7 @@ def _wrote(rank: int, book: Book) -> str:
 
 
 def _unnamed(book: Book) -> str:
-    """Format a return code whose rank the launcher does not report."""
+    """Format a return code that the launcher reports without a rank."""
     if not book.unnamed_codes:
         return ""
     return (
@@ -413,7 +413,7 @@ def _return_code(text: str) -> str:
 
 
 def ended_from_outside(failure: Failure) -> Finding:
-    """The job was ended as a whole."""
+    """Report that the whole job was ended from outside."""
     fix = Fix(text=failure.fix, commands=failure.commands) if failure.fix else None
     return Finding(
         id=f"logs.{failure.known}",
@@ -425,7 +425,7 @@ def ended_from_outside(failure: Failure) -> Finding:
 
 
 def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
-    """Explain what the watchdogs of one process group come to."""
+    """Return the finding for a process group's desync."""
     everyone = "all ranks" if 1 < len(desync.others) == round_.book.world else name_ranks(desync.others)
     elsewhere = "the network, hardware, or a rank whose log is missing"
     if len(desync.others) == 1:
@@ -449,7 +449,7 @@ def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
 
 
 def nothing(any_lines: bool, like: Sequence[Failure] = ()) -> Finding:
-    """No line reports a failure that is known; `like`: the last lines that look like one."""
+    """Report that no known failure was found; `like`: the last lines that resemble one."""
     if not like or like[-1].job_went_on or not any_lines:
         return finding("no-failure" if any_lines else "empty")
     last = list(reversed(like))[:3]
@@ -464,7 +464,7 @@ def nothing(any_lines: bool, like: Sequence[Failure] = ()) -> Finding:
 
 
 def warnings(lines: Sequence[Failure], book: Book) -> list[Finding]:
-    """Return a remark for each kind of line that reports no failure, at its first."""
+    """Return one finding per kind of warning line."""
     first: dict[str, Failure] = {}
     for line in lines:
         first.setdefault(line.known, line)
@@ -483,7 +483,7 @@ def warnings(lines: Sequence[Failure], book: Book) -> list[Finding]:
 
 
 def unreadable(broken: Sequence[tuple[str, LogFile]], *, all_: bool) -> Finding:
-    """Some files were not read, or not to their end."""
+    """Report files not read, or not to their end."""
     (host, file), more = broken[0], len(broken) - 1
     return finding(
         "unreadable",

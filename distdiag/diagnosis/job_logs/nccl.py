@@ -1,4 +1,4 @@
-"""What NCCL_DEBUG=INFO tells of the set-up: how far each rank came, and what differs between hosts. Pure."""
+"""Setup problems from NCCL_DEBUG=INFO: how far each rank got, and differences between hosts. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-")
 
 
 def findings_of(comms: Sequence[NcclRank], *, ended: bool) -> list[Finding]:
-    """Return what in the set-up of NCCL stops the job or slows it down."""
+    """Return setup problems that stop or slow down the job."""
     found: list[Finding] = []
     begun = [comm for comm in comms if comm.phase or comm.interface or comm.network or comm.version]
     stuck = [comm for comm in begun if comm.started > comm.completed or (comm.phase < 5 and not comm.completed)]
@@ -61,7 +61,7 @@ def _stuck(stuck: Sequence[NcclRank], done: Sequence[NcclRank]) -> Finding:
 
 
 def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
-    """Name what differs between hosts, and the hosts that are few."""
+    """Report setup differences between hosts; the minority is named."""
     kinds: tuple[tuple[str, Callable[[NcclRank], Iterable[str]], str], ...] = (
         ("version", lambda comm: (comm.version,), "version"),
         ("network", lambda comm: (comm.network,), "network"),

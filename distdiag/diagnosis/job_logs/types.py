@@ -1,4 +1,4 @@
-"""What distdiag logs is asked, and what its report holds."""
+"""Request and report data of logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COMMAND = "logs"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `timeline`: also show everything that was found, in order."""
+    """The options. `timeline`: also show all events in order."""
 
     program: str
     cluster: Cluster
@@ -22,11 +22,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Something that a rank, or nobody in particular, reported.
+    """A failure reported by a rank, or by a line without one.
 
-    `role`: cause, consequence, confirmation, job. `known`: id of the knowledge, "exception" or "exit". `what`: in a
-    line; `place`: the innermost line of the user's own code, or the collective it was in; `at`: seconds since the year
-    began, None without a time; `lines_after`: of its file; `job_went_on`: its file has lines of progress behind it.
+    `role`: cause, consequence, confirmation, job. `known`: id of the known line, "exception" or "exit". `what`:
+    one-line summary; `place`: innermost line of user code, or the collective; `at`: seconds since the start of the
+    year, None without a timestamp; `lines_after`: in its file; `job_went_on`: progress lines follow in its file.
     """
 
     role: str
@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How one rank ended in the generation that is judged. `exit`: as its launcher reports it."""
+    """One rank's end in the judged generation. `exit`: as its launcher reports it."""
 
     rank: int
     host: str
@@ -64,7 +64,7 @@ class RankEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSource:
-    """One file, as it is shown."""
+    """One log file."""
 
     host: str
     path: str
@@ -78,7 +78,7 @@ class LogSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Logs:
-    """The facts of the answer. `world`: as many ranks as there are evidently; `generations` of an elastic job."""
+    """The data of the report. `world`: number of ranks as far as known; `generations`: of an elastic job."""
 
     sources: tuple[LogSource, ...]
     world: int
@@ -90,6 +90,6 @@ class Logs:
 
 
 def number_in(text: str | None) -> int | None:
-    """Read a number of at most 18 digits; None for what is none: it comes from a log, or from a node."""
+    """Parse at most 18 digits; None for anything else, as logs and nodes are untrusted."""
     digits = (text or "").removeprefix("-")
     return int(text or "") if digits.isascii() and digits.isdigit() and len(digits) < 19 else None

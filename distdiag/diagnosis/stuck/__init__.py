@@ -1,1 +1,1 @@
-"""Which rank holds up a stuck job: sources, what each claims, and the one verdict of hang, pyspy-all, trace blocked."""
+"""Diagnosis of stuck jobs: sources, claims, and the one verdict of hang, pyspy-all and trace blocked."""

@@ -1,4 +1,4 @@
-"""All that is known of one job, read once: what every source is judged from. Pure."""
+"""All evidence about one job, the input of every source. Pure."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ _GLOO_THREAD = "pt_gloo_runloop"
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that is known of one job.
+    """All evidence about one job.
 
-    `alone`: it is the only job there, so that logs and dumps are of it. `stale_dumps_s`: the age of the newest dump
-    where all are from before the present wait, and were not judged. `restart_loop`: how often it was restarted, and the
-    mean seconds of a round.
+    `alone`: the only job on these nodes, so that logs and dumps belong to it. `stale_dumps_s`: age of the newest dump
+    if all predate the current wait and were ignored. `restart_loop`: number of restarts, mean seconds per round.
     """
 
     asked: Asked
@@ -70,14 +69,14 @@ class Evidence:
 
     @cached_property
     def waited_s(self) -> float | None:
-        """For how long the ranks that wait are known to have waited; None where none does."""
+        """Longest known wait of the waiting ranks in seconds; None if none waits."""
         keys = [(state.member.host, state.member.pid or 0) for state in self.stacks.waiting]
         slept = [wait.since_s for key in keys if (wait := self.graph.main(key)) is not None and wait.since_s]
         return max([waited_s(self.stacks.waiting), *slept]) or None
 
     @cached_property
     def ends_in_s(self) -> float | None:
-        """When the first wait of Gloo in these ranks ends by the timeout of its own process group; None if unknown."""
+        """Seconds until a Gloo wait of these ranks ends by its process group's own timeout; None if unknown."""
         waiting = {(state.member.host, state.member.pid) for state in self.stacks.waiting}
         left = [
             thread.wakes_in_s
@@ -90,11 +89,11 @@ class Evidence:
         return min(left, default=None)
 
     def wait(self, state: RankState) -> Wait | None:
-        """Return what /proc shows of a rank's main thread."""
+        """Return the wait of a rank's main thread according to /proc."""
         return self.graph.main((state.member.host, state.member.pid or 0))
 
     def again(self, *words: str) -> str:
-        """Format a command about this job to paste; the job is named where there are others."""
+        """Format a command about this job to paste, with --job if the nodes run several."""
         is_named = self.job.name and (self.asked.job or not self.alone)
         return self.asked.again(*words, *(("--job", quote(self.job.name)) if is_named else ()))
 
@@ -103,7 +102,7 @@ _NO_RANKS = ("launcher", "tracker", "compile-worker")
 
 
 def wait_graph(nodes: Sequence[NodePicture]) -> WaitGraph:
-    """Return which process waits for which, from the system calls of all threads of ranks and their helpers."""
+    """Build the wait graph from the system calls of all threads of ranks and their helpers."""
     ends = {node.host: (node.networks, node.people) for node in nodes}
     index = ProcessIndex([node.stacks for node in nodes], ends)
     found: dict[Key, tuple[Wait, ...]] = {}
@@ -118,7 +117,7 @@ def wait_graph(nodes: Sequence[NodePicture]) -> WaitGraph:
 
 
 def gather_evidence(asked: Asked, nodes: Sequence[NodePicture], job: Job, *, alone: bool) -> Evidence:
-    """Judge what every source knows of one job, each on its own."""
+    """Judge each source of one job on its own."""
     graph = wait_graph(nodes)
     evidence = Evidence(
         asked=asked,
@@ -148,7 +147,7 @@ def gather_evidence(asked: Asked, nodes: Sequence[NodePicture], job: Job, *, alo
 
 
 def _awaits(graph: WaitGraph) -> dict[Key, Key]:
-    """Return for each process the one at the end of its chain of waits."""
+    """Map each process to the end of its chain of waits."""
     edges = {edge.waiter: edge.to for edge in map(graph.edge, graph.by_process) if edge is not None}
     return {key: root for key, root in find_roots(edges).items() if root not in edges}  # a cycle has no end
 
@@ -159,11 +158,11 @@ def _judge_gpus(nodes: Sequence[NodePicture], job: Job) -> GpuVerdict | None:
 
 
 _CLOCKS_DIFFER_S = 10.0
-"""By how much the clock of a file server may be ahead of or behind that of a node."""
+"""Largest assumed clock difference between a file server and a node."""
 
 
 def _judge_recorder(evidence: Evidence) -> tuple[FlightRecorder | None, tuple[Finding, ...], float]:
-    """Judge the dumps of the present wait; in an older one, ranks lack calls that they have made since."""
+    """Judge the dumps of the current wait only: older ones lack calls made since."""
     from distdiag.diagnosis.flight_recorder.diagnose import diagnose
     from distdiag.diagnosis.flight_recorder.types import Request
 
@@ -217,7 +216,12 @@ def _advisories(nodes: Sequence[NodePicture]) -> tuple[Advisory, ...]:
     return tuple(found.values())
 
 
+def in_communicator_init(states: Sequence[RankState]) -> bool:
+    """Return whether all ranks wait in ncclCommInitRank or the like: no collective has begun that could differ."""
+    return bool(states) and all(state.thread.gpu is not None and state.thread.gpu.meaning == "init" for state in states)
+
+
 def has_gpu(evidence: Evidence) -> bool:
-    """Return whether a rank of the job has a GPU open, or waits for one."""
+    """Return whether a rank of the job has a GPU open or waits for one."""
     waits = any(state.thread.gpu is not None for state in evidence.stacks.states)
     return waits or any(member.process is not None and member.process.gpu for member in evidence.job.members)

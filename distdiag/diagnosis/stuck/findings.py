@@ -1,4 +1,4 @@
-"""The verdict on a stuck job in words: rank, place, reason; its proof; its fix; and the next experiment. Pure."""
+"""Findings about a stuck job: rank, place, reason, evidence, fix, and the next experiment. Pure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _ABOUT_ALL = (StuckKind.NOT_HUNG, StuckKind.NETWORK, StuckKind.OUTSIDE, StuckKin
 
 
 def findings_of(joined: Joined, rows: Sequence[SourceRow]) -> list[Finding]:
-    """Write the verdict on one job; ranks that are stuck in different places have a finding each, the worst first."""
+    """Return the findings about one job, worst first; ranks stuck in different places have one each."""
     if joined.kind is StuckKind.UNKNOWN or joined.claim is None:
         return [_unknown(joined, rows)]
     if joined.kind in _ABOUT_ALL:
@@ -140,7 +140,7 @@ def _title(joined: Joined, claim: Claim, states: list[RankState], kind: StuckKin
         activity = activity_of(first.thread.frames)
         return f"{name} {_plural(activity, several) if activity else _busy_words(several)}: {does(first)}"
     if kind is StuckKind.LOCK and first.thread.kind in (StackClass.LOCK, StackClass.GIL):
-        kind = StuckKind.NOT_IN_COLLECTIVE  # what follows names the lock, or the thread, that it waits for
+        kind = StuckKind.NOT_IN_COLLECTIVE  # does() already describes the lock or thread
     verb = _VERBS[kind][several]
     if kind is StuckKind.STOPPED:
         return f"{name} {'are' if several else 'is'} {does(first)}"
@@ -157,7 +157,7 @@ def _busy_words(several: bool) -> str:
 
 
 def _moves(states: Sequence[RankState]) -> str:
-    """Describe what moves for the first rank that waits for its own children, threads, files or connections."""
+    """Describe the activity of the children, threads, files or connections that the first rank waits for."""
     watched = states[0].member.watched if states else None
     if watched is None or watched.activity is None or states[0].thread.motion is not Motion.WORKS:
         return ""
@@ -171,7 +171,7 @@ def _plural(activity: str, several: bool) -> str:
 
 
 def _by_whom(joined: Joined) -> str:
-    """Return the cause of a rank's end, from the kernel or the log."""
+    """Return the cause of a rank's exit, from the kernel or the log."""
     kernel, log = joined.claims.get(Source.KERNEL), joined.claims.get(Source.LOG)
     if kernel is not None and kernel.kind is StuckKind.EXITED and kernel.accused & joined.accused:
         return ", killed by the kernel: out of memory"
@@ -181,7 +181,7 @@ def _by_whom(joined: Joined) -> str:
 
 
 def _waiting(joined: Joined, kind: StuckKind) -> str:
-    """Describe who waits for them, where and since when."""
+    """Describe the ranks that wait for the accused: where, and for how long."""
     waiting = without(joined.evidence.stacks.waiting, _accused_states(joined))
     if not waiting or joined.claim is None or kind in (StuckKind.BEHIND, StuckKind.DIFFERENT_COLLECTIVES):
         return ""
@@ -195,14 +195,14 @@ def _waiting(joined: Joined, kind: StuckKind) -> str:
 
 
 def _also_gone(joined: Joined) -> str:
-    """Name the ranks that are gone or stopped besides the accused: the job cannot go on without them either."""
+    """List dead or stopped ranks besides the accused: the job needs them too."""
     still = [s for s in joined.evidence.stacks.states if s.thread.kind in (StackClass.EXITED, StackClass.STOPPED)]
     groups = split(without(still, _accused_states(joined)))
     return f"Also: {'; '.join(f'{who(group)} {does(group[0])}' for group in groups[:_GROUPS])}." if groups else ""
 
 
 def _also_polls(joined: Joined, states: Sequence[RankState]) -> str:
-    """Name the ranks outside of the collective that look for something which the accused may have to make."""
+    """List ranks outside of the collective that poll for something the accused may have to create."""
     others = without(joined.evidence.stacks.outliers, [*_accused_states(joined), *states])
     polling = [state for state in others if state.thread.motion is Motion.POLLS]
     groups = split(polling)
@@ -213,7 +213,7 @@ def _also_polls(joined: Joined, states: Sequence[RankState]) -> str:
 
 
 def _counted(joined: Joined, group: Sequence[RankState]) -> str:
-    """Compare the loop counters of those who wait and of the rank that they wait for: " (step 8; rank 3: step 7)"."""
+    """Compare the loop counters of waiting and accused ranks: " (step 8; rank 3: step 7)"."""
     accused = _accused_states(joined)
     if not accused or not group[0].thread.counters:
         return ""
@@ -225,7 +225,7 @@ def _counted(joined: Joined, group: Sequence[RankState]) -> str:
 
 
 def _pace(joined: Joined, states: Sequence[RankState], kind: StuckKind) -> str:
-    """Describe how long a busy rank still needs, and whether the timeout comes first."""
+    """Describe how long a busy rank still needs, and whether the timeout expires first."""
     ranks = {state.member.rank for state in states}
     bar = next((bar for bar in joined.evidence.bars if bar.rank in ranks and bar.left_s is not None), None)
     if kind not in GOES_ON or bar is None or bar.left_s is None:
@@ -241,7 +241,7 @@ def _pace(joined: Joined, states: Sequence[RankState], kind: StuckKind) -> str:
 
 
 def _ends(joined: Joined, kind: StuckKind) -> str:
-    """Describe when the wait ends by a timeout; a default only where it matters soon, or decides who is first."""
+    """Describe when the wait times out; a default timeout only if it is near, or decides which ends first."""
     left_s, whose = _timeout(joined)
     is_default = joined.evidence.ends_in_s is None
     if left_s is None or (is_default and kind not in GOES_ON and (joined.evidence.waited_s or 0.0) < _LONG_WAIT_S):
@@ -250,7 +250,7 @@ def _ends(joined: Joined, kind: StuckKind) -> str:
 
 
 def _timeout(joined: Joined) -> tuple[float | None, str]:
-    """Return how long the ranks that wait still have, and whose timeout it is: their own, or torch's default."""
+    """Return the seconds until the waiting ranks time out, and the origin: the process group or torch's default."""
     evidence = joined.evidence
     if evidence.ends_in_s is not None:
         return evidence.ends_in_s, "The process group's own timeout"
@@ -272,7 +272,7 @@ def _proof(rows: Sequence[SourceRow], title: str) -> tuple[str, ...]:
 
 
 def _is_said(says: str, title: str) -> bool:
-    """Return whether a title already contains a claim: the ranks, and their place."""
+    """Return whether a title already contains a claim: both its ranks and their place."""
     return all(part in title for part in says.split(": "))
 
 
@@ -341,7 +341,7 @@ def _unknown(joined: Joined, rows: Sequence[SourceRow]) -> Finding:
 
 
 def _why_none(evidence: Evidence) -> str:
-    """Explain why none of the ranks that wait at different places is named."""
+    """Explain why no rank is blamed although they wait at different places."""
     waiting = evidence.stacks.waiting
     if len(split(waiting)) == 1 or evidence.stacks.outcome is not Outcome.ALL_WAITING:
         return ""
@@ -354,7 +354,7 @@ def _why_none(evidence: Evidence) -> str:
 
 
 def _counter_lines(evidence: Evidence) -> tuple[str, ...]:
-    """List the loop counters of ranks that all wait, where they differ: "rank 1: step 4"."""
+    """List the differing loop counters of waiting ranks: "rank 1: step 4"."""
     by_counters: dict[tuple[tuple[str, int], ...], list[RankState]] = {}
     for state in evidence.stacks.waiting:
         by_counters.setdefault(state.thread.counters, []).append(state)

@@ -1,7 +1,7 @@
-"""Fixes for stuck ranks from the evidence of their own waits, and the next look at an undecided job. Pure.
+"""Fixes for stuck ranks, from the evidence of each wait, and the next experiment for undecided jobs. Pure.
 
-Function names decide nothing: a DataLoader is blamed if one is on the stack, a file if the kernel names it. A fix
-changes something; a command that only shows more is called `next:`.
+Function names decide no fix: a DataLoader is blamed if one is on the stack, a file if the kernel reports it. A fix
+changes the job or machine; commands that only show more start with `next:`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from distdiag.diagnosis.data_workers import stuck_worker
 from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.outliers import Outcome, works
 from distdiag.diagnosis.stack_classes import StackClass
+from distdiag.diagnosis.stuck.evidence import in_communicator_init
 from distdiag.diagnosis.stuck.types import Source, StuckKind
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.facts.machine import STOPPED
@@ -45,13 +46,13 @@ _NEXT = "next: "
 
 
 def may_never_have_started(state: RankState) -> bool:
-    """Return whether a rank has no process, and nothing of it was seen: no end, and no children that it left."""
+    """Return whether a rank has left no trace: no process, exit or orphaned children."""
     member = state.member
     return member.process is None and not member.helpers and state.thread.kind is StackClass.EXITED
 
 
 def fix_of(joined: Joined, claim: Claim, states: Sequence[RankState], kind: StuckKind) -> Fix | None:
-    """Return what to do about ranks in one place; None where the evidence names nothing."""
+    """Return the fix for ranks at one place; None if the evidence suggests none."""
     evidence = joined.evidence
     by_kind: dict[StuckKind, Callable[[], Fix | None]] = {
         StuckKind.STOPPED: lambda: _resume(states) or claim.fix,
@@ -86,7 +87,7 @@ def _look_again(evidence: Evidence) -> Fix:
 
 
 def _at_its_place(states: Sequence[RankState], kind: StuckKind, evidence: Evidence) -> Fix | None:
-    """Return the fix where the kernel names nothing: the line itself, or the other threads of the process."""
+    """Return a fix based on the line itself, or on other threads of the process, if the kernel shows no cause."""
     pid = states[0].member.pid
     if kind is StuckKind.LOCK and pid is not None:
         show = evidence.asked.again("pyspy-all", "--threads", "all", "--pid", str(pid))
@@ -177,7 +178,7 @@ def _storage(host: str, path: str) -> Fix:
 
 
 def _reads_input(wait: Wait) -> bool:
-    """Return whether it reads its standard input, whoever has the other end, or a terminal."""
+    """Return whether it reads a terminal or its stdin."""
     targets = wait.thread.targets if wait.thread is not None else ()
     if len(targets) != 1 or "r" not in targets[0].wants:
         return False
@@ -233,7 +234,7 @@ def _network(state: RankState, wait: Wait, evidence: Evidence) -> Fix:
 
 
 def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
-    """Return the one thing that decides between the candidates: in words, and as a command."""
+    """Return the experiment that decides between the candidates: (text, commands)."""
     evidence = joined.evidence
     asked, states = evidence.asked, evidence.stacks.states
     if evidence.stacks.outcome is Outcome.UNREADABLE:
@@ -253,7 +254,8 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
         return "see which C++ function waits (this pauses the process for about a second)", (asked.again(*words),)
     if any(state.thread.motion is Motion.COMPUTES for state in states):
         return "look for longer: a loop that ends moves on", (evidence.again("pyspy-all", "--interval", "60"),)
-    if evidence.recorder is not None and len({member.host for member in evidence.job.members}) > 1:
+    is_recorded = evidence.recorder is not None and len({member.host for member in evidence.job.members}) > 1
+    if is_recorded or in_communicator_init(states):
         return "test the network without the job", (asked.again("ports"),)
     if evidence.recorder is not None:
         return "test the GPUs and the network without the job", (asked.again("gpu-test"),)

@@ -1,9 +1,9 @@
-"""From the claims of all sources to one verdict: that of hang, pyspy-all and `trace blocked`. Pure.
+"""One verdict from the claims of all sources, for hang, pyspy-all and `trace blocked`. Pure.
 
-A rank that is gone or stopped is a fact, whichever source reports it. Calls of a flight recorder that do not match
-explain why all ranks wait. Stacks, NCCL's counters, GPUs and the log follow, and /proc is last. Where two sure sources
-accuse different ranks, no rank is blamed: both claims are shown, with the experiment that decides. A command that reads
-fewer sources may end as unknown where hang decides; it never contradicts.
+A dead or stopped rank is a fact, whichever source reports it. Mismatched calls in a flight recorder explain why all
+ranks wait. Stacks, NCCL's counters, GPUs and the log follow; /proc is last. If two sure sources accuse different ranks,
+no rank is blamed: both claims are shown, with the experiment that decides. A command with fewer sources may report
+unknown where hang decides, but never contradicts it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.outliers import Outcome, place
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck import sources
-from distdiag.diagnosis.stuck.evidence import has_gpu
+from distdiag.diagnosis.stuck.evidence import has_gpu, in_communicator_init
 from distdiag.diagnosis.stuck.stacks import of_stacks
 from distdiag.diagnosis.stuck.types import GOES_ON, Claim, Source, SourceRow, Stand, StuckKind
 from distdiag.diagnosis.stuck.waits import of_waits
@@ -47,7 +47,7 @@ def _waits(evidence: Evidence) -> Claim:
 
 
 def _are_alike(evidence: Evidence, claim: Claim) -> bool:
-    """Return whether other ranks have the same stacks as the accused of a claim by exclusion: then none is to blame."""
+    """Return whether other ranks share the stacks of the accused of a claim by exclusion, which voids the claim."""
     left_over = set(claim.pids)
     states = evidence.stacks.states
     others = {place(state) for state in states if state.member.pid not in left_over and state.thread.frames}
@@ -69,10 +69,10 @@ _CLAIMS: Mapping[Source, Callable[[Evidence], Claim]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """The verdict on one job, and its main `claim`. `against`: sure claims that contradict it.
+    """The verdict on one job with its main `claim`. `against`: sure claims that contradict it.
 
-    `candidates`: the possible explanations of an unknown verdict, the likeliest first. `starts`: why its ranks wait in
-    init_process_group, if their meeting place shows it; the first is `claim`.
+    `candidates`: possible explanations of an unknown verdict, likeliest first. `starts`: reasons, from the rendezvous
+    address, why ranks wait in init_process_group; the first equals `claim`.
     """
 
     evidence: Evidence
@@ -110,7 +110,7 @@ def join(evidence: Evidence) -> Joined:
 
 
 def _in_order(claims: Mapping[Source, Claim]) -> list[Claim]:
-    """Sort claims: facts about a process first, then calls that do not match."""
+    """Sort claims: facts about a process first, then mismatched calls."""
 
     def place(claim: Claim) -> tuple[int, int]:
         of_states = claim.kind in _STATES and claim.source in (Source.STACKS, Source.WAITS)
@@ -123,7 +123,7 @@ def _in_order(claims: Mapping[Source, Claim]) -> list[Claim]:
 def _counts(claim: Claim, *, moves: bool) -> bool:
     """Return whether a claim accuses ranks and has no other explanation.
 
-    The dumps of a running job are from different moments: a rank may just not have reached a call yet.
+    The dumps of a running job are from different moments: a rank may not have reached a call yet.
     """
     if not claim.accused or claim.kind is None or not (claim.is_sure or claim.kind is StuckKind.SLOW):
         return False
@@ -139,7 +139,7 @@ def _accused(evidence: Evidence, claims: Mapping[Source, Claim], accusing: Seque
         if claim.kind is StuckKind.LOCK and claim.witnesses & first.accused:
             continue  # the accused waits for a lock of that rank, which waits for the accused in a collective
         if claim.accused & first.accused:
-            # The ranks that both accuse; the stacks alone separate the culprit from ranks that only wait.
+            # Keep the ranks accused by both; only stacks separate the culprit from ranks that merely wait.
             common = claim.accused & accused
             accused = common if common and claim.is_sure and first.source is not Source.STACKS else accused
         else:
@@ -158,13 +158,13 @@ def _accused(evidence: Evidence, claims: Mapping[Source, Claim], accusing: Seque
 
 
 def _is_holder(claim: Claim, first: Claim) -> bool:
-    """Return whether a claim is about ranks that hold the lock for which the accused of the first one wait."""
+    """Return whether a claim concerns the ranks that hold the lock which the accused of the first one await."""
     is_lock = claim.kind is StuckKind.LOCK and first.kind is StuckKind.LOCK
     return is_lock and bool(claim.ranks and claim.witnesses & first.ranks) and not claim.ranks & first.ranks
 
 
 def _crossed(first: Claim, holder: Claim) -> Claim:
-    """Return the claim about a rank that waits for a lock, and the one that holds it in the collective: a deadlock."""
+    """Merge the claims about a rank that waits for a lock and the lock's holder in the collective: a deadlock."""
     return replace(
         first,
         kind=StuckKind.DEADLOCK,
@@ -176,7 +176,7 @@ def _crossed(first: Claim, holder: Claim) -> Claim:
 
 
 def _nobody(evidence: Evidence, claims: Mapping[Source, Claim]) -> Joined:
-    """Judge a job of which no source accuses a rank: all wait in one place, none waits, or the evidence is thin."""
+    """Judge a job without accused ranks: all wait in one place, none waits, or the evidence is thin."""
     recorder, kernel = claims.get(Source.RECORDER), claims.get(Source.KERNEL)
     in_flight = recorder is not None and recorder.kind is StuckKind.NETWORK
     lost = kernel is not None and kernel.kind is StuckKind.NETWORK
@@ -218,6 +218,8 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
     if evidence.stacks.outcome is Outcome.ALL_WAITING:
         hosts = {member.host for member in evidence.job.members}
         between = "the network between the nodes" if len(hosts) > 1 else "the connections between the ranks"
+        if in_communicator_init(evidence.stacks.states):
+            return (f"{between}, over the interface that NCCL chose", "another group or size on some ranks")
         between += " or a GPU" if has_gpu(evidence) else ""
         if evidence.gpus is not None and evidence.gpus.kind is GpuKind.ALL_BUSY_LOW_POWER:
             return (f"{between}: all GPUs run the kernel of a collective", "collectives that differ between ranks")

@@ -1,4 +1,4 @@
-"""From the facts of all nodes to the findings on their jobs: the same for hang, pyspy-all and `trace blocked`. Pure."""
+"""Findings on stuck jobs from the facts of all nodes, shared by hang, pyspy-all and `trace blocked`. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _ITS_OWN = (StuckKind.STOPPED, StuckKind.DEBUGGER)
-"""Verdicts on a rank that keep their place where others wait for it in init_process_group."""
+"""Verdicts that hold even if other ranks wait in init_process_group."""
 _SHOWN = 4
 _PLACES = 3
 _REMEDIES = {
@@ -51,7 +51,7 @@ _REMEDIES = {
 
 
 def judge(asked: Asked, nodes: Sequence[NodePicture]) -> list[Joined]:
-    """Find the jobs that were asked for and judge each; the worst first."""
+    """Find the requested jobs and judge each; worst first."""
     stacks = [node.stacks for node in nodes]
     jobs = find_jobs(stacks, whole=not (asked.user or (asked.pids and asked.command != "hang")))
     jobs = [job for job in jobs if not asked.job or is_called(job, asked.job)]
@@ -61,20 +61,20 @@ def judge(asked: Asked, nodes: Sequence[NodePicture]) -> list[Joined]:
     else:
         jobs = of_interest(jobs)
     if any(read.starts for node in nodes for read in node.starts):
-        # Beside launchers that wait, a shell or a sleep with a rank in its environment is a wrapper, not a rank.
+        # Beside waiting launchers, a shell or sleep with a rank in its environment is a wrapper, not a rank.
         jobs = [job for job in jobs if any(member.process and member.process.python for member in job.members)]
     return judge_jobs(asked, nodes, jobs)
 
 
 def judge_jobs(asked: Asked, nodes: Sequence[NodePicture], jobs: Sequence[Job]) -> list[Joined]:
-    """Judge jobs; the worst first."""
+    """Judge jobs; worst first."""
     alone = len(jobs) == 1 and not asked.pids
     judged = [_or_start(join(gather_evidence(asked, nodes, job, alone=alone)), nodes) for job in jobs]
     return sorted(judged, key=lambda joined: _ORDER.index(joined.level))
 
 
 def _or_start(joined: Joined, nodes: Sequence[NodePicture]) -> Joined:
-    """Return the verdict that ranks in init_process_group get from their meeting place, if it shows the reason."""
+    """Replace the verdict on ranks in init_process_group if their rendezvous address shows the reason."""
     evidence = joined.evidence
     states = evidence.stacks.states
     starts = start_claims(evidence.asked, nodes, of_ranks=True, states=states) if states else []
@@ -97,15 +97,15 @@ def _or_start(joined: Joined, nodes: Sequence[NodePicture]) -> Joined:
 
 
 def launcher_claims(asked: Asked, judged: Sequence[Joined], nodes: Sequence[NodePicture]) -> list[Claim]:
-    """Return why launchers have not started any rank; beside a job that runs, only what is sure."""
+    """Return why launchers have not started any rank; beside a running job, only sure claims."""
     claims = [claim for claim in start_claims(asked, nodes, of_ranks=False) if claim.is_sure or not judged]
-    # A launcher without ranks has no name of its own but that of its meeting place.
+    # A launcher without ranks is identified by its rendezvous address only.
     words = [re.split(r"[\s,;()]+", " ".join([claim.says, *claim.evidence])) for claim in claims]
     return [claim for claim, own in zip(claims, words, strict=True) if not asked.job or asked.job in own]
 
 
 def start_finding(claim: Claim) -> Finding:
-    """Write a claim on a job that does not start."""
+    """Return the finding for a job that does not start."""
     return Finding(
         id=f"hang.{claim.kind}",
         level=Level.FAIL if claim.is_sure else Level.WARN,
@@ -120,7 +120,7 @@ def start_finding(claim: Claim) -> Finding:
 def job_findings(
     asked: Asked, judged: Sequence[Joined], nodes: Sequence[NodePicture], gathered: Gathered[NodePicture]
 ) -> list[Finding]:
-    """Write what was found of all jobs, and which ranks and hosts could not be read."""
+    """Return the findings on all jobs, and on ranks and hosts that could not be read."""
     found: list[Finding] = []
     for joined in judged:
         name = joined.evidence.job.name
@@ -138,7 +138,7 @@ def _of_job(asked: Asked, joined: Joined, nodes: Sequence[NodePicture]) -> list[
     verdict = joined.evidence.stacks
     is_decided = joined.level in (Level.FAIL, Level.WARN)
     by_stacks = not is_decided or joined.claim is None or joined.claim.source is Source.STACKS
-    is_wanted = by_stacks or asked.command == "pyspy-all"  # there, a stack that is missing is worth its line
+    is_wanted = by_stacks or asked.command == "pyspy-all"  # pyspy-all also reports missing stacks
     unread = _unreadable(verdict, asked, nodes) if is_wanted else []
     if is_closed(verdict.job):
         unread = [replace(finding, title=unread_in_words(verdict.job)) for finding in unread[:1]]
@@ -151,7 +151,7 @@ def _of_job(asked: Asked, joined: Joined, nodes: Sequence[NodePicture]) -> list[
 
 
 def _from_proc(joined: Joined) -> str:
-    """Return the waits that /proc shows of ranks whose stacks are unknown; without the right to read, it has none."""
+    """Format the /proc waits of ranks with unknown stacks; empty if permission was denied."""
     waits = joined.claims.get(Source.WAITS)
     is_denied = all(state.thread.status == "denied" for state in joined.evidence.stacks.unreadable)
     return f"From /proc: {waits.says}." if waits is not None and not is_denied else ""
@@ -163,7 +163,7 @@ def _incomplete(node: NodePicture) -> Finding:
 
 
 def _left_stopped(nodes: Sequence[NodePicture]) -> Iterator[Finding]:
-    """Report what should never happen."""
+    """Report processes found stopped after sampling, which should never happen."""
     for node in nodes:
         for watched in node.watched:
             if any(sample.left_stopped for sample in watched.samples):
@@ -176,7 +176,7 @@ def _left_stopped(nodes: Sequence[NodePicture]) -> Iterator[Finding]:
 
 
 def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
-    """Report that no rank was found: what was looked for, and which jobs there are."""
+    """Report that no rank was found, with the search criteria and the jobs present."""
     hosts = format_hosts(node.host for node in nodes)
     launchers = without_ranks([node.stacks for node in nodes])
     if asked.pids:
@@ -229,7 +229,7 @@ def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
 
 
 def _no_process(asked: Asked, nodes: Sequence[NodePicture], hosts: str) -> Finding:
-    """Report pids that belong to no job: on several hosts, each is meant for one of them."""
+    """Report pids that belong to no job; with several hosts, each pid is meant for one of them."""
     pids = ", ".join(map(str, asked.pids))
     is_hidden = any(node.processes.asked_unseen for node in nodes)
     is_gone = all(set(asked.pids) <= set(node.processes.asked_missing) for node in nodes)
@@ -247,7 +247,7 @@ def _no_process(asked: Asked, nodes: Sequence[NodePicture], hosts: str) -> Findi
 
 
 def _unreadable(verdict: JobVerdict, asked: Asked, nodes: Sequence[NodePicture]) -> list[Finding]:
-    """Name the processes that could not be read, why, and what gives the right to."""
+    """Report unreadable processes by reason, with the fix."""
     by_reason: dict[tuple[str, str], list[RankState]] = {}
     for state in verdict.unreadable:
         by_reason.setdefault((state.thread.status, state.thread.reason), []).append(state)
@@ -277,7 +277,7 @@ def _not_sampled(node: NodePicture | None) -> tuple[str, ...]:
 
 
 def _rights(state: RankState, asked: Asked, node: NodePicture | None) -> Fix:
-    """Return how to get the right to read a process; in order of effort, and only what helps there."""
+    """Return the simplest ways for this user to get permission to read a process."""
     scope = node.processes.ptrace_scope if node is not None else None
     as_root = node is not None and node.processes.user == 0
     theirs = state.member.process.user if state.member.process is not None else -1
@@ -296,7 +296,7 @@ def _rights(state: RankState, asked: Asked, node: NodePicture | None) -> Fix:
 
 
 def _deduced(verdict: JobVerdict) -> list[Finding]:
-    """List the processes whose rank only follows from the other ranks."""
+    """List processes with a rank inferred from the other ranks."""
     return [
         Finding(
             id="hang.rank-deduced",
@@ -312,7 +312,7 @@ def _deduced(verdict: JobVerdict) -> list[Finding]:
 
 
 def where_of(members: Iterable[RankState]) -> Where:
-    """Return the hosts, ranks and pids of some ranks."""
+    """Return the hosts, ranks and pids of ranks."""
     members = list(members)
     return Where(
         hosts=tuple(dict.fromkeys(state.member.host for state in members if state.member.host)),
@@ -322,7 +322,7 @@ def where_of(members: Iterable[RankState]) -> Where:
 
 
 def kernel_words(members: Sequence[RankState]) -> tuple[str, ...]:
-    """Format what the kernel reports of the first rank of each place."""
+    """Format the kernel state of the first rank at each place."""
     lines = []
     for group in split(members)[:_PLACES]:
         still = group[0].standstill

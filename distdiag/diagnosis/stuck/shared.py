@@ -1,4 +1,4 @@
-"""What the accused ranks have in common that not all ranks have: a node, a local rank, a parallel group. Pure."""
+"""Properties shared by the accused ranks but not by all: node, local rank, parallel group. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def common_to(outliers: Sequence[RankState], verdict: JobVerdict, groups: Iterable[tuple[str, tuple[int, ...]]]) -> str:
-    """Describe what these ranks have in common that not all ranks have: a node, a local rank, a parallel group."""
+    """Describe the node, local rank or parallel group that these ranks share but not all ranks do."""
     count = len(outliers)
     parts = []
     hosts = {state.member.host for state in outliers}

@@ -1,4 +1,4 @@
-"""The claims of the other sources: GPUs, NCCL's RAS, flight recorder, log, kernel, versions. Pure."""
+"""Claims of the other sources: GPUs, NCCL's RAS, flight recorder, log, kernel, versions. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def of_gpus(evidence: Evidence) -> Claim:
-    """Return the claim of the GPUs themselves: which of them run the kernel of a collective, and which are idle."""
+    """Return the claim of the GPUs: which run the kernel of a collective, and which are idle."""
     verdict = evidence.gpus
     if verdict is None:
         return Claim(source=Source.GPU, says="no GPU was found to be a rank's")
@@ -30,7 +30,7 @@ def of_gpus(evidence: Evidence) -> Claim:
     ranks = frozenset(rank for rank in map(index.rank, verdict.named) if rank is not None)
     claim = Claim(source=Source.GPU, says=verdict.says, evidence=verdict.evidence, is_sure=False)
     if verdict.kind is GpuKind.ONE_IDLE:
-        # A GPU that was not read may be idle as well: then the others may wait in a collective of a few ranks.
+        # An unread GPU may be idle too; the others may then wait in a collective of a subgroup.
         is_whole = len(verdict.named) + len(verdict.spinning) == evidence.job.world_size
         return replace(
             claim,
@@ -94,7 +94,7 @@ _ABOUT_COLLECTIVES = {
 
 
 def of_log(evidence: Evidence) -> Claim:
-    """Return the claim of the job's log. A failed rank counts only if it is gone: it may have caught the error."""
+    """Return the claim of the job's log. A failed rank counts only if it is dead: it may have caught the error."""
     gone = gone_ranks(evidence)
     for finding in evidence.log_findings:
         claim = Claim(
@@ -106,7 +106,7 @@ def of_log(evidence: Evidence) -> Claim:
             fix=finding.fix,
         )
         if finding.id in _ABOUT_COLLECTIVES:
-            # After a restart the lines may be of the attempt before.
+            # After a restart the lines may be of the previous attempt.
             is_sure = finding.level is Level.FAIL and not evidence.restarts
             return replace(claim, kind=_ABOUT_COLLECTIVES[finding.id], is_sure=is_sure)
         if finding.id in _FAILED and claim.ranks & gone:
@@ -121,7 +121,7 @@ def of_log(evidence: Evidence) -> Claim:
 
 
 def gone_ranks(evidence: Evidence) -> frozenset[int]:
-    """Return the ranks whose process has ended."""
+    """Return the ranks whose process has exited."""
     states = evidence.stacks.states
     return frozenset(
         state.member.rank
@@ -131,7 +131,6 @@ def gone_ranks(evidence: Evidence) -> frozenset[int]:
 
 
 def _living_ranks(evidence: Evidence) -> frozenset[int]:
-    """Return the ranks whose process was seen, whatever it does."""
     members = (state.member for state in evidence.stacks.states if state.thread.kind is not StackClass.EXITED)
     return frozenset(member.rank for member in members if member.rank is not None and member.process is not None)
 
@@ -155,7 +154,7 @@ def of_ras(evidence: Evidence) -> Claim:
             ranks = _global_ranks(evidence, verdict.dead, own, verdict.n_ranks)
             hosts = _hosts(evidence, verdict.dead)
             if ranks and ranks <= _living_ranks(evidence):
-                # Stopped, or NCCL's threads in it cannot be reached: that it hangs for this reason is not proven.
+                # Stopped, or its NCCL threads are unreachable: not proven as the reason of the hang.
                 says = f"{verdict.why}, but {name_ranks(sorted(ranks))} still run{'s' if len(ranks) == 1 else ''}"
                 return Claim(
                     source=Source.RAS, says=says, kind=StuckKind.NETWORK, ranks=ranks, hosts=hosts, is_sure=False
@@ -169,7 +168,7 @@ def of_ras(evidence: Evidence) -> Claim:
 
 
 def _most_alike(verdicts: Sequence[RasVerdict]) -> list[RasVerdict]:
-    """Return the answers of most nodes: every process answers for the whole job, so one that differs is in doubt."""
+    """Return the majority of answers: every process answers for the whole job, so a deviating one is doubtful."""
 
     def key(verdict: RasVerdict) -> tuple[object, ...]:
         return verdict.state, tuple(lag.lagging for lag in verdict.lags), tuple(dead.rank for dead in verdict.dead)
@@ -180,9 +179,9 @@ def _most_alike(verdicts: Sequence[RasVerdict]) -> list[RasVerdict]:
 
 
 def _global_ranks(evidence: Evidence, members: Sequence[Member], listed: Sequence[int], size: int) -> frozenset[int]:
-    """Return the ranks of the job that these are: RAS numbers them within a communicator, and names addresses.
+    """Translate RAS members, numbered within a communicator and listed by address, to ranks of the job.
 
-    By host and process; else by number, if the communicator is of all ranks. None where that leaves a doubt.
+    By host and pid; else by number if the communicator spans all ranks. Empty if in doubt.
     """
     addresses = _addresses(evidence)
     by_process: dict[tuple[str, int | None], int | None] = {
@@ -195,7 +194,7 @@ def _global_ranks(evidence: Evidence, members: Sequence[Member], listed: Sequenc
 
 
 def _addresses(evidence: Evidence) -> dict[str, str]:
-    """Return the hosts by their addresses; an address of several hosts, such as loopback, is left out."""
+    """Map addresses to hosts, without addresses of several hosts such as loopback."""
     found: dict[str, set[str]] = {}
     for node in evidence.nodes:
         for network in node.networks:
@@ -210,7 +209,7 @@ def _hosts(evidence: Evidence, members: Sequence[Member]) -> tuple[str, ...]:
 
 
 def of_kernel(evidence: Evidence) -> Claim:
-    """Return the claim of the kernel: OOM kills, Xid, links, data that is not acknowledged."""
+    """Return the claim of the kernel: OOM kills, Xids, links, unacknowledged data."""
     by_pid: dict[tuple[str, int | None], int | None] = {
         (member.host, member.pid): member.rank for member in evidence.job.members if member.pid is not None
     }
@@ -286,14 +285,14 @@ def of_versions(evidence: Evidence) -> Claim:
 
 
 def of_start(evidence: Evidence) -> Claim:
-    """Return how many ranks wait in init_process_group; why they do is judged across the job, see starts."""
+    """Return the number of ranks in init_process_group; starts.py judges the reason for the whole job."""
     waiting = [start for node in evidence.nodes for read in node.starts for start in read.starts]
     kind = StuckKind.RENDEZVOUS if waiting else None
     return Claim(source=Source.START, says=f"{len(waiting)} processes wait for others to start", kind=kind)
 
 
 def availability(evidence: Evidence) -> Mapping[Source, tuple[str, str]]:
-    """Return for each source that was read on no node why, and what would change that."""
+    """Return, for each source read on no node, the reason and a hint."""
     found: dict[Source, tuple[str, str]] = {}
     for source in evidence.asked.sources:
         ends = [end for node in evidence.nodes for end in node.ended if end.source == source]
@@ -305,7 +304,7 @@ def availability(evidence: Evidence) -> Mapping[Source, tuple[str, str]]:
 
 
 _FACTS = {Source.STACKS: "watched", Source.WAITS: "blocked", Source.RECORDER: "dumps", Source.LOG: "logs"}
-"""Keep what each source returned before its deadline."""
+"""Partial results of these are kept after a deadline."""
 
 
 def _was_read(nodes: Sequence[NodePicture], source: Source) -> bool:
@@ -313,5 +312,5 @@ def _was_read(nodes: Sequence[NodePicture], source: Source) -> bool:
 
 
 def seconds_of(evidence: Evidence, source: Source) -> float:
-    """Return how long reading a source took, on the slowest node."""
+    """Return the longest time a node took to read a source."""
     return max((end.seconds for node in evidence.nodes for end in node.ended if end.source == source), default=0.0)

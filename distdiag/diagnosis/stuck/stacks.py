@@ -1,4 +1,4 @@
-"""The source "stacks": what the frames of all ranks claim, and of which kind a rank's fault is. Pure."""
+"""Claim of the source "stacks", and the kind of a rank's fault. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS = {
     StackClass.DEBUGGER: StuckKind.DEBUGGER,
 }
 _LOCKING = ("flock", "fcntl", "futex")
-"""Python's own locks have no frame: a thread that waits for a lock or a thread sleeps in a futex."""
+"""Python's own locks have no frame: a thread waiting for a lock or thread sleeps in a futex."""
 
 
 def of_stacks(evidence: Evidence) -> Claim:
@@ -58,7 +58,7 @@ def of_stacks(evidence: Evidence) -> Claim:
 
 
 def _listens_where_told(evidence: Evidence) -> bool:
-    """Return whether rank 0 listens at its MASTER_PORT while others try another port of that host.
+    """Return whether rank 0 listens at its MASTER_PORT while others try another port of its host.
 
     A script may change the port after the start, but then those ranks would have found rank 0. Ranks that try another
     host may belong to another job.
@@ -104,7 +104,7 @@ def _of_outliers(claim: Claim, evidence: Evidence) -> Claim:
         return _accusing(claim, verdict.outliers, StuckKind.BEHIND, says)
     gone = [state for state in verdict.outliers if state.thread.kind is StackClass.EXITED]
     chosen = gone or [state for state in verdict.outliers if state.thread.kind is StackClass.STOPPED]
-    # A rank that looks for something again and again may look for what a rank that is stuck has to make.
+    # A polling rank may wait for something that a stuck rank has to create.
     chosen = chosen or [s for s in verdict.outliers if s.thread.motion is not Motion.POLLS] or list(verdict.outliers)
     groups = split(chosen)
     says = "; ".join(f"{who(group)}: {does(group[0])}" for group in groups[:3])
@@ -114,15 +114,15 @@ def _of_outliers(claim: Claim, evidence: Evidence) -> Claim:
 
 
 def kind_in_job(state: RankState, evidence: Evidence) -> StuckKind:
-    """Return the kind of fault of a rank: no more than slow, where the others have not waited for long."""
+    """Return the kind of a rank's fault, at most SLOW while the others have not waited for long."""
     kind = kind_of(state, evidence)
     return StuckKind.SLOW if evidence.stacks.only_slow and kind not in GOES_ON else kind
 
 
 def _is_waited_for(evidence: Evidence) -> bool:
-    """Return whether the others wait for the ranks that are gone.
+    """Return whether the others wait for the dead ranks.
 
-    Ranks that leave one after the other are a job that ends: which one left first is not known.
+    Ranks that exit one after the other are a job that ends, in an unknown order.
     """
     waiting = evidence.stacks.waiting
     lasts = [not state.thread.moving and state.thread.still_s > LONG_S for state in waiting]
@@ -130,7 +130,7 @@ def _is_waited_for(evidence: Evidence) -> bool:
 
 
 def kind_of(state: RankState, evidence: Evidence) -> StuckKind:
-    """Return the kind of fault of a rank outside of the collective: by what it does, not by names of functions."""
+    """Return the kind of fault of a rank outside of the collective, by its activity rather than function names."""
     thread = state.thread
     found = _KINDS.get(thread.kind)
     if found is not None and found in (StuckKind.EXITED, StuckKind.STOPPED, StuckKind.DEBUGGER):
@@ -146,7 +146,7 @@ def kind_of(state: RankState, evidence: Evidence) -> StuckKind:
         return StuckKind.DEVICE if is_device else StuckKind.STORAGE
     wait = evidence.wait(state)
     if wait is not None and wait.kind in (Kind.CHILD, Kind.FILE, Kind.NETWORK, Kind.SLEEP):
-        if found is StuckKind.LOCK and wait.kind is Kind.SLEEP:  # a lock file, looked at again and again
+        if found is StuckKind.LOCK and wait.kind is Kind.SLEEP:  # a polled lock file
             return found
         return StuckKind.DATA if found is StuckKind.DATA else StuckKind.NOT_IN_COLLECTIVE
     if wait is not None and wait.kind is Kind.LOCK:

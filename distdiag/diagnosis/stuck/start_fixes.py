@@ -1,4 +1,4 @@
-"""The launcher's line, or the variables, that send a process to the right meeting place. Pure."""
+"""Corrected launch lines or variables that send a process to the right rendezvous address. Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,28 @@ if TYPE_CHECKING:
     from distdiag.jobs.starts import Start
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
-_MODULE = ("torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch", "launch")
+_MODULE = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "deepspeed.launcher.launch",
+    "accelerate.commands.launch",
+    "launch",
+)
 _SHOWN = 4
 
 
-def at_place(rows: Sequence[StartRow], place: str, *, but: str = "") -> Fix:
-    """Return how to start these processes again so that they meet at a place; `but`: what to do besides, or instead."""
+def at_place(rows: Sequence[StartRow], place: str, *, job: Sequence[StartRow], but: str = "") -> Fix:
+    """Return how to restart these processes so that they meet at a place; `but`: appended to the text."""
     launch = rows[0].start.above or rows[0].start.launch
     hosts = format_hosts(row.host for row in rows)
     if rows[0].is_rank and launch.program == "torchrun":
-        # torchrun's agent sets MASTER_ADDR: the name of the node that has rank 0, or its --local-addr.
+        # torchrun's agent sets MASTER_ADDR, to the host name of rank 0's node or its --local-addr.
         address = place.rpartition(":")[0]
         return Fix(text=f"start torchrun on the node of rank 0 with --local-addr={address}{but}")
     options = " ".join(options_for(launch, place))
-    lines = {line: row.host for row in rows if (line := corrected(row.start, place))}
+    if rows[0].is_rank and rows[0].start.above is None and rows[0].start.tasks is not None:
+        return _of_step(rows, place, job, but)
+    lines = {line: row.host for row in rows if (line := corrected(row.start, options_for(launch, place)))}
     if not lines:
         is_plain = rows[0].is_rank and "PORT" not in place.rpartition(":")[2]
         return Fix(text=f"start it on {hosts} with {options}{but}", commands=(f"export {options}",) if is_plain else ())
@@ -38,8 +46,31 @@ def at_place(rows: Sequence[StartRow], place: str, *, but: str = "") -> Fix:
     return Fix(text=f"start it on {hosts} with {options}{but}", commands=commands)
 
 
+def _of_step(rows: Sequence[StartRow], place: str, job: Sequence[StartRow], but: str) -> Fix:
+    """Return how to start the ranks of mpirun or srun again: its own line, where that is known to set the place."""
+    wanted = options_for(rows[0].start.launch, place)
+    hosts = format_hosts(row.host for row in rows)
+    if any(row.place != rows[0].place for row in job):
+        had = [text for text in options_for(rows[0].start.launch, rows[0].place) if text not in wanted]
+        text = f"find what sets {' '.join(had)} on {hosts}, such as a profile: all ranks need {' '.join(wanted)}{but}"
+        return Fix(text=text)
+    line = next((line for row in job if (line := _step_line(row, wanted))), f"export {' '.join(wanted)}")
+    return Fix(text=f"start the job with {' '.join(wanted)}{but}", commands=(line,))
+
+
+def _step_line(row: StartRow, wanted: Sequence[str]) -> str:
+    """Return the line of mpirun or srun with other variables; empty if they are set elsewhere, as in a script."""
+    try:
+        words = shlex.split(row.start.command)
+    except ValueError:
+        return ""
+    new = dict(zip(options_for(row.start.launch, row.place), wanted, strict=True))
+    is_set = all(old in words for old in new) and "***" not in row.start.command
+    return shlex.join(new.get(word, word) for word in words) if is_set else ""
+
+
 def options_for(launch: Launch, place: str) -> list[str]:
-    """Return the options that send a launcher, or the variables that send a rank, to a meeting place."""
+    """Return launcher options or, for a rank, variables that set a rendezvous address."""
     host, _, port = place.rpartition(":")
     host = host.strip("[]")
     if launch.program == "environment":
@@ -52,20 +83,19 @@ def options_for(launch: Launch, place: str) -> list[str]:
     return [f"--master{kind}addr={host}", f"--master{kind}port={port}"]
 
 
-def corrected(start: Start, place: str) -> str:
-    """Return the launcher's whole command line with another meeting place, to paste; empty if it is not known."""
+def corrected(start: Start, options: Sequence[str]) -> str:
+    """Return the launcher's whole command line with other options; empty if unknown."""
     try:
         words = shlex.split(start.command)
-    except ValueError:  # a secret was taken out of a quoted word
+    except ValueError:  # a secret was cut out of a quoted word
         return ""
     at = next((at for at, word in enumerate(words[:8]) if word in _MODULE), None)
     if at is None:
         at = next((at for at, word in enumerate(words[:6]) if os.path.basename(word) in _LAUNCHERS), None)
     if at is None or "***" in start.command:
         return ""
-    if at == 1 and os.path.isabs(words[1]):  # a script's own first line names its interpreter
+    if at == 1 and os.path.isabs(words[1]):  # a script's shebang names its interpreter
         words, at = words[1:], 0
-    options = options_for(start.above or start.launch, place)
     names = {option.partition("=")[0].lstrip("-").replace("-", "_") for option in options}
     return shlex.join([*words[: at + 1], *options, *_without(words[at + 1 :], names)])
 

@@ -1,4 +1,4 @@
-"""A process that waits for others to start, with its host; how it is compared, and described. Pure."""
+"""A process that waits for others to start, with its host; comparison and texts. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.agent import port_scan
+from distdiag.diagnosis import nic_selection
 from distdiag.facts.network import is_loopback
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _SEEN = {
     port_scan.FILTERED: "no answer",
     port_scan.NO_ROUTE: "no route",
 }
+_SHOWN = 4
 LOOPBACK = frozenset(("127.0.0.1", "::1"))
 
 
@@ -31,23 +33,23 @@ class StartRow:
     own: frozenset[str]
     """All addresses of the host."""
     family: frozenset[int]
-    """The process, those above it and below."""
+    """The process, its ancestors and descendants."""
 
     @property
     def place(self) -> str:
-        """Its meeting place."""
+        """The rendezvous address, "host:port"."""
         launch = self.start.launch
         host = f"[{launch.host}]" if ":" in launch.host else launch.host
         return f"{host}:{launch.port}"
 
     @property
     def meeting(self) -> Meeting | None:
-        """What its node sees there."""
+        """The state of that address as seen from its node."""
         return self.start.meeting
 
     @property
     def name(self) -> str:
-        """Name it: "rank 3 on node2", "node2"."""
+        """Format it: "rank 3 on node2", "node2"."""
         if not self.is_rank:
             return self.host
         name = f"pid {self.start.pid}" if self.start.rank is None else f"rank {self.start.rank}"
@@ -55,17 +57,17 @@ class StartRow:
 
     @property
     def is_rank(self) -> bool:
-        """Return whether it is a rank, not a launcher."""
+        """Return whether it is a rank rather than a launcher."""
         return self.start.launch.program == "environment"
 
     def is_server(self) -> bool:
-        """Return whether its own store listens at the meeting place: its own, or that of the torchrun above it."""
+        """Return whether its own store, or that of the torchrun above it, listens at the rendezvous address."""
         met = self.meeting
         return met is not None and met.is_here and met.server in self.family
 
 
 def is_served(row: StartRow, rows: Sequence[StartRow]) -> bool:
-    """Return whether a process of the same job listens at its meeting place."""
+    """Return whether a process of the same job listens at the rendezvous address."""
     if row.is_server():
         return True
     servers = [other for other in rows if other.is_server() and other.start.launch.port == row.start.launch.port]
@@ -74,13 +76,13 @@ def is_served(row: StartRow, rows: Sequence[StartRow]) -> bool:
 
 
 def limit_s(row: StartRow) -> float | None:
-    """Return how long a launcher waits in all: for the store, or for the other nodes."""
+    """Return a launcher's total wait: for the store, or for the other nodes."""
     met, launch = row.meeting, row.start.launch
     return launch.gives_up_s if met is not None and met.state == port_scan.OPEN else launch.connects_s
 
 
 def owners(nodes: Iterable[NodePicture]) -> dict[str, str]:
-    """Return the host of each address; an address of several hosts, such as a bridge's, is left out."""
+    """Map addresses to hosts, without addresses of several hosts such as a bridge's."""
     found: dict[str, set[str]] = {}
     for node in nodes:
         for address in by_interface(node):
@@ -89,7 +91,7 @@ def owners(nodes: Iterable[NodePicture]) -> dict[str, str]:
 
 
 def resolved(row: StartRow, owner: Mapping[str, str]) -> tuple[str, int]:
-    """Return what two processes must have in common to meet: the machine, by name or address, and the port."""
+    """Return the key that processes must share to meet: machine (by host or address) and port."""
     met = row.meeting
     if met is None or not met.addresses:
         return row.place, 0
@@ -99,19 +101,19 @@ def resolved(row: StartRow, owner: Mapping[str, str]) -> tuple[str, int]:
 
 
 def meets_at_loopback(met: Meeting) -> bool:
-    """Return whether all addresses of a meeting place are loopback."""
+    """Return whether all addresses of a rendezvous are loopback."""
     return bool(met.addresses) and all(map(is_loopback, met.addresses))
 
 
 def why_own(row: StartRow) -> str:
-    """Describe why a meeting place is the machine itself."""
+    """Describe why a rendezvous address is the machine itself."""
     met = row.meeting
     name = row.start.launch.host
     return f"{name} is {met.addresses[0]} there" if met is not None and met.addresses[0] != name else "it is loopback"
 
 
 def by_interface(node: NodePicture) -> dict[str, str]:
-    """Return the interface of each address of a node, without loopback."""
+    """Map a node's addresses to interfaces, without loopback."""
     return {
         text.partition("/")[0]: name
         for read in node.starts
@@ -119,6 +121,25 @@ def by_interface(node: NodePicture) -> dict[str, str]:
         for text in texts
         if not is_loopback(text.partition("/")[0])
     }
+
+
+def interfaces_in_words(rows: Iterable[StartRow], nodes: Iterable[NodePicture], *, lacking: bool) -> list[str]:
+    """Describe which interfaces the ranks' variables choose: those with an address, or (`lacking`) the names without.
+
+    As Gloo and NCCL read them: Gloo takes exact names, NCCL prefixes.
+    """
+    by_host = {node.host: read.addresses for node in nodes for read in node.starts}
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        has = by_host.get(row.host, {})
+        for name, value in row.start.interfaces.items():
+            is_nccl = name.startswith("NCCL")
+            chosen = [nic for nic in has if (nic_selection.takes(value, nic) if is_nccl else nic in value.split(","))]
+            text = ", ".join(f"{nic} {has[nic][0].partition('/')[0]}" for nic in chosen if has[nic])
+            if bool(text) is not lacking:
+                lacks = f"no interface of {row.host} ({', '.join(nic for nic in has if nic != 'lo')})"
+                found.setdefault(f"{name}={value}", []).append(f"{text} on {row.host}" if text else lacks)
+    return [f"{name} is {'; '.join(list(dict.fromkeys(chosen))[:_SHOWN])}." for name, chosen in found.items()]
 
 
 def evidence_of(row: StartRow) -> str:
@@ -138,7 +159,7 @@ def evidence_of(row: StartRow) -> str:
 
 
 def value_in_words(value: object) -> str:
-    """Format an option's value: a count of nodes "2:4", or itself."""
+    """Format an option's value; a count of nodes as "2:4"."""
     if isinstance(value, tuple):
         return str(value[0]) if value[0] == value[1] else f"{value[0]}:{value[1]}"
     return str(value)

@@ -15,12 +15,13 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.outliers import split
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, who
-from distdiag.diagnosis.stuck.start_fixes import at_place, options_for
+from distdiag.diagnosis.stuck.start_fixes import at_place, corrected, options_for
 from distdiag.diagnosis.stuck.start_rows import (
     LOOPBACK,
     StartRow,
     by_interface,
     evidence_of,
+    interfaces_in_words,
     is_served,
     limit_s,
     meets_at_loopback,
@@ -152,6 +153,7 @@ class _Group:
         self._of_ranks = rows[0].is_rank
         self._several = max(row.start.launch.nodes[0] for row in rows) > 1 or self._of_ranks
         self._served = [row for row in rows if is_served(row, rows)]
+        self._met = [row for row in rows if row.start.joined and row.meeting is not None and not row.meeting.is_here]
         self._waited_s = max(row.start.waited_s for row in rows)
         here = {(row.host, row.start.pid) for row in rows}
         self._not_here = [state for state in states if (state.member.host, state.member.pid) not in here]
@@ -186,7 +188,7 @@ class _Group:
             kind=StuckKind.RENDEZVOUS,
             is_sure=level is Level.FAIL,
             says=title,
-            detail=" ".join(filter(None, (detail, self._ends()))),
+            detail=" ".join(filter(None, (detail, *self._interfaces(lacking=True), self._ends()))),
             hosts=hosts,
             ranks=ranks,
             pids=tuple(row.start.pid for row in rows),
@@ -194,6 +196,9 @@ class _Group:
             fix=fix,
             seconds=self._waited_s,
         )
+
+    def _interfaces(self, *, lacking: bool) -> list[str]:
+        return interfaces_in_words(self._rows, self._nodes, lacking=lacking)
 
     def _ends(self) -> str:
         """Describe for how long it has waited, and when it gives up."""
@@ -206,18 +211,22 @@ class _Group:
         return Level.FAIL if self._waited_s > _LATE_S else Level.WARN
 
     def _right_place(self) -> str:
-        """Return the meeting place that a process of this job serves; empty if none does."""
-        if not self._served:
+        """Return the meeting place that a process of this job serves, else rank 0's; empty if neither is known."""
+        served = self._served or self._met
+        if served and not (served[0].meeting is not None and meets_at_loopback(served[0].meeting)):
+            return served[0].place
+        first = next(iter(served), None) or next(
+            (row for row in self._rows if row.is_rank and row.start.rank == 0), None
+        )
+        if first is None:
             return ""
-        first = self._served[0]
-        port = first.start.launch.port
-        if first.meeting is None or not meets_at_loopback(first.meeting):
-            return first.place
-        return f"{min(first.own - LOOPBACK, default=first.host)}:{port}"
+        own = [address for address in first.own - LOOPBACK if self._owner.get(address, first.host) == first.host]
+        address = min(own, key=lambda address: (":" in address, address), default=first.host)
+        return f"{f'[{address}]' if ':' in address else address}:{first.start.launch.port}"
 
     def _start_with(self, rows: Sequence[StartRow]) -> Fix | None:
         place = self._right_place()
-        return at_place(rows, place) if place else None
+        return at_place(rows, place, job=self._rows) if place else None
 
     def _unresolved(self) -> Iterable[Claim]:
         bad = [row for row in self._rows if row.meeting is not None and row.meeting.error]
@@ -246,7 +255,8 @@ class _Group:
         wrong = [row for row in others if row.start.launch.node_rank] if alone else others
         if wrong:
             place = wrong[0].place
-            title = f"{format_hosts(row.host for row in wrong)} meets at {place}, itself: {why_own(wrong[0])}"
+            meet = "meets" if len({row.host for row in wrong}) == 1 else "meet"
+            title = f"{format_hosts(row.host for row in wrong)} {meet} at {place}, itself: {why_own(wrong[0])}"
             text = "start all nodes with the address of one of them"
             yield self._made(wrong, Level.FAIL, title, "", self._start_with(wrong) or Fix(text=text))
 
@@ -289,9 +299,10 @@ class _Group:
         places = Counter(row.place for row in self._rows)
         if len({resolved(row, self._owner) for row in self._rows}) < 2:
             return
-        right = {row.place for row in self._served}
+        served = self._served or self._met
+        right = {row.place for row in served}
         wrong = [row for row in self._rows if row.place not in right]
-        if right and wrong and len({resolved(row, self._owner) for row in self._served}) == 1:
+        if right and wrong and len({resolved(row, self._owner) for row in served}) == 1:
             there = format_hosts(row.host for row in self._rows if row.place in right)
             names = listed([row.name for row in wrong])
             wait = "waits" if len(wrong) == 1 else "wait"
@@ -317,15 +328,28 @@ class _Group:
                     for value in dict.fromkeys(values.values())
                 ]
                 title = f"the nodes were started with different {what}: {listed(parts)}"
-                yield self._made(self._rows, Level.FAIL, title, "", Fix(text=f"start all with the same {what}"))
+                lines: tuple[str, ...] = ()
+                if of == "run_id" and self._served:
+                    right = self._served[0].start.launch.run_id
+                    wrong = [row for row, launch in launches if launch.run_id != right]
+                    lines = self._lines((row, f"--rdzv-id={right}") for row in wrong)
+                fix = Fix(text=f"start all with the same {what}", commands=lines)
+                yield self._made(self._rows, Level.FAIL, title, "", fix)
                 return
         ranks = Counter(launch.node_rank for _, launch in launches if launch.node_rank is not None)
         for rank, count in ranks.items():
             if count > 1:
                 rows = [row for row, launch in launches if launch.node_rank == rank]
-                title = f"{format_hosts(row.host for row in rows)} were both started with --node-rank {rank}"
+                both = "both" if count == 2 else "all"
+                title = f"{format_hosts(row.host for row in rows)} were {both} started with --node-rank {rank}"
                 text = f"give each node its own: 0 to {self._first.launch.nodes[0] - 1}"
-                yield self._made(rows, Level.FAIL, title, "", Fix(text=text))
+                free = sorted(set(range(self._first.launch.nodes[0])) - set(ranks))
+                lines = self._lines((row, f"--node-rank={own}") for row, own in zip(rows[1:], free, strict=False))
+                yield self._made(rows, Level.FAIL, title, "", Fix(text=text, commands=lines))
+
+    def _lines(self, wanted: Iterable[tuple[StartRow, str]]) -> tuple[str, ...]:
+        lines = [(row.host, corrected(row.start, [option])) for row, option in wanted]
+        return tuple(f"{line}  # on {host}" for host, line in lines if line)[:_SHOWN]
 
     def _other_ranks(self) -> Iterable[Claim]:
         """Ranks whose RANK or WORLD_SIZE does not fit those of the others."""
@@ -343,8 +367,11 @@ class _Group:
             if count > 1 and len(sizes) < 2:
                 rows = [row for row in self._rows if row.start.rank == rank]
                 title = f"{count} processes were started with RANK={rank}: on {format_hosts(row.host for row in rows)}"
-                fix = Fix(text=f"give each process its own RANK: 0 to {(self._first.world_size or 1) - 1}")
-                yield self._made(rows, Level.FAIL, title, "", fix)
+                size = self._first.world_size or 1
+                fix = Fix(text=f"give each process its own RANK: 0 to {size - 1}")
+                free = sorted(set(range(size)) - {row.start.rank for row in self._rows})
+                detail = f"None of these processes is {name_ranks(free)} of {size}." if free else ""
+                yield self._made(rows, Level.FAIL, title, detail, fix)
 
     def _first_address(self) -> Iterable[Claim]:
         """The resolver's first address gives no answer, and torch waits there until its timeout."""
@@ -358,7 +385,7 @@ class _Group:
             place = f"{f'[{second}]' if ':' in second else second}:{met.port}"
             rows = [other for other in self._rows if other.meeting is not None and other.meeting.silent]
             but = f", or remove {first} from DNS or /etc/hosts for {met.host}"
-            yield self._made(rows, Level.FAIL, title, "", at_place(rows, place, but=but))
+            yield self._made(rows, Level.FAIL, title, "", at_place(rows, place, job=self._rows, but=but))
             return
 
     def _unreachable(self) -> Iterable[Claim]:
@@ -371,7 +398,11 @@ class _Group:
             if first.start.above is not None and first.start.above.program == "torchrun":
                 text = "torchrun chooses this port: open all ports between these nodes"
             fix = Fix(text=text, commands=(self._asked.again("ports", first.place),))
-            yield self._made(rows, Level.FAIL, f"{title}, where the job meets", _WHY.get(state, ""), fix)
+            found = self._made(rows, Level.FAIL, f"{title}, where the job meets", _WHY.get(state, ""), fix)
+            other = self._head(first)
+            is_reached = any(row.start.joined and row.host != other for row in self._rows)
+            ends = [*found.hosts, *([other] if other and not is_reached else [])]
+            yield replace(found, hosts=tuple(dict.fromkeys(ends)))
 
     def _wrong_interface(self) -> Iterable[Claim]:
         """A rank that knocks at an address of another rank's node that it cannot reach."""
@@ -382,12 +413,12 @@ class _Group:
                     continue
                 other = next((node for node in self._nodes if address in by_interface(node)), None)
                 at = f"{other.host}, interface {by_interface(other)[address]}" if other is not None else "another rank"
-                wanted = ", ".join(f"{name}={value}" for name, value in row.start.interfaces.items())
                 title = f"{row.name} gets no answer from {end} ({at})"
+                ends = tuple(dict.fromkeys([row.host, *([other.host] if other is not None else [])]))
                 text = "choose the interface that all nodes reach: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
                 fix = Fix(text=text, commands=(self._asked.again("ports"),))
-                detail = f"It was started with {wanted}." if wanted else ""
-                yield self._made([row], Level.FAIL, title, detail, fix)
+                detail = " ".join(interfaces_in_words([row], self._nodes, lacking=False))
+                yield replace(self._made([row], Level.FAIL, title, detail, fix), hosts=ends)
                 return
 
     def _on_the_way(self) -> Iterable[Claim]:
@@ -421,40 +452,63 @@ class _Group:
         if not rows or any(state.member.rank == 0 and state.member.pid for state in self._not_here):
             return
         first = rows[0]
-        addresses = set(first.meeting.addresses) if first.meeting is not None else set()
-        name = first.start.launch.host.partition(".")[0]
-        head = next(
-            (
-                node
-                for node in self._nodes
-                if addresses & set(by_interface(node)) or node.host.partition(".")[0] == name
-            ),
-            None,
-        )
+        head = self._head(first)
         names = listed(list(dict.fromkeys(row.name for row in rows)))
         waits = f"{names} {'wait' if len(rows) > 1 else 'waits'} for {first.place}"
         level = self._level()
-        if head is None:
-            title = f"{waits}, where nothing listens"
+        if not head:
+            is_own = first.meeting is not None and meets_at_loopback(first.meeting)
+            title = f"{waits}, {'itself, ' if is_own else ''}where nothing listens"
             first_one = "Rank 0" if self._of_ranks else "The first node's launcher"
             detail = f"{first_one} is not there yet, has ended, or listens at another port."
-            fix = Fix(
-                text="next: ask both nodes", commands=(f"{self._asked.program} hang --hosts {self._with(first)}",)
-            )
+            text, hosts = "next: ask both nodes", self._with(first)
+            if is_own:
+                detail = (
+                    f"{first_one} is on another node, which {first.start.launch.host} does not lead to, or has ended."
+                )
+                text, hosts = "next: ask all nodes; the job needs the address of rank 0's node", "LIST"
+            fix = Fix(text=text, commands=(f"{self._asked.program} hang --hosts {hosts}",))
             yield self._made(rows, level, title, detail, fix, accuses=False)
             return
-        there = [row for row in self._rows if row.host == head.host]
+        there = [row for row in self._rows if row.host == head]
         if there and (self._of_ranks or not there[0].start.launch.node_rank):
-            away = [row.name for row in rows if row.host != head.host] or [row.name for row in rows]
+            away = [row.name for row in rows if row.host != head] or [row.name for row in rows]
             waits = f"{listed(away)} {'wait' if len(away) > 1 else 'waits'} for {first.place}"
-            title = f"{waits}: the process of this job on {head.host} does not listen there yet"
+            title = f"{waits}: the process of this job on {head} does not listen there yet"
             yield self._made(rows, Level.WARN, title, "", self._is_host(there[0]), accuses=False)
             return
+        elsewhere = self._first_rank_on(head) if self._of_ranks else ""
+        if elsewhere:
+            title = f"{waits}, where nothing listens: rank 0 on {head} meets at {elsewhere}"
+            yield self._made(rows, Level.WARN, title, "", at_place(rows, elsewhere, job=self._rows), accuses=False)
+            return
         one = "rank 0" if self._of_ranks else "node rank 0"
-        title = f"{waits}, but nothing listens on {head.host}: {one} was never started there, or exited"
-        fix = Fix(text=f"start it on {head.host}; if it failed, its log names the reason", commands=())
+        title = f"{waits}, but nothing listens on {head}: {one} was never started there, or exited"
+        fix = Fix(text=f"start it on {head}; if it failed, its log names the reason", commands=())
         found = self._made(rows, level, title, "", fix)
-        yield replace(found, hosts=(head.host,), ranks=frozenset([0] if self._of_ranks else []))
+        yield replace(found, hosts=(head,), ranks=frozenset([0] if self._of_ranks else []))
+
+    def _head(self, row: StartRow) -> str:
+        """Return the host that a meeting place leads to; empty if it was not asked."""
+        addresses = set(row.meeting.addresses) if row.meeting is not None else set()
+        name = row.start.launch.host.partition(".")[0]
+        heads = (
+            node.host
+            for node in self._nodes
+            if addresses & set(by_interface(node)) or node.host.partition(".")[0] == name
+        )
+        return next(heads, "")
+
+    def _first_rank_on(self, host: str) -> str:
+        """Return where the same program's rank 0 on this host meets; empty without one."""
+        own = {(row.host, row.start.pid) for row in self._rows}
+        processes = [(node.host, process) for node in self._nodes for process in node.processes.processes]
+        commands = {process.command for at, process in processes if (at, process.pid) in own}
+        for at, process in processes:
+            is_first = process.python and process.place is not None and process.place.rank == 0
+            if at == host and is_first and process.command in commands and "MASTER_ADDR" in process.job:
+                return f"{process.job['MASTER_ADDR']}:{process.job.get('MASTER_PORT', '')}"
+        return ""
 
     def _is_host(self, row: StartRow) -> Fix | None:
         if row.start.launch.backend != "c10d" or row.start.launch.is_host is not None or row.start.waited_s < _BEGINS_S:
@@ -503,7 +557,11 @@ class _Group:
             yield replace(self._made([], self._level(), title, "", fix), hosts=tuple(absent))
             return
         level = self._level() if asked else Level.WARN
-        yield self._made(self._rows, level, some, "", self._ask_all(), accuses=False)
+        yield self._made(self._rows, level, some, self._leads_home(), self._ask_all(), accuses=False)
+
+    def _leads_home(self) -> str:
+        met = self._rows[0].meeting
+        return f"{met.host} leads any other node to itself." if met is not None and meets_at_loopback(met) else ""
 
     def _ranks_missing(self) -> Iterable[Claim]:
         """Ranks wait at rank 0's store, and others have not connected to it."""
@@ -525,6 +583,8 @@ class _Group:
                 names = listed(list(dict.fromkeys(row.name for row in self._rows))[:_SHOWN])
                 wait = "waits" if len(self._rows) == 1 else "wait"
                 title = f"{names} {wait} at {place} for more of its {size} ranks"
+                if tasks and tasks < size and self._first.above is None:
+                    title += f"; its launcher has started {tasks} tasks"
                 yield self._made(self._rows, Level.WARN, title, "", self._ask_all(), accuses=False)
             return
         absent, level = self._named_absent(), self._level()
@@ -535,7 +595,9 @@ class _Group:
         title = f"{names} {'has' if one else 'have'} not come to {place}"
         title += ": no rank there is connected to rank 0" if absent else ""
         detail = f"{'It is' if one else 'They are'} still starting, never started, or exited."
-        text = f"if the output of {names} shows no import in progress, start {'it' if one else 'them'} again"
+        detail = " ".join((self._leads_home() if absent else "", detail, *self._interfaces(lacking=False))).strip()
+        output = format_hosts(absent) if absent else name_ranks(missing)
+        text = f"if the output of {output} shows no import in progress, start {'it' if one else 'them'} again"
         fix = Fix(text=text, commands=(f"{self._asked.program} logs FILE",))
         found = self._made([], level, title, detail, fix)
         seen_hosts = {node.host for node in self._nodes if not node.missing}

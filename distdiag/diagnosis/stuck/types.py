@@ -1,4 +1,4 @@
-"""What a verdict on a stuck job is made of: sources, kinds of faults, claims. Pure data."""
+"""Parts of a verdict on a stuck job: sources, kinds of faults, claims. Pure data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Source(StrEnum):
-    """A kind of evidence, in the order in which reports list it."""
+    """A kind of evidence, in the order of reports."""
 
     STACKS = "stacks"
     WAITS = "waits"
@@ -28,11 +28,11 @@ class Source(StrEnum):
 
 
 OF_PROCESSES = (Source.STACKS, Source.WAITS)
-"""What pyspy-all and `trace blocked` read."""
+"""The sources of pyspy-all and `trace blocked`."""
 
 
 class StuckKind(StrEnum):
-    """A kind of fault. The id of its finding is "hang." and this, whichever command reports it."""
+    """A kind of fault. Its finding id is "hang." and this, in every command."""
 
     NOT_IN_COLLECTIVE = "not-in-collective"
     RENDEZVOUS = "rendezvous"
@@ -59,7 +59,7 @@ class StuckKind(StrEnum):
 
 
 GOES_ON = (StuckKind.SLOW, StuckKind.BUSY, StuckKind.COMPILE)
-"""What ends on its own unless the timeout comes first: a warning, never a failure."""
+"""These end on their own unless the timeout expires first: warnings, never failures."""
 
 
 class Stand(StrEnum):
@@ -73,7 +73,7 @@ class Stand(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the judgement needs of a command's request. `job`, `pids`, `user`: what was asked for, if anything."""
+    """The parts of a command's request that the judgement needs. `job`, `pids`, `user`: selection, if any."""
 
     program: str
     cluster: Cluster
@@ -85,15 +85,15 @@ class Asked:
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def again(self, *words: str) -> str:
-        """Format a command to paste: this program with the same hosts."""
+        """Format a command to paste, with this program and the same hosts."""
         return again(self.program, self.cluster, *words)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one source claims. `ranks`: the accused; none: it accuses no rank, or decides nothing (`kind` None).
+    """The claim of one source. `ranks`: the accused, if any; `kind`: None if undecided.
 
-    `is_sure`: the evidence forces it; else it may have another explanation. `seconds`: how long that has lasted.
+    `is_sure`: the evidence forces it; else another explanation is possible. `seconds`: how long the fault has lasted.
     """
 
     source: Source
@@ -109,11 +109,11 @@ class Claim:
     seconds: float | None = None
     witnesses: frozenset[int] = frozenset()
     by_exclusion: bool = False
-    """It accuses the ranks that do something else than all the others."""
+    """It accuses the ranks that differ from all others."""
 
     @property
     def accused(self) -> frozenset[int]:
-        """The accused: ranks, or negative pids where no rank is known."""
+        """The accused: ranks, or negative pids if no rank is known."""
         return self.ranks or frozenset(-pid for pid in self.pids)
 
 

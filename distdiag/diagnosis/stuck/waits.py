@@ -1,4 +1,4 @@
-"""The source "waits": which process waits for which, from what /proc shows of their system calls. Pure."""
+"""Claim of the source "waits": which process waits for which, from system calls in /proc. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMED = 8
 _PARTS = 4
 _FOR = {"r": "its data", "w": "it to read"}
 _LONG_S = 5.0
-"""A thread that has not run for so long counts as stuck; less may be a training step."""
+"""A thread asleep for longer counts as stuck; less may be a training step."""
 _BLAMED = {
     Kind.STOPPED: StuckKind.STOPPED,
     Kind.STORAGE: StuckKind.STORAGE,
@@ -34,14 +34,14 @@ _BLAMED = {
 }
 """Waits that block other ranks without depending on them."""
 _INSIDE = (Kind.OWN_THREADS, Kind.STORE, Kind.PEER)
-"""What may be the wait for a collective."""
+"""Waits that may be a collective."""
 _ELSEWHERE = "-"
-"""No host has this name, so that a process that is no rank is named with its host."""
+"""Not a host name, so that processes other than ranks are formatted with their host."""
 _CYCLE = "Each reads what the other has to send first: a deadlock, unless another thread of these ranks sends it."
 
 
 def of_waits(asked: Asked, job: Job, keys: Sequence[Key], graph: WaitGraph, trees: Sequence[WaitTree]) -> Claim:
-    """Return what /proc shows of who waits for whom: the surest claim first."""
+    """Return the surest claim about the wait graph."""
     case = _Case(asked, job, keys, graph)
     found = [claim for tree in trees if (claim := case.of_tree(tree)) is not None]
     found += [*case.of_themselves({tree.root for tree in trees}), *case.of_gone()]
@@ -50,7 +50,7 @@ def of_waits(asked: Asked, job: Job, keys: Sequence[Key], graph: WaitGraph, tree
 
 
 def _folded(claims: Sequence[Claim]) -> Claim | None:
-    """Make one claim of those of the first one's kind: a fault of a file server blocks ranks on every node."""
+    """Merge claims of the first one's kind: a file server's fault blocks ranks on every node."""
     if not claims:
         return None
     first, *more = [claim for claim in claims if claim.kind is claims[0].kind]
@@ -69,7 +69,7 @@ def _folded(claims: Sequence[Claim]) -> Claim | None:
 
 
 def root_wait(graph: WaitGraph, key: Key) -> Wait:
-    """Return what the process at the end of a chain does; its state alone if its threads were not read."""
+    """Return the wait of the process at the end of a chain; by its state if its threads were not read."""
     wait = graph.main(key)
     if wait is not None:
         return wait
@@ -96,7 +96,7 @@ class _Case:
         return what_they_do(keys, [self._wait(key) for key in keys], self._index, whole=whole)
 
     def says(self) -> Claim:
-        """Return what the ranks do, without a class: /proc cannot decide."""
+        """Return a claim without a kind, for undecided jobs: a summary of the waits."""
         keys = [key for key in self._keys if self._wait(key).kind is not Kind.UNREADABLE]
         return Claim(source=Source.WAITS, says=self._words(keys) if keys else "no rank could be read")
 
@@ -112,7 +112,7 @@ class _Case:
             cycle = sorted(edge.waiter for edge in tree.edges if edge.waiter in {other.to for other in tree.edges})
             says = f"{several(cycle, self._index)} wait for each other: {rest}"
             return self._claim(StuckKind.DEADLOCK, cycle, says, is_sure=is_sure, detail=_CYCLE)
-        # A rank that only waits is no culprit; a root that is not a rank is named with the ranks that wait for it.
+        # Ranks that only wait are not culprits; a root other than a rank is listed with the ranks that await it.
         is_rank = self._index.rank(tree.root) is not None
         keys = [tree.root, *(edge.waiter for edge in tree.edges if edge.to == tree.root and not is_rank)]
         locks = [edge for edge in tree.edges if edge.to == tree.root and edge.wait.kind is Kind.LOCK]
@@ -135,7 +135,7 @@ class _Case:
         return StuckKind.DATA if is_worker and kind is StuckKind.NOT_IN_COLLECTIVE else kind
 
     def of_themselves(self, blamed: set[Key]) -> list[Claim]:
-        """Return claims about ranks that are stopped or whose file system hangs, even if no wait for them is known."""
+        """Return claims about stopped ranks and hanging file systems, even if no process is known to await them."""
         found = []
         for kind in (Kind.STOPPED, Kind.STORAGE):
             keys = [key for key in self._keys if key not in blamed and self._wait(key).kind is kind]
@@ -151,13 +151,13 @@ class _Case:
         return found
 
     def of_gone(self) -> list[Claim]:
-        """Return a claim about the ranks that have exited while others of their job still run."""
+        """Return a claim about ranks that exited while others of their job still run."""
         gone = [m for m in self._job.members if m.process is None or m.process.state in ENDED]
         if not gone or not self._keys:
             return []
         ranks = [member.rank for member in gone if member.rank is not None]
         hosts = tuple(dict.fromkeys(member.host for member in gone))
-        # Where no rank sleeps in what may be a collective, the job may just be ending.
+        # Unless a rank sleeps in a possible collective, the job may just be ending.
         awaited = any(self._wait(key).kind in _INSIDE for key in self._keys)
         unseen = all(member.process is None for member in gone)
         has, it = ("has", "it") if len(gone) == 1 else ("have", "they")
@@ -176,11 +176,11 @@ class _Case:
         return [claim]
 
     def by_exclusion(self) -> list[Claim]:
-        """Return a claim about the few ranks that do something else while all others have slept in it for long.
+        """Return a claim about the few ranks that do something else while all others have slept for long.
 
-        A rank that waits for its own threads, at the store or for a rank may be in a collective. The few that wait for
-        something outside the job, or run, are then what the others wait for. That holds only if all ranks were read:
-        otherwise one of them may wait for a rank on a host that was not read.
+        Ranks that wait for their own threads, the store or a rank may be in a collective. The few that wait for
+        something outside the job, or run, are then the culprits. This requires that all ranks were read: otherwise they
+        may wait for a rank on an unread host.
         """
         inside = [key for key in self._keys if self._wait(key).kind in _INSIDE]
         outside = [key for key in self._keys if key not in inside]
@@ -201,7 +201,7 @@ class _Case:
         return [replace(self._claim(kind, chosen, says, is_sure=bool(still or runs), fix=fix), by_exclusion=True)]
 
     def _may_wait_for_gpu(self, key: Key) -> bool:
-        """Return whether a thread runs that may wait for its GPU: CUDA's waits use a whole core."""
+        """Return whether a running thread may wait for its GPU: CUDA's waits spin."""
         process = self._index.processes.get(key)
         return self._wait(key).kind is Kind.RUNS and process is not None and process.gpu
 
@@ -253,23 +253,23 @@ class _Case:
 
 
 def _is_unclear(wait: Wait) -> bool:
-    """Return whether it is unknown what it waits for: that may be the job too."""
+    """Return whether the reason of the wait is unknown, and may be the job itself."""
     is_asleep = wait.thread is None or wait.thread.state != "D"
     return wait.kind is Kind.UNREADABLE or (wait.kind is Kind.KERNEL and is_asleep)
 
 
 def _looks_again(wait: Wait) -> bool:
-    """Return whether it runs, or wakes up from time to time: then it may only be slower than the others."""
+    """Return whether it runs or wakes up occasionally, so that it may just be slower."""
     return wait.kind is Kind.RUNS or wait.again or wait.woke
 
 
 def _is_at_device(wait: Wait) -> bool:
-    """Return whether it waits in the driver of a device, and nothing else wakes it."""
+    """Return whether it waits in a device driver."""
     return wait.kind is Kind.KERNEL and wait.thread is not None and "/dev/" in wait.on
 
 
 def _lasted_s(tree: WaitTree, wait: Wait) -> float | None:
-    """Return how long this has lasted: the shorter of the longest wait and the time that the root has not run."""
+    """Return the duration in seconds: the shorter of the longest wait and the time since the root last ran."""
     if wait.since_s is not None and any(edge.wait.again for edge in tree.edges):
         return wait.since_s
     waited = max((edge.wait.since_s for edge in tree.edges if edge.wait.since_s is not None), default=None)
@@ -278,7 +278,7 @@ def _lasted_s(tree: WaitTree, wait: Wait) -> float | None:
 
 
 def several(keys: Iterable[Key], index: ProcessIndex, *, whole: bool = False) -> str:
-    """Format processes: "ranks 0-1,3", "pids 17,19"; a single one with host and pid if it is to be `whole`."""
+    """Format processes: "ranks 0-1,3", "pids 17,19"; with `whole`, a single one includes host and pid."""
     chosen = list(dict.fromkeys(keys))
     ranks = [index.rank(key) for key in chosen]
     if len(chosen) == 1:
@@ -291,7 +291,7 @@ def several(keys: Iterable[Key], index: ProcessIndex, *, whole: bool = False) ->
 
 
 def waiting(tree: WaitTree, index: ProcessIndex) -> str:
-    """Format who waits: "rank 0 waits for its data: recvfrom on 10.0.0.2:51916; rank 2 waits for rank 0: ..."."""
+    """Format the waiters: "rank 0 waits for its data: recvfrom on 10.0.0.2:51916; rank 2 waits for rank 0: ..."."""
     groups: dict[tuple[Key, str, str], list[Edge]] = {}
     for edge in tree.edges:
         groups.setdefault((edge.to, edge.wait.call, edge.wait.wants), []).append(edge)
@@ -316,7 +316,7 @@ def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
 
 
 def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
-    """Format what processes do, folded: "ranks 0-1,3 wait for another thread of the process (futex, 60 s)"."""
+    """Format and fold activities: "ranks 0-1,3 wait for another thread of the process (futex, 60 s)"."""
     groups: dict[tuple[Kind, str], list[tuple[Key, Wait]]] = {}
     for key, wait in zip(keys, waits, strict=True):
         alike = (wait.kind, wait.call) if wait.kind in _ALIKE else (wait.kind, f"{key}")

@@ -13,22 +13,20 @@ import sys
 from dataclasses import replace
 
 from distdiag.facts import programs, ptrace_permission
-from distdiag.facts.core import gdb, libdw, pystack_child, stacks
+from distdiag.facts.core import gdb, pystack_child, stacks
 from distdiag.facts.core.binary import VERSION, Functions
 from distdiag.facts.core.stacks import UNKNOWN, Frame, Stacks, ThreadStack
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     from distdiag.facts.core.core_file import MappedFile
-    from distdiag.facts.core.libdw import LinesByFile
     from distdiag.facts.core.unwinder import CFrames
 
 _DIED = "pystack died of"
-_MAX_QUESTION_BYTES = 100_000  # one argument of a program holds 128 KiB, see execve(2)
 _INLINED, _RETURN_OF_SIGNAL = " (inlined)", "__restore_rt"
 
 
@@ -50,7 +48,7 @@ def of_core(
     target = ["core", os.path.abspath(core), os.path.realpath(executable)]
     functions = Functions(files)
     first = None
-    if own is not None and own.whole and len(json.dumps(own.debuggable)) <= _MAX_QUESTION_BYTES:
+    if own is not None and own.whole:
         first = _ask([*target, "python"], functions, timeout_s, python, own)
         timeout_s -= first.seconds
         if timeout_s <= 0 or not _may_do_better(first):
@@ -71,22 +69,16 @@ def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
     return found
 
 
-def source_lines(addresses: Mapping[str, Sequence[int]], *, timeout_s: float, python: str = "") -> LinesByFile:
-    """Read what debug information has of addresses, by file; nothing if pystack, which has libdw, is not there."""
-    try:
-        done = programs.run(_command(python or sys.executable, [], addresses), timeout_s=timeout_s)
-        found: LinesByFile = json.loads(done.stdout.decode("utf-8", "replace"))["lines"]
-    except (programs.CannotRun, ValueError):
-        return {}
-    return found
-
-
 def _ask(
     target: Sequence[str], functions: Functions, timeout_s: float, python: str, own: CFrames | None = None
 ) -> Stacks:
     python = python or sys.executable
+    # Without the working directory: a stray ./threading.py must not break a diagnosis.
+    without = "import sys; sys.path[:] = [path for path in sys.path if path]"
+    text = pystack_child.__loader__.get_source(pystack_child.__name__)  # type: ignore[union-attr]
+    program = f"{without}\nexec(compile({text!r}, 'child.py', 'exec'))\nmain()"
     try:
-        done = programs.run(_command(python, target, own.debuggable if own else {}), timeout_s=timeout_s)
+        done = programs.run([python, "-B", "-c", program, *target], timeout_s=timeout_s)
     except programs.CannotRun as error:
         return Stacks("pystack", (), str(error), 0.0)
     try:
@@ -96,26 +88,15 @@ def _ask(
     return Stacks("pystack", threads, error_text, done.elapsed_s, cut_off=done.cut_off)
 
 
-def _command(python: str, target: Sequence[str], addresses: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the command of the child, see `pystack_child`."""
-    # Without the working directory: a stray ./threading.py must not break a diagnosis.
-    without = "import sys; sys.path[:] = [path for path in sys.path if path]; here = {'__name__': 'child'}"
-    texts = (module.__loader__.get_source(module.__name__) for module in (libdw, pystack_child))  # type: ignore[union-attr]
-    # One namespace for both: no two helpers may have one name.
-    load = "".join(f"exec(compile({text!r}, 'child.py', 'exec'), here)\n" for text in texts)
-    program = f"{without}\n{load}here['main'](here['Lines'])"
-    return [python, "-B", "-c", program, *target, json.dumps(addresses)]
-
-
 def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[tuple[ThreadStack, ...], str]:
     """Parse what the child prints: the threads, and what went wrong; `own`: C frames instead of pystack's.
 
     Raises:
         ValueError, KeyError, TypeError, IndexError: the child ended before it had printed all.
     """
-    answer, lines = _answer_and_lines(text)
+    answer = json.loads(text)
     threads: dict[int, ThreadStack] = {}
-    c_frames = own.frames(lines) if own is not None else None
+    c_frames = own.frames() if own is not None else None
     for row in answer["threads"]:
         native = c_frames.get(row["tid"], []) if c_frames is not None else None
         stack = _stack(row, answer["frames"], functions, native)
@@ -128,21 +109,11 @@ def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[
         threads.setdefault(tid, stacks.of_c_alone(tid, frames))
     found = threads.values() if answer["live"] else (replace(thread, name="") for thread in threads.values())
     errors = answer["errors"]
-    if own is not None and own.debuggable and not lines:
-        errors.append("no source lines of C code: debug information unreadable, or not read in time")
+    if own is not None and own.without_lines:
+        errors.append(f"no source lines of C code: {own.without_lines}")
     if threads and not any(row["python"] for row in answer["threads"]):
         errors.append("no Python frames found")
     return tuple(found), printable("; ".join(errors))[:300]
-
-
-def _answer_and_lines(text: str) -> tuple[Any, LinesByFile]:
-    """Split what the child prints into threads and lines; these are empty if it ended before it had printed them."""
-    answer, end = json.JSONDecoder().raw_decode(text)
-    try:
-        lines: LinesByFile = json.loads(text[end:])["lines"]
-    except ValueError:
-        return answer, {}
-    return answer, lines
 
 
 def _may_do_better(found: Stacks) -> bool:

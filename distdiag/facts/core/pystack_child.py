@@ -1,32 +1,25 @@
 """Reads stacks by pystack and prints them as JSON: a program of its own, which imports nothing of distdiag.
 
 Its text is run by whatever Python has pystack, with the arguments "core", its path, that of the program, and "python"
-(frames of Python only) or "all"; or "process" and its id; or neither. The last argument is always the addresses, by
-file, whose source lines are wanted, as JSON. See `pystack.parse` for what it prints.
+(frames of Python only) or "all"; or "process" and its id. See `pystack.parse` for what it prints.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from types import ModuleType
     from typing import Any
 
-    Lines = Any  # libdw.Lines, which cannot be imported there
 
-_MAX_S_FOR_LINES = 10
-
-
-def main(lines: type[Lines]) -> None:
+def main() -> None:
     """Read what the arguments name, and print it."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.environ.pop("DEBUGINFOD_URLS", None)  # libdw would ask the network
     from pystack import engine
 
@@ -35,10 +28,7 @@ def main(lines: type[Lines]) -> None:
 
     def answer() -> None:
         with os.fdopen(out, "w") as file:
-            for part in _parts(engine, lines, sys.argv[1:]):
-                json.dump(part, file, separators=(",", ":"))
-                file.write("\n")
-                file.flush()
+            json.dump(_read(engine, *sys.argv[1:]), file, separators=(",", ":"))
 
     # pystack calls itself for every Python frame: 10,000 of them are more than the usual stack of 8 MiB holds.
     threading.stack_size(1 << 29)
@@ -47,24 +37,6 @@ def main(lines: type[Lines]) -> None:
     thread.join()
     # Taking Python apart takes longer than all that was printed.
     os._exit(0)
-
-
-def _parts(engine: ModuleType, lines: type[Lines], arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """List the threads, then lines: whatever these cost or do to this process, the threads have been printed."""
-    *target, question = arguments
-    if target:
-        yield _read(engine, *target)
-    signal.alarm(_MAX_S_FOR_LINES)  # debug information can be gigabytes
-    yield {"lines": _lines(lines, json.loads(question))}
-
-
-def _lines(lines: type[Lines], question: dict[str, list[int]]) -> dict[str, Any]:
-    if not question:
-        return {}
-    from pystack import _pystack
-
-    reader = lines(_pystack.__file__)
-    return {path: reader.of(path, addresses) for path, addresses in question.items()}
 
 
 def _read(engine: ModuleType, kind: str, *target: str) -> dict[str, Any]:

@@ -23,7 +23,6 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of include/linux/
 _PR_GET_DUMPABLE = 3
 _COREDUMP_CONF = "systemd/coredump.conf"
 _SYSTEMD_FOLDERS = ("/etc", "/run", "/usr/local/lib", "/usr/lib")  # the first one is the strongest
-_SLURM_CONFS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf")
 _UNITS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 _HANDLERS = {
     "systemd-coredump": ("systemd-coredump", ("/var/lib/systemd/coredump",)),
@@ -125,7 +124,6 @@ class SetupFacts:
     `own` is this process, `ranks` those of the given ids, `gone` the ids of no process. `container`: what it seems to
     run in, "" for a machine of its own; there the handler and its files are those of the host. `handler_there`:
     the program that takes cores exists. `store`: where it keeps them. `may_set`: core_pattern may be written from here.
-    `slurm_propagates`: SLURM gives a job the limit of the shell that submitted it.
     """
 
     pattern: CorePattern | None
@@ -139,7 +137,6 @@ class SetupFacts:
     handler_there: bool | None
     systemd: CoredumpConf | None
     store: CoreFolder | None
-    slurm_propagates: bool | None
 
 
 def read(pids: Sequence[int]) -> SetupFacts:
@@ -162,7 +159,6 @@ def read(pids: Sequence[int]) -> SetupFacts:
         handler_there=os.access(pattern.program, os.X_OK) if pattern is not None and ours else None,
         systemd=coredump_conf() if pattern is not None and ours and pattern.handler == "systemd-coredump" else None,
         store=core_folder(pattern.folders[0]) if pattern is not None and ours and pattern.folders else None,
-        slurm_propagates=slurm_propagates(),
     )
 
 
@@ -246,19 +242,6 @@ def coredump_conf(root: str = "") -> CoredumpConf:
         settings.update(re.findall(r"^\s*(Storage|ExternalSizeMax)\s*=\s*(\S+)", machine.read_text(path), re.MULTILINE))
     keeps = settings.get("Storage", "external") != "none"
     return CoredumpConf(keeps, _size(settings.get("ExternalSizeMax", "")))
-
-
-def slurm_propagates(path: str | None = None) -> bool | None:
-    """Read from slurm.conf whether jobs get the limit of the submitting shell on cores; None without such a file."""
-    usual = [os.environ.get("SLURM_CONF", ""), *_SLURM_CONFS]
-    text = next(filter(None, map(machine.read_text, [path] if path else usual)), "")
-    if not text:
-        return None
-    rows = re.findall(r"^\s*PropagateResourceLimits(Except)?\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
-    for is_except, names in rows:
-        wanted = "CORE" in names.upper().split(",") or names.upper() == "ALL"
-        return wanted is not bool(is_except)
-    return True
 
 
 def _process(pid: int, pattern: CorePattern | None) -> ProcessSetup | None:

@@ -2,20 +2,17 @@
 
 It answers where no other tool does: the program is gone, the core is cut off, there is neither pystack nor gdb. It
 needs less memory than these, too: libdw, by which pystack follows frames, sorts the whole table of each library (30 MB
-for libtorch_cpu.so); here only those entries are read that are on a stack. Functions are named by their symbols; what
-debug information has (source lines, inlined calls) is read by `libdw`, in the child that asks pystack.
+for libtorch_cpu.so); here only those entries are read that are on a stack. Functions are named by their symbols;
+`source_lines` reads what debug information has (source lines, inlined calls).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
-import sys
 import time
 
-from distdiag.facts import elf
-from distdiag.facts.core import call_frames, core_file, stacks
+from distdiag.facts.core import call_frames, core_file, source_lines, stacks
 from distdiag.facts.core.binary import UNREADABLE, VERSION, Binary, demangled
 from distdiag.facts.core.call_frames import CannotUnwind
 from distdiag.facts.core.stacks import UNKNOWN, Frame, Stacks
@@ -26,11 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
     from distdiag.facts.core.core_file import Image, MappedFile
-    from distdiag.facts.core.libdw import Line, LinesByFile
+    from distdiag.facts.core.source_lines import Line
 
 _MAX_FRAMES, _MAX_S = 2048, 5  # more is endless recursion, or what others follow faster
-_DEBUG_FOLDER = "/usr/lib/debug"
-_MAX_BYTES_COMPARED = 64 << 20
 _WORD = struct.Struct("<Q")
 
 
@@ -146,8 +141,7 @@ class _Unwinder:
 class CFrames:
     """All threads of a core; `whole`: to where each began, and the symbols of all files could be read.
 
-    `debuggable`: the addresses, by file, of which debug information may know more, and whose frames are shown. Raises
-    CannotUnwind, see `unwind`.
+    `without_lines`: why the source lines of some frames are missing, "" if none are. Raises CannotUnwind, see `unwind`.
     """
 
     def __init__(self, core: str, files: Sequence[MappedFile], unlike: Container[str]) -> None:
@@ -155,27 +149,19 @@ class CFrames:
         self.whole = all(stack.whole for stack in self._stacks.values())
         self._names: dict[tuple[str, int], str] = {}
         self._read_names()
-        self.debuggable = self._debuggable()
+        self._lines, self.without_lines = source_lines.read(self._debuggable())
 
-    def frames(self, lines: LinesByFile) -> dict[int, list[Frame]]:
-        """Return the frames of each thread, innermost first; `lines`: what was read of `debuggable`, as far as it was.
-
-        A call that was inlined is a frame of its own.
-        """
-        known = {
-            (path, address): found
-            for path, addresses in self.debuggable.items()
-            for address, found in zip(addresses, lines.get(path, ()))
-        }
+    def frames(self) -> dict[int, list[Frame]]:
+        """Return the frames of each thread, innermost first; an inlined call is a frame of its own."""
         return {
-            tid: [frame for at in stack.locations for frame in self._frames(at, known.get((at.path, at.address)))]
+            tid: [frame for at in stack.locations for frame in self._frames(at, self._lines.get((at.path, at.address)))]
             for tid, stack in self._stacks.items()
         }
 
-    def stacks(self, lines: LinesByFile) -> Stacks:
-        """Return the C frames only, as far as they could be followed."""
-        without = ", without source lines" if self.debuggable and not lines else ""
-        threads = tuple(stacks.of_c_alone(tid, frames) for tid, frames in self.frames(lines).items())
+    def stacks(self) -> Stacks:
+        """Return the C frames alone, as far as unwinding got."""
+        without = f", without source lines: {self.without_lines}" if self.without_lines else ""
+        threads = tuple(stacks.of_c_alone(tid, frames) for tid, frames in self.frames().items())
         return Stacks("distdiag", threads, f"C frames only{without}", 0.0)
 
     def _read_names(self) -> None:
@@ -191,6 +177,7 @@ class CFrames:
                 self.whole = False  # others may know more of its symbols
 
     def _debuggable(self) -> dict[str, list[int]]:
+        """Return addresses of shown frames by file, for files with debug information."""
         found: dict[str, list[int]] = {}
         for stack in self._stacks.values():
             inside = True  # as in `stacks.essential`
@@ -201,7 +188,9 @@ class CFrames:
                 if location.begin is not None and (inside or not own):
                     found.setdefault(location.path, []).append(location.address)
         return {
-            path: list(dict.fromkeys(addresses)) for path, addresses in found.items() if has_debug_information(path)
+            path: list(dict.fromkeys(addresses))
+            for path, addresses in found.items()
+            if source_lines.has_debug_information(path)
         }
 
     def _name(self, location: Location) -> str:
@@ -212,37 +201,6 @@ class CFrames:
             yield Frame("c", "<signal handler called>", "", None, printable(location.path))
             return
         *inlined, last = lines or [("", "", 0)]
-        for name, file, line in (*inlined, (last[0] or demangled(self._name(location)), *last[1:])):
+        for name, file, line in (*inlined, (demangled(self._name(location)) or last[0], *last[1:])):
             function = printable(VERSION.sub("", name)) or UNKNOWN[1]
             yield Frame("c", function, printable(file) if line else "", line or None, printable(location.path))
-
-
-def has_debug_information(path: str) -> bool:
-    """Return whether a file has it, in itself or in a file beside it, see gdb's manual (Separate Debug Files)."""
-    found = elf.read(path)
-    if found is None:
-        return False
-    if any(section.name in (".debug_info", ".zdebug_info") for section in found.sections):
-        return True
-    build_id = found.build_id
-    if build_id and os.path.isfile(f"{_DEBUG_FOLDER}/.build-id/{build_id[:2]}/{build_id[2:]}.debug"):
-        return True
-    try:
-        beside = [debug for debug in _linked_debug_files(path, found.sections) if os.path.exists(debug)]
-    except (OSError, ValueError, elf.Malformed):
-        return False
-    # Opening a pipe would wait. Without a build id libdw compares a checksum the whole file, 80 MB in a second.
-    most_bytes = sys.maxsize if build_id else _MAX_BYTES_COMPARED
-    return bool(beside) and all(os.path.isfile(debug) and os.stat(debug).st_size <= most_bytes for debug in beside)
-
-
-def _linked_debug_files(path: str, sections: Sequence[elf.Section]) -> Iterator[str]:
-    """List where the file that .gnu_debuglink names may be."""
-    folder = os.path.dirname(os.path.realpath(path))
-    for section in sections:
-        if section.name == ".gnu_debuglink":
-            with elf.File(path) as file:
-                name = file.name_at(section.offset)
-            yield from (f"{folder}/.debug/{name}", f"{_DEBUG_FOLDER}{folder}/{name}")
-            if name != os.path.basename(path):
-                yield f"{folder}/{name}"

@@ -1,1 +1,1 @@
-"""CUDA on one machine as facts: read from files, without the driver."""
+"""Facts about CUDA on one machine, read from files, without the driver."""

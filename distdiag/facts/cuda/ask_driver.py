@@ -1,7 +1,7 @@
-"""A program of its own, `python -c`: asks NVIDIA's libraries what they see, and says it line by line as JSON.
+"""Runs as `python -c`: queries NVIDIA's libraries, and prints their answers as JSON lines.
 
-The driver is initialised here and never in the agent, because a wedged one does not come back: what was said before
-is what is known then. No context is made on a GPU: it would take memory from whoever trains there.
+The driver is initialised here and never in the agent, because a wedged one never returns; lines printed before remain
+known. No context is created on a GPU: it would take memory from a training job.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import os
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*, cuda.h
 
 
-# What libraries print belongs to nobody: only our own lines go where they are read.
+# Redirect the output of libraries: stdout is for our records.
 _OUT = os.dup(1)
 os.dup2(2, 1)
 
 
 def say(**words: object) -> None:
-    """Tell one thing at once."""
+    """Print one record, unbuffered."""
     os.write(_OUT, (json.dumps(words) + "\n").encode())
 
 
 def where(name: str) -> str:
-    """Give the file that the loader took for a library."""
+    """Return the file chosen by the loader for a library."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.rstrip("\n").partition("/")[2]
@@ -34,7 +34,7 @@ def where(name: str) -> str:
 
 
 def load(name: str, kind: str) -> ctypes.CDLL | None:
-    """Load a library and say which file that was, or why there is none."""
+    """Load a library and report its file, or the error."""
     try:
         library = ctypes.CDLL(name)
     except OSError as error:
@@ -45,7 +45,7 @@ def load(name: str, kind: str) -> ctypes.CDLL | None:
 
 
 def ask_management(nvml: ctypes.CDLL) -> None:
-    """Ask NVML: it sees all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
+    """Query NVML, which sees all GPUs regardless of CUDA_VISIBLE_DEVICES."""
     status = nvml.nvmlInit_v2()
     say(about="nvml-init", status=status)
     if status:
@@ -72,7 +72,7 @@ def ask_management(nvml: ctypes.CDLL) -> None:
 
 
 def ask_driver(cuda: ctypes.CDLL) -> None:
-    """Ask the driver's own library, as every CUDA program does."""
+    """Query the driver's own library, as every CUDA program does."""
     version = ctypes.c_int()
     status = cuda.cuDriverGetVersion(ctypes.byref(version))
     say(about="cuda-version", status=status, version=version.value)

@@ -1,4 +1,4 @@
-"""What building an extension needs beside compilers: ninja, headers, memory, and what earlier builds left."""
+"""Requirements of building an extension besides compilers: ninja, headers, memory, and earlier builds' caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETS = re.compile(r"\s*(?:export\s+)?(CUDA_HOME|CUDA_PATH|PATH|LD_LIBRARY_PATH|
 
 @dataclass(frozen=True)
 class Cache:
-    """A directory of extensions that torch built when they were first used, such as py311_cu128."""
+    """A directory of extensions built by torch at first use, such as py311_cu128."""
 
     path: str
     name: str
@@ -31,7 +31,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Origin:
-    """A line of a start-up file that sets a variable; what it sets is not told."""
+    """A line of a start-up file that sets a variable, without the value."""
 
     variable: str
     file: str
@@ -40,7 +40,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Building:
-    """What is here to build with; a path is empty where there is none."""
+    """Build tools and resources; paths are empty if missing."""
 
     ninja: str
     python_header: str
@@ -58,7 +58,7 @@ class Building:
 
 
 def look(places: Places, python: Interpreter) -> Building:
-    """Look at what builds need."""
+    """Collect build tools and resources."""
     header = f"{python.include}/Python.h"
     ninja = places.which("ninja") or (f"{python.executable} -m ninja" if python.ninja else "")
     shm = machine.shared_memory_bytes()
@@ -80,7 +80,7 @@ def look(places: Places, python: Interpreter) -> Building:
 
 
 def _has_repository(places: Places) -> bool:
-    """Tell whether the package tool knows NVIDIA's repository."""
+    """Return whether the package tool has NVIDIA's repository configured."""
     files = [file for pattern in _SOURCES for file in places.glob(pattern)]
     return any("developer.download.nvidia.com" in machine.read_text(file) for file in files)
 

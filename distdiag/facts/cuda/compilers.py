@@ -1,4 +1,4 @@
-"""C++ compilers on this machine: all that PATH has, the one that torch asks for, and their versions."""
+"""C++ compilers on this machine: all in PATH, the one requested by torch, and their versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = re.compile(r"(gcc|g\+\+|clang|clang\+\+)(-\d+(\.\d+)?)?|c\+\+|cc")
 
 @dataclass(frozen=True)
 class Compiler:
-    """One compiler; `family` is gcc, clang, or empty for another one; `version` is empty if it does not tell."""
+    """One compiler; `family`: gcc, clang, or empty for any other; `version`: empty if unknown."""
 
     path: str
     real: str
@@ -35,9 +35,9 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Compilers:
-    """All compilers, and the one that torch calls: `cxx` ($CXX or c++), None if it is not there.
+    """All compilers, and torch's choice: `cxx` ($CXX or c++), None if missing.
 
-    `installable`: major versions of g++ that apt could install.
+    `installable`: major versions of g++ available from apt.
     """
 
     found: tuple[Compiler, ...]
@@ -51,9 +51,9 @@ class Compilers:
 
 
 def find(places: Places, more: Iterable[str], *, newest_gcc: int, timeout_s: float) -> Compilers:
-    """Find compilers by their names on PATH; `more` are others that somebody would call.
+    """Find compilers by their names on PATH; `more`: others in use.
 
-    Only if there is no gcc up to `newest_gcc` (major version) is apt asked which it could install: that takes a second.
+    apt is queried for installable versions only without a gcc up to `newest_gcc` (major version): that takes a second.
     """
     asked = (places.env.get("CXX") or "c++").strip()
     word = asked.split()[0] if asked else "c++"
@@ -68,7 +68,7 @@ def find(places: Places, more: Iterable[str], *, newest_gcc: int, timeout_s: flo
 
 
 def _installable(places: Places, timeout_s: float) -> tuple[int, ...]:
-    """Ask apt's own cache which g++ it knows; nothing is fetched."""
+    """List the g++ versions in apt's own cache, without fetching."""
     apt = places.which("apt-cache")
     if not apt:
         return ()
@@ -89,7 +89,7 @@ def _on_path(places: Places) -> list[str]:
 
 
 def _versions(paths: list[str], *, timeout_s: float) -> list[Compiler]:
-    """Ask each program once, whatever names it has."""
+    """Query each program once, under all its names."""
     names = {path: os.path.realpath(path) for path in paths}
     asked = {
         **{(real, "version"): [real, "--version"] for real in dict.fromkeys(names.values())},

@@ -1,4 +1,4 @@
-"""The NVIDIA driver and its GPUs: what the kernel, the libraries and the hardware say, each on its own."""
+"""The NVIDIA driver and its GPUs, separately by kernel, libraries and hardware."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; `capability` as "9.0", empty if it was not told."""
+    """One GPU; `capability` as "9.0", empty if unknown."""
 
     index: int
     name: str
@@ -39,10 +39,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the driver's libraries said. A status is None if it was not asked or did not come back.
+    """Answers of the driver's libraries. A status is None if not queried or not returned.
 
-    `cuda_version` as cuDriverGetVersion gives it (12080 for 12.8). `stuck` names the call that did not come back.
-    `unasked`: the program that asks did not even begin in time.
+    `cuda_version` in cuDriverGetVersion's form (12080 for 12.8). `stuck`: the call that did not return. `unasked`: the
+    querying program did not even start in time.
     """
 
     nvml_path: str = ""
@@ -58,21 +58,21 @@ class Answer:
     unasked: bool = False
     died: str = ""
     lost: tuple[int, ...] = ()
-    """GPUs that NVML counts and cannot open, by index."""
+    """GPUs that NVML counts but cannot open, by index."""
     blocked: tuple[int, ...] = ()
     """Those of `lost` that this process may not open: of another job, by a cgroup or the container."""
     broken: tuple[int, ...] = ()
-    """Those of `lost` of which NVML itself says what is broken: lost from the bus, power cable, interrupts."""
+    """Those of `lost` reported broken by NVML: lost from the bus, power cable, interrupts."""
     present: tuple[Gpu, ...] = ()
     visible: tuple[Gpu, ...] = ()
 
 
 @dataclass(frozen=True)
 class Driver:
-    """All about the driver.
+    """All facts about the driver.
 
-    `kernel` is the loaded module's version. `library` is the version in libcuda's real file name. `hardware` counts the
-    GPUs on the PCI bus. `container` names what says that this is one; `installed` are libcuda files in system places.
+    `kernel`: the loaded module's version. `library`: the version in libcuda's real file name. `hardware`: the number of
+    GPUs on the PCI bus. `container`: the sign of a container; `installed`: libcuda files in system folders.
     """
 
     kernel: str
@@ -90,7 +90,7 @@ class Driver:
 
 
 def look(places: Places, *, ask: bool, timeout_s: float) -> Driver:
-    """Look at the driver; its libraries are asked only if `ask` is set."""
+    """Collect the driver's facts; with `ask` also from its libraries."""
     answer = _ask(timeout_s) if ask else Answer()
     text = machine.read_text(places.at("/proc/driver/nvidia/version"))
     kernel = _VERSION.search(text)
@@ -119,7 +119,7 @@ def _ask(timeout_s: float) -> Answer:
 
 
 def told_in(output: bytes) -> list[dict[str, Any]]:
-    """Read the lines of a child that are ours: {"about": ...}; others are somebody else's."""
+    """Extract our records {"about": ...} from a child's output."""
     found = []
     for line in output.decode("utf-8", "replace").splitlines():
         try:
@@ -132,7 +132,7 @@ def told_in(output: bytes) -> list[dict[str, Any]]:
 
 
 def source_of(module: str) -> str:
-    """Give the text of a module, carried or installed, to be run as a program of its own."""
+    """Return the source of a module, received or installed, for running it as a separate program."""
     loader: Any = importlib.import_module(module).__loader__
     return str(loader.get_source(module))
 
@@ -168,7 +168,7 @@ def _gpu(told: dict[str, Any]) -> Gpu:
 
 
 def _call_after(said: list[dict[str, Any]]) -> str:
-    """Name the call that the driver did not answer, by what was said last."""
+    """Name the unanswered driver call, by the last record."""
     last = said[-1]["about"]
     calls = {
         "begun": "loading libnvidia-ml.so.1",
@@ -180,7 +180,7 @@ def _call_after(said: list[dict[str, Any]]) -> str:
 
 
 def how_it_died(done: programs.Done) -> str:
-    """Say how a program that should have answered ended instead."""
+    """Describe the end of a program that did not answer."""
     if done.status is not None and done.status < 0:
         return f"it died of {programs.signal_name(-done.status)}"
     words = done.stderr.decode("utf-8", "replace").strip().splitlines()
@@ -194,7 +194,7 @@ def _gpus_on_the_bus(places: Places) -> int:
 
 
 def _container(places: Places) -> str:
-    """Name the sign that this is a container, the innermost first; empty if there is none."""
+    """Return the sign that this is a container, the innermost first; empty outside one."""
     for sign in ("$APPTAINER_CONTAINER", "$SINGULARITY_CONTAINER", "/.singularity.d", "$KUBERNETES_SERVICE_HOST"):
         if places.env.get(sign[1:]) or (sign[0] == "/" and os.path.exists(places.at(sign))):
             return sign
@@ -206,7 +206,7 @@ def _container(places: Places) -> str:
 
 
 def _fabric_manager() -> str:
-    """Say the state of the service that NVSwitch machines need: active, inactive, failed; empty if not to be known."""
+    """Return the state of the service required on NVSwitch machines: active, inactive, failed; empty if unknown."""
     try:
         done = programs.run(["systemctl", "is-active", "nvidia-fabricmanager"], timeout_s=2.0)
     except programs.CannotRun:

@@ -1,4 +1,4 @@
-"""One Python environment, read from its files: its interpreter, and what is installed there. Nothing is imported."""
+"""One Python environment, read from its files: interpreter and installed packages, without importing any."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DIST = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(?:dist|egg)-info$")
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python whose environment is looked at. `error` says why nothing is known of it."""
+    """The examined Python. `error`: why its facts are missing."""
 
     executable: str
     version: str = ""
@@ -43,7 +43,7 @@ class Interpreter:
     ninja: bool = False
     error: str = ""
     cxx: str = ""
-    """The compiler that its setup.py builds call, unless CXX names another."""
+    """The compiler of its setup.py builds, unless CXX names another."""
     torch_origin: str = ""
     deepspeed_origin: str = ""
 
@@ -59,7 +59,7 @@ class Package:
 
 
 def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
-    """Ask a Python where it looks for its modules."""
+    """Query a Python for its module paths."""
     try:
         done = programs.run([executable, "-B", "-c", _PROBE], timeout_s=timeout_s)
     except programs.CannotRun as error:
@@ -84,7 +84,7 @@ def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
 
 
 def _answer(output: bytes) -> dict[str, Any] | None:
-    """Find our line among what others (sitecustomize, a wrapper) may have printed."""
+    """Find our line among output of others (sitecustomize, a wrapper)."""
     for line in reversed(output.decode("utf-8", "replace").splitlines()):
         try:
             told = json.loads(line)
@@ -96,7 +96,7 @@ def _answer(output: bytes) -> dict[str, Any] | None:
 
 
 def packages(paths: Iterable[str]) -> list[Package]:
-    """List what is installed on these paths; the first of a name wins, as at import."""
+    """List the packages on these paths; the first of a name wins, as at import."""
     found: dict[str, Package] = {}
     for folder in paths:
         try:
@@ -112,7 +112,7 @@ def packages(paths: Iterable[str]) -> list[Package]:
 
 
 def mtime(path: str) -> float:
-    """Give when a file was changed, in seconds since 1970; 0 if it is not there."""
+    """Return a file's modification time, in seconds since 1970; 0 if missing."""
     try:
         return os.stat(path).st_mtime
     except OSError:

@@ -1,9 +1,9 @@
-"""Which GPUs the code in a file was compiled for, as cuobjdump --list-elf --list-ptx tells, without cuobjdump.
+"""GPU architectures of the code in a file, like cuobjdump --list-elf --list-ptx, without cuobjdump.
 
-nvcc puts the code of each object into a section as a fat binary: a header (magic, version, its own size, size of what
-follows), then entries, each one cubin or PTX of one architecture behind a header of its own. NVIDIA does not describe
-the format: offsets are those of files made by CUDA 11.8 to 13.5, and of cricket (github.com/RWTH-ACS/cricket). Headers
-are never compressed; only they are read, for a library may have gigabytes of code.
+nvcc puts the code of each object into a section as a fat binary: a header (magic, version, header size, content size),
+then entries, each one cubin or PTX of one architecture after its own header. NVIDIA does not document the format:
+offsets are from files made by CUDA 11.8 to 13.5, and from cricket (github.com/RWTH-ACS/cricket). Headers are never
+compressed; only they are read, as a library may have gigabytes of code.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _EXECUTABLE, _RELOCATABLE = ".nv_fatbin", "__nv_relfatbin"
 _BLOB = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the entries
 _MAGIC = 0xBA55ED50
 _ENTRY = struct.Struct("<HHIQ12xI8xQ")  # kind, version, size of this header, size of the code; architecture; flags
-_PTX, _CUBIN = 1, 2  # there is also code for the linker (8), which no GPU or driver takes
+_PTX, _CUBIN = 1, 2  # code for the linker (8) also exists, but no GPU or driver accepts it
 _ARCHS = range(10, 1000)
 _SPECIFIC, _FAMILY = 1 << 20, 1 << 21
-_PAGE = 4096  # costs no more to read than the 16 bytes wanted from it
+_PAGE = 4096  # costs no more to read than the 16 bytes needed from it
 _WIDE = 16 * _PAGE
-_MOST_HEADERS = 1_000_000  # libcublasLt.so.13 has 10,000; so many are read in a second
+_MOST_HEADERS = 1_000_000  # libcublasLt.so.13 has 10,000; this limit takes a second to read
 _MOST_BYTES = _MOST_HEADERS * _WIDE
 
 
 @dataclass(frozen=True)
 class Archs:
-    """What GPU code there is: machine code (`cubins`) and code that a driver still has to compile (`ptx`).
+    """The GPU code in a file: machine code (`cubins`) and code to be compiled by a driver (`ptx`).
 
-    Named as nvcc names them, without sm_ or compute_: "75", "90a" (of this GPU only), "100f" (of its family); in order.
-    `complete` is false if part of it could not be read: there may be more than these.
+    In nvcc's notation, without sm_ or compute_: "75", "90a" (this GPU only), "100f" (its family); sorted. `complete` is
+    false if part of it could not be read, and so may contain more.
     """
 
     cubins: tuple[str, ...]
@@ -40,7 +40,7 @@ class Archs:
 
 
 def archs(path: str) -> Archs | None:
-    """List the architectures in a program, library or object; None if it is no ELF file that we can read."""
+    """List the architectures in a program, library or object; None if it is not a readable ELF file."""
     found = elf.read(path)
     if found is None:
         return None
@@ -55,8 +55,6 @@ def archs(path: str) -> Archs | None:
 
 
 class _Walk:
-    """The way through fat binaries, from header to header."""
-
     def __init__(self, file: elf.File) -> None:
         self.found: set[tuple[int, int, int]] = set()
         self.complete = True
@@ -65,7 +63,7 @@ class _Walk:
         self._window, self._window_at, self._window_end = b"", 0, 0
 
     def section(self, section: elf.Section) -> None:
-        """Go through the fat binaries of a section; nothing in it makes this last for ever."""
+        """Read the fat binaries of a section; the number of headers is limited, so it ends for any content."""
         at, end = section.offset, section.offset + section.size
         try:
             while at < end:
@@ -74,10 +72,10 @@ class _Walk:
             self.complete = False
 
     def _blob(self, at: int, end: int) -> int:
-        """Go through one fat binary; tells where the next one starts."""
+        """Read one fat binary; return the start of the next."""
         magic, _, size, content = self._read(_BLOB, at)
         if not magic:
-            return at + 8  # linkers may fill with zeros what lies between two objects
+            return at + 8  # linkers may pad with zeros between two objects
         if magic != _MAGIC or size < _BLOB.size:
             raise elf.Malformed
         self._entries(at + size, min(at + size + content, end))
@@ -105,7 +103,7 @@ class _Walk:
         return header.unpack_from(self._window, at - self._window_at)
 
     def _move(self, at: int, size: int) -> None:
-        """Read on: up to the end of a page, or more where headers lie close together."""
+        """Read up to the end of a page, or more if headers are close together."""
         step = _WIDE if self._window_at < at < self._window_end + _PAGE else _PAGE
         end = min(-(-(at + size) // step) * step, self._file.size)
         self._window = self._file.at(at, max(size, end - at))
@@ -113,9 +111,9 @@ class _Walk:
 
 
 def _code(found: elf.Elf) -> list[elf.Section]:
-    """Choose the sections that can run: code to be linked counts only where nothing is linked yet.
+    """Choose the runnable sections: code still to be linked counts only without any linked code.
 
-    A library made with -rdc=true keeps the objects it was linked from, NVIDIA's own for every architecture among them.
+    A library made with -rdc=true keeps the objects it was linked from, including NVIDIA's own for every architecture.
     """
     for name in (_EXECUTABLE, _RELOCATABLE):
         sections = [section for section in found.sections if section.name == name]
@@ -125,6 +123,5 @@ def _code(found: elf.Elf) -> list[elf.Section]:
 
 
 def _named(found: set[tuple[int, int, int]], wanted: int) -> tuple[str, ...]:
-    """Name the architectures of one kind, in numerical order."""
     suffixes = {_SPECIFIC: "a", _FAMILY: "f"}
     return tuple(f"{arch}{suffixes.get(flags, '')}" for kind, arch, flags in sorted(found) if kind == wanted)

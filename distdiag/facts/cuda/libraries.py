@@ -1,4 +1,4 @@
-"""Shared CUDA libraries: in the wheels beside torch, in LD_LIBRARY_PATH before them, loaded; and what needs them."""
+"""Shared CUDA libraries: in torch's wheels, in LD_LIBRARY_PATH before them, loaded; and the files that need them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BUDGET_S = 3.0
 
 @dataclass(frozen=True)
 class Library:
-    """One library file; `version` as far as its real name or its package tells."""
+    """One library file; `version`: from its real name or its package, if available."""
 
     soname: str
     path: str
@@ -39,7 +39,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Entry:
-    """One element of LD_LIBRARY_PATH as it is written, and the CUDA libraries in it."""
+    """One element of LD_LIBRARY_PATH as written, and the CUDA libraries in it."""
 
     text: str
     exists: bool
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Conflict:
-    """A file that two installed packages both say is theirs: the one that was installed last has overwritten it."""
+    """A file claimed by two installed packages: the later install has overwritten it."""
 
     file: str
     packages: tuple[str, ...]
@@ -61,9 +61,9 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Extension:
-    """A compiled file with GPU code, or one that needs a CUDA library; `needs` are the sonames of those.
+    """A compiled file with GPU code, or one that needs CUDA libraries; `needs`: their sonames.
 
-    `torch`: it is linked against torch. `lost` are those of `needs` that the loader finds neither by the file's own run
+    `torch`: it is linked against torch. `lost`: those of `needs` that the loader finds neither by the file's own run
     path, nor in LD_LIBRARY_PATH, nor in the system's cache.
     """
 
@@ -78,7 +78,7 @@ class Extension:
 
 
 class Loader:
-    """Where ld.so looks for what a file needs (ld.so(8)); `text` is LD_LIBRARY_PATH."""
+    """The search path of ld.so(8); `text`: LD_LIBRARY_PATH."""
 
     def __init__(self, text: str) -> None:
         self._folders = [folder for folder in text.split(":") if folder]
@@ -89,7 +89,7 @@ class Loader:
             self._cache = b""
 
     def finds(self, name: str, path: str, header: elf.Elf) -> bool:
-        """Tell whether a library is there for a file that needs it."""
+        """Return whether the loader finds a library for a file that needs it."""
         origin = os.path.dirname(path)
         own = [re.sub(r"\$(ORIGIN|\{ORIGIN\})", lambda _: origin, path) for path in (*header.rpath, *header.runpath)]
         folders = (*own, *self._folders, "/lib", "/usr/lib", "/lib64", "/usr/lib64")
@@ -97,7 +97,7 @@ class Loader:
 
 
 def loader_path(text: str) -> tuple[Entry, ...]:
-    """Read LD_LIBRARY_PATH; empty elements, which mean the working directory, are kept."""
+    """Parse LD_LIBRARY_PATH, including empty elements, which mean the working directory."""
     return tuple(_entry(element) for element in text.split(":")) if text else ()
 
 
@@ -112,7 +112,7 @@ def _entry(text: str) -> Entry:
 
 
 def _version(path: str) -> str:
-    """Read a library's version: of its file name; if that has the major one only, of its wheel or cuDNN's header."""
+    """Return a library's version: from its file name; if that has the major only, from its wheel or cuDNN's header."""
     real = os.path.realpath(path)
     named = os.path.basename(real).partition(".so.")[2]
     if re.fullmatch(r"\d+(\.\d+)+", named):
@@ -126,18 +126,18 @@ def _version(path: str) -> str:
 
 
 def _nccl_version(path: str) -> str:
-    """Find what NCCL itself prints as its version; its file's name may be anything."""
+    """Find NCCL's version in its own message text, independent of its file name."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             at = data.find(b"NCCL version 2.")
             told = re.match(rb"NCCL version (\d+\.\d+\.\d+)", data[at : at + 40]) if at >= 0 else None
-    except (OSError, ValueError):  # empty, or gone since
+    except (OSError, ValueError):  # empty, or removed since
         return ""
     return told[1].decode() if told else ""
 
 
 def _wheel_version(path: str) -> str:
-    """Give the version of the wheel, in whatever environment, that a library belongs to; empty if it is in none."""
+    """Return the version of a library's wheel, in whatever environment; empty if it is in none."""
     home, name, file = next((path.partition(f"/{folder}/") for folder in _SITES if f"/{folder}/" in path), ("", "", ""))
     for folder in glob.glob(f"{glob.escape(home + name)}nvidia_*.dist-info") if home else []:
         if f"\n{file}," in "\n" + machine.read_text(f"{folder}/RECORD"):
@@ -146,7 +146,7 @@ def _wheel_version(path: str) -> str:
 
 
 def loaded(paths: Iterable[str]) -> tuple[Library, ...]:
-    """Choose the CUDA libraries among files that a process has mapped, by their own names: a file may have any."""
+    """Select the CUDA libraries among a process's mapped files, by soname, as files may have any name."""
     found = []
     for path in paths:
         header = elf.read(path) if path.startswith("/") else None
@@ -157,7 +157,7 @@ def loaded(paths: Iterable[str]) -> tuple[Library, ...]:
 
 
 def in_wheels(packages: Iterable[Package]) -> tuple[tuple[Library, ...], tuple[Conflict, ...]]:
-    """List the libraries of NVIDIA's wheels, and the files that two of them claim."""
+    """List the libraries of NVIDIA's wheels, and the files claimed by two of them."""
     owners: dict[str, list[Package]] = {}
     for package in packages:
         if package.name.startswith("nvidia-"):
@@ -189,7 +189,7 @@ def _record(package: Package) -> Iterator[str]:
 def extensions(
     packages: Iterable[Package], caches: Iterable[str], paths: Iterable[str], loader: Loader
 ) -> tuple[tuple[Extension, ...], bool]:
-    """Find compiled files with GPU code: in packages, torch's caches, on the path; tells whether all were looked at."""
+    """Find compiled files with GPU code in packages, torch's caches, on the path; return whether all were checked."""
     until = time.monotonic() + _BUDGET_S
     found: list[Extension] = []
     seen = set()
@@ -217,7 +217,7 @@ def _compiled(packages: Iterable[Package], caches: Iterable[str]) -> Iterator[tu
 
 
 def _loose(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield compiled modules that no RECORD names: eggs, builds in place, what PYTHONPATH and .pth files add."""
+    """Yield compiled modules in no RECORD: eggs, in-place builds, and folders from PYTHONPATH and .pth files."""
     for folder in paths:
         if folder.endswith("lib-dynload"):
             continue

@@ -1,6 +1,6 @@
-"""Tables that stand as literals in somebody's Python source, read without running or importing it.
+"""Reads tables written as literals in third-party Python source, without running or importing it.
 
-So the rules are those of the version that is installed, and not ours.
+So the rules are those of the installed version.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class Source:
         self._lines = machine.read_text(path).splitlines()
 
     def literal(self, name: str) -> Any:  # noqa: ANN401 - any literal
-        """Evaluate the literal that is assigned to a name, wherever it stands; None if there is none that can be read.
+        """Evaluate the literal assigned to a name anywhere in the file; None if missing or not a literal.
 
-        Names in capitals within it are looked up in the same file; what is wrapped in one call (OrderedDict) is
-        unwrapped.
+        Names in capitals within it are resolved in the same file; a single wrapping call (OrderedDict) is removed.
         """
         text = self._assigned(name)
         if not text:

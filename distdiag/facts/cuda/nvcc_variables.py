@@ -15,22 +15,22 @@ FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 """Options that nvcc adds to each of its command lines (manual, "NVCC Environment Variables")."""
 _OTHERS = (
     *("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH"),  # gcc's header directories, searched before its own
-    *("GCC_EXEC_PREFIX", "COMPILER_PATH", "LD_LIBRARY_PATH"),  # what gcc and nvcc start, and what they load
+    *("GCC_EXEC_PREFIX", "COMPILER_PATH", "LD_LIBRARY_PATH"),  # programs started and libraries loaded by gcc and nvcc
 )
 _SOURCE = """\
 #if __cplusplus < 201703L
 #error torch needs C++17 or newer
 #endif
 """
-"""Flags that take away the -std=c++17 of torch's command line break its headers, not an empty file."""
+"""Flags that remove torch's -std=c++17 break its headers, but not an empty file."""
 
 
 def culprits(
     nvcc: str, options: Sequence[str], env: Mapping[str, str], *, fails: bool, timeout_s: float
 ) -> tuple[tuple[str, ...], str]:
-    """Return the variables that break this nvcc, and its error with them; nothing if none is proven to.
+    """Return the variables that break this nvcc, and its error with them; empty if none is proven to.
 
-    `fails`: it did not preprocess an empty file. Otherwise it is tried only with FLAGS, which a file is compiled for.
+    `fails`: it did not preprocess an empty file. Otherwise only FLAGS are tested, by compiling a file.
     """
     flags = [name for name in FLAGS if env.get(name)]
     suspects = [*flags, *(name for name in _OTHERS if env.get(name))]
@@ -42,7 +42,7 @@ def culprits(
             errors = _compile(nvcc, options, sets[:1], folder, timeout_s)
             if errors.get(()):
                 errors.update(_compile(nvcc, options, sets[1:], folder, timeout_s))
-    except OSError:  # no room for temporary files: nvcc has none either, and says so
+    except OSError:  # no space for temporary files: nvcc reports the same
         return (), ""
     error = errors.get((), "")
     if not error:
@@ -50,7 +50,7 @@ def culprits(
     for names in sets[1:]:
         if errors.get(names) == "":
             return names, error
-    # Beside another fault: without the flags nvcc fails in another way.
+    # In addition to another fault: without the flags nvcc fails in another way.
     changed = [name for name in flags if errors.get((name,), error) != error]
     return tuple(changed), error if changed else ""
 
@@ -58,7 +58,7 @@ def culprits(
 def _compile(
     nvcc: str, options: Sequence[str], sets: Sequence[tuple[str, ...]], folder: str, timeout_s: float
 ) -> dict[tuple[str, ...], str]:
-    """Compile without each set of variables: the first error, empty if an object was made. No row: it took too long."""
+    """Compile without each set of variables: the first error, empty if an object was written. No row: timed out."""
     source = os.path.join(folder, "empty.cu")
     with open(source, "w", encoding="ascii") as file:
         file.write(_SOURCE)
@@ -80,7 +80,7 @@ def _compile(
 
 
 def _no_object(path: str) -> str:
-    """Return what is wrong with the file that nvcc made: -ptx, -E or --dryrun among the flags replace -c."""
+    """Describe the fault of nvcc's output file: -ptx, -E or --dryrun among the flags replace -c."""
     try:
         with open(path, "rb") as file:
             return "" if file.read(4) == b"\x7fELF" else "its output is not an object file"
@@ -89,7 +89,7 @@ def _no_object(path: str) -> str:
 
 
 def first_error(text: str) -> str:
-    """Return the error that matters in nvcc's output: the first, and nvcc's own verdict if it has one."""
+    """Return the decisive error in nvcc's output: the first, and nvcc's own verdict if present."""
     lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if _is_error(line)]
     verdict = [line for line in errors[1:] if line.startswith("nvcc fatal")]

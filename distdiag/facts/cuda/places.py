@@ -1,4 +1,4 @@
-"""Where to look: the paths of this system, or those below another root (a copy of one, or the tree of a test)."""
+"""System paths, optionally below another root (a copy of a system, or a test's tree)."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Places:
-    """The system that is looked at: its root ("" for this one's own) and the environment of who asks."""
+    """The examined system: its root ("" for this one) and the caller's environment."""
 
     root: str
     env: Mapping[str, str]
 
     def at(self, path: str) -> str:
-        """Give an absolute path of the system."""
+        """Return the path of a system file below the root."""
         return self.root + path
 
     def glob(self, pattern: str) -> list[str]:
-        """List what is there, sorted."""
+        """List the matching paths, sorted."""
         return sorted(glob.glob(self.at(pattern)))
 
     @property
     def path(self) -> list[str]:
-        """The directories of PATH, as they are written."""
+        """The directories of PATH, as written."""
         return self.env.get("PATH", os.defpath).split(os.pathsep)
 
     def which(self, name: str) -> str:
-        """Find a program as a shell does; empty if there is none."""
+        """Find a program like a shell; empty if missing."""
         return next(iter(self.which_all(name)), "")
 
     def which_all(self, name: str) -> list[str]:
-        """Find a program in all directories of PATH, in order; a directory that is named twice counts once."""
+        """Find a program in all directories of PATH, in order, each directory once."""
         if os.sep in name:
             return [name] if _is_program(name) else []
         found = (os.path.join(folder or ".", name) for folder in dict.fromkeys(self.path))
@@ -48,5 +48,5 @@ def _is_program(path: str) -> bool:
 
 
 def first_line(text: str) -> str:
-    """Give the first line that is not empty."""
+    """Return the first non-empty line."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")

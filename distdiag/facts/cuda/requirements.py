@@ -1,6 +1,6 @@
-"""What torch asks of other packages, and others of torch (Requires-Dist), where what is installed does not fit.
+"""Version conflicts with torch: its requirements, and those of others for it (Requires-Dist).
 
-As `pip check` would say it, of these packages alone, from their METADATA (PEP 566, 508 and 440): nothing is run.
+Like `pip check` for these packages only, from their METADATA (PEP 566, 508 and 440); no program is run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_TORCH = re.compile(r"nvidia-|triton$|pytorch-triton|cuda-")
 
 @dataclass(frozen=True)
 class Unmet:
-    """A requirement that is not met: `package` ("torch 2.9.1") `wants` ("==9.20.0.48") of `name`, which is at `has`.
+    """An unmet requirement: `package` ("torch 2.9.1") `wants` ("==9.20.0.48") of `name`, installed as `has`.
 
     `compiled`: the package has compiled files of its own.
     """
@@ -38,7 +38,7 @@ class Unmet:
 
 
 def unmet(packages: Iterable[Package], python: str) -> tuple[Unmet, ...]:
-    """List what is not met between torch and the packages around it; what is not installed at all is not told."""
+    """List the unmet requirements between torch and related packages; packages not installed are omitted."""
     installed = {package.name: package for package in packages}
     return tuple(_unmet(installed, python)) if "torch" in installed else ()
 
@@ -55,13 +55,13 @@ def _unmet(installed: dict[str, Package], python: str) -> Iterator[Unmet]:
 def _requires(package: Package, python: str) -> Iterator[tuple[str, str]]:
     text = machine.read_text(f"{package.folder}/METADATA").partition("\n\n")[0]
     for name, wants, marker in _LINE.findall(text):
-        # Its extras are what cuda-toolkit is made of; of other packages an extra may not have been asked for.
+        # cuda-toolkit consists of its extras; other packages' extras may not have been requested.
         if _applies(marker, python, extras=package.name == "cuda-toolkit"):
             yield re.sub(r"[-_.]+", "-", name).lower(), wants.strip()
 
 
 def _applies(marker: str, python: str, *, extras: bool) -> bool:
-    """Evaluate a marker; one that is not understood does not apply."""
+    """Evaluate a marker; unsupported ones do not apply."""
     if not marker.strip():
         return True
     here = {
@@ -90,7 +90,7 @@ def _applies(marker: str, python: str, *, extras: bool) -> bool:
 
 
 def fits(version: str, wants: str) -> bool | None:
-    """Tell whether a version is in a set of specifiers; None if either is not made of plain numbers."""
+    """Return whether a version is in a set of specifiers; None if either is not made of plain numbers."""
     have = _numbers(version.partition("+")[0])
     parts = [part for part in _PART.findall(wants) if part[1]]
     if have is None or (wants and not parts):

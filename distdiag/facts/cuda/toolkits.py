@@ -1,7 +1,7 @@
-"""CUDA toolkits on this machine: where they are, which version each file says, and who would use which one.
+"""CUDA toolkits on this machine: location, version by each file, and which builds use which.
 
-Nothing is compiled but an empty file to nowhere (`nvcc -E`, `nvcc --dryrun`): that is how nvcc itself tells which
-toolkit and which host compiler it would use, see its manual. Where variables add flags, one to a temporary directory.
+Only an empty file is compiled, to nowhere (`nvcc -E`, `nvcc --dryrun`): so nvcc itself reports its toolkit and host
+compiler, see its manual. If variables add flags, one is compiled to a temporary directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EMPTY = ("-x", "cu", "/dev/null", "-o", "/dev/null")
 
 @dataclass(frozen=True)
 class HostLimit:
-    """What crt/host_config.h allows: the newest major version of gcc, and the first of clang that is refused."""
+    """The limits in crt/host_config.h: the newest supported gcc (major), and the first refused clang."""
 
     path: str
     gcc_max: int | None
@@ -41,12 +41,11 @@ class HostLimit:
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A directory that is, or is taken for, a CUDA toolkit.
+    """A directory used as a CUDA toolkit, rightly or not.
 
-    `found_by` are the ways that lead to it; `sources` (file or command, version) in the order of trust, `version`
-    is the first of them as major.minor, empty if nothing tells. `headers` and `libraries` are directories, empty if
-    there are none; `runtime` is the library for running (libcudart.so.13), `dev_link`: libcudart.so, which a linker
-    wants, is there too.
+    `found_by`: what refers to it; `sources` (file or command, version) in order of trust, `version` the first of them
+    as major.minor, empty if unknown. `headers` and `libraries`: directories, empty if missing; `runtime`: the runtime
+    library (libcudart.so.13), `dev_link`: libcudart.so, needed by linkers, exists too.
     """
 
     root: str
@@ -65,12 +64,12 @@ class Toolkit:
 
 @dataclass(frozen=True)
 class Nvcc:
-    """A program called nvcc, asked what it would do.
+    """A program called nvcc, and its answers.
 
-    `kind`: binary, symlink or script. `release` as major.minor. `top` is the toolkit that it really uses, `compiler`
-    the host compiler it would call. `complaint`: its first error for an empty file, empty if it compiles, None if it
-    was not asked or did not answer. `broken_by` are variables without which it works, `broken_how` its error with them;
-    all else is said of it without them.
+    `kind`: binary, symlink or script. `release` as major.minor. `top`: the toolkit it really uses, `compiler`: the host
+    compiler it would call. `complaint`: its first error for an empty file, empty if it compiles, None if not queried or
+    not answered. `broken_by`: variables without which it works, `broken_how`: its error with them; the other fields are
+    without them.
     """
 
     path: str
@@ -88,7 +87,7 @@ class Nvcc:
 
 @dataclass(frozen=True)
 class Use:
-    """Which toolkit somebody takes, and by which rule; empty `home`: none. `nvcc` is the program it would run."""
+    """The toolkit of one kind of build, its nvcc, and the rule that selects it; empty `home`: none."""
 
     home: str
     nvcc: str
@@ -96,7 +95,7 @@ class Use:
 
 
 def candidates(places: Places, prefixes: Iterable[str]) -> dict[str, list[str]]:
-    """Find what may be a toolkit: directory -> the ways that lead to it. `prefixes` are Python environments."""
+    """Find possible toolkits: directory -> what refers to it. `prefixes` are Python environments."""
     found: dict[str, list[str]] = {}
     for way, root in _ways(places, prefixes):
         found.setdefault(root.rstrip("/") or "/", []).append(way)
@@ -123,7 +122,7 @@ def _in_python(prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def examine(root: str, ways: Iterable[str]) -> Toolkit:
-    """Read one directory as a toolkit; nothing is run."""
+    """Read one directory as a toolkit, without running a program."""
     sources = tuple(_versions(root))
     headers = next((path for path in _includes(root) if os.path.exists(f"{path}/cuda_runtime_api.h")), "")
     libraries = next((path for path in (f"{root}/lib64", f"{root}/lib") if glob.glob(f"{path}/libcudart*")), "")
@@ -144,7 +143,7 @@ def examine(root: str, ways: Iterable[str]) -> Toolkit:
 
 
 def _runtime(libraries: str) -> str:
-    """Name the runtime's library file, as programs ask for it: libcudart.so.13."""
+    """Return the runtime library's soname: libcudart.so.13."""
     names = sorted(os.path.basename(path) for path in glob.glob(f"{libraries}/libcudart.so.*")) if libraries else []
     return names[0] if names else ""
 
@@ -154,7 +153,7 @@ def _includes(root: str) -> list[str]:
 
 
 def _versions(root: str) -> Iterator[tuple[str, str]]:
-    """Yield (file, version) as the files of a toolkit tell it, in the order of trust."""
+    """Yield (file, version) from the files of a toolkit, in order of trust."""
     try:
         told = json.loads(machine.read_text(f"{root}/version.json") or "{}")["cuda"]["version"]
         yield f"{root}/version.json", str(told)
@@ -176,7 +175,7 @@ def _minor(version: str) -> str:
 
 
 def _limit(root: str) -> HostLimit | None:
-    """Read the compilers that a toolkit refuses, as its own header words it."""
+    """Parse the compilers refused by a toolkit from the messages in its header."""
     for include in _includes(root):
         path = f"{include}/crt/host_config.h"
         text = machine.read_text(path)
@@ -193,7 +192,7 @@ def _limit(root: str) -> HostLimit | None:
 
 
 def kind_of(path: str) -> str:
-    """Tell what a program file is: a symlink, a script, or a binary."""
+    """Return the kind of a program file: symlink, script, or binary."""
     if os.path.islink(path):
         return "symlink"
     try:
@@ -206,10 +205,10 @@ def kind_of(path: str) -> str:
 def ask(
     paths: Iterable[str], used: Mapping[str, Sequence[str]], *, timeout_s: float, env: Mapping[str, str]
 ) -> list[Nvcc]:
-    """Ask each nvcc its version; those that are `used` also what they do with an empty file, and for which GPUs.
+    """Query each nvcc's version; for those `used` also their result for an empty file, and their GPUs.
 
-    `used` gives the options that are passed then: torch hands CC on as -ccbin. One that variables of `env` break is
-    asked again without them.
+    `used`: nvcc -> options: torch passes CC as -ccbin. An nvcc broken by variables of `env` is queried again without
+    them.
     """
     found = _ask(list(dict.fromkeys(paths)), used, timeout_s)
     for number, nvcc in enumerate(found):
@@ -267,13 +266,13 @@ def _top(plan: str) -> str:
 
 
 def _compiler(plan: str) -> str:
-    """Take the host compiler from the plan: the first command that preprocesses C++; /bin/gcc is "/bin"/gcc there."""
+    """Extract the host compiler from the plan: the first command that preprocesses C++; "/bin"/gcc means /bin/gcc."""
     found = re.search(r'^#\$ ((?:"[^"\n]*"|[^\s"])+) .*-E -x c\+\+', plan, re.MULTILINE)
     return found[1].replace('"', "") if found else ""
 
 
 def with_compiler(nvcc: Nvcc, places: Places) -> Nvcc:
-    """Find the host compiler's file as nvcc does: it puts its own directories before PATH."""
+    """Resolve the host compiler like nvcc, which searches its own directories before PATH."""
     if not nvcc.compiler or os.sep in nvcc.compiler:
         return nvcc
     own = [f"{nvcc.top}/nvvm/bin", f"{nvcc.top}/bin"] if nvcc.top else []
@@ -284,7 +283,7 @@ def with_compiler(nvcc: Nvcc, places: Places) -> Nvcc:
 def torch_use(places: Places) -> Use:
     """Follow torch.utils.cpp_extension._find_cuda_home (torch 2.13): variables, nvcc on PATH, /usr/local/cuda.
 
-    torch verifies none of it, and takes nvcc's directory without looking through links.
+    torch verifies none of it, and takes nvcc's directory without resolving links.
     """
     env = places.env
     home = env.get("CUDA_HOME") or env.get("CUDA_PATH")
@@ -303,7 +302,7 @@ def torch_use(places: Places) -> Use:
 
 
 def path_use(places: Places) -> Use:
-    """Tell which nvcc a shell runs."""
+    """Return the nvcc that a shell runs."""
     nvcc = places.which("nvcc")
     home = os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else ""
     return Use(home, nvcc, "first on PATH" if nvcc else "no nvcc on PATH")
@@ -325,7 +324,7 @@ def cmake_use(places: Places) -> Use:
 
 
 def with_nvcc_version(toolkit: Toolkit, nvccs: Iterable[Nvcc]) -> Toolkit:
-    """Add what its own nvcc says to the sources of a toolkit's version."""
+    """Add its own nvcc's version to the sources of a toolkit."""
     own = next((nvcc for nvcc in nvccs if nvcc.path == toolkit.nvcc and nvcc.release), None)
     if own is None:
         return toolkit

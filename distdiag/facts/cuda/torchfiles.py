@@ -1,4 +1,4 @@
-"""The torch of an environment, and the DeepSpeed, read from their files: a broken one can be read too."""
+"""Torch and DeepSpeed of an environment, read from their files, which works for broken ones too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What torch allows for a host compiler with one toolkit: from `least` on, before `below`, as versions."""
+    """torch's bounds for a host compiler with one toolkit: `least` <= version < `below`."""
 
     least: tuple[int, ...]
     below: tuple[int, ...]
@@ -34,10 +34,10 @@ class Bounds:
 class Torch:
     """The torch of an environment.
 
-    `cuda` and `hip` are the versions that it was built with, empty if it was not; `archs`, `ptx` are those inside its
-    CUDA library; `rpath_first`: its libraries look into the wheels before LD_LIBRARY_PATH. `gcc`, `clang`: toolkit
-    version -> bounds. `known_archs`, `named_archs`: what TORCH_CUDA_ARCH_LIST may hold. `releases`: CUDA version ->
-    architectures of the builds that exist of this version, for this machine's processor. Empty tables: it has none.
+    `cuda`, `hip`: the versions it was built with, or empty; `archs`, `ptx`: those in its CUDA library; `rpath_first`:
+    its libraries search the wheels before LD_LIBRARY_PATH. `gcc`, `clang`: toolkit version -> bounds. `known_archs`,
+    `named_archs`: valid in TORCH_CUDA_ARCH_LIST. `releases`: CUDA version -> architectures of this version's builds,
+    for this machine's processor. Tables missing in this torch are empty.
     """
 
     folder: str
@@ -59,9 +59,9 @@ class Torch:
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """The DeepSpeed of an environment; `built_*` is what its wheel was compiled with, empty if nothing was prebuilt.
+    """The DeepSpeed of an environment; `built_*`: versions its wheel was compiled with, empty if nothing was prebuilt.
 
-    `minor_ok`: toolkit version -> versions of torch's CUDA that it takes for the same, read from its builder.py.
+    `minor_ok`: toolkit version -> versions of torch's CUDA considered equal, read from its builder.py.
     """
 
     version: str
@@ -73,7 +73,7 @@ class DeepSpeed:
 
 
 def read_torch(place: Interpreter) -> Torch | None:
-    """Read torch's files; None if there is no torch."""
+    """Read torch's files; None if not installed."""
     folder = os.path.dirname(place.torch_origin)
     if not folder:
         return None
@@ -112,7 +112,7 @@ def _rules(folder: str) -> dict[str, Any]:
 
 
 def _codes(archs: Any, processor: str) -> tuple[int, ...]:  # noqa: ANN401 - somebody's literal
-    """Read the architectures of one build: for each processor, or (before 2.13) for all, Thor's 110 only on aarch64."""
+    """Parse the architectures of one build: per processor, or (before 2.13) for all, Thor's 110 only for aarch64."""
     own = _mapping(archs).get(processor, ()) if isinstance(archs, dict) else archs
     if not isinstance(own, (set, tuple, list)):
         return ()
@@ -142,7 +142,7 @@ def _bounds(table: Any) -> dict[str, Bounds]:  # noqa: ANN401 - somebody's liter
 
 
 def read_deepspeed(place: Interpreter, version: str) -> DeepSpeed | None:
-    """Read DeepSpeed's files; None if there is none."""
+    """Read DeepSpeed's files; None if not installed."""
     folder = os.path.dirname(place.deepspeed_origin)
     if not folder:
         return None

@@ -1,4 +1,4 @@
-"""Versions that a ticket asks for: the system, CMake, libraries and packages of the environment, from their files."""
+"""Versions usually requested in a ticket: the system, CMake, libraries and packages, from their files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.places import Places
 
 _LIBRARIES = {"cuDNN": ("nvidia-cudnn", "cudnn"), "NCCL": ("nvidia-nccl", "nccl")}
-"""Library -> how its wheels' names begin, and its name at conda and in lib<name>.so.<version>."""
+"""Library -> prefix of its wheels' names, and its name in conda and in lib<name>.so.<version>."""
 _FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/local/cuda/lib64", "/usr/local/lib")
 _CONDA = re.compile(r"(?P<name>.+)-(?P<version>[^-]+)-[^-]+\.json$")
 _WANTED = re.compile(r"cuda|cud|nccl|torch|triton|numpy|gcc|gxx|mkl$|blas|magma|nv|flash-attn|deepspeed|cmake|ninja")
@@ -24,7 +24,7 @@ _WANTED = re.compile(r"cuda|cud|nccl|torch|triton|numpy|gcc|gxx|mkl$|blas|magma|
 
 @dataclass(frozen=True)
 class Versions:
-    """Empty where it is not known. `libraries`: cuDNN and NCCL by name; `conda`: packages of the environment."""
+    """Versions, empty if unknown. `libraries`: cuDNN and NCCL by name; `conda`: packages of the environment."""
 
     os: str = ""
     kernel: str = ""
@@ -36,7 +36,7 @@ class Versions:
 
 
 def look(places: Places, packages: Mapping[str, str], prefix: str, *, timeout_s: float) -> Versions:
-    """Read them; `packages` are the wheels (name -> version) and `prefix` the folder of the environment."""
+    """Read the versions; `packages`: the wheels (name -> version), `prefix`: the folder of the environment."""
     pretty = re.search(r'^PRETTY_NAME="?([^"\n]*)', machine.read_text(places.at("/etc/os-release")), re.MULTILINE)
     model = re.search(r"^model name\s*: (.*)", machine.read_text(places.at("/proc/cpuinfo")), re.MULTILINE)
     conda = _conda(prefix)
@@ -53,7 +53,7 @@ def look(places: Places, packages: Mapping[str, str], prefix: str, *, timeout_s:
 
 
 def _library(places: Places, packages: Mapping[str, str], conda: Mapping[str, str], wheel: str, name: str) -> str:
-    """Return the version of a library: its wheel's, as that is what torch loads; else conda's, else the system's."""
+    """Return the version of a library: its wheel's, as torch loads that; else conda's, else the system's."""
     wheels = [version for package, version in packages.items() if package.startswith(wheel)]
     files = [path for folder in _FOLDERS for path in places.glob(f"{folder}/lib{name}.so.*.*.*")]
     system = [path.rpartition(".so.")[2] for path in files]

@@ -1,1 +1,1 @@
-"""Dumps of PyTorch's flight recorder, read where they lie."""
+"""Dumps of PyTorch's flight recorder, read on the node that wrote them."""

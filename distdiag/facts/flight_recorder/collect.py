@@ -1,6 +1,6 @@
-"""Facts of one node: what the dumps there say. With a trigger, its ranks are asked to write them first.
+"""Collects a node's flight recorder dumps. With a trigger, its ranks are first asked to write dumps.
 
-Each dump is read by a child with bounded memory and time: whatever is in it, the child alone comes to harm.
+Each dump is read by a child with bounded memory and time, so malicious content can only harm the child.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_"
 
 @dataclass(frozen=True)
 class Dump:
-    """What one dump says, see read_dump. `entries` are packed; `groups`: (name, description, ranks folded).
+    """One dump, see read_dump. `entries` are packed; `groups`: (name, description, ranks folded).
 
-    `rank` is None where the content does not tell; `candidates`: the ranks that it may be of, folded. `operations`:
-    (operation, backend, input sizes, output sizes, input types, output types, source, target), the last two of a
-    send or recv, as numbers in the group. `status`: (group, last enqueued, last completed). `modified_s`: of the file.
-    `unreadable`: how many entries are damaged, or of a form that is not known.
+    `rank`: None if unknown; `candidates`: the possible ranks, folded. `operations`: (operation, backend, input sizes,
+    output sizes, input types, output types, source, target), the last two for a send or recv, as numbers in the group.
+    `status`: (group, last enqueued, last completed). `modified_s`: of the file. `unreadable`: number of entries damaged
+    or in an unknown form.
     """
 
     path: str
@@ -84,13 +84,13 @@ class Dump:
 
     @property
     def is_partial(self) -> bool:
-        """Whether entries are missing: that it does not show a call is no evidence."""
+        """Whether entries are missing, so that the absence of a call proves nothing."""
         return self.truncated or self.unreadable > 0
 
 
 @dataclass(frozen=True)
 class Unread:
-    """A file that holds no dump that can be read. `kind`: "truncated", "code", "damaged", "missing" or "other"."""
+    """A file without a readable dump. `kind`: "truncated", "code", "damaged", "missing" or "other"."""
 
     path: str
     kind: str
@@ -99,7 +99,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Pipe:
-    """A pipe by which a rank was asked for its dump. `answer`: "dumped", NO_READER, "no dump arrived", an error."""
+    """A pipe used to request a rank's dump. `answer`: "dumped", NO_READER, "no dump arrived", an error."""
 
     path: str
     rank: int
@@ -108,7 +108,7 @@ class Pipe:
 
 @dataclass(frozen=True)
 class NodeDumps:
-    """All that was found on a node. `others`: files in the folders that are no dumps."""
+    """All dumps of a node. `others`: number of other files in the folders."""
 
     host: str
     dumps: tuple[Dump, ...] = ()
@@ -118,12 +118,12 @@ class NodeDumps:
 
 
 def facts(ask: dict[str, Any]) -> NodeDumps:
-    """Report who is here; the rest comes from `more`."""
+    """Return the host name only; `more` reads the dumps."""
     return NodeDumps(machine.host_name())
 
 
 def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
-    """Read the dumps: {"paths": files and folders, "trigger": ask for them first, "wait_s": how long to wait}."""
+    """Read the dumps: {"paths": files and folders, "trigger": request new dumps first, "wait_s": limit for these}."""
     host = machine.host_name()
     paths, unread = list(ask["paths"]), []
     pipes: list[Pipe] = []
@@ -144,7 +144,6 @@ def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
 
 
 def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """List the files that are named, and all in the folders."""
     found: dict[str, None] = {}
     missing = []
     for path in paths:
@@ -162,7 +161,7 @@ def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _read_all(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read files in children, and yield what each says, or {"kind", "why"}."""
+    """Read files in children; yield each dump, or {"kind", "why"}."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     count = max(1, min(processors, _CHILDREN, -(-len(files) // _FILES_A_CHILD)))
     children = [_Child(files[number::count]) for number in range(count) if files[number::count]]
@@ -183,7 +182,7 @@ def _read_all(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class _Child:
-    """Reads some files in a process of its own; where that dies, the file that it was at is at fault."""
+    """Reads some files in a child process; if it dies, its current file is reported as damaged."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = list(files)
@@ -249,9 +248,9 @@ class _Child:
 
 
 def _work(files: Sequence[str], pipe: int) -> None:
-    faulthandler.disable()  # that this process may die is the reason for it
+    faulthandler.disable()  # a crash of this process is expected
     programs.die_with_parent()
-    gc.disable()  # all of a dump stays until it is read: walking it again and again takes ten times as long
+    gc.disable()  # the objects of a dump live until it is read; scanning these repeatedly takes ten times as long
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used = int((machine.read_text("/proc/self/statm").split() or ["0"])[0]) * resource.getpagesize()
     limit = used + _MEMORY_BYTES
@@ -270,7 +269,7 @@ def _write(pipe: int, data: bytes) -> None:
 
 def _one(path: str) -> dict[str, Any]:
     try:
-        # A pipe, which may stand in the place of a file, would keep us waiting for who writes to it.
+        # Opening a FIFO in place of a file would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -292,7 +291,7 @@ def _one(path: str) -> dict[str, Any]:
 
 @dataclass
 class _Asked:
-    """A pipe that was written to, and where the dump should come."""
+    """A pipe written to, and the paths where the dump may appear."""
 
     path: str
     rank: int
@@ -303,7 +302,7 @@ class _Asked:
 
 
 def _trigger(paths: Sequence[str], wait_s: float) -> tuple[list[Pipe], list[str]]:
-    """Ask all ranks here that read a pipe for their dumps, and wait until they are written."""
+    """Request dumps from all ranks here with a pipe open, and wait until all are written."""
     asked = [*_pipes_of_processes(), *_pipes_in(paths)]
     for pipe in asked:
         pipe.before = {path: _written_ns(path) for path in pipe.dumps}
@@ -316,7 +315,7 @@ def _trigger(paths: Sequence[str], wait_s: float) -> tuple[list[Pipe], list[str]
             for path in pipe.dumps:
                 if _written_ns(path) > pipe.before[path]:
                     size = os.stat(path).st_size
-                    if sizes.get(path) == size > 0:  # it grows no more
+                    if sizes.get(path) == size > 0:  # it stopped growing
                         pipe.answer, pipe.came = "dumped", path
                     sizes[path] = size
         if not waiting:
@@ -343,7 +342,7 @@ def _ring(path: str) -> str:
 
 
 def _pipes_of_processes() -> Iterator[_Asked]:
-    """Find the ranks here whose environment names a pipe; helpers of a rank have the same environment."""
+    """Find the ranks here with a pipe in the environment, which helpers of a rank share."""
     seen = set()
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -372,7 +371,7 @@ def _pipes_of_processes() -> Iterator[_Asked]:
 
 
 def _pipes_in(paths: Sequence[str]) -> Iterator[_Asked]:
-    """Find the pipes that distdiag.dump_flight_recorder made; beside each is its dump, of the same name."""
+    """Find the pipes made by distdiag.dump_flight_recorder; beside each is its dump, of the same name."""
     for path in paths:
         for name in sorted(os.listdir(path)) if os.path.isdir(path) else ():
             stem, _, end = name.rpartition(".")

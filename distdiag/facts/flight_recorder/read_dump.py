@@ -1,7 +1,7 @@
-"""One dump of a flight recorder -> what it says: PyTorch's pickle (NCCL, XCCL, Gloo) and JSON, torchcomms' clog text.
+"""Parses one flight recorder dump: PyTorch's pickle (NCCL, XCCL, Gloo) and JSON, torchcomms' clog text.
 
-A dump is untrusted. The unpickler builds containers, text and numbers; whatever would import or call something is
-refused by its name. Entries become columns of numbers: a thousand ranks with thousands of entries are ordinary.
+A dump is untrusted. The unpickler builds containers, text and numbers; any import or call is refused. Entries become
+columns of numbers: a thousand ranks with thousands of entries are ordinary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BIG = 2**63
 
 
 class Unreadable(Exception):
-    """This is no dump that can be read. `truncated`: it begins as one; `is_code`: it would run something."""
+    """Not a readable dump. `truncated`: it starts like one; `is_code`: it would run code."""
 
     def __init__(self, why: str, *, truncated: bool = False, is_code: bool = False) -> None:
         super().__init__(why)
@@ -44,11 +44,11 @@ class Unreadable(Exception):
 
 
 class NotADump(Exception):
-    """It does not even begin as one."""
+    """It does not even start like a dump."""
 
 
 def read(data: bytes) -> dict[str, Any]:
-    """Return what a dump says, as the fields of collect.Dump. Raises Unreadable, NotADump."""
+    """Return a dump as the fields of collect.Dump. Raises Unreadable, NotADump."""
     head = data[:64].lstrip()
     if not data:
         raise Unreadable("empty file", truncated=True)
@@ -71,7 +71,7 @@ def pack(columns: Sequence[array.array[int]]) -> str:
 
 
 def unpack(text: str, count: int) -> list[array.array[int]]:
-    """Unpack what `pack` packed. Raises ValueError."""
+    """Reverse `pack`. Raises ValueError."""
     wanted = count * 8 * len(COLUMNS)
     if not 0 <= count <= MOST_ENTRIES:
         raise ValueError(f"{count} entries")
@@ -114,7 +114,7 @@ class _Plain(pickle.Unpickler):
         raise Unreadable("it refers to objects outside the file")
 
 
-class _AsFarAsItGoes(pickle._Unpickler):  # the one written in Python shows its stack
+class _AsFarAsItGoes(pickle._Unpickler):  # the Python implementation exposes its stack
     def find_class(self, module: str, name: str) -> NoReturn:
         _refuse(module, name)
 
@@ -136,7 +136,7 @@ def _unpickle(data: bytes) -> tuple[Any, bool]:
 
 
 def _salvaged(data: bytes) -> dict[Any, Any]:
-    """Return what a pickle that was cut short had come to: a dictionary up to its last whole entry."""
+    """Return the contents of a truncated pickle: a dictionary up to its last complete entry."""
     reader = _AsFarAsItGoes(io.BytesIO(data))
     try:
         reader.load()
@@ -170,7 +170,7 @@ def _text(value: object, longest: int = 300) -> str:
 
 
 def _numbers(text: object) -> list[int]:
-    """Read ranks: "[0, 1]", or a list."""
+    """Parse ranks: "[0, 1]", or a list."""
     if isinstance(text, str):
         return [int(number) for number in re.findall(r"\d{1,7}", text[:2_000_000])]
     return (
@@ -181,7 +181,7 @@ def _numbers(text: object) -> list[int]:
 
 
 def fold(ranks: Sequence[int]) -> str:
-    """Fold ranks, in their order, for that is their number in the group: "0-3,8,5"."""
+    """Fold ranks without sorting, as the position of a rank is its number in the group: "0-3,8,5"."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][1] + 1:
@@ -202,7 +202,7 @@ class _Table:
 
 
 def _sizes(value: object) -> tuple[tuple[int, ...], ...]:
-    """Keep the sizes of tensors. Raises ValueError."""
+    """Validate the sizes of tensors. Raises ValueError."""
     if not isinstance(value, (list, tuple)) or len(value) > _MOST_SIZES:
         raise ValueError
     sizes = []
@@ -222,15 +222,15 @@ def _dtypes(value: object) -> tuple[str, ...]:
 
 
 def _append(columns: Sequence[array.array[int]], row: Sequence[int]) -> None:
-    """Append a row to the columns, or raise OverflowError or TypeError and leave them as they are."""
+    """Append a row to the columns, which stay unchanged on OverflowError or TypeError."""
     for column, value in zip(columns, array.array("q", row)):
         column.append(value)
 
 
 def _state(entry: dict[str, Any], backend: str) -> int:
-    """Return the state; only NCCL and XCCL watch the device: what they retire before its end timed out or failed.
+    """Return the state. Only NCCL and XCCL watch the device: entries they retire unfinished timed out or failed.
 
-    Gloo leaves the state at "scheduled" for ever, and retires what has ended.
+    Gloo leaves the state at "scheduled", and retires ended operations.
     """
     state = _STATES.get(entry.get("state") or "", SCHEDULED)
     if entry.get("retired") is True and state != ENDED:
@@ -331,7 +331,7 @@ class _Document:
         if is_p2p or (backend == "gloo" and _whole(entry.get("op_id"), seq) != seq):
             self._p2p.add(name)
         key = (group, seq, p2p_seq)
-        if operation == "coalesced":  # what was issued together before it has no state of its own
+        if operation == "coalesced":  # a coalesced operation has no state of its own
             for place in coalesced.pop(key, ()) if is_p2p else ():
                 self._columns[6][place] = state
             if is_p2p:
@@ -367,7 +367,7 @@ class _Document:
             coalesced.setdefault(key, []).append(len(self._columns[0]) - 1)
 
     def _pair(self, name: str, operation: str) -> tuple[str, int, int]:
-        """Read "send 1->2" or "recv 2<-1": what it is, from whom, to whom, as numbers in the group."""
+        """Parse "send 1->2" or "recv 2<-1": operation, source, target, as numbers in the group."""
         found = _P2P.search(operation)
         if found is None:
             return operation, -1, -1
@@ -405,7 +405,7 @@ class _Document:
         return found
 
     def _rank(self, configured: dict[str, tuple[str, list[int]]]) -> tuple[int, str]:
-        """Return the rank, or -1, and which ranks the groups leave possible: it is in all of its groups."""
+        """Return the rank, or -1 and the ranks consistent with the groups: it is in all of its groups."""
         told = _whole(self._document.get("distdiag_rank", self._document.get("rank")))
         if 0 <= told < _MOST_RANKS:
             return told, ""
@@ -421,9 +421,9 @@ class _Document:
         return (next(iter(common)), "") if len(common) == 1 else (-1, fold(sorted(common)))
 
     def _status(self, configured: dict[str, tuple[str, list[int]]]) -> list[list[Any]]:
-        """List (group, last enqueued, last completed); the status is by pg_id, which only entries translate.
+        """List (group, last enqueued, last completed); the status is by pg_id, which only entries map to names.
 
-        A rank that has no entries has made its groups in the order of both lists all the same.
+        Even without entries, a rank has created its groups in the order of both lists.
         """
         status = self._document.get("pg_status")
         if not isinstance(status, dict):
@@ -444,7 +444,7 @@ class _Document:
 
 
 class _Clog:
-    """torchcomms' log, one line an event: `sig` describes an operation, Q enqueues it, S and E: it starts, ends."""
+    """torchcomms' log, one line per event: `sig` describes an operation, Q enqueues it, S starts it, E ends it."""
 
     def __init__(self) -> None:
         self._groups, self._operations = _Table(), _Table()
@@ -505,7 +505,7 @@ class _Clog:
             values = _values(fields[1:])
             self._members[values["child"]] = _numbers(values["ranks"])
         elif fields[0].startswith("G") and not fields[1].startswith("R"):
-            self._line(fields[1:])  # captured into a graph: it ran once; what is replayed has no order
+            self._line(fields[1:])  # captured into a graph: it ran once; replays are in no known order
         elif fields[0].startswith("C") and fields[1] == "sig":
             self._signature(fields[0], fields[2], _values(fields[3:]))
         elif fields[0].startswith("C") and fields[1] == "Q":
@@ -568,7 +568,7 @@ class _Clog:
         return int((self._base + float(text.lstrip("+"))) * 1e9)
 
     def _guess_ends(self) -> None:
-        """Without events of the lifecycle only the last operation of each communicator may be unfinished."""
+        """Without lifecycle events only the last operation of each communicator may be unfinished."""
         last: dict[int, int] = {group: place for place, group in enumerate(self._columns[0])}
         for place, group in enumerate(self._columns[0]):
             if last[group] != place:

@@ -1,1 +1,1 @@
-"""What the logs of a job report, read where they lie."""
+"""Events in the logs of a job, extracted on the node that has the files."""

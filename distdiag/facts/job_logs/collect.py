@@ -1,4 +1,4 @@
-"""Logs where they lie: files, folders, packed ones and pipes are read in blocks; only events leave the node."""
+"""Reads logs on their node in blocks: files, folders, compressed files and pipes; only events leave the node."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass, replace
 
 from distdiag.facts import machine
-from distdiag.facts.core.stored_cores import CannotUnpack, Packing, packing_of, stream
 from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux
 from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Scan, Stream
+from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, stream
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _PATH_RANK = re.compile(r"(?:^|[._-])rank[._-]?(\d{1,6})(?:[._-]|$)|(?:^|/)(\d{1
 
 @dataclass(frozen=True)
 class LogFile:
-    """One file. `error`: why it was not read, or not to its end; `forms`: whose prefixes its lines have."""
+    """One file. `error`: why it was not read completely; `forms`: the launchers' prefixes on its lines."""
 
     path: str
     bytes: int = 0
@@ -47,16 +47,16 @@ class LogFile:
     cut: int = 0
     error: str = ""
     progress: int = 0
-    """The line of the last but two that report progress, 0 for fewer than three."""
+    """The last line but two that reports progress, 0 with fewer than three."""
     last: str = ""
-    """The last line with words in it."""
+    """The last line with words."""
     rank: int | None = None
-    """Which alone writes to it, as its name or its opener says."""
+    """Its only writer, by its name or by the process that has it open."""
 
 
 @dataclass(frozen=True)
 class NodeLogs:
-    """What the logs of one node report, or a part of it; streams and files are numbered through all parts."""
+    """The reports of one node's logs, or a part of them; streams and files are numbered through all parts."""
 
     host: str
     files: tuple[LogFile, ...] = ()
@@ -66,18 +66,18 @@ class NodeLogs:
     dropped: int = 0
 
     def parts(self) -> Iterator[NodeLogs]:
-        """Yield parts that a connection takes as a message: all in the first one but events."""
+        """Yield parts small enough for a message: all in the first one but events."""
         yield replace(self, events=self.events[:_SENT])
         for start in range(_SENT, len(self.events), _SENT):
             yield NodeLogs(self.host, events=self.events[start : start + _SENT])
 
 
 class Unreadable(Exception):
-    """A file that cannot be read as a log: the text says why."""
+    """The file cannot be read as a log; the text is the reason."""
 
 
 def facts(ask: dict[str, Any]) -> NodeLogs:
-    """Answer that this node is here; logs take longer than facts may."""
+    """Answer at once, as reading logs exceeds the time limit of facts."""
     return NodeLogs(machine.host_name())
 
 
@@ -91,7 +91,7 @@ def more(ask: dict[str, Any], tell: Callable[[NodeLogs], None]) -> None:
 
 
 class Reader:
-    """Reads paths one after another; `found` may be asked for at any time."""
+    """Reads paths one after another; `found` is available at any time."""
 
     def __init__(self, ask: dict[str, Any]) -> None:
         self.scan = Scan(ask["patterns"])
@@ -100,7 +100,7 @@ class Reader:
         self._tail = int(ask.get("tail", 0))
 
     def found(self) -> NodeLogs:
-        """Return what was found so far."""
+        """Return the results so far."""
         scan = self.scan
         return NodeLogs(
             machine.host_name(),
@@ -119,7 +119,7 @@ class Reader:
                 self._file(name, len(self._files) - 1, of_path(name))
 
     def read_output(self, path: str, open_as: str, rank: int | None, generation: int = 0) -> None:
-        """Read a file that is opened under another name than its own, which only `rank` writes to, if one does."""
+        """Read a file opened under a different name; `rank`: its only writer, if known."""
         own = of_path(path)
         own.generation = own.generation or generation
         own.rank = own.rank if rank is None else rank
@@ -128,7 +128,7 @@ class Reader:
         self._files[-1] = replace(self._files[-1], path=path)
 
     def unreadable(self, path: str, error: str) -> None:
-        """Report a log that could not be read, or not to its end."""
+        """Report a log that could not be read completely."""
         self._files.append(LogFile(path, error=error))
 
     def _file(self, path: str, number: int, own: Stream) -> None:
@@ -170,7 +170,7 @@ class Reader:
 
 
 def files_of(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the logs that a path names, and why one cannot be read. A pipe in a folder is not opened."""
+    """Yield a path's logs, with the error of each unreadable one. Pipes in a folder are not opened."""
     if path == "-" or not os.path.isdir(path):
         yield path, "" if path == "-" or os.path.exists(path) else "no such file"
         return
@@ -199,7 +199,7 @@ def files_of(path: str) -> Iterator[tuple[str, str]]:
 
 
 def of_path(path: str) -> Stream:
-    """Return what a path says of the rank that wrote it: torchrun's --log-dir, and names with `rank3`."""
+    """Derive rank and attempt from a path: torchrun's --log-dir, and names with `rank3`."""
     stream = Stream(file=0)
     attempt, named = _PATH_ATTEMPT.search(path), _PATH_RANK.search(path)
     if attempt:
@@ -211,20 +211,20 @@ def of_path(path: str) -> Stream:
 
 
 def is_binary(start: bytes) -> bool:
-    """Return whether these first bytes are no text. Some zeros are: a file system may leave holes in a log."""
+    """Return whether these first bytes are binary. Some zeros are allowed: a file system may leave holes in a log."""
     start = start[:8192]
     return start.startswith(_MAGIC) or start.count(b"\0") > _BINARY_SHARE * len(start)
 
 
 def blocks(path: str, cuts: list[int], *, follow: bool = False, tail: int = 0) -> Iterator[bytes]:
-    """Yield blocks of whole lines; a line that is longer than any is cut, and counted in cuts[0].
+    """Yield blocks of whole lines; an overlong line is cut, and counted in cuts[0].
 
-    Of a log that is followed, an empty block says that nothing was written for a second.
+    With `follow`, an empty block means a second without output.
 
-    `tail`: read only so many bytes of the end of a file that is not packed; 0 for all of it.
+    `tail`: read only that many bytes at the end of an uncompressed file; 0: all.
 
     Raises:
-        OSError, CannotUnpack, Unreadable, ValueError: it cannot be read, or not to its end.
+        OSError, CannotUnpack, Unreadable, ValueError: it cannot be read completely.
     """
     rest, skip = b"", False
     for piece in _bytes(path, follow=follow, tail=tail):
@@ -281,7 +281,7 @@ def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None
         read = 0
         if tail and size > tail:
             read = file.seek(size - tail)
-        # A log that is being written ends where it ended when it was opened; files of /proc and /sys have no size.
+        # Stop at the size at opening, as the log may grow; files of /proc and /sys have no size.
         while read < size or not size:
             piece = file.read(_BLOCK)
             if not piece:
@@ -291,7 +291,7 @@ def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None
 
 
 def _growing(fd: int) -> Generator[bytes, None, None]:
-    """Yield what is written to a file, for ever; nothing once nothing was written for a while."""
+    """Yield data appended to a file, forever; an empty piece after a quiet period."""
     quiet = 0
     while True:
         if piece := os.read(fd, _BLOCK):

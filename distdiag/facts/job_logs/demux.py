@@ -1,8 +1,8 @@
-"""Who wrote what: the prefixes that launchers put before each line, and the lines they tore, put together again.
+"""Demultiplexes logs: parses launchers' line prefixes, and joins the pieces of torn lines.
 
-A launcher that copies the output of several ranks into one stream ends a piece wherever a rank paused, so that two
-ranks may share a line. Each piece begins with its rank's prefix: a piece that another prefix ends is continued by the
-next piece of the same rank.
+A launcher that copies several ranks' output into one stream ends a piece wherever a rank paused, so two ranks may share
+a line. Each piece begins with its rank's prefix; a piece cut by another prefix continues with the next piece of the
+same rank.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _STAMP = rb"(?:\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4} ?)?"
 _MOST_LABELS = 1 << 16
 _STAMPED_SHARE = 0.9
 _DEPTH = 2
-"""Prefixes one behind another: `node1: [default0]:`."""
+"""Nested prefixes: `node1: [default0]:`."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one launcher marks lines. Groups of `pattern`: rank, local, host, pid, stream; `label` is what they are of.
+    """One launcher's line prefix. Groups of `pattern`: rank, local, host, pid, stream.
 
-    `torn`: its pieces may end within a line. `share`: of the first lines so many must have it, of what is not
-    distinctive by itself.
+    `torn`: pieces may end within a line. `share`: share of the first lines that must have it, for a prefix that is not
+    distinctive.
     """
 
     name: str
@@ -48,13 +48,13 @@ FORMATS = (
         ),
         torn=True,
     ),
-    # [rank3]: is what torch itself writes, before some of its lines.
+    # [rank3]: is written by torch itself, on some of its lines.
     Format(
         "torchrun",
         re.compile(rb"\[(?!rank\d)(?P<role>[A-Za-z_][\w.-]{0,60}?:?)(?P<local>\d{1,5})\]:"),
         torn=True,
     ),
-    # --log-line-prefix-template '${hostname}:${rank}: ' (torch 2.14 and later); file.py:12: is a place in a source.
+    # --log-line-prefix-template '${hostname}:${rank}: ' (torch 2.14 and later); file.py:12: is a source location.
     Format(
         "torchrun-host",
         re.compile(
@@ -83,7 +83,7 @@ _NO_HOST = re.compile(
 
 @dataclass
 class Label:
-    """Whose lines these are, as far as prefixes tell; `text`: the prefixes themselves."""
+    """The writer of lines, as given by their prefixes; `text`: the prefixes themselves."""
 
     text: str = ""
     rank: int | None = None
@@ -95,21 +95,21 @@ class Label:
 
 @dataclass
 class Demux:
-    """Takes lines of one file; gives each rank's lines whole. `labels` are in the order in which they were met."""
+    """Joins and labels the lines of one file; `labels` are in order of appearance."""
 
     labels: dict[bytes, Label] = field(default_factory=lambda: {b"": Label()})
     forms: list[Format] = field(default_factory=list)
     joined: int = 0
-    """Lines that were put together."""
+    """Number of joined lines."""
     stamp: bytes = b""
-    """The time that a container runtime wrote before the last line that was split."""
+    """A container runtime's time stamp on the last split line."""
     _margin: re.Pattern[bytes] | None = None
     _open: dict[bytes, bytes] = field(default_factory=dict)
     _within: re.Pattern[bytes] | None = None
     _begins: bytes = b""
 
     def detect(self, sample: bytes) -> None:
-        """Find out which prefixes these lines have; what is known already stays."""
+        """Detect the prefixes of these lines; known ones are kept."""
         if self.forms:
             return
         lines = [line for line in sample.split(b"\n")[:2000] if line.strip()]
@@ -131,7 +131,7 @@ class Demux:
         return [self._without_stamp(line, 0) for line in lines] if self._margin else lines
 
     def is_whole(self, block: bytes) -> bool:
-        """Return whether no line of a block of lines is torn, so that its lines can be read in any order."""
+        """Return whether no line of a block is torn, so that its lines can be read in any order."""
         if self._open:
             return False
         if self._within is None:
@@ -142,14 +142,14 @@ class Demux:
         return len(self._within.findall(block)) <= block.count(b"\n")
 
     def _role(self) -> bytes:
-        """Return how each prefix of torchrun begins, `[default`; empty before one was met."""
+        """Return the common start of torchrun's prefixes, `[default`; empty before the first one."""
         if not self._begins:
             label = next(filter(None, self.labels), b"")
             self._begins = label.rstrip(b"]:").rstrip(b"0123456789")
         return self._begins
 
     def lines(self, line: bytes, ended: bool = True) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (label, text) for what this line of the file completes; `ended`: it had a newline."""
+        """Yield (label, text) for each line completed by this one; `ended`: it had a newline."""
         label, text = self.split(line)
         if self._within is None:
             if ended or text:
@@ -167,12 +167,12 @@ class Demux:
         yield label, text
 
     def finish(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield what was never ended by a newline."""
+        """Yield lines left without a newline."""
         waiting, self._open = self._open, {}
         yield from waiting.items()
 
     def split(self, line: bytes) -> tuple[bytes, bytes]:
-        """Return the label of a line, and what follows it."""
+        """Return the label of a line, and the text after it."""
         if self._margin:
             line = self._without_stamp(line, 0)
         at, label = 0, b""
@@ -201,7 +201,7 @@ class Demux:
         return line[:at] + line[match.end() :]
 
     def _cut(self, text: bytes) -> re.Match[bytes] | None:
-        """Find the next prefix within a text; of torchrun only those of its role, for a text may quote another's."""
+        """Find the next prefix within a text; for torchrun only of its own role, as a text may quote another's."""
         if self._within is None or b"]" not in text:
             return None
         if self.forms[0].name != "torchrun":
@@ -234,7 +234,7 @@ class Demux:
                 if groups.get(name):
                     setattr(label, name, groups[name].decode("utf-8", "replace"))
         if label.rank is not None and label.local is not None:
-            # A task of srun or mpirun that is a torchrun: its number is that of a node.
+            # A task of srun or mpirun that runs a torchrun: its number is a node's.
             label.rank, label.host = None, label.host or f"task {label.rank}"
         return label
 
@@ -251,7 +251,7 @@ _MARGINS = (
     re.compile(rb"(?:[\w./-]{1,200}\.(?:log|out|err|txt)[:-])(?:\d{1,9}[:-])?"),
     re.compile(rb"(?:> ?){1,4}|# "),
 )
-"""What may stand before every line of a log: it is left out, and so is an indentation of all lines."""
+"""Margins of all lines of a log: these are removed, as is a common indentation."""
 
 
 def _margin_of(lines: list[bytes]) -> re.Pattern[bytes] | None:
@@ -263,11 +263,11 @@ def _margin_of(lines: list[bytes]) -> re.Pattern[bytes] | None:
 
 
 _BARE = (b"[rank", b'  File "')
-"""What begins a line only where no launcher writes a prefix: numbers before other lines are the program's own."""
+"""Line starts that only occur without launcher prefixes: numbers before other lines are the program's own."""
 
 
 def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
-    """Return the format that these lines have; of those that are not distinctive, only if nearly all have it."""
+    """Return the format of these lines; one that is not distinctive only if nearly all have it."""
     for form in FORMATS:
         if form in forms:
             continue
@@ -285,11 +285,11 @@ def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
 
 
 _BAR = re.compile(rb"^[^\n|]{0,120}?\d{1,3}%\|[^|\n]{0,300}\| ?[^\[\n]{0,60}\[[^\]\n]{0,300}\] *(?=\S)")
-"""A progress bar of tqdm, without its newline, before something else."""
+"""A progress bar of tqdm, without its newline, before other text."""
 
 
 def plain(line: bytes) -> bytes:
-    """Return a line without colours, of what a progress bar drew the last state only, and what follows a bar alone."""
+    """Remove colours, all but the last state of a progress bar, and a bar before other text."""
     if b"\x1b" in line:
         line = _ESCAPE.sub(b"", line)
     if b"\r" in line:
@@ -299,5 +299,5 @@ def plain(line: bytes) -> bytes:
 
 
 def harmless(line: bytes) -> bytes:
-    """Return a line that cannot command a terminal."""
+    """Return a line without terminal control characters."""
     return _CONTROL.sub(b"?", plain(line))

@@ -1,7 +1,7 @@
-"""What the lines of a log report: tracebacks, known failures, watchdog and launcher lines, what NCCL sets up.
+"""Extracts events from a log's lines: tracebacks, known failures, watchdog and launcher lines, NCCL's setup.
 
-A log of gigabytes has few lines that say anything: a block of lines without any word of a failure is passed over, and
-of the others only lines with such a word are read closely, or those of a traceback that is being put together.
+A log of gigabytes has few relevant lines: a block without any word of a failure is skipped, and of other blocks only
+lines with such a word are parsed, or those of an open traceback.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RANK = re.compile(rb"\[rank(\d{1,6})\]:[ ]?")
 _RANK_LATER = re.compile(
     rb"[^\n]{1,80}?\[rank(\d{1,6})\]:[ ]?|[^\n]{1,400}?\[rank(\d{1,6})\]:(?=\[[EWIF]\d{3,4} )", re.DOTALL
 )
-"""`[rank3]:` behind a stamp, a blank, a quote mark, a launcher's prefix, or a progress bar that has no newline."""
+"""`[rank3]:` behind a stamp, a blank, a quote mark, a launcher's prefix, or a progress bar without a newline."""
 _LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,6})\]:", re.MULTILINE)
 _TIMES = (
     re.compile(rb"\b[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"),
@@ -48,17 +48,17 @@ _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 _TORN = re.compile(
     r"^(?![\w.]+(?:Error|Exception|Interrupt|Exit|Iteration|Group)\b)[\w.]+$|^[\w.]+: \[[^\]]*$|gloo/transport/"
 )
-"""A type without its end, a message that ends within the path of a source file, or within what gloo reports."""
+"""A type without its end, or a message cut within the path of a source file or within gloo's text."""
 _GROUP_HEAD = b"  + Exception Group Traceback (most recent call last)"
 _GROUP_MARGIN = re.compile(r"^ +[|+](?:[-+ \d]*-$| )?")
 _PART = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:: |:?$)(?!.*\(\d+ sub-exceptions?\)$)")
-"""A sub-exception of a group that is no group itself."""
+"""A sub-exception of a group, other than a nested group."""
 _HEAD = "Traceback (most recent call last)"
 _LINK = re.compile(
     r"(?P<cause>The above exception was the direct)|(?P<context>During handling of the above)"
     r"|(?P<spawned>-- Process \d+ terminated with the following error:$)"
 )
-"""Lines between two tracebacks of one exception; the last is of torch.multiprocessing.spawn, which only repeats it."""
+"""Lines between two tracebacks of one exception; the last is torch.multiprocessing.spawn's, which repeats it."""
 _LINKS = {"cause": "raised from", "context": "raised while handling"}
 _TERMINATE = re.compile(r"terminate called after throwing an instance of '(?!c10::Dist)(?P<raised>[^']{1,200})'")
 _FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
@@ -83,13 +83,13 @@ _HARMLESS = re.compile(
     r"failed[ :=]+0|failures?[ :=]+0|events?[ :=]+0|without errors?|continu\w+)\b|NCCL INFO|^\s*at |%\|"
     r"|^\s*\{(?!.{0,200}\"level\w*\": ?\"(?:err|fatal|crit))"
 )
-"""Words of a line that reports no failure, though it has a word of one."""
+"""Words of a line that reports no failure, despite a word of one."""
 _LIKE = re.compile(
     r"(?i)\b(?:\w*error|err\d+|fatal|fail(?:ed|ure|s|ing)?|\w*exception|abort(?:ed|ing)?|panic|critical|cannot|"
     r"could not|unable|denied|refused|killed|no such|not found|unsupported|invalid|timed out|unreachable|corrupt\w*|"
     r"mismatch\w*)\b"
 )
-"""Words of a line that looks like a failure, where no pattern knows it."""
+"""Words that suggest a failure in a line unknown to the patterns."""
 _MOST_LIKE = 3
 _LAST_CHARS = 300
 """Characters kept of a file's last line."""
@@ -98,7 +98,7 @@ _PROGRESS = re.compile(
     rb"\bloss\b\W{0,6}\d|\d ?(?:it/s|s/it)\b|tokens/s|\btraining (?:is )?(?:completed?|finished|done)\b)[^\n]*"
 )
 _PROGRESS_LINES = 3
-"""Lines of progress behind a failure that show that the job went on: a bar is drawn once more at an exit."""
+"""Lines of progress after a failure that prove that the job continued: a bar is redrawn once at exit."""
 _SUMMARY_HEAD = re.compile(r"^(?:\S.{0,300} FAILED|Failures:|Root Cause \(first observed failure\):)\s*$")
 _SUMMARY = re.compile(r"^ {0,4}(time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
 _OF_SUMMARY = re.compile(r"[-=\s]|\[\d+\]:|Failures:|  <NO_OTHER_FAILURES>|\S+ FAILED$")
@@ -108,11 +108,11 @@ _PHASES = (b"Bootstrap", b"Init START", b"Trees", b"Connected all rings", b"Conn
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a line, or a traceback, reports.
+    """An event reported by a line or a traceback.
 
-    `id`: of the knowledge, "exception", "watchdog", "status", "exit", "restart". `rank`: one that the line names as the
-    reporting one. `line`: in its file, from 1; `at`: seconds since the year began, None without a time. `groups`: what
-    the line says by name. `count`: so often in that stream.
+    `id`: of the knowledge, "exception", "watchdog", "status", "exit", "restart". `rank`: the reporting rank, if the
+    line names it. `line`: in its file, from 1; `at`: seconds since the start of the year, None without a time.
+    `groups`: the line's values by name. `count`: occurrences in that stream.
     """
 
     id: str
@@ -129,7 +129,7 @@ class Event:
 
 @dataclass
 class Stream:
-    """What one rank, or a launcher itself, wrote into one file."""
+    """The output of one rank, or of a launcher itself, in one file."""
 
     file: int
     label: str = ""
@@ -140,12 +140,12 @@ class Stream:
     lines: int = 0
     generation: int = 0
     by_path: bool = False
-    """Its rank is known from the name of the file alone."""
+    """Its rank is known only from the file's name."""
 
 
 @dataclass
 class NcclRank:
-    """What NCCL_DEBUG=INFO of one process says. `phase`: how far the last init came, as an index of PHASES."""
+    """NCCL_DEBUG=INFO of one process. `phase`: of the last init, as an index of PHASES."""
 
     host: str
     pid: int
@@ -167,10 +167,10 @@ PHASES = ("bootstrap", "init started", "topology and rings", "rings connected", 
 
 @dataclass
 class _Traceback:
-    """A traceback that is being read.
+    """A traceback being read.
 
-    `named`: its lines begin with `[rank3]:`, as torch's excepthook writes what nothing caught; `last`: the exception,
-    and after it; `last_line`: its line.
+    `named`: its lines begin with `[rank3]:`, as written by torch's excepthook for uncaught exceptions; `last`: the
+    exception and the lines after it; `last_line`: its line.
     """
 
     line: int
@@ -187,24 +187,24 @@ class _Traceback:
     link: str = ""
     """How the next traceback follows from this exception."""
     links: list[str] = field(default_factory=list)
-    """What it was raised from, the last first."""
+    """The exceptions it was raised from, the last first."""
     parts: list[str] = field(default_factory=list)
     """The sub-exceptions of a group."""
     grouped: bool = False
-    """It is of an ExceptionGroup: its lines have a margin."""
+    """Of an ExceptionGroup, so its lines have a margin."""
     broken: bool = False
-    """Another line came before its exception."""
+    """Interrupted by another line before its exception."""
     flat: bool = False
-    """It was pasted without the blanks before its frames."""
+    """Pasted without the indentation of its frames."""
     code: bool = False
-    """Of a flat one: the next line is code."""
+    """For a flat one: the next line is code."""
     bare: bool = False
-    """It is an exception without a traceback."""
+    """An exception without a traceback."""
     ignored: bool = False
-    """Python reports it as one that it ignored."""
+    """Reported by Python as ignored."""
 
     def next_begins(self) -> bool:
-        """Go on with the next traceback, if it is one of the same exception."""
+        """Continue with the next traceback, if it is one of the same exception."""
         if self.last and not self.link:  # of another process without a prefix
             return False
         if self.last:
@@ -214,7 +214,7 @@ class _Traceback:
         return True
 
     def without_margin(self, text: str) -> str:
-        """Return a line without the margin of a group; nothing of its sub-exceptions, which are kept."""
+        """Return a line without the margin of a group; empty for its sub-exceptions, which are kept."""
         margin = _GROUP_MARGIN.match(text) if self.grouped else None
         if margin is None:
             return text
@@ -225,17 +225,17 @@ class _Traceback:
         return ""
 
     def follow(self) -> None:
-        """Put what was read into the chain: what comes was raised from it, or to it."""
+        """Move the exception to the chain: the next one was raised from it, or caused it."""
         self.link = ""
         self.chain.append("\n".join(self.last)[:_TEXT])
         self.frames, self.last = [], []
 
 
 class Scan:
-    """Reads blocks of whole lines of one file after another; what was found is in its fields."""
+    """Reads blocks of whole lines of one file after another; the results are its fields."""
 
     def __init__(self, rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
-        """Take the rows of known lines: id, pattern, words; an id that begins with EXIT is of a launcher's report."""
+        """Take the rows of known lines: id, pattern, words; ids with the prefix EXIT are launchers' reports."""
         rows = list(rows)
         self.signs = Signs(word for row in rows for word in row[2])
         self.exits = Patterns(row for row in rows if row[0].startswith(EXIT))
@@ -249,11 +249,11 @@ class Scan:
         self._seen: dict[tuple[int, int, str, str], int] = {}
 
     def file(self, number: int, demux: Demux, own: Stream) -> FileScan:
-        """Begin a file; `own`: what its path says of it."""
+        """Start a file; `own`: the stream derived from its path."""
         return FileScan(self, number, demux, own)
 
     def add(self, event: Event) -> None:
-        """Keep an event, unless there are very many like it."""
+        """Keep an event, up to a limit per kind and stream."""
         peer = event.groups.get("peer", "")
         same = (event.stream, event.generation, event.id, re.sub(r"\d+|0x\w+", "#", event.text) + peer)
         if event.id not in ("watchdog", "status", "exit") and same in self._seen:
@@ -328,19 +328,19 @@ class FileScan:
         self._headless = False
 
     def _next_sign(self, block: bytes, at: int, places: list[int]) -> int:
-        """Count the lines until the next one with a sign, and return where that begins; else the block's end."""
+        """Count the lines before the next one with a sign, and return its start; else the block's end."""
         next_ = bisect_left(places, at)
         start = block.rfind(b"\n", at, places[next_]) + 1 or at if next_ < len(places) else len(block)
         self.lines += block.count(b"\n", at, start)
         return start
 
     def idle(self) -> None:
-        """Report exceptions that may be whole: nothing was written for a while."""
+        """Report exceptions that look complete, after a quiet period."""
         for stream in [number for number, traceback in self._tracebacks.items() if traceback.last]:
             self._end_traceback(stream)
 
     def finish(self) -> None:
-        """End the file: what is open is what it is."""
+        """End the file, reporting open tracebacks and summaries as they are."""
         for label, text in self._demux.finish():
             self._line(label, text)
         unended = bool(self._last_blocks) and not self._last_blocks[-1][1].endswith(b"\n")
@@ -356,7 +356,7 @@ class FileScan:
             self._scan.add(event)
 
     def _last_progress(self) -> int:
-        """Return the line from which on the file has no more than _PROGRESS_LINES lines of progress; 0 for fewer."""
+        """Return the first of the last _PROGRESS_LINES lines of progress; 0 for fewer."""
         lines: list[int] = []
         for before, block in self._last_blocks:
             for match in _PROGRESS.finditer(block):
@@ -365,14 +365,14 @@ class FileScan:
         return lines[-_PROGRESS_LINES] if len(lines) >= _PROGRESS_LINES else 0
 
     def _last_line(self) -> str:
-        """Return the last line with words, before that of threads that an exit left; none if it reports progress."""
+        """Return the last line with words, before that of threads left by an exit; none if it reports progress."""
         lines = (line for _, block in reversed(self._last_blocks) for line in reversed(block.split(b"\n")))
         said = (own for line in lines if re.search(rb"\w", own := harmless(line)))
         last = next((line for line in said if not line.startswith(b"terminate called without an active")), b"")
         return "" if _PROGRESS.match(last) else last.decode("utf-8", "replace").strip()[:_LAST_CHARS]
 
     def _learn(self, block: bytes) -> None:
-        """Note whose lines a block has, also those that are passed over; of later blocks by their first lines only."""
+        """Register the streams of a block, including skipped lines; in later blocks of the first lines only."""
         self._learned += 1
         if self._learned > _LEARN_BLOCKS:
             lines = block.split(b"\n", _LOOKED_AT)[:_LOOKED_AT]
@@ -386,7 +386,7 @@ class FileScan:
                 self._stream(label, None)
 
     def _stream(self, label: bytes, rank: int | None) -> int:
-        """Return the number of the stream of a label, and of the rank that the line names: nodes may share labels."""
+        """Return the number of the stream of a label, and of the rank in the line: nodes may share labels."""
         key = (label, rank)
         found = self._streams.get(key)
         if found is None:
@@ -434,7 +434,7 @@ class FileScan:
             and self._in_summary(line.decode("utf-8", "replace"))
         ):
             return
-        # What a terminal wrapped goes on without a prefix.
+        # A line wrapped by a terminal continues without a prefix.
         wrapped = (
             number if inner or label else next((n for n, at in self._wrapped.items() if at[0] == self.lines - 1), -1)
         )
@@ -448,7 +448,6 @@ class FileScan:
             self._closely(number, line, rank)
 
     def _closely(self, number: int, line: bytes, rank: int | None) -> None:
-        """Read a line that has a sign of something."""
         by_torch = rank is not None
         if b"NCCL INFO" in line:
             info = _INFO.search(line)
@@ -483,7 +482,7 @@ class FileScan:
         return False
 
     def _known(self, number: int, line: bytes, text: str, rank: int | None) -> None:
-        """Add what a line reports, by the known lines; else, if it looks like a failure, keep it as such."""
+        """Add a known line's event; keep an unknown line if it looks like a failure."""
         found = self._scan.known(text)
         if found is not None:
             id_, groups = found
@@ -498,7 +497,7 @@ class FileScan:
             self._like.append(Event("like", number, self.lines, _cut(text), at, self.generation, rank))
 
     def _begin_bare(self, number: int, line: bytes, text: str, *, named: bool) -> bool:
-        """Begin an exception that no traceback leads to; False if the line has none."""
+        """Start an exception without a traceback; False if the line has none."""
         final = _TERMINATE.match(text)
         match = final or _RAISED.match(text[:_MESSAGE])
         before = match["before"] if match and not final else ""
@@ -513,7 +512,7 @@ class FileScan:
         return True
 
     def _when(self, line: bytes) -> float | None:
-        """Return the time that a line has, or that is written before it."""
+        """Return the time in a line or before it."""
         return _time(line) or (_time(self._before) if self._before else None) or _time(self._demux.stamp)
 
     # --- tracebacks
@@ -525,10 +524,10 @@ class FileScan:
         self._tracebacks[number].ignored = self._ignored.pop(number, -2) >= self.lines - 2
 
     def _goes_on(self, number: int, line: bytes, *, named: bool) -> bool:
-        """Add a line to the traceback of its stream; False if it is none of it."""
+        """Add a line to the traceback of its stream; False if it does not belong to it."""
         traceback = self._tracebacks[number]
         traceback.end = max(self.lines, traceback.line)
-        if traceback.named and not named and line:  # its stdout, which has the same prefix
+        if traceback.named and not named and line:  # the rank's stdout, with the same prefix
             return False
         text = line.decode("utf-8", "replace")
         text = traceback.without_margin(text)
@@ -556,7 +555,6 @@ class FileScan:
         return False
 
     def _is_of_one(self, number: int) -> bool:
-        """Return whether one rank writes a stream."""
         stream = self._scan.streams[number]
         return stream.rank is not None or stream.local is not None
 
@@ -579,11 +577,11 @@ class FileScan:
         return True
 
     def _is_torn(self, text: str) -> bool:
-        """Return whether the last line of a file, which has no newline, is the beginning of an exception."""
+        """Return whether the last line of a file, without a newline, is an incomplete exception."""
         return _TORN.search(text) is not None and self._scan.known(text) is None
 
     def _cut_off(self, number: int) -> None:
-        """Note a traceback in which the log of a stream ends."""
+        """Record a traceback cut off by the end of the log."""
         traceback = self._tracebacks[number]
         if traceback.chain and not (traceback.last or traceback.broken):
             traceback.last = [traceback.chain.pop()]
@@ -615,7 +613,8 @@ class FileScan:
         if traceback.bare:
             groups["bare"] = "1"
         groups["end"] = str(traceback.end)
-        # What it was raised from comes first: it is nearer to the cause. Of a group, what fits all parts.
+        # The exception it was raised from is checked first, as nearer to the cause; for a group, a row common to all
+        # parts.
         known = [self._scan.known(part) for part in traceback.parts or (*traceback.chain, text)]
         if traceback.parts and len({found and found[0] for found in known}) > 1:
             known = []
@@ -631,7 +630,7 @@ class FileScan:
     # --- launchers
 
     def _launcher(self, number: int, line: bytes, text: str) -> bool:
-        """Read what a launcher reports of its ranks: who ended, and how."""
+        """Parse a launcher's report of the end of its ranks."""
         if b"will restart worker group" in line:
             self._restart(number, text)
             return True
@@ -644,7 +643,7 @@ class FileScan:
         return True
 
     def _restart(self, number: int, text: str) -> None:
-        """Count a restart that an agent of torchrun announces: which one it is follows from the attempts left."""
+        """Count a restart announced by an agent of torchrun, numbered by the attempts left."""
         left, agent = _ATTEMPTS.search(text), _AGENT.search(text)
         if left is None:
             return
@@ -654,7 +653,7 @@ class FileScan:
         self.generation = max(self.generation, done + 1)
 
     def _of_agent(self, event: Event, text: str) -> Event:
-        """Count the rounds of one agent of torchrun: what follows its report of a failure is the next round."""
+        """Count the rounds of one agent of torchrun: each report of a failure ends a round."""
         agent = _AGENT.search(text)
         key = (event.stream, agent[1] if agent else "")
         round_ = self._rounds[key] = self._rounds.get(key, self._own.generation - 1) + 1
@@ -662,7 +661,7 @@ class FileScan:
         return replace(event, generation=round_)
 
     def _in_summary(self, text: str) -> bool:
-        """Read a line of torchrun's summary: failed ranks, then what it saw first. False behind its end."""
+        """Parse a line of torchrun's summary: failed ranks, then the first failure. False after its end."""
         assert self._summary is not None
         field_ = _SUMMARY.match(text)
         if field_:
@@ -703,7 +702,7 @@ class FileScan:
             self._recorded(int(rank[1]), rest, int(fields["line"]), round_)
 
     def _recorded(self, rank: int, text: str, line_before: int, round_: int) -> None:
-        """Read the traceback that @record kept of a rank."""
+        """Read the traceback recorded by @record for a rank."""
         number, read = self._stream(b"", rank), self.lines
         self._tracebacks[number] = _Traceback(self.lines, round_, None, True)
         for self.lines, line in enumerate(text.split("\n"), line_before + 1):
@@ -739,7 +738,7 @@ class FileScan:
     # --- NCCL
 
     def _watchdog(self, number: int, text: str, line: int, *, last: bool = False) -> None:
-        """Read a line of the watchdog, of any release; one that a terminal wrapped is put together."""
+        """Parse a line of the watchdog, of any release; join one wrapped by a terminal."""
         who, groups = _writer(text)
         at = self._when(text.encode())
         if _WATCHDOG[0] in text:
@@ -763,7 +762,7 @@ class FileScan:
         self._scan.add(Event("status", number, line, _cut(text), at, self.generation, who, groups))
 
     def _edges(self, block: bytes) -> None:
-        """Count the transports of `Channel ... via`: a log with NCCL_DEBUG=INFO has more of these than of all else."""
+        """Count the transports of `Channel ... via`, the most frequent lines with NCCL_DEBUG=INFO."""
         for match in _VIA.finditer(block):
             process = block[block.rfind(b"\n", 0, match.start()) + 1 : match.start()]
             comm = self._writers.get(process)
@@ -778,7 +777,7 @@ class FileScan:
             comm.phase = max(comm.phase, 2)
 
     def _comm(self, match: re.Match[bytes]) -> NcclRank | None:
-        """Return what is known of the process that wrote an INFO line; None where there are too many."""
+        """Return the record of the process that wrote an INFO line; None above the limit."""
         key = (match[1].decode("ascii", "replace"), int(match[2]))
         comms = self._scan.comms
         if key not in comms and len(comms) < _MOST_COMMS:
@@ -786,7 +785,7 @@ class FileScan:
         return comms.get(key)
 
     def _info(self, match: re.Match[bytes]) -> bool:
-        """Read a line of NCCL_DEBUG=INFO; False if it is the trace of an error on its way up."""
+        """Parse a line of NCCL_DEBUG=INFO; False for the trace of an error on its way up."""
         message, comm = match[5], self._comm(match)
         if comm is None:
             return True
@@ -806,7 +805,7 @@ class FileScan:
 
 
 def _error_in(line: bytes) -> tuple[int | None, str] | None:
-    """Return the rank and the traceback of a line of JSON whose level is that of an error."""
+    """Return the rank and the traceback of a line of JSON with the level of an error."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -828,14 +827,14 @@ _LEVELS = ("level", "levelname", "severity", "lvl", "log.level")
 
 
 def _writer(text: str) -> tuple[int | None, dict[str, str]]:
-    """Return the rank that a line of the watchdog names, and the process group that it is of."""
+    """Return the rank and the process group named by a line of the watchdog."""
     rank, group = _WHO.search(text), _GROUP.search(text)
     who = int(rank[1]) if rank else None
     if group is None:
         return who, {}
     groups = {"pg": group["guid"] or group["pg"], "name": group["name"] or ""}
     if who is not None:
-        # Within a group that is not of all ranks, this is the number of the rank in the group.
+        # In a subgroup this number is the rank's within the group.
         groups["member"] = str(who)
         if groups["pg"] != "0" and groups["name"] != "default_pg":
             who = None
@@ -843,7 +842,6 @@ def _writer(text: str) -> tuple[int | None, dict[str, str]]:
 
 
 def _set_up(comm: NcclRank, message: bytes) -> None:
-    """Note which interface, network and version a process uses."""
     oob, net = _OOB.search(message), _NET.search(message)
     if oob:
         comm.interface, comm.address = _ascii(oob[2]), _ascii(oob[3])
@@ -883,10 +881,10 @@ _CONTINUES = re.compile(
 
 
 def _is_more(last: str, text: str) -> bool:
-    """Return whether a line belongs to the message of an exception whose last line so far is `last`."""
+    """Return whether a line continues the message of an exception, given its last line so far."""
     if _CONTINUES.match(text) or text[:1].isspace() or last.rstrip().endswith(("raised:", "Last error:")):
         return True
-    # A sentence that was wrapped.
+    # A wrapped sentence.
     return last[-1:] not in ".!?)" and bool(_WRAPPED.match(text))
 
 
@@ -894,13 +892,12 @@ _WRAPPED = re.compile(r"^[a-z]{2,20} (?!=)[a-z'(\[]")
 
 
 def _begins_in_traceback(block: bytes) -> bool:
-    """Return whether the head of a log is cut off within a traceback."""
     at = block.find(b'File "', 0, 1 << 16)
     return at >= 0 and b"Traceback (most recent call last)" not in block[:at]
 
 
 def _time(line: bytes) -> float | None:
-    """Return the seconds from the beginning of a (leap) year to the time that a line has; not all times have a year."""
+    """Return the seconds from the start of a (leap) year to a line's time; not all times have a year."""
     if b":" not in line[:300]:
         return None
     for form in _TIMES:

@@ -1,4 +1,4 @@
-"""Which lines of a log are read closely: those with a word of a known line, or of a failure.
+"""Selects the lines of a log to parse: those with a word of a known line, or of a failure.
 
 A log of gigabytes has few such lines, and most of the others differ in numbers only.
 """
@@ -17,12 +17,12 @@ _SIGNS = (
     b"NCCL version", b"NCCL INFO Bootstrap", b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected",
     b"NCCL INFO Using",
 )  # fmt: skip
-"""Beside the words of the known lines. `Channel ... via` of NCCL's INFO is read by the block."""
+"""In addition to the words of the known lines. `Channel ... via` of NCCL's INFO is read by block."""
 _MOST_SHAPES, _LONGEST_SHAPE = 20_000, 500
 
 
 class Signs:
-    """Finds the signs in blocks and lines; remembers lines without any by what they are without digits."""
+    """Finds the signs in blocks and lines; caches lines without any, ignoring digits."""
 
     def __init__(self, words: Iterable[str]) -> None:
         own = {word.encode() for word in words}
@@ -34,7 +34,7 @@ class Signs:
         return any(sign in line for sign in self._signs)
 
     def places(self, block: bytes) -> list[int]:
-        """Return where in a block there is a sign, in order: at least one place on each line that has any."""
+        """Return the positions of signs in a block, in order: at least one per line that has any."""
         if self._is_ordinary(block):
             return []
         found: list[int] = []

@@ -24,6 +24,7 @@ from distdiag.training.overflow.cause import diverges
 from distdiag.training.overflow.frames import TracedBatches
 from distdiag.training.overflow.gradients import NO_GRADIENTS, GradientReader, listen, stop
 from distdiag.training.overflow.judge import Forward, Judge, Pending, Seen, losses_of, outputs_of
+from distdiag.training.overflow.lost_updates import LostUpdates
 from distdiag.training.overflow.modules import Hook
 from distdiag.training.overflow.replay import Call, State
 from distdiag.training.overflow.report import (
@@ -146,6 +147,7 @@ class DebugUnderflowOverflow:
         self._gradients = GradientReader(self._model, each=gradients == "each")
         self._checks_gradients = gradients != "off"
         self._advice = Advice(self._model, reads_frames=not self._is_compiled)
+        self._lost_updates = LostUpdates()
         self._handles: list[RemovableHandle] = []
         self._recent: deque[Tensor] = deque(maxlen=8)
         """The last losses."""
@@ -390,11 +392,14 @@ class DebugUnderflowOverflow:
             if found is None and not self._is_off:
                 for warning in self._advice.before_step(made.now, self.counts.steps):
                     self._warn(warning)
+                self._lost_updates.before_step(optimizer)
         self._settle(found)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._is_not_the_scripts() or not self._gradients.are_stepped_by(optimizer):
             return
+        with self._harmless(), torch.no_grad():
+            self._warn(self._lost_updates.after_step(optimizer, self.counts.steps))
         self._state.steps += 1
         self._pending.end_step()
         # Of several optimizers of one model each makes a step of its own in what users call a step.

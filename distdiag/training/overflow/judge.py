@@ -18,7 +18,7 @@ from distdiag.training.overflow.frames import Recorder
 from distdiag.training.overflow.gradients import NO_GRADIENTS, StepGradients
 from distdiag.training.overflow.modules import kind_of, named
 from distdiag.training.overflow.replay import Terms
-from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, Detection, Found, Place, is_of_script
+from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, WEIGHTS, Detection, Found, Place, is_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,6 +45,10 @@ _MOST_BYTES = 1 << 30
 _NOT_EACH = "With gradients='each' the first bad gradient is named, before clipping spreads it."
 _OPERATIONS = 8
 _INSTEAD = {"log": "Where it is of a softmax: log_softmax."}
+_TEST_DEVICE = (
+    "call sync_check to find the step in which the replicas diverge; test whether the device computes wrongly: "
+    "distdiag gpu-test --compute 60s"
+)
 _FINITE = "All module inputs and outputs in the forward were finite"
 _ORDER = {LOSS: 1, BACKWARD: 2}
 
@@ -261,7 +265,7 @@ class Judge:
             replayed = self._replay_together(seen.last, len(seen.forwards), group)
             if found is not None or replayed.found is not None:
                 found = self._unless_in_forward(found, seen, replayed)
-        return _first_of(found, group)
+        return _first_of(found, group, replicas=not self.sharing.is_shared)
 
     def of_recorder(self, recorder: Recorder, when: When, origins: Origins | None = None) -> Found | None:
         """Describe the first bad line of a recorded forward."""
@@ -370,8 +374,8 @@ class Judge:
         return Found(detection)
 
 
-def _first_of(mine: Found | None, group: Any) -> Found | None:  # noqa: ANN401
-    """Choose the earliest detection of all ranks; of equals the lowest rank's."""
+def _first_of(mine: Found | None, group: Any, *, replicas: bool) -> Found | None:  # noqa: ANN401
+    """Choose the earliest detection of all ranks; of equals the lowest rank's. `replicas`: all have equal weights."""
     rank = own_rank()
     answers = ranks.gather(None if mine is None else replace(mine.detection, rank=rank, host=host_name()), group)
     found: list[Detection] = [answer for answer in answers if answer is not None]
@@ -380,6 +384,11 @@ def _first_of(mine: Found | None, group: Any) -> Found | None:  # noqa: ANN401
     first = min(found, key=lambda each: (_ORDER.get(each.origin, 0), each.number, each.rank))
     alike = [each for each in found if _ORDER.get(each.origin) == _ORDER.get(first.origin) and each is not first]
     others = tuple(sorted(each.rank for each in alike if each.rank is not None))
+    if replicas and first.origin == WEIGHTS and len(alike) + 1 < len(answers):
+        hint = (
+            f"The same weights are finite on {len(answers) - len(alike) - 1} of {len(answers)} ranks: replicas differ."
+        )
+        first = replace(first, hints=(*first.hints, hint), fix=_TEST_DEVICE)
     return Found(replace(first, other_ranks=others), mine.frames if mine is not None and first.rank == rank else ())
 
 

@@ -1,1 +1,1 @@
-"""What each section of the report says: facts of one node in, a section out. Pure."""
+"""The sections of the report: each module judges one node's facts. Pure."""

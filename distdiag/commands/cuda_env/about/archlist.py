@@ -1,4 +1,4 @@
-"""TORCH_CUDA_ARCH_LIST: does torch read it, does nvcc compile it, does it fit the GPUs."""
+"""TORCH_CUDA_ARCH_LIST: valid for torch, supported by nvcc, and right for the GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAME = "TORCH_CUDA_ARCH_LIST"
 
 
 def about_arch_list(facts: CudaFacts, everywhere: Sequence[Arch] = ()) -> Section:
-    """Judge the list; `everywhere` are the GPUs of all nodes, which one build must serve."""
+    """Judge the list; `everywhere`: the GPUs of all nodes, which one build must serve."""
     text = facts.variables.get(_NAME, "")
     gpus = list(everywhere) or fixes.gpu_archs(facts)
     if not text or text == "native":
@@ -60,7 +60,7 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
 
 
 def _for_gpus_here(facts: CudaFacts, gpus: Sequence[Arch], shown: str) -> Section:
-    """Judge what torch builds without a list: for the GPUs that are here, not for others that are meant."""
+    """Judge torch's default without a list: the local GPUs, not others given by --gpu."""
     kinds, several = as_list(gpus), len(set(gpus)) > 1
     refused = [arch for arch in (Arch(gpu.major, gpu.minor) for gpu in gpus) if _is_compiled(facts, arch.nvcc) is False]
     found: tuple[Problem, ...] = ()
@@ -82,9 +82,9 @@ def _set_to(archs: str, text: str = "") -> Mend:
 
 
 def recommended(facts: CudaFacts) -> str:
-    """Format a list for machines without a GPU: what torch's own build is for and the toolkit compiles.
+    """Format a list for machines without a GPU: the architectures of torch's build that the toolkit compiles.
 
-    Not what is inside torch's library: some of its kernels have code for more architectures than all of them have.
+    Not those found in torch's library: some of its kernels have code for more architectures than the rest.
     """
     torch, used = facts.torch, fixes.target_toolkit(facts)
     if torch is None:
@@ -142,7 +142,7 @@ def _refused(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpu
 
 
 def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch]) -> Mend:
-    """Leave out what no GPU here needs; else another toolkit, older code that runs on the GPUs too, or an install."""
+    """Remove architectures unused here; else suggest another toolkit, older code that also runs, or an install."""
     read = read_list(";".join(kept), (), {}) if kept else None
     names = ", ".join(arch.torch for arch in refused)
     if read is not None and all(how_it_runs(read.cubins, read.ptx, gpu) for gpu in gpus):
@@ -165,7 +165,7 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
 
 
 def _older_code(facts: CudaFacts, gpus: Sequence[Arch]) -> list[str]:
-    """Write, for each GPU, the newest that nvcc compiles and that runs there; empty if one of them can have none."""
+    """List the newest code per GPU that nvcc compiles and that runs there; empty if any GPU has none."""
     known = [from_nvcc(code) for code in (_nvcc_archs(facts) or tables().nvcc) if code.isdigit()]
     known = [arch for arch in known if _is_compiled(facts, arch.nvcc)]
     found = []
@@ -179,7 +179,7 @@ def _older_code(facts: CudaFacts, gpus: Sequence[Arch]) -> list[str]:
 
 
 def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem | None:
-    """Report for which GPUs nothing, or only PTX, would be built."""
+    """Report GPUs for which no code, or only PTX, would be built."""
     how = {gpu: how_it_runs(read.cubins, read.ptx, gpu) for gpu in gpus}
     missing = [gpu for gpu, way in how.items() if not way]
     compiled = [gpu for gpu, way in how.items() if way == "ptx"]
@@ -189,7 +189,7 @@ def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> 
     names = ", ".join(gpu.torch for gpu in more)
     refused = [gpu for gpu in more if _is_compiled(facts, gpu.nvcc) is False]
     if refused and not missing:
-        return None  # this nvcc makes nothing better
+        return None  # this nvcc cannot build better code
     mend = _set_to(_with(read, more), f"add {names} to {_NAME}")
     if refused:
         mend = _remedy(facts, refused, [_named(arch, ptx=ptx) for arch, ptx in read.wanted], gpus)

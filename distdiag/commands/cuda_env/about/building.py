@@ -1,4 +1,4 @@
-"""What builds need beside nvcc and compilers, what earlier builds left, and DeepSpeed's own wheel."""
+"""Requirements of builds besides nvcc and compilers, leftovers of earlier builds, and DeepSpeed's own wheel."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.building import Cache
 
 _JOB_BYTES = 4 * 2**30
-"""What one nvcc of a large kernel file takes; flash-attn's and DeepSpeed's own advice is 4 GB and more."""
+"""Memory for one nvcc of a large kernel file; flash-attn and DeepSpeed advise 4 GB and more."""
 _SHM_BYTES = 512 * 2**20
-"""Below this DeepSpeed's own report warns: NCCL's and the data loaders' shared memory."""
+"""DeepSpeed's own report warns below this: NCCL's and the data loaders' shared memory."""
 
 
 def about_building(facts: CudaFacts) -> Section:
-    """Judge the rest of what a build needs."""
+    """Judge a build's other requirements."""
     build = facts.building
     ninja = None if build.ninja else problem("build.ninja", pip=fixes.pip(facts))
     aio = libaio(facts) if facts.deepspeed is not None else None
@@ -54,7 +54,7 @@ def _header(facts: CudaFacts) -> Problem | None:
 
 
 def libaio(facts: CudaFacts) -> Problem | None:
-    """Report that libaio is missing, which DeepSpeed's async_io and gds are built with."""
+    """Report missing libaio, required to build DeepSpeed's async_io and gds."""
     build = facts.building
     if build.aio_header and build.aio_library:
         return None
@@ -63,14 +63,14 @@ def libaio(facts: CudaFacts) -> Problem | None:
 
 
 def jobs(facts: CudaFacts) -> int:
-    """Return how many compilers memory and processors carry."""
+    """Return how many compilers fit memory and processors."""
     memory = facts.building.memory_available_bytes
     by_memory = facts.building.processors if memory is None else max(1, int(memory // _JOB_BYTES))
     return max(1, min(facts.building.processors, by_memory))
 
 
 def _jobs(facts: CudaFacts) -> Problem | None:
-    """Warn where ninja would start more compilers than memory carries: the kernel then kills one of them."""
+    """Warn if ninja would start more compilers than fit in memory: the kernel would kill one of them."""
     memory, told = facts.building.memory_available_bytes, facts.variables.get("MAX_JOBS", "")
     if memory is None or not fixes.usable_toolkits(facts):
         return None
@@ -88,7 +88,6 @@ def _jobs(facts: CudaFacts) -> Problem | None:
 
 
 def _cache(facts: CudaFacts) -> Problem | None:
-    """Find extensions in torch's cache that another torch built."""
     stale = [cache for cache in facts.building.caches if _is_stale(facts, cache)]
     other = [cache for cache in facts.building.caches if cache not in stale and _is_of_another(facts, cache)]
     if stale:
@@ -118,7 +117,7 @@ def _is_stale(facts: CudaFacts, cache: Cache) -> bool:
 
 
 def about_deepspeed(facts: CudaFacts) -> Section | None:
-    """Judge DeepSpeed, if it is there: was its wheel built for this torch."""
+    """Judge whether an installed DeepSpeed's wheel was built for this torch."""
     deepspeed, torch = facts.deepspeed, facts.torch
     if deepspeed is None:
         return None

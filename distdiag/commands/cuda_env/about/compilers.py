@@ -1,4 +1,4 @@
-"""The host compilers: the one that nvcc calls, judged by the toolkit's own header, and the one that torch checks."""
+"""The host compilers: nvcc's, judged by the toolkit's own header, and the one checked by torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED = re.compile(r"unsupported (GNU|clang)")
 
 
 def about_compilers(facts: CudaFacts) -> Section:
-    """Judge both compilers, for the toolkit that will be used when all is mended."""
+    """Judge both compilers, for the toolkit in use after all fixes."""
     own, toolkit = facts.compilers.cxx, fixes.target_toolkit(facts)
     called = _host(facts, _nvcc_of(facts, toolkit))
     parts = [f"torch calls {_named(own)}" if own else f"torch does not find {facts.compilers.cxx_asked}"]
@@ -52,13 +52,13 @@ def _named(compiler: Compiler | None) -> str:
 
 
 def _nvcc_of(facts: CudaFacts, toolkit: Toolkit | None) -> Nvcc | None:
-    """Find the nvcc of a toolkit that was asked what it would do; None if none of it was."""
+    """Find a toolkit's nvcc that was queried; None if none was."""
     of_toolkit = [nvcc for nvcc in facts.nvccs if nvcc.top and toolkit is not None and nvcc.top == toolkit.real]
     return of_toolkit[0] if of_toolkit else None
 
 
 def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
-    """Return the host compiler that nvcc calls for torch: what it said itself, else what it would find."""
+    """Return the host compiler that nvcc calls for torch: as reported by nvcc, else by its search rules."""
     if nvcc is not None and nvcc.compiler:
         return fixes.compiler_at(facts, nvcc.compiler)
     name = facts.variables.get("CC") or facts.variables.get("NVCC_CCBIN") or "gcc"
@@ -66,7 +66,7 @@ def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
 
 
 def _nvcc(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
-    """Judge the compiler that nvcc calls: by what nvcc said when it was tried, else by the limit in its header."""
+    """Judge nvcc's compiler: by nvcc's message in a trial run, else by the limit in its header."""
     nvcc = _nvcc_of(facts, toolkit)
     nvcc = nvcc or next((other for other in facts.nvccs if other.complaint and _NO_HOST.search(other.complaint)), None)
     compiler = _host(facts, nvcc)
@@ -111,12 +111,11 @@ def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, too
 
 
 def _message(complaint: str) -> str:
-    """Cut a compiler's message to what it says, without its place and its advice."""
+    """Reduce a compiler's message to the error, without location and advice."""
     return shortened(complaint.rpartition("error: ")[2].partition(" The nvcc flag")[0])
 
 
 def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
-    """Report that the host compiler is not there, and which variable names it."""
     name = next((variable for variable in ("CC", "NVCC_CCBIN") if facts.variables.get(variable)), "")
     compiler = f"{name}={facts.variables[name]}" if name else os.path.basename(nvcc.compiler or "gcc")
     evidence = (f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",)
@@ -124,7 +123,7 @@ def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
 
 
 def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> Mend:
-    """Name the newest installed compiler that is allowed; else what to install."""
+    """Use the newest installed compiler allowed; else install one."""
     most = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     pair = fixes.allowed_pair(facts, most or 99)
     if pair is not None:
@@ -140,9 +139,9 @@ def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> Mend:
 
 
 def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
-    """Judge the compilers that torch checks, with the table of the torch that is installed.
+    """Judge the compilers checked by torch, with the installed torch's own table.
 
-    load() asks for $CXX or c++; setup.py builds for $CXX or what this Python was built with.
+    load() uses $CXX or c++; setup.py builds with $CXX or the compiler of this Python's own build.
     """
     own, cxx = facts.compilers.cxx, facts.compilers.cxx_asked
     if own is None:
@@ -195,7 +194,7 @@ def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *
 
 
 def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
-    """Point at flags that everybody's nvcc gets without seeing them, and at variables that break it."""
+    """Report hidden flags added to every nvcc call, and variables that break nvcc."""
     for use in facts.uses.values():
         nvcc = fixes.nvcc_at(facts, use.nvcc)
         if nvcc is not None and nvcc.broken_by:
@@ -210,7 +209,6 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
 
 
 def _broken(facts: CudaFacts, nvcc: Nvcc) -> Problem:
-    """Report variables that break nvcc, which was tried with and without them."""
     names, several = nvcc.broken_by, len(nvcc.broken_by) > 1
     used = nvcc.path == facts.uses["torch"].nvcc
     said = _message(nvcc.broken_how).partition("; nvcc fatal")[0].removeprefix("nvcc fatal").lstrip(" :")
@@ -236,14 +234,14 @@ def _broken(facts: CudaFacts, nvcc: Nvcc) -> Problem:
 
 
 def _for_cmake(facts: CudaFacts) -> Problem | None:
-    """Report who reads CUDAHOSTCXX: CMake alone, in a new build folder; nvcc and torch do not."""
+    """Report CUDAHOSTCXX, which only CMake reads, in a new build folder; nvcc and torch do not."""
     value = facts.variables.get("CUDAHOSTCXX", "")
     others = [facts.variables.get(name, "") for name in ("CC", "NVCC_CCBIN")]
     return problem("cc.cmake-only", value=value, quoted=shlex.quote(value)) if value and value not in others else None
 
 
 def _unchecked(facts: CudaFacts, toolkit: Toolkit | None, name: str, value: str) -> Problem:
-    """Report that the check is off; where the compiler is too new indeed, name one that is not."""
+    """Report that the check is disabled; if the compiler is too new, name an allowed one."""
     needed = _is_too_new(_host(facts, _nvcc_of(facts, toolkit)), toolkit)
     mend = replace(_mend(facts, toolkit) if needed else Mend(), text="", unset=(name,))
     return problem(

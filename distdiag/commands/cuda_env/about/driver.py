@@ -1,4 +1,4 @@
-"""The NVIDIA driver: is there one, do its parts fit together, is it new enough for torch."""
+"""The NVIDIA driver: present, consistent, and new enough for torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.driver import Driver
 
 _SAID_ELSEWHERE = (0, 34, 100, 101, 802, 803, 804)
-"""What cuInit answers and another check explains."""
+"""Results of cuInit explained by other checks."""
 
 
 def about_driver(facts: CudaFacts) -> Section:
@@ -61,7 +61,7 @@ def _loaded(facts: CudaFacts) -> tuple[str, ...]:
 
 
 def _absent(facts: CudaFacts) -> Problem:
-    """Report why there is no driver: the nearest cause first, in containers the flag that was forgotten."""
+    """Report why no driver is usable: the nearest cause first, in containers the forgotten flag."""
     driver = facts.driver
     folder = os.path.dirname(driver.installed[-1]) if driver.installed else ""
     start = with_gpus(driver.container) if driver.container else ""
@@ -95,7 +95,6 @@ def _why_absent(driver: Driver) -> str:
 
 
 def _without(facts: CudaFacts, entries: Iterable[str], text: str = "") -> Mend:
-    """Return the fix that takes entries out of LD_LIBRARY_PATH, if they are in it."""
     entries = list(entries)
     return Mend(text=text, exports=(("LD_LIBRARY_PATH", loader_path_without(facts, entries)),) if entries else ())
 
@@ -109,7 +108,7 @@ def _stub(facts: CudaFacts) -> Problem | None:
 
 
 def _parts(facts: CudaFacts) -> Problem | None:
-    """Report parts that differ, and where which of them is to be changed: a container's libraries are the host's."""
+    """Report mismatched parts, and where to change which: a container's libraries are the host's."""
     driver = facts.driver
     differ = bool(driver.kernel and driver.library and driver.kernel != driver.library)
     if not (differ or driver.answer.nvml_status == 18) or _is_compat(facts) or driver.wsl:
@@ -129,7 +128,7 @@ def _is_compat(facts: CudaFacts) -> bool:
 
 
 def _compat(facts: CudaFacts) -> Problem | None:
-    """Judge the forward compatibility package: newer than the kernel's driver, and for some kinds of GPU only."""
+    """Judge the forward compatibility package: newer than the kernel's driver, and only for some kinds of GPU."""
     driver, status = facts.driver, facts.driver.answer.cuda_status
     if not _is_compat(facts):
         return None if status not in (803, 804) else _init_failed(facts, status)

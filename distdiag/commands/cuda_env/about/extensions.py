@@ -1,4 +1,4 @@
-"""Compiled extensions: have they code for the GPUs that are here, and do they want the CUDA of this torch."""
+"""Compiled extensions: code for the local GPUs, and linked to the CUDA of this torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.torchfiles import Torch
 
 _FOR_CUDA = re.compile(r"(_cuda_?|_cu)(\d{3})(?=[^/]*\.so)")
-"""Where a file's name says for which CUDA it is: 130 is 13.0."""
+"""The CUDA version in a file's name: 130 is 13.0."""
 
 
 def about_extensions(facts: CudaFacts) -> Section:
-    """Judge what is compiled."""
+    """Judge the compiled extensions."""
     found = facts.extensions
     skipped = "" if facts.extensions_complete else "not all files were checked in time"
     if not found:
@@ -55,9 +55,9 @@ def _described(extension: Extension) -> str:
 
 
 def loaded(facts: CudaFacts) -> list[Extension]:
-    """List the files that this torch would get: of those that a package ships one of for each CUDA, the one that fits.
+    """List the files that this torch would load; from a package with one file per CUDA, the matching one.
 
-    libbitsandbytes_cuda128.so and ..._cuda130.so are such a family. Where none fits, the first stands for all.
+    libbitsandbytes_cuda128.so and ..._cuda130.so are such a family. If none matches, the first represents all.
     """
     families: dict[str, list[Extension]] = {}
     for extension in facts.extensions:
@@ -66,7 +66,7 @@ def loaded(facts: CudaFacts) -> list[Extension]:
 
 
 def _chosen(facts: CudaFacts, family: list[Extension]) -> Extension:
-    """Choose as bitsandbytes does: the same version, else of the same major the next older, else the next newer one."""
+    """Choose like bitsandbytes: the same version, else in the same major the next older, else the next newer."""
     chosen_cuda = facts.variables.get("BNB_CUDA_VERSION", "")
     if chosen_cuda.isdigit() and family[0].package.startswith("bitsandbytes"):
         return next((extension for extension in family if _code_of(extension) == int(chosen_cuda)), family[0])
@@ -78,13 +78,13 @@ def _chosen(facts: CudaFacts, family: list[Extension]) -> Extension:
 
 
 def _code_of(extension: Extension) -> int:
-    """Read the CUDA that a file's name has, 13.0 as 130; 0 if it has none."""
+    """Return the CUDA in a file's name, 13.0 as 130; 0 if absent."""
     found = _FOR_CUDA.search(extension.path)
     return int(found[2]) if found else 0
 
 
 def _code(facts: CudaFacts) -> Problem | None:
-    """Name the files that have no code for a GPU that is here; a package's file for one kind of GPU only is none."""
+    """Report files without code for a local GPU, unless another file of the package has it."""
     lacking: list[tuple[Extension, list[Arch]]] = []
     files = [extension for extension in loaded(facts) if extension.archs or extension.ptx]
     for extension in files:
@@ -112,7 +112,7 @@ def _code(facts: CudaFacts) -> Problem | None:
 
 
 def _rebuild(facts: CudaFacts, extension: Extension) -> str:
-    """Return the command that builds a package again, for these GPUs too, or removes a file of torch's cache."""
+    """Return the command to rebuild a package for these GPUs too, or to remove a file of torch's cache."""
     if not extension.package:
         return _remove(extension)
     own = {from_nvcc(arch) for arch in extension.archs}
@@ -137,9 +137,9 @@ def _again(facts: CudaFacts, extension: Extension) -> str:
 
 
 def _soname(facts: CudaFacts) -> Problem | None:
-    """Name the files that want another CUDA runtime than torch's.
+    """Report files that need another CUDA runtime than torch's.
 
-    One that is no part of torch may have a runtime of its own beside torch's, where the loader finds that.
+    A file outside torch may use its own runtime beside torch's, if the loader finds it.
     """
     torch = facts.torch
     if torch is None or not torch.cuda:
@@ -172,7 +172,7 @@ def _soname(facts: CudaFacts) -> Problem | None:
 
 
 def _no_variant(facts: CudaFacts, torch: Torch, first: Extension, need: str) -> Problem:
-    """Report that of a package's libraries, one for each CUDA, none is for torch's, or a variable names another one."""
+    """Report a package without a library for torch's CUDA, or a variable that selects another."""
     chosen, name = facts.variables.get("BNB_CUDA_VERSION", ""), first.package.partition(" ")[0]
     words = {"chosen": chosen, "extension": _name(first), "need": need, "name": name, "torch": torch.version}
     if chosen and first.package.startswith("bitsandbytes"):

@@ -1,4 +1,4 @@
-"""The GPUs: which a program sees, and whether torch has code for them."""
+"""The GPUs: which are visible to programs, and whether torch has code for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def about_gpus(facts: CudaFacts) -> Section:
-    """Judge what can be seen, and what torch can do with it."""
+    """Judge the visible GPUs, and torch's support for them."""
     answer = facts.driver.answer
     gpus = answer.visible or answer.present
     if not gpus:
@@ -43,7 +43,7 @@ def names(gpus: Sequence[Gpu]) -> str:
 
 
 def torch_archs(facts: CudaFacts) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return torch's own code as (cubins, PTX) in nvcc's writing; None if it is not known."""
+    """Return torch's own code as (cubins, PTX) in nvcc's notation; None if unknown."""
     torch, imported = facts.torch, facts.imported
     if imported is not None and imported.archs:
         cubins = tuple(arch[3:] for arch in imported.archs if arch.startswith("sm_"))
@@ -73,7 +73,6 @@ def _visible(facts: CudaFacts) -> Problem | None:
 
 
 def _fewer(facts: CudaFacts, count: int) -> Problem | None:
-    """Report that CUDA sees fewer GPUs than NVML, with nothing that hides any."""
     present = facts.driver.answer.present
     if count >= len(present):
         return None
@@ -95,7 +94,7 @@ def _misread(chosen: str) -> Problem:
 
 
 def _lost(facts: CudaFacts) -> Problem | None:
-    """Name GPUs that NVML counts and cannot open; a fault only where NVML itself calls them lost or broken."""
+    """Report GPUs that NVML counts but cannot open; a fault only if NVML calls them lost or broken."""
     answer = facts.driver.answer
     silent = [index for index in answer.lost if index not in answer.blocked]
     broken = [index for index in silent if index in answer.broken]
@@ -106,7 +105,6 @@ def _lost(facts: CudaFacts) -> Problem | None:
 
 
 def _torch_sees(facts: CudaFacts) -> Problem | None:
-    """Compare what torch itself says with what the driver says."""
     imported, count = facts.imported, facts.driver.answer.cuda_count or 0
     if imported is None or imported.error or imported.stage or not count or imported.count == count:
         return None
@@ -142,7 +140,7 @@ def _blocked(facts: CudaFacts) -> Problem:
 
 
 def _torch_code(facts: CudaFacts) -> Problem | None:
-    """Report which GPUs torch has no code for: that is a wrong build, or PTX that the driver must compile."""
+    """Report GPUs without code in torch (a wrong build), or with PTX only, which the driver must compile."""
     code = torch_archs(facts)
     if code is None or facts.torch is None or not facts.torch.cuda:
         return None

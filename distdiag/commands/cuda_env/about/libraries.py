@@ -1,4 +1,4 @@
-"""Shared libraries: what LD_LIBRARY_PATH puts before torch's own, and wheels that overwrite each other."""
+"""Shared libraries: those in LD_LIBRARY_PATH that override torch's own, and wheels that overwrite each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ORDER = [Level.FAIL, Level.WARN, Level.INFO]
 _DELICATE = re.compile("nvjitlink|cusparse|nccl")
 _MUST_FIT = re.compile(r"lib(nvJitLink|cudnn|cusparse|nccl)")
-"""Libraries whose other minor version is known to break torch: missing symbols, or cuDNN's own refusal."""
+"""Libraries whose other minor versions are known to break torch: missing symbols, or refused by cuDNN."""
 
 
 def about_libraries(facts: CudaFacts) -> Section:
@@ -49,7 +49,7 @@ def _contents(libraries: tuple[Library, ...]) -> str:
 
 
 def _shadow(facts: CudaFacts) -> Problem | None:
-    """Find libraries of torch's wheels that LD_LIBRARY_PATH replaces with others."""
+    """Find libraries of torch's wheels overridden by LD_LIBRARY_PATH."""
     if facts.torch is None or facts.torch.rpath_first or not facts.torch.cuda:
         return None
     pairs = _replaced(facts)
@@ -75,7 +75,7 @@ def _shadow(facts: CudaFacts) -> Problem | None:
 
 
 def _replaced(facts: CudaFacts) -> list[tuple[Library, Library]]:
-    """Pair what the loader would take with what torch's wheels bring, the first on the path of each name."""
+    """Pair the loader's choice with torch's wheel, for each overridden library."""
     found: dict[str, tuple[Library, Library]] = {}
     for entry in facts.loader_path:
         for stand_in, mine in fixes.stand_ins(facts, entry) if not entry.stubs else ():
@@ -88,12 +88,12 @@ def _breaks(other: Library, own: Library) -> bool:
     delicate = _MUST_FIT.match(own.soname) is not None
     known = (
         min(len(version(other.version)), len(version(own.version))) >= 2
-    )  # a file name may hold the major version only
+    )  # a file name may have the major version only
     return delicate and known and version(other.version)[:2] < version(own.version)[:2]
 
 
 def _elsewhere(facts: CudaFacts) -> Problem | None:
-    """Find libraries that torch did load from outside its environment, for another reason than LD_LIBRARY_PATH."""
+    """Find libraries that torch loaded from outside its environment, for another reason than LD_LIBRARY_PATH."""
     own = {wheel.soname: wheel for wheel in facts.wheels}
     loaded = facts.imported.loaded if facts.imported is not None else ()
     listed = [os.path.realpath(entry.text) for entry in facts.loader_path if entry.text]
@@ -117,7 +117,7 @@ def _elsewhere(facts: CudaFacts) -> Problem | None:
 
 
 def _preloaded(facts: CudaFacts, before: list[Library]) -> Problem:
-    """Name the libraries that LD_PRELOAD puts before those of torch's wheels; both may be loaded then."""
+    """Report libraries in LD_PRELOAD that precede those of torch's wheels; both may be loaded then."""
     own = {wheel.soname: wheel for wheel in facts.wheels}
     loaded = facts.imported.loaded if facts.imported is not None else ()
     first = before[0]
@@ -142,10 +142,10 @@ def _preloaded(facts: CudaFacts, before: list[Library]) -> Problem:
 
 
 def _versions(facts: CudaFacts) -> Problem | None:
-    """Find packages whose versions do not fit torch, as pip check does; the worst first, and only that is mended.
+    """Find packages incompatible with torch, like pip check; only the worst gets a fix.
 
-    An older cuDNN is refused by torch when it is first used, a torchvision of another torch when it is imported; what
-    else is older may lack functions, and what is newer has them all.
+    torch refuses an older cuDNN at first use; a torchvision for another torch fails at import; other older packages may
+    lack functions, newer ones do not.
     """
     judged = sorted(((_level_of(facts, unmet), unmet) for unmet in facts.unmet), key=lambda pair: _ORDER.index(pair[0]))
     if not judged or facts.torch is None:
@@ -174,7 +174,7 @@ def _level_of(facts: CudaFacts, unmet: Unmet) -> Level:
     if not older:
         return Level.WARN if "triton" in unmet.name else Level.INFO
     came_in = facts.imported is not None and facts.imported.came_in
-    # Without a function of the others torch would not have been imported.
+    # A missing function in the others would have failed the import of torch.
     return Level.FAIL if "cudnn" in unmet.name or (_DELICATE.search(unmet.name) and not came_in) else Level.WARN
 
 
@@ -189,7 +189,7 @@ def _what_breaks(unmet: Unmet) -> str:
 
 
 def _fitting(facts: CudaFacts, unmet: Unmet) -> str:
-    """Return the command that installs the version that fits; of a package that needs torch, that for this torch."""
+    """Return the command to install the matching version; for a package that needs torch, the build for this torch."""
     assert facts.torch is not None
     if unmet.name != "torch":
         return f"{fixes.pip(facts)} --no-deps {shlex.quote(unmet.name + unmet.wants.replace(' ', ''))}"
@@ -197,7 +197,7 @@ def _fitting(facts: CudaFacts, unmet: Unmet) -> str:
 
 
 def _doubles(facts: CudaFacts) -> Problem | None:
-    """Find two wheels that own the same file: whichever came last has overwritten the other."""
+    """Find two wheels with the same file: the later install has overwritten the other."""
     if not facts.conflicts:
         return None
     first = facts.conflicts[0]
@@ -235,7 +235,7 @@ def _empty(facts: CudaFacts) -> Problem | None:
 
 
 def _missing(facts: CudaFacts) -> Problem | None:
-    """Find directories that are not there: of a toolkit, often lib for lib64."""
+    """Find missing directories: of a toolkit, often lib for lib64."""
     gone = [entry.text for entry in facts.loader_path if entry.text and not entry.exists]
     if not gone:
         return None

@@ -1,4 +1,4 @@
-"""The CUDA toolkits: who would use which, is that one whole, does it fit torch, and do builds agree on it."""
+"""The CUDA toolkits: which builds use which, complete, compatible with torch, and consistent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_ROOM = re.compile(r"tmpxft|No space left|Could not open output")
 
 
 def about_toolkits(facts: CudaFacts) -> Section:
-    """Judge the toolkits; the first thing that is wrong hides what follows from it."""
+    """Judge the toolkits; the first problem hides its consequences."""
     used = fixes.used_toolkit(facts)
     shown = used if used is not None and used.version and used.headers else fixes.target_toolkit(facts)
     none = "none in use" if fixes.usable_toolkits(facts) else "none"
@@ -41,7 +41,6 @@ def about_toolkits(facts: CudaFacts) -> Section:
 
 
 def _line(facts: CudaFacts, used: Toolkit) -> str:
-    """Name the toolkit, and who uses it."""
     homes = {name: fixes.toolkit_at(facts, home) for name, home in who_uses(facts).items()}
     users = [_SHOWN.get(name, name) for name, toolkit in homes.items() if toolkit and toolkit.real == used.real]
     by = " and ".join(filter(None, (", ".join(users[:-1]), *users[-1:])))
@@ -64,7 +63,7 @@ def _details(facts: CudaFacts) -> list[str]:
 
 
 def _mend(facts: CudaFacts) -> Mend:
-    """Return the fix that chooses the best toolkit here, or says what to install."""
+    """Return the fix that selects the best toolkit here, or installs one."""
     best = fixes.best_toolkit(facts)
     if best is not None:
         return Mend(text=f"use the toolkit in {best.root} ({best.version})", exports=fixes.choose_toolkit(facts, best))
@@ -79,7 +78,7 @@ def _mend(facts: CudaFacts) -> Mend:
 
 
 def _variable(facts: CudaFacts) -> Problem | None:
-    """Judge CUDA_HOME (or CUDA_PATH) as it is written: torch takes it unseen."""
+    """Judge the literal value of CUDA_HOME (or CUDA_PATH): torch does not check it."""
     name = next((name for name in ("CUDA_HOME", "CUDA_PATH") if facts.variables.get(name)), "")
     value = facts.variables.get(name, "")
     wrong = _why_wrong(value) if value else ""
@@ -103,7 +102,7 @@ def _why_wrong(value: str) -> str:
 
 
 def _broken(facts: CudaFacts) -> Problem | None:
-    """Name an nvcc that answers --version and compiles nothing; one that torch does not use is only worth a warning."""
+    """Report an nvcc that answers --version but cannot compile; only a warning if torch does not use it."""
     for use in facts.uses.values():
         nvcc = fixes.nvcc_at(facts, use.nvcc)
         if nvcc is None:
@@ -132,14 +131,13 @@ def _broken(facts: CudaFacts) -> Problem | None:
 
 
 def _no_room(facts: CudaFacts, complaint: str) -> Problem:
-    """Report that it is the place for temporary files that is missing, full or not ours to write."""
     place = facts.variables.get("TMPDIR", "/tmp")
     mend = Mend(commands=("df -h /tmp",)) if place == "/tmp" else Mend(exports=(("TMPDIR", "/tmp"),))
     return problem("toolkit.no-room", place=place, evidence=(complaint,), mend=mend)
 
 
 def _found(facts: CudaFacts) -> Problem | None:
-    """Report that there is no toolkit that anybody would find."""
+    """Report that no build would find a toolkit."""
     use = facts.uses["torch"]
     dangling = next(
         (toolkit for toolkit in facts.toolkits if not toolkit.exists and "CUDA" not in " ".join(toolkit.found_by)), None
@@ -162,7 +160,7 @@ def _found(facts: CudaFacts) -> Problem | None:
 
 
 def _home(facts: CudaFacts) -> Problem | None:
-    """Find the trap: torch takes the directory above nvcc, which is no toolkit where nvcc is a wrapper or a link."""
+    """Find a common trap: torch takes the directory above nvcc, which is no toolkit if nvcc is a wrapper or a link."""
     use = facts.uses["torch"]
     home, nvcc = fixes.toolkit_at(facts, use.home), fixes.nvcc_at(facts, use.nvcc)
     if home is None or home.headers or nvcc is None or _conda_headers(home):
@@ -171,7 +169,7 @@ def _home(facts: CudaFacts) -> Problem | None:
     mend = _mend(facts)
     if real is not None and real.headers:
         mend = Mend(text="set CUDA_HOME to the toolkit itself", exports=(("CUDA_HOME", shlex.quote(real.root)),))
-    # A torch without CUDA looks at no toolkit: the trap is there, and nobody is in it yet.
+    # A torch without CUDA uses no toolkit, so the trap is not in effect yet.
     caught = facts.torch is not None and bool(facts.torch.cuda)
     uses = f"{nvcc.path} uses {nvcc.top}" if nvcc.top else ""
     return problem(
@@ -187,7 +185,7 @@ def _home(facts: CudaFacts) -> Problem | None:
 
 
 def _conda_headers(toolkit: Toolkit) -> str:
-    """Return the headers of a conda toolkit, which lie in targets/ where torch does not look."""
+    """Return the headers of a conda toolkit, which are in targets/, where torch does not look."""
     return toolkit.headers if "conda" in toolkit.found_by and "/targets/" in toolkit.headers else ""
 
 
@@ -213,7 +211,7 @@ def _headers(facts: CudaFacts) -> Problem | None:
 
 
 def _sources(facts: CudaFacts) -> Problem | None:
-    """Find a tree of two versions: its files disagree beyond the patch level."""
+    """Find a mixed tree: its files disagree on the version beyond the patch level."""
     for toolkit in facts.toolkits:
         versions = {minor(value) for _, value in toolkit.sources}
         if len(versions) > 1 and toolkit.exists:
@@ -228,7 +226,7 @@ def _sources(facts: CudaFacts) -> Problem | None:
 
 
 def _gone(facts: CudaFacts) -> Problem | None:
-    """Find directories of CUDA on PATH that are not there: removed or misspelt; it may be why no nvcc is found."""
+    """Find missing CUDA directories in PATH, removed or misspelt; may explain why no nvcc is found."""
     cuda = [folder for folder in facts.no_path if "cuda" in folder.lower() or "nvcc" in folder.lower()]
     if not cuda:
         return None
@@ -244,7 +242,7 @@ def _gone(facts: CudaFacts) -> Problem | None:
 
 def _dev_link(facts: CudaFacts) -> Problem | None:
     """Find a toolkit of pip's wheels: it has no libcudart.so to link against."""
-    used = fixes.target_toolkit(facts)  # also where it must be chosen first: one run shall tell both steps
+    used = fixes.target_toolkit(facts)  # even if it must be selected first: one run should report both steps
     if used is None or not used.runtime or used.dev_link or not used.nvcc:
         return None
     words = {"libraries": used.libraries, "runtime": used.runtime, "quoted": shlex.quote(used.libraries)}
@@ -252,7 +250,7 @@ def _dev_link(facts: CudaFacts) -> Problem | None:
 
 
 def who_uses(facts: CudaFacts) -> dict[str, str]:
-    """Return which toolkit each kind of build takes: name -> directory, empty for none."""
+    """Return the toolkit of each kind of build: name -> directory, empty for none."""
     torch = facts.torch
     own = facts.uses["torch"].home if torch is not None and torch.cuda else ""
     users = {"torch extensions": own, "CMake": _seen_through(facts, "cmake"), "nvcc": _seen_through(facts, "nvcc")}
@@ -260,13 +258,13 @@ def who_uses(facts: CudaFacts) -> dict[str, str]:
 
 
 def _seen_through(facts: CudaFacts, who: str) -> str:
-    """See through a wrapper: what nvcc itself calls its TOP is what a shell and CMake get."""
+    """Resolve a wrapper: a shell and CMake get the directory that nvcc itself calls TOP."""
     nvcc = fixes.nvcc_at(facts, facts.uses[who].nvcc)
     return nvcc.top if nvcc is not None and nvcc.top else facts.uses[who].home
 
 
 def _with_torch(facts: CudaFacts) -> Problem | None:
-    """Compare the toolkit that would be used with torch's CUDA (torch: TE._check_cuda_version, exact major version)."""
+    """Compare the toolkit in use with torch's CUDA (torch: TE._check_cuda_version, exact major version)."""
     used, wanted = fixes.used_toolkit(facts), fixes.torch_cuda(facts)
     if used is None or not used.version or not wanted or minor(used.version) == wanted:
         return None
@@ -298,13 +296,12 @@ def _mismatch(facts: CudaFacts, have: str, wanted: str) -> Problem:
 
 
 def _set_in(facts: CudaFacts, variable: str) -> list[str]:
-    """Report which start-up files set a variable."""
     origins = [origin for origin in facts.building.origins if origin.variable == variable]
     return [f"{variable} is set in {origin.file}:{origin.line}" for origin in origins[:3]]
 
 
 def _for_deepspeed(facts: CudaFacts, have: str, wanted: str) -> Problem | None:
-    """Ask DeepSpeed's own list (builder.py, cuda_minor_mismatch_ok) whether two minor versions go together for it."""
+    """Check two minor versions against DeepSpeed's own list (builder.py, cuda_minor_mismatch_ok)."""
     deepspeed = facts.deepspeed
     if deepspeed is None or facts.variables.get("DS_SKIP_CUDA_CHECK") == "1":
         return None
@@ -317,7 +314,7 @@ def _for_deepspeed(facts: CudaFacts, have: str, wanted: str) -> Problem | None:
 
 
 def _with_each_other(facts: CudaFacts) -> Problem | None:
-    """Report that builds here would use different toolkits, or how many there are."""
+    """Report builds that would use different toolkits, else the number of toolkits."""
     users = {name: home for name, home in who_uses(facts).items() if home}
     found = {name: fixes.toolkit_at(facts, home) for name, home in users.items()}
     versions = {name: toolkit.version for name, toolkit in found.items() if toolkit is not None and toolkit.version}

@@ -1,4 +1,4 @@
-"""The torch of the environment: is there one, was it built for CUDA, can it be imported."""
+"""The torch of the environment: installed, built for CUDA, importable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def about_torch(facts: CudaFacts) -> Section:
-    """Judge the torch that is there."""
+    """Judge the installed torch."""
     python, torch = facts.python, facts.torch
     if python.error:
         unknown = problem("python", python=python.executable, error=python.error)
@@ -43,7 +43,7 @@ def about_torch(facts: CudaFacts) -> Section:
 
 
 def _without_cuda(facts: CudaFacts, torch: Torch) -> Problem:
-    """Name a CPU build as the cause; what torch says then (CUDA_HOME is not set) is not true."""
+    """Report a CPU build as the cause; torch's own message then (CUDA_HOME is not set) is misleading."""
     commands = install_torch(facts)
     text = "no CUDA build of torch supports these GPUs with this driver"
     if commands:
@@ -59,7 +59,6 @@ def _without_cuda(facts: CudaFacts, torch: Torch) -> Problem:
 
 
 def _import(facts: CudaFacts) -> Problem | None:
-    """Report that torch cannot be imported, or that it does not come back."""
     imported = facts.imported
     if imported is None or not (imported.error or imported.stage):
         return None

@@ -1,4 +1,4 @@
-"""The versions that a ticket asks for, in one line; nothing is judged. -v lists all packages."""
+"""The versions usually requested in a ticket, in one line, without judgement. -v lists all packages."""
 
 from __future__ import annotations
 

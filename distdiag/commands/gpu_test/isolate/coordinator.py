@@ -13,7 +13,7 @@ from distdiag.commands.gpu_test.isolate.slowness import DOZEN, judge
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     Pair = tuple[int, int]
     from typing import Any
@@ -77,16 +77,22 @@ class Coordinator:
     """Plans rounds of pairs, one after the other; `results` has the result of each pair, with all its samples."""
 
     def __init__(
-        self, nodes: list[list[int]], at_once: int | None, patience_s: tuple[float, float], pause_s: float
+        self,
+        nodes: list[list[int]],
+        at_once: int | None,
+        patience_s: tuple[float, float],
+        pause_s: float,
+        left_out: Collection[int] = (),
     ) -> None:
         """`nodes`: the ranks of each; `at_once`: pairs that a node can have at the same time, None for any number;
         `patience_s`: the least and the most that a pair is waited for; `pause_s`: how long to rest before each time
-        that slow pairs are measured again."""
+        that slow pairs are measured again; `left_out`: ranks to be in no pair."""
         self._pause_s = pause_s
         self._patience_s = patience_s
         self._longest_s: float | None = None
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-        self._rounds = [part for pairs in rounds(nodes) for part in self._parts(pairs, at_once)]
+        wanted = ([pair for pair in pairs if not {*left_out}.intersection(pair)] for pairs in rounds(nodes))
+        self._rounds = [part for pairs in wanted for part in self._parts(pairs, at_once)]
         self.results: dict[tuple[int, int], dict[str, Any]] = {}
 
     def plan(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:

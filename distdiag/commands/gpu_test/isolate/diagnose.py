@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.rank_runs import Outcome
+from distdiag.commands.gpu_test import compute_findings
 from distdiag.commands.gpu_test.isolate.classify import classify
 from distdiag.commands.gpu_test.isolate.types import STAGES, Isolated, Kind, Pair, PairResult, PairStatus, Request
 from distdiag.commands.gpu_test.isolate.view import isolate_view
+from distdiag.commands.gpu_test.types import compute_config
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
+from distdiag.facts.computed import bad_ranks
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job
 from distdiag.launch.types import Device
@@ -71,11 +74,14 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
         "least_timeout_s": _LEAST_TIMEOUT_S[plan.device],
         "pause_s": _PAUSE_S,
         "pair_timeout_s": min(_PAIR_TIMEOUT_S[plan.device], request.timeout_s),
-        "fault": None if request.fault is None else _fault(request.fault, plan.nproc),
+        "fault": None if request.fault is None else _fault(request.fault, plan.nproc, rank),
+        **compute_config(request.compute_s, plan, share),
     }
 
 
-def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
+def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, Any]:
+    if fault.in_compute:
+        return {"kind": fault.kind if rank in fault.first else ""}
     hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
     if not hit and nproc > 1:
         raise UsageError(
@@ -94,19 +100,23 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     """Return the report of a run."""
     reported: list[dict[str, Any]] = next(reversed(rank_report.payloads(course.traces[:1], "pairs")), [])
     pairs = [_pair(fields) for fields in reported]
-    host_of = {trace.rank: trace.host for trace in course.traces}
+    computed = {trace.rank: own for trace in course.traces for own in rank_report.payloads([trace], "computed")}
+    left_out = set().union(*bad_ranks({rank: own.summary() for rank, own in computed.items()}))
+    host_of = {trace.rank: trace.host for trace in course.traces if trace.rank not in left_out}
     classification, statuses = classify(pairs, host_of, least_bytes_per_s=request.expected_bytes_per_s)
     finished, interrupted = course.outcome is Outcome.FINISHED, course.outcome is Outcome.INTERRUPTED
     steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
     data = Isolated(
         **rank_report.facts_of(request, scene, plan, course),
         size_bytes=_size(request, plan),
+        left_out=tuple(sorted(left_out)),
         pairs=tuple(_result(pair, statuses[pair.a, pair.b]) for pair in pairs),
         classification=classification if finished else None,
         measuring_s=round(steps[-1] - steps[0], 3) if steps else None,
     )
     found = rank_report.findings_of(request, scene, plan, course)
-    if finished and plan.nproc > 1:
+    found += compute_findings.findings_of(computed, course.traces, request)
+    if finished and len(host_of) > 1:
         pauses = {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
         found += _finding(request, classification, data)
         found += rank_report.paused(request, course.traces, pauses)
@@ -121,7 +131,9 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Isolated:
     """Return the facts of a run in which no rank was started."""
-    return Isolated(**facts, size_bytes=request.size_bytes or 0, pairs=(), classification=None, measuring_s=None)
+    return Isolated(
+        **facts, size_bytes=request.size_bytes or 0, left_out=(), pairs=(), classification=None, measuring_s=None
+    )
 
 
 def _pair(fields: dict[str, Any]) -> Pair:
@@ -187,4 +199,5 @@ def _summary(
     if data.world_size == 1:
         return f"a single rank on {where}: no pair to test"
     on = rank_report.ran_on(data.backend, data.device)
-    return f"{data.world_size} ranks on {where}, {pairs} ({on}): {found.sentence}"
+    warnings = "".join(f"; but {finding.title}" for finding in findings if finding.level is Level.WARN)
+    return f"{data.world_size} ranks on {where}, {pairs} ({on}): {found.sentence}{warnings}"

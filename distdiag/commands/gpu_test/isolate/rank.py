@@ -10,11 +10,14 @@ import ctypes
 import json
 import os
 import socket
+import sys
 import time
+from dataclasses import asdict
 from datetime import timedelta
 
+from distdiag.commands.gpu_test import compute
 from distdiag.commands.gpu_test.isolate.coordinator import Coordinator
-from distdiag.launch.rank import Pauses, first_lines, run_rank
+from distdiag.launch.rank import Pauses, first_lines, load_torch, run_rank
 from distdiag.launch.rank import Rank as AnyRank
 
 TYPE_CHECKING = False
@@ -42,14 +45,20 @@ class Rank(AnyRank):
         """Import torch, and have it raise where a collective takes too long."""
         # So that a collective of NCCL that takes too long raises here, and its watchdog does not end the process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-        super().import_torch()
+        load_torch(sys.modules[__name__], compute)
 
     def join_group(self, patience: timedelta) -> None:
         """Create none: each pair creates its own."""
         self.progress.step("store ready")
 
     def work(self) -> None:
-        """Measure pairs, in the rounds that rank 0 plans."""
+        """Compute, then measure pairs in the rounds that rank 0 plans; a rank that computes badly is in none."""
+        left_out: set[int] = set()
+        if self.config["compute_s"]:
+            self.enter("compute", "preparing matrices")
+            stage = compute.Compute(self, self.config["compute_s"])
+            self.progress.step("computed", computed=asdict(stage.run()))
+            left_out = stage.bad
         self.enter("pairs", "allocating the buffer")
         count = self.config["size_bytes"] // 4
         tile = torch.arange(_PERIOD, dtype=torch.float32, device=self.device)
@@ -60,18 +69,19 @@ class Rank(AnyRank):
         pauses.start()
         pauses.begin()
         if self.rank == 0:
-            self.lead()
+            self.lead(left_out)
         else:
             self.follow()
         self.progress.step("pairs measured", paused=pauses.since_begin())
 
-    def lead(self) -> None:
+    def lead(self, left_out: set[int]) -> None:
         """As rank 0, plan each round, take part in it, and report its results."""
         coordinator = Coordinator(
             self.config["nodes"],
             self.config["at_once"],
             (self.config["least_timeout_s"], self.config["pair_timeout_s"]),
             self.config["pause_s"],
+            left_out,
         )
         number = 0
         for number, (words, pairs) in enumerate(coordinator.plan()):
@@ -130,7 +140,7 @@ class Rank(AnyRank):
             world_size=2,
             timeout=timedelta(seconds=timeout_s),
         )
-        fault = self.config["fault"] or {"dropped": [], "slow": []}
+        fault = {"dropped": [], "slow": [], **(self.config["fault"] or {})}
         if [a, b] in fault["dropped"] and self.rank == a:
             fresh = (fd for made, fd in _sockets().items() if made not in before)
             _drop_what_comes_in(fresh, spared_port=self.store.port)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from distdiag.cluster.hosts import name_ranks
+from distdiag.commands.gpu_test.types import compute_options
 from distdiag.errors import UsageError
 from distdiag.launch import types
 
@@ -82,19 +83,25 @@ class Classification:
     """What to do, or what would decide it; empty if all is well."""
 
 
-STAGES = ("start", "connect", "init", "pairs", "done")
+STAGES = ("start", "connect", "init", "compute", "pairs", "done")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A real fault to inject: packets dropped, or a delay before each call, in the pairs it names."""
+    """A real fault to inject: packets dropped or a delay before each call, in the pairs it names; or a rank's products
+    wrong or slow."""
 
     option: str
     """As it was typed."""
     kind: str
-    """slow, block or split."""
+    """slow, block, split, slow-compute or wrong-compute."""
     first: tuple[int, ...]
-    """slow and block: a rank, or the two of a link, or all (empty). split: the ranks of one group."""
+    """slow and block: a rank, or the two of a link, or all (empty). split: the ranks of one group. Else a rank."""
+
+    @property
+    def in_compute(self) -> bool:
+        """Return whether it happens in the stage compute, not in pairs."""
+        return self.kind in _IN_COMPUTE
 
     @property
     def highest_rank(self) -> int | None:
@@ -104,6 +111,8 @@ class Fault:
     @property
     def words(self) -> str:
         """What it does, and to which pairs."""
+        if self.in_compute:
+            return f"{self.kind} in rank {self.first[0]}"
         effect = "delay" if self.kind == "slow" else "dropped packets"
         if self.kind == "split":
             return f"{effect} between {name_ranks(self.first)} and the others"
@@ -127,6 +136,8 @@ class Request(types.Request):
     stages = STAGES
     size_bytes: int | None = None
     expected_bytes_per_s: float | None = None
+    compute_s: float | None = None
+    """As for gpu-test without --isolate."""
     fault: Fault | None = None
 
     @property
@@ -137,7 +148,7 @@ class Request(types.Request):
     def own_options(self) -> dict[str, object]:
         """Options that differ from their defaults."""
         expected = None if self.expected_bytes_per_s is None else f"{self.expected_bytes_per_s / 1e9:g}"
-        return {"isolate": "", "size": self.size_bytes, "expect": expected}
+        return {"isolate": "", "size": self.size_bytes, "expect": expected, **compute_options(self.compute_s)}
 
     def less(self) -> dict[str, str]:
         """Options that send less data."""
@@ -160,28 +171,36 @@ class PairResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolated(types.RunFacts):
-    """The facts of one run. `classification` is None if the pairs were not all measured."""
+    """The facts of one run. `classification` is None if the pairs were not all measured.
+
+    `left_out`: ranks in no pair, as they computed wrongly or slowly.
+    """
 
     size_bytes: int
+    left_out: tuple[int, ...]
     pairs: tuple[PairResult, ...]
     classification: Classification | None
     measuring_s: float | None
     """From the first pair to the last; None if no pair was measured."""
 
 
-_HINT = "use slow:RANK, slow:A-B (a link), slow:all, block:RANK, block:A-B, or split:RANKS, for example split:0-3"
+_IN_COMPUTE = ("slow-compute", "wrong-compute")
+_HINT = (
+    "use slow:RANK, slow:A-B (a link), slow:all, block:RANK, block:A-B, split:RANKS (for example split:0-3), "
+    "slow-compute:RANK or wrong-compute:RANK"
+)
 
 
 def parse_fault(text: str) -> Fault:
-    """Parse the pairs to slow down, block or split. Raises UsageError."""
+    """Parse the pairs to slow down, block or split, or the rank to compute badly. Raises UsageError."""
     kind, _, named = text.partition(":")
-    if kind not in ("slow", "block", "split"):
+    if kind not in ("slow", "block", "split", *_IN_COMPUTE):
         raise UsageError(f"--inject {text!r}: unknown fault for --isolate", hint=_HINT)
     if (kind, named) == ("slow", "all"):
         return Fault(option=text, kind=kind, first=())
     pattern = r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*" if kind == "split" else r"\d{1,6}(-\d{1,6})?"
     ends = [list(map(int, part.split("-"))) for part in named.split(",")] if re.fullmatch(pattern, named) else []
     ranks = {rank for part in ends for rank in (range(part[0], part[-1] + 1) if kind == "split" else part)}
-    if not ranks or (kind != "split" and len(ranks) != len(ends[0])):
+    if not ranks or (kind != "split" and len(ranks) != len(ends[0])) or (kind in _IN_COMPUTE and len(ranks) > 1):
         raise UsageError(f"--inject {text!r}: no valid ranks", hint=_HINT)
     return Fault(option=text, kind=kind, first=tuple(sorted(ranks)))

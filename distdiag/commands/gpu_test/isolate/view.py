@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 from rich.text import Text
 
+from distdiag.cluster.hosts import name_ranks
 from distdiag.commands.gpu_test.isolate.types import PairStatus
 from distdiag.diagnosis.wording import format_size
 from distdiag.launch.view import log_lines, rank_table, run_lines
@@ -88,6 +89,9 @@ def _worst(data: Isolated) -> Table:
 def _how(data: Isolated) -> Iterator[str]:
     if data.pairs:
         yield f"all_reduce of {format_size(data.size_bytes)} between two ranks at a time, every element checked"
+    if data.left_out:
+        are = "computes" if len(data.left_out) == 1 else "compute"
+        yield f"not paired: {name_ranks(data.left_out)}, which {are} wrongly or slowly"
     if any(pair.status is PairStatus.SLOW for pair in data.pairs):
         uniform = data.classification is not None and data.classification.kind == "uniformly-slow"
         yield "! below --expect" if uniform else "! slow: measured again alone, each time next to a good pair"
