@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     from torch import Tensor, nn
 
 from distdiag.commands.overflow.show.diagnose import examine
+from distdiag.commands.overflow.show.forwards import Request
 from distdiag.commands.overflow.show.recording import LIMITS
-from distdiag.commands.overflow.show.selection import Request
 from distdiag.errors import UsageError
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
 from distdiag.training.overflow.report import SCHEMA, OverflowDetected
@@ -243,7 +243,7 @@ def test_a_pipe_is_read_and_ctrl_c_tells_what_is_known(folder: Path, tmp_path: P
 def test_the_command_does_not_import_torch(folder: Path) -> None:
     code = (
         "import sys; from distdiag.commands.overflow.show import diagnose, view;"
-        "from distdiag.commands.overflow.show.selection import Request;"
+        "from distdiag.commands.overflow.show.forwards import Request;"
         f"diagnose.examine(Request(paths=({str(folder / 'near.jsonl')!r},)), lambda _: None);"
         "print('torch' in sys.modules)"
     )

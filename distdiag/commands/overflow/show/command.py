@@ -62,7 +62,7 @@ def overflow_show(
 
     def run() -> Report[OverflowShow]:
         from distdiag.commands.overflow.show.diagnose import examine
-        from distdiag.commands.overflow.show.selection import Request
+        from distdiag.commands.overflow.show.forwards import Request
 
         request = Request(
             program=called_as(),
