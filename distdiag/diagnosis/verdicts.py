@@ -93,4 +93,5 @@ def ending(name: str) -> Verdict | None:
 
 @cache
 def _rows(kind: str) -> dict[str, Verdict]:
-    return rows("verdicts", kind, Verdict)
+    numbers = rows("number_verdicts", kind, Verdict) if kind == "verdict" else {}
+    return {**rows("verdicts", kind, Verdict), **numbers}

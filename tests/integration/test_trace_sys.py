@@ -207,7 +207,7 @@ def test_ranks_that_run_under_strace_are_judged_together(tmp_path: Path) -> None
 
 
 def test_logs_are_kept_by_rank_when_attached(pair: Job, tmp_path: Path) -> None:
-    result = trace(pair, "--for", "300ms", "--logs", str(tmp_path))
+    result = trace(pair, "--for", "300ms", "--keep-logs", str(tmp_path))
     assert [path.name.partition(".")[0] for path in sorted(tmp_path.iterdir())] == ["rank-0", "rank-1"]
     paths = {one["log"]["path"] for one in result.report["data"]["threads"] if one["log"]}
     assert paths == set(map(str, tmp_path.iterdir()))
@@ -267,7 +267,7 @@ while True: os.write(out, b"{SECRET}"); time.sleep(0.01)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        arguments = ("--pid", str(process.pid), "--for", "300ms", "--logs", str(tmp_path / "logs"))
+        arguments = ("--pid", str(process.pid), "--for", "300ms", "--keep-logs", str(tmp_path / "logs"))
         result = distdiag("trace", "sys", "--json", *arguments)
         process.kill()
     (log,) = (tmp_path / "logs").iterdir()

@@ -1,4 +1,4 @@
-"""The findings of core-bt --setup: whether a crash would leave a core with stacks, and the setting to change. Pure."""
+"""The findings of core-bt --check-setup: whether a crash would leave a core with stacks, and what to change. Pure."""
 
 from __future__ import annotations
 

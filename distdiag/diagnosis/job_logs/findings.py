@@ -265,7 +265,7 @@ def _fix(failure: Failure) -> Fix | None:
         return None
     end = ending(failure.groups["end"])
     own = end.repair() if end is not None else None
-    return own or Fix(text="see its stack in the core", commands=("distdiag core-bt --setup", "distdiag core-bt"))
+    return own or Fix(text="see its stack in the core", commands=("distdiag core-bt --check-setup", "distdiag core-bt"))
 
 
 def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> Finding:

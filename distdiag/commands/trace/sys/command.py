@@ -36,7 +36,7 @@ def trace_sys(
         typer.Option(metavar="ID", help="Attach to this job: torchrun's run id, MASTER_ADDR:MASTER_PORT, a SLURM id."),
     ] = "",
     for_: Annotated[str, typer.Option("--for", metavar="TIME", help="How long to trace: 5s, 500ms, 2m.")] = "5s",
-    logs: Annotated[
+    keep_logs: Annotated[
         str, typer.Option(metavar="DIR", help="Keep strace's logs in this directory on each node, named by rank.")
     ] = "",
     save: SaveOpt = "",
@@ -79,13 +79,13 @@ def trace_sys(
             cluster=cluster,
             wanted=wanted(tuple(pid or ()), tuple(rank or ()), job, ""),
             for_s=parse_duration(for_, "--for", longest_s=_LONGEST_S),
-            logs=logs,
+            logs=keep_logs,
         )
 
     chooses = bool(pid or rank or job)
     paths = [*(log or ()), *(from_ or ())]
     if paths and not are_facts(paths):
-        attaches = chooses or bool(logs or save) or bool(cluster.typed())
+        attaches = chooses or bool(keep_logs or save) or bool(cluster.typed())
         output = Output(json=as_json, strict=strict)
         deliver(
             COMMAND, lambda: _judge_logs(request(), paths, attaches), lambda told: trace_sys_view(told.data), output
@@ -108,6 +108,8 @@ def _judge_logs(request: Request, paths: list[str], attaches: bool) -> Report[Tr
     from distdiag.commands.trace.sys.diagnose import diagnose_logs
 
     if attaches:
-        raise UsageError("existing logs are only read", hint="remove --pid, --rank, --job, --hosts, --logs and --save")
+        raise UsageError(
+            "existing logs are only read", hint="remove --pid, --rank, --job, --hosts, --keep-logs and --save"
+        )
     threads, found = logs.read(paths)
     return diagnose_logs(request, threads, found)
