@@ -108,8 +108,6 @@ def _judge_logs(request: Request, paths: list[str], attaches: bool) -> Report[Tr
     from distdiag.commands.trace.sys.diagnose import diagnose_logs
 
     if attaches:
-        raise UsageError(
-            "existing logs are only read", hint="remove --pid, --rank, --job, --hosts, --keep-logs and --save"
-        )
+        raise UsageError("existing logs are only read", hint="remove --keep-logs, --save, and what chooses processes")
     threads, found = logs.read(paths)
     return diagnose_logs(request, threads, found)
