@@ -364,8 +364,6 @@ def test_a_rank_that_was_interrupted_alone_failed_and_a_job_that_was_did_not(tmp
 
 
 _STATIC = (
-    "[E1104 09:14:02.{ms} {pid} torch/distributed/elastic/multiprocessing/errors/error_handler.py:141] "
-    '{{"message": {{"message": "DistStoreError: wait timeout after 30000ms, keys: /{run}/torchelastic/assigned_ranks/1"}}}}\n'
     "Traceback (most recent call last):\n"
     '  File "/opt/env/bin/torchrun", line 7, in <module>\n    sys.exit(main())\n'
     "torch.distributed.DistStoreError: wait timeout after 30000ms, keys: /{run}/torchelastic/assigned_ranks/1\n"
@@ -373,8 +371,7 @@ _STATIC = (
 _DYNAMIC = (
     "Traceback (most recent call last):\n"
     '  File "/opt/env/bin/torchrun", line 7, in <module>\n    sys.exit(main())\n'
-    '  File "/opt/env/lib/python3.11/site-packages/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py", line 1250, '
-    "in next_rendezvous\n    raise\n"
+    '  File "/opt/env/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py", line 1250, in next_rendezvous\n'
     "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n"
 )
 
@@ -383,13 +380,13 @@ _DYNAMIC = (
     ("first", "second", "words"),
     [
         (
-            _STATIC.format(ms=1, pid=7, run="none"),
-            _STATIC.format(ms=2, pid=9, run="exp7"),
+            _STATIC.format(run="none"),
+            _STATIC.format(run="exp7"),
             "different --rdzv-id: exp7 and",
         ),
-        (_DYNAMIC, _STATIC.format(ms=2, pid=9, run="none"), "different --rdzv-backend"),
+        (_DYNAMIC, _STATIC.format(run="none"), "different --rdzv-backend"),
         (_DYNAMIC, _DYNAMIC, "rendezvous timed out"),
-        (_STATIC.format(ms=1, pid=7, run="none"), _STATIC.format(ms=2, pid=9, run="none"), "not all --nnodes"),
+        (_STATIC.format(run="none"), _STATIC.format(run="none"), "not all --nnodes"),
     ],
     ids=["ids", "backends", "both-dynamic", "both-static"],
 )
