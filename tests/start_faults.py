@@ -232,6 +232,8 @@ _IN_LOG = {
     "fd77::1|node1:29500": "ipv6-first ipv6-first-static",
     "node1|node2": "host-name-c10d",
     "node1:": "only-one-port-open",
+    "--rdzv-id & old": "stale-store",
+    "--rdzv-backend": "backend",
 }
 """Words of `logs` once all processes have given up: of which faults. The logs of the others hold only a timeout."""
 

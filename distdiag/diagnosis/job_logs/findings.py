@@ -412,6 +412,22 @@ def _return_code(text: str) -> str:
     return f"return code {code}" + (f" ({SIGNALS[-code]})" if -code in SIGNALS else "")
 
 
+def of_rendezvous(failures: Sequence[Failure]) -> Finding | None:
+    """Compare torchruns that each waited in vain: for different runs, or with different backends; None if neither."""
+    dynamic = {failure.file: failure for failure in failures if failure.known == "rendezvous-timed-out"}
+    static = {
+        failure.groups["run"]: failure
+        for failure in failures
+        if failure.known == "agents-missing"
+        and not failure.groups.get("run", "torch.rendezvous").startswith("torch.rendezvous")
+    }
+    others = [failure for file, failure in dynamic.items() if file not in {each.file for each in static.values()}]
+    evidence = _evidence([*static.values(), *others])
+    if len(static) > 1:
+        return finding("rendezvous-ids", evidence=evidence, runs=" and ".join(sorted(static)))
+    return finding("rendezvous-backends", evidence=evidence) if static and others else None
+
+
 def ended_from_outside(failure: Failure) -> Finding:
     """Report that the whole job was ended from outside."""
     fix = Fix(text=failure.fix, commands=failure.commands) if failure.fix else None
