@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from distdiag.training.floatcmp.compare import floatcmp
     from distdiag.training.kill_switch import KillSwitch
     from distdiag.training.line_trace.session import trace_lines
-    from distdiag.training.overflow.detect import detect_overflow
     from distdiag.training.overflow.detector import DebugUnderflowOverflow
+    from distdiag.training.overflow.extrema import detect_overflow
     from distdiag.training.overflow.report import OverflowDetected
     from distdiag.training.printflock import printflock
     from distdiag.training.sync_check import sync_check
@@ -49,7 +49,7 @@ _HOME = {
     "OverflowDetected": "distdiag.training.overflow.report",
     "KillSwitch": "distdiag.training.kill_switch",
     "breakpoint": "distdiag.training.breakpoint.debugger",
-    "detect_overflow": "distdiag.training.overflow.detect",
+    "detect_overflow": "distdiag.training.overflow.extrema",
     "floatcmp": "distdiag.training.floatcmp.compare",
     "printflock": "distdiag.training.printflock",
     "sync_check": "distdiag.training.sync_check",

@@ -61,19 +61,29 @@ def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else there.")]
-StrictOpt = Annotated[bool, typer.Option("--strict", help="Treat warnings as failures (exit 1).")]
+_output_option = functools.partial(typer.Option, rich_help_panel="Output")
+JsonOpt = Annotated[bool, _output_option("--json", help="Print a single JSON document to stdout.")]
+StrictOpt = Annotated[bool, _output_option("--strict", help="Treat warnings as failures (exit 1).")]
 SaveOpt = Annotated[
-    str, typer.Option("--save", metavar="DIR", help="Save the facts of this run to DIR, one file per host.")
-]
-HtmlOpt = Annotated[
-    str, typer.Option("--html", metavar="FILE", help="Write the report as one page for a browser; it needs no network.")
+    str, _output_option("--save", metavar="DIR", help="Save the facts of this run to DIR, one file per host.")
 ]
 FromOpt = Annotated[
     list[str] | None,
-    typer.Option(
+    _output_option(
         "--from", metavar="PATH", help="Analyze what --save or bundle wrote: DIR, its files or a bundle; repeatable."
     ),
+]
+HtmlOpt = Annotated[
+    str, _output_option("--html", metavar="FILE", help="Write the report as an offline page for a browser.")
+]
+JobOpt = Annotated[
+    str,
+    typer.Option(
+        "--job", metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id."
+    ),
+]
+UserOpt = Annotated[
+    str, typer.Option("--user", metavar="NAME", help="Only this user's processes. [default: all visible]")
 ]
 TimeoutOpt = Annotated[
     float,
@@ -81,56 +91,59 @@ TimeoutOpt = Annotated[
 ]
 
 
+_host_option = functools.partial(typer.Option, rich_help_panel="Hosts")
+
+
 def _cluster(  # noqa: PLR0913 - an option is an argument
     hosts: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Hosts to use: node[1-4],gpu7 or user@node1:8 (8 ranks there)."),
+        _host_option(metavar="LIST", help="Hosts to use: node[1-4],gpu7 or user@node1:8 (8 ranks there)."),
     ] = None,
     hostfile: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="File of hosts: Open MPI, MPICH, DeepSpeed, PBS or plain lines."),
+        _host_option(metavar="FILE", help="File of hosts: Open MPI, MPICH, DeepSpeed, PBS or plain lines."),
     ] = None,
-    slurm_job: Annotated[str, typer.Option(metavar="ID", help="Use the nodes of this running SLURM job.")] = "",
+    slurm_job: Annotated[str, _host_option(metavar="ID", help="Use the nodes of this running SLURM job.")] = "",
     kube: Annotated[
         str | None,
-        typer.Option(
+        _host_option(
             metavar="SELECTOR", help="Use these pods: a label (app=train), pytorchjob/NAME, job/NAME, pod/NAME."
         ),
     ] = None,
-    namespace: Annotated[str, typer.Option(metavar="NAME", help="Namespace of --kube. [default: kubectl's]")] = "",
-    context: Annotated[str, typer.Option(metavar="NAME", help="Context of --kube. [default: kubectl's]")] = "",
-    container: Annotated[str, typer.Option(metavar="NAME", help="Container of --kube. [default: that of torch]")] = "",
+    namespace: Annotated[str, _host_option(metavar="NAME", help="Namespace of --kube. [default: kubectl's]")] = "",
+    context: Annotated[str, _host_option(metavar="NAME", help="Context of --kube. [default: kubectl's]")] = "",
+    container: Annotated[str, _host_option(metavar="NAME", help="Container of --kube. [default: that of torch]")] = "",
     kube_debug: Annotated[
         str,
-        typer.Option(metavar="IMAGE", help="Look into the pods of --kube from a debug container with this image."),
+        _host_option(metavar="IMAGE", help="Inspect the --kube pods from a debug container running this image."),
     ] = "",
     via: Annotated[
         str,
-        typer.Option(metavar="COMMAND", help='Command that starts a program on {host}: "kubectl exec -i {host} --".'),
+        _host_option(metavar="COMMAND", help='Command that starts a program on {host}: "kubectl exec -i {host} --".'),
     ] = "",
     launcher: Annotated[
-        Launcher, typer.Option(help="How to start processes on hosts; auto: ssh, or srun inside an allocation.")
+        Launcher, _host_option(help="How to start processes on hosts; auto: ssh, or srun inside an allocation.")
     ] = Launcher.AUTO,
     python: Annotated[
-        str, typer.Option(metavar="PATH", help="Python on the hosts. [default: same path as here, else python3]")
+        str, _host_option(metavar="PATH", help="Python on the hosts. [default: same path as here, else python3]")
     ] = "",
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="Variable to set on the hosts; repeatable."),
+        _host_option(metavar="NAME[=VALUE]", help="Variable to set on the hosts; repeatable."),
     ] = None,
     setup: Annotated[
-        str, typer.Option(metavar="COMMANDS", help="Shell commands to run first on each host: 'source ~/env.sh'.")
+        str, _host_option(metavar="COMMANDS", help="Shell commands to run first on each host: 'source ~/env.sh'.")
     ] = "",
-    fanout: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum parallel logins.")] = None,
+    fanout: Annotated[int | None, _host_option(min=1, metavar="N", help="Maximum parallel logins.")] = None,
     host_timeout: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="Time limit for each stage of connecting to a host."),
+        _host_option(min=0.1, metavar="SECONDS", help="Time limit for each stage of connecting to a host."),
     ] = None,
     accept_new: Annotated[
-        bool, typer.Option("--accept-new", help="Accept and store unknown ssh host keys (never changed keys).")
+        bool, _host_option("--accept-new", help="Accept and store unknown ssh host keys (never changed keys).")
     ] = False,
     explain_transport: Annotated[
-        bool, typer.Option("--explain-transport", help="Print the commands that reach the hosts and exit.")
+        bool, _host_option("--explain-transport", help="Print the commands that reach the hosts and exit.")
     ] = False,
 ) -> Cluster:
     return Cluster(

@@ -36,6 +36,9 @@ Data = TypeVar("Data")
 _FOLDED = "kube.pod-lacks"
 """A remark whose fix is a patch of many lines: below the verdict, without it."""
 SCHEMA = "distdiag/1"
+_AGENTS = ("AI_AGENT", "CLAUDECODE", "CURSOR_AGENT", "GEMINI_CLI", "CODEX_SANDBOX", "CODEX_THREAD_ID")
+"""Variables that coding agents set in the shells that they use."""
+_is_markdown = False
 _WIDEST = 100
 _LONGEST = 5000
 _ROOM = 160
@@ -86,9 +89,24 @@ def deliver(
 def _page(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], output: Output) -> str:
     if output.json:
         return _as_json(_envelope(report, report.exit_code(strict=output.strict)))
+    if _is_markdown:
+        from distdiag.markdown import markdown
+
+        return markdown(report, as_page(report, view, findings_in_view=output.findings_in_view))
     if output.brief:
         return f"distdiag {report.command}: {report.verdict.upper()}: {' '.join(report.summary.split())}\n"
-    return _render(report, view, whole=output.findings_in_view)
+    hint = as_called("For programs: the same command with --json prints one JSON document.\n")
+    return _render(report, view, whole=output.findings_in_view) + (hint if _in_shell_of_agent() else "")
+
+
+def choose_markdown() -> None:
+    """Print every report as Markdown from now on."""
+    global _is_markdown
+    _is_markdown = True
+
+
+def _in_shell_of_agent() -> bool:
+    return any(os.environ.get(name) for name in _AGENTS)
 
 
 def load() -> None:

@@ -488,6 +488,7 @@ _BUILT = {
     "logs.nccl-interface": "NCCL's network interface differs between hosts",
     "logs.nccl-network": "NCCL's network differs between hosts",
     "logs.nccl-transport": "NCCL's transport differs between hosts",
+    "floatcmp.op-coarse": "an error coarser than the rounding of the dtype",
     "overflow.diverges": "where two runs first differ",
     "overflow.incomplete": "frames are missing or truncated",
     "overflow.near-limit": "numbers come close to the maximum of the dtype",
@@ -576,15 +577,16 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
 
 
 def _note_verdicts(found: dict[str, Entry]) -> None:
-    for row in _toml("verdicts.toml")["verdict"]:
+    for row in _toml("verdicts.toml")["verdict"] + _toml("number_verdicts.toml")["verdict"]:
         id_ = row.get("id", row["name"]).replace("{name}", "…")
         id_ = id_ if "." in id_ else f"logs.{id_}"
         for command in ("gpu-test", "allreduce-bench") if "{command}" in id_ else ("",):
             entry = found[id_.replace("{command}", command)]
             # Of several process groups only the first one is the verdict.
-            entry.levels |= {row["level"], *row.get("levels", ()), *(["info"] if "{group}" in row["title"] else [])}
+            levels = (row.get("level", "fail"), *row.get("levels", ()))
+            entry.levels |= {*levels, *(["info"] if "{group}" in row["title"] else [])}
             if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", row["title"])):
-                entry.sentences.append(_named(row["title"]))
+                entry.sentences.append(_named(row["title"]).replace("[{s}]", ""))
 
 
 def _note_tables(found: dict[str, Entry], code: Code) -> None:
@@ -739,13 +741,9 @@ def cli_page() -> str:
 
 def parsed_command(home: str) -> Any:  # noqa: ANN401 - Typer's command is private
     """Return the command object of `module:function` below distdiag.commands."""
-    import typer
-    from typer.main import get_command
+    from distdiag.lazy_typer import Invocation, Sub, load
 
-    module, _, function = home.partition(":")
-    program = typer.Typer(add_completion=False, rich_markup_mode=None)
-    program.command()(getattr(import_module(f"distdiag.commands.{module}"), function))
-    return get_command(program)
+    return load(Sub("command", home, ""), (), Invocation(()))
 
 
 def _command(above: str, name: str, home: str) -> list[str]:
@@ -792,7 +790,7 @@ _DATA = {
     "kill-switch": ("commands.kill_switch:Switch",),
     "explain": ("commands.explain.command:Explained",),
     "logs": ("diagnosis.job_logs.types:Logs",),
-    "overflow": ("commands.overflow.types:Overflow",),
+    "overflow": ("commands.overflow.report:Overflow",),
     "overflow show": ("commands.overflow.show.diagnose:OverflowShow",),
     "ports": ("commands.ports.types:PortsData",),
     "pyspy-all": ("commands.pyspy_all.types:PySpyAll",),
@@ -951,6 +949,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "SKILL.md": lambda: (PACKAGE / "SKILL.md").read_text(),
     "symptoms.md": symptoms,
     "reference/finding-ids.md": finding_page,
     "../distdiag/knowledge/finding_ids.toml": finding_table,

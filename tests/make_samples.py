@@ -39,6 +39,7 @@ SCRIPTS = ROOT / "tests" / "samples"
 BIN = Path(sys.executable).parent
 _HOME = "/home/ann/job"
 _COLUMNS = "80"
+_KEPT = ("HOME", "LANG", "USER", "LD_LIBRARY_PATH", "PYTHONPATH")
 _BLOCK = re.compile(r"(<!-- sample: (?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- end of sample -->)", re.DOTALL)
 
 Sample = Callable[[Path], str]
@@ -53,7 +54,7 @@ def sample(make: Sample) -> Sample:
 
 def environment(**more: str) -> dict[str, str]:
     """Return a plain user's environment: 80 columns, this checkout's programs first, one thread for each rank."""
-    kept = {name: value for name, value in os.environ.items() if name in ("HOME", "LANG", "USER", "LD_LIBRARY_PATH")}
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT}
     path = f"{BIN}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return {**kept, "PATH": path, "COLUMNS": _COLUMNS, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
 
@@ -110,6 +111,7 @@ def clean(folder: Path, text: str) -> str:
     }
     for path, instead in places.items():
         text = text.replace(str(path), instead)
+    text = re.sub(r"/distdiag-demo-\w+", "", text)
     text = re.sub(r" (?:--via '[^']*enter \{host\} --'|--python /home/ann/venv/bin/python)", "", text)
     return re.sub(r"/tmp/distdiag-(?:net|job)-\w+", _HOME, text)
 
@@ -163,8 +165,30 @@ def end(folder: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 @sample
+def hang(folder: Path) -> str:
+    """The job of `distdiag demo hang`, as text, and as the picture of the README without the stacks of the waiting ranks."""
+    demo = subprocess.Popen(
+        [BIN / "distdiag", "demo", "hang"],
+        env=environment(TMPDIR=str(folder)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert demo.stdout is not None
+    try:
+        next(line for line in demo.stdout if "Ctrl-C" in line)
+        time.sleep(6)  # as a job that has waited for some time
+        picture(folder, "distdiag hang", without=r"^(?:    .*(?:\(.*:\d+\)|library frames?)|no verdict from.*)\n")
+        return run(folder, "distdiag hang")
+    finally:
+        demo.terminate()
+        demo.communicate(timeout=20)
+
+
+@sample
 def pyspy_all(folder: Path) -> str:
-    """A hung job, as text and as the picture of the README."""
+    """A hung job, as text and as a picture."""
     (folder / "shard-0000.bin").write_bytes(b"12345678")
     os.mkfifo(folder / "shard-0007.bin")
     with torchrun(folder, "hangs.py", 4):
@@ -172,8 +196,8 @@ def pyspy_all(folder: Path) -> str:
         return run(folder, "distdiag pyspy-all")
 
 
-def picture(folder: Path, command: str) -> None:
-    """Run a command on a terminal and write docs/images/COMMAND.svg, as rich exports it."""
+def picture(folder: Path, command: str, *, without: str = "(?!)") -> None:
+    """Run a command on a terminal and write docs/images/COMMAND.svg, as rich exports it; `without`: lines left out."""
     from rich.console import Console
     from rich.text import Text
 
@@ -195,7 +219,8 @@ def picture(folder: Path, command: str) -> None:
     os.close(parent)
     console = Console(record=True, width=92, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     console.print(Text(f"$ {command}", style="bold"))
-    console.print(Text.from_ansi(clean(folder, output.decode()).replace("\r\n", "\n").rstrip()))
+    text = clean(folder, output.decode()).replace("\r\n", "\n").rstrip()
+    console.print(Text.from_ansi(re.sub(r"\n{3,}", "\n\n", re.sub(without, "", text, flags=re.MULTILINE))))
     target = ROOT / "docs" / "images" / f"{command.split()[1]}.svg"
     target.parent.mkdir(exist_ok=True)
     svg = console.export_svg(title=command, unique_id="distdiag")

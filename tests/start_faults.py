@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cluster import Names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from cluster import Network
     from cluster_netns import Node
@@ -83,8 +83,7 @@ def serves(port: int) -> list[str]:
 class StartFault:
     """What runs on which node (0 to 2); `culprits`: the nodes to accuse, all of them: both ends of a closed path.
 
-    `words`: all of them, separated by " & ", are in the first finding when all nodes are asked ("|": one of these);
-    `alone`: when only the last node of `runs` is, if that is not the same.
+    `words`: all of them, separated by " & ", are in the first finding ("|": one of these), of all nodes or the last.
     `drops`, `rejects`: what the firewall of node 0 does to this port; `opens`: the only ports that each lets in.
     `server`: another program on node 0. `island`: an interface of each node that reaches no other. `ipv6_port`: node1's
     name has an IPv6 address first, and its firewall drops that port there. `names`: what /etc/hosts knows.
@@ -93,7 +92,6 @@ class StartFault:
     runs: tuple[tuple[int, tuple[str, ...]], ...]
     culprits: tuple[int, ...]
     words: str
-    alone: str = ""
     drops: int = 0
     rejects: int = 0
     server: tuple[str, ...] = ()
@@ -107,11 +105,12 @@ def _runs(*commands: list[str], first: int = 0) -> tuple[tuple[int, tuple[str, .
     return tuple((first + number, tuple(command)) for number, command in enumerate(commands))
 
 
-_CLOSED = "node1:29501 & nothing listens"
+def _waits(place: str) -> str:
+    return f"node2 waits at {place}|node2 waits for {place}, where nothing listens"
 
 
 def _other_port(*commands: list[str]) -> StartFault:
-    return StartFault(_runs(*commands), (1,), "node2 & at node1:29501 & node1:29500", _CLOSED)
+    return StartFault(_runs(*commands), (1,), _waits("node1:29501"))
 
 
 def _other_name(*commands: list[str]) -> StartFault:
@@ -119,19 +118,11 @@ def _other_name(*commands: list[str]) -> StartFault:
 
 
 FAULTS = {
-    "port-c10d": StartFault(
-        _runs(c10d("node1:29400"), c10d("node1:29401")),
-        (1,),
-        "node2 waits at node1:29401",
-        "node1:29401, where nothing",
-    ),
+    "port-c10d": StartFault(_runs(c10d("node1:29400"), c10d("node1:29401")), (1,), _waits("node1:29401")),
     "port-static": _other_port(static("node1", 29500, 0), static("node1", 29501, 1)),
     "port-module": _other_port(module("node1", 29500, 0), module("node1", 29501, 1)),
     "port-variables": StartFault(
-        _runs(through_variables("node1:29400"), through_variables("node1:29401")),
-        (1,),
-        "node2 waits at node1:29401",
-        "node1:29401, where nothing",
+        _runs(through_variables("node1:29400"), through_variables("node1:29401")), (1,), _waits("node1:29401")
     ),
     "port-plain": _other_port(plain(0, "node1"), plain(1, "node1", 29501)),
     "name-c10d": _other_name(c10d("node1:29400"), c10d("nod1:29400")),
@@ -142,24 +133,14 @@ FAULTS = {
         _runs(static("localhost", 29500, 0), static("localhost", 29500, 1)), (1,), "node2 & localhost:29500, itself"
     ),
     "localhost-c10d": StartFault(
-        _runs(c10d("localhost:29400"), c10d("localhost:29400")),
-        (0, 1),
-        "node[1-2] & itself",
-        "leads any other node to itself",
+        _runs(c10d("localhost:29400"), c10d("localhost:29400")), (0, 1), "node[1-2]|any other node & itself"
     ),
     "localhost-plain": StartFault(
         _runs(plain(0, "localhost"), plain(1, "localhost")), (1,), "node2 & localhost:29500, itself"
     ),
     "node-missing": StartFault(_runs(c10d("node1:29400", 3), c10d("node1:29400", 3)), (2,), "does not run on node3"),
-    "first-missing": StartFault(
-        _runs(static("node1", 29500, 1), first=1),
-        (0,),
-        "nothing listens on node1 & rank 0",
-        "node1:29500 & nothing listens",
-    ),
-    "rank-0-missing": StartFault(
-        _runs(plain(1, "node1"), first=1), (0,), "nothing listens on node1 & rank 0", "node1:29500 & nothing listens"
-    ),
+    "first-missing": StartFault(_runs(static("node1", 29500, 1), first=1), (0,), "node1:29500 & nothing listens"),
+    "rank-0-missing": StartFault(_runs(plain(1, "node1"), first=1), (0,), "node1:29500 & nothing listens"),
     "node-rank-twice": StartFault(
         _runs(*(static("node1", 29500, rank, 3) for rank in (0, 1, 1))), (1, 2), "node[2-3] & both & --node-rank 1"
     ),
@@ -206,12 +187,6 @@ FAULTS = {
         "rank 1 & 192.168.5.1 & ib0",
         island="ib0",
     ),
-    "gloo-interface-one": StartFault(
-        _runs(["env", "GLOO_SOCKET_IFNAME=ib0", *plain(0, "node1")], plain(1, "node1")),
-        (0, 1),
-        "rank 1 on node2 & 192.168.5.1",
-        island="ib0",
-    ),
     "gloo-no-interface": StartFault(
         _runs(plain(0, "node1"), ["env", "GLOO_SOCKET_IFNAME=ib9", *plain(1, "node1")]), (1,), "rank 1 of 2"
     ),
@@ -252,11 +227,13 @@ _IN_LOG = {
     "1 of 2": "rank-1-missing",
     "two processes have one RANK": "rank-twice",
     "WORLD_SIZE": "world-size",
-    "192.168.5.1": "gloo-interface gloo-interface-one",
+    "192.168.5.1": "gloo-interface",
     "ib9": "gloo-no-interface",
     "fd77::1|node1:29500": "ipv6-first ipv6-first-static",
     "node1|node2": "host-name-c10d",
     "node1:": "only-one-port-open",
+    "--rdzv-id & old": "stale-store",
+    "--rdzv-backend": "backend",
 }
 """Words of `logs` once all processes have given up: of which faults. The logs of the others hold only a timeout."""
 
@@ -333,19 +310,24 @@ def _prepare(fault: StartFault, network: Network) -> None:
 
 
 def ask(network: Network, node: Node | None) -> dict[str, Any]:
-    """Ask hang about all nodes, or on one of them; return its report, with the exit status as "exit"."""
+    """Ask hang about all nodes, or on one of them."""
     where, hosts = (
         (node, []) if node is not None else (network.client, ["--hosts", network.hosts, "--via", network.via])
     )
+    return hang(where, hosts, network.client_env())
+
+
+def hang(where: Node, hosts: list[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """Run `hang --json` there; return its report, with the exit status as "exit"."""
     argv = [sys.executable, "-m", "distdiag", "hang", "--json", *hosts]
-    done = where.run(*argv, env={**network.client_env(), "PYTHONPATH": str(TESTS.parent)}, timeout=120, check=False)
+    done = where.run(*argv, env={**env, "PYTHONPATH": str(TESTS.parent)}, timeout=120, check=False)
     return {**json.loads(done.stdout), "exit": done.returncode}
 
 
 def score(fault: StartFault, report: dict[str, Any], *, alone: bool) -> str:
     """Score one answer, see score_words."""
     culprits = [f"node{number + 1}" for number in fault.culprits]
-    return score_words((fault.alone if alone else "") or fault.words, culprits, report, alone=alone)
+    return score_words(fault.words, culprits, report, alone=alone)
 
 
 def score_words(words: str, culprits: Iterable[str], report: dict[str, Any], *, alone: bool = True) -> str:

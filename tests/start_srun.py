@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from start_faults import TESTS, TORCHRUN, TRAIN
+from start_faults import TORCHRUN, TRAIN, hang
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,11 +35,7 @@ class SrunFault:
     tasks: int = 3
 
 
-def _torchrun(name: str) -> str:
-    options = f"--nnodes=3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=7 --rdzv-endpoint={name}"
-    return f"exec {TORCHRUN} {options} {TRAIN}"
-
-
+_C10D = "--nnodes=3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=7 --rdzv-endpoint=mn1:29400"
 SRUN_FAULTS = {
     "srun-port": SrunFault(
         (1,),
@@ -60,17 +55,9 @@ SRUN_FAULTS = {
         "mn1:29500|rank 0",
         task=f"{_RANK}; test $RANK != 0 || exit 0",
     ),
-    "srun-localhost": SrunFault(
-        (1, 2), "mn3|mn[2-3] & localhost:29500, itself", "localhost:29500", exports=_PLACE.replace("mn1", "localhost")
+    "srun-torchrun-missing": SrunFault(
+        (2,), "2 of 3 & on mn3", "2 of 3|mn3", program=f"exec {TORCHRUN} {_C10D} {TRAIN}", tasks=2
     ),
-    "srun-torchrun-port": SrunFault(
-        (1,),
-        "mn2 waits at mn1:29401",
-        "mn1:29401",
-        task="test $SLURM_PROCID != 1 || place=mn1:29401",
-        program=_torchrun("${place:-mn1:29400}"),
-    ),
-    "srun-torchrun-missing": SrunFault((2,), "2 of 3 & on mn3", "2 of 3|mn3", program=_torchrun("mn1:29400"), tasks=2),
 }
 
 
@@ -100,6 +87,4 @@ def ask(slurm: Slurm, name: str) -> dict[str, Any]:
     """Ask hang on this node alone, or about the SLURM job if the name is "all"."""
     (job,) = {step.partition(".")[0] for step in slurm.run("squeue", "--noheader", "--format=%i").stdout.split()}
     where, hosts = (slurm.client, ["--slurm-job", job]) if name == "all" else (slurm.network[name], [])
-    argv = [sys.executable, "-m", "distdiag", "hang", "--json", *hosts]
-    done = where.run(*argv, env={**slurm.env(), "PYTHONPATH": str(TESTS.parent)}, timeout=120, check=False)
-    return {**json.loads(done.stdout), "exit": done.returncode}
+    return hang(where, hosts, slurm.env())

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 PROTOCOL = "distdiag-peer/1"
-TOKEN = "DISTDIAG_TOKEN"
-"""The variable for a key printed by another distdiag."""
 PATIENCE_S = 30.0
 """Time for a whole handshake. An honest peer needs one round trip, but its host may be busy."""
 MOST_UNPROVEN = 4096
@@ -41,17 +39,6 @@ _NO_ROOM_S = 0.05
 def new_key() -> str:
     """Return a new key of 128 random bits, in hexadecimal."""
     return os.urandom(16).hex()
-
-
-def given_token(path: str = "") -> str:
-    """Return the key entered by the user: from a file, from stdin for "-", else from $DISTDIAG_TOKEN.
-
-    Never from a command line, which all users of a node can read. Raises OSError.
-    """
-    if not path:
-        return os.environ.get(TOKEN, "").strip()
-    with open(0 if path == "-" else path, encoding="ascii", errors="replace", closefd=path != "-") as file:
-        return file.readline(_MAX_LINE_BYTES).strip()
 
 
 class Refused(Exception):

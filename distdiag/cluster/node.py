@@ -197,7 +197,7 @@ class Node:
 
 _COMPLAINTS = (
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", HostState.HOST_KEY_CHANGED, "its host key has changed"),
-    ("REVOKED", HostState.HOST_KEY_REVOKED, "its host key is marked as revoked"),
+    ("REVOKED|key for .* revoked", HostState.HOST_KEY_REVOKED, "its host key is marked as revoked"),
     ("host key is known for", HostState.HOST_KEY_UNKNOWN, ""),
     ("Host key verification failed", HostState.HOST_KEY_UNKNOWN, "its host key is unknown here"),
     ("Could not resolve hostname", HostState.UNKNOWN_NAME, ""),

@@ -126,5 +126,6 @@ def _turn_off(path: str) -> Switch:
 def _state(path: str) -> Switch:
     from distdiag.training.kill_switch import read_reason
 
+    os.stat(os.path.dirname(path))  # no switch can be in a folder that does not exist: mistyped, or not mounted
     reason = read_reason(path)
     return Switch(path=path, on=reason is not None, reason=reason or "")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distdiag.cluster.targets import Cluster
+    from distdiag.jobs.collect import Processes
     from distdiag.jobs.types import Job
 
 _KILLED = "dmesg -T | grep -iE 'out of memory|killed process|segfault' | tail -n 3"
@@ -78,6 +79,23 @@ def ptrace_in_container() -> Fix:
         text="allow the container to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
         "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
     )
+
+
+def right_to_read(command: str, node: Processes | None, theirs: Iterable[int]) -> Fix:
+    """Return how a command gets the right to read processes of these users; in order of effort, only what helps."""
+    if node is None:
+        return ptrace_in_container()
+    other_user = as_other_user(command)
+    if node.user != 0 and set(theirs) - {node.user}:
+        return other_user
+    if node.ptrace_scope == 3:
+        return Fix(
+            text="kernel.yama.ptrace_scope is 3: no process can be read until this host is rebooted with a lower value"
+        )
+    if node.ptrace_scope in (1, 2) and node.user != 0:
+        text = "run it as root, or allow users to read their own processes until the next reboot"
+        return Fix(text=text, commands=(*other_user.commands, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope"))
+    return ptrace_in_container()
 
 
 def unseen_ranks(job: Job, finding_id: str) -> list[Finding]:

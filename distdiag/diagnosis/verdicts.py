@@ -80,6 +80,11 @@ def finding(
     )
 
 
+def exists(verdict: str) -> bool:
+    """Return whether the table has this verdict."""
+    return verdict in _rows("verdict")
+
+
 def ending(name: str) -> Verdict | None:
     """Return the row of a rank's exit; `name`: a signal or "status"."""
     row = _rows("end").get(name)
@@ -88,4 +93,5 @@ def ending(name: str) -> Verdict | None:
 
 @cache
 def _rows(kind: str) -> dict[str, Verdict]:
-    return rows("verdicts", kind, Verdict)
+    numbers = rows("number_verdicts", kind, Verdict) if kind == "verdict" else {}
+    return {**rows("verdicts", kind, Verdict), **numbers}

@@ -19,7 +19,7 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import lru_cache
 from io import TextIOWrapper
 
-from distdiag.facts import private_files, procs
+from distdiag.facts import machine, private_files, procs
 from distdiag.facts.rank_identity import identify, own_label, torch_distributed
 
 TYPE_CHECKING = False
@@ -52,9 +52,7 @@ def printflock(
     writes nothing for 5 s (a stopped rank), this rank says so once on stderr and prints without the lock.
 
     Args:
-        values: as for print().
-        sep: as for print().
-        end: as for print().
+        values: as for print(), and so are `sep` and `end`.
         file: text or binary, with or without a file descriptor. Default: sys.stdout.
         flush: accepted for compatibility with print(); the output is always flushed.
         prefix: False to omit `[host:rank] `.
@@ -68,10 +66,12 @@ def printflock(
         return
     text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
     if prefix:
-        label = _label()
+        label = _label(os.getpid(), "torch.distributed" in sys.modules and torch_distributed() is not None)
         text = label + text[:-1].replace("\n", "\n" + label) + text[-1:]
+    # A notebook and loggers put an object of theirs, or a write() of theirs, into this place: they are to see the text.
+    is_own = stream in (sys.__stdout__, sys.__stderr__) and "write" not in stream.__dict__
     with _lock.held():
-        if type(stream) is TextIOWrapper and _is_the_process_s_own(stream):
+        if is_own and type(stream) is TextIOWrapper:
             stream.flush()  # what print() left there was printed before
             _write_all(stream.fileno(), text.encode(stream.encoding, stream.errors or "strict"))
         elif isinstance(stream, io.RawIOBase):
@@ -82,22 +82,7 @@ def printflock(
             stream.flush()
 
 
-def _label() -> str:
-    """Format `[node07:3] `; it is kept once the process group is there, or where there will be none."""
-    may_be_rank = "torch.distributed" in sys.modules
-    if may_be_rank and torch_distributed() is None:
-        return own_label() + " "
-    return _kept_label(os.getpid(), may_be_rank)
-
-
-@lru_cache(maxsize=4)
-def _kept_label(pid: int, is_rank: bool) -> str:
-    return own_label() + " "
-
-
-def _is_the_process_s_own(stream: IO[Any]) -> bool:
-    # A notebook and loggers put an object of theirs, or a write() of theirs, into this place: they are to see the text.
-    return (stream is sys.__stdout__ or stream is sys.__stderr__) and "write" not in stream.__dict__
+_label = lru_cache(maxsize=4)(lambda pid, has_group: own_label() + " ")  # kept until there is a process group
 
 
 def _write_all(file: int, data: bytes) -> None:
@@ -116,16 +101,24 @@ class _HostLock:
     """flock on a descriptor that is kept, and a lock among threads, which share that descriptor."""
 
     def __init__(self) -> None:
-        self._file: int | None = None
-        self._is_held = False
         self._has_warned = False
         self._start()
         # The open file description is shared with a child, and with it the lock: a child needs one of its own.
         os.register_at_fork(after_in_child=self._after_fork)
 
+    def _start(self) -> None:
+        self._file: int | None = None
+        self._threads = threading.RLock()
+        self._is_held, self._is_usable, self._no_wait_until = False, True, 0.0
+
+    def _after_fork(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._start()
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock, or go without it where it cannot be had in time."""
+        """Hold the lock, or go without it if it is not free in time."""
         threads = self._threads
         if not threads.acquire(timeout=PATIENCE_S):
             yield
@@ -133,64 +126,33 @@ class _HostLock:
         # A signal handler prints while this very thread is printing: then the lock is held already.
         is_outermost, self._is_held = not self._is_held, True
         try:
-            if is_outermost:
+            if is_outermost and self._is_usable:
                 self._lock_file()
             yield
         finally:
             if is_outermost:
-                if self._file is not None:
+                if self._file is not None and self._is_usable:
                     flock(self._file, LOCK_UN)
                 self._is_held = False
             threads.release()
 
-    def _start(self) -> None:
-        self._threads = threading.RLock()
-        self._is_held = False
-        self._is_usable = True
-        self._no_wait_until = 0.0
-
-    def _after_fork(self) -> None:
-        self._close()
-        self._start()
-
     def _lock_file(self) -> None:
-        if not self._is_usable:
-            return
         try:
             if self._file is None:
                 self._file = _open_file()
-            try:
-                flock(self._file, LOCK_EX | LOCK_NB)
-            except BlockingIOError:
-                self._wait(self._file)
+            if not _try_lock(self._file) and time.monotonic() > self._no_wait_until and not _wait(self._file):
+                self._no_wait_until = time.monotonic() + _IMPATIENT_S
+                self._warn(
+                    f"waited {PATIENCE_S:g} s for {_describe(_holder(self._file))}; printing without the lock now"
+                )
         except OSError as error:  # no folder can be made, or its file system has no locks
             self._is_usable = False
-            self._close()
             self._warn(f"no lock between the processes of this host, {error.filename or 'flock'}: {error.strerror}")
-
-    def _wait(self, file: int) -> None:
-        now = time.monotonic()
-        if now < self._no_wait_until:
-            return
-        last, give_up, written = now + _LONGEST_WAIT_S, now + PATIENCE_S, _written(_holder(file))
-        while now < min(last, give_up):
-            if _try_lock(file, _LOOK_S):
-                return
-            before, written, now = written, _written(_holder(file)), time.monotonic()
-            give_up = give_up if written == before else now + PATIENCE_S
-        self._no_wait_until = now + _IMPATIENT_S
-        self._warn(f"waited {PATIENCE_S:g} s for {_describe(_holder(file))}; printing without the lock now")
-
-    def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            # Without a stderr the job goes on all the same.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # without a stderr the job continues, too
                 sys.stderr.write(f"{own_label()} distdiag printflock: {what}; lines may be interleaved\n")
                 sys.stderr.flush()
 
@@ -206,32 +168,37 @@ def _open_file() -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _try_lock(file: int, for_s: float) -> bool:
-    until, pause_s = time.monotonic() + for_s, 0.0001
-    while time.monotonic() < until:
+def _try_lock(file: int) -> bool:
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait(file: int) -> bool:
+    """Wait while its holder changes or writes, but not longer than _LONGEST_WAIT_S; return whether it was locked."""
+    now = time.monotonic()
+    last, give_up, look_at, written, pause_s = now + _LONGEST_WAIT_S, now + PATIENCE_S, now, "", 0.0001
+    while now < min(last, give_up):
+        if now >= look_at:
+            holder, before, look_at = _holder(file), written, now + _LOOK_S
+            written = f"{holder} {machine.read_text(f'/proc/{holder}/io')}"
+            give_up = give_up if written == before else now + PATIENCE_S
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.005)
-        with contextlib.suppress(BlockingIOError):
-            flock(file, LOCK_EX | LOCK_NB)
+        if _try_lock(file):
             return True
+        now, pause_s = time.monotonic(), min(2 * pause_s, 0.005)
     return False
 
 
 def _holder(file: int) -> int | None:
     """Find the process that has the lock in /proc/locks, see proc(5); None where the kernel does not show it."""
     inode = f":{os.fstat(file).st_ino}"
-    with contextlib.suppress(OSError), open("/proc/locks", encoding="ascii") as locks:
-        for fields in map(str.split, locks):
-            if fields[1] == "FLOCK" and fields[5].endswith(inode) and int(fields[4]) > 0:
-                return int(fields[4])
+    for fields in map(str.split, machine.read_text("/proc/locks").splitlines()):
+        if fields[1] == "FLOCK" and fields[5].endswith(inode) and int(fields[4]) > 0:
+            return int(fields[4])
     return None
-
-
-def _written(pid: int | None) -> tuple[int | None, str]:
-    """Read the holder and how much it has written: while that changes, the lock goes round."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/io", encoding="ascii") as counters:
-        return pid, counters.read()
-    return pid, ""
 
 
 def _describe(pid: int | None) -> str:

@@ -34,7 +34,7 @@ _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "t
 
 
 def begin_from_environment() -> None:
-    """Register this process with the recorder if it is a rank, and set the variables of --ranks."""
+    """Register this process with the recorder if it is a rank, and set the variables of --rank."""
     identity = identify(os.environ)
     if identity is None or _is_launcher():
         return

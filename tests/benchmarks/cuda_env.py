@@ -133,7 +133,7 @@ def commands(python: Path) -> dict[str, list[str]]:
     """Give the command of each tool, in one interpreter."""
     own = [str(python), "-m", "distdiag", "cuda-env"]
     return {
-        "cuda-env --for build": [*own, "--for", "build"],
+        "cuda-env --goal build": [*own, "--goal", "build"],
         "cuda-env": own,
         "collect_env": [str(python), "-m", "torch.utils.collect_env"],
         "ds_report": [str(python.with_name("ds_report"))],
@@ -373,7 +373,7 @@ def times(python: Path, peers: tuple[str, ...]) -> None:
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:
         known = commands(python)
-        ways = {name: (known[name], plain) for name in ("cuda-env --for build", "cuda-env")}
+        ways = {name: (known[name], plain) for name in ("cuda-env --goal build", "cuda-env")}
         cuda = {**plain, "PYTHONPATH": torch_for(Path(folder), "13.0")}
         ways["cuda-env, importing torch"] = known["cuda-env"], cuda
         ways.update({peer: (known[peer], plain) for peer in peers})
@@ -398,7 +398,7 @@ def main() -> None:
     print("cuda-env does not import a torch that was built for the CPU only; one built for CUDA it does\n", flush=True)
     times(python, peers)
     try:
-        findings(python, ("cuda-env --for build", *peers))
+        findings(python, ("cuda-env --goal build", *peers))
     except pytest.skip.Exception as why:
         print(f"\nThe table of broken set-ups is left out: {why}")
 

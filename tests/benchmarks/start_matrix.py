@@ -43,10 +43,7 @@ def main() -> None:
         for where, found, report, more in asked:
             row = {
                 **{"fault": name, "asked": where, "score": found, "verdict": report["verdict"], "exit": report["exit"]},
-                **{"titles": [f"{each['level']}: {each['title']}" for each in report["findings"]]},
-                **{"details": [each["detail"] for each in report["findings"]]},
-                **{"hosts": [each["where"]["hosts"] for each in report["findings"]]},
-                **{"fixes": [each["fix"] for each in report["findings"]], **more},
+                **{"findings": report["findings"], **more},
             }
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -130,7 +130,7 @@ def entry(name: str, data: bytes = b"", **fields: object) -> tuple[tarfile.TarIn
 
 def made_bundle(tmp_path: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
     kept = tmp_path / "kept"
-    distdiag("core-bt", "--setup", "--save", str(kept))
+    distdiag("core-bt", "--check-setup", "--save", str(kept))
     (file,) = kept.iterdir()
     return [entry("MANIFEST.txt", b"words"), entry(f"facts/{file.name}", file.read_bytes())]
 

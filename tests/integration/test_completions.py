@@ -69,6 +69,38 @@ def test_fish(shell_home: dict[str, str]) -> None:
     assert words == ["gpu-test", "--backend"]
 
 
+def documented(shell: str) -> str:
+    """Return the line for the start file of a shell, from the page."""
+    page = (ROOT / "docs" / "reference" / "completion.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| {shell} |"))
+    return row.split("`")[-2].replace("\\|", "|")
+
+
+def test_the_documented_line_completes_in_bash(shell_home: dict[str, str]) -> None:
+    need("bash")
+    command = ["bash", "--norc", "--noprofile", "-i"]
+    press_tab(command, shell_home, documented("bash"), "distdiag gpu", "distdiag gpu-test")
+
+
+def test_the_documented_line_completes_in_zsh(shell_home: dict[str, str]) -> None:
+    need("zsh")
+    prepare = f"autoload -Uz compinit; compinit -u -D; {documented('zsh')}"
+    press_tab(["zsh", "-f", "-i"], shell_home, prepare, "distdiag gpu", "-test")
+
+
+def test_the_documented_line_completes_in_fish(shell_home: dict[str, str]) -> None:
+    need("fish")
+    done = subprocess.run(
+        ["fish", "-c", f"{documented('fish')}; complete -C 'distdiag gpu'"],
+        env=shell_home,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["gpu-test"]
+
+
 def test_the_files_are_what_the_program_generates(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "tests" / "make_completions.py", tmp_path], check=True, timeout=60)
     for path in (ROOT / "completions").iterdir():

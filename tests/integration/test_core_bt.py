@@ -265,7 +265,7 @@ def test_the_newest_core_here_is_taken_and_none_is_said(segv: Path, tmp_path: Pa
         patch.chdir(tmp_path)
         result = core_bt(str(tmp_path))
         assert (result.code, list(result.findings)) == (3, ["none"])
-        assert "--setup" in result.findings["none"]["fix"]["commands"][0]
+        assert "--check-setup" in result.findings["none"]["fix"]["commands"][0]
 
 
 def test_secrets_stay_out_of_every_report(tmp_path: Path) -> None:
@@ -309,12 +309,12 @@ def test_setup_says_what_keeps_cores_away() -> None:
     limited = ("prlimit", "--core=0:0")
     if shutil.which("prlimit") is None:
         pytest.skip("not installed: prlimit")
-    result = distdiag("core-bt", "--json", "--setup", wrap=limited)
+    result = distdiag("core-bt", "--json", "--check-setup", wrap=limited)
     assert any(name.startswith("setup-limit") for name in result.findings), result.out
     assert os.path.exists("/proc/sys/kernel/core_pattern")
 
 
-@pytest.mark.parametrize("arguments", [("--pid", "1", "--setup"), ("--pid", "0"), ("core", "--setup")])
+@pytest.mark.parametrize("arguments", [("--pid", "1", "--check-setup"), ("--pid", "0"), ("core", "--check-setup")])
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     assert core_bt(*arguments).code == 2
 

@@ -68,7 +68,7 @@ def copied_toolkit(folder: Path, gcc_max: int) -> Path:
 
 
 def test_a_cpu_torch_is_named_and_the_wrapper_trap_too(wrapper: Path) -> None:
-    result = cuda_env("--for", "build", "--json", path=str(wrapper))
+    result = cuda_env("--goal", "build", "--json", path=str(wrapper))
     assert result.code == 1
     findings = result.findings
     assert set(findings) >= {"torch.build", "toolkit.home"}
@@ -81,7 +81,7 @@ def test_a_cpu_torch_is_named_and_the_wrapper_trap_too(wrapper: Path) -> None:
     home = command.partition("=")[2]
     assert (Path(home) / "include/cuda_runtime_api.h").exists()
     assert result.report["data"]["ready"] == {"run": None, "build": False}
-    again = cuda_env("--for", "build", "--json", path=str(wrapper), env={"CUDA_HOME": home})
+    again = cuda_env("--goal", "build", "--json", path=str(wrapper), env={"CUDA_HOME": home})
     assert "toolkit.home" not in again.findings
 
 
@@ -97,7 +97,7 @@ def test_the_page_ends_with_what_will_work(wrapper: Path) -> None:
 
 
 def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
-    result = cuda_env("--for", "build", "--export", path=str(wrapper))
+    result = cuda_env("--goal", "build", "--export", path=str(wrapper))
     assert result.code == 0
     assert all(line.startswith("export ") for line in result.out.splitlines())
     assert "variables cannot fix cuda-env.torch.build" in result.err
@@ -112,7 +112,7 @@ def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
 
 def test_a_compiler_that_cc_names_with_its_folder_is_known(wrapper: Path) -> None:
     """The real nvcc writes it in its plan as "/usr/bin"/gcc."""
-    result = cuda_env("--for", "build", "--json", path=str(wrapper), env={"CC": GCC})
+    result = cuda_env("--goal", "build", "--json", path=str(wrapper), env={"CC": GCC})
     assert result.report["data"]["compilers"]["nvcc"]["path"] == GCC
 
 
@@ -130,7 +130,7 @@ def test_nvcc_refuses_its_compiler_and_the_fix_makes_it_compile(tmp_path: Path) 
     if major > 12:
         pytest.skip(f"needs a gcc up to 12, has {major}")
     path = f"{machine.bin}:{toolkit}/bin"
-    result = cuda_env("--for", "build", "--json", path=path, env={"CUDA_HOME": str(toolkit)})
+    result = cuda_env("--goal", "build", "--json", path=path, env={"CUDA_HOME": str(toolkit)})
     finding = result.findings["cc.nvcc"]
     assert finding["level"] == "fail"
     assert "gcc 13.2.0" in finding["title"]
@@ -173,7 +173,7 @@ def test_a_variable_that_breaks_the_real_nvcc_is_found_by_trying_without_it(
 
 def test_flags_that_break_the_real_nvcc_are_unset_by_the_fix() -> None:
     flags = {"NVCC_APPEND_FLAGS": "-ccbin /nope/g++", "NVCC_PREPEND_FLAGS": "-lineinfo"}
-    result = cuda_env("--for", "build", "--json", path=str(nvcc().parent), env=flags)
+    result = cuda_env("--goal", "build", "--json", path=str(nvcc().parent), env=flags)
     finding = result.findings["cc.flags"]
     assert (finding["level"], finding["fix"]["commands"]) == ("fail", ["unset NVCC_APPEND_FLAGS"])
     assert "NVCC_APPEND_FLAGS breaks nvcc 13.0: /nope/g++" in finding["title"]
@@ -198,8 +198,8 @@ def test_an_extension_without_code_for_the_gpu_is_named(tmp_path: Path, monkeypa
 
 
 def test_saved_facts_are_judged_elsewhere(tmp_path: Path, wrapper: Path) -> None:
-    first = cuda_env("--for", "build", "--json", "--save", str(tmp_path / "kept"), path=str(wrapper))
-    again = cuda_env("--for", "build", "--json", "--from", str(tmp_path / "kept"))
+    first = cuda_env("--goal", "build", "--json", "--save", str(tmp_path / "kept"), path=str(wrapper))
+    again = cuda_env("--goal", "build", "--json", "--from", str(tmp_path / "kept"))
     assert again.report["findings"] == first.report["findings"]
     assert again.code == first.code
 
@@ -218,14 +218,14 @@ def test_nodes_with_other_toolkits_are_named_across_the_cluster(tmp_path: Path) 
         )
         enter.chmod(0o755)
         where = ("--hosts", network.hosts, "--via", f"{enter} {{host}}")
-        result = cuda_env("--for", "build", "--json", *where, env=network.client_env())
+        result = cuda_env("--goal", "build", "--json", *where, env=network.client_env())
         assert result.code == 1, result.out + result.err
         (differ,) = [one for one in result.report["findings"] if one["id"] == "cuda-env.nodes-differ"]
         assert differ["where"]["hosts"] == ["node1"]
         assert [node["host"] for node in result.report["data"]["nodes"]] == ["node1", "node2", "node3"]
         (torch,) = [one for one in result.report["findings"] if one["id"] == "cuda-env.torch.build"]
         assert torch["where"]["hosts"] == ["node1", "node2", "node3"]
-        text = cuda_env("--for", "build", *where, env=network.client_env())
+        text = cuda_env("--goal", "build", *where, env=network.client_env())
         assert "[node[2-3]]" in text.out
 
 
@@ -255,8 +255,8 @@ def test_the_prebuild_is_for_all_gpus_of_the_nodes(wrapper: Path) -> None:
         (("--from", "/nope"), "no such file or folder"),
         (("--explain", "/nope.log"), "No such file"),
         (("--prebuild", "--ops", "warp_drive"), "no op 'warp_drive'"),
-        (("--for", "fun"), "fun"),
-        (("--for", "run", "--gpu", "H100"), "--for run builds nothing"),
+        (("--goal", "fun"), "fun"),
+        (("--goal", "run", "--gpu", "H100"), "--goal run builds nothing"),
         (("build.log",), "hint: to explain a log: distdiag cuda-env --explain build.log"),
         (("--explain",), "hint: distdiag cuda-env --explain build.log"),
     ],
@@ -275,7 +275,7 @@ def test_files_that_are_no_facts(tmp_path: Path) -> None:
 
 def test_an_interpreter_without_torch_can_be_examined(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    result = cuda_env("--json", "--for", "build", "--python", str(tmp_path / "venv/bin/python"))
+    result = cuda_env("--json", "--goal", "build", "--python", str(tmp_path / "venv/bin/python"))
     assert "torch is not installed" in result.findings["torch.build"]["title"]
     assert result.report["data"]["python"]["executable"] == str(tmp_path / "venv/bin/python")
 
@@ -291,7 +291,7 @@ def test_it_answers_quickly_and_without_importing_torch(wrapper: Path) -> None:
     costs: list[float] = []
     for _ in range(3):
         before = used_s()
-        cuda_env("--for", "build", "--json", path=str(wrapper))
+        cuda_env("--goal", "build", "--json", path=str(wrapper))
         costs.append(used_s() - before)
     assert min(costs) < 1.5, costs
 
@@ -348,7 +348,7 @@ def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, wrap
     (tmp_path / "empty").mkdir()
     result = cuda_env("--from", str(tmp_path / "empty"))
     assert (result.code, "no facts from cuda-env in" in result.err) == (2, True)
-    cuda_env("--for", "build", "--save", str(tmp_path / "kept"), path=str(wrapper))
+    cuda_env("--goal", "build", "--save", str(tmp_path / "kept"), path=str(wrapper))
     (file,) = (tmp_path / "kept").iterdir()
     saved = json.loads(file.read_text())
     (tmp_path / "kept/again.json").write_text(json.dumps(saved))

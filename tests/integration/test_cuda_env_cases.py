@@ -993,14 +993,14 @@ def test_a_build_is_judged_by_the_gpus_that_are_here(node: Machine, monkeypatch:
     node.env["FAKE_GPUS"] = ""
     finding = found(node.report(monkeypatch, "build"))["archlist.unset-nogpu"]
     assert finding.fix is not None
-    assert "distdiag cuda-env --for build --gpu H100" in finding.fix.text
+    assert "distdiag cuda-env --goal build --gpu H100" in finding.fix.text
 
 
 def test_a_build_node_without_a_gpu_is_as_expected(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     box.torch("2.9.1+cu128", "12.8")
     finding = found(box.report(monkeypatch))["driver.present"]
     assert finding.fix is not None
-    assert "on a login or build node this is expected: check builds only, with --for build" in finding.fix.text
+    assert "on a login or build node this is expected: check builds only, with --goal build" in finding.fix.text
 
 
 def test_a_compiler_that_is_there_by_two_folders_is_shown_once(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,9 +188,9 @@ def test_wrong_usage(tmp_path: Path, files: Path) -> None:
 
 def test_a_pattern_that_fits_nothing_is_answered_with_names(tmp_path: Path, files: Path) -> None:
     order = {"a": str(files / "a.pt"), "b": str(files / "b.pt"), "key": "nothing*"}
-    child.main(json.dumps(order), str(tmp_path))
+    child.main(json.dumps(order), str(tmp_path / "answer"))
     answer = json.loads((tmp_path / "answer").read_bytes())
-    assert answer["no_match"] == ["layers[0].weight", "layers[0].out", "step", "run"]
+    assert answer["hint"] == "available: layers[0].weight, layers[0].out, step, run"
 
 
 def test_a_torch_that_cannot_be_imported_is_told_as_such(tmp_path: Path, files: Path) -> None:

@@ -511,7 +511,7 @@ LIARS = {
 
 @pytest.mark.parametrize(
     ("command", "how"),
-    [*(("pyspy-all", how) for how in LIARS), *(("cuda-env --for build", how) for how in ("deep", "escapes"))],
+    [*(("pyspy-all", how) for how in LIARS), *(("cuda-env --goal build", how) for how in ("deep", "escapes"))],
 )
 def test_a_lying_host_of_a_real_run_is_a_row_of_its_own(command: str, how: str, tmp_path: Path) -> None:
     need("unshare")

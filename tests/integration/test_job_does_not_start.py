@@ -7,7 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+import start_srun
 from cluster import Network, need_network
+from cluster_slurm import Slurm, need_slurm
 from start_faults import FAULTS, StartFault, ask, c10d, plain, score, start
 
 if TYPE_CHECKING:
@@ -49,6 +51,17 @@ def test_the_reason_is_named(name: str) -> None:
         assert answer(FAULTS[name], network, alone=False) == "right"
 
 
+def test_the_line_of_srun_is_printed_with_the_address_of_rank_0() -> None:
+    need_slurm()
+    with Slurm(3) as slurm:
+        start_srun.start(start_srun.SRUN_FAULTS["srun-name"], slurm)
+        until = time.monotonic() + _PATIENCE_S
+        while "mn[1-3] cannot resolve mn01" not in (report := start_srun.ask(slurm, "all"))["summary"]:
+            assert time.monotonic() < until, report["findings"]
+    (line,) = report["findings"][0]["fix"]["commands"]
+    assert line.startswith("MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 srun --label --nodes=3")
+
+
 @pytest.mark.parametrize("name", ["port-plain", "firewall-drops"])
 def test_one_node_names_its_side(name: str) -> None:
     need_network()
@@ -83,7 +96,7 @@ def test_a_job_that_was_asked_while_it_waited_starts_as_usual(tmp_path: Path) ->
     with Network(3) as network, (tmp_path / "log").open("w") as log:
         ranks = [network.nodes[number].start(*c10d("node1:29400", 3), output=log) for number in (0, 1)]
         until = time.monotonic() + _PATIENCE_S
-        while "2 of 3 nodes have come" not in (report := ask(network, None))["findings"][0]["title"]:
+        while "2 of 3 nodes have joined" not in (report := ask(network, None))["findings"][0]["title"]:
             assert time.monotonic() < until, report["findings"]
         for _ in range(3):
             ask(network, None)

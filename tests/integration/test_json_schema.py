@@ -98,9 +98,9 @@ def test_reports_on_a_hung_job(hung: Job, words: str) -> None:
         "allreduce-bench --nproc 2 --sizes 1KiB",
         "ports",
         "ports 127.0.0.1:1",
-        "cuda-env --for run",
+        "cuda-env --goal run",
         "doctor",
-        "core-bt --setup",
+        "core-bt --check-setup",
         "trace show /nonexistent",
         f"trace sys {RECORDED / 'strace'}",
         f"logs {RECORDED / 'logs'}",
@@ -139,7 +139,7 @@ def test_reports_on_numbers(tmp_path: Path) -> None:
 
 
 def test_the_schema_refuses_what_is_not_a_report() -> None:
-    document = json.loads(distdiag("core-bt", "--setup", "--json").out)
+    document = json.loads(distdiag("core-bt", "--check-setup", "--json").out)
     damages = (
         {"verdict": "maybe"},
         {"exit_code": "1"},
@@ -153,7 +153,7 @@ def test_the_schema_refuses_what_is_not_a_report() -> None:
 
 
 def test_the_data_of_every_command_is_described() -> None:
-    without_report = {"trace py", "kill-switch on", "kill-switch off", "kill-switch status"}
+    without_report = {"demo", "skill", "config", "trace py", "kill-switch on", "kill-switch off", "kill-switch status"}
     assert set(COMMANDS) - without_report <= set(make_docs._DATA)
 
 

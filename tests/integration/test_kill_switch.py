@@ -71,9 +71,10 @@ def test_on_off_and_status(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    result = distdiag("kill-switch", "on", str(tmp_path / "nothing" / "switch"))
-    assert result.code == 3
-    assert f"{tmp_path}/nothing/switch: No such file or directory" in result.err
+    for action in ("on", "off", "status"):
+        result = distdiag("kill-switch", action, str(tmp_path / "nothing" / "switch"))
+        assert result.code == 3
+        assert f"{tmp_path}/nothing/switch: No such file or directory" in result.err
     assert f"{tmp_path}: Is a directory" in distdiag("kill-switch", "status", str(tmp_path)).err
 
 

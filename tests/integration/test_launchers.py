@@ -95,7 +95,7 @@ def test_ports_and_cuda_env_among_the_nodes_of_a_slurm_job(slurm: Slurm, job: in
         third.heal()
     finding = result.findings["port-filtered"]
     assert (result.code, finding["title"].split()[0]) == (1, third.name), result.out + result.err
-    found = distdiag("cuda-env", "--json", "--for", "build", *where, wrap=wrap, env=env)
+    found = distdiag("cuda-env", "--json", "--goal", "build", *where, wrap=wrap, env=env)
     assert first.name in found.findings["torch.build"]["where"]["hosts"]
     assert len(found.report["data"]["nodes"]) == 3
 

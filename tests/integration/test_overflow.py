@@ -226,7 +226,7 @@ def test_as_ranks_it_ends_in_one_line_a_rank_and_its_frames_are_shown_once(tmp_p
     shown = distdiag("overflow", "show", str(folder))
     assert (shown.code, shown.out.count("FAIL  overflow.detected"), "more below" in shown.out) == (1, 1, False)
     assert "rank 1, batch 1, module by module:" in shown.out or "rank 1, module by module:" in shown.out
-    assert f" overflow show {folder} --batch 1 --all" in shown.out
+    assert f" overflow show {folder} --batch 1 --verbose" in shown.out
 
 
 def test_wrong_words() -> None:

@@ -21,8 +21,8 @@ with warnings.catch_warnings():
     from torch import Tensor, nn
 
 from distdiag.commands.overflow.show.diagnose import examine
+from distdiag.commands.overflow.show.forwards import Request
 from distdiag.commands.overflow.show.recording import LIMITS
-from distdiag.commands.overflow.show.selection import Request
 from distdiag.errors import UsageError
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
 from distdiag.training.overflow.report import SCHEMA, OverflowDetected
@@ -151,7 +151,7 @@ def test_people_see_the_answer_first_in_80_columns_without_colour(folder: Path) 
     assert lines[1].startswith("batch 1 (optimizer step 0): ")
     assert " inf in `input[0]` of `block.3.ff.wo`" in result.out.replace("\n  ", " ")
     assert "FAIL  overflow.detected" in result.out
-    assert " overflow show found.jsonl --batch 1 --module 'block.3*' --all" in result.out
+    assert " overflow show found.jsonl --batch 1 --module 'block.3*' --verbose" in result.out
     assert max(len(one) for one in lines if not one.startswith("    ")) <= 80
     assert "batch 0   batch 1" in result.out
 
@@ -243,7 +243,7 @@ def test_a_pipe_is_read_and_ctrl_c_tells_what_is_known(folder: Path, tmp_path: P
 def test_the_command_does_not_import_torch(folder: Path) -> None:
     code = (
         "import sys; from distdiag.commands.overflow.show import diagnose, view;"
-        "from distdiag.commands.overflow.show.selection import Request;"
+        "from distdiag.commands.overflow.show.forwards import Request;"
         f"diagnose.examine(Request(paths=({str(folder / 'near.jsonl')!r},)), lambda _: None);"
         "print('torch' in sys.modules)"
     )

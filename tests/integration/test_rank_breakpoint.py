@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -204,7 +203,7 @@ def test_a_debugger_with_breakpoints_is_left_when_the_program_ends(ranks: Callab
 def test_the_others_do_not_wait_for_ever(ranks: Callable[..., Ranks]) -> None:
     job = ranks("impatient")
     job.command("dist.distributed_c10d._get_default_store().set('come', '')")
-    job.until("DebuggerQuit rank 0 .* is still in the debugger at .* after 1 s; this rank stops waiting True")
+    job.until("waiting for rank 0 .* to leave the debugger at .* has taken 1 s; this rank stops waiting True")
     job.terminal.sendline("c")
     assert "ended well" in job.end()
 
@@ -222,14 +221,14 @@ def test_a_group_of_some_ranks_keeps_no_others(ranks: Callable[..., Ranks]) -> N
 
 @pytest.mark.parametrize("store", ["in a file", "kept by the dead"])
 def test_a_rank_killed_in_the_debugger_is_missed(ranks: Callable[..., Ranks], store: str) -> None:
-    job = ranks("steps", **({} if store == "in a file" else {"store": f"127.0.0.1:{free_port()}"}))
+    job = ranks("far_away", **({} if store == "in a file" else {"store": f"127.0.0.1:{free_port()}"}))
     job.at_prompt()
     began = time.monotonic()
     os.kill(job.pid(0), signal.SIGKILL)
     job.end()
     assert time.monotonic() - began < 2 * SOON_S
     # No answer: rank 1 has just been about to connect.
-    told = r"(rank 0 \(.* died in|waiting for rank 0 .* store (is gone|has not responded))"
+    told = r"waiting for rank 0 .* (store is gone|no sign of life for)"
     assert re.search(f"ended by DebuggerQuit {told}", job.own(1)[-1])
 
 
@@ -251,28 +250,15 @@ def test_who_keeps_the_store_and_answers_no_more_is_missed(ranks: Callable[..., 
     job = ranks("far_away", store=f"127.0.0.1:{free_port()}", exits=True)
     job.at_prompt()
     os.kill(job.pid(0), signal.SIGSTOP)
-    job.until("ended by DebuggerQuit waiting for rank 0 .* has not responded for 2.5 s")
+    job.until("ended by DebuggerQuit waiting for rank 0 .* no sign of life for 2.5 s")
     # It ends, though one of its threads still waits in the store.
     wait_until(lambda: (proc := procs.read(job.pid(1))) is None or proc.state == "Z", SOON_S, lambda: job.said)
-
-
-def test_a_rank_that_can_be_seen_may_be_stopped_for_long(ranks: Callable[..., Ranks]) -> None:
-    job = ranks("near", store=f"127.0.0.1:{free_port()}")
-    job.until(r":1\] heard")
-    if "(Pdb)" not in job.said:
-        job.at_prompt()
-    os.kill(job.pid(0), signal.SIGSTOP)
-    time.sleep(2)
-    os.kill(job.pid(0), signal.SIGCONT)
-    job.terminal.sendline("c")
-    job.end()
-    assert [job.own(rank)[-1] for rank in (0, 1)] == ["ended well"] * 2
 
 
 def test_who_waits_in_the_store_for_something_else_is_not_told_that_it_is_dead(ranks: Callable[..., Ranks]) -> None:
     job = ranks("waits_elsewhere", store=f"127.0.0.1:{free_port()}")
     job.at_prompt()
-    time.sleep(1.5)  # as a person who looks around
+    time.sleep(4)  # as a person who looks around
     job.terminal.sendline("c")
     job.end()
     assert [job.own(rank)[-1] for rank in (0, 1)] == ["ended well"] * 2
@@ -286,7 +272,7 @@ def test_nobody_waits_for_those_who_were_released_and_ended(ranks: Callable[...,
     began = time.monotonic()
     job.terminal.sendline("c")
     job.until("went on")
-    assert time.monotonic() - began < debug_barrier.ACKNOWLEDGED_S - 1
+    assert time.monotonic() - began < debug_barrier._LEAVE_S - 1
     job.end()
 
 
@@ -294,7 +280,9 @@ def test_the_status_is_published_while_the_job_waits_in_the_store(tmp_path: Path
     torch_distributed = pytest.importorskip("torch.distributed")
     server = torch_distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     jobs = server.clone()
-    holder = debug_barrier.Holder(jobs, "place", debug_barrier.own_status(0, "here"), waiters=0)
+    holder = debug_barrier.Holder(
+        jobs, "place", debug_barrier.Status("stopped", 0, "here", "n", os.getpid()), waiters=0
+    )
     waits = threading.Thread(target=jobs.wait, args=(["never"],), daemon=True)
     waits.start()
     first = json.loads(server.get("place"))["beat"]
@@ -309,10 +297,10 @@ def test_a_rank_that_cannot_be_seen_is_missed_by_its_silence(ranks: Callable[...
     job = ranks("far_away")
     job.at_prompt()
     os.kill(job.pid(0), signal.SIGSTOP)
-    job.until("ended by DebuggerQuit no sign of life from rank 0 .* for 2.5 s")
+    job.until("ended by DebuggerQuit waiting for rank 0 .* no sign of life for 2.5 s")
 
 
-CONNECT = r"distdiag.training.breakpoint.connect (\S+\.socket)\s"
+CONNECT = r"distdiag.training.breakpoint.console (\S+\.socket)\s"
 
 
 def test_without_a_terminal_one_connects(ranks: Callable[..., Ranks]) -> None:
@@ -394,71 +382,23 @@ def test_a_connection_that_is_lost_quits(plain: Callable[..., subprocess.Popen[s
     assert "made 42" not in said
 
 
-OVER_TCP = "listen=True, host='127.0.0.1'"
-
-
-def test_over_tcp_the_token_is_in_a_file_and_not_on_the_command_line(plain: Callable[..., Any]) -> None:
-    job = plain(OVER_TCP)
-    line = job.stdout.readline()
-    pasted = line.partition("): ")[2].strip()
-    match = re.fullmatch(r"DISTDIAG_TOKEN=\$\(cat (\S+)\) (.*connect 127\.0\.0\.1 \d+)", pasted)
-    assert match is not None, line
-    with open(match[1], encoding="ascii") as file:
-        token = file.read()
-        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
-    assert len(token) == 32
-    assert token not in line
-    for wrong in ({"DISTDIAG_TOKEN": "0" * 32}, {}):
-        refused = subprocess.run(
-            shlex.split(match[2]),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            env={**os.environ, **wrong},
-        )
-        assert (refused.returncode, "token" in refused.stderr) == (1, True), refused.stderr
-    done = subprocess.run(["bash", "-c", pasted], input="p number\nc\n", capture_output=True, text=True, timeout=30)
-    assert "(Pdb) 21\n" in done.stdout, done.stderr
-    assert "made 42" in job.communicate(timeout=20)[0]
-    assert not os.path.exists(match[1])
-
-
-def test_slow_strangers_do_not_keep_the_owner_out(plain: Callable[..., Any]) -> None:
-    job = plain(OVER_TCP)
-    pasted = job.stdout.readline().partition("): ")[2].strip()
-    port = int(pasted.split()[-1])
-    strangers = [socket.create_connection(("127.0.0.1", port), timeout=SOON_S) for _ in range(100)]
-    for stranger in strangers:
-        stranger.sendall(b"d")
-    done = subprocess.run(["bash", "-c", pasted], input="c\n", capture_output=True, text=True, timeout=30)
-    assert "(Pdb) " in done.stdout, done.stderr
-    assert "made 42" in job.communicate(timeout=20)[0]
-    for stranger in strangers:
-        stranger.close()
-
-
 AS_ANOTHER_USER = """
 import os, socket, sys
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 path = sys.argv[1]
 try:
-    if path.endswith(".token"):
-        print(open(path).read())
-    else:
-        s = socket.socket(socket.AF_UNIX); s.connect(path)
-        s.sendall(b"import os; print(os.getuid())\\n"); print(s.recv(9))
+    s = socket.socket(socket.AF_UNIX); s.connect(path)
+    s.sendall(b"import os; print(os.getuid())\\n"); print(s.recv(9))
 except PermissionError as error:
     print("denied")
 """
 
 
-@pytest.mark.parametrize("options", ["listen=True", OVER_TCP])
-def test_another_user_of_the_node_gets_neither_a_prompt_nor_the_token(plain: Callable[..., Any], options: str) -> None:
+def test_another_user_of_the_node_gets_no_prompt(plain: Callable[..., Any]) -> None:
     need_root()
-    job = plain(options)
+    job = plain("listen=True")
     line = job.stdout.readline()
-    path = re.search(r"\S+\.(?:socket|token)\b", line)
+    path = re.search(r"\S+\.socket\b", line)
     assert path is not None
     tried = subprocess.run([sys.executable, "-c", AS_ANOTHER_USER, path[0]], capture_output=True, text=True, timeout=30)
     assert tried.stdout.strip() == "denied", tried.stdout + tried.stderr

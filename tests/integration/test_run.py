@@ -232,7 +232,7 @@ def test_switches_are_printed_and_reach_the_ranks_that_are_named() -> None:
     assert values["CUDA_LAUNCH_BLOCKING"] == "1"
     assert values["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
     assert values["NCCL_DEBUG_SUBSYS"] == "INIT"
-    job = _launch(["--sync", "--ranks", "1"], ["recorded_healthy.py", "environment"])
+    job = _launch(["--sync", "--rank", "1"], ["recorded_healthy.py", "environment"])
     out, _ = job.communicate(timeout=_LATE_S)
     assert sorted(re.findall(rb"sync \d (?:None|1)", out)) == [b"sync 0 None", b"sync 1 1", b"sync 2 None"]
 
@@ -249,7 +249,7 @@ def test_prefix_labels_whole_lines_and_the_copy_has_none(tmp_path: Path) -> None
 
 
 def test_trace_py_and_overflow_reach_only_the_ranks_that_are_named(tmp_path: Path) -> None:
-    options = ["--trace-py", "--overflow", "--ranks", "1", "--save", str(tmp_path)]
+    options = ["--trace-py", "--overflow", "--rank", "1", "--save", str(tmp_path)]
     job = _launch(options, ["recorded_healthy.py", "nan"])
     _, err = job.communicate(timeout=_LATE_S)
     traces = subprocess.run(
@@ -281,7 +281,7 @@ def test_the_sanitizer_is_below_the_ranks_that_are_named(tmp_path: Path) -> None
     tool.write_text(_SANITIZER)
     tool.chmod(0o755)
     env = {**_ENV, "PATH": f"{tool.parent}:{_ENV['PATH']}"}
-    options = ["--sanitizer", "memcheck", "--ranks", "2", "--save", str(tmp_path / "kept")]
+    options = ["--sanitizer", "memcheck", "--rank", "2", "--save", str(tmp_path / "kept")]
     command = [PROGRAM, "run", *options, "--", *_TORCHRUN, "3", "recorded_healthy.py"]
     done = subprocess.run(command, capture_output=True, env=env, cwd=_PROGRAMS, timeout=2 * _LATE_S, check=False)
     assert (done.returncode, done.stdout.count(b"\n")) == (0, 6)

@@ -83,7 +83,7 @@ KEEPING = [
     ("doctor", "--save", "{folder}"),
     ("gpu-test", "--nproc", "2"),
     ("core-bt", "--pid", "{pid}", "--save", "{folder}"),
-    ("trace", "sys", "--pid", "{pid}", "--for", "0.5", "--logs", "{folder}", "--save", "{folder}.facts"),
+    ("trace", "sys", "--pid", "{pid}", "--for", "0.5", "--keep-logs", "{folder}", "--save", "{folder}.facts"),
 ]
 
 

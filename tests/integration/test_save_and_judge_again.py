@@ -81,7 +81,7 @@ def test_of_ranks(name: str, tmp_path: Path) -> None:
 
 def test_of_nodes(tmp_path: Path) -> None:
     again(tmp_path / "ports", ("ports",), ("localhost:1",))
-    again(tmp_path / "cuda-env", ("cuda-env",), ("--for", "build"))
+    again(tmp_path / "cuda-env", ("cuda-env",), ("--goal", "build"))
     again(tmp_path / "doctor", ("doctor",), ("--path", "/nonexistent"))
     again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS / "torchrun-raise.log.gz"),))
     again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS),))
@@ -105,7 +105,7 @@ def test_hosts_that_were_not_reached_are_kept(tmp_path: Path) -> None:
 
 
 def test_facts_of_another_command_are_named(tmp_path: Path) -> None:
-    distdiag("core-bt", "--setup", "--save", str(tmp_path))
+    distdiag("core-bt", "--check-setup", "--save", str(tmp_path))
     done = distdiag("cuda-env", "--from", str(tmp_path))
     assert done.code == 2
     assert f"hint: what is there is read by distdiag core-bt --from {tmp_path}" in done.err
@@ -122,7 +122,7 @@ def test_a_report_beside_the_facts_is_passed_over(tmp_path: Path) -> None:
 
 def test_of_two_folders_the_hosts_are_put_together(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        distdiag("core-bt", "--setup", "--save", str(tmp_path / name))
+        distdiag("core-bt", "--check-setup", "--save", str(tmp_path / name))
         (file,) = (tmp_path / name).iterdir()
         saved = json.loads(file.read_text())
         saved["facts"]["host"] = saved["host"] = name
@@ -132,7 +132,7 @@ def test_of_two_folders_the_hosts_are_put_together(tmp_path: Path) -> None:
 
 
 def test_a_host_of_an_earlier_run_in_the_same_folder_is_left_out(tmp_path: Path) -> None:
-    distdiag("core-bt", "--setup", "--save", str(tmp_path))
+    distdiag("core-bt", "--check-setup", "--save", str(tmp_path))
     (file,) = tmp_path.iterdir()
     saved = json.loads(file.read_text())
     saved["facts"]["host"] = saved["host"] = "gone"

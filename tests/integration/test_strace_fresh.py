@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import need, wait_until
 
-from distdiag.commands.trace.sys.collect import arguments
+from distdiag.commands.trace.sys.collect import OPTIONS
 from distdiag.facts.strace.log import read_logs
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "strace_waits.py"
@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "strace_waits.py"
 
 @pytest.mark.parametrize(
     "options",
-    [arguments(), ["-f", "-ff", "-ttt", "-T", "-yy"], ["-f", "-yy", "-ttt", "-T", "-s", "200"]],
+    [[*OPTIONS], ["-f", "-ff", "-ttt", "-T", "-yy"], ["-f", "-yy", "-ttt", "-T", "-s", "200"]],
     ids=" ".join,
 )
 def test_a_program_that_waits_and_spins(options: list[str], tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_program_that_waits_and_spins(options: list[str], tmp_path: Path) -> N
     assert main.last is not None
     assert (main.last.name, main.state in ("blocked", "killed SIGKILL")) == ("recvfrom", True)
     assert main.last.target.startswith("TCP")
-    assert any(str(data).startswith(one.where) for one in main.places)
+    assert any(str(data).startswith(one.name) for one in main.places)
     assert max(asking.calls, key=lambda one: one.count).name == "poll"
     assert [one.name for one in asking.spins] == ["poll"]
     assert (asking.spins[0].per_s or 0) > 1000

@@ -31,7 +31,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def head(python: Path, **env: str) -> dict[str, str]:
     """Ask this Python's distdiag; what its report says of the Python that it examined."""
     done = subprocess.run(
-        [str(python / "bin/python"), "-m", "distdiag", "cuda-env", "--for", "build", "--json"],
+        [str(python / "bin/python"), "-m", "distdiag", "cuda-env", "--goal", "build", "--json"],
         env={"HOME": os.devnull, "PATH": "/usr/bin:/bin", **env},
         capture_output=True,
         check=False,

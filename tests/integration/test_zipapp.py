@@ -57,7 +57,7 @@ def test_the_stuck_rank_of_a_hung_job_is_found(archive: Path, bare: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "words", ["cuda-env --for run", "ports", "trace fds {pid}", "trace blocked", "core-bt --setup", "logs {log}"]
+    "words", ["cuda-env --goal run", "ports", "trace fds {pid}", "trace blocked", "core-bt --check-setup", "logs {log}"]
 )
 def test_commands_that_need_no_torch_answer(archive: Path, bare: Path, tmp_path: Path, words: str) -> None:
     log = tmp_path / "job.log"
@@ -72,7 +72,7 @@ def test_commands_that_need_no_torch_answer(archive: Path, bare: Path, tmp_path:
 def test_a_printed_command_can_be_pasted(archive: Path, bare: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     (finding,) = json.loads(run(bare, archive, home, "core-bt", "--json", str(tmp_path)).stdout)["findings"]
-    assert finding["fix"]["commands"] == [f"{bare} {archive} core-bt --setup"]
+    assert finding["fix"]["commands"] == [f"{bare} {archive} core-bt --check-setup"]
     assert run(bare, archive, home, "logs").stderr.endswith(
         f"hint: {bare} {archive} logs FILE, a folder, or - for stdin\n"
     )

@@ -48,25 +48,9 @@ def steps() -> None:
     printflock("total", total(), "timeouts as before", timeouts() == before)
 
 
-def near() -> None:
-    """Stop where the others see the process, and would soon miss one that they do not; they say when they hear it."""
-    debug_barrier.SILENCE_S = 0.5
-    read = debug_barrier.Waiter.read
-
-    def reads(waiter: debug_barrier.Waiter) -> debug_barrier.Status | None:
-        status = read(waiter)
-        if status is not None and not JOB.setdefault("heard", False):
-            JOB["heard"] = True
-            printflock("heard")
-        return status
-
-    debug_barrier.Waiter.read = reads  # type: ignore[assignment]
-    steps()
-
-
 def waits_elsewhere() -> None:
     """Stop while another thread of rank 1 waits in the job's store for longer than silence is borne."""
-    debug_barrier.SILENCE_S = 0.5
+    debug_barrier.SILENCE_S = 2.5
     store: Any = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         threading.Thread(target=store.wait, args=(["left"],)).start()
@@ -142,8 +126,7 @@ def some() -> None:
 
 
 def far_away() -> None:
-    """Stop where the others cannot see the process."""
-    debug_barrier._pid_space = lambda: str(os.getpid())
+    """Stop where the others soon miss the process."""
     debug_barrier.SILENCE_S = 2.5
     steps()
 

@@ -16,7 +16,7 @@ import make_samples
 import make_site
 import pytest
 
-from distdiag.cli import _SUBCOMMANDS
+from distdiag.cli import _SUBCOMMANDS, GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ INLINE = re.compile(r"(?<!\[)`(distdiag\s[^`]+)`(?!\])")
 HOMES = {sub.name: sub.home for sub in _SUBCOMMANDS} | {
     f"{sub.name} {below.name}": below.home for sub in _SUBCOMMANDS for below in sub.below
 }
-_TYPED = re.compile(r"(?:(?:srun|mpirun|torchrun|uvx|eval|DISTDIAG_TOKEN=)\S*.*?[ (])?distdiag (?P<words>[a-z-].*)")
+_TYPED = re.compile(r"(?:(?:srun|mpirun|torchrun|uvx|eval)\S*.*?[ (])?distdiag (?P<words>[a-z-].*)")
 
 
 def blocks(page: Path, *languages: str) -> Iterator[str]:
@@ -57,6 +57,9 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
 def parse(words: list[str]) -> None:
     """Parse a command line as distdiag does. Raises what Typer raises for one that it does not understand."""
     if words[0].startswith("-"):
+        return
+    if words[0] == "help":
+        assert words[1] in {sub.name for group in GROUPS.values() for sub in group}
         return
     name = " ".join(words[:2]) if " ".join(words[:2]) in HOMES else words[0]
     make_docs.parsed_command(HOMES[name]).make_context(name, words[len(name.split()) :])
@@ -91,7 +94,9 @@ def test_names_of_the_python_api_are_there() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(re.findall(r"^\| .* \| `distdiag", text, re.MULTILINE)) <= 10
 
 
 def test_every_sample_can_be_made_again_and_every_maker_is_used() -> None:
@@ -142,6 +147,16 @@ def test_a_new_finding_id_makes_the_page_stale(tmp_path: Path) -> None:
 )
 def test_a_pattern_is_shown_as_the_line_that_people_paste(pattern: str, lines: list[str]) -> None:
     assert make_docs.pasted_lines(pattern) == lines
+
+
+def test_every_page_of_a_command_is_in_the_navigation_and_linked_from_the_readme() -> None:
+    navigation = (ROOT / "docs/mkdocs.yml").read_text()
+    readme = (ROOT / "README.md").read_text()
+    pages = {f"commands/{page.name}" for page in (ROOT / "docs/commands").glob("*.md")}
+    assert not [page for page in sorted(pages) if f": {page}\n" not in navigation]
+    assert not [page for page in sorted(pages) if f"(docs/{page})" not in readme]
+    documented = {page.removeprefix("commands/").removesuffix(".md") for page in pages}
+    assert {sub.name for sub in _SUBCOMMANDS} <= documented
 
 
 def test_the_site_is_built_without_a_dead_link(tmp_path: Path) -> None:

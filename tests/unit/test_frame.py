@@ -14,7 +14,7 @@ import pytest
 import typer
 from support import distdiag
 
-from distdiag import cli
+from distdiag import cli, lazy_typer
 from distdiag.errors import DistdiagError
 from distdiag.output import Output, deliver
 from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
@@ -159,7 +159,7 @@ def test_the_library_surface_is_lazy_and_complete() -> None:
     assert done.stdout.strip() == "module 'distdiag' has no attribute 'nothing'"
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("gpu-test", "--help"), ("-h",), ("trace",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("gpu-test", "--help"), ("gpu-test", "-h"), ("trace",)])
 def test_every_help_fits_80_columns(arguments: tuple[str, ...]) -> None:
     result = distdiag(*arguments)
     text = result.out + result.err
@@ -167,15 +167,69 @@ def test_every_help_fits_80_columns(arguments: tuple[str, ...]) -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
-def test_distdiag_alone_shows_a_command_for_each_symptom() -> None:
-    result = distdiag()
+@pytest.mark.parametrize("words", [(), ("-h",)])
+def test_distdiag_alone_shows_a_command_for_each_symptom(words: tuple[str, ...]) -> None:
+    result = distdiag(*words)
     rows = [line.partition("distdiag ")[2].split() for line in result.out.splitlines() if line.startswith("  ")]
     known = set(leaves(cli._SUBCOMMANDS))
     assert result.code == 0
     assert max(len(line) for line in result.out.splitlines()) <= 80
     assert rows
     assert all((*words,)[:1] in known or (*words,)[:2] in known for words in rows)
-    assert {words[0] for words in rows} == {sub.name for sub in cli._SUBCOMMANDS}
+
+
+def test_help_lists_every_command_in_its_group() -> None:
+    text = distdiag("--help").out
+    for title, group in cli.GROUPS.items():
+        section = text.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        named = [line.split()[0] for line in section.splitlines() if re.match(r"  \S", line)]
+        assert named == [sub.name for sub in group]
+
+
+def test_short_help_folds_the_host_options_and_long_help_has_all() -> None:
+    short, long, hosts = distdiag("hang", "-h").out, distdiag("hang", "--help").out, distdiag("help", "hosts").out
+    assert re.findall(r"^  (--\S+)", short.partition("\nHosts:\n")[2], re.MULTILINE) == [
+        "--hosts",
+        "--slurm-job",
+        "--kube",
+    ]
+    assert "distdiag help hosts" in short
+    assert "Exit status:" not in short
+    assert "distdiag hang --watch" in short
+    assert "Exit status:" in long
+    options = re.findall(r"^  (--\S+)", long.partition("\nHosts:\n")[2], re.MULTILINE)
+    assert len(options) > 10
+    assert re.findall(r"^  (--\S+)", hosts.partition("\nHosts:\n")[2], re.MULTILINE) == options
+    assert max(len(line) for line in (short + hosts).splitlines()) <= 80
+
+
+def test_all_missing_options_are_named_at_once_with_an_example() -> None:
+    result = distdiag("estimate", "--batch", "8")
+    assert result.code == 2
+    assert "Missing options: --seq, --step-time, --gpus." in result.err
+    assert "  distdiag estimate --params" in result.err
+
+
+def test_in_the_shell_of_an_agent_the_text_ends_with_a_line_about_json() -> None:
+    plain, agent = (distdiag("explain", "hang.lock", env=env).out for env in ({}, {"AI_AGENT": "some-agent"}))
+    assert agent == plain + "For programs: the same command with --json prints one JSON document.\n"
+    assert distdiag("explain", "hang.lock", "--json", env={"AI_AGENT": "some-agent"}).report["verdict"] == "ok"
+
+
+def test_markdown_and_json_exclude_each_other() -> None:
+    result = distdiag("doctor", "--json", "--markdown")
+    assert result.code == 2
+    assert "use either --json or --markdown" in result.report["error"]["message"]
+
+
+def test_the_skill_is_printed_and_installed(tmp_path: Path) -> None:
+    printed = distdiag("skill")
+    assert printed.out.startswith("---\nname: distdiag\n")
+    written = distdiag("skill", "--to", str(tmp_path / "skills"))
+    assert (tmp_path / "skills/distdiag/SKILL.md").read_text() == printed.out
+    assert written.out == f"{tmp_path}/skills/distdiag/SKILL.md\n"
+    (tmp_path / "file").touch()
+    assert distdiag("skill", "--to", str(tmp_path / "file")).code == 2
 
 
 @pytest.mark.parametrize(
@@ -196,7 +250,7 @@ def test_a_mistyped_command_or_option_suggests_the_nearest(typed: tuple[str, ...
     assert re.search(rf"(Did you mean|Possible options:?|did you mean).*{meant}\b", result.err)
 
 
-def loadable(subs: tuple[cli.Sub, ...]) -> Iterator[cli.Sub]:
+def loadable(subs: tuple[lazy_typer.Sub, ...]) -> Iterator[lazy_typer.Sub]:
     for sub in subs:
         if sub.home:
             yield sub
@@ -206,13 +260,12 @@ def loadable(subs: tuple[cli.Sub, ...]) -> Iterator[cli.Sub]:
 def test_every_option_of_every_command_is_suggested_for_a_mistyped_one() -> None:
     missed = []
     for sub in loadable(cli._SUBCOMMANDS):
-        command = cli._load(sub, [], cli._Invocation([]))
+        command = lazy_typer.load(sub, [], lazy_typer.Invocation([]))
         options = [name for param in command.params for name in param.opts if name.startswith("--") and len(name) > 4]
-        assert options
         for option in options:
             mistyped = option[: len(option) // 2] + option[len(option) // 2 + 1 :]  # a letter of the middle is missing
             with pytest.raises(typer.BadParameter.__mro__[1]) as wrong:
-                command.main([mistyped], standalone_mode=False, obj=cli._Invocation([]))
+                command.main([mistyped], standalone_mode=False, obj=lazy_typer.Invocation([]))
             if option not in (getattr(wrong.value, "possibilities", None) or ()):
                 missed.append((sub.name, mistyped))
     assert not missed
@@ -233,7 +286,7 @@ def test_no_project_file_breaks_the_import_rules() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def leaves(subs: tuple[cli.Sub, ...], *above: str) -> Iterator[tuple[str, ...]]:
+def leaves(subs: tuple[lazy_typer.Sub, ...], *above: str) -> Iterator[tuple[str, ...]]:
     for sub in subs:
         if sub.home:
             yield (*above, sub.name)
@@ -250,6 +303,6 @@ def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(pa
     sub = next(sub for sub in cli._SUBCOMMANDS if sub.name == path[0])
     if len(path) == 2:
         sub = next(below for below in sub.below if below.name == path[1])
-    parameters = cli._load(sub, (), cli._Invocation(())).params
+    parameters = lazy_typer.load(sub, (), lazy_typer.Invocation(())).params
     named = {option: parameter.name for parameter in parameters for option in parameter.opts}
     assert named.get("--json", "as_json") == "as_json"

@@ -19,7 +19,6 @@ from distdiag.cluster.transports.known_hosts import KeyVerdict, KnownHosts, Verd
 SSHD = "/usr/sbin/sshd"
 JUDGEMENTS = {
     "Permission denied": KeyVerdict.KNOWN,  # the host key was taken, and then we are not let in
-    "REVOKED HOST KEY": KeyVerdict.REVOKED,
     "HAS CHANGED": KeyVerdict.CHANGED,
     "host key is known for": KeyVerdict.UNKNOWN,
 }
@@ -30,11 +29,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Key]:
     return make_keys(tmp_path_factory.mktemp("keys"))
 
 
-def judge(text: str, key: Key, name: str, port: int, folder: Path) -> Verdict:
+def judge(text: str, key: Key, name: str, port: int, folder: Path) -> Verdict | None:
+    """Return our verdict; None where it is left to OpenSSH."""
     path = folder / "known_hosts"
     path.write_text(text)
     known = KnownHosts.read([str(path), str(folder / "not-there")])
-    return known.check(name, port, key.type_, key.blob)
+    return None if known.needs_openssh(name, port) else known.check(name, port, key.type_, key.blob)
 
 
 def test_fingerprints_are_those_of_ssh_keygen(keys: dict[str, Key]) -> None:
@@ -94,12 +94,12 @@ PATTERNS = [
 ]
 
 
-def test_names_match_where_ssh_keygen_finds_them(keys: dict[str, Key], tmp_path: Path) -> None:
-    path = tmp_path / "patterns"
-    blobs = variants(keys["ed25519"], len(PATTERNS))
+def test_plain_names_match_where_ssh_keygen_finds_them(keys: dict[str, Key], tmp_path: Path) -> None:
+    path = tmp_path / "plain"
+    plain = [pattern for pattern in PATTERNS if not set("*?!") & set(pattern)]
+    blobs = variants(keys["ed25519"], len(plain))
     lines = [
-        f"{pattern} ssh-ed25519 {base64.b64encode(blob).decode()}\n"
-        for pattern, blob in zip(PATTERNS, blobs, strict=True)
+        f"{pattern} ssh-ed25519 {base64.b64encode(blob).decode()}\n" for pattern, blob in zip(plain, blobs, strict=True)
     ]
     path.write_text("".join(lines))
     known = KnownHosts.read([str(path)])
@@ -109,6 +109,18 @@ def test_names_match_where_ssh_keygen_finds_them(keys: dict[str, Key], tmp_path:
         verdicts = [known.check(bare, port, "ssh-ed25519", blob).key for blob in blobs]
         ours = [number for number, verdict in enumerate(verdicts, 1) if verdict is KeyVerdict.KNOWN]
         assert ours == found, name
+        assert not known.needs_openssh(bare, port)
+
+
+def test_a_pattern_leaves_the_hosts_that_ssh_keygen_finds_to_openssh(keys: dict[str, Key], tmp_path: Path) -> None:
+    path = tmp_path / "pattern"
+    for pattern in [one for one in PATTERNS if set("*?!") & set(one)]:
+        path.write_text(f"{pattern} {keys['ed25519'].public}\n")
+        known = KnownHosts.read([str(path)])
+        for name in NAMES:
+            bare, port = (name[1:-6], 2222) if name.startswith("[") else (name, 22)
+            if found_by_ssh_keygen(name, path) or found_by_ssh_keygen(bare, path):
+                assert known.needs_openssh(bare, port), (pattern, name)
 
 
 def found_by_ssh_keygen(name: str, path: Path) -> list[int]:
@@ -132,7 +144,7 @@ def test_hashed_names_are_found_and_only_those(keys: dict[str, Key], tmp_path: P
     assert found == plain | {(name, 2222) for name, port in plain if port == 22}
 
 
-CASES = [
+CASES: list[tuple[str, KeyVerdict | None]] = [
     ("{name} {key}", KeyVerdict.KNOWN),
     ("", KeyVerdict.UNKNOWN),
     ("other {key}", KeyVerdict.UNKNOWN),
@@ -140,8 +152,8 @@ CASES = [
     ("{name} {different}\n{name} {key}", KeyVerdict.KNOWN),
     ("{name} {ecdsa}", KeyVerdict.OTHER_TYPE),
     ("{name} {ecdsa}\n{name} {different}", KeyVerdict.CHANGED),
-    ("{name} {key}\n@revoked * {key}", KeyVerdict.REVOKED),
-    ("@revoked {name} {key}", KeyVerdict.REVOKED),
+    ("{name} {key}\n@revoked * {key}", None),
+    ("@revoked {name} {key}", None),
     ("@revoked {name} {different}\n{name} {key}", KeyVerdict.KNOWN),
     ("@revoked other {key}\n{name} {key}", KeyVerdict.KNOWN),
     ("@revoked {name} {different}", KeyVerdict.UNKNOWN),
@@ -215,20 +227,18 @@ def sshd(keys: dict[str, Key]) -> str:
 
 @pytest.mark.parametrize(("port", "cases"), [(22, CASES), (2201, CASES + PORT_CASES)])
 def test_verdicts_are_those_of_ssh(
-    port: int, cases: list[tuple[str, KeyVerdict]], keys: dict[str, Key], sshd: str, tmp_path: Path
+    port: int, cases: list[tuple[str, KeyVerdict | None]], keys: dict[str, Key], sshd: str, tmp_path: Path
 ) -> None:
     for text, expected in cases:
         content = filled(text, keys, port)
-        assert judge(content, keys["ed25519"], "node", port, tmp_path).key is expected, content
+        ours = judge(content, keys["ed25519"], "node", port, tmp_path)
+        if ours is None:
+            assert set("@*!") & set(text), content
+            continue
+        assert ours.key is expected, content
         by_ssh = judged_by_ssh(tmp_path / "known_hosts", sshd, port)
         # What ssh calls changed, we call another type where it is only that.
         assert by_ssh is (KeyVerdict.CHANGED if expected is KeyVerdict.OTHER_TYPE else expected), content
-
-
-def test_a_key_revoked_for_the_name_is_refused_on_any_port(keys: dict[str, Key], tmp_path: Path) -> None:
-    key = keys["ed25519"]  # ssh asks for revocation under [node]:2201 alone; we are stricter
-    text = f"@revoked node {key.public}\n[node]:2201 {key.public}\n"
-    assert judge(text, key, "node", 2201, tmp_path).key is KeyVerdict.REVOKED
 
 
 def test_the_verdict_names_file_and_line(keys: dict[str, Key], tmp_path: Path) -> None:
@@ -242,10 +252,13 @@ def test_the_verdict_names_file_and_line(keys: dict[str, Key], tmp_path: Path) -
     assert judge(text, keys["ecdsa"], "n2", 22, tmp_path) == Verdict(KeyVerdict.UNKNOWN)
 
 
-def test_certificate_authorities_are_told_of(keys: dict[str, Key], tmp_path: Path) -> None:
+def test_hosts_that_markers_may_be_about_are_left_to_openssh(keys: dict[str, Key], tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
-    path.write_text(f"@cert-authority *.lab,!login.lab {keys['rsa'].public}\nn1 {keys['rsa'].public}\n")
+    public = keys["rsa"].public
+    path.write_text(f"@cert-authority *.lab {public}\nn1 {public}\n@revoked n2 {public}\n")
     known = KnownHosts.read([str(path)])
-    told = {name for name in ("n1.lab", "login.lab", "n1") if known.has_certificate_authority(name, 22)}
-    assert told == {"n1.lab"}
-    assert known.has_certificate_authority("n1.lab", 2201)
+    left = {name for name in ("n1.lab", "n1", "n2", "n3") if known.needs_openssh(name, 22)}
+    assert left == {"n1.lab", "n2"}
+    assert known.needs_openssh("n1.lab", 2201)
+    keygen("-H", "-f", str(path))
+    assert KnownHosts.read([str(path)]).needs_openssh("n2", 22)

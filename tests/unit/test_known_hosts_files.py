@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_skipped(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     paths = [str(path) for path in (loop, fifo, tmp_path, tmp_path / "none")]
     known = KnownHosts.read([*paths, os.devnull, "/dev/zero", "nul\0"])
-    assert not known.has_certificate_authority("n1", 22)
+    assert not known.needs_openssh("n1", 22)
 
 
 def test_hashed_lines_do_not_make_it_quadratic(keys: dict[str, Key], tmp_path: Path) -> None:

@@ -361,3 +361,38 @@ def test_a_rank_that_was_interrupted_alone_failed_and_a_job_that_was_did_not(tmp
     assert judged(log).findings[0].where.ranks == (1,)
     log.write_text(f"{one}{lost}\n" + one.replace("rank1", "rank2"))
     assert judged(log).findings[0].id == "logs.interrupted"
+
+
+_STATIC = (
+    "Traceback (most recent call last):\n"
+    '  File "/opt/env/bin/torchrun", line 7, in <module>\n    sys.exit(main())\n'
+    "torch.distributed.DistStoreError: wait timeout after 30000ms, keys: /{run}/torchelastic/assigned_ranks/1\n"
+)
+_DYNAMIC = (
+    "Traceback (most recent call last):\n"
+    '  File "/opt/env/bin/torchrun", line 7, in <module>\n    sys.exit(main())\n'
+    '  File "/opt/env/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py", line 1250, in next_rendezvous\n'
+    "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (
+            _STATIC.format(run="none"),
+            _STATIC.format(run="exp7"),
+            "different --rdzv-id: exp7 and",
+        ),
+        (_DYNAMIC, _STATIC.format(run="none"), "different --rdzv-backend"),
+        (_DYNAMIC, _DYNAMIC, "rendezvous timed out"),
+        (_STATIC.format(run="none"), _STATIC.format(run="none"), "not all --nnodes"),
+    ],
+    ids=["ids", "backends", "both-dynamic", "both-static"],
+)
+def test_torchruns_that_waited_for_each_other_in_different_places(
+    first: str, second: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "node1.log").write_text(first)
+    (tmp_path / "node2.log").write_text(second)
+    assert words in judged(tmp_path / "node1.log", tmp_path / "node2.log").summary

@@ -9,9 +9,8 @@ import pytest
 from msgspec import structs
 
 from distdiag.commands.overflow.show.command import parse_batches
-from distdiag.commands.overflow.show.diagnose import diagnose
-from distdiag.commands.overflow.show.divergence import Mismatch, compare_forwards
-from distdiag.commands.overflow.show.growth import growth_of
+from distdiag.commands.overflow.show.diagnose import diagnose, rows_that_matter, select
+from distdiag.commands.overflow.show.forwards import Mismatch, Request, compare_forwards, growth_of
 from distdiag.commands.overflow.show.recording import (
     INPUT,
     Call,
@@ -25,7 +24,6 @@ from distdiag.commands.overflow.show.recording import (
     Row,
     call_of,
 )
-from distdiag.commands.overflow.show.selection import Request, rows_that_matter, select
 from distdiag.errors import UsageError
 from distdiag.report import Level
 from distdiag.training.overflow.report import Detection
@@ -271,7 +269,7 @@ def test_what_all_ranks_have_in_their_files_is_one_finding_with_the_frames_of_th
     (found_once,) = [one for one in report.findings if one.id == "overflow.detected"]
     assert found_once.where.ranks == (2,)
     assert found_once.fix is not None
-    assert found_once.fix.commands[0].endswith(" overflow show f.jsonl --batch 0 --module 'block.1*' --all")
+    assert found_once.fix.commands[0].endswith(" overflow show f.jsonl --batch 0 --module 'block.1*' --verbose")
     assert report.data.answer[0] == "rank 2, batch 0: 3 -inf"
     assert [row.abs_max for row in report.data.rows if row.is_bad] == ["-inf"]
     report = judged(*records, request=Request(paths=("f.jsonl",), module="emb*"))
@@ -334,7 +332,9 @@ def test_what_goes_in_is_the_greatest_of_the_floats(tmp_path: Path) -> None:
     (only,) = one.forwards[0].calls
     assert only.given is not None
     assert (only.given.numbers, only.rows[0].growth) == ((0.5, 3.0, 16, "float16"), 2.0)
-    assert [(at.tensor, at.abs_max) for at in one.forwards[0].not_finite] == [("input[0]", "inf")]
+    bad = one.forwards[0].bad
+    assert bad is not None
+    assert (bad.tensor, bad.abs_max) == ("input[0]", "inf")
 
 
 def test_a_file_that_is_cut_off_gives_what_is_there(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_no_more_is_kept_than_there_is_room_for(tmp_path: Path) -> None:
 def test_files_put_one_after_the_other_are_several(tmp_path: Path) -> None:
     both = read(written(tmp_path, HEAD, frame(0, 0), {**HEAD, "rank": 0}, frame(0, 0)))
     assert [(one.rank, one.frames) for one in both] == [(1, 1), (0, 1)]
-    assert [one.id.rank for one in select(REQUEST, both).forwards] == [0, 1]
+    assert [one.id.rank for _, one in select(REQUEST, both).owned] == [0, 1]
 
 
 def test_batches_are_numbers_with_commas() -> None:

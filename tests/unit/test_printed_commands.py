@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer import Context
 
-from distdiag.cli import _SUBCOMMANDS, Sub, _Invocation, _load
+from distdiag.cli import _SUBCOMMANDS
+from distdiag.lazy_typer import Invocation, Sub, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,7 @@ def split(rest: str) -> list[str]:
 
 def misfit(subcommand: Sub, words: list[str]) -> str:
     """Parse the words as the command does, but for the types of values; return its complaint."""
-    command: Any = _load(subcommand, (), _Invocation(()))
+    command: Any = load(subcommand, (), Invocation(()))
     try:
         command.make_parser(Context(command)).parse_args(list(words))
     except Exception as error:  # noqa: BLE001 - Typer's own exceptions are private
@@ -180,7 +181,7 @@ def test_a_command_that_does_not_exist_is_found(text: str) -> None:
         "distdiag overflow -- train.py --rank 3",
         "distdiag overflow --nproc 2 -- train.py",
         "distdiag was started by another user; distdiag runs here",
-        "python -m distdiag.training.breakpoint.connect",
+        "python -m distdiag.training.breakpoint.console",
     ],
 )
 def test_a_command_that_exists_is_not_reported(text: str) -> None:

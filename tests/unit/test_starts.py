@@ -63,6 +63,10 @@ def test_a_node_without_a_launcher_is_a_warning_until_the_others_have_waited_for
         return one
 
     assert (found(20.0).level, found(20.0).where.hosts) == (Level.WARN, ("n2",))
+    first = replace(launcher(own_store(), node_rank=0), command="torchrun --nnodes=2 --node-rank=0 a.py")
+    (one,) = judge(node(1, first), node(2))
+    assert one.fix is not None
+    assert one.fix.commands == ("torchrun --node-rank=1 --nnodes=2 a.py  # on n2",)
     assert found(400.0).level is Level.FAIL
 
 
@@ -139,7 +143,7 @@ def test_ranks_that_were_told_different_sizes_and_the_same_number() -> None:
 
 def test_a_rank_that_is_not_connected_is_missing_and_not_accused() -> None:
     (found,) = judge(node(1, rank(0, own_store())), of_ranks=True)
-    assert found.title == "rank 1 of 2 has not come to n1:29500"
+    assert found.title == "rank 1 of 2 has not connected to n1:29500"
     assert (found.level, found.where.ranks, found.where.hosts) == (Level.WARN, (), ())
     # A host that was not asked is connected: its ranks are not missing.
     assert judge(node(1, rank(0, from_n2("10.0.0.2"))), of_ranks=True) == []
@@ -152,7 +156,7 @@ def test_the_missing_node_of_a_list_is_named_unless_an_address_is_unknown() -> N
         return judge(replace(first, starts=(replace(first.starts[0], expected=known),)), of_ranks=True)
 
     (one,) = found("10.0.0.2")
-    assert one.title == "n3 has not come to n1:29500: no rank there is connected to rank 0"
+    assert one.title == "n3 has not connected to n1:29500, where rank 0 listens"
     assert found("10.0.0.2", "192.168.0.9") == []
 
 

@@ -1,4 +1,4 @@
-"""Host keys that are known: reads known_hosts as ssh does."""
+"""Host keys that are known, by plain and hashed names; what other lines of known_hosts mean is left to OpenSSH."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import binascii
 import contextlib
 import fnmatch
-import functools
 import hashlib
 import hmac
 import os
@@ -21,10 +20,9 @@ from distdiag.errors import DistdiagError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_REVOKED, _AUTHORITY = b"@revoked", b"@cert-authority"
-_MAX_PATTERN_BYTES = 1024  # ssh's own limit
 _MAX_FILE_BYTES = 64 * 2**20
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:%-]+")
+_MAX_PATTERN_BYTES = 1024  # ssh's own limit
 
 
 class KeyVerdict(StrEnum):
@@ -37,7 +35,6 @@ class KeyVerdict(StrEnum):
     UNKNOWN = "unknown"
     CHANGED = "changed"
     OTHER_TYPE = "other-type"
-    REVOKED = "revoked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +47,12 @@ class Verdict:
     types: tuple[str, ...] = ()
 
 
+_UNKNOWN = Verdict(KeyVerdict.UNKNOWN)
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A key, and the hosts that have it: one hashed name, or names and patterns in lower case."""
+    """A key, and the hosts that have it: one hashed name, or names in lower case."""
 
     file: str
     number: int
@@ -60,15 +60,10 @@ class _Line:
     key_type: str
     blob: bytes
 
-    def matches(self, name: bytes) -> bool:
-        """Return whether it is for this name, given in lower case, as [name]:port if the port is not 22."""
-        if self.names.startswith(b"|"):
-            salt, digest = map(_decode, self.names.split(b"|")[2:])
-            return hmac.compare_digest(hmac.digest(salt, name, "sha1"), digest)
-        patterns = self.names.split(b",")
-        if any(pattern.startswith(b"!") and _fits(name, pattern[1:]) for pattern in patterns):
-            return False
-        return any(not pattern.startswith(b"!") and _fits(name, pattern) for pattern in patterns)
+    def has_hash_of(self, name: bytes) -> bool:
+        """Return whether the hashed name is this one, given in lower case, as [name]:port if the port is not 22."""
+        salt, digest = map(_decode, self.names.split(b"|")[2:])
+        return hmac.compare_digest(hmac.digest(salt, name, "sha1"), digest)
 
 
 class KnownHosts:
@@ -76,10 +71,9 @@ class KnownHosts:
 
     def __init__(self) -> None:
         self._plain: dict[bytes, list[_Line]] = {}
-        self._others: list[_Line] = []  # patterns and hashed names: which hosts they match shows only by trying
-        self._others_by_key: dict[bytes, list[_Line]] = {}
-        self._revoked_by_key: dict[bytes, list[_Line]] = {}
-        self._authorities: list[_Line] = []
+        self._hashed: list[_Line] = []
+        self._hashed_by_key: dict[bytes, list[_Line]] = {}
+        self._others: list[re.Pattern[bytes]] = []
 
     @classmethod
     def read(cls, paths: Iterable[str]) -> KnownHosts:
@@ -90,14 +84,15 @@ class KnownHosts:
                 known._add(path, number, text)
         return known
 
+    def needs_openssh(self, name: str, port: int) -> bool:
+        """Return whether a line with a wildcard, @revoked or @cert-authority may be about this host."""
+        return any(pattern.fullmatch(alias) for pattern in self._others for alias in _names(name, port))
+
     def check(self, name: str, port: int, key_type: str, key_blob: bytes) -> Verdict:
         """Judge the key that a host showed. Its type is the one inside the key: ssh-rsa, never rsa-sha2-512."""
         if _type_in(key_blob) != key_type.encode():
             raise ValueError(f"this key is not of the type {key_type}")
         names = _names(name, port)
-        for line in self._revoked_by_key.get(key_blob, ()):
-            if any(line.matches(alias) for alias in names):
-                return Verdict(KeyVerdict.REVOKED, line.file, line.number)
         verdict = self._judge(names[0], key_type, key_blob)
         if verdict.key is not KeyVerdict.UNKNOWN or len(names) == 1:
             return verdict
@@ -105,24 +100,18 @@ class KnownHosts:
         without_port = self._judge(names[1], key_type, key_blob)
         return without_port if without_port.key is KeyVerdict.KNOWN else verdict
 
-    def has_certificate_authority(self, name: str, port: int) -> bool:
-        """Return whether this host may show a certificate instead of a known key."""
-        return any(line.matches(alias) for line in self._authorities for alias in _names(name, port))
-
     def _judge(self, name: bytes, key_type: str, blob: bytes) -> Verdict:
         plain = self._plain.get(name, [])
         known = [line for line in plain if line.blob == blob]
-        known = known or [line for line in self._others_by_key.get(blob, ()) if line.matches(name)]
+        known = known or [line for line in self._hashed_by_key.get(blob, ()) if line.has_hash_of(name)]
         # Tries every hashed line, where a known key mostly needs one.
-        others = [] if known else [*plain, *(line for line in self._others if line.matches(name))]
+        others = [] if known else [*plain, *(line for line in self._hashed if line.has_hash_of(name))]
         same_type = [line for line in others if line.key_type == key_type]
         for verdict, lines in ((KeyVerdict.KNOWN, known), (KeyVerdict.CHANGED, same_type)):
             if lines:
                 return Verdict(verdict, lines[0].file, lines[0].number)
-        if others:
-            types = tuple(dict.fromkeys(line.key_type for line in others))
-            return Verdict(KeyVerdict.OTHER_TYPE, others[0].file, others[0].number, types)
-        return Verdict(KeyVerdict.UNKNOWN)
+        types = tuple(dict.fromkeys(line.key_type for line in others))
+        return Verdict(KeyVerdict.OTHER_TYPE, others[0].file, others[0].number, types) if others else _UNKNOWN
 
     def _add(self, file: str, number: int, text: bytes) -> None:
         """Add a line, unless it is one that ssh would skip."""
@@ -130,23 +119,31 @@ class KnownHosts:
         fields = text.partition(b"\0")[0].rstrip(b"\r").replace(b"\t", b" ").split(b" ")
         fields = [field for field in fields if field]
         marker = fields.pop(0) if fields and fields[0].startswith(b"@") else b""
-        if len(fields) < 3 or fields[0].startswith(b"#") or marker not in (b"", _REVOKED, _AUTHORITY):
+        if len(fields) < 3 or fields[0].startswith(b"#"):
             return
         names, key_type, key = fields[:3]
         blob = _decode(key)
         if not blob or _type_in(blob) != key_type or (names.startswith(b"|") and not _is_hashed(names)):
             return
-        line = _Line(file, number, names if names.startswith(b"|") else names.lower(), key_type.decode(), blob)
-        if marker == _AUTHORITY:
-            self._authorities.append(line)
-        elif marker == _REVOKED:
-            self._revoked_by_key.setdefault(blob, []).append(line)
-        elif re.search(rb"[*?!]|^\|", names):
-            self._others.append(line)
-            self._others_by_key.setdefault(blob, []).append(line)
+        if marker or (re.search(rb"[*?!]", names) and not names.startswith(b"|")):
+            self._others += map(_pattern, names.lower().split(b","))
+        elif names.startswith(b"|"):
+            line = _Line(file, number, names, key_type.decode(), blob)
+            self._hashed.append(line)
+            self._hashed_by_key.setdefault(blob, []).append(line)
         else:
+            line = _Line(file, number, names.lower(), key_type.decode(), blob)
             for name in dict.fromkeys(line.names.split(b",")):
                 self._plain.setdefault(name, []).append(line)
+
+
+def _pattern(text: bytes) -> re.Pattern[bytes]:
+    """Return what one name of such a line matches: * and ? as in ssh; a hashed name anything, !name nothing."""
+    if text.startswith(b"|"):
+        text = b"*"
+    if text.startswith(b"!") or len(text) >= _MAX_PATTERN_BYTES:
+        return re.compile(rb"(?!)")
+    return re.compile(fnmatch.translate(text.replace(b"[", b"[[]").decode("latin-1")).encode("latin-1"))
 
 
 def fingerprint(blob: bytes) -> str:
@@ -215,16 +212,6 @@ def _decode(text: bytes) -> bytes:
         return base64.b64decode(text, validate=True)
     except binascii.Error:
         return b""
-
-
-def _fits(name: bytes, pattern: bytes) -> bool:
-    """Match with * and ?; shell patterns have brackets, too, which ssh takes as they are."""
-    return len(pattern) < _MAX_PATTERN_BYTES and _compiled(pattern).match(name) is not None
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(pattern: bytes) -> re.Pattern[bytes]:
-    return re.compile(fnmatch.translate(pattern.replace(b"[", b"[[]").decode("latin-1")).encode("latin-1"))
 
 
 def _contents(path: str) -> bytes:

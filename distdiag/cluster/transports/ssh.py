@@ -5,19 +5,22 @@ Each stage (resolve, connect, banner, login, start) has a deadline of its own th
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
+import random
 import shlex
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.transports import Transport, known_hosts, ssh_config
 from distdiag.cluster.transports.command import CommandTransport
-from distdiag.cluster.transports.ssh_connect import Connector, Patience, Target
-from distdiag.cluster.transports.ssh_login import Login
-from distdiag.cluster.transports.threads import Threads
+from distdiag.cluster.transports.ssh_connect import await_greeting, connect, raise_file_limit, resolve
+from distdiag.cluster.transports.ssh_login import Login, NeedsOpenSsh, Refused, Retry
+from distdiag.cluster.transports.threads import Limits, Threads
 from distdiag.errors import DistdiagError
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.transports import Arrivals
     from distdiag.cluster.transports.ssh_config import SshSettings
+    from distdiag.cluster.transports.ssh_connect import Address
+    from distdiag.cluster.transports.ssh_login import ChannelLink
 
 
 class OpenSshTransport(CommandTransport):
@@ -41,10 +46,9 @@ class OpenSshTransport(CommandTransport):
         self._connect_s = connect_s
         self._settings: dict[str, SshSettings] = {}
 
-    def bring(self, target: Target, arrivals: Arrivals) -> None:
+    def bring(self, host: Host, settings: SshSettings, arrivals: Arrivals) -> None:
         """Start it for one host, and return when it has logged in or was given up, so that the caller paces us."""
-        host = target.host
-        self._settings[host.name] = target.settings
+        self._settings[host.name] = settings
         arrivals.stage(host.name, "connect")
         link = self._start(host, arrivals)
         if link is not None:
@@ -82,11 +86,14 @@ class OpenSshTransport(CommandTransport):
         return shlex.join([*words, "--", f"ssh://{last}"])
 
 
-_THREADS_PER_CORE = 16
-_MAX_THREADS = 64
+_LOGINS_PER_CORE = 16
+_MAX_LOGINS = 64
+_WIDTH = 256
+"""Hosts on their way at a time: one that does not answer occupies a thread; a login costs processor time here."""
+_ATTEMPTS = 3
 _BEHIND_BASTION = 8
 """Logins at a time through other hosts: sshd accepts 10 by default (MaxStartups), and each opens its own there."""
-_STAGES = ("resolve_s", "connect_s", "banner_s", "login_s")
+_RESOLVE_S, _CONNECT_S, _BANNER_S, _LOGIN_S = 10.0, 5.0, 10.0, 20.0
 
 
 class SshTransport(Transport):
@@ -105,52 +112,114 @@ class SshTransport(Transport):
         config_file: str | None = None,
     ) -> None:
         """`command` is run on every host and sent `first_words`; `stage_s` overrides the patience of all stages."""
-        patience = Patience() if stage_s is None else Patience(**dict.fromkeys(_STAGES, stage_s))
+        patience = [stage_s or default_s for default_s in (_RESOLVE_S, _CONNECT_S, _BANNER_S, _LOGIN_S)]
+        self._resolve_s, self._connect_s, self._banner_s, self._login_s = patience
         self._config_file = config_file
         self._accept_new = accept_new
-        self._login = Login(command, first_words, patience.login_s, accept_new=accept_new)
-        width = fanout or min(_MAX_THREADS, _THREADS_PER_CORE * (os.cpu_count() or 1))
-        self._connector = Connector(patience, self._login, width, self._by_openssh)
+        self._login = Login(command, first_words, self._login_s, accept_new=accept_new)
+        self._logins = threading.Semaphore(fanout or min(_MAX_LOGINS, _LOGINS_PER_CORE * (os.cpu_count() or 1)))
+        self._limits = Limits()
+        self._most_hosts = raise_file_limit()
+        self._room = threading.Semaphore(self._most_hosts)
         self._openssh = OpenSshTransport(
-            command.removeprefix("exec "), first_words, accept_new=accept_new, connect_s=patience.connect_s
+            command.removeprefix("exec "), first_words, accept_new=accept_new, connect_s=self._connect_s
         )
+        self._plain = Threads(_WIDTH, "ssh")
         self._direct = Threads(self._openssh.width, "openssh")
         self._proxied = Threads(_BEHIND_BASTION, "openssh-proxied")
+        self._closed = False
         logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)  # it would print tracebacks from its threads
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
-        threading.Thread(target=self._reach, args=(list(hosts), arrivals), daemon=True).start()
+        threading.Thread(target=self._begin, args=(list(hosts), arrivals), daemon=True).start()
 
     def explain(self, host: Host) -> str:
         return self._openssh.explain(host)
 
     def close(self) -> None:
-        for closed in (self._direct, self._proxied, self._connector):
-            closed.close()
+        self._closed = True
+        for threads in (self._plain, self._direct, self._proxied):
+            threads.close()
 
-    def _reach(self, hosts: list[Host], arrivals: Arrivals) -> None:
+    def _begin(self, hosts: list[Host], arrivals: Arrivals) -> None:
         try:
             if self._accept_new:
                 known_hosts.make_own_file()
             found = ssh_config.resolve_all(hosts, config_file=self._config_file)
             for host, settings in zip(hosts, found, strict=True):
                 if isinstance(settings, DistdiagError):
-                    refusal = HostError(
-                        state=HostState.FAILED, stage="config", message=str(settings), hint=settings.hint
-                    )
-                    arrivals.refuse(host.name, refusal)
+                    arrivals.refuse(host.name, _failed("config", str(settings), settings.hint))
                 elif not _has_paramiko() or settings.needs_openssh or self._login.needs_openssh(settings):
-                    self._by_openssh(Target(host, settings), arrivals)
+                    self._by_openssh(host, settings, arrivals)
                 else:
-                    self._connector.submit(Target(host, settings), arrivals)
+                    self._plain.submit(self._reach, host, settings, arrivals)
         except Exception as error:  # noqa: BLE001 - a thread has no caller that could catch it
             for host in hosts:
-                refusal = HostError(state=HostState.FAILED, stage="config", message=f"cannot set up ssh: {error!r}")
-                arrivals.refuse(host.name, refusal)
+                arrivals.refuse(host.name, _failed("config", f"cannot set up ssh: {error!r}"))
 
-    def _by_openssh(self, target: Target, arrivals: Arrivals) -> None:
-        threads = self._proxied if target.settings.proxied else self._direct
-        threads.submit(self._openssh.bring, target, arrivals)
+    def _by_openssh(self, host: Host, settings: SshSettings, arrivals: Arrivals) -> None:
+        threads = self._proxied if settings.proxied else self._direct
+        threads.submit(self._openssh.bring, host, settings, arrivals)
+
+    def _reach(self, host: Host, settings: SshSettings, arrivals: Arrivals) -> None:
+        """Log in by paramiko; the link, or why there is none, goes to `arrivals`."""
+        if not self._room.acquire(timeout=self._connect_s + self._banner_s + self._login_s):
+            words = f"no file descriptor left: their limit is enough for {self._most_hosts} hosts"
+            hint = "raise the limit (ulimit -n 8192), or use fewer hosts at once"
+            arrivals.refuse(host.name, _failed("connect", words, hint))
+            return
+        link = None
+        try:
+            link = self._try(host.name, settings, arrivals)
+        except NeedsOpenSsh:
+            self._by_openssh(host, settings, arrivals)
+        except Refused as error:
+            arrivals.refuse(host.name, error.refusal)
+        except Exception as error:  # noqa: BLE001 - a thread has no caller that could catch it
+            arrivals.refuse(host.name, _failed("connect", repr(error)))
+        if link is None:
+            self._room.release()
+        else:
+            link.when_dropped = self._room.release
+            arrivals.link(host.name, link)
+
+    def _try(self, name: str, settings: SshSettings, arrivals: Arrivals) -> ChannelLink | None:
+        """Reach a host, up to _ATTEMPTS times: sshd drops connections when too many come at once. Raises Refused."""
+        give_up = functools.partial(arrivals.refuse, name)
+        addresses = resolve(settings, self._resolve_s, self._limits, give_up)
+        for attempt in range(1, _ATTEMPTS + 1):
+            if self._closed or not addresses:
+                return None
+            try:
+                return self._try_once(name, settings, addresses, arrivals)
+            except Retry:
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(0.2 + random.random() * 0.5 * attempt)
+        return None
+
+    def _try_once(
+        self, name: str, settings: SshSettings, addresses: list[Address], arrivals: Arrivals
+    ) -> ChannelLink | None:
+        arrivals.stage(name, "connect")
+        connection = connect(addresses, settings.port, self._connect_s)
+        try:
+            arrivals.stage(name, "banner")
+            await_greeting(connection, settings.port, self._banner_s)
+            connection.settimeout(None)
+            with self._logins:
+                if not self._closed:
+                    arrivals.stage(name, "login")
+                    return self._login.enter(connection, settings)
+        except Exception:
+            connection.close()
+            raise
+        connection.close()
+        return None
+
+
+def _failed(stage: str, message: str, hint: str = "") -> HostError:
+    return HostError(state=HostState.FAILED, stage=stage, message=message, hint=hint)
 
 
 def _has_paramiko() -> bool:

@@ -37,8 +37,12 @@ _PUBLIC_KEY = (b"ssh-", b"ecdsa-", b"sk-")
 _SYSTEM_FILE = "/etc/ssh/ssh_config"
 _SYSTEM_FILES = "/etc/ssh/ssh_config.d/*.conf"
 """Included there by most distributions."""
-_DIRECTIVE = re.compile(r"([A-Za-z0-9]+)(?:[ \t]*=[ \t]*|[ \t]+)(.*)")
-_NAMES_A_HOST = frozenset({"hostname", "proxyjump", "canonicalizehostname"})
+_SAME_FOR_ALL = re.compile(
+    rf"""(?:\#.*|host[ \t=]+\*|match[ \t=]+(?:final[ ])?all|include[ \t=]+{re.escape(_SYSTEM_FILES)}
+    |(?!(?:host|match|include|hostname|proxyjump|canonicalizehostname)\b)[a-z0-9]+(?:[ \t]*=[ \t]*|[ \t]+)[^%]*)?""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""A line of ssh_config that says the same for every host."""
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 # Names that ssh takes as they are but for their case; it rewrites other spellings of an address (127.1, 0:0::1).
 _PLAIN_NAME = re.compile(rf"[A-Za-z][A-Za-z0-9._-]*|{_BYTE}(?:\.{_BYTE}){{3}}")
@@ -148,27 +152,16 @@ def depends_on_host(config_file: str | None) -> bool:
     if config_file == "none":
         return False
     files = [config_file] if config_file is not None else [os.path.join(home(), ".ssh", "config"), _SYSTEM_FILE]
-    return any(map(_depends, [*files, *glob.glob(_SYSTEM_FILES)]))
-
-
-def _depends(path: str) -> bool:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
-            lines = [line.strip(" \t\r\n\f") for line in file]
-    except FileNotFoundError:
-        return False
-    except OSError:  # ssh reports what is wrong
-        return True
-    return any(_line_depends(line) for line in lines if line and not line.startswith("#"))
-
-
-def _line_depends(line: str) -> bool:
-    directive = _DIRECTIVE.fullmatch(line)
-    if directive is None or "%" in line:
-        return True
-    keyword, value = directive[1].lower(), directive[2]
-    allowed = {"host": ("*",), "match": ("all", "final all"), "include": (_SYSTEM_FILES,)}
-    return value.lower() not in allowed.get(keyword, (value.lower(),)) or keyword in _NAMES_A_HOST
+    for path in (*files, *glob.glob(_SYSTEM_FILES)):
+        try:
+            with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+                if not all(_SAME_FOR_ALL.fullmatch(line.strip(" \t\r\n\f")) for line in file):
+                    return True
+        except FileNotFoundError:
+            continue
+        except OSError:  # ssh reports what is wrong
+            return True
+    return False
 
 
 def home() -> str:

@@ -58,8 +58,8 @@ class Login:
         """Types of host keys to ask for, if a host presented a type that is not known for it."""
 
     def needs_openssh(self, settings: SshSettings) -> bool:
-        """Return whether the host may show a certificate instead of a known key, which paramiko cannot check."""
-        return self._known_hosts(settings).has_certificate_authority(*settings.known_as)
+        """Return whether known_hosts has a line about the host that only OpenSSH understands."""
+        return self._known_hosts(settings).needs_openssh(*settings.known_as)
 
     def enter(self, connection: socket.socket, settings: SshSettings) -> ChannelLink:
         """Log in over a connected socket, start the command, and send it its first words.
@@ -146,7 +146,7 @@ class Login:
         if verdict.key is KeyVerdict.OTHER_TYPE and settings.known_as not in self._known_types:
             self._known_types[settings.known_as] = verdict.types
             raise Retry(HostState.HOST_KEY_CHANGED, "host key", "it presents a key of another type than the known one")
-        raise _other_key(settings, verdict, kind, blob)
+        raise _changed_key(settings, verdict, kind, blob)
 
     def _known_hosts(self, settings: SshSettings) -> KnownHosts:
         files = (*settings.user_known_hosts, *settings.global_known_hosts, known_hosts.own_file())
@@ -295,14 +295,8 @@ def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> Refused:
     )
 
 
-def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> Refused:
-    """Return the refusal of a key that is revoked, changed, or of another type than those known."""
+def _changed_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> Refused:
     name, port = settings.known_as
-    shown = known_hosts.fingerprint(blob)
-    evidence = (f"it presents the {kind} key {shown}; see {verdict.file}, line {verdict.line}",)
-    if verdict.key is KeyVerdict.REVOKED:
-        words = f"its {kind} key is marked as revoked"
-        return Refused(HostState.HOST_KEY_REVOKED, "host key", words, evidence=evidence)
     entry = name if port == 22 else f"[{name}]:{port}"
     return Refused(
         HostState.HOST_KEY_CHANGED,
@@ -312,7 +306,9 @@ def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) 
         else f"it presents a key of type {kind}, but only keys of other types are known for it",
         hint="if the host was reinstalled, remove the old key; if not, this may be a man-in-the-middle attack",
         commands=(f"ssh-keygen -R {shlex.quote(entry)} -f {shlex.quote(verdict.file)}",),
-        evidence=evidence,
+        evidence=(
+            f"it presents the {kind} key {known_hosts.fingerprint(blob)}; see {verdict.file}, line {verdict.line}",
+        ),
     )
 
 

@@ -162,7 +162,7 @@ def allreduce_bench(
     *,
     cluster: Cluster,
 ) -> None:
-    """Measure the bandwidth of collectives, check their data, judge the result, and name the rank that is late.
+    """Measure the bandwidth of collectives, check their data, compare with the expected bandwidth; find late ranks.
 
     Sizes, algbw and busbw are defined as in nccl-tests. Each row is reported as soon as it is measured.
 

@@ -8,7 +8,7 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts, parse_size
+from distdiag.options import JobOpt, JsonOpt, StrictOpt, UserOpt, called_as, on_hosts, parse_size
 
 if TYPE_CHECKING:
     from distdiag.commands.bundle.types import Bundle, Request
@@ -26,24 +26,18 @@ def bundle(
             help="File to write: FILE.tar.zst or FILE.tar.gz. [default: distdiag-bundle-TIME.tar.zst here]",
         ),
     ] = "",
-    job: Annotated[
-        str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
-    ] = "",
-    user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all that are visible]")
-    ] = "",
+    job: JobOpt = "",
+    user: UserOpt = "",
     logs: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Log files on the hosts, beside those the ranks write to."),
+        typer.Option(metavar="PATH", help="More log files on the hosts."),
     ] = None,
     recorder: Annotated[
         list[str] | None,
         typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or the folder with dumps and pipes."),
     ] = None,
     max_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file to write; logs are cut first.")] = "20MiB",
-    timeout: Annotated[
-        float, typer.Option(min=10.0, max=3600.0, metavar="SECONDS", help="Longest time to collect everything.")
-    ] = 60.0,
+    timeout: Annotated[float, typer.Option(min=10.0, max=3600.0, metavar="SECONDS", help="Overall time limit.")] = 60.0,
     show: Annotated[
         bool, typer.Option("--show", help="Print the redacted text of all files to stdout before it is packed.")
     ] = False,

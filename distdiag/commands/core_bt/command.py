@@ -45,8 +45,9 @@ def core_bt(
             "--pid", "-p", min=1, metavar="PID", help="Read this live process instead; it keeps running; repeatable."
         ),
     ] = None,
-    setup: Annotated[
-        bool, typer.Option("--setup", help="Check whether a crash of the ranks on this machine would leave a core.")
+    check_setup: Annotated[
+        bool,
+        typer.Option("--check-setup", help="Check whether a crash of the ranks on this machine would leave a core."),
     ] = False,
     text: Annotated[
         str, typer.Option(metavar="FILE", help="Write a short text for a bug report, with secrets redacted.")
@@ -69,14 +70,14 @@ def core_bt(
     Examples:
       distdiag core-bt                             # the newest core on this host
       distdiag core-bt core.4711 --threads all
-      distdiag core-bt --setup --hosts gpu[01-08]  # would a crash leave a core?
+      distdiag core-bt --check-setup               # would a crash leave a core?
     """
     from distdiag import runner
     from distdiag.cluster.targets import check_paths
 
     def request() -> Request:
-        if sum((bool(cores), bool(pid), setup)) > 1:
-            raise UsageError("CORE, --pid and --setup are mutually exclusive", hint="pass one of them")
+        if sum((bool(cores), bool(pid), check_setup)) > 1:
+            raise UsageError("CORE, --pid and --check-setup are mutually exclusive", hint="pass one of them")
         if not from_:
             check_paths(cluster, cores or (), hint="give a core file, or its folder")
         return Request(
@@ -87,7 +88,7 @@ def core_bt(
             all_threads=threads is Threads.ALL,
             gdb=gdb,
             pids=tuple(pid or ()),
-            setup=setup,
+            setup=check_setup,
             timeout_s=timeout,
         )
 

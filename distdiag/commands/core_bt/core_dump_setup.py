@@ -1,4 +1,4 @@
-"""Findings of core-bt --setup: whether a crash would leave a usable core, and the setting to change. Pure."""
+"""Findings of core-bt --check-setup: whether a crash would leave a usable core, and what to change. Pure."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
     )
     if not (cores or unread or request.setup or request.pids) and nodes:
         searched = ", ".join(data.searched) or "nothing"
-        found.append(finding("core-none", searched=searched, setup=request.again("--setup")))
+        found.append(finding("core-none", searched=searched, setup=request.again("--check-setup")))
     left_out = sum(node.left_out for node in nodes)
     return Report(
         command=COMMAND,
@@ -210,7 +210,9 @@ def _about_files(request: Request, cores: Sequence[Core], unread: Sequence[Unrea
     if cut:
         part = f"{cut[0].size_bytes / max(1, cut[0].whole_bytes):.0%}"
         number = counted(len(cut), "core is", "cores are")
-        yield finding("core-truncated", number=number, path=cut[0].path, part=part, setup=request.again("--setup"))
+        yield finding(
+            "core-truncated", number=number, path=cut[0].path, part=part, setup=request.again("--check-setup")
+        )
     changed = sorted({path for core in cores for path in core.changed})
     if changed:
         number, them = counted(len(changed), "file has", "files have"), "them" if len(changed) > 1 else "it"

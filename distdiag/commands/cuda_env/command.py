@@ -17,7 +17,7 @@ def cuda_env(
     for_: Annotated[
         Goal | None,
         typer.Option(
-            "--for",
+            "--goal",
             help="What to check: running CUDA programs, building extensions, or both. [default: all; build with --gpu]",
         ),
     ] = None,
@@ -72,7 +72,7 @@ def cuda_env(
 
     \b
     Examples:
-      distdiag cuda-env --for build          # can CUDA extensions be built here?
+      distdiag cuda-env --goal build          # can CUDA extensions be built here?
       distdiag cuda-env --hosts gpu[01-08]   # check eight nodes and compare them
       distdiag cuda-env --explain build.log  # find the cause in a failed build
     """
@@ -88,7 +88,7 @@ def cuda_env(
 
         if gpu and for_ is Goal.RUN:
             raise UsageError(
-                "--gpu names GPUs to build for, and --for run builds nothing", hint="--for build, or leave --gpu out"
+                "--gpu names GPUs to build for, and --goal run builds nothing", hint="--goal build, or leave --gpu out"
             )
         # These GPUs are elsewhere, so running on this machine is not checked.
         usual = Goal.BUILD if gpu and not explain else Goal.ALL

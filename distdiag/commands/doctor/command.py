@@ -49,7 +49,7 @@ def doctor(
     *,
     cluster: Cluster,
 ) -> None:
-    """Check, before a job starts, whether the nodes are fit for it, and name the node that differs from the others.
+    """Check whether the nodes are ready for a job, and find the node that differs from the others.
 
     Reads limits inside the launcher's step, disks, clocks, network, GPU health, versions and the kernel's log on all
     nodes at once. Nothing is changed, and no work is put on a GPU.

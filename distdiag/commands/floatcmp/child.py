@@ -1,12 +1,11 @@
 """The process that imports torch, `python -m`: it reads or computes both sides, and writes an Answer to a file.
 
-A second file names the stage it is in, for the report if it dies or hangs.
+Each line of its stdout names the stage that begins, for the report if it dies or hangs.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from distdiag.facts import programs
 from distdiag.training.floatcmp.result import Comparison  # noqa: TC001 - msgspec reads the annotations
 
 COMMAND = "floatcmp"
-ANSWER, STAGE = "answer", "stage"
 _NAMES = 8
 
 
@@ -45,51 +43,51 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The result, one of `files`, `operation`, `failed` and `no_match`: some of the names if --key fits none."""
+    """The result, one of `files`, `operation` and `failed`; `is_usage`: the options are at fault."""
 
     files: Comparison | None = None
     operation: OpComparison | None = None
     failed: str = ""
     hint: str = ""
-    no_match: tuple[str, ...] = ()
+    is_usage: bool = False
 
 
-def main(order: str, folder: str) -> None:
+def main(order: str, path: str) -> None:
     """Carry out the order, a Request in JSON."""
     import msgspec
 
-    answer = _answer(msgspec.json.decode(order, type=Request), folder)
-    with open(os.path.join(folder, ANSWER), "wb") as file:
+    answer = _answer(msgspec.json.decode(order, type=Request))
+    with open(path, "wb") as file:
         file.write(msgspec.json.encode(answer))
 
 
-def _note_stage(folder: str, stage: str) -> None:
-    with open(os.path.join(folder, STAGE), "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(stage)
+def _note_stage(stage: str) -> None:
+    sys.stdout.buffer.write(f"{stage}\n".encode("utf-8", "replace"))
+    sys.stdout.buffer.flush()
 
 
-def _answer(request: Request, folder: str) -> Answer:
-    _note_stage(folder, "importing torch")
+def _answer(request: Request) -> Answer:
+    _note_stage("importing torch")
     try:
         import torch  # before anything else, to tell a broken torch from a broken file
     except Exception as error:  # noqa: BLE001 - a broken torch may raise anything
         failed = f"torch cannot be imported: {type(error).__name__}: {error}"[:400]
         return Answer(failed=failed, hint=f"find out why: {request.program} cuda-env")
     if request.op:
-        return _compute(request, folder, has_gpu=torch.cuda.is_available())
+        return _compute(request, has_gpu=torch.cuda.is_available())
     from distdiag.commands.floatcmp.tensor_files import Unreadable
 
     try:
-        return _compare(request, folder)
+        return _compare(request)
     except Unreadable as why:
         return Answer(failed=str(why), hint=why.hint)
 
 
-def _compute(request: Request, folder: str, *, has_gpu: bool) -> Answer:
+def _compute(request: Request, *, has_gpu: bool) -> Answer:
     from distdiag.commands.floatcmp.compute import compare_operation
     from distdiag.commands.floatcmp.operation import parse_side
 
-    _note_stage(folder, f"computing {request.op}")
+    _note_stage(f"computing {request.op}")
     sides = parse_side(request.a, request.op), parse_side(request.b, request.op)
     if not has_gpu and any(side.device != "cpu" for side in sides):
         hint = f"run it on a machine with a GPU; or find out why: {request.program} cuda-env"
@@ -101,25 +99,23 @@ def _compute(request: Request, folder: str, *, has_gpu: bool) -> Answer:
         return Answer(failed=f"torch cannot compute {request.op}: {text}", hint="choose another setting")
 
 
-def _compare(request: Request, folder: str) -> Answer:
+def _compare(request: Request) -> Answer:
     from distdiag.commands.floatcmp import tensor_files
     from distdiag.training.floatcmp.compare import compare_leaves
 
-    def read(path: str) -> dict[str, object]:
-        _note_stage(folder, f"reading {path}")
-        return tensor_files.read(path)
-
-    a, b = read(request.a), read(request.b)
-    truths = read(request.reference) if request.reference else None
+    sides: list[dict[str, object]] = []
+    for path in filter(None, (request.a, request.b, request.reference)):
+        _note_stage(f"reading {path}")
+        sides.append(tensor_files.read(path))
+    a, b, *truths = sides
+    names = [name or "(one unnamed tensor)" for name in dict.fromkeys((*a, *b))]
     if request.key:
-        names = (*a, *b)
-        a, b = (
-            {name: value for name, value in side.items() if fnmatch.fnmatchcase(name, request.key)} for side in (a, b)
-        )
-        if not a and not b:
-            return Answer(no_match=tuple(dict.fromkeys(names))[:_NAMES])
-    _note_stage(folder, "comparing")
-    found = compare_leaves(a, b, truths, names=(request.a, request.b), worst=request.worst)
+        a, b = ({name: side[name] for name in fnmatch.filter(side, request.key)} for side in (a, b))
+    if request.key and not (a or b):
+        hint = f"available: {', '.join(names[:_NAMES]) or 'none'}"
+        return Answer(failed=f"no tensor matches --key {request.key}", hint=hint, is_usage=True)
+    _note_stage("comparing")
+    found = compare_leaves(a, b, *truths, names=(request.a, request.b), worst=request.worst)
     unlike = tuple(pair for pair in found.worst_first if found.tensors == 1 or not pair.is_plainly_identical)
     return Answer(files=replace(found, reference=request.reference, pairs=unlike))
 

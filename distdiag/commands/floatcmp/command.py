@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from distdiag.commands.floatcmp.operation import OpComparison
     from distdiag.errors import DistdiagError
     from distdiag.facts import programs
-    from distdiag.output import Progress
     from distdiag.report import Report
     from distdiag.training.floatcmp.result import Comparison
 
@@ -55,8 +54,8 @@ def floatcmp(
 ) -> None:
     """Compare two files or checkpoints: are they equal up to rounding, and where do they first differ?
 
-    With --op, compute one operation in two ways instead (device, dtype, threads=N, tf32, precision=medium,
-    deterministic; separated by commas), and compare each result with float64: is its error that of its dtype?
+    With --op, compute one operation in two ways instead (device, dtype, threads=N, tf32, deterministic; separated by
+    commas), and compare each result with float64: is its error that of its dtype?
 
     No code in the files is executed: they are loaded with weights_only. For a sharded checkpoint give its directory
     or its index.
@@ -75,7 +74,7 @@ def floatcmp(
     from distdiag.commands.floatcmp.child import COMMAND, Request
     from distdiag.commands.floatcmp.diagnose import floatcmp_view
     from distdiag.commands.floatcmp.operation import operation_view
-    from distdiag.output import Output, Progress, deliver
+    from distdiag.output import Output, deliver
 
     request = Request(
         program=called_as(),
@@ -92,13 +91,8 @@ def floatcmp(
     output = Output(json=as_json, strict=strict)
     if op:
         deliver(COMMAND, lambda: _compute(request), operation_view, output)
-        return
-
-    def run() -> Report[Comparison]:
-        with Progress() as progress:
-            return _compare(request, progress)
-
-    deliver(COMMAND, run, floatcmp_view, output)
+    else:
+        deliver(COMMAND, lambda: _compare(request), floatcmp_view, output)
 
 
 def _compute(request: Request) -> Report[OpComparison]:
@@ -118,7 +112,7 @@ def _compute(request: Request) -> Report[OpComparison]:
     return diagnose_operation(found, request.program)
 
 
-def _compare(request: Request, progress: Progress) -> Report[Comparison]:
+def _compare(request: Request) -> Report[Comparison]:
     """Compare two files of tensors.
 
     Raises:
@@ -127,58 +121,52 @@ def _compare(request: Request, progress: Progress) -> Report[Comparison]:
     """
     from distdiag.commands.floatcmp.diagnose import diagnose
     from distdiag.errors import UsageError
+    from distdiag.output import Progress
 
-    for path in (request.a, request.b, request.reference):
-        if path and not os.path.isfile(path) and not os.path.isdir(path):
+    for path in filter(None, (request.a, request.b, request.reference)):
+        if not os.path.isfile(path) and not os.path.isdir(path):
             kind = "not a file or directory" if os.path.exists(path) else "no such file"
             raise UsageError(f"{path}: {kind}", hint="give files from torch.save, .npy or .safetensors, or checkpoints")
-        if not path.isascii() and path.encode("utf-8", "replace") != os.fsencode(path):
+        if path.encode("utf-8", "replace") != os.fsencode(path):
             raise UsageError(f"{path}: its name is not UTF-8", hint="compare a symlink to it with another name")
-    progress.news(f"comparing {request.a} with {request.b}")
-    answer = _ask(request)
-    if answer.files is None:
-        names = ", ".join(name or "(one unnamed tensor)" for name in answer.no_match)
-        raise UsageError(f"no tensor matches --key {request.key}", hint=f"available: {names or 'none'}")
-    return diagnose(request, answer.files)
+    with Progress() as progress:
+        progress.news(f"comparing {request.a} with {request.b}")
+        found = _ask(request).files
+    assert found is not None
+    return diagnose(request, found)
 
 
 def _ask(request: Request) -> Answer:
     """Run the child, which imports torch. Raises DistdiagError."""
     import msgspec
 
-    from distdiag.commands.floatcmp.child import ANSWER, STAGE, Answer
-    from distdiag.errors import DistdiagError
+    from distdiag.commands.floatcmp.child import Answer
+    from distdiag.errors import DistdiagError, UsageError
     from distdiag.facts import programs
 
-    order = msgspec.json.encode(request).decode()
-    with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
-        argv = [sys.executable, "-P", "-m", "distdiag.commands.floatcmp.child", order, folder]
+    with tempfile.NamedTemporaryFile(prefix="distdiag-") as file:
+        order = msgspec.json.encode(request).decode()
+        argv = [sys.executable, "-P", "-m", "distdiag.commands.floatcmp.child", order, file.name]
         try:
             done = programs.run(argv, timeout_s=request.timeout_s)
+            answer = msgspec.json.decode(file.read(), type=Answer)
         except programs.CannotRun as error:
             raise DistdiagError(str(error), hint="check that this Python still exists") from error
         except KeyboardInterrupt:
             programs.kill_all()
             raise
-        try:
-            with open(os.path.join(folder, ANSWER), "rb") as file:
-                answer = msgspec.json.decode(file.read(), type=Answer)
-        except (OSError, msgspec.DecodeError) as error:
-            raise _no_answer(request, done, os.path.join(folder, STAGE)) from error
+        except msgspec.DecodeError as error:
+            raise _no_answer(request, done) from error
     if answer.failed:
-        raise DistdiagError(answer.failed, hint=answer.hint)
+        raise (UsageError if answer.is_usage else DistdiagError)(answer.failed, hint=answer.hint)
     return answer
 
 
-def _no_answer(request: Request, done: programs.Done, stage_file: str) -> DistdiagError:
+def _no_answer(request: Request, done: programs.Done) -> DistdiagError:
     from distdiag.errors import DistdiagError
     from distdiag.facts.cuda.driver import how_it_died
 
-    try:
-        with open(stage_file, encoding="utf-8", errors="replace") as file:
-            stage = file.read()
-    except OSError:
-        stage = "starting Python"
+    stage = (done.stdout.decode(errors="replace").splitlines() or ["starting Python"])[-1]
     if done.timed_out:
         return DistdiagError(
             f"no result within {request.timeout_s:g} s; it was still {stage}",

@@ -11,115 +11,66 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from distdiag.commands.floatcmp.operation import Kind, Measured, OpComparison, Side
+from distdiag.commands.floatcmp import operation as op
+from distdiag.commands.floatcmp.operation import Measured, OpComparison, Side
 from distdiag.training.floatcmp.compare import floatcmp
 from distdiag.training.floatcmp.result import limits
 from distdiag.training.floatcmp.ulp import as_integers, dtype_name, precision, round_to, ulp_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    New = Callable[..., torch.Tensor]
+    from collections.abc import Callable, Iterator, Sequence
 
 _SIGMAS, _RUNS = 6, 3
 
 
-@dataclass(frozen=True)
-class Operation:
-    """`make` returns float64 inputs, `run` computes.
-
-    `terms`: of a sum of products or numbers, how many; None for functions. `scale`: the size of a function's terms
-    where they may cancel; None: the size of the result.
-    """
-
-    make: Callable[[New, int], list[torch.Tensor]]
-    run: Callable[..., torch.Tensor]
-    terms: Callable[[int], int] | None = None
-    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-
-def _row(new: New, size: int) -> list[torch.Tensor]:
-    return [new(64, size)]
+def make(name: str, size: int, new: Callable[..., Tensor]) -> list[Tensor]:
+    """Return float64 inputs of an operation; sums of matrix products and numbers have `size` terms."""
+    if name == "matmul":
+        return [new(256, size), new(size, 256)]
+    if name == "conv2d":
+        return [new(2, size // 9, 24, 24), new(32, size // 9, 3, 3)]
+    if name == "index_add":
+        return [new(8 * size, 64), torch.arange(8 * size) % 8]
+    if name in ("log", "rsqrt"):
+        return [new(64, size).abs() + 0.01]
+    return [new(64, size).abs() + 0.1, new(64, size)] if name == "pow" else [new(64, size)]
 
 
-def _positive(new: New, size: int) -> list[torch.Tensor]:
-    return [new(64, size).abs() + 0.01]
+def run(name: str, *inputs: Tensor) -> Tensor:
+    """Compute an operation."""
+    if name == "index_add":
+        zeros = torch.zeros(8, 64, dtype=inputs[0].dtype, device=inputs[0].device)
+        return zeros.index_add_(0, inputs[1], inputs[0])
+    along = (-1,) if name in ("sum", "cumsum") else ()
+    found: Tensor = getattr(torch, name)(*inputs, *along)
+    return found
 
 
-def _index_add(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(8, 64, dtype=values.dtype, device=values.device).index_add_(0, index, values)
-
-
-def _norm_scale(x: torch.Tensor) -> torch.Tensor:
-    """Return the size of the subtraction's terms: the mean is a sum whose error is an ulp of the usual size of x."""
-    return 1 + (x.abs() + x.mean(-1, keepdim=True).abs()) / x.std(-1, keepdim=True, correction=0)
-
-
-def _softmax_scale(x: torch.Tensor) -> torch.Tensor:
-    """Return each result times the condition of exp, by which the rounding of x - max is larger in the result."""
-    return x.softmax(-1) * (1 + x.amax(-1, keepdim=True) - x)
-
-
-def _layer_norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], eps=0.0)
-
-
-def _all(size: int) -> int:
-    return size
-
-
-OPERATIONS = {
-    "matmul": Operation(lambda new, n: [new(256, n), new(n, 256)], torch.matmul, _all),
-    "conv2d": Operation(
-        lambda new, n: [new(2, max(1, n // 9), 24, 24), new(32, max(1, n // 9), 3, 3)],
-        torch.nn.functional.conv2d,
-        lambda n: 9 * max(1, n // 9),
-    ),
-    "sum": Operation(_row, lambda x: x.sum(-1), _all),
-    "cumsum": Operation(_row, lambda x: x.cumsum(-1), _all),
-    "index_add": Operation(lambda new, n: [new(8 * n, 64), torch.arange(8 * n) % 8], _index_add, _all),
-    "exp": Operation(_row, torch.exp),
-    "log": Operation(_positive, torch.log),
-    "sin": Operation(_row, torch.sin),
-    "tanh": Operation(_row, torch.tanh),
-    "pow": Operation(lambda new, n: [new(64, n).abs() + 0.1, new(64, n)], torch.pow),
-    "rsqrt": Operation(_positive, torch.rsqrt),
-    "sigmoid": Operation(_row, torch.sigmoid),
-    "gelu": Operation(_row, torch.nn.functional.gelu, scale=torch.abs),
-    "softmax": Operation(_row, lambda x: x.softmax(-1), scale=_softmax_scale),
-    "layer_norm": Operation(_row, _layer_norm, scale=_norm_scale),
-}
-
-
-def compare_operation(name: str, size: int, sides: tuple[Side, Side], seed: int = 0) -> OpComparison:
+def compare_operation(name: str, size: int, sides: tuple[Side, Side]) -> OpComparison:
     """Compute an operation in two ways, from inputs that both dtypes hold exactly.
 
     Raises:
         RuntimeError: torch cannot: no such device, or no deterministic algorithm.
     """
-    operation = OPERATIONS[name]
+    size = 9 * max(1, size // 9) if name == "conv2d" else size
     coarser = min((getattr(torch, side.dtype) for side in sides), key=precision)
-    new = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    made = operation.make(new, size)
-    inputs = [round_to(value, coarser).double() if value.is_floating_point() else value for value in made]
+    new = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = [round_to(each, coarser).double() if each.is_floating_point() else each for each in make(name, size, new)]
     threads = torch.get_num_threads()
     try:
-        results = [_run(operation, inputs, side, threads) for side in sides]
+        results = [_run(name, inputs, side, threads) for side in sides]
     finally:
         _set(Side(typed=""), threads)
-    measured = [measure(name, size, inputs, runs) for runs in results]
+    a, b = (measure(name, side, size, inputs, runs) for side, runs in zip(sides, results, strict=True))
+    rule = f"a sum of {size:,} terms" if name in op.SUMS else "one function"
     return OpComparison(
-        operation=name,
-        terms=operation.terms(size) if operation.terms else 1,
-        sides=sides,
-        measured=(measured[0], measured[1]),
-        pair=floatcmp(results[0][0], results[1][0]).pairs[0],
+        operation=name, rule=rule, measured=(a, b), pair=floatcmp(results[0][0], results[1][0]).pairs[0]
     )
 
 
@@ -127,60 +78,56 @@ def _set(side: Side, threads: int) -> None:
     if side.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
     torch.set_num_threads(side.threads or threads)
-    torch.set_float32_matmul_precision(side.precision or ("high" if side.tf32 else "highest"))
+    torch.set_float32_matmul_precision("high" if side.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = side.tf32
     torch.use_deterministic_algorithms(side.deterministic)
 
 
-def _run(operation: Operation, inputs: Sequence[torch.Tensor], side: Side, threads: int) -> list[torch.Tensor]:
+def _run(name: str, inputs: Sequence[Tensor], side: Side, threads: int) -> list[Tensor]:
     """Return the results of some runs, on the CPU."""
     _set(side, threads)
     dtype = getattr(torch, side.dtype)
     given = [(value.to(dtype) if value.is_floating_point() else value).to(side.device) for value in inputs]
     with torch.no_grad():
-        return [operation.run(*given).to("cpu").contiguous() for _ in range(_RUNS)]
+        return [run(name, *given).to("cpu").contiguous() for _ in range(_RUNS)]
 
 
-def measure(name: str, size: int, inputs: Sequence[torch.Tensor], runs: Sequence[torch.Tensor]) -> Measured:
+def measure(name: str, side: Side, size: int, inputs: Sequence[Tensor], runs: Sequence[Tensor]) -> Measured:
     """Classify the error of the first of some results on the CPU; the inputs are float64."""
-    operation, result = OPERATIONS[name], runs[0]
-    truth = operation.run(*inputs)
+    truth, result = run(name, *inputs), runs[0]
     error, finite = (result.double() - truth).abs(), result.isfinite()
-    scale, allowed = _limits(operation, size, inputs, truth, result.dtype)
-    shares = {kind: error / limit.clamp_min(torch.finfo(torch.float64).tiny) for kind, limit in allowed.items()}
-    fits = (kind for kind, of_limit in shares.items() if bool((of_limit <= 1).all()))
-    at = int(shares[Kind.EXPECTED].where(finite, -1.0).argmax())
-    ulps = (error / ulp_at(torch.maximum(truth.abs(), scale), result.dtype)).where(finite, 0.0)
+    shares = {
+        kind: error / bound.clamp_min(torch.finfo(torch.float64).tiny)
+        for kind, bound in _bounds(name, size, inputs, truth, result.dtype)
+    }
+    of_limit = shares[op.EXPECTED].where(finite, 0.0)
     return Measured(
-        kind=next(fits, Kind.BEYOND),
-        of_limit=float(shares[Kind.EXPECTED].where(finite, 0.0).flatten()[at]),
-        max_ulp=float(ulps.max()),
+        side=side,
+        kind=next((kind for kind, share in shares.items() if bool((share <= 1).all())), op.BEYOND),
+        of_limit=float(of_limit.max()),
+        worst_index=tuple(int(number) for number in torch.unravel_index(of_limit.argmax(), truth.shape)),
         right=int((round_to(truth, result.dtype) == result).sum()),
         not_finite=int((~finite).sum()),
         reproducible=all(bool((as_integers(result) == as_integers(other)).all()) for other in runs[1:]),
-        worst_index=tuple(int(number) for number in torch.unravel_index(torch.tensor(at), truth.shape)),
-        worst_value=float(result.flatten()[at].nan_to_num()),  # JSON has no nan
-        worst_reference=float(truth.flatten()[at]),
     )
 
 
-def _limits(
-    operation: Operation, size: int, inputs: Sequence[torch.Tensor], truth: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, dict[Kind, torch.Tensor]]:
-    """Return the size of the terms of each number, and for each kind, the best first, how large its error may be."""
-    if operation.terms is None:
-        scale = truth.abs() if operation.scale is None else operation.scale(inputs[0])
-        return scale, {Kind.EXPECTED: limits(dtype_name(dtype))[0] * ulp_at(torch.maximum(truth.abs(), scale), dtype)}
+def _bounds(
+    name: str, terms: int, inputs: Sequence[Tensor], truth: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield how large the error of each number may be for each kind, the best first."""
+    if name not in op.SUMS:
+        yield op.EXPECTED, limits(dtype_name(dtype))[0] * ulp_at(truth.abs(), dtype)
+        return
     # A sum of squares is the same sum, of squared inputs.
-    spread = operation.run(*(value.square() if value.is_floating_point() else value for value in inputs)).sqrt()
-    walk = _SIGMAS * math.sqrt(operation.terms(size)) * spread
+    spread = run(name, *(value.square() if value.is_floating_point() else value for value in inputs)).sqrt()
+    walk = _SIGMAS * math.sqrt(terms) * spread
     is_short = precision(dtype) < precision(torch.float32)
     own = ulp_at(truth.abs(), dtype) + walk * 2.0 ** -precision(torch.float32 if is_short else dtype)
-    found = {Kind.EXPECTED: own}
+    yield op.EXPECTED, own
     if dtype == torch.float32:
         # Each of two inputs is off by up to half an ulp of 11, or 8 bits; the errors of the products add up as squares.
-        found[Kind.TF32] = own + _SIGMAS * 2 * 2.0**-11 * spread
-        found[Kind.BFLOAT16] = own + _SIGMAS * 2 * 2.0**-8 * spread
+        yield op.TF32, own + _SIGMAS * 2 * 2.0**-11 * spread
+        yield op.BFLOAT16, own + _SIGMAS * 2 * 2.0**-8 * spread
     if is_short:
-        found[Kind.SHORT_SUM] = own + walk * 2.0 ** -precision(dtype)
-    return spread, found
+        yield op.SHORT_SUM, own + walk * 2.0 ** -precision(dtype)

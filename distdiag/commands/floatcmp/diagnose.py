@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.commands.floatcmp.child import COMMAND
+from distdiag.diagnosis.verdicts import finding
 from distdiag.output import Whole, Wrapped
-from distdiag.report import Finding, Fix, Level, Report
+from distdiag.report import Level, Report
 from distdiag.training.floatcmp.result import (
     NO_REFERENCE,
     Likeness,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.commands.floatcmp.child import Request
+    from distdiag.report import Finding
     from distdiag.training.floatcmp.result import Comparison, Pair
 
 _SHOWN = 3
@@ -36,162 +38,81 @@ def diagnose(request: Request, found: Comparison) -> Report[Comparison]:
     return Report(command=COMMAND, data=found, findings=findings, summary=_summary(found, findings))
 
 
-def _some(pairs: Sequence[Pair]) -> str:
-    return f"{len(pairs)} tensors" if len(pairs) > 1 else pairs[0].key or "the tensor"
-
-
-def _list(pairs: Sequence[Pair]) -> tuple[str, ...]:
-    more = [f"... and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
-    return (*(f"{pair.key}: {verdict(pair)}" if pair.key else verdict(pair) for pair in pairs[:_SHOWN]), *more)
-
-
 def _about_tensors(request: Request, found: Comparison) -> Iterator[Finding]:
-    shapes = [pair for pair in found.pairs if pair.shape_a != pair.shape_b]
-    one_sided = [pair for pair in found.pairs if pair.counts.one_sided]
-    differs = [pair for pair in found.pairs if pair.likeness == Likeness.DIFFERS and pair not in (*shapes, *one_sided)]
+    pairs = found.pairs
+    shapes = [pair for pair in pairs if pair.shape_a != pair.shape_b]
+    one_sided = [pair for pair in pairs if pair.counts.one_sided]
+    differs = [pair for pair in pairs if pair.likeness == Likeness.DIFFERS and pair not in (*shapes, *one_sided)]
     far, integers = [pair for pair in differs if pair.unit], [pair for pair in differs if not pair.unit]
-    inexact = [
-        pair
-        for pair in found.pairs
-        if pair.likeness in (Likeness.ROUNDING, Likeness.LONG_SUM)
-        or (pair.likeness == Likeness.IDENTICAL and pair.counts.zero_signs)
-    ]
-    sums = [pair for pair in found.pairs if pair.likeness == Likeness.LONG_SUM]
-    both_nan = [pair.key for pair in found.pairs if pair.counts.both_nan]
+    sums = [pair for pair in pairs if pair.likeness == Likeness.LONG_SUM]
+    zeros = [pair for pair in pairs if pair.likeness == Likeness.IDENTICAL and pair.counts.zero_signs]
+    inexact = [pair for pair in pairs if pair.likeness == Likeness.ROUNDING] + zeros + sums
     if one_sided:
-        places = format_mismatches(one_sided[0].one_sided, (request.a, request.b))
-        yield Finding(
-            id=f"{COMMAND}.one-sided",
-            level=Level.FAIL,
-            title=f"NaN or Inf in one file only: {_some(one_sided)}",
-            evidence=(*_list(one_sided), *(line.strip() for line in places)),
-            fix=Fix(
-                text="rerun the side that has it under overflow, which names the module that first produces it",
-                commands=(f"{request.program} overflow -- train.py",),
-            ),
-        )
+        places = [line.strip() for line in format_mismatches(one_sided[0].one_sided, (request.a, request.b))]
+        yield _finding("one-sided", one_sided, *places, program=request.program)
     if far:
-        yield _far(request, far)
+        function, sum_ = limits(far[0].unit)
+        only = ("--key", request.key or far[0].key) if far[0].key else ()
+        words = {"s": "s" * (len(far) == 1), "function": function, "sum": sum_, "unit": far[0].unit}
+        yield _finding("beyond-rounding", far, again=request.again(*only, "--worst", "20"), **words)
     if integers:
-        yield Finding(
-            id=f"{COMMAND}.integers",
-            level=Level.FAIL,
-            title=f"integers or booleans differ, which rounding cannot explain: {_some(integers)}",
-            evidence=_list(integers),
-            fix=Fix(text="check for different inputs, seeds or steps before suspecting rounding"),
-        )
+        yield _finding("integers", integers)
     if shapes:
-        yield Finding(
-            id=f"{COMMAND}.shapes", level=Level.FAIL, title=f"shapes differ: {_some(shapes)}", evidence=_list(shapes)
-        )
+        yield _finding("shapes", shapes)
     if request.exact and inexact:
-        yield Finding(
-            id=f"{COMMAND}.not-exact",
-            level=Level.FAIL,
-            title=f"not bit-identical: {_some(inexact)}",
-            evidence=_list(inexact),
-        )
+        yield _finding("not-exact", inexact)
     elif sums:
-        yield Finding(
-            id=f"{COMMAND}.long-sum",
-            level=Level.WARN,
-            title=f"{_some(sums)}: rounding, provided they are sums of about "
-            f"{sum_length(max(pair.max_scaled_ulp for pair in sums))} numbers",
-            detail="Sums of n numbers in another order differ by about sqrt(n) ulp. This is a hint: the files do "
-            "not say how the values were computed.",
-            evidence=_list(sums),
-        )
-    if both_nan:
-        yield Finding(
-            id=f"{COMMAND}.both-nan",
-            level=Level.WARN,
-            title=f"NaN at the same positions in both files: {shorten(both_nan)}",
-        )
+        yield _finding("long-sum", sums, length=sum_length(max(pair.max_scaled_ulp for pair in sums)))
+    if both_nan := [pair.key for pair in pairs if pair.counts.both_nan]:
+        yield finding("floatcmp.both-nan", tensors=shorten(both_nan))
 
 
-def _far(request: Request, far: Sequence[Pair]) -> Finding:
-    function, sum_ = limits(far[0].unit)
-    only = ("--key", request.key or far[0].key) if far[0].key else ()
-    return Finding(
-        id=f"{COMMAND}.beyond-rounding",
-        level=Level.FAIL,
-        title=f"{_some(far)} differ{'s' if len(far) == 1 else ''} by more than rounding can explain",
-        detail=f"A single function may differ by {function} ulp of {far[0].unit}, a long sum by {sum_}. Rounding "
-        "accumulates over layers: a difference this large in the last layer can start as rounding in the first.",
-        evidence=_list(far),
-        fix=Fix(
-            text="compare the inputs, then layer by layer from the first: the earliest difference is the cause",
-            commands=(request.again(*only, "--worst", "20"),) if request.worst < 20 else (),
-        ),
-    )
+def _finding(name: str, pairs: Sequence[Pair], *evidence: str, **words: object) -> Finding:
+    tensors = f"{len(pairs)} tensors" if len(pairs) > 1 else pairs[0].key or "the tensor"
+    lines = [f"{pair.key}: {verdict(pair)}".removeprefix(": ") for pair in pairs[:_SHOWN]]
+    more = [f"... and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
+    return finding(f"floatcmp.{name}", words, tensors=tensors, evidence=(*lines, *more, *evidence))
 
 
 def _about_names(request: Request, found: Comparison) -> Iterator[Finding]:
-    missing = ((request.a, found.only_a), (request.b, found.only_b))
-    if found.only_a or found.only_b:
+    missing = [(path, names) for path, names in ((request.a, found.only_a), (request.b, found.only_b)) if names]
+    if missing:
         count = len(found.only_a) + len(found.only_b)
-        yield Finding(
-            id=f"{COMMAND}.keys",
-            level=Level.FAIL,
-            title=f"{count} names are in one file only" if count > 1 else "one name is in one file only",
-            evidence=tuple(f"only in {path}: {shorten(names)}" for path, names in missing if names),
-        )
+        lines = tuple(f"only in {path}: {shorten(names)}" for path, names in missing)
+        yield finding("floatcmp.keys", count=f"{count} name{'s' * (count > 1)}", evidence=lines)
     if found.not_compared:
-        yield Finding(
-            id=f"{COMMAND}.not-compared",
-            level=Level.UNKNOWN,
-            title=f"{len(found.not_compared)} values are in both files but could not be compared",
-            evidence=found.not_compared[:_SHOWN],
-        )
+        some = found.not_compared[:_SHOWN]
+        yield finding("floatcmp.not-compared", count=len(found.not_compared), evidence=some)
     elif not found.tensors:
-        yield Finding(
-            id=f"{COMMAND}.nothing-compared", level=Level.UNKNOWN, title="the files have no tensor names in common"
-        )
+        yield finding("floatcmp.nothing-compared")
     if found.values_differ:
-        yield Finding(
-            id=f"{COMMAND}.values",
-            level=Level.FAIL if request.exact else Level.WARN,
-            title=f"non-tensor values (text and others) differ: {shorten(found.values_differ)}",
-        )
+        yield finding("values-exact" if request.exact else "floatcmp.values", names=shorten(found.values_differ))
 
 
 def _about_reference(found: Comparison) -> Iterator[Finding]:
     lacking = [pair for pair in found.pairs if any(NO_REFERENCE in note for note in pair.notes)]
     if lacking:
-        yield Finding(
-            id=f"{COMMAND}.reference",
-            level=Level.WARN,
-            title=f"the reference cannot be used for {_some(lacking)}",
-            evidence=tuple(note for note in lacking[0].notes if NO_REFERENCE in note),
-            fix=Fix(text="compute the same values in float64 and save them under the same names"),
-        )
+        yield _finding("reference", lacking, *(note for note in lacking[0].notes if NO_REFERENCE in note))
     near = [(pair.key, pair.nearness) for pair in found.pairs if pair.nearness is not None]
     if near:
-        yield Finding(
-            id=f"{COMMAND}.closer-to-reference",
-            level=Level.INFO,
-            title="distance of both files from the reference",
-            evidence=tuple(
-                f"{key}{': ' if key else ''}{format_nearness(nearness, (found.a, found.b))}"
-                for key, nearness in near[:_SHOWN]
-            ),
-        )
+        lines = (f"{key}: {format_nearness(one, (found.a, found.b))}".removeprefix(": ") for key, one in near[:_SHOWN])
+        yield finding("floatcmp.closer-to-reference", evidence=tuple(lines))
 
 
 def _summary(found: Comparison, findings: Sequence[Finding]) -> str:
     for level in (Level.FAIL, Level.UNKNOWN):
-        for finding in findings:
-            if finding.level == level:
-                return finding.title
-    tensors = f"{found.tensors:,} tensor{'' if found.tensors == 1 else 's'}"
-    numbers = f"{found.numbers:,} number{'' if found.numbers == 1 else 's'} in {tensors}"
+        for each in findings:
+            if each.level == level:
+                return each.title
+    numbers = f"{found.numbers:,} number{'s' * (found.numbers != 1)} in {found.tensors:,} tensor"
+    numbers += "s" * (found.tensors != 1)
     if found.identical == found.tensors:
         return f"identical: {numbers}"
     unlike = (pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL)
     worst = max(unlike, key=lambda pair: pair.max_scaled_ulp)
-    where = f", most in {worst.key}" if worst.key else ""
     if not worst.max_scaled_ulp:
         return f"equal after conversion to {worst.unit}: {numbers}"
+    where = f", most in {worst.key}" if worst.key else ""
     same = f", {found.identical} of them identical" if found.identical else ""
     return f"equal within {worst.max_scaled_ulp} ulp of {worst.unit}{where} (rounding): {numbers}{same}"
 

@@ -157,7 +157,7 @@ def gpu_test(
         bool,
         typer.Option(
             "--isolate",
-            help="Test every pair of ranks instead and name the bad rank, node or link. --inject then takes slow:1, "
+            help="Test every pair of ranks instead; find the bad rank, node or link. --inject then takes slow:1, "
             "slow:1-4 (a link), block:1-4, split:0-3, slow-compute:1 or wrong-compute:1.",
         ),
     ] = False,
@@ -173,7 +173,7 @@ def gpu_test(
     *,
     cluster: Cluster,
 ) -> None:
-    """Test communication, all_reduce, memory and computing on every rank, and name the rank that fails.
+    """Test communication, all_reduce, memory and computing on every rank; find the rank that fails.
 
     Every rank goes through the stages start, connect, init, agree, reduce, memory, compute, done; with --isolate
     through start, connect, init, compute, pairs, done.
@@ -184,7 +184,7 @@ def gpu_test(
     Examples:
       distdiag gpu-test                      # all GPUs of this machine
       distdiag gpu-test --hosts node[1-4]    # all GPUs of four nodes
-      distdiag gpu-test --isolate --hosts node[1-4]    # name the bad link
+      distdiag gpu-test --isolate --hosts node[1-4]    # find the bad link
     """
     from distdiag import runner
 

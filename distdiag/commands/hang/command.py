@@ -9,7 +9,17 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.hang.types import Request, Wanted
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import (
+    FromOpt,
+    HtmlOpt,
+    JobOpt,
+    JsonOpt,
+    SaveOpt,
+    StrictOpt,
+    UserOpt,
+    called_as,
+    on_hosts,
+)
 
 
 @on_hosts
@@ -21,33 +31,23 @@ def hang(
     pid: Annotated[
         list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable.")
     ] = None,
-    job: Annotated[
-        str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
-    ] = "",
-    user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all that are visible]")
-    ] = "",
+    job: JobOpt = "",
+    user: UserOpt = "",
     logs: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Log files or folders on the hosts, beside those the ranks write to."),
+        typer.Option(metavar="PATH", help="More log files or folders on the hosts."),
     ] = None,
     recorder: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or the folder with dumps and pipes."),
+        typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or their folder."),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Longest time for the whole diagnosis.")
-    ] = 60.0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Sample twice, and do not go on while ranks have not moved.")
-    ] = False,
+    timeout: Annotated[float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Overall time limit.")] = 60.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Sample twice, and stop there.")] = False,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Read /proc every minute; diagnose once the job hangs."),
+        typer.Option("--watch", help="Read /proc every minute; diagnose once all ranks have stopped."),
     ] = False,
-    every: Annotated[
-        float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Time between the readings of --watch.")
-    ] = 60.0,
+    every: Annotated[float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Interval of --watch.")] = 60.0,
     save: SaveOpt = "",
     from_: FromOpt = None,
     html: HtmlOpt = "",
@@ -57,12 +57,13 @@ def hang(
     *,
     cluster: Cluster,
 ) -> None:
-    """Diagnose a stuck job: name the rank that holds it up, from all evidence on all nodes.
+    """Diagnose a stuck job: which rank is stuck, where and why.
 
-    Joins stacks, /proc, GPU load, NCCL RAS, flight recorder dumps, the job's log, the kernel and known bugs of
-    versions; samples for up to 31 s while ranks do not move. The job needs no preparation and is not stopped.
+    Reads all nodes at once: stacks, /proc, GPU load, NCCL RAS, flight recorder dumps, the job's log, the kernel and
+    known bugs of versions; samples for up to 31 s while ranks do not move. The job needs no preparation and is not
+    stopped.
 
-    Exit status: 0 not hung or only slow, 1 hung, and why, 2 wrong usage, 3 the evidence cannot decide, 130 interrupted.
+    Exit status: 0 not hung (or merely slow), 1 hung, 2 wrong usage, 3 the evidence cannot decide, 130 interrupted.
 
     \b
     Examples:

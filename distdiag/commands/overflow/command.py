@@ -51,7 +51,7 @@ def overflow(
     ] = "each",
     unit: Annotated[str, typer.Option(metavar="forward|step", help="What counts as a batch.")] = "forward",
     ignore: Annotated[
-        str, typer.Option(metavar="PATTERNS", help="Modules that may contain nan and inf: 'lm_head,*.mask:output'.")
+        str, typer.Option(metavar="PATTERNS", help="Modules where NaN and Inf are expected: 'lm_head,*.mask:output'.")
     ] = "",
     go_on: Annotated[
         bool, typer.Option("--go-on", help="Report the first detection and let the job continue.")

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import typer
 
 from distdiag import child_job
-from distdiag.commands.overflow.diagnose import diagnose
-from distdiag.commands.overflow.types import COMMAND, Overflow
-from distdiag.commands.overflow.view import overflow_view
+from distdiag.commands.overflow.report import COMMAND, Overflow, diagnose, overflow_view
 from distdiag.facts.rank_identity import identify
 from distdiag.files import make_folder
 from distdiag.output import Output, deliver, document, emit

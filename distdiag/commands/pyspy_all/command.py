@@ -10,7 +10,7 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.pyspy_all.types import Request, Threads
 from distdiag.errors import UsageError
-from distdiag.options import HtmlOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import HtmlOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, UserOpt, called_as, on_hosts
 
 _GROUP = re.compile(r"\s*([A-Za-z][\w-]*)\s*=\s*([0-9,\-/ ]+)\s*")
 _MAX_RANK = 10_000_000
@@ -18,16 +18,15 @@ _MAX_RANK = 10_000_000
 
 @on_hosts
 def pyspy_all(
+    process: Annotated[
+        list[int] | None, typer.Argument(min=1, metavar="PID", help="Only this process and its children.")
+    ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="Sample this process and its children; repeatable."),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable."),
     ] = None,
-    job: Annotated[
-        str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
-    ] = "",
-    user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only processes of this user. [default: all that are visible]")
-    ] = "",
+    job: JobOpt = "",
+    user: UserOpt = "",
     native: Annotated[
         bool, typer.Option("--native", help="Include C frames; pauses each process for about a second.")
     ] = False,
@@ -63,7 +62,7 @@ def pyspy_all(
     *,
     cluster: Cluster,
 ) -> None:
-    """Show what every rank of a running job is doing, grouped by stack, and name the stuck ranks.
+    """Show what every rank of a running job is doing, grouped by stack; find the stuck ranks.
 
     Ranks are found automatically, on this host or on all --hosts. Sampling does not pause them, except with --native.
 
@@ -83,7 +82,7 @@ def pyspy_all(
         return Request(
             program=called_as(),
             cluster=cluster,
-            pids=tuple(pid or ()),
+            pids=(*(process or ()), *(pid or ())),
             job=job,
             user=user,
             native=native,

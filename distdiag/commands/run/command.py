@@ -35,7 +35,7 @@ def run(
     on_stall: Annotated[str, typer.Option(metavar="report|kill", help="What to do with a job that hangs.")] = "report",
     pictures: Annotated[
         bool,
-        typer.Option(help="Record where ranks are: stacks when a rank dies, hang before SIGTERM is passed on."),
+        typer.Option(help="Capture stacks when a rank dies, and hang before forwarding SIGTERM."),
     ] = True,
     sync: Annotated[
         bool, typer.Option("--sync", help="CUDA_LAUNCH_BLOCKING=1: errors at the right line. Slow; hides races.")
@@ -61,8 +61,8 @@ def run(
         str,
         typer.Option(metavar="TOOL", help="Run each rank under compute-sanitizer: memcheck, racecheck... Very slow."),
     ] = "",
-    ranks: Annotated[
-        str, typer.Option(metavar="LIST", help="Apply the switches above to these ranks only: 3, or 0,4-7.")
+    rank: Annotated[
+        str, typer.Option(metavar="RANKS", help="Apply the switches above to these ranks only: 3, or 0,4-7.")
     ] = "",
     prefix: Annotated[
         bool, typer.Option("--prefix", help="Label each line [host:rank]; lines of ranks are never torn.")
@@ -77,7 +77,7 @@ def run(
     """Start a job as you do now, and learn which rank failed first, why, and where the others were.
 
     stdout, stderr, stdin, signals and the exit status are the job's own; the verdict follows on stderr if it fails.
-    Under srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then judges all nodes.
+    Under srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then reports on all nodes.
 
     Exit status: the job's own.
 
@@ -85,7 +85,7 @@ def run(
     Examples:
       distdiag run -- torchrun --nproc-per-node 8 train.py
       distdiag run --stall 600 --on-stall kill --save run42 -- torchrun train.py
-      distdiag run --sync --recorder --ranks 3 -- torchrun train.py
+      distdiag run --sync --recorder --rank 3 -- torchrun train.py
     """
     from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_ranks, parse_subsystems
     from distdiag.errors import UsageError
@@ -108,7 +108,7 @@ def run(
             trace_py=trace_py,
             overflow=overflow,
             sanitizer=parse(sanitizer, "|".join(SANITIZERS), "--sanitizer", f"use {', '.join(SANITIZERS)}"),
-            ranks=parse_ranks(ranks),
+            ranks=parse_ranks(rank),
         )
         if print_env:
             _print_variables(switches, save, as_json=as_json)

@@ -149,7 +149,7 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
         match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise UsageError(f"--ranks {text!r}: {word!r} is not a rank", hint="write --ranks 3, or --ranks 0,4-7")
+            raise UsageError(f"--rank {text!r}: {word!r} is not a rank", hint="write --rank 3, or --rank 0,4-7")
         found.update(range(first, last + 1))
     return tuple(sorted(found))
 
@@ -157,7 +157,7 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 def environment(
     chosen: list[Variable], switches: Switches, sanitizer: list[str], before: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, object]]:
-    """Return the job's environment, and the settings for each of its Pythons, which have the variables with --ranks."""
+    """Return the job's environment, and the settings for each of its Pythons, which have the variables with --rank."""
     values = {variable.name: variable.value for variable in chosen}
     some = switches.ranks is not None
     asked: dict[str, object] = {

@@ -11,6 +11,7 @@ from distdiag.commands.trace import ranks
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.types import NodeStacks
+from distdiag.report import Finding, Level, Where
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
@@ -64,6 +65,19 @@ def answers_of(gathered: Gathered[NodeAnswer[Reply]]) -> Answers[Reply]:
         refusals=gathered.refusals,
         interrupted=gathered.interrupted,
     )
+
+
+def incomplete(answers: Answers[Any]) -> list[Finding]:
+    """Report the hosts whose replies are incomplete."""
+    return [
+        Finding(
+            id="trace.incomplete",
+            level=Level.UNKNOWN,
+            title=f"incomplete facts from {host}: {why}",
+            where=Where(hosts=(host,)),
+        )
+        for host, why in answers.missing.items()
+    ]
 
 
 def about_processes(

@@ -158,6 +158,8 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
     found = _of_doubtful(doubtful, round_, book) if doubtful else _who_is_missing(round_, book)
+    if found.level is not Level.FAIL and (apart := findings.of_rendezvous(round_.failures)):
+        return [apart]
     if found.level is not Level.FAIL and (best := _alone(round_)):
         return [findings.first_failure([best], round_, book, handled=doubtful)]
     return [found]

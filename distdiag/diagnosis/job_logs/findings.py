@@ -265,7 +265,7 @@ def _fix(failure: Failure) -> Fix | None:
         return None
     end = ending(failure.groups["end"])
     own = end.repair() if end is not None else None
-    return own or Fix(text="see its stack in the core", commands=("distdiag core-bt --setup", "distdiag core-bt"))
+    return own or Fix(text="see its stack in the core", commands=("distdiag core-bt --check-setup", "distdiag core-bt"))
 
 
 def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> Finding:
@@ -410,6 +410,22 @@ def _unnamed(book: Book) -> str:
 def _return_code(text: str) -> str:
     code = number_in(text) or 0
     return f"return code {code}" + (f" ({SIGNALS[-code]})" if -code in SIGNALS else "")
+
+
+def of_rendezvous(failures: Sequence[Failure]) -> Finding | None:
+    """Compare torchruns that each waited in vain: for different runs, or with different backends; None if neither."""
+    dynamic = {failure.file: failure for failure in failures if failure.known == "rendezvous-timed-out"}
+    static = {
+        failure.groups["run"]: failure
+        for failure in failures
+        if failure.known == "agents-missing"
+        and not failure.groups.get("run", "torch.rendezvous").startswith("torch.rendezvous")
+    }
+    others = [failure for file, failure in dynamic.items() if file not in {each.file for each in static.values()}]
+    evidence = _evidence([*static.values(), *others])
+    if len(static) > 1:
+        return finding("rendezvous-ids", evidence=evidence, runs=" and ".join(sorted(static)))
+    return finding("rendezvous-backends", evidence=evidence) if static and others else None
 
 
 def ended_from_outside(failure: Failure) -> Finding:

@@ -267,7 +267,7 @@ def _cannot_read(members: list[RankState], asked: Asked, node: NodePicture | Non
         title=f"{who(members)} could not be read: {reason}",
         where=where_of(members),
         evidence=kernel_words(members) or _not_sampled(node),
-        fix=_rights(members[0], asked, node) if status == "denied" else remedy,
+        fix=_rights(members, asked, node) if status == "denied" else remedy,
     )
 
 
@@ -276,23 +276,11 @@ def _not_sampled(node: NodePicture | None) -> tuple[str, ...]:
     return tuple(f"stacks: {end.why}" for end in ends if end.source == Source.STACKS and end.why)
 
 
-def _rights(state: RankState, asked: Asked, node: NodePicture | None) -> Fix:
-    """Return the simplest ways for this user to get permission to read a process."""
-    scope = node.processes.ptrace_scope if node is not None else None
-    as_root = node is not None and node.processes.user == 0
-    theirs = state.member.process.user if state.member.process is not None else -1
-    as_other_user = remedies.as_other_user(f"{asked.program} {asked.command}")
-    if node is not None and not as_root and theirs != node.processes.user:
-        return as_other_user
-    if scope in (1, 2) and not as_root:
-        text = "run it as root, or allow users to read their own processes until the next reboot"
-        commands = (*as_other_user.commands, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope")
-        return Fix(text=text, commands=commands)
-    if scope == 3:
-        return Fix(
-            text="kernel.yama.ptrace_scope is 3: no process can be read until this host is rebooted with a lower value"
-        )
-    return remedies.ptrace_in_container()
+def _rights(members: Sequence[RankState], asked: Asked, node: NodePicture | None) -> Fix:
+    theirs = {state.member.process.user for state in members if state.member.process is not None}
+    return remedies.right_to_read(
+        f"{asked.program} {asked.command}", node.processes if node is not None else None, theirs
+    )
 
 
 def _deduced(verdict: JobVerdict) -> list[Finding]:

@@ -60,13 +60,17 @@ def _of_step(rows: Sequence[StartRow], place: str, job: Sequence[StartRow], but:
 
 def _step_line(row: StartRow, wanted: Sequence[str]) -> str:
     """Return the line of mpirun or srun with other variables; empty if they are set elsewhere, as in a script."""
-    try:
-        words = shlex.split(row.start.command)
-    except ValueError:
-        return ""
+    words = _words(row.start.command)
     new = dict(zip(options_for(row.start.launch, row.place), wanted, strict=True))
-    is_set = all(old in words for old in new) and "***" not in row.start.command
-    return shlex.join(new.get(word, word) for word in words) if is_set else ""
+    return shlex.join(new.get(word, word) for word in words) if all(old in words for old in new) else ""
+
+
+def _words(command: str) -> list[str]:
+    """Split a command line; empty if a secret was taken out of it."""
+    try:
+        return [] if "***" in command else shlex.split(command)
+    except ValueError:
+        return []
 
 
 def options_for(launch: Launch, place: str) -> list[str]:
@@ -85,14 +89,11 @@ def options_for(launch: Launch, place: str) -> list[str]:
 
 def corrected(start: Start, options: Sequence[str]) -> str:
     """Return the launcher's whole command line with other options; empty if unknown."""
-    try:
-        words = shlex.split(start.command)
-    except ValueError:  # a secret was cut out of a quoted word
-        return ""
+    words = _words(start.command)
     at = next((at for at, word in enumerate(words[:8]) if word in _MODULE), None)
     if at is None:
         at = next((at for at, word in enumerate(words[:6]) if os.path.basename(word) in _LAUNCHERS), None)
-    if at is None or "***" in start.command:
+    if at is None:
         return ""
     if at == 1 and os.path.isabs(words[1]):  # a script's shebang names its interpreter
         words, at = words[1:], 0

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.types import Asked
+    from distdiag.jobs.starts import Start
     from distdiag.jobs.types import NodePicture
 
 _LATE_S = 300.0
@@ -133,6 +134,11 @@ def _jobs(rows: Sequence[StartRow], owner: Mapping[str, str]) -> list[list[Start
     served = [place for place, own in by_place.items() if any(row.is_server() for row in own)]
     each_its_own = len(by_place) == len({row.host for row in rows}) == rows[0].start.launch.nodes[0]
     return list(by_place.values()) if len(served) > 1 and not each_its_own else [list(rows)]
+
+
+def _lines(wanted: Iterable[tuple[str, Start, list[str]]]) -> tuple[str, ...]:
+    lines = [(host, corrected(start, options)) for host, start, options in wanted]
+    return tuple(f"{line}  # on {host}" for host, line in lines if line)[:_SHOWN]
 
 
 class _Group:
@@ -271,7 +277,9 @@ class _Group:
             title = f"port {met.port} on {row.host} is in use by another program: {met.command} (pid {met.server})"
             options = " ".join(options_for(row.start.launch, f"{met.host}:PORT"))
             text = f"end that process, or give this job another port: {options}"
-            yield self._made([row], Level.FAIL, title, "", Fix(text=text, commands=(f"ps -fp {met.server}",)))
+            yield self._made(
+                [row], Level.FAIL, title, "", Fix(text=text, commands=(f"ps -fp {met.server}  # on {row.host}",))
+            )
             return
         yield from self._another_job()
 
@@ -332,7 +340,7 @@ class _Group:
                 if of == "run_id" and self._served:
                     right = self._served[0].start.launch.run_id
                     wrong = [row for row, launch in launches if launch.run_id != right]
-                    lines = self._lines((row, f"--rdzv-id={right}") for row in wrong)
+                    lines = _lines((row.host, row.start, [f"--rdzv-id={right}"]) for row in wrong)
                 fix = Fix(text=f"start all with the same {what}", commands=lines)
                 yield self._made(self._rows, Level.FAIL, title, "", fix)
                 return
@@ -344,12 +352,9 @@ class _Group:
                 title = f"{format_hosts(row.host for row in rows)} were {both} started with --node-rank {rank}"
                 text = f"give each node its own: 0 to {self._first.launch.nodes[0] - 1}"
                 free = sorted(set(range(self._first.launch.nodes[0])) - set(ranks))
-                lines = self._lines((row, f"--node-rank={own}") for row, own in zip(rows[1:], free, strict=False))
+                own = zip(rows[1:], free, strict=False)
+                lines = _lines((row.host, row.start, [f"--node-rank={number}"]) for row, number in own)
                 yield self._made(rows, Level.FAIL, title, "", Fix(text=text, commands=lines))
-
-    def _lines(self, wanted: Iterable[tuple[StartRow, str]]) -> tuple[str, ...]:
-        lines = [(row.host, corrected(row.start, [option])) for row, option in wanted]
-        return tuple(f"{line}  # on {host}" for host, line in lines if line)[:_SHOWN]
 
     def _other_ranks(self) -> Iterable[Claim]:
         """Ranks whose RANK or WORLD_SIZE does not fit those of the others."""
@@ -548,12 +553,17 @@ class _Group:
         absent = self._named_absent() or ([] if self._others else asked)
         if joined >= least and not asked:
             return
-        some = f"{joined} of {least} nodes {'has' if joined == 1 else 'have'} come to {self._rows[0].place}"
+        some = f"{joined} of {least} nodes {'has' if joined == 1 else 'have'} joined at {self._rows[0].place}"
         if not any(row.is_server() for row in self._rows):
-            some = f"{format_hosts(hosts)} has come to {self._rows[0].place}, and waits for more of its {least} nodes"
+            some = f"{format_hosts(hosts)} has joined at {self._rows[0].place} and waits for more of its {least} nodes"
         if absent and joined < least:
             title = f"{some}: {self._first.launch.program} does not run on {format_hosts(absent)}"
-            fix = Fix(text=f"start it on {format_hosts(absent)}, or ask for fewer nodes: --nnodes {joined}")
+            taken = {row.start.launch.node_rank for row in self._rows}
+            free = [[f"--node-rank={number}"] for number in range(least) if number not in taken]
+            options = [[] for _ in absent] if taken == {None} else free if len(free) == len(absent) else []
+            lines = _lines(zip(absent, [self._first] * len(options), options, strict=False))
+            text = f"start it on {format_hosts(absent)}, or ask for fewer nodes: --nnodes {joined}"
+            fix = Fix(text=text, commands=lines if self._first.launch.program == "torchrun" else ())
             yield replace(self._made([], self._level(), title, "", fix), hosts=tuple(absent))
             return
         level = self._level() if asked else Level.WARN
@@ -592,8 +602,8 @@ class _Group:
             return  # a host that was not read has ranks
         one = len(absent or missing) == 1
         names = format_hosts(absent) if absent else f"{name_ranks(missing)} of {size}"
-        title = f"{names} {'has' if one else 'have'} not come to {place}"
-        title += ": no rank there is connected to rank 0" if absent else ""
+        title = f"{names} {'has' if one else 'have'} not connected to {place}"
+        title += ", where rank 0 listens" if absent else ""
         detail = f"{'It is' if one else 'They are'} still starting, never started, or exited."
         detail = " ".join((self._leads_home() if absent else "", detail, *self._interfaces(lacking=False))).strip()
         output = format_hosts(absent) if absent else name_ranks(missing)
@@ -616,6 +626,6 @@ class _Group:
 
 
 _WHY = {
-    port_scan.FILTERED: "A firewall drops it, or the address is not reachable from here.",
+    port_scan.FILTERED: "A firewall drops it, or that node cannot reach the address.",
     port_scan.REJECTED: "A firewall or router on the way rejects it.",
 }

@@ -63,26 +63,21 @@ class Errors:
         key = ("", error, os.path.basename(target)) if missing else (name, error, target)
         held = self._held.get(key)
         if held is None:
-            self._make_room()
+            if len(self._held) >= _MAX_HELD:
+                self._held = dict(sorted(self._held.items(), key=_rank)[: _MAX_HELD // 2])
             held = self._held[key] = _Held(name, weight(name, error, target))
         held.count += 1
         if missing and len(held.places) < _MAX_PLACES:
             held.places.add(target)
 
     def gravest(self) -> tuple[CallError, ...]:
-        """Return the errors to report, the gravest first."""
+        """Return the errors to report, the gravest first; without those that are probably harmless."""
         rows = []
-        for (_, error, target), held in self._held.items():
-            if held.places and target in self._found:
-                continue
-            only = next(iter(held.places)) if len(held.places) == 1 else target
-            rows.append(CallError(held.name, error, only, max(1, len(held.places)), held.count, held.weight))
-        return tuple(sorted(rows, key=lambda row: (-row.weight, -row.count, row.target))[:_REPORTED])
-
-    def _make_room(self) -> None:
-        if len(self._held) >= _MAX_HELD:
-            kept = sorted(self._held.items(), key=lambda item: (-item[1].weight, -item[1].count))[: _MAX_HELD // 2]
-            self._held = dict(kept)
+        for (_, error, target), held in sorted(self._held.items(), key=_rank):
+            if held.weight > 1 and not (held.places and target in self._found):
+                only = next(iter(held.places)) if len(held.places) == 1 else target
+                rows.append(CallError(held.name, error, only, max(1, len(held.places)), held.count, held.weight))
+        return tuple(rows[:_REPORTED])
 
 
 class _Held:
@@ -91,6 +86,11 @@ class _Held:
         self.weight = weight
         self.count = 0
         self.places: set[str] = set()
+
+
+def _rank(item: tuple[tuple[str, str, str], _Held]) -> tuple[int, int, str]:
+    """Return what sorts the gravest error first, then the most frequent."""
+    return -item[1].weight, -item[1].count, item[0][2]
 
 
 def is_usual(name: str, error: str) -> bool:

@@ -33,7 +33,6 @@ _ENDED = re.compile(rb"\+\+\+ (exited with|killed by|superseded by) (\w+)")
 _LIKE_STRACE = re.compile(
     rb"^[^\n(]{0,80}[a-z_0-9]+\([^\n]*(?:\) += (?:-?\d|\?|0x)|<(?:unfinished|detached) \.\.\.>)", re.MULTILINE
 )
-_SUMMARY = re.compile(rb"^% time +seconds +usecs/call +calls", re.MULTILINE)
 _BARE = re.compile(rb"(?:read|write|close|p?poll|recv\w+|send\w+)\((?:\[\{fd=)?\d+[,)]", re.MULTILINE)
 _DECODED_FD = re.compile(rb"(?:\d|AT_FDCWD)<[^\d]")
 
@@ -83,19 +82,14 @@ def problem(head: bytes) -> str:
     head = shorten(head)
     texts = [text for text in head.split(b"\n")[:_SNIFFED_LINES] if text]
     parsed = [line for text in texts if (line := parse(text)) is not None]
-    calls = [line for line in parsed if line.kind in (CALL, BEGUN, RESUMED)]
     if not texts:
         return "the file is empty"
     if len(parsed) < 20 and len(parsed) < 0.2 * len(texts):
-        if _SUMMARY.search(head):
-            return "only a summary (-c), not a log"
         return f"written by strace without {OPTIONS}" if _LIKE_STRACE.search(head) else "not a strace log"
-    whole = [line for line in calls if line.kind == CALL and line.result != b"?"]
+    whole = [line for line in parsed if line.kind == CALL and line.result != b"?"]
     if whole and not any(line.took for line in whole):
         return "written by strace without -T"
-    if _BARE.search(head) and not _DECODED_FD.search(head):
-        return "written by strace without -yy"
-    return ""
+    return "written by strace without -yy" if _BARE.search(head) and not _DECODED_FD.search(head) else ""
 
 
 def shorten(block: bytes) -> bytes:

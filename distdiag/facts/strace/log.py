@@ -7,7 +7,7 @@ import re
 import stat
 
 from distdiag.facts.strace import lines
-from distdiag.facts.strace.tally import Tally, as_call
+from distdiag.facts.strace.tally import Tally, as_call, counts
 from distdiag.facts.strace.types import WAITING, Logs, ThreadLog
 
 TYPE_CHECKING = False
@@ -143,10 +143,9 @@ def _thread(tally: Tally, path: str, pid: int | None, n_unread: int, newest_s: f
         state=tally.state,
         blocked_s=max(0.0, newest_s - last.at) if last is not None and tally.state in WAITING else None,
         last=as_call(last) if last is not None else None,
-        calls=tally.counts(),
+        calls=counts(tally.names),
         errors=tally.errors.gravest(),
-        places=tally.places(),
-        slowest=tuple(tally.slowest),
+        places=counts(tally.places),
         spins=tally.spins(),
         polls=tuple(tally.polls.found()),
         ends=tuple(tally.ends),

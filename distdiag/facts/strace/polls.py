@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from distdiag.facts.strace import errors
 from distdiag.facts.strace.types import Poll
@@ -16,6 +17,15 @@ FEWEST = 3
 _MAX_HELD = 4000
 """More paths are not kept at a time."""
 _NO_FILES = ("/proc/", "/sys/")
+
+
+class _Path(NamedTuple):
+    """`tries`: calls, those between two sleeps counted once; `sleeps` and `slept_s`: when first and last tried."""
+
+    exists: bool
+    tries: int
+    sleeps: int
+    slept_s: float
 
 
 class Polls:
@@ -41,24 +51,15 @@ class Polls:
         if path is None or path.exists != exists:
             if len(self._held) >= _MAX_HELD:
                 self._held = {name: held for name, held in self._held.items() if held.tries >= FEWEST}
-            path = self._held[target] = _Path(exists, self._slept_s)
-        if path.sleeps != self._sleeps:
-            path.tries += 1
-            path.sleeps = self._sleeps
+            self._held[target] = _Path(exists, 1, self._sleeps, self._slept_s)
+        elif path.sleeps != self._sleeps:
+            self._held[target] = path._replace(tries=path.tries + 1, sleeps=self._sleeps)
 
     def found(self) -> Iterator[Poll]:
         """List the paths that were polled, the most tries first."""
         for target, path in sorted(self._held.items(), key=lambda item: -item[1].tries):
             if path.tries >= FEWEST:
                 yield Poll(target, path.exists, path.tries, self._slept_s - path.slept_s)
-
-
-class _Path:
-    def __init__(self, exists: bool, slept_s: float) -> None:
-        self.exists = exists
-        self.slept_s = slept_s
-        self.tries = 0
-        self.sleeps = -1
 
 
 def _is_lock(target: str) -> bool:

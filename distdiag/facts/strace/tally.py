@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import NamedTuple
+from functools import lru_cache
 
 from distdiag.facts.strace import lines, targets
 from distdiag.facts.strace.errors import Errors
 from distdiag.facts.strace.polls import Polls
-from distdiag.facts.strace.types import ARGUMENTS, Call, Count, Place, Spin
+from distdiag.facts.strace.types import Call, Count, Spin
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from distdiag.facts.strace.lines import Line
+    from collections.abc import Mapping
 
-    Key = tuple[bytes, bytes]
-    """The beginning of a call, up to what it is about; and its error."""
+    from distdiag.facts.strace.lines import Line
 
 SLOW_S = 0.01
 """Longer than a disk needs to answer."""
-_MAX_HEADS = 8192
-"""Beginnings of calls held at a time."""
-_SLOWEST = 10
+_MAX_LOOPS = 8192
 _MAX_CONNECTING = 1000
 _MAX_ENDS = 10_000
+_RESULT = 200
 _HEAD = re.compile(
     rb"(?:\w+at2?|statx)\((?:AT_FDCWD|-?\d+)(?:" + lines.DECODED + rb"(?:\(deleted\))?)?, " + lines.STRING
     + rb"|\w+\((?:\d+(?:" + lines.DECODED + rb"(?:\(deleted\))?)?|" + lines.STRING
@@ -58,17 +56,15 @@ _ALWAYS = frozenset(
         *(b"faccessat", b"faccessat2", b"readlink", b"getsockopt", b"getppid"),
     }
 )
+_IDLE = _NOTHING | _ALWAYS
 
 
-class _Head(NamedTuple):
-    """What follows from the beginning and error of a call. `finds`: it looks for a path; `idles`: a busy loop may
-    consist of it; `sums`: those it counts in, by name and by place.
-    """
-
-    target: str
-    finds: bool
-    idles: bool
-    sums: tuple[_Sum, ...]
+@lru_cache(maxsize=8192)
+def _about(head: bytes) -> tuple[str, str, str, bool]:
+    """Parse the beginning of a call: its name, what it is about, the place of that, and whether it looks for a path."""
+    name, _, args = head.partition(b"(")
+    target = targets.about(name, args)[1]
+    return name.decode(), target, targets.place(target), bool(target) and _FINDS.fullmatch(name) is not None
 
 
 class Tally:
@@ -88,13 +84,14 @@ class Tally:
         """By id of each thread or process it started: whether it is a thread."""
         self.errors = Errors()
         self.polls = Polls()
-        self.slowest: list[Call] = []
         self.ends: set[str] = set()
         self._connecting: dict[bytes, str] = {}
-        self._heads: dict[Key, _Head] = {}
-        self._loops: dict[Key, _Loop] = {}
-        self._names: dict[str, _Sum] = defaultdict(_Sum)
-        self._places: dict[str, _Sum] = defaultdict(_Sum)
+        self._seen: set[bytes] = set()
+        """Beginnings of calls whose ends are in `ends`."""
+        self._loops: dict[tuple[bytes, bytes], _Loop] = {}
+        """By the beginning of the call, and its error."""
+        self.names: dict[str, _Sum] = defaultdict(_Sum)
+        self.places: dict[str, _Sum] = defaultdict(_Sum)
 
     def take(self, line: Line) -> None:
         """Add a line; the second half of a call is joined with its first."""
@@ -115,24 +112,13 @@ class Tally:
             self.state = how if how == "superseded" else f"{how} {line.result.decode()}"
             self.pending = None
 
-    def counts(self) -> tuple[Count, ...]:
-        """Return the sums by the name of the call, most time first."""
-        rows = [Count(name, row.count, row.errors, row.time_s, row.slowest_s) for name, row in self._names.items()]
-        return tuple(sorted(rows, key=_by_time))
-
-    def places(self) -> tuple[Place, ...]:
-        """Return the sums by place, most time first."""
-        rows = [Place(where, row.count, row.slow, row.time_s, row.slowest_s) for where, row in self._places.items()]
-        return tuple(sorted(rows, key=_by_time))
-
     def spins(self) -> tuple[Spin, ...]:
         """Return the busy loops, most calls first."""
         found = []
         for (head, _), loop in self._loops.items():
-            name, _, args = head.partition(b"(")
             count, span_s = loop.spun()
             if count:
-                found.append(Spin(name.decode(), targets.about(name, args)[1], count, span_s, count / span_s))
+                found.append(Spin(*_about(head)[:2], count, span_s, count / span_s))
         return tuple(sorted(found, key=lambda spin: -spin.count))
 
     def _resume(self, line: Line) -> None:
@@ -147,51 +133,36 @@ class Tally:
         self.state, self.pending, self.last = "returned", None, line
         self.n_calls += 1
         matched = _HEAD.match(line.name + b"(" + line.args)
-        key = (matched[0] if matched else line.name + b"(", line.error)
-        head = self._heads.get(key) or self._new_head(key, line)
+        head = matched[0] if matched else line.name + b"("
+        name, target, where, finds = _about(head)
         took_s = float(line.took or 0)
-        for total in head.sums:
-            total.add(took_s, line.error)
-        if head.idles and (line.error or _got_nothing(line)):
-            self._loop(key).add(line.at)
-        if head.target.startswith("/"):
-            self._note_slow(line, took_s)
-        if head.finds:
-            self.polls.tried(head.target, line.error.decode())
+        self.names[name].add(took_s, line.error, name, target)
+        if where:
+            self.places[where].add(took_s, line.error, name, target)
+        if line.error in _AGAIN if line.error else line.name in _IDLE and _got_nothing(line):
+            self._loop(head, line.error).add(line.at)
+        if finds:
+            self.polls.tried(target, line.error.decode())
         elif line.name in _SLEEPS or (line.name in _SELECTS and line.args.startswith(_OF_NOTHING)):
             self.polls.slept(took_s)
-        if line.args.count(b":[") > 1 or b":[" in line.result:
+        if head not in self._seen or line.args.count(b":[") > 1 or b":[" in line.result:
             self._mention(line)
+            self._seen.add(head)
         if line.error:
-            self._fail(line, head.target)
+            self._fail(line, target)
         else:
-            self._learn(line, head)
-
-    def _new_head(self, key: Key, line: Line) -> _Head:
-        self._mention(line)
-        if len(self._heads) >= _MAX_HEADS:
-            self._heads.clear()
-        name, _, args = key[0].partition(b"(")
-        target, error = targets.about(name, args)[1], key[1]
-        where, finds = targets.place(target), bool(target) and _FINDS.fullmatch(name) is not None
-        idles = error in _AGAIN or (not error and (name in _NOTHING or name in _ALWAYS))
-        sums = (self._names[name.decode()], *([self._places[where]] if where else []))
-        if finds and not error:
-            self.errors.found(target)
-        return self._heads.setdefault(key, _Head(target, finds, idles, sums))
-
-    def _note_slow(self, line: Line, took_s: float) -> None:
-        if len(self.slowest) < _SLOWEST or took_s > (self.slowest[-1].time_s or 0.0):
-            self.slowest = sorted([*self.slowest, as_call(line)], key=lambda call: -(call.time_s or 0.0))[:_SLOWEST]
+            self._learn(line, target, finds)
 
     def _mention(self, line: Line) -> None:
         if len(self.ends) < _MAX_ENDS:
             self.ends.update(targets.ends(line.name, line.args + line.result))
+        if len(self._seen) >= _MAX_ENDS:
+            self._seen.clear()
 
-    def _loop(self, key: Key) -> _Loop:
-        if len(self._loops) >= _MAX_HEADS:
+    def _loop(self, head: bytes, error: bytes) -> _Loop:
+        if len(self._loops) >= _MAX_LOOPS:
             self._loops = {key: loop for key, loop in self._loops.items() if loop.spun()[0]}
-        return self._loops.setdefault(key, _Loop())
+        return self._loops.setdefault((head, error), _Loop())
 
     def _fail(self, line: Line, target: str) -> None:
         if line.name in _ADDRESSED:
@@ -201,16 +172,18 @@ class Tally:
                 self._connecting[line.args.partition(b",")[0]] = target
         self.errors.add(line.name.decode(), line.error.decode(), target)
 
-    def _learn(self, line: Line, head: _Head) -> None:
-        """Learn from a call without an error which program and threads there are, and how a connect() ended."""
+    def _learn(self, line: Line, target: str, finds: bool) -> None:
+        """Learn from a call without an error which files and threads exist, and how a connect() ended."""
         name = line.name
+        if finds:
+            self.errors.found(target)
         if name in _EXECUTES and line.result == b"0":
-            self.comm = head.target.rpartition("/")[2][:15]
+            self.comm = target.rpartition("/")[2][:15]
             self.executed = True
         elif name == b"getsockopt" and (failed := _SO_ERROR.search(line.args)):
             # The outcome of a connect() that returned EINPROGRESS.
             fd = line.args.partition(b",")[0]
-            target = self._connecting.pop(fd, "") or head.target
+            target = self._connecting.pop(fd, "") or target
             self.errors.add("connect", failed[1].decode(), target)
         elif name == b"prctl" and line.args.startswith(b'PR_SET_NAME, "'):
             comm, _, more = line.args[14:].partition(b'"')
@@ -228,8 +201,9 @@ class _Sum:
     def __init__(self) -> None:
         self.count = self.errors = self.slow = 0
         self.time_s = self.slowest_s = 0.0
+        self.slowest = ("", "")
 
-    def add(self, took_s: float, error: bytes) -> None:
+    def add(self, took_s: float, error: bytes, name: str, target: str) -> None:
         self.count += 1
         self.time_s += took_s
         if error:
@@ -237,7 +211,7 @@ class _Sum:
         if took_s >= SLOW_S:
             self.slow += 1
         if took_s > self.slowest_s:
-            self.slowest_s = took_s
+            self.slowest_s, self.slowest = took_s, (name, target)
 
 
 class _Loop:
@@ -271,21 +245,24 @@ def _got_nothing(line: Line) -> bool:
     return line.name in _ALWAYS or line.result.partition(b" ")[0] == b"0"
 
 
-def _by_time(row: Count | Place) -> tuple[float, int]:
-    return -row.time_s, -row.count
+def counts(sums: Mapping[str, _Sum]) -> tuple[Count, ...]:
+    """Return sums by name, most time first."""
+    rows = [
+        Count(name, row.count, row.errors, row.slow, row.time_s, row.slowest_s, " ".join(row.slowest).strip())
+        for name, row in sums.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.time_s, -row.count)))
 
 
 def as_call(line: Line) -> Call:
-    """Return a line as it is reported."""
+    """Return a line as it is reported: without its arguments, which may be data."""
     fd, target = targets.about(line.name, line.args)
-    args = targets.without_payload(line.name, line.args if line.result else line.args.rstrip(b", "))
     return Call(
         name=line.name.decode(),
-        args=args[: 4 * ARGUMENTS].decode("utf-8", "replace")[:ARGUMENTS],
         fd=fd,
         target=target,
         at_s=line.at or None,
-        result=line.result.decode("utf-8", "replace")[:ARGUMENTS],
+        result=line.result.decode("utf-8", "replace")[:_RESULT],
         error=line.error.decode(),
         time_s=float(line.took) if line.took else None,
     )

@@ -1,4 +1,4 @@
-"""What a call is about: a file, a socket, a pipe, from its arguments. And arguments without the data in them."""
+"""What a call is about: a file, a socket, a pipe, from its arguments."""
 
 from __future__ import annotations
 
@@ -19,15 +19,6 @@ _POLLED = re.compile(rb"\[\{fd=(\d{1,7})(" + lines.DECODED + rb")?")
 _AT = re.compile(rb"\w+at2?|statx")
 _DATA_FIRST = (b"getrandom", b"add_key", b"request_key", b"sethostname", b"setdomainname", b"init_module")
 """The calls whose first string is data, not a path."""
-_STRINGS = re.compile(
-    rb"(?P<address>(?:inet_addr\(|inet_pton\(AF_INET6, |sun_path=@?)" + lines.STRING + rb")"
-    rb'|"(?:[^"\\]|\\.)*(?:"(?:\.\.\.)?|$)',
-    re.DOTALL,
-)
-_WITH_PATHS = re.compile(
-    rb".*(?:open|stat|access|link|mkdir|rmdir|rename|chdir|chroot|chmod|chown|mknod|creat|utime).*|truncate|getcwd|umount2?"
-)
-_EXECUTES = (b"execve", b"execveat")
 _ESCAPE = re.compile(rb"\\([0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\f"}
 _PORT = re.compile(rb"sin6?_port=htons\((\d{1,5})\)")
@@ -58,13 +49,6 @@ def about(name: bytes, args: bytes) -> tuple[int | None, str]:
     if path.startswith("/") or not what.startswith("/"):
         return fd, path
     return fd, os.path.normpath(what + "/" + path)
-
-
-def without_payload(name: bytes, args: bytes) -> bytes:
-    """Return arguments without the data read, written or sent, which may be secret; paths and addresses stay."""
-    if name in _EXECUTES:
-        return args.partition(b", [")[0]
-    return args if _WITH_PATHS.fullmatch(name) else _STRINGS.sub(_emptied, args)
 
 
 def place(target: str) -> str:
@@ -120,10 +104,6 @@ def _address(args: bytes) -> str:
         return f"[{host}]:{int(port[1])}" if ":" in host else f"{host}:{int(port[1])}"
     path = _UNIX.search(args)
     return unescape(path[1][1:-1]) if path else ""
-
-
-def _emptied(string: re.Match[bytes]) -> bytes:
-    return string[0] if string["address"] or string[0].startswith(b'""') else b'""...'
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:

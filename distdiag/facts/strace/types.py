@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ARGUMENTS = 200
-"""Characters of a call's arguments that are kept."""
 WAITING = ("blocked", "detached")
 """States of a thread whose last call had not returned."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One system call; its `args` without the data that is read, written or sent.
+    """One system call.
 
     `target`: the file, socket or path it is about, empty if unknown. `at_s`: when it began. `time_s`: how long it took,
     None while it lasts. `result`: as strace writes it, empty while it lasts; `error`: its name, "ENOENT".
     """
 
     name: str
-    args: str
     fd: int | None
     target: str
     at_s: float | None
@@ -30,18 +27,23 @@ class Call:
 
 @dataclass(frozen=True)
 class Count:
-    """All calls of one name."""
+    """All calls of one name; or all on one part of the file tree, two names deep ("/mnt/data"), or one kind of socket.
+
+    `slow`: how many of them took 10 ms or more; `slowest`: name and target of the slowest.
+    """
 
     name: str
     count: int
     errors: int
+    slow: int
     time_s: float
     slowest_s: float
+    slowest: str
 
 
 @dataclass(frozen=True)
 class CallError:
-    """One error, however often it occurred. `weight`: 10 is grave, 1 is probably harmless.
+    """One error, however often it occurred. `weight`: 10 is grave, 2 may be harmless.
 
     A missing file is one error for all directories searched: `target` is then its name and `places` their number; with
     one place, `target` is the whole path.
@@ -53,20 +55,6 @@ class CallError:
     places: int
     count: int
     weight: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """The calls on one part of the file tree, two names deep ("/mnt/data"), or on one kind of socket or pipe ("TCP").
-
-    `slow`: how many of them took 10 ms or more.
-    """
-
-    where: str
-    count: int
-    slow: int
-    time_s: float
-    slowest_s: float
 
 
 @dataclass(frozen=True)
@@ -119,8 +107,7 @@ class ThreadLog:
     last: Call | None
     calls: tuple[Count, ...] = ()
     errors: tuple[CallError, ...] = ()
-    places: tuple[Place, ...] = ()
-    slowest: tuple[Call, ...] = ()
+    places: tuple[Count, ...] = ()
     spins: tuple[Spin, ...] = ()
     polls: tuple[Poll, ...] = ()
     ends: tuple[str, ...] = ()

@@ -7,33 +7,20 @@ import os
 import pdb
 import sys
 from collections import Counter
-from dataclasses import dataclass
 
+from distdiag.facts import machine
 from distdiag.facts.rank_identity import identify, own_rank, torch_distributed
+from distdiag.training.breakpoint import debug_barrier as barrier
 from distdiag.training.breakpoint.console import open_console
-from distdiag.training.breakpoint.debug_barrier import DONE, QUIT, RELEASED, Holder, Waiter, own_status
-from distdiag.training.breakpoint.store_client import RaisedTimeouts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
-
-    from distdiag.training.breakpoint.console import Console
+    from typing import Any, TextIO
 
 _calls: Counter[tuple[str, int]] = Counter()
 _barriers: Counter[str] = Counter()
-_attached: list[RankPdb] = []
-"""The debugger that is at work in this process, if there is one."""
-
-
-@dataclass(frozen=True)
-class _Barrier:
-    """Where `size` ranks wait for one of them this time: a key of a store."""
-
-    store: Any
-    key: str
-    size: int
+_attached: list[RankPdb] = []  # the debugger at work in this process, if there is one
 
 
 def breakpoint(
@@ -44,7 +31,6 @@ def breakpoint(
     group: Any = None,  # noqa: ANN401 - a ProcessGroup of torch, which need not be there
     on_quit: str = "stop",
     listen: bool | None = None,
-    host: str = "",
 ) -> None:
     """Stop one rank in pdb at the caller's line, while the other ranks wait in their call of this function.
 
@@ -61,17 +47,14 @@ def breakpoint(
             about the stop, and may time out in a collective with these ranks.
         on_quit: "stop": `q` or Ctrl-D stops all ranks of the group with an error. "continue": all ranks continue.
         listen: True: wait for a connection instead of using the terminal, and print the command to connect on stderr.
-            None: listen only where no terminal can be used. False: never listen.
-        host: address to listen on. Empty: only this user and root on this node can connect. An address of this node:
-            anyone with the token can connect. The token is in a file that only this user can read. The connection is
-            not encrypted.
+            None: listen only where no terminal can be used. False: never listen. Only this user and root on this node
+            can connect.
 
     Raises:
         DebuggerQuit: in the waiting ranks: the stopped rank quit, died, or did not leave the debugger in time.
-        NoTerminal: no terminal to type at; the message says why. The waiting ranks raise it, too.
+        NoTerminal: no terminal to type at; the message says why. The waiting ranks raise DebuggerQuit.
         bdb.BdbQuit: in the stopped rank, when you quit its debugger.
-        ValueError: `rank` is not in the group, or `on_quit` is not one of its two values.
-        RuntimeError: the process group has no store to meet at (MPI).
+        ValueError: `rank` is not in the group, the group has no store to meet at (MPI), or `on_quit` is unknown.
     """
     caller = sys._getframe(1)
     line = (caller.f_code.co_filename, caller.f_lineno)
@@ -80,28 +63,33 @@ def breakpoint(
     _calls[line] += 1
     if _calls[line] <= skip or not _takes_part(rank, group):
         return
-    barrier = _barrier(rank, group)
-    timeouts = RaisedTimeouts(timeout_s)
-    if barrier is not None and own_rank() != rank:
-        _wait(barrier, rank, timeouts, timeout_s)
+    store, key, size = _barrier(rank, group)
+    restore_timeouts = barrier.raise_timeouts(timeout_s)
+    if store is not None and own_rank() != rank:
+        # All of them ask one server: the more there are, the less often each.
+        pause_s = min(max(0.1, size / 1000), 2)
+        barrier.Waiter(store, key, rank, pause_s=pause_s, restore=restore_timeouts).wait(timeout_s)
         return
     place = f"{line[0]}:{line[1]}"
-    status = own_status(rank, place)
-    holder = None if barrier is None else Holder(barrier.store, barrier.key, status, barrier.size - 1)
+    status = barrier.Status(barrier.STOPPED, rank, place, machine.host_name(), os.getpid())
+    holder = barrier.Holder(store, key, status, size - 1) if store is not None else None
 
     def set_state(state: str, why: str = "") -> None:
         if holder is not None:
             holder.set_state(state, why)
-        if state != RELEASED:
-            timeouts.restore()
+        if state != barrier.RELEASED:
+            restore_timeouts()
 
     try:
-        console = open_console(place, listen=listen, address=host, timeout_s=timeout_s)
+        console = open_console(place, listen=listen, timeout_s=timeout_s)
     except BaseException as error:
-        set_state(QUIT, f"cannot be debugged ({str(error) or type(error).__name__})")
+        set_state(barrier.QUIT, f"cannot be debugged ({str(error) or type(error).__name__})")
         raise
-    debugger = _attach(console, set_state, quit_stops=on_quit == "stop")
-    debugger.message(_greeting(barrier, rank, place, quit_stops=on_quit == "stop"))
+    while _attached:  # it is here by its own breakpoints, and a process has one trace function
+        _attached.pop().leave(barrier.DONE)
+    debugger = RankPdb(*console, set_state, quit_stops=on_quit == "stop")
+    _attached.append(debugger)
+    debugger.message(_greeting(size, rank, place, quit_stops=on_quit == "stop"))
     # The last that is done here: from now on the debugger stops in whatever is called.
     debugger.set_trace(caller)
 
@@ -115,56 +103,30 @@ def _takes_part(rank: int, group: Any) -> bool:  # noqa: ANN401 - a ProcessGroup
     return identity is None or identity.world_size == 1 or identity.rank == rank
 
 
-def _barrier(rank: int, group: Any) -> _Barrier | None:  # noqa: ANN401 - a ProcessGroup
-    """Find where the ranks of a group wait this time; None if this process is alone."""
+def _barrier(rank: int, group: Any) -> tuple[Any, str, int]:  # noqa: ANN401 - a ProcessGroup, and torch's Store
+    """Return where the ranks of a group wait this time: store, key and their number; no store if there is one rank."""
     dist = torch_distributed()
     if dist is None:
-        return None
+        return None, "", 1
     if group is None:
         group = dist.group.WORLD
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
-        return None
-    if rank not in ranks:
-        raise ValueError(f"rank {rank} is not in this group of {len(ranks)} ranks")
-    if dist.get_backend() == "mpi":
-        raise RuntimeError(
-            "a process group of the MPI backend has no store, which its ranks need to wait for each other"
-        )
+        return None, "", 1
+    store = dist.distributed_c10d._get_default_store()
+    if rank not in ranks or store is None:
+        raise ValueError(f"rank {rank} is not in this group of {len(ranks)} ranks, or they have no store (MPI)")
     name = dist.distributed_c10d._get_process_group_name(group)
     _barriers[name] += 1
-    store = dist.distributed_c10d._get_default_store()
-    return _Barrier(store, f"distdiag/breakpoint/{name}/{_barriers[name]}", len(ranks))
+    return store, f"distdiag/breakpoint/{name}/{_barriers[name]}", len(ranks)
 
 
-def _wait(barrier: _Barrier, rank: int, timeouts: RaisedTimeouts, timeout_s: float) -> None:
-    waiter = Waiter(barrier.store, barrier.key, rank)
-    state = DONE
-    try:
-        # All of them ask one server: the more there are, the less often each.
-        state = waiter.wait(timeout_s, pause_s=min(max(0.1, barrier.size / 1000), 2)).state
-    finally:
-        if state != RELEASED:
-            timeouts.restore()
-            waiter.close()
-    if state == RELEASED:
-        waiter.restore_later(timeouts, timeout_s)
-
-
-def _attach(console: Console, set_state: Callable[..., None], *, quit_stops: bool) -> RankPdb:
-    # One that came here by its own breakpoints is replaced: a process has one trace function.
-    while _attached:
-        _attached.pop().leave(DONE)
-    _attached.append(RankPdb(console, set_state, quit_stops=quit_stops))
-    return _attached[0]
-
-
-def _greeting(barrier: _Barrier | None, rank: int, place: str, *, quit_stops: bool) -> str:
-    if barrier is None:
+def _greeting(size: int, rank: int, place: str, *, quit_stops: bool) -> str:
+    if size == 1:
         return f"stopped at {place}"
     quitting = "all ranks stop with an error" if quit_stops else "all ranks continue"
     return (
-        f"rank {rank} stopped at {place}; the other {barrier.size - 1} ranks of its group wait there\n"
+        f"rank {rank} stopped at {place}; the other {size - 1} ranks of its group wait there\n"
         f"c: all continue | q: {quitting} | release: the others continue while you step, as over a collective"
     )
 
@@ -176,10 +138,10 @@ class RankPdb(pdb.Pdb):
     it is left is known when a prompt ends, from the command that ended it.
     """
 
-    def __init__(self, console: Console, set_state: Callable[[str], None], *, quit_stops: bool) -> None:
+    def __init__(self, reader: TextIO, writer: TextIO, set_state: Callable[[str], None], *, quit_stops: bool) -> None:
         # Ctrl-C goes to the whole job, whose launcher ends it; pdb would make a prompt of it long after `c`.
-        super().__init__(stdin=console.reader, stdout=console.writer, nosigint=True)
-        self._console, self._set_state, self._quit_stops = console, set_state, quit_stops
+        super().__init__(stdin=reader, stdout=writer, nosigint=True)
+        self._streams, self._set_state, self._quit_stops = (writer, reader), set_state, quit_stops
         self._next_state = ""
         self._is_over = False
 
@@ -190,7 +152,7 @@ class RankPdb(pdb.Pdb):
         except (OSError, ValueError):  # the terminal or the connection is gone
             self.set_quit()
         except BaseException:
-            self._next_state = QUIT
+            self._next_state = barrier.QUIT
             raise
         finally:
             if self._next_state:
@@ -202,21 +164,22 @@ class RankPdb(pdb.Pdb):
         """Publish the state; with DONE and QUIT the console is closed, too."""
         if self._is_over:
             return
-        self._next_state, self._is_over = "", state != RELEASED
+        self._next_state, self._is_over = "", state != barrier.RELEASED
         self._set_state(state)
-        if self._is_over:
-            self._console.close()
+        for stream in self._streams if self._is_over else ():
+            with contextlib.suppress(OSError, ValueError):  # the other end may be gone
+                stream.close()
 
     def set_continue(self) -> None:
         """Go on; with breakpoints set the debugger stays, and the ranks have to run for it to come to one."""
         super().set_continue()
-        self._next_state = RELEASED if self.breaks else DONE
+        self._next_state = barrier.RELEASED if self.breaks else barrier.DONE
 
     def set_quit(self) -> None:
         """End the job, or only the debugger if that was asked for."""
         if self._quit_stops:
             super().set_quit()
-            self._next_state = QUIT
+            self._next_state = barrier.QUIT
         else:
             self.clear_all_breaks()
             self.set_continue()
@@ -224,14 +187,7 @@ class RankPdb(pdb.Pdb):
     def do_release(self, arg: str) -> None:
         """release
 
-        Let the other ranks go on and stay in the debugger: to step over a collective, which waits for them.
-        Their timeouts stay raised until the debugger is left.
+        Let the other ranks continue and stay in the debugger: to step over a collective, which waits for them.
         """
-        self._set_state(RELEASED)
+        self._set_state(barrier.RELEASED)
         self.message("the other ranks continue; their timeouts stay raised until you leave with c or q")
-
-    def do_run(self, arg: str) -> None:
-        """run: is not there, one rank cannot be started again."""
-        self.error(f"a single rank cannot be restarted{f' with {arg}' if arg else ''}")
-
-    do_restart = do_run

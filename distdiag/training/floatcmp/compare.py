@@ -9,17 +9,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distdiag.training.floatcmp.result import NO_REFERENCE, Comparison, Likeness, Mismatch, Nearness, Pair, likeness
-from distdiag.training.floatcmp.tally import Tally
+from distdiag.training.floatcmp.result import (
+    FAR,
+    NO_REFERENCE,
+    Comparison,
+    Likeness,
+    Mismatch,
+    Nearness,
+    Pair,
+    likeness,
+)
 from distdiag.training.floatcmp.ulp import (
+    Tally,
     as_integers,
     dtype_name,
     pieces,
     precision,
     round_to,
-    ulp_at,
     ulp_distance,
-    usual_size,
+    usual_ulp,
 )
 
 if TYPE_CHECKING:
@@ -39,27 +47,20 @@ def floatcmp(
 ) -> Comparison:
     """Compare tensors that should be equal: from two devices, two dtypes or two runs.
 
-    Differences are counted in ulp (units in the last place), element by element: adjacent values of a dtype are 1 ulp
-    apart, also across zero. 0.0 and -0.0 are 0 ulp apart. nan and nan count as equal, and are counted separately; nan
-    or an infinity against anything else is counted separately and is never part of a maximum. Integers and booleans are
-    compared exactly. Tensors of two dtypes are compared in the coarser dtype, to which the other is rounded; they are
-    never reported as identical.
+    Differences are counted in ulp: adjacent values of a dtype are 1 ulp apart, also across zero; 0.0 and -0.0 are 0 ulp
+    apart. nan against nan is equal; nan or an infinity against anything else is counted apart and in no maximum.
+    Integers and booleans are compared exactly. Of two dtypes the finer is rounded to the coarser; they are never
+    reported as identical.
 
-    Where a result is close to zero by cancellation, its own ulp is misleading: a sum of numbers near 1 that yields 1e-6
-    is accurate to about 1e-7 only. So in a tensor with values of both signs, small values are measured in their own ulp
-    or in the ulp of the tensor's usual size (the geometric mean), whichever makes the difference smaller
-    (`max_scaled_ulp`); `max_ulp` always uses their own. Values of one sign only (Adam's squares, probabilities), and
-    values that are 0 on one side only in many places, always use their own. See result.limits for what counts as
-    rounding.
-
-    The comparison runs on the CPU in chunks of 65536 values, copied from other devices chunk by chunk, on one thread of
-    torch.
+    A sum of numbers near 1 that yields 1e-6 by cancellation is accurate to about 1e-7 only. So in a tensor with values
+    of both signs, `max_scaled_ulp` measures small values in their own ulp or in that of the tensor's geometric mean,
+    whichever makes the difference smaller, unless many are 0 on one side only; `max_ulp` always uses their own. See
+    result.limits for what counts as rounding. It runs on one thread of the CPU in chunks of 65536 values.
 
     Args:
         a: a tensor of any shape, device and strides, an array, a number, or nested dicts and lists of them.
         b: the same. Names missing on one side, and tensors of different shapes, are part of the result.
-        reference: the correct values, of the same shape and a more precise dtype (float64). They are rounded correctly
-            to the dtype of the comparison.
+        reference: the correct values, of the same shape and a more precise dtype (float64).
         names: names of the two sides.
         worst: number of elements to keep per tensor.
 
@@ -77,15 +78,14 @@ def floatcmp(
 def compare_leaves(
     a: Mapping[str, object],
     b: Mapping[str, object],
-    truths: Mapping[str, object] | None,
+    truths: Mapping[str, object] | None = None,
     *,
     names: tuple[str, str],
     worst: int,
 ) -> Comparison:
     """Compare two results of `leaves`, as floatcmp does."""
     pairs: list[Pair] = []
-    only_a = [name for name in a if name not in b]
-    only_b = [name for name in b if name not in a]
+    only_a, only_b = [name for name in a if name not in b], [name for name in b if name not in a]
     values_differ: list[str] = []
     not_compared: list[str] = []
     with _one_thread():
@@ -129,26 +129,28 @@ def _one_thread() -> Iterator[None]:
 def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | None, worst: int) -> Pair:
     """Compare two tensors of one name. Raises NotComparable."""
     (a, notes), (b, more) = (_as_reals(tensor) for tensor in given)
-    unit = common_dtype(a.dtype, b.dtype)
+    unit, same_shape = common_dtype(a.dtype, b.dtype), a.shape == b.shape
+    unit_name = dtype_name(unit) if precision(unit) else ""
     notes = list(dict.fromkeys([*notes, *more]))
     truth = None
-    if truths is not None and precision(unit):
+    if truths is not None and unit_name:
         try:
             truth = _reference(name, truths, a.shape, unit)
         except NotComparable as why:
             notes.append(f"{NO_REFERENCE}: {why}")
     if a.dtype != b.dtype:
         notes.append(f"{dtype_name(a.dtype)} against {dtype_name(b.dtype)}: compared in {dtype_name(unit)}")
-    tally = Tally(unit, keep=worst, scale=lambda: _usual_ulp(a, b, unit))
-    nearness = _count((a, b), truth, tally, unit) if a.shape == b.shape else None
+    tally = Tally(unit, keep=worst, scale=lambda: usual_ulp((a, b), unit))
+    nearness = _count((a, b), truth, tally, unit) if same_shape else None
     if tally.flushed is not None:
         count, side = max(zip(tally.flushed, "ab", strict=True))
         notes.append(f"{count:,} values are 0 in {side} only: each is compared at its own size")
     counts = tally.counts()
-    unit_name = dtype_name(unit) if precision(unit) else ""
-    result = likeness(counts, unit_name, tally.max_scaled) if a.shape == b.shape else Likeness.DIFFERS
+    result = likeness(counts, unit_name, tally.max_scaled) if same_shape else Likeness.DIFFERS
     if result is Likeness.IDENTICAL and a.dtype != b.dtype and unit_name:
         result = Likeness.ROUNDING
+    places = ([tally.first] if tally.first < FAR else [], [at for _, at in tally.worst], tally.one_sided)
+    firsts, largest, one_sided = (tuple(_mismatch((a, b), unit, at) for at in group) for group in places)
     return Pair(
         key=name,
         likeness=result,
@@ -161,17 +163,12 @@ def _compare_tensors(name: str, given: Sides, truths: Mapping[str, object] | Non
         max_scaled_ulp=tally.max_scaled,
         max_abs=tally.max_abs,
         max_rel=tally.max_rel,
-        first=_mismatch((a, b), unit, tally.first) if tally.first is not None else None,
-        worst=tuple(_mismatch((a, b), unit, at) for _, at in tally.worst),
-        one_sided=tuple(_mismatch((a, b), unit, at) for at in tally.one_sided),
+        first=next(iter(firsts), None),
+        worst=largest,
+        one_sided=one_sided,
         nearness=nearness,
         notes=tuple(notes),
     )
-
-
-def _usual_ulp(a: torch.Tensor, b: torch.Tensor, unit: torch.dtype) -> float:
-    size = min(usual_size(a), usual_size(b))
-    return float(ulp_at(torch.tensor(size, dtype=torch.float64), unit)) if size else 0.0
 
 
 def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -205,16 +202,13 @@ def _reference(name: str, truths: Mapping[str, object], shape: torch.Size, unit:
 
 def _count(sides: Sides, truth: torch.Tensor | None, tally: Tally, unit: torch.dtype) -> Nearness | None:
     """Count all pairs of numbers in `tally`, and how near each side is to the reference, if there is one."""
-    if truth is None:
-        for at, (x, y) in pieces(sides):
-            tally.add(at, x, y)
-        return None
     of_a, of_b = Tally(unit, keep=0), Tally(unit, keep=0)
-    for at, (x, y, right) in pieces((*sides, truth)):
+    for at, (x, y, *right) in pieces((*sides, *([] if truth is None else [truth]))):
         tally.add(at, x, y)
-        of_a.add(at, x, right)
-        of_b.add(at, y, right)
-    return Nearness(a=of_a.counts(), b=of_b.counts())
+        for number in right:
+            of_a.add(at, x, number)
+            of_b.add(at, y, number)
+    return None if truth is None else Nearness(a=of_a.counts(), b=of_b.counts())
 
 
 def _mismatch(sides: Sides, unit: torch.dtype, at: int) -> Mismatch:
@@ -288,22 +282,20 @@ def as_tensor(value: object) -> torch.Tensor | None:
         return value
     if value is None or isinstance(value, (str, bytes, torch.dtype, torch.device, torch.layout)):
         return None
-    if isinstance(value, (bool, int, float, complex, list, tuple)):
-        items = value if isinstance(value, (list, tuple)) else [value]
-        dtype = torch.complex128 if isinstance(value, complex) else None
-        try:
-            return torch.tensor(value, dtype=torch.float64 if any(isinstance(item, float) for item in items) else dtype)
-        except (OverflowError, RuntimeError, ValueError, TypeError):
+    is_array = hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__")
+    if not is_array and not isinstance(value, (bool, int, float, complex, list, tuple)):
+        hint = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
+        raise NotComparable(f"{type(value).__name__}{hint}")
+    import numpy
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a read-only array is only read
+            return torch.as_tensor(value if is_array else numpy.asarray(value))
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:  # text, dates, objects, float128
+        if not is_array:
             return None
-    if hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__"):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a read-only array is only read
-                return torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError, BufferError) as error:  # text, dates, objects, float128
-            raise NotComparable(f"{type(value).__name__}: {str(error).splitlines()[0][:120]}") from error
-    hint = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
-    raise NotComparable(f"{type(value).__name__}{hint}")
+        raise NotComparable(f"{type(value).__name__}: {str(error).splitlines()[0][:120]}") from error
 
 
 def _as_reals(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:

@@ -31,10 +31,8 @@ class Likeness(StrEnum):
     NOT_COMPARED = "not-compared"
     DIFFERS = "differs"
 
-    @property
-    def rank(self) -> int:
-        """0 for the best."""
-        return list(Likeness).index(self)
+
+_RANK = list(Likeness).index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,14 @@ class Nearness:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two tensors of the same name; `key` is empty if tensors themselves were compared."""
+    """Two tensors of the same name; `key` is empty if tensors themselves were compared.
+
+    `unit`: the dtype whose ulps are counted, the coarser of the two; empty for integers, which are exact.
+    `max_scaled_ulp` is max_ulp with the ulp of the usual size for small numbers: see floatcmp. `max_abs` and `max_rel`
+    (relative to the larger of the two: 0 to 2) are of finite pairs. `first` is the first difference in the order of
+    memory of a contiguous tensor; `worst` has finite pairs, the largest distance first; `one_sided` the first places
+    with a nan or an infinity on one side only.
+    """
 
     key: str
     likeness: Likeness
@@ -106,20 +111,13 @@ class Pair:
     dtype_a: str
     dtype_b: str
     unit: str
-    """The dtype whose ulps are counted, the coarser of the two; empty for integers, which are exact."""
     counts: Counts
     max_scaled_ulp: int
-    """As max_ulp, but small numbers in which terms may have cancelled have the ulp of the usual size: see floatcmp."""
     max_abs: float
-    """Of finite pairs; a difference that float64 cannot hold counts as its largest number."""
     max_rel: float
-    """Of finite pairs, relative to the larger of the two: from 0 to 2."""
     first: Mismatch | None
-    """The first difference in the order of memory of a contiguous tensor."""
     worst: tuple[Mismatch, ...]
-    """Finite pairs, the largest distance in ulp first; of equal ones the first."""
     one_sided: tuple[Mismatch, ...]
-    """The first places with a nan or an infinity on one side only."""
     nearness: Nearness | None
     notes: tuple[str, ...]
 
@@ -133,26 +131,26 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The result of floatcmp. str() of it is for people; the fields are for programs, and hold no tensors."""
+    """The result of floatcmp. str() of it is for people; the fields are for programs, and hold no tensors.
+
+    `a`, `b`: names of the two sides; in the command's report, the files. `tensors`: how many both sides have; `pairs`
+    has them in the order of the first; in the command's report, the worst first and without those that are plainly
+    identical. `only_a`, `only_b`: names that the other side lacks, or has as another kind of value. `values_differ`:
+    names of text and other values that are not tensors. `not_compared`: names of values that floatcmp cannot compare,
+    each with the reason.
+    """
 
     a: str
     b: str
-    """Names of the two sides; in the command's report, the files."""
     reference: str = ""
     tensors: int
-    """How many both sides have."""
     identical: int
     numbers: int
     pairs: tuple[Pair, ...]
-    """The tensors that both sides have, in the order of the first; in the command's report, the worst first and
-    without those that are plainly identical."""
     only_a: tuple[str, ...]
-    """Names that the other side lacks, or has as another kind of value, which is added then."""
     only_b: tuple[str, ...]
     values_differ: tuple[str, ...]
-    """Names of text and other values that are not tensors and not equal."""
     not_compared: tuple[str, ...]
-    """Names of values that floatcmp cannot compare, each with the reason."""
 
     @property
     def likeness(self) -> Likeness:
@@ -160,14 +158,13 @@ class Comparison:
         if self.only_a or self.only_b:
             return Likeness.DIFFERS
         found = [pair.likeness for pair in self.pairs] + [Likeness.NOT_COMPARED] * bool(self.not_compared)
-        return max(found, key=lambda kind: kind.rank, default=Likeness.NOT_COMPARED)
+        return max(found, key=_RANK, default=Likeness.NOT_COMPARED)
 
     @property
     def worst_first(self) -> tuple[Pair, ...]:
         """The tensors, those that differ most first."""
-        return tuple(
-            sorted(self.pairs, key=lambda pair: (-pair.likeness.rank, -pair.counts.one_sided, -pair.max_scaled_ulp))
-        )
+        order = {id(pair): (_RANK(pair.likeness), pair.counts.one_sided, pair.max_scaled_ulp) for pair in self.pairs}
+        return tuple(sorted(self.pairs, key=lambda pair: order[id(pair)], reverse=True))
 
     def __str__(self) -> str:
         return "\n".join(describe(self, (self.a, self.b)))
@@ -176,16 +173,13 @@ class Comparison:
 def limits(unit: str) -> tuple[int, int]:
     """Return the distances in ulp up to which numbers of a dtype differ by rounding: of one function, of a long sum.
 
-    They are a convention, not a proof: the calculation is not known here.
+    They are a convention, not a proof. One function of float32 or float64: CUDA's own tables (CUDA C++ Programming
+    Guide, mathematical functions) and vector libraries of CPUs allow exp, log, sin and pow 1 to 4 ulp, so two sides are
+    up to 8 apart. In 16 bits it is calculated in float32 and rounded once: each side is within 1 ulp.
 
-    One function of float32 or float64: CUDA's own tables (CUDA C++ Programming Guide, mathematical functions) allow
-    exp, log, sin and pow 1 to 4 ulp, vector libraries of CPUs 1 to 4: two sides are up to 8 apart. In 16 bits it is
-    calculated in float32 and rounded once, so that each side is within 1 ulp.
-
-    A sum over n numbers, taken in two orders, differs by about sqrt(n) ulp, as rounding errors are a random walk
-    (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019; the worst case is n). 256 is
-    n = 65536, about the longest dot product of today's models. In 16 bits sums are kept in float32; what is left are
-    the partial sums of some tens of ranks or blocks, 8 = sqrt(64). 256 ulp of bfloat16 would be twice the number.
+    A sum over n numbers, taken in two orders, differs by about sqrt(n) ulp, a random walk (Higham and Mary, "A new
+    approach to probabilistic rounding error analysis", 2019). 256 is n = 65536, about the longest dot product of
+    today's models. In 16 bits sums are kept in float32; left are partial sums of some tens of ranks, 8 = sqrt(64).
     """
     if unit in ("float64", "float32"):
         return 8, 256
@@ -225,38 +219,36 @@ def describe(found: Comparison, names: tuple[str, str]) -> Iterator[str]:
     """Format it as lines: the verdict, the worst tensors, values without a counterpart, and the worst in full."""
     unlike = [pair for pair in found.worst_first if pair.likeness != Likeness.IDENTICAL]
     shown = unlike[:_TENSORS] or [pair for pair in found.pairs if pair.nearness][:1]
-    if found.tensors == 1 and found.pairs[0].likeness == found.likeness:
-        yield f"{names[0]} and {names[1]}: {verdict(found.pairs[0])}"
-        shown = list(found.pairs)
-    else:
-        yield f"{names[0]} and {names[1]}: {_overall(found)}"
-        yield from (f"  {pair.key}: {verdict(pair)}" for pair in shown)
+    is_one = found.tensors == 1 and found.pairs[0].likeness == found.likeness
+    shown = list(found.pairs) if is_one else shown
+    yield f"{names[0]} and {names[1]}: {verdict(shown[0]) if is_one else _overall(found)}"
+    yield from (f"  {pair.key}: {verdict(pair)}" for pair in shown if not is_one)
     if len(unlike) > len(shown):
         yield f"  ... and {len(unlike) - len(shown)} more that differ"
-    titles = (f"only in {names[0]}", f"only in {names[1]}", "non-tensor values that differ", "not compared")
-    for title, listed in zip(
-        titles, (found.only_a, found.only_b, found.values_differ, found.not_compared), strict=True
+    for title, listed in (
+        (f"only in {names[0]}", found.only_a),
+        (f"only in {names[1]}", found.only_b),
+        ("non-tensor values that differ", found.values_differ),
+        ("not compared", found.not_compared),
     ):
         if listed:
             yield f"  {title}: {shorten(listed)}"
-    if shown:
-        if found.tensors > 1:
-            yield f"{shown[0].key} in full:"
-        yield from details(shown[0], names)
+    if shown and found.tensors > 1:
+        yield f"{shown[0].key} in full:"
+    yield from (line for pair in shown[:1] for line in details(pair, names))
 
 
 def _overall(found: Comparison) -> str:
     """Format the number of tensors of each kind, in one line."""
-    kinds = [pair.likeness for pair in found.pairs if pair.likeness != Likeness.IDENTICAL]
+    kinds = [pair.likeness for pair in found.pairs]
     words = {
         Likeness.DIFFERS: "differ beyond rounding",
         Likeness.LONG_SUM: "differ as long sums do",
         Likeness.ROUNDING: "are equal within rounding",
+        Likeness.IDENTICAL: "are identical",
     }
-    counted = [f"{kinds.count(kind)} {text}" for kind, text in words.items() if kind in kinds]
-    if found.identical:
-        counted.append(f"{found.identical} are identical")
-    return f"of {found.tensors:,} tensors, {', '.join(counted)}" if counted else "no tensors in common"
+    counted = ", ".join(f"{kinds.count(kind)} {text}" for kind, text in words.items() if kind in kinds)
+    return f"of {found.tensors:,} tensors, {counted}" if counted else "no tensors in common"
 
 
 def shorten(names: Sequence[str]) -> str:

@@ -14,10 +14,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distdiag.training.overflow import extrema, nested
+from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.frames import NEAR, Reading
 from distdiag.training.overflow.replay import COLLECTIVES
-from distdiag.training.overflow.report import BACKWARD, BETWEEN, GIVEN, HERE, LOSS, WEIGHTS, Became, Found, Place
+from distdiag.training.overflow.report import (
+    BACKWARD,
+    BETWEEN,
+    GIVEN,
+    HERE,
+    LOSS,
+    WEIGHTS,
+    Became,
+    Detection,
+    Found,
+    Place,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +94,7 @@ class Origins(TorchDispatchMode):
         return made
 
     def _keep(self, operation: str, given: _Given, made: object, args: Sequence[Any]) -> None:
-        for tensor, least, greatest in extrema.pairs(tensor for _, tensor in nested.tensors(made, "")):
+        for tensor, least, greatest in extrema.pairs(tensor for _, tensor in modules.tensors(made, "")):
             if not extrema.is_bad(least, greatest):
                 continue
             known = next((self._made[bad] for bad in given.bad if bad in self._made), None)
@@ -108,12 +119,12 @@ class _Given:
     """The inputs of an operation."""
 
     def __init__(self, values: object) -> None:
-        read = extrema.pairs(tensor for _, tensor in nested.tensors(values, ""))
+        read = extrema.pairs(tensor for _, tensor in modules.tensors(values, ""))
         floats = [least for tensor, least, _ in read if tensor.dtype.is_floating_point]
         self.bad = [tensor for tensor, least, greatest in read if extrema.is_bad(least, greatest)]
         self.least = floats[0] if len(floats) == 1 and math.isfinite(floats[0]) else None
         self._is_any = bool(read)
-        leaves = (leaf for _, leaf in nested.leaves(values, ""))
+        leaves = (leaf for _, leaf in modules.leaves(values, ""))
         self._has_bad = bool(self.bad) or any(least in _LEAST for least in floats)
         self._has_bad |= any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
 
@@ -153,7 +164,7 @@ def from_frames(
     place, made_by = line.frame.place, frame.place
     tally = _tally(line)
     became = None if line is bad else Became(*bad.frame.place, bad.label, _bad_kinds(bad))
-    return Found(
+    detection = Detection(
         "",
         *when,
         module=place.module,
@@ -170,8 +181,8 @@ def from_frames(
         fix=_fix(origin, maker, line, made_by),
         tally=tally,
         number=max(line.frame.number, 0),
-        frames=tuple(frames),
     )
+    return Found(detection, tuple(frames))
 
 
 def except_for_masks(masks: Sequence[Line], origins: Origins) -> str:

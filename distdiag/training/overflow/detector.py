@@ -17,16 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
-from distdiag.training.overflow import extrema, modules, nested, ranks
+from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.advice import Advice
-from distdiag.training.overflow.calls import Callers, Pending
+from distdiag.training.overflow.calls import Callers
 from distdiag.training.overflow.cause import diverges
 from distdiag.training.overflow.frames import TracedBatches
 from distdiag.training.overflow.gradients import NO_GRADIENTS, GradientReader, listen, stop
-from distdiag.training.overflow.judge import Forward, Judge, Seen, losses_of, outputs_of
+from distdiag.training.overflow.judge import Forward, Judge, Pending, Seen, losses_of, outputs_of
 from distdiag.training.overflow.lost_updates import LostUpdates
 from distdiag.training.overflow.modules import Hook
-from distdiag.training.overflow.replay import Call, State, Terms
+from distdiag.training.overflow.replay import Call, State
 from distdiag.training.overflow.report import (
     BACKWARD,
     LOSS,
@@ -142,8 +142,8 @@ class DebugUnderflowOverflow:
         self._compiled = getattr(self._root, "_compiled_call_impl", None)
         self._is_compiled = self._root is not self._model or self._compiled is not None
         self._full = self._judge.recorder(exact=False) if mode == "full" and not self._is_compiled else None
-        if mode == "full" and self._is_compiled:
-            self._output.note("a compiled model has no frames to read: using mode='step'")
+        if self._is_compiled and (mode == "full" or trace_batch_nums):
+            self._output.note("a compiled model has no frames to read: only its outputs are checked")
         self._gradients = GradientReader(self._model, each=gradients == "each")
         self._checks_gradients = gradients != "off"
         self._advice = Advice(self._model, reads_frames=not self._is_compiled)
@@ -227,7 +227,7 @@ class DebugUnderflowOverflow:
             self._recent += [loss.output.extrema[1] for loss in losses if loss.tensor.dim() == 0]
             if self._pending.is_alone:
                 last = self._pending.last
-                found = self._judge.alone(Seen([], last, losses, NO_GRADIENTS, last.when))
+                found = self._judge.alone(Seen(last.when, last, losses=losses))
             else:
                 self._pending.add_losses(losses)
         self._settle(found)
@@ -246,10 +246,10 @@ class DebugUnderflowOverflow:
         self._skipped = self._skipped + 1 if skips else 0
         if self._skipped and self._skipped % _MOST_SKIPPED == 0:
             with self._harmless(), torch.no_grad():
-                found = self._judge.alone(self._pending.take(self._gradients.now(), self._when_pending()))
+                found = self._judge.alone(self._pending.take(self._when_pending(), self._gradients.now()))
                 if found is not None:
                     hint = f"The GradScaler skipped {self._skipped} steps in a row."
-                    found = replace(found, hints=(*found.hints, hint))
+                    found = found.but(hints=(*found.detection.hints, hint))
         self._settle(found)
 
     def _attach(self) -> None:
@@ -330,9 +330,9 @@ class DebugUnderflowOverflow:
                 found, warning = self._judge.inference(forward)
                 self._warn(warning)
             elif group is None:
-                found = self._judge.alone(Seen([forward], forward, [], NO_GRADIENTS, forward.when))
+                found = self._judge.alone(Seen(forward.when, forward, [forward]))
             elif self._pending.wait(forward, group, any_step=self.counts.steps > 0):
-                found = self._judge.alone(self._pending.take(NO_GRADIENTS, self._when_pending()))
+                found = self._judge.alone(self._pending.take(self._when_pending()))
         self._settle(found)
         self._maybe_abort("forward", self.counts.batches)
 
@@ -365,11 +365,9 @@ class DebugUnderflowOverflow:
         return Forward(when, call, outputs, found=self._judge.of_recorder(recorder, when))
 
     def _seen_by_outputs(self, when: When, call: Call, output: object) -> Forward:
-        if not self._traced.end(output) and self.batch in self._traced and self._is_compiled:
-            with self._callers.alone() as crowded:
-                self._traced.again(call, self.batch, Terms(is_shared=self._sharing.is_shared), crowded)
+        self._traced.end(output)
         outputs = outputs_of(output)
-        if not outputs and next(nested.tensors(output, ""), None) is None:
+        if not outputs and next(modules.tensors(output, ""), None) is None:
             self.counts.unread, self.counts.kind = self.counts.unread + 1, type(output).__name__
         return Forward(when, call, outputs)
 
@@ -389,7 +387,7 @@ class DebugUnderflowOverflow:
             made = self._gradients.start(optimizer) if checks else NO_GRADIENTS
             self._pending.begin_step(optimizer)
             group = self._pending.group
-            seen = self._pending.take(made, self._when_pending())
+            seen = self._pending.take(self._when_pending(), made)
             found = self._judge.alone(seen) if group is None else self._judge.together(seen, group)
             if found is None and not self._is_off:
                 for warning in self._advice.before_step(made.now, self.counts.steps):
@@ -415,7 +413,7 @@ class DebugUnderflowOverflow:
         found = None
         with self._harmless(), torch.no_grad():
             if self._pending.forwards or self._pending.losses:
-                found = self._judge.alone(self._pending.take(NO_GRADIENTS, self._when_pending()))
+                found = self._judge.alone(self._pending.take(self._when_pending()))
         self._settle(found, at_end=at_end)
 
     def _when(self, batch: int) -> When:
@@ -446,19 +444,19 @@ class DebugUnderflowOverflow:
         if found is None:
             return
         self.counts.found += 1
-        rank = own_rank()
-        if found.rank is None and rank is not None:
-            found = replace(found, rank=rank, host=host_name())
-        self.counts.began += found.rank == rank or rank in found.other_ranks
-        if found.origin in (WEIGHTS, LOSS, BACKWARD):
-            found = replace(found, hints=(*found.hints, *diverges(extrema.fetch(list(self._recent)))))
-        found = replace(found, sentence=found.as_sentence())
+        rank, told = own_rank(), found.detection
+        if told.rank is None and rank is not None:
+            told = replace(told, rank=rank, host=host_name())
+        self.counts.began += told.rank == rank or rank in told.other_ranks
+        if told.origin in (WEIGHTS, LOSS, BACKWARD):
+            told = replace(told, hints=(*told.hints, *diverges(extrema.fetch(list(self._recent)))))
+        told = replace(told, sentence=told.as_sentence())
         if self.counts.found == 1 or self._on_detect == "raise":
-            self._output.detection(found, show=found.rank == rank)
+            self._output.detection(found._replace(detection=told), show=told.rank == rank)
         if callable(self._on_detect):
-            self._on_detect(found)
-        elif self._on_detect == "raise" and not at_end and found.batch >= self._traced.last:
-            raise OverflowDetected(found, self._by)
+            self._on_detect(told)
+        elif self._on_detect == "raise" and not at_end and told.batch >= self._traced.last:
+            raise OverflowDetected(told, self._by)
 
     def _warn(self, what: str) -> None:
         if what:

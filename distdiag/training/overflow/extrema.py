@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from distdiag.training.overflow.report import Tally
+from distdiag.training.overflow.report import Tally, is_one_of_many
+from distdiag.training.printflock import printflock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,6 +23,8 @@ _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _COMPLEX = {torch.complex128, torch.complex64, torch.complex32}
 _WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 _PIECE = 1 << 24
+replaying: set[int] = set()
+"""The threads in which a forward is run again."""
 
 
 def readable(tensor: Tensor) -> Tensor | str:
@@ -187,3 +191,28 @@ def tally(tensor: Tensor) -> Tally | None:
 def limit(dtype: torch.dtype) -> float:
     """Return the largest number of a floating-point dtype; infinity for other dtypes."""
     return float(torch.finfo(dtype).max) if dtype.is_floating_point else math.inf
+
+
+def detect_overflow(var: torch.Tensor, ctx: str) -> bool:
+    """Return whether a tensor contains nan or inf; if so, print what and where: `after layer_norm has infs`.
+
+    Args:
+        var: a tensor of any shape, dtype and layout; a tensor without values (meta, empty) counts as finite.
+        ctx: name of the tensor in the printed line.
+    """
+    with torch.no_grad():
+        found = start(var.detach())
+        if isinstance(found, str) or not any_bad(fetch(found[1])):
+            return False
+        if get_ident() in replaying:  # printed when this forward ran for the script
+            return True
+        counts = tally(var.detach())
+    lines = [f"{ctx} has nans or infs"]
+    if counts is not None:
+        bad = counts.inf + counts.minus_inf
+        lines = [f"{ctx} has {kind}" for kind, count in (("nans", counts.nan), ("infs", bad)) if count]
+        at, shape = (", ".join(map(str, numbers)) for numbers in (counts.first or (), counts.shape))
+        size = f"{counts.nan + bad:,} of {counts.of:,} bad"
+        lines.append(f"{ctx}: {counts.dtype} of shape [{shape}], {size}, the first at [{at}]")
+    printflock("\n".join(lines), prefix=is_one_of_many())
+    return True

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import glob
+import json
+import logging
 import os
+import re
 import sys
+import time
+import traceback
 import weakref
 
 import torch
@@ -15,16 +21,19 @@ from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
 from distdiag.training.overflow.modules import detector_of, within_ddp
-from distdiag.training.overflow.quiet_end import end_quietly
-from distdiag.training.overflow.report import WatchedProcess
+from distdiag.training.overflow.report import Aborted, OverflowDetected, WatchedProcess, is_of_script
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from distdiag.training.overflow.session import Settings
 
 
 _MOST = 64
 """Models to watch; a script with more makes them anew for each batch."""
+_TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
+_OTHER_FAILURE = re.compile(r"failed \(exitcode: (?!1\))")
 
 
 class Finder:
@@ -53,7 +62,7 @@ class Finder:
         nn.Module.__call__ = call_and_look  # type: ignore[method-assign]
         atexit.register(self._end)
         if self._settings.quiet:
-            end_quietly(self._settings.folder)
+            _end_quietly(self._settings.folder)
 
     def meet(self, module: nn.Module) -> None:
         """Watch a model that is called, unless it is watched already or has no parameters."""
@@ -119,3 +128,60 @@ class Finder:
             self._process.write(self._settings.folder)
         except OSError as error:  # the job is what matters
             sys.stderr.write(f"distdiag: cannot write to {self._settings.folder}: {error.strerror}\n")
+
+
+def _end_quietly(folder: str) -> None:
+    """Report how this process was stopped in one line; `folder` has the records of the ranks."""
+    previous = sys.excepthook
+    began = time.time() - 1  # a clock of files may be coarse
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, (OverflowDetected, Aborted)):
+            sys.stderr.write(f"distdiag overflow: {_line(error, trace)}\n")
+        elif not (_is_of_torchrun(error) and _are_stopped(folder, began)):
+            previous(kind, error, trace)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return bool(_OTHER_FAILURE.search(record.getMessage())) or not _are_stopped(folder, began)
+
+    sys.excepthook = hook
+    logging.getLogger(_TORCHRUN_LOGGER).addFilter(is_other)
+
+
+def _line(error: OverflowDetected | Aborted, trace: TracebackType | None) -> str:
+    where = _place_of(trace)
+    at = f"stopped at {where}" if where else "stopped"
+    if isinstance(error, Aborted):
+        return f"{at}: --abort-after"
+    rank = error.detection.rank
+    return f"{at}: nan or inf detected" + ("" if rank in (None, own_rank()) else f" on rank {rank}")
+
+
+def _is_of_torchrun(error: BaseException) -> bool:
+    """Return whether torchrun reports nothing but ranks that were stopped."""
+    failures = getattr(error, "failures", None)
+    if type(error).__name__ != "ChildFailedError" or not isinstance(failures, dict):
+        return False
+    return all(failure.exitcode in (1, -15) for failure in failures.values())
+
+
+def _are_stopped(folder: str, began: float) -> bool:
+    """Return whether the detector has stopped a rank."""
+    for path in glob.glob(os.path.join(glob.escape(folder), "watched-*")):
+        try:
+            if os.path.getmtime(path) < began:
+                continue
+            with open(path, encoding="utf-8") as file:
+                if any(model["found"] or model["aborted"] for model in json.load(file)["models"]):
+                    return True
+        except (OSError, ValueError, KeyError):
+            continue
+    return False
+
+
+def _place_of(trace: TracebackType | None) -> str:
+    """Name the innermost line of the script that an error came through: "train.py:13, in step"; empty if none is."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        if is_of_script(frame.filename):
+            return f"{frame.filename}:{frame.lineno}" + (f", in {frame.name}" if frame.name != "<module>" else "")
+    return ""

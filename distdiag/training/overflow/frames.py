@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distdiag.training.overflow import extrema, nested
+from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.modules import Hook, kind_of, named
 from distdiag.training.overflow.report import MODEL, Place, ReportWriter, finite_or_text
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
-
-    from distdiag.training.overflow.replay import Call, Terms
 
 
 _NOTHING = contextlib.nullcontext()
@@ -291,7 +289,7 @@ class Recorder:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 self._read(frame, "buffer", name, buffer, self._weights)
-        for label, value in nested.inputs(args, kwargs):
+        for label, value in modules.inputs(args, kwargs):
             self._read(frame, "input", label, value, self._seen)
         if self.exact:
             self._fetch()
@@ -303,7 +301,7 @@ class Recorder:
         while self._stack[-1].name != name and len(self._stack) > 1:  # a call that was left by an exception
             self._stack.pop()
         frame = self._stack.pop()
-        for label, value in nested.leaves(output, "output"):
+        for label, value in modules.leaves(output, "output"):
             self._read(frame, "output", label, value, self._seen)
         frame.number = self._count
         self._count += 1
@@ -414,29 +412,22 @@ class TracedBatches:
 
     def begin(self, batch: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Begin a forward of this batch."""
-        self._recorder = self._new(batch)
+
+        def show(frame: Frame) -> None:
+            self._output.frames(batch, [frame])
+
+        self._recorder = Recorder(self._model, 1, ("*",), exact=True, on_frame=show)
         self._recorder.attach()
         self._recorder.begin(args, kwargs)
 
-    def end(self, output: object) -> bool:
-        """End it; False if none was begun."""
-        if self._recorder is None:
-            return False
-        self._recorder.end(output)
+    def end(self, output: object) -> None:
+        """End it."""
+        if self._recorder is not None:
+            self._recorder.end(output)
         self.stop()
-        return True
 
     def stop(self) -> None:
         """Remove the hooks, also where the forward was left by an exception."""
         if self._recorder is not None:
             self._recorder.detach()
             self._recorder = None
-
-    def again(self, call: Call, batch: int, terms: Terms, why: str) -> None:
-        """Print the frames of a compiled model, by replaying it uncompiled; `why`: the reason not to."""
-        why = why or call.again(self._new(batch), terms)
-        if why:
-            self._output.note(f"batch {batch} cannot be traced: {why}")
-
-    def _new(self, batch: int) -> Recorder:
-        return Recorder(self._model, 1, ("*",), exact=True, on_frame=lambda frame: self._output.frames(batch, [frame]))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
-from distdiag.training.overflow import extrema, nested, ranks
+from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.cause import Origins, except_for_masks, fix_of_origin, from_frames, how
 from distdiag.training.overflow.frames import Recorder
+from distdiag.training.overflow.gradients import NO_GRADIENTS, StepGradients
 from distdiag.training.overflow.modules import kind_of, named
-from distdiag.training.overflow.quiet_end import is_of_script
 from distdiag.training.overflow.replay import Terms
-from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, WEIGHTS, Found, Place
+from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, WEIGHTS, Detection, Found, Place, is_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from distdiag.training.overflow.gradients import Gradient, StepGradients
+    from distdiag.training.overflow.gradients import Gradient
     from distdiag.training.overflow.replay import Call
     from distdiag.training.overflow.report import When
 
@@ -33,6 +36,12 @@ if TYPE_CHECKING:
 _FIRST = 1_000_000
 """The weight of the first forward since the last step; one less for each later one."""
 _IN_LOSS, _IN_GRADIENTS = 2, 1
+_MOST = 16
+"""Forwards that wait for a step of the optimizer; then they are judged without one."""
+_FEW = 4
+"""The same where the process has no optimizer."""
+_MOST_BYTES = 1 << 30
+"""Inputs kept for replays of waiting forwards; those of later forwards are not."""
 _NOT_EACH = "With gradients='each' the first bad gradient is named, before clipping spreads it."
 _OPERATIONS = 8
 _INSTEAD = {"log": "Where it is of a softmax: log_softmax."}
@@ -80,18 +89,17 @@ class Loss(NamedTuple):
     hints: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """All since the last judgement; `last` is the last forward, which may have been judged before.
 
     `since_step`: forwards since the last optimizer step, of which only the last can be replayed.
     """
 
-    forwards: Sequence[Forward]
-    last: Forward | None
-    losses: Sequence[Loss]
-    gradients: StepGradients
     when: When
+    last: Forward | None
+    forwards: Sequence[Forward] = ()
+    losses: Sequence[Loss] = ()
+    gradients: StepGradients = NO_GRADIENTS
     since_step: int = 1
 
     def weighted(self) -> list[tuple[Tensor, int]]:
@@ -104,6 +112,64 @@ class Seen:
         ]
         found += [(value, _IN_LOSS) for loss in self.losses for value in loss.output.extrema]
         return found + [(value, _IN_GRADIENTS) for gradient in self.gradients.now for value in gradient.extrema]
+
+
+class Pending:
+    """Since the last judgement. `last`: the last forward with gradients, until a step has changed the weights.
+
+    `since_step` counts these. `is_alone`: the last forward was judged at once. `group`: the ranks that this one steps
+    with, as its last forward with others showed.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: list[Forward] = []
+        self.losses: list[Loss] = []
+        self.last: Forward | None = None
+        self.since_step = 0
+        self.is_alone = True
+        self.group: Any = None
+        self._stepped: set[int] = set()
+        """Optimizers that have made a step since that forward."""
+        self._most = _MOST
+
+    def wait(self, forward: Forward, group: Any, *, any_step: bool) -> bool:  # noqa: ANN401
+        """Keep a forward until the step at which all ranks of the group meet; True if too many wait.
+
+        Those are judged by this rank alone: the others may have made another number of them.
+        """
+        self.group, self._stepped = group, set()
+        self.forwards.append(forward)
+        kept = [forward.call for forward in self.forwards if forward.call is not None]
+        if kept and sum(call.kept_bytes for call in kept) > _MOST_BYTES:
+            kept[-1].forget()
+        if len(self.forwards) == _FEW and not any_step:
+            self._most = _MOST if _has_optimizer() else _FEW
+        return len(self.forwards) >= self._most
+
+    def add_losses(self, losses: list[Loss]) -> None:
+        """Keep losses for the step."""
+        self.losses = [*self.losses[1 - _MOST :], *losses]
+
+    def begin_step(self, optimizer: object) -> None:
+        """Leave the group where an optimizer steps again without a forward with others: the step may be this rank's."""
+        if id(optimizer) in self._stepped:
+            self.group = None
+        self._stepped.add(id(optimizer))
+
+    def end_step(self) -> None:
+        """Note that the weights have changed."""
+        self.last, self.since_step = None, 0
+
+    def take(self, when: When, gradients: StepGradients = NO_GRADIENTS) -> Seen:
+        """Return all that is not judged yet."""
+        seen = Seen(when, self.last, self.forwards, self.losses, gradients, self.since_step)
+        self.forwards, self.losses = [], []
+        return seen
+
+
+def _has_optimizer() -> bool:
+    """Return whether an optimizer exists that may make a step; takes about 30 ms."""
+    return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
 
 
 class Replayed(NamedTuple):
@@ -170,7 +236,7 @@ class Judge:
         if why:
             unknown = "it is unknown whether it is intended, as in masks: the forward cannot be replayed"
             return f"{where.format(labels[0])}: {unknown} ({why})."
-        for label, tensor in nested.tensors(recorder.output, "output"):
+        for label, tensor in modules.tensors(recorder.output, "output"):
             maker = origins.maker_of(tensor) if label in labels else None
             if maker is not None:
                 text = f"{where.format(label)} is not a mask: {how(maker)} produced it from finite values."
@@ -186,7 +252,7 @@ class Judge:
         bad = [_FIRST - number for number, forward in enumerate(seen.forwards) if self._is_bad(forward)]
         found = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
         mine = max(bad, default=0)
-        mine = mine or (0 if found is None else _IN_LOSS if found.origin == LOSS else _IN_GRADIENTS)
+        mine = mine or (0 if found is None else _IN_LOSS if found.detection.origin == LOSS else _IN_GRADIENTS)
         (worst,) = ranks.greatest([mine], group)
         if not worst:
             return None
@@ -241,15 +307,15 @@ class Judge:
         hint = f"The forward cannot be replayed ({replayed.why})" if replayed.why else finite
         return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) finds the module.")
 
-    def _unless_in_forward(self, detection: Found | None, seen: Seen, replayed: Replayed) -> Found | None:
+    def _unless_in_forward(self, found: Found | None, seen: Seen, replayed: Replayed) -> Found | None:
         """Describe a bad loss or gradient, or where in the forward it began."""
+        is_loss = found is not None and found.detection.origin == LOSS
         if replayed.found is not None:
-            after = "loss does" if detection is not None and detection.origin == LOSS else "gradients do"
-            hint = f"No output of the model contains it, but the {after}."
-            return replace(replayed.found, hints=(*replayed.found.hints, hint))
-        assert detection is not None
-        describe = _of_loss if detection.origin == LOSS else _of_backward
-        return replace(detection, why=describe(seen.since_step, replayed, detection.number == 0))
+            hint = f"No output of the model contains it, but the {'loss does' if is_loss else 'gradients do'}."
+            return replayed.found.but(hints=(*replayed.found.detection.hints, hint))
+        assert found is not None
+        describe = _of_loss if is_loss else _of_backward
+        return found.but(why=describe(seen.since_step, replayed, found.detection.number == 0))
 
     def _is_bad(self, forward: Forward) -> bool:
         return forward.found is not None or any(self._is_bad_output(output) for output in forward.outputs)
@@ -277,7 +343,7 @@ class Judge:
         kind = next((kind_of(module) for module, other in named(self.model).items() if other == name), "")
         hint = hint if self.each else f"{hint} {_NOT_EACH}"
         found = self._bare(when, f"{weight}.grad", BACKWARD, hint, tensor=first.tensor, place=Place(name, kind))
-        return replace(found, number=int(not early))
+        return found.but(number=int(not early))
 
     def _bare(
         self,
@@ -290,29 +356,40 @@ class Judge:
     ) -> Found:
         """Make a detection without frames; in the model itself, unless a `place` is known."""
         module, kind = place or Place("", kind_of(self.model))
-        where = Found("", *when, module=module, module_class=kind, tensor=label, origin=origin, hints=hints)
         tally = None if tensor is None else extrema.tally(tensor)
-        what = tally.kinds if tally else ""
-        return replace(where, made_by=module, made_by_class=kind, tally=tally, what=what, fix=fix_of_origin(origin))
+        detection = Detection(
+            "",
+            *when,
+            module=module,
+            module_class=kind,
+            tensor=label,
+            origin=origin,
+            made_by=module,
+            made_by_class=kind,
+            what=tally.kinds if tally else "",
+            hints=hints,
+            fix=fix_of_origin(origin),
+            tally=tally,
+        )
+        return Found(detection)
 
 
 def _first_of(mine: Found | None, group: Any, *, replicas: bool) -> Found | None:  # noqa: ANN401
     """Choose the earliest detection of all ranks; of equals the lowest rank's. `replicas`: all have equal weights."""
     rank = own_rank()
-    answers = ranks.gather(None if mine is None else replace(mine, rank=rank, host=host_name(), frames=()), group)
-    found: list[Found] = [answer for answer in answers if answer is not None]
+    answers = ranks.gather(None if mine is None else replace(mine.detection, rank=rank, host=host_name()), group)
+    found: list[Detection] = [answer for answer in answers if answer is not None]
     if not found:
         return None
     first = min(found, key=lambda each: (_ORDER.get(each.origin, 0), each.number, each.rank))
     alike = [each for each in found if _ORDER.get(each.origin) == _ORDER.get(first.origin) and each is not first]
     others = tuple(sorted(each.rank for each in alike if each.rank is not None))
-    frames = mine.frames if mine is not None and first.rank == rank else ()
     if replicas and first.origin == WEIGHTS and len(alike) + 1 < len(answers):
         hint = (
             f"The same weights are finite on {len(answers) - len(alike) - 1} of {len(answers)} ranks: replicas differ."
         )
         first = replace(first, hints=(*first.hints, hint), fix=_TEST_DEVICE)
-    return replace(first, other_ranks=others, frames=frames)
+    return Found(replace(first, other_ranks=others), mine.frames if mine is not None and first.rank == rank else ())
 
 
 def _finite(forwards: int, masked: str) -> str:
@@ -343,7 +420,7 @@ def _of_backward(forwards: int, replayed: Replayed, is_first: bool) -> str:
 def losses_of(tensors: object, when: When) -> list[Loss]:
     """Start to read the tensors that backward is called on; note the line of the call and the last operations."""
     losses = []
-    for label, tensor in nested.tensors(tensors, "loss"):
+    for label, tensor in modules.tensors(tensors, "loss"):
         found = extrema.start(tensor.detach())
         if not isinstance(found, str):
             hints = (*_place_of_call(), *_calculation(tensor))
@@ -374,7 +451,7 @@ def _calculation(tensor: Tensor) -> list[str]:
 
 def outputs_of(value: object) -> tuple[ModelOutput, ...]:
     """Start to read the outputs of a model."""
-    found = ((label, extrema.start(tensor)) for label, tensor in nested.tensors(value, "output"))
+    found = ((label, extrema.start(tensor)) for label, tensor in modules.tensors(value, "output"))
     return tuple(ModelOutput(label, pair[1]) for label, pair in found if not isinstance(pair, str))
 
 

@@ -1,15 +1,23 @@
-"""The modules of a model: within wrappers, by the names the user gave them; and hooks that copies do not inherit."""
+"""The modules of a model, by the names the user gave them, and the tensors within the values that they work with."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
-from typing import TYPE_CHECKING
+from collections import UserDict
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.nn import Module
 
@@ -95,3 +103,113 @@ class Hook:
     def __reduce__(self) -> tuple[object, ...]:
         # Of the standard library, so that a file can be read where there is no distdiag; it takes anything.
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+_DEEPEST = 16
+_MOST = 4096
+"""Of one value: whatever has more parts is data, and not what a model works with."""
+
+
+def leaves(value: object, label: str) -> Iterator[tuple[str, object]]:
+    """List what is no container, by the path that leads there: `output['x'][0]`, `output.hidden`.
+
+    Tuples, lists, dicts (a ModelOutput of transformers is one) and dataclasses are opened, 16 levels deep; any other
+    object with attributes only if it is the value itself: within another it may be a cache of all there ever was.
+    """
+    if isinstance(value, Tensor):
+        yield label, value
+        return
+    left = [_MOST]
+    if _inside(value) is None and _is_object(value):
+        for name, part in list(vars(value).items()):
+            yield from _opened(part, f"{label}.{name}", 1, left)
+        return
+    yield from _opened(value, label, 0, left)
+
+
+def _opened(value: object, label: str, depth: int, left: list[int]) -> Iterator[tuple[str, object]]:
+    inner = _inside(value) if depth < _DEEPEST else None
+    if inner is None:
+        left[0] -= 1
+        yield label, value
+        return
+    for step, part in inner:
+        if left[0] <= 0:
+            return
+        yield from _opened(part, label + step, depth + 1, left)
+
+
+def _inside(value: object) -> Iterator[tuple[str, object]] | None:
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, (dict, UserDict)):  # another mapping may read a file for each of its values
+        return ((f"[{key!r}]", part) for key, part in value.items())
+    if isinstance(value, (tuple, list)):
+        return ((f"[{number}]", part) for number, part in enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return ((f".{name}", vars(value)[name]) for name in _held(value))
+    return None
+
+
+def _is_object(value: object) -> bool:
+    return bool(getattr(value, "__dict__", None)) and not callable(value) and not isinstance(value, ModuleType)
+
+
+def _held(value: object) -> list[str]:
+    """Name the fields of a dataclass that are plain attributes; others are code, and may do anything."""
+    return [field.name for field in fields(value) if field.name in getattr(value, "__dict__", {})]  # type: ignore[arg-type]
+
+
+def inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """List the arguments of a call: `input[0]`, `input['mask']`. Of keywords only tensors: the rest are settings."""
+    for number, value in enumerate(args):
+        yield from leaves(value, f"input[{number}]")
+    for name, value in kwargs.items():
+        for label, leaf in leaves(value, f"input[{name!r}]"):
+            if isinstance(leaf, Tensor):
+                yield label, leaf
+
+
+def tensors(value: object, label: str) -> Iterator[tuple[str, Tensor]]:
+    """List the tensors of a value by their paths."""
+    for path, leaf in leaves(value, label):
+        if isinstance(leaf, Tensor):
+            yield path, leaf
+
+
+_PLAIN = (str, bytes, int, float, complex, type, slice, range, Enum, FunctionType, MethodType, partial, nn.Module)
+_TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator)
+
+
+def opaque(value: object) -> str:
+    """Name the class of an object within a value that may be changed by who is given it, and cannot be copied here.
+
+    A cache of keys and values is one. Empty if there is none.
+    """
+    left = [_MOST]
+    for _, leaf in _opened(value, "", 0, left):
+        known = leaf is None or isinstance(leaf, (Tensor, *_PLAIN, *_TORCHS)) or callable(leaf)
+        if not known:
+            return type(leaf).__name__
+    return "" if left[0] > 0 else f"{type(value).__name__} of more than {_MOST} parts"
+
+
+def copied(value: object, leaf: Callable[[object], object]) -> Any:  # noqa: ANN401 - as it was given
+    """Copy the containers of a value, and what `leaf` makes of each of its leaves; who changes the copy changes it."""
+    inside = _inside(value)
+    if inside is None:
+        return leaf(value)
+    parts = [copied(part, leaf) for _, part in inside]
+    if isinstance(value, tuple):
+        same = all(a is b for a, b in zip(value, parts, strict=True))
+        return value if same else value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    made: Any = copy.copy(value)
+    if isinstance(value, list):
+        made[:] = parts
+    elif isinstance(value, (dict, UserDict)):
+        for key, part in zip(value, parts, strict=True):
+            made[key] = part
+    else:
+        for name, part in zip(_held(value), parts, strict=True):
+            object.__setattr__(made, name, part)
+    return made

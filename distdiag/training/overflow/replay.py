@@ -10,7 +10,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distdiag.training.overflow import nested
+from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.frames import version_of
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 _NOTHING = contextlib.nullcontext()
-running: set[int] = set()
-"""The threads in which a forward is run again."""
 _SMALL_BYTES = 1 << 20
 """Larger buffers are not copied before each forward: one that changes them cannot be run again."""
 
@@ -58,53 +56,41 @@ class Buffers:
 
     def __init__(self, model: Module) -> None:
         self._model = model
-        self._moving: dict[bool, list[_Place]] = {}
-        """By whether the model is in training."""
-        self._still: dict[bool, list[_Place]] = {}
-        """The others: those that the first forward left alone, and large ones."""
+        self._places: list[_Place] = []
+        self._moving: dict[bool, set[_Place]] = {}
+        """Those that the first forward has changed, by whether the model is in training."""
 
-    def save(self) -> list[tuple[_Place, Tensor]]:
-        """Copy those that a forward may change: at first all, later those that were seen to change."""
-        places = self._moving.get(self._model.training)
-        if places is None:
-            places = [(module, name) for module in self._model.modules() for name in module._buffers]
-        found = ((place, place[0]._buffers.get(place[1])) for place in places)
-        return [
-            (place, buffer.detach().clone()) for place, buffer in found if buffer is not None and _can_be_kept(buffer)
-        ]
+    def save(self) -> tuple[dict[_Place, Tensor], list[tuple[Tensor, int]]]:
+        """Copy those that a forward may change, at first all small ones; return the others with their versions."""
+        moving = self._moving.get(self._model.training)
+        if moving is None:
+            self._places = [(module, name) for module in self._model.modules() for name in module._buffers]
+        copies: dict[_Place, Tensor] = {}
+        others = []
+        for place in self._places:
+            buffer = place[0]._buffers.get(place[1])
+            if buffer is not None and (moving is None or place in moving) and _can_be_kept(buffer):
+                copies[place] = buffer.detach().clone()
+            elif buffer is not None:
+                others.append((buffer, version_of(buffer)))
+        return copies, others
 
-    def watch(self) -> list[tuple[Tensor, int]]:
-        """Return those that are not copied, each with torch's count of its changes."""
-        places = self._still.get(self._model.training)
-        if places is None:
-            places = [(module, name) for module in self._model.modules() for name in module._buffers]
-            known = set(self._moving.get(self._model.training, ()))
-            places = [(module, name) for module, name in places if (module, name) not in known]
-            if self._model.training in self._moving:
-                self._still[self._model.training] = places
-            else:
-                found = ((place, place[0]._buffers[place[1]]) for place in places)
-                places = [place for place, buffer in found if buffer is not None and not _can_be_kept(buffer)]
-        buffers = (module._buffers.get(name) for module, name in places)
-        return [(buffer, version_of(buffer)) for buffer in buffers if buffer is not None]
-
-    def learn(self, saved: list[tuple[_Place, Tensor]]) -> list[tuple[_Place, Tensor]]:
-        """Look which of them the forward has changed, and give the copies of those.
+    def learn(self, copies: dict[_Place, Tensor]) -> dict[_Place, Tensor]:
+        """Return the copies of those that the forward has changed.
 
         They are compared, once: batch_norm changes its buffers without torch's count of changes knowing of it.
         """
         if self._model.training in self._moving:
-            return saved
-        moved = [(place, before) for place, before in saved if _has_changed(before, place[0]._buffers.get(place[1]))]
-        self._moving[self._model.training] = [place for place, _ in moved]
+            return copies
+        moved = {place: old for place, old in copies.items() if _has_changed(old, place[0]._buffers.get(place[1]))}
+        self._moving[self._model.training] = set(moved)
         return moved
 
-    def swap(self, saved: list[tuple[_Place, Tensor]]) -> list[Tensor]:
-        """Put copies in the places of all buffers, as they were where that is known; gives the copies.
+    def swap(self, known: dict[_Place, Tensor]) -> list[Tensor]:
+        """Put copies in the places of all buffers, as they were where that is known; return the copies.
 
         Not the numbers are put back later but the tensors: autograd may need them as they are.
         """
-        known = dict(saved)
         copies: dict[int, Tensor] = {}
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
@@ -144,11 +130,10 @@ class Call:
         self.args, self.kwargs = args, dict(kwargs)
         self._state, self._steps, self._training = state, state.steps, state.model.training
         self._forgotten = False
-        self._saved = state.buffers.save()
-        leaves = [leaf for _, leaf in nested.leaves((args, self.kwargs), "")]
+        self._saved, self._watched = state.buffers.save()
+        leaves = [leaf for _, leaf in modules.leaves((args, self.kwargs), "")]
         self._versions = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._drawn = [(leaf, leaf.get_state()) for leaf in leaves if isinstance(leaf, torch.Generator)]
-        self._watched = state.buffers.watch()
         self._random = state.numbers.save()
         self._autocast = _autocast()
 
@@ -179,11 +164,11 @@ class Call:
             return "other ranks hold part of its weights and do not replay it"
         if terms.is_shared and terms.goes_on:
             return "its weights are sharded over the ranks, and the job continues"
-        now = [leaf for _, leaf in nested.leaves((self.args, self.kwargs), "") if isinstance(leaf, torch.Tensor)]
+        now = [leaf for _, leaf in modules.leaves((self.args, self.kwargs), "") if isinstance(leaf, torch.Tensor)]
         same = len(now) == len(self._versions) and all(a is b for a, (b, _) in zip(now, self._versions, strict=True))
         if not same or any(version_of(tensor) != version for tensor, version in self._versions):
             return "its inputs have been changed in place"
-        opaque = nested.opaque((self.args, self.kwargs))
+        opaque = modules.opaque((self.args, self.kwargs))
         if opaque:
             return f"it may have changed its {opaque} input"
         if any(version_of(buffer) != version for buffer, version in self._watched):
@@ -228,17 +213,17 @@ class Call:
 
     @contextlib.contextmanager
     def _as_it_was(self, terms: Terms) -> Iterator[tuple[Guard, tuple[object, ...], dict[str, object]]]:
-        now = _all_random_states()
+        now = {name: get() for name, (get, _) in _generators().items()}
         with contextlib.ExitStack() as stack:
             stack.callback(_set_random_states, now)
-            running.add(get_ident())
-            stack.callback(running.discard, get_ident())
+            extrema.replaying.add(get_ident())
+            stack.callback(extrema.replaying.discard, get_ident())
             ours: list[object] = []
             if not terms.is_shared:  # fully_shard moves the weights itself, and keeps account of it
                 stack.callback(Snapshot(self._state.model).put_back)
                 ours += self._state.buffers.swap(self._saved)
             drawn = {id(generator): _generator_like(generator, state) for generator, state in self._drawn}
-            args, kwargs = nested.copied((self.args, self.kwargs), lambda leaf: drawn.get(id(leaf), leaf))
+            args, kwargs = modules.copied((self.args, self.kwargs), lambda leaf: drawn.get(id(leaf), leaf))
             guard = Guard(terms.ranks, writes=terms.is_shared, ours=[*ours, *drawn.values()])
             for device, enabled, dtype in self._autocast:
                 # What autocast makes of the weights here has no gradients: it must not keep it for later.
@@ -426,7 +411,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._seen: set[int] = set()
         self._gradients = [(weight, weight.grad) for weight in model.parameters()]
         self._modules = set(model.modules())
@@ -456,115 +441,90 @@ class Snapshot:
             self._keep(part, depth + 1)
 
 
-def _undo_of(value: Any) -> tuple[Callable[[], None] | None, list[object]]:  # noqa: ANN401
-    """Return what puts an object back as it is now, and what it holds."""
-    if isinstance(value, dict):
-        before = dict(value)
-        return (lambda: None if _same(value, before) else _fill(value, before)), list(before.values())
-    if isinstance(value, (list, deque, bytearray)):
-        items = list(value)
-        return (lambda: None if _alike(value, items) else _refill(value, items)), items
-    if isinstance(value, set):
-        members = set(value)
-        return (lambda: None if value == members else _refill(value, members)), []
+def _undo_of(value: Any) -> tuple[Callable[[], object] | None, Iterable[object]]:  # noqa: ANN401
+    """Return what puts an object back as it is now, and the objects that it holds."""
+    if isinstance(value, (dict, list, deque, bytearray, set)):
+        return _undo_of_container(value), _inside(value)
     if isinstance(value, tuple):
-        return None, list(value)
-    drawn = _undo_of_generator(value)
-    if drawn is not None:
-        return drawn, []
-    held = getattr(value, "__dict__", None)
-    return None, [held] if isinstance(held, dict) else []
+        return None, value
+    undo = _undo_of_generator(value)
+    held = getattr(value, "__dict__", None) if undo is None else None
+    return undo, [held] if isinstance(held, dict) else []
 
 
-def _undo_of_generator(value: Any) -> Callable[[], None] | None:  # noqa: ANN401
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: (value.set_state(state), None)[1]
-    if isinstance(value, random.Random):
-        numbers = value.getstate()
-        return lambda: value.setstate(numbers)
-    numpy = _numpy_random()
-    if numpy is not None and isinstance(value, numpy.Generator):
-        bits = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", bits)
-    if numpy is not None and isinstance(value, numpy.RandomState):
-        legacy = value.get_state(legacy=False)
-        return lambda: value.set_state(legacy)
-    return None
+def _undo_of_container(value: Any) -> Callable[[], object]:  # noqa: ANN401
+    before, content = _flat_parts(value), dict(value) if isinstance(value, dict) else list(value)
+    refill = value.update if isinstance(value, (dict, set)) else value.extend
+
+    def undo() -> None:
+        now = _flat_parts(value)
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+            value.clear()
+            refill(content)
+
+    return undo
 
 
-def _same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    return len(now) == len(before) and all(
-        a is c and b is d for (a, b), (c, d) in zip(now.items(), before.items(), strict=True)
+def _flat_parts(value: Any) -> list[object]:  # noqa: ANN401
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+
+
+def _inside(value: Any) -> list[object]:  # noqa: ANN401
+    return (
+        list(value.values()) if isinstance(value, dict) else [] if isinstance(value, (set, bytearray)) else list(value)
     )
 
 
-def _fill(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    now.clear()
-    now.update(before)
-
-
-def _alike(now: Any, before: list[object]) -> bool:  # noqa: ANN401
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-
-
-def _refill(now: Any, before: Any) -> None:  # noqa: ANN401
-    now.clear()
-    now.update(before) if isinstance(now, set) else now.extend(before)
+def _undo_of_generator(value: Any) -> Callable[[], object] | None:  # noqa: ANN401
+    numpy = _numpy_random()
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if numpy is not None and isinstance(value, numpy.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, torch.Generator) or (numpy is not None and isinstance(value, numpy.RandomState)):
+        return partial(value.set_state, value.get_state())
+    return None
 
 
 class RandomNumbers:
     """The states of the random number generators that this model's forward uses."""
 
     def __init__(self) -> None:
-        self._python = self._numpy = True
-        self._used = [False, False]
+        self._slow = {"python", "numpy"}
         self._learns = 2
 
     def save(self) -> dict[str, Any]:
         """Copy the states: torch's, and, unless the first forwards did without them, Python's and numpy's."""
-        states: dict[str, Any] = {"torch": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state()
-        if self._python:
-            states["python"] = random.getstate()
-        if self._numpy and _numpy_random() is not None:
-            states["numpy"] = _numpy_random().get_state(legacy=False)
-        return states
+        skipped = {"devices"} if self._learns else {"devices", *self._slow}
+        return {name: get() for name, (get, _) in _generators().items() if name not in skipped}
 
     def learn(self, before: dict[str, Any]) -> None:
         """Look, after each of the first forwards, whether they were used: to copy them takes longer than the rest."""
-        if not self._learns or "python" not in before:
-            return
-        self._learns -= 1
-        self._used[0] |= before["python"] != random.getstate()
-        numpy = _numpy_random()
-        self._used[1] |= numpy is not None and str(before.get("numpy")) != str(numpy.get_state(legacy=False))
-        if not self._learns:
-            self._python, self._numpy = self._used
+        if self._learns:
+            self._learns -= 1
+            now = _generators()
+            self._slow -= {name for name in self._slow & before.keys() if str(before[name]) != str(now[name][0]())}
 
 
-def _all_random_states() -> dict[str, Any]:
-    """Copy the states of all generators that are nobody's own, of all devices."""
-    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
+def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Map the generators that are nobody's own to the functions that get and set their states."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "python": (random.getstate, random.setstate),
+    }
     if torch.cuda.is_initialized():
-        states["devices"] = torch.cuda.get_rng_state_all()
-    if _numpy_random() is not None:
-        states["numpy"] = _numpy_random().get_state(legacy=False)
-    return states
+        found["cuda"] = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        found["devices"] = torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
+    numpy = _numpy_random()
+    if numpy is not None:
+        found["numpy"] = partial(numpy.get_state, legacy=False), numpy.set_state
+    return found
 
 
 def _set_random_states(states: dict[str, Any]) -> None:
-    """Set the states."""
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    if "devices" in states:
-        torch.cuda.set_rng_state_all(states["devices"])
-    if "python" in states:
-        random.setstate(states["python"])
-    if "numpy" in states:
-        _numpy_random().set_state(states["numpy"])
+    known = _generators()
+    for name, state in states.items():
+        known[name][1](state)
 
 
 def _numpy_random() -> Any:  # noqa: ANN401 - a module that is not ours to import

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from distdiag.facts import private_files
@@ -35,6 +35,11 @@ HERE, BETWEEN, GIVEN, WEIGHTS = "here", "between", "given", "weights"
 LOSS, BACKWARD, UNSEEN = "loss", "backward", "unseen"
 """Origins: the module itself; code of the module around it, before it called this one; before the model was called;
 an earlier step (weights, buffers); between the model and what backward is called on; the backward; not known."""
+_NOT_THE_SCRIPT = (
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+    os.path.dirname(os.__file__),
+    "<frozen ",
+)
 _BY_DEFAULT = {
     GIVEN: "It was in the model's input: check the data, or the code before the model.",
     WEIGHTS: "It was there before the forward: an optimizer step produced it, or the checkpoint contains it.",
@@ -157,6 +162,7 @@ class Detection:
 
     `batch`, `step`, `unit` and `phase` as in When; `origin`: one of HERE and the others. `what` counts the bad
     numbers; `operation` produced them of finite ones, where that was seen. `path`: the file it was read from.
+    `number`: of the frame, or in the order of gradients; of several ranks the lowest was first.
     """
 
     sentence: str
@@ -181,14 +187,7 @@ class Detection:
     fix: str = ""
     tally: Tally | None = None
     path: str = ""
-
-
-@dataclass(frozen=True)
-class Found(Detection):
-    """A detection in the process that made it. `number`: of the frame; of several ranks the lowest was first."""
-
     number: int = 0
-    frames: tuple[Frame, ...] = field(default=(), repr=False, compare=False)
 
     def as_sentence(self) -> str:
         """Describe rank, time, tensor, and where it was produced."""
@@ -200,18 +199,16 @@ class Found(Detection):
         why = self.why or _BY_DEFAULT.get(self.origin, "")
         return f"{who}{when}: {self.what or 'nan or inf'} in {where}{others * bool(self.other_ranks)}. {why}".rstrip()
 
-    def text(self, *, classic: bool) -> str:
-        """Format the report: the frames, then the answer; `classic`: frames in transformers' format."""
-        lines = []
-        if self.frames:
-            count = len(self.frames)
-            head = [f"The last {count} frames of batch {self.batch}, up to the detection:", COLUMNS]
-            if classic:
-                head = [f"Detected inf/nan during batch_number={self.batch}", f"Last {count} forward frames:", HEADING]
-            lines = ["", *head, *(frame.text(classic=classic) for frame in self.frames), ""]
-        lines += [f"distdiag: {self.sentence}", *(self.tally.lines() if self.tally else ()), *self.hints]
-        lines += [f"fix: {self.fix}"] if self.fix else []
-        return "\n".join(lines) + "\n"
+
+class Found(NamedTuple):
+    """A detection in the process that made it, and the frames up to it."""
+
+    detection: Detection
+    frames: tuple[Frame, ...] = ()
+
+    def but(self, **changes: Any) -> Found:  # noqa: ANN401 - fields of the detection
+        """Return it with changes in the detection."""
+        return self._replace(detection=replace(self.detection, **changes))
 
 
 class OverflowDetected(ValueError):
@@ -265,11 +262,22 @@ class ReportWriter:
 
     def detection(self, found: Found, *, show: bool) -> None:
         """Keep a detection, and its frames unless those of its batch were kept; print it if `show`."""
-        frames = () if self._traced == found.batch else found.frames
-        record = {each.name: getattr(found, each.name) for each in fields(Detection)}
-        self._keep([*(frame.to_json(found.batch) for frame in frames), {"kind": "detection", **record}])
+        batch = found.detection.batch
+        frames = () if self._traced == batch else found.frames
+        self._keep([*(frame.to_json(batch) for frame in frames), {"kind": "detection", **asdict(found.detection)}])
         if show:
-            _print(found.text(classic=self.classic))
+            _print(self._text(found))
+
+    def _text(self, found: Found) -> str:
+        """Format the frames, then the answer."""
+        lines, told, count = [], found.detection, len(found.frames)
+        if found.frames:
+            head = [f"The last {count} frames of batch {told.batch}, up to the detection:", COLUMNS]
+            if self.classic:
+                head = [f"Detected inf/nan during batch_number={told.batch}", f"Last {count} forward frames:", HEADING]
+            lines = ["", *head, *(frame.text(classic=self.classic) for frame in found.frames), ""]
+        lines += [f"distdiag: {told.sentence}", *(told.tally.lines() if told.tally else ()), *told.hints]
+        return "\n".join([*lines, f"fix: {told.fix}"] if told.fix else lines) + "\n"
 
     def note(self, text: str) -> None:
         """Print a remark on stderr."""
@@ -287,7 +295,7 @@ class ReportWriter:
             private_files.make_folder(os.path.dirname(path))
             flags = os.O_WRONLY | (os.O_APPEND if self._begun else 0)
             with open(private_files.open_file(path, flags), "w", encoding="utf-8") as file:
-                file.write("".join(json.dumps(record, default=asdict) + "\n" for record in records))
+                file.write("".join(json.dumps(record) + "\n" for record in records))
         except OSError as error:  # the job is what matters
             self._path = ""
             self.note(f"the frames are not saved: {error}")
@@ -302,3 +310,8 @@ def _print(text: str) -> None:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def is_of_script(file: str) -> bool:
+    """Return whether a source file is the user's: not installed, and not distdiag's."""
+    return not file.startswith(_NOT_THE_SCRIPT) and f"{os.sep}site-packages{os.sep}" not in file

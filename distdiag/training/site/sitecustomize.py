@@ -12,7 +12,7 @@ _ASKED = (
 )
 """The variable that asks for it, the module that does it, and what is to be said if it cannot.
 
-`run` is first: it sets the variables of the others in the ranks of --ranks.
+`run` is first: it sets the variables of the others in the ranks of --rank.
 """
 
 

@@ -40,7 +40,7 @@ def overflow_show(
             min=1.001, max=1e9, metavar="TIMES", help="Two values diverge when they differ by more than this factor."
         ),
     ] = 2.0,
-    all_: Annotated[bool, typer.Option("--all", "--verbose", "-v", help="Show every row of every batch.")] = False,
+    all_: Annotated[bool, typer.Option("--verbose", "-v", help="Show every row of every batch.")] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
@@ -62,7 +62,7 @@ def overflow_show(
 
     def run() -> Report[OverflowShow]:
         from distdiag.commands.overflow.show.diagnose import examine
-        from distdiag.commands.overflow.show.selection import Request
+        from distdiag.commands.overflow.show.forwards import Request
 
         request = Request(
             program=called_as(),

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import os
+import shlex
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 
-from distdiag.commands.overflow.show import wording
-from distdiag.commands.overflow.show.divergence import Divergence, Mismatch, compare
-from distdiag.commands.overflow.show.growth import Growth  # noqa: TC001 - msgspec reads the annotations
-from distdiag.commands.overflow.show.recording import NEAR, NotFrames, Reader, Row
-from distdiag.commands.overflow.show.selection import COMMAND, select
+from distdiag.commands.overflow.show.forwards import (
+    COMMAND,
+    FEW,
+    MOST_ROWS,
+    Difference,
+    Divergence,
+    Growth,
+    Mismatch,
+    Names,
+    compare,
+    growth_of,
+    name_of_source,
+    ratio,
+)
+from distdiag.commands.overflow.show.recording import INPUT, NEAR, NotFrames, Reader, Row
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.report import Finding, Fix, Level, Report, Where
-from distdiag.training.overflow.report import Detection  # noqa: TC001 - msgspec reads the annotations
+from distdiag.training.overflow.report import MODEL, Detection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.commands.overflow.show.divergence import Comparison
-    from distdiag.commands.overflow.show.recording import Recording
-    from distdiag.commands.overflow.show.selection import Request, Selection
+    from distdiag.commands.overflow.show.forwards import Request
+    from distdiag.commands.overflow.show.recording import Forward, Recording
 
 _SUFFIX = ".jsonl"
 _SHOWN = 8
+_NEAREST = 8
+_BAD = 3
+_MOST_GROWTH = 32
+_GREW = 10.0
+"""What grows by less than this on its path is worth no word: a layer does that."""
 
 
 class FileRead(msgspec.Struct, frozen=True):
@@ -79,23 +95,18 @@ def examine(request: Request, news: Callable[[str], None]) -> Report[OverflowSho
     return diagnose(request, reader.recordings, unread, interrupted=interrupted)
 
 
-def _files(paths: Sequence[str]) -> list[str]:
+def _files(paths: Sequence[str]) -> Iterator[str]:
     """List the files, and those of folders that end in .jsonl. Raises UsageError."""
-    found: list[str] = []
     for path in paths:
-        if os.path.isdir(path):
-            inside = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIX))
-            if not inside:
-                raise UsageError(f"{path}: no *{_SUFFIX} files in this directory", hint="give frame files")
-            found += [os.path.join(path, name) for name in inside]
-        elif os.path.exists(path):
-            found.append(path)
-        else:
+        if not os.path.exists(path):
             wrote = 'give the files that DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote'
-            raise UsageError(
-                f"{path}: no such file", hint=f"{wrote}; it creates a file once there is something to save"
-            )
-    return found
+            hint = f"{wrote}; it creates a file once there is something to save"
+            raise UsageError(f"{path}: no such file", hint=hint)
+        is_folder = os.path.isdir(path)
+        inside = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIX)) if is_folder else []
+        if is_folder and not inside:
+            raise UsageError(f"{path}: no *{_SUFFIX} files in this directory", hint="give frame files")
+        yield from (os.path.join(path, name) for name in inside) if is_folder else [path]
 
 
 def _check_choice(request: Request, recordings: Sequence[Recording]) -> None:
@@ -119,12 +130,13 @@ def diagnose(
 ) -> Report[OverflowShow]:
     """Diagnose frames; `unread` has the files that could not be read, with the reasons. Pure."""
     selection = select(request, recordings)
-    comparison = compare(request, selection)
+    sides = [[forward for owner, forward in selection.owned if owner is each] for each in selection.recordings]
+    compared = compare(request, sides, [selection.name_of(each) for each in selection.recordings])
     findings = (
         *_detected(request, selection),
         *_not_finite(selection),
         *_near(request, selection),
-        *_diverges(comparison),
+        *_diverges(compared),
         *_incomplete(selection, unread, interrupted=interrupted),
     )
     files = [
@@ -134,11 +146,11 @@ def diagnose(
     return Report(
         command=COMMAND,
         data=OverflowShow(
-            answer=tuple(wording.answer(selection, comparison)),
+            answer=tuple(answer(selection, compared)),
             files=tuple(files),
             detections=tuple(found for recording in selection.recordings for found in recording.detections),
             growth=selection.growth,
-            divergence=None if comparison is None else comparison.found,
+            divergence=compared if isinstance(compared, Divergence) else None,
             rows=tuple(selection.rows()),
         ),
         findings=findings,
@@ -153,7 +165,7 @@ def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
             if finding.level == level:
                 return finding.title
     near = (finding.title for finding in findings if finding.id in ("overflow.not-finite", "overflow.near-limit"))
-    return next(near, f"nothing detected; {wording.grew(selection)}")
+    return next(near, f"nothing detected; {grew(selection)}")
 
 
 def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
@@ -165,7 +177,7 @@ def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
         yield Finding(
             id="overflow.detected",
             level=Level.FAIL,
-            title=wording.sentence(selection, recording, detection),
+            title=sentence(selection, recording, detection),
             where=Where(
                 hosts=(host,) if host else (), ranks=(*(() if rank is None else (rank,)), *detection.other_ranks)
             ),
@@ -181,7 +193,7 @@ def _fix(request: Request, detection: Detection) -> Fix | None:
         return None
     around = _around(detection)
     words = ("--module", f"{around}*") if around else ()
-    command = request.again("--batch", str(detection.batch), *words, "--all")
+    command = request.again("--batch", str(detection.batch), *words, "--verbose")
     return Fix(text=f"{detection.fix}; what leads up to it:", commands=(command,))
 
 
@@ -195,17 +207,17 @@ def _around(detection: Detection) -> str:
 def _not_finite(selection: Selection) -> Iterator[Finding]:
     """Report nan and inf that the detector did not: it may be meant, or the job ended first."""
     found = [
-        (forward.not_finite[0], recording)
+        (forward.bad, recording)
         for recording, forward in selection.owned
         # Only the first is detected where the job continues.
-        if forward.not_finite and not any(found.batch <= forward.id.batch for found in recording.detections)
+        if forward.bad and not any(found.batch <= forward.id.batch for found in recording.detections)
     ]
     if found:
-        row, _ = found[0]
+        row = found[0][0]
         yield Finding(
             id="overflow.not-finite",
             level=Level.WARN,
-            title=f"{row.abs_max} in `{row.tensor}` of {wording.named(row.module)} ({row.class_}), "
+            title=f"{row.abs_max} in `{row.tensor}` of {named(row.module)} ({row.class_}), "
             f"{selection.names.of(row.of)}, not reported by the detector",
             detail="Masks of -inf and the modules in `ignore` are not reported; or the job was killed "
             "before the report.",
@@ -224,8 +236,8 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     ordered = sorted(best.values(), key=lambda found: -found[0].share_of_limit)
     if not ordered:
         return
-    lines = [f"{wording.of_limit(row)} {selection.names.within(row.of)}" for row, _ in ordered[:_SHOWN]]
-    more = f"; {wording.count(len(ordered) - 1, 'other module')} above {wording.percent(NEAR)}"
+    lines = [f"{of_limit(row)} {selection.names.within(row.of)}" for row, _ in ordered[:_SHOWN]]
+    more = f"; {count(len(ordered) - 1, 'other module')} above {percent(NEAR)}"
     small = all(row.dtype == "float16" or row.dtype.startswith("float8") for row, _ in ordered)
     wider = "run these modules in bfloat16 or float32, or scale down their inputs"
     yield Finding(
@@ -238,27 +250,26 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     )
 
 
-def _diverges(comparison: Comparison | None) -> Iterator[Finding]:
+def _diverges(found: Divergence | str | None) -> Iterator[Finding]:
     """Report where two forwards diverge. Other data explains other numbers, but not another dtype, or nan."""
-    if comparison is None:
-        return
-    found = comparison.found
     if found is None:
-        yield Finding(id="overflow.not-compared", level=Level.UNKNOWN, title=wording.diverged(comparison))
+        return
+    if isinstance(found, str):
+        yield Finding(id="overflow.not-compared", level=Level.UNKNOWN, title=found)
         return
     first = [difference for difference in (found.first, found.in_numbers) if difference is not None]
-    evidence = tuple(_only_in(comparison.names, found))
+    evidence = tuple(_only_in(found))
     serious = any(each.what in (Mismatch.NOT_FINITE, Mismatch.DTYPE, Mismatch.KIND) for each in first)
     if first or evidence:
         level = Level.WARN if serious else Level.INFO
-        yield Finding(id="overflow.diverges", level=level, title=wording.diverged(comparison), evidence=evidence)
+        yield Finding(id="overflow.diverges", level=level, title=diverged(found), evidence=evidence)
 
 
-def _only_in(names: tuple[str, str], found: Divergence) -> Iterator[str]:
-    for name, rows in zip(names, (found.only_a, found.only_b), strict=True):
+def _only_in(found: Divergence) -> Iterator[str]:
+    for name, rows in zip(found.names, (found.only_a, found.only_b), strict=True):
         if rows:
             more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-            yield f"only in {name}: {', '.join(wording.named(row.module) for row in rows[:_SHOWN])}{more}"
+            yield f"only in {name}: {', '.join(named(row.module) for row in rows[:_SHOWN])}{more}"
 
 
 def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
@@ -266,11 +277,11 @@ def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted:
         yield Finding(
             id="overflow.unreadable",
             level=Level.UNKNOWN,
-            title=f"{wording.count(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
+            title=f"{count(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
             evidence=tuple(list(unread.values())[1:_SHOWN]),
         )
     for recording in selection.recordings:
-        if why := wording.lacks(recording):
+        if why := lacks(recording):
             # The detection may be missing: without one, nothing is shown as fine.
             may_lack_detection = not recording.detections and (recording.truncated or recording.torn > 0)
             yield Finding(
@@ -296,3 +307,218 @@ def _where(recordings: Sequence[Recording]) -> Where:
     hosts = dict.fromkeys(recording.host for recording in recordings if recording.host)
     ranks = sorted({recording.rank for recording in recordings if recording.rank is not None})
     return Where(hosts=tuple(hosts), ranks=tuple(ranks))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The selected forwards. `main`: the one that the answer is about; `detections`: the earliest first, each once.
+
+    `growth` is that of the forwards with the greatest numbers, in the order of the file, where --module fits.
+    """
+
+    request: Request
+    recordings: tuple[Recording, ...]
+    owned: tuple[tuple[Recording, Forward], ...]
+    main: Forward | None
+    growth: tuple[Growth, ...]
+    detections: tuple[tuple[Recording, Detection], ...]
+    names: Names
+
+    def growth_of(self, forward: Forward | None) -> Growth | None:
+        """Return the path of a forward's greatest number."""
+        return next((growth for growth in self.growth if forward is not None and growth.of is forward.id), None)
+
+    def name_of(self, recording: Recording) -> str:
+        """Name a recording among the others."""
+        return name_of_source((recording.path, recording.rank), [(each.path, each.rank) for each in self.recordings])
+
+    def rows(self) -> list[Row]:
+        """Return the rows to show."""
+        shown = [forward for _, forward in self.owned] if self.request.everything else filter(None, [self.main])
+        rows: list[Row] = []
+        for forward in shown:
+            if len(rows) < MOST_ROWS:
+                rows += rows_that_matter(self.request, forward, self.growth_of(forward))
+        return rows[:MOST_ROWS]
+
+
+def select(request: Request, recordings: Sequence[Recording]) -> Selection:
+    """Choose forwards by --batch, and the main one: of the detection, else the nearest to a limit."""
+    ordered = sorted(recordings, key=lambda recording: (recording.rank is None, recording.rank or 0))
+    every = [(recording, forward) for recording in ordered for forward in recording.forwards]
+    owned = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
+    highest = sorted((forward for _, forward in owned), key=lambda forward: -forward.peak())[:_MOST_GROWTH]
+    detections = _distinct(ordered)
+    detected = [
+        forward
+        for owner, found in detections
+        for recording, forward in owned
+        if owner is recording and found.batch == forward.id.batch
+    ]
+    wanted = {id(forward) for forward in (*highest, *detected[:1])}
+    growth = (growth_of(forward) for _, forward in owned if id(forward) in wanted)
+    return Selection(
+        request=request,
+        recordings=tuple(ordered),
+        owned=tuple(owned),
+        main=next(iter((*detected, *highest)), None),
+        growth=tuple(each for each in growth if each is not None and request.fits(each.through[-1].module)),
+        detections=tuple(detections),
+        names=Names([forward.id for _, forward in owned]),
+    )
+
+
+def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detection]]:
+    """List the detections, the earliest first; one that several ranks kept is taken from the rank it names."""
+    found: dict[tuple[object, ...], tuple[Recording, Detection]] = {}
+    for recording in recordings:
+        for each in recording.detections:
+            key = (each.sentence, *(() if each.rank is not None else (recording.path, recording.rank)))
+            if key not in found or recording.rank == each.rank:
+                found[key] = (recording, each)
+    return sorted(found.values(), key=lambda pair: (pair[1].step, pair[1].batch))
+
+
+def rows_that_matter(request: Request, forward: Forward, growth: Growth | None) -> list[Row]:
+    """Choose the rows of one forward to show, all of them if they are few, or asked for.
+
+    They are those on the path of growth, the first that are not finite, those nearest to a limit, and both ends.
+    """
+    rows = [row for call in forward.calls if request.fits(call.module) for row in call.rows]
+    if request.everything or len(rows) <= FEW:
+        return rows
+    path = growth.through if growth is not None else ()
+    through = {(row.number, row.tensor) for row in path}
+    near = sorted((row for row in rows if row.share_of_limit >= NEAR), key=lambda row: -row.share_of_limit)
+    grew = [row for row in rows if path and path[0].number <= row.number <= path[-1].number]
+    if len(grew) > FEW:
+        grew = [row for row in grew if (row.number, row.tensor) in through]
+    bad = [row for row in rows if row.is_bad]
+    kept = {id(row) for row in (rows[0], rows[-1], *grew[:FEW], *bad[:_BAD], *near[:_NEAREST])}
+    return [row for row in rows if id(row) in kept]
+
+
+def named(module: str) -> str:
+    """Name a module in a sentence."""
+    return f"`{module}`" if module else MODEL
+
+
+def count(number: int, thing: str) -> str:
+    """Format a number of things: "1 call", "2,000 calls"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def magnitude(value: float | str | None) -> str:
+    """Format a number as frames have it: 6.27e+04, inf, nan; - where it is not known."""
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.2e}"
+
+
+def times(factor: float) -> str:
+    """Format a factor: 1.2e+04, 340, 5.8."""
+    return f"{factor:.1e}" if factor >= 1000 or factor < 0.01 else f"{factor:.3g}"
+
+
+def percent(share: float) -> str:
+    """Format a share of a limit: 96%, <1%."""
+    return f"{100 * share:.0f}%" if share >= 0.01 else "<1%"
+
+
+def answer(selection: Selection, compared: Divergence | str | None) -> Iterator[str]:
+    """Return a few sentences: what was detected, how the numbers grew, where two forwards diverge."""
+    detections = selection.detections
+    if detections:
+        more = len(detections) - 1
+        yield sentence(selection, *detections[0]) + (f" ({more} more below)" if more else "")
+    yield grew(selection)
+    if compared is not None:
+        yield compared if isinstance(compared, str) else diverged(compared)
+
+
+def sentence(selection: Selection, recording: Recording, detection: Detection) -> str:
+    """Return the detector's sentence; where it names no rank, of several files with the name of the file."""
+    if detection.rank is not None or len(selection.recordings) == 1:
+        return detection.sentence
+    return f"{selection.name_of(recording)}: {detection.sentence}"
+
+
+def grew(selection: Selection) -> str:
+    """Describe where the numbers of the main forward grew."""
+    main, growth = selection.main, selection.growth_of(selection.main)
+    if main is None:
+        return "no frames were saved"
+    if growth is None and main.peak() and selection.request.module:
+        return f"the largest value is outside the modules of --module {shlex.quote(selection.request.module)}"
+    if growth is None:
+        return "the frames have no floating-point tensor that is all finite"
+    where = selection.names.within(main.id)
+    start, end = growth.through[0], growth.through[-1]
+    limit = f"{percent(end.share_of_limit)} of {end.dtype} max"
+    if growth.factor < _GREW:
+        text = "values do not grow: the largest finite value"
+        if selection.detections:
+            text = "in tensors that are all finite, values do not grow: the largest"
+        return f"{text} is {magnitude(end.abs_max)}, from {_at(end)} {where} ({limit})"
+    return (
+        f"abs max grows {times(growth.factor)}x from {_at(start)} to {_at(end)} "
+        f"({magnitude(start.abs_max)} -> {magnitude(end.abs_max)}, {limit}) {where}"
+    )
+
+
+def _at(row: Row) -> str:
+    return f"the input of {named(row.module)}" if row.tensor == INPUT else named(row.module)
+
+
+def of_limit(row: Row) -> str:
+    """Describe a row near its limit."""
+    what = "the input of " if row.tensor == INPUT else f"`{row.tensor}` of "
+    share = f"{percent(row.share_of_limit)} of {row.dtype} max"
+    return f"{what}{named(row.module)} ({row.class_}) reaches {magnitude(row.abs_max)} = {share}"
+
+
+def lacks(recording: Recording) -> str:
+    """Describe the part of a file that could not be read; empty if all of it was."""
+    why = []
+    if recording.truncated:
+        why.append("the last line is incomplete: the job was killed or is still writing; the lines before it were read")
+    if recording.torn:
+        torn = f"{count(recording.torn, 'line')} cannot be read, first line {recording.first_torn}"
+        why.append(f'{torn}: if several ranks write to this file, give each its own: save="frames-{{rank}}.jsonl"')
+    if recording.left_out:
+        why.append(
+            f"the file is too large: its last {recording.left_out:,} frames were skipped; select others by --batch"
+        )
+    return "; ".join(why)
+
+
+def diverged(found: Divergence) -> str:
+    """Describe where two forwards begin to diverge."""
+    first, numbers, names = found.first, found.in_numbers, f"{found.names[0]} and {found.names[1]}"
+    if first is None:
+        batches = f" in {found.batches:,} batches" if found.batches > 1 else ""
+        compared = count(found.compared, "call")
+        return f"{names} do not diverge{batches}: {compared} compared, values within {found.factor:g}x"
+    of_one_file = (found.a.path, found.a.rank) == (found.b.path, found.b.rank)
+    batch = f" in batch {found.a.batch}" if found.a.batch == found.b.batch and not of_one_file else ""
+    text = f"{names} diverge{batch} starting at {_differ(found, first)}"
+    if numbers is None:
+        return f"{text}. Their values stay within {found.factor:g}x"
+    return text if numbers is first else f"{text}. Their values diverge starting at {_differ(found, numbers)}"
+
+
+def _differ(found: Divergence, at: Difference) -> str:
+    a, b, names = at.a, at.b, found.names
+    text = f"abs max {magnitude(a.abs_max)} vs {magnitude(b.abs_max)}"
+    if at.what in (Mismatch.KIND, Mismatch.DTYPE, Mismatch.SHAPE):
+        text = f"{_like(a)} vs {_like(b)}"
+    elif at.what == Mismatch.NOT_FINITE:
+        text = f"{magnitude(a.abs_max)} in {names[0]}, {magnitude(b.abs_max)} in {names[1]}"
+    if at.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE) and at.given_a is not None and at.given_b is not None:
+        how = "were similar" if ratio(at.given_a, at.given_b) <= found.factor else "already differed"
+        text += f"; their inputs {how} ({magnitude(at.given_a)} vs {magnitude(at.given_b)})"
+    return f"{named(a.module)} ({a.class_}), `{a.tensor}`: {text}"
+
+
+def _like(row: Row) -> str:
+    """Describe what a tensor is like: float16 [2, 8]; or what stands in its place."""
+    shape = "" if row.shape is None else f" [{', '.join(map(str, row.shape))}]"
+    return row.text or f"{row.dtype or 'unknown dtype'}{shape}"

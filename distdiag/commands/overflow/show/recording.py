@@ -1,10 +1,11 @@
-"""Frame files: their lines, as msgspec checks them, and the part of each that is kept while it streams by.
+"""Frame files: what is kept of each line while the file streams by.
 
 The files are untrusted: each length is bounded, a malformed line is counted, and nothing in them is run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -16,8 +17,7 @@ import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 from distdiag.training.overflow.report import SCHEMA, Detection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-    from typing import BinaryIO
+    from collections.abc import Callable, Collection
 
 LIMITS = {
     "float64": 1.7976931348623157e308,
@@ -36,16 +36,10 @@ INPUT = "input"
 """The label of a module's largest input."""
 MOST_ROWS = 1_000_000
 """Rows that are kept of all files together: some 400 MB."""
-_MOST_NAMES = 200_000
 _MOST_LINE_BYTES = 1 << 24
-_MOST_DETECTION_BYTES = 1 << 20
 _MOST_DETECTIONS = 1000
-_MOST_NOT_FINITE = 16
 _NEWS_EVERY_BYTES = 1 << 25
-_KINDS = ("head", "frame", "detection")
-_START = b'{"kind": "head", "schema": "distdiag-frames/'
 _HINT = 'give the files that DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote'
-_RENAMED = {"class_": "class"}
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _Name = Annotated[str, msgspec.Meta(max_length=1000)]
@@ -67,7 +61,7 @@ class Line(msgspec.Struct):
     text: _Name = ""
 
 
-class Head(msgspec.Struct, tag_field="kind", tag="head"):
+class Head(msgspec.Struct):
     """The first line; `rank` is None where there is one process."""
 
     schema: _Name
@@ -76,7 +70,7 @@ class Head(msgspec.Struct, tag_field="kind", tag="head"):
     host: _Name = ""
 
 
-class Frame(msgspec.Struct, tag_field="kind", tag="frame", rename=_RENAMED):
+class Frame(msgspec.Struct, rename={"class_": "class"}):
     """One call of one module; `module` is empty for the model itself. `number` counts the calls of a forward."""
 
     batch: _Count
@@ -86,15 +80,13 @@ class Frame(msgspec.Struct, tag_field="kind", tag="frame", rename=_RENAMED):
     lines: list[Line]
 
 
-class _Detected(msgspec.Struct, tag_field="kind", tag="detection"):
-    """Decoded again, as the detector's own record."""
-
-
-class _Kind(msgspec.Struct):
-    kind: _Name
-
-
-_DECODER: msgspec.json.Decoder[Head | Frame | _Detected] = msgspec.json.Decoder(Head | Frame | _Detected)
+_KIND, _HEAD = b'{"kind": "', b'{"kind": "head",'
+_DECODERS: dict[bytes, msgspec.json.Decoder[Head | Frame | Detection]] = {
+    _HEAD: msgspec.json.Decoder(Head),
+    b'{"kind": "frame"': msgspec.json.Decoder(Frame),
+    b'{"kind": "detect': msgspec.json.Decoder(Detection),
+}
+"""By the first 16 bytes of a line, as the detector writes it."""
 _NO_OUTPUT = Line("output", "output", text="nothing")
 
 
@@ -110,13 +102,12 @@ class ForwardId(msgspec.Struct):
     forward: int = 0
 
 
-class Row(msgspec.Struct, frozen=True, gc=False, rename=_RENAMED):
+class Row(msgspec.Struct, frozen=True, gc=False, rename={"class_": "class"}):
     """One output of a module, its largest input (`tensor` is INPUT), or a `text` in its place.
 
-    `abs_max` is "nan", "inf", "-inf" or "inf,-inf" if there is one in it.
-
-    `share_of_limit`: the largest magnitude as a share of the dtype's maximum, 0 for masks and where it is not known.
-    `growth`: times the largest floating-point input; None where that is not known.
+    `abs_max` is "nan", "inf", "-inf" or "inf,-inf" if there is one in it. `share_of_limit`: the largest magnitude as a
+    share of the dtype's maximum, 0 for masks and where it is not known. `growth`: times the largest floating-point
+    input; None where that is not known.
     """
 
     of: ForwardId
@@ -149,7 +140,7 @@ class Row(msgspec.Struct, frozen=True, gc=False, rename=_RENAMED):
 
     @property
     def numbers(self) -> tuple[object, ...]:
-        """What identifies a tensor that is passed on: its extrema, number of elements and dtype."""
+        """The identity of a tensor that is passed on: its extrema, number of elements and dtype."""
         return self.abs_min, self.abs_max, None if self.shape is None else math.prod(self.shape), self.dtype
 
 
@@ -175,12 +166,12 @@ class Call(NamedTuple):
 class Forward:
     """One forward of the model: a batch, or with gradient accumulation one of several of a step.
 
-    `not_finite` has its first tensors with nan or inf, of any phase: weight, buffer, input, output.
+    `bad` is its first tensor with nan or inf, of any phase: weight, buffer, input, output.
     """
 
     id: ForwardId
     calls: list[Call] = field(default_factory=list)
-    not_finite: list[Row] = field(default_factory=list)
+    bad: Row | None = None
 
     def peak(self) -> float:
         """Return the largest share of a dtype's limit."""
@@ -190,8 +181,8 @@ class Forward:
         """Return the rows near their limit: outputs, and inputs that are no module's output."""
         found = [row for call in self.calls for row in call.rows if row.share_of_limit >= NEAR]
         known = {row.abs_max for row in found}
-        given = [call.given for call in self.calls if call.given is not None and call.given.share_of_limit >= NEAR]
-        return found + [row for row in given if row.abs_max not in known]
+        given = (call.given for call in self.calls if call.given is not None)
+        return found + [row for row in given if row.share_of_limit >= NEAR and row.abs_max not in known]
 
 
 @dataclass(kw_only=True)
@@ -217,8 +208,7 @@ class Recording:
     @property
     def batches(self) -> tuple[int, ...]:
         """The batches with frames in the file."""
-        kept = dict.fromkeys(forward.id.batch for forward in self.forwards)
-        return tuple(kept) if not self.passed else tuple(sorted({*kept, *self.passed}))
+        return tuple(sorted({forward.id.batch for forward in self.forwards} | self.passed))
 
     @property
     def is_empty(self) -> bool:
@@ -258,7 +248,7 @@ class Reader:
     ) -> None:
         self.recordings: list[Recording] = []
         self._news, self._batches, self._room = news, batches, most_rows
-        self._texts: dict[object, object] = {}
+        self._shapes: dict[tuple[int, ...] | None, tuple[int, ...] | None] = {}
 
     def read(self, path: str) -> None:
         """Read a file, or a pipe.
@@ -268,39 +258,46 @@ class Reader:
             OSError: it cannot be read.
         """
         recording: Recording | None = None
+        number = done = 0
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            for number, line, done in _lines(file):
-                if done:
+            while line := file.readline(_MOST_LINE_BYTES):
+                number, before, done = number + 1, done, done + len(line)
+                if before // _NEWS_EVERY_BYTES < done // _NEWS_EVERY_BYTES:
                     self._news(f"reading {path}: {done / 1e6:.0f}{f' of {size / 1e6:.0f}' if size else ''} MB")
-                recording = self._take(path, recording, line, number)
+                if line.strip():
+                    recording = self._take(path, recording, line, number)
         if recording is None:  # nothing was written into it, or no whole line
             self.recordings.append(Recording(path=path, truncated=size > 0))
 
     def _take(self, path: str, recording: Recording | None, line: bytes, number: int) -> Recording | None:
-        try:
-            record: Head | Frame | Detection = _decode(line)
-        except _MALFORMED:
-            return _unreadable(path, recording, line, number)
+        decoder, record = _DECODERS.get(line[:16]), None
+        if decoder is not None:
+            with contextlib.suppress(*_MALFORMED):
+                record = decoder.decode(line)
         if isinstance(record, Head):
-            _check_schema(path, record.schema)
-            self.recordings.append(Recording(path=path, model=record.model, rank=record.rank, host=record.host))
+            self.recordings.append(_begun(path, record))
             return self.recordings[-1]
         if recording is None:
-            raise NotFrames(path, "its first line is not a header: was the start of the file cut off?")
-        if isinstance(record, Frame):
+            _check_beginning(path, line, record)
+        elif isinstance(record, Frame):
             self._keep(recording, record)
-        elif len(recording.detections) < _MOST_DETECTIONS:
-            recording.detections.append(replace(record, path=path))
+        elif isinstance(record, Detection):
+            room = _MOST_DETECTIONS - len(recording.detections)
+            recording.detections += [replace(record, path=path)][:room]
+        elif not line.endswith(b"\n"):
+            recording.truncated = True
+        elif decoder is not None or not line.startswith(_KIND):  # else of a later kind
+            recording.torn += 1
+            recording.first_torn = recording.first_torn or number
         return recording
 
     def _keep(self, recording: Recording, frame: Frame) -> None:
         if self._batches and frame.batch not in self._batches:
-            if len(recording.passed) < _MOST_NAMES:
-                recording.passed.add(frame.batch)
+            recording.passed.add(frame.batch)
             return
         outputs = [line for line in frame.lines if line.phase == "output"] or [_NO_OUTPUT]
-        if len(outputs) > self._room or len(self._texts) > _MOST_NAMES:
+        if len(outputs) > self._room:
             self._room = 0  # the beginning is kept, without holes
             recording.left_out += 1
             return
@@ -308,30 +305,46 @@ class Reader:
         self._share_texts(frame)
         forward = recording.forward_of(frame)
         forward.calls.append(call_of(forward.id, frame, outputs))
-        bad = [line for line in frame.lines if line.abs_max in ("inf", "nan")]
-        for line in bad[: _MOST_NOT_FINITE - len(forward.not_finite)]:
-            forward.not_finite.append(_row(forward.id, frame, line))
+        bad = next((line for line in frame.lines if line.abs_max in ("inf", "nan")), None)
+        if forward.bad is None and bad is not None:
+            forward.bad = _row(forward.id, frame, bad)
 
     def _share_texts(self, frame: Frame) -> None:
         """Keep names and shapes once: they are the same in each batch."""
-        share = self._texts.setdefault
-        frame.module, frame.class_ = share(frame.module, frame.module), share(frame.class_, frame.class_)  # type: ignore[assignment] # as they were given
+        frame.module, frame.class_ = sys.intern(frame.module), sys.intern(frame.class_)
         for line in frame.lines:
-            line.label, line.shape = share(line.label, line.label), share(line.shape, line.shape)  # type: ignore[assignment] # as they were given
-            line.dtype = sys.intern(line.dtype)
+            line.label, line.dtype = sys.intern(line.label), sys.intern(line.dtype)
+            line.shape = self._shapes.setdefault(line.shape, line.shape)
+
+
+def _begun(path: str, head: Head) -> Recording:
+    if head.schema == SCHEMA:
+        return Recording(path=path, model=head.model, rank=head.rank, host=head.host)
+    if not head.schema.startswith(SCHEMA.rstrip("0123456789")):
+        raise NotFrames(path, f"not a frame file, but {head.schema[:60]!r}")
+    later = f"written by a newer distdiag ({head.schema}; this version reads {SCHEMA})"
+    raise NotFrames(path, later, "upgrade distdiag here")
+
+
+def _check_beginning(path: str, line: bytes, record: object) -> None:
+    """Accept a header that was cut off. Raises NotFrames for any other line before the header."""
+    if record is not None:
+        raise NotFrames(path, "its first line is not a header: was the start of the file cut off?")
+    if line.endswith(b"\n") or not line.startswith(_HEAD[: len(line)]):
+        raise NotFrames(path, "not a frame file")
 
 
 def call_of(of: ForwardId, frame: Frame, outputs: list[Line]) -> Call:
     """Return the part of a frame that is kept."""
-    given: Row | None = None
-    for line in frame.lines:
-        # Masks are made of the dtype's own least number; token ids are no floats.
-        if line.phase != "input" or not line.dtype.startswith(("float", "bfloat")):
-            continue
-        is_value = isinstance(line.abs_max, float) and line.abs_max != LIMITS.get(line.dtype)
-        if is_value and (given is None or line.abs_max > given.size):  # type: ignore[operator] # is_value: a float
-            given = _row(of, frame, line, INPUT)
-    return Call(frame.number, given, tuple(_row(of, frame, line, given=given) for line in outputs))
+    # Masks are made of the dtype's own least number; token ids are no floats.
+    given = [
+        _row(of, frame, line, INPUT)
+        for line in frame.lines
+        if line.phase == "input" and line.dtype.startswith(("float", "bfloat")) and isinstance(line.abs_max, float)
+        if line.abs_max != LIMITS.get(line.dtype)
+    ]
+    largest = max(given, key=lambda row: row.size, default=None)
+    return Call(frame.number, largest, tuple(_row(of, frame, line, given=largest) for line in outputs))
 
 
 def _row(of: ForwardId, frame: Frame, line: Line, label: str = "", given: Row | None = None) -> Row:
@@ -340,60 +353,3 @@ def _row(of: ForwardId, frame: Frame, line: Line, label: str = "", given: Row | 
     growth = most / given.size if share and isinstance(most, float) and given is not None and given.size else math.inf
     names = (frame.module, frame.class_, label or line.label, line.dtype, line.shape, line.text)
     return Row(of, frame.number, *names, line.abs_min, most, share, growth if math.isfinite(growth) else None)
-
-
-def _decode(line: bytes) -> Head | Frame | Detection:
-    record = _DECODER.decode(line)
-    if not isinstance(record, _Detected):
-        return record
-    if len(line) > _MOST_DETECTION_BYTES:
-        raise msgspec.DecodeError("too long")
-    return msgspec.json.decode(line, type=Detection)
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes, int]]:
-    """Yield each line with its number from 1, and the bytes read so far, now and then, else 0."""
-    number = done = reported = 0
-    while line := file.readline(_MOST_LINE_BYTES):
-        number += 1
-        done += len(line)
-        if len(line) == _MOST_LINE_BYTES and not line.endswith(b"\n"):
-            while (more := file.readline(_MOST_LINE_BYTES)) and not more.endswith(b"\n"):
-                done += len(more)
-            line = b"too long\n"
-        is_news = done - reported >= _NEWS_EVERY_BYTES
-        reported = done if is_news else reported
-        if line.strip():
-            yield number, line, done if is_news else 0
-
-
-def _unreadable(path: str, recording: Recording | None, line: bytes, number: int) -> Recording | None:
-    """Count a line that cannot be read. Raises NotFrames."""
-    whole = line.endswith(b"\n")
-    if recording is None:
-        if not whole and _START.startswith(line[: len(_START)]):
-            return None
-        raise NotFrames(path, "not a frame file")
-    if not whole:
-        recording.truncated = True
-    elif not _is_of_later_kind(line):
-        recording.torn += 1
-        recording.first_torn = recording.first_torn or number
-    return recording
-
-
-def _is_of_later_kind(line: bytes) -> bool:
-    try:
-        return msgspec.json.decode(line, type=_Kind).kind not in _KINDS
-    except _MALFORMED:
-        return False
-
-
-def _check_schema(path: str, schema: str) -> None:
-    if schema == SCHEMA:
-        return
-    if schema.startswith(SCHEMA.rstrip("0123456789")):
-        raise NotFrames(
-            path, f"written by a newer distdiag ({schema}; this version reads {SCHEMA})", "upgrade distdiag here"
-        )
-    raise NotFrames(path, f"not a frame file, but {schema[:60]!r}")

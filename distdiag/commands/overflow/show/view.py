@@ -6,10 +6,9 @@ import math
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from distdiag.commands.overflow.show.divergence import ratio
+from distdiag.commands.overflow.show.diagnose import count, magnitude, named, percent, times
+from distdiag.commands.overflow.show.forwards import Names, ratio
 from distdiag.commands.overflow.show.recording import NEAR
-from distdiag.commands.overflow.show.selection import Names
-from distdiag.commands.overflow.show.wording import count, magnitude, named, percent, times
 from distdiag.output import Whole, Wrapped
 from distdiag.training.overflow.report import MODEL
 
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.commands.overflow.show.diagnose import FileRead, OverflowShow
-    from distdiag.commands.overflow.show.divergence import Divergence
-    from distdiag.commands.overflow.show.growth import Growth
+    from distdiag.commands.overflow.show.forwards import Divergence, Growth
     from distdiag.commands.overflow.show.recording import Row
     from distdiag.report import Report
 
@@ -81,8 +79,7 @@ def _rows(rows: Sequence[Row]) -> Iterator[RenderableType]:
 
 
 def _side_by_side(found: Divergence) -> Iterator[RenderableType]:
-    names = Names([found.a, found.b])
-    a, b = names.of(found.a), names.of(found.b)
+    a, b = Names([found.a, found.b]).of(found.a), Names([found.a, found.b]).of(found.b)
     width = max(9, len(a), len(b)) + 1
     yield Wrapped("abs max side by side:", margin=0)
     yield Whole(f"{a:>{width}}{b:>{width}}{'times':>8}  module, class, tensor", style="bold")

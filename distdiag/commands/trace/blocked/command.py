@@ -8,24 +8,23 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.trace.blocked.types import Request, Threads
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, UserOpt, called_as, on_hosts
 
 
 @on_hosts
 def blocked(
+    process: Annotated[
+        list[int] | None, typer.Argument(min=1, metavar="PID", help="Only this process, and what it waits for.")
+    ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="This process, and what it waits for; repeatable."),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable."),
     ] = None,
     rank: Annotated[
         list[str] | None, typer.Option(metavar="RANKS", help="Only these ranks: 3, or 0-3,7; repeatable.")
     ] = None,
-    job: Annotated[
-        str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
-    ] = "",
-    user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only processes of this user. [default: all that are visible]")
-    ] = "",
+    job: JobOpt = "",
+    user: UserOpt = "",
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
     save: SaveOpt = "",
     from_: FromOpt = None,
@@ -34,7 +33,7 @@ def blocked(
     *,
     cluster: Cluster,
 ) -> None:
-    """Show what every rank is blocked on and which process has the other end, and name the rank that blocks the others.
+    """Show what every rank waits for, which process has the other end, and which rank blocks the others.
 
     The verdict is that of hang from the processes alone: /proc and stacks. No process is paused. For the stacks, use
     pyspy-all.
@@ -53,6 +52,11 @@ def blocked(
     from distdiag.commands.trace.ranks import wanted
 
     def request() -> Request:
-        return Request(program=called_as(), cluster=cluster, wanted=wanted(pid, rank, job, user), threads=threads)
+        return Request(
+            program=called_as(),
+            cluster=cluster,
+            wanted=wanted((*(process or ()), *(pid or ())), rank, job, user),
+            threads=threads,
+        )
 
     runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain))

@@ -179,7 +179,7 @@ def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
 def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceFds]:
     """Report what every selected process has open, and which of it may become a problem."""
     from distdiag.cluster.unreached_hosts import host_findings
-    from distdiag.commands.trace.nodes import index_of
+    from distdiag.commands.trace.nodes import incomplete, index_of
 
     replies = [(host, reply) for host, some in answers.replies.items() for reply in some]
     index = index_of(answers)
@@ -191,10 +191,7 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
     }
     rows = [_row(opened[key], key, index, job) for key, job in jobs.items() if key in opened]
     found = [finding for row in rows for finding in _of_process(row, request, answers, index)]
-    for host, why in answers.missing.items():
-        title = f"incomplete facts from {host}: {why}"
-        found.append(Finding(id="trace.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,))))
-    found += host_findings(answers.refusals, answers.rows)
+    found += [*incomplete(answers), *host_findings(answers.refusals, answers.rows)]
     worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
     return Report(
         command=COMMAND,

@@ -40,7 +40,7 @@ def trace_show(
     *,
     cluster: Cluster,
 ) -> None:
-    """Show the last lines that each rank executed, grouped by place, and name the stuck ranks.
+    """Show the last lines that each rank executed, grouped by place; find the stuck ranks.
 
     Reads what `distdiag trace py` records, of a running job or of a killed one.
 

@@ -1,7 +1,7 @@
 """Facts of one node: what strace saw of some processes while it was attached to them. Nothing is judged here.
 
-The logs have no name, unless they are to be kept: strace writes to a descriptor of ours. So nothing is left, however
-we end; and strace ends with us, which detaches it.
+A log has no name unless it is kept: strace writes to a descriptor of ours. strace ends with us, which detaches it, so
+nothing is left behind however we end.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import selectors
 import signal
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, replace
 
@@ -22,28 +20,32 @@ from distdiag.facts.blocked_threads import Thread  # noqa: TC001 - decoded by it
 from distdiag.facts.descriptors import Look
 from distdiag.facts.socket_owners import Network, Person, networks, people
 from distdiag.facts.strace.log import read_logs
-from distdiag.facts.strace.types import ThreadLog  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.strace.types import Logs, ThreadLog
 from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
     from typing import Any
 
 __all__ = ["facts", "more"]
 
-_DECODED_AND_TIMED = ("-yy", "-ttt", "-T")
-"""What descriptors refer to, when each call began and how long it took."""
-_WHOLE = ("-e", "abbrev=!?poll,?ppoll")
-"""-s bounds lists as well as strings, and what a thread polls has to be seen."""
-_ALWAYS = "execve,?execveat,clone,?clone3,fork,vfork"
-"""Calls that are traced whatever --only says: they show which thread is of which process. They are rare."""
+OPTIONS = ("-f", "-q", "-yy", "-ttt", "-T", "-s", "0", "-e", "abbrev=!?poll,?ppoll")
+"""Of our logs: descriptors decoded, times, durations, and no data that is read, written or sent. -s bounds lists, too:
+abbrev asks for what a thread polls in full."""
 _ATTACH_S, _DETACH_S, _SETTLE_S = 8.0, 3.0, 0.05
 _STUCK_SAMPLES, _BETWEEN_S = 3, 0.1
-_MAX_WORDS = 65536
 _CALLS, _ERRORS, _PLACES, _FEW = 40, 20, 10, 5
-# strace is to end when we do, even when we are killed; Linux only, as strace is.
-_GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+_GUARD = """
+import ctypes, os, resource, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]) if most < 0 else min(int(sys.argv[1]), most), most))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Starts strace so that it ends with us (PR_SET_PDEATHSIG), and when its log has reached its size limit."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,16 @@ class Attached:
 
 @dataclass(frozen=True)
 class Traced:
-    """What was seen of one process, from `began_s` to `ended_s` (wall clock); its log was `log_bytes` long.
+    """What was seen of one process, from `began_s` to `ended_s` (wall clock).
 
-    `cut`: the log was as long as it may be, so strace left early. `kept`: where the log is. `unread`: why it was
-    not read. `state`, `tracer` and `threads`: how it was left; no state if it is gone.
+    `cut`: the log was as long as it may be, so strace left early. `unread`: why it was not read. `state`, `tracer` and
+    `threads`: how it was left; no state if it is gone.
     """
 
     pid: int
     began_s: float
     ended_s: float
-    log_bytes: int
     cut: bool
-    kept: str
     unread: str
     logs: tuple[ThreadLog, ...]
     state: str
@@ -100,8 +100,8 @@ class Reply:
 def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
     """Attach strace, or detach it and send what it saw.
 
-    {"do": "attach", "pids", "only": kinds of calls, "limit_bytes" of all logs, "folder" and "names": by pid, of logs to
-    keep, "near": whose sockets are sent, too}, or {"do": "finish"}
+    {"do": "attach", "pids", "limit_bytes" of all logs, "folder" and "names": by pid, of logs to keep, "near": whose
+    sockets are sent, too}, or {"do": "finish"}
     """
     if ask["do"] == "attach":
         _attach(ask, tell)
@@ -109,31 +109,18 @@ def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
         _finish(tell)
 
 
-def arguments(only: Iterable[str] = ()) -> list[str]:
-    """Return the options that all our logs are written with: without any data that is read, written or sent."""
-    kinds = [f"%{kind}" for kind in only]
-    calls = ["-e", f"trace={','.join([*kinds, _ALWAYS])}"] if kinds else []
-    return ["-f", *_DECODED_AND_TIMED, "-s", "0", *_WHOLE, *calls]
-
-
-def private_file(path: str) -> Any:  # noqa: ANN401 - a binary file
-    """Make a file that only its owner may read, as data is in it; without a path one that has no name."""
-    if not path:
-        return tempfile.TemporaryFile(prefix="distdiag-")
-    private_files.make_folder(os.path.dirname(path))
-    return open(private_files.open_file(path, os.O_RDWR), "r+b")
-
-
 def _attach(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
     look = Look()
     found = networks(ask["near"], look)
     mentioned = {socket.pid for network in found for socket in network.sockets}
     tell(Reply(networks=found, people=people(mentioned.difference(ask["near"]))))
-    before = {pid: _before(pid, look) for pid in ask["pids"]}
-    _tracer.start([attached.pid for attached in before.values() if not attached.why], ask)
-    for pid, attached in before.items():
-        why, words = _tracer.refused.get(pid, (attached.why, attached.words))
-        tell(Reply(attached=(replace(attached, why=why, words=words),)))
+    before = [_before(pid, look) for pid in ask["pids"]]
+    straces = [_Strace(process, ask) for process in before]
+    deadline = time.monotonic() + _ATTACH_S
+    for strace in straces:
+        if strace.attach(deadline):
+            _attached.append(strace)
+        tell(Reply(attached=(strace.before,)))
 
 
 def _before(pid: int, look: Look) -> Attached:
@@ -166,174 +153,113 @@ def _in_kernel(pid: int) -> set[int]:
 
 
 class _Strace:
-    """One strace, attached to one process."""
+    """The strace of one process; none is started if `before` has a reason why not."""
 
-    def __init__(self, pid: int, tool: str, ask: dict[str, Any]) -> None:
-        """Start it. Raises OSError, CannotRun."""
-        self.pid = pid
-        self.kept = os.path.join(ask["folder"], ask["names"][str(pid)]) if ask["folder"] else ""
-        self.log = private_file(self.kept)
-        self.words = b""
-        self.ended_output = threading.Event()
-        self.cut = False
-        self.began_s = self.ended_s = time.time()
-        path = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
-        argv = [tool, *arguments(ask["only"]), "-o", path, "-p", str(pid)]
-        self.process = programs.start([sys.executable, "-S", "-c", _GUARD, *argv])
+    def __init__(self, before: Attached, ask: dict[str, Any]) -> None:
+        self.before = before
+        self.kept = os.path.join(ask["folder"], ask["names"][str(before.pid)]) if ask["folder"] else ""
+        if before.why:
+            return
+        try:
+            self.log = _private_file(self.kept)
+            limit_bytes = ask["limit_bytes"] // len(ask["pids"])
+            path = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
+            argv = [carried_tools.find("strace") or "", *OPTIONS, "-o", path, "-p", str(before.pid)]
+            self._process = programs.start([sys.executable, "-S", "-c", _GUARD, str(limit_bytes), *argv])
+        except OSError as error:
+            self.before = replace(before, why="failed", words=f"{error.filename}: {error.strerror}")
+        except programs.CannotRun as error:
+            self.before = replace(before, why="failed", words=str(error))
 
-    @property
-    def is_attached(self) -> bool:
-        return b" attached" in self.words
-
-    @property
-    def is_coming(self) -> bool:
-        return not self.is_attached and self.process.poll() is None
-
-    @property
-    def size(self) -> int:
-        return os.fstat(self.log.fileno()).st_size
-
-    def leave(self) -> None:
-        """Ask it to detach, once."""
-        if self.process.poll() is None and self.ended_s == self.began_s:
-            self.ended_s = time.time()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGINT)
-
-    def drop(self) -> None:
-        """End it without its log: it did not attach."""
-        programs.end_group(self.process)
-        self.ended_output.wait(_DETACH_S)
+    def attach(self, deadline: float) -> bool:
+        """Wait until it is attached, or drop it and note the reason in `before`."""
+        if self.before.why:
+            return False
+        while self._process.poll() is None and time.monotonic() < deadline:
+            if procs.tracer(self.before.pid) == self._process.pid:
+                self.began_s = time.time()
+                return True
+            time.sleep(0.005)
+        if self._process.poll() is None:
+            self._process.kill()
+        words = self._process.communicate()[1].decode("utf-8", "replace")
+        first = re.sub(r"^\S*strace: ", "", words).partition("\n")[0] or "strace gave no reason"
+        why = "denied" if "Operation not permitted" in first else "failed"
+        self.before = replace(self.before, why=why, words=first)
+        programs.end_group(self._process)
         self.log.close()
         if self.kept:
             with contextlib.suppress(OSError):
                 os.unlink(self.kept)
+        return False
 
+    def leave(self) -> None:
+        """Ask it to detach."""
+        self.ended_s = os.fstat(self.log.fileno()).st_mtime  # if it ended before, at its limit or with the process
+        if self._process.poll() is None:
+            self.ended_s = time.time()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGINT)
 
-class _Tracer:
-    """All straces of this node. A thread of its own reads what they write, and looks after the size of the logs."""
-
-    def __init__(self) -> None:
-        self.straces: dict[int, _Strace] = {}
-        self.refused: dict[int, tuple[str, str]] = {}
-        self._limit_bytes = 0
-
-    def start(self, pids: Sequence[int], ask: dict[str, Any]) -> None:
-        """Attach to processes, and wait until that is done."""
-        self._limit_bytes = ask["limit_bytes"]
-        tool = carried_tools.find("strace") or ""
-        for pid in pids:
-            try:
-                self.straces[pid] = _Strace(pid, tool, ask)
-            except OSError as error:
-                self.refused[pid] = ("failed", f"{error.filename}: {error.strerror}")
-            except programs.CannotRun as error:
-                self.refused[pid] = ("failed", str(error))
-        threading.Thread(target=self._listen, daemon=True).start()
-        deadline = time.monotonic() + _ATTACH_S
-        while any(strace.is_coming for strace in self.straces.values()) and time.monotonic() < deadline:
+    def end(self, deadline: float) -> None:
+        """Wait until it has detached; at the deadline, by force."""
+        while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
-        for pid, strace in list(self.straces.items()):
-            if strace.is_attached:
-                strace.began_s = strace.ended_s = time.time()
-            else:
-                self.straces.pop(pid).drop()
-                self.refused[pid] = _refusal(strace.words)
+        programs.end_group(self._process)
 
-    def end(self) -> list[_Strace]:
-        """Detach all, by force if they do not; returns them."""
-        straces, self.straces = list(self.straces.values()), {}
-        for strace in straces:
-            strace.leave()
-        deadline = time.monotonic() + _DETACH_S
-        while any(strace.process.poll() is None for strace in straces) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        for strace in straces:
-            if strace.ended_s == strace.began_s:  # it had exited with the process
-                strace.ended_s = time.time()
-            programs.end_group(strace.process)
-        return straces
-
-    def _listen(self) -> None:
-        straces = list(self.straces.values())
-        with selectors.DefaultSelector() as selector:
-            for strace in straces:
-                # A duplicate: the other one is closed by whoever ends the process.
-                selector.register(os.dup(strace.process.stderr.fileno()), selectors.EVENT_READ, strace)  # type: ignore[union-attr]
-            while selector.get_map():
-                for key, _ in selector.select(0.05):
-                    data = os.read(key.fd, 65536)
-                    key.data.words = (key.data.words + data)[:_MAX_WORDS]
-                    if not data:
-                        key.data.ended_output.set()
-                        selector.unregister(key.fd)
-                        os.close(key.fd)
-                self._watch_size()
-
-    def _watch_size(self) -> None:
-        straces = list(self.straces.values())
-        with contextlib.suppress(ValueError):  # a log was closed meanwhile
-            if sum(strace.size for strace in straces) > self._limit_bytes:
-                for strace in straces:
-                    strace.cut = True
-                    strace.leave()
+    def traced(self, look: Look) -> Traced:
+        """Return how it left the process, without its log."""
+        pid, state = self.before.pid, machine.process_state(self.before.pid).letter
+        is_alive = state not in ("", "Z", "X")
+        return Traced(
+            pid=pid,
+            began_s=self.began_s,
+            ended_s=max(self.began_s, self.ended_s),
+            cut=self._process.returncode == -signal.SIGXFSZ,
+            unread="",
+            logs=(),
+            state=state if is_alive else "",
+            tracer=procs.tracer(pid) if is_alive else None,
+            threads=blocked_threads.blocked(pid, look) if is_alive else (),
+        )
 
 
-_tracer = _Tracer()
+_attached: list[_Strace] = []
 
 
-def _refusal(words: bytes) -> tuple[str, str]:
-    lines = [re.sub(r"^\S*strace: ", "", line) for line in words.decode("utf-8", "replace").splitlines() if line]
-    first = lines[0] if lines else "strace gave no reason"
-    return ("denied" if "Operation not permitted" in first else "failed"), first
+def _private_file(path: str) -> Any:  # noqa: ANN401 - a binary file
+    """Make a file that only its owner may read; without a path one that has no name."""
+    if not path:
+        return tempfile.TemporaryFile(prefix="distdiag-")
+    private_files.make_folder(os.path.dirname(path))
+    return open(private_files.open_file(path, os.O_RDWR), "r+b")
 
 
 def _finish(tell: Callable[[Reply], None]) -> None:
-    straces = _tracer.end()
+    for strace in _attached:
+        strace.leave()
+    deadline = time.monotonic() + _DETACH_S
+    for strace in _attached:
+        strace.end(deadline)
     time.sleep(_SETTLE_S)  # what was asleep falls asleep again
     look = Look()
-    after = {strace.pid: _after(strace.pid, look) for strace in straces}
-    for strace in straces:
-        state, tracer, threads = after[strace.pid]
-        logs, unread = _read(strace) if strace.size else ((), "")
-        traced = Traced(
-            pid=strace.pid,
-            began_s=strace.began_s,
-            ended_s=strace.ended_s,
-            log_bytes=strace.size,
-            cut=strace.cut,
-            kept=strace.kept,
-            unread=unread,
-            logs=logs,
-            state=state,
-            tracer=tracer,
-            threads=threads,
-        )
-        tell(Reply(traced=(traced,)))
-        strace.log.close()
+    left = [(strace, strace.traced(look)) for strace in _attached]
+    for strace, traced in left:
+        is_empty = os.fstat(strace.log.fileno()).st_size == 0
+        found = Logs((), ()) if is_empty else read_logs([f"/proc/self/fd/{strace.log.fileno()}"])
+        logs = tuple(_shown(log, strace.kept) for log in found.threads)
+        unread = "; ".join(why for _, why in found.errors)
+        tell(Reply(traced=(replace(traced, logs=logs, unread=unread),)))
 
 
-def _after(pid: int, look: Look) -> tuple[str, int | None, tuple[Thread, ...]]:
-    state = machine.process_state(pid).letter
-    if state in ("", "Z", "X"):
-        return "", None, ()
-    return state, procs.tracer(pid) or None, blocked_threads.blocked(pid, look)
-
-
-def _read(strace: _Strace) -> tuple[tuple[ThreadLog, ...], str]:
-    """Read the log of one process: what is shown of its threads, or why it could not be read."""
-    found = read_logs([f"/proc/self/fd/{strace.log.fileno()}"])
-    return tuple(map(_without_crowd, found.threads)), "; ".join(why for _, why in found.errors)
-
-
-def _without_crowd(log: ThreadLog) -> ThreadLog:
-    """Keep what may be shown."""
+def _shown(log: ThreadLog, path: str) -> ThreadLog:
+    """Keep what may be shown. `path`: where the log is kept."""
     return replace(
         log,
+        path=path,
         calls=log.calls[:_CALLS],
         errors=log.errors[:_ERRORS],
         places=log.places[:_PLACES],
-        slowest=log.slowest[:_FEW],
         spins=log.spins[:_FEW],
         polls=log.polls[:_FEW],
         ends=(),

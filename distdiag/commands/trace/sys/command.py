@@ -11,13 +11,9 @@ from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts, parse_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from distdiag.commands.trace.sys.types import Request, TraceSys
     from distdiag.report import Report
 
-KINDS = ("network", "file", "process", "desc", "memory", "signal")
-"""Classes of calls, as strace names them."""
 _LONGEST_S = 600.0
 
 
@@ -40,11 +36,7 @@ def trace_sys(
         typer.Option(metavar="ID", help="Attach to this job: torchrun's run id, MASTER_ADDR:MASTER_PORT, a SLURM id."),
     ] = "",
     for_: Annotated[str, typer.Option("--for", metavar="TIME", help="How long to trace: 5s, 500ms, 2m.")] = "5s",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KINDS", help="Only these calls: network,file,process,desc,memory,signal."),
-    ] = None,
-    logs: Annotated[
+    keep_logs: Annotated[
         str, typer.Option(metavar="DIR", help="Keep strace's logs in this directory on each node, named by rank.")
     ] = "",
     save: SaveOpt = "",
@@ -63,7 +55,7 @@ def trace_sys(
       distdiag trace sys DIR
 
     While strace is attached, each system call takes 75-190 times as long; computation is not slowed. `trace blocked`
-    shows which rank blocks which without that cost. --only does not reduce it.
+    shows which rank blocks which without that cost.
 
     Exit status: 0 no problem found, 1 problem found, 2 wrong usage, 3 some processes could not be traced,
     130 interrupted.
@@ -87,14 +79,13 @@ def trace_sys(
             cluster=cluster,
             wanted=wanted(tuple(pid or ()), tuple(rank or ()), job, ""),
             for_s=parse_duration(for_, "--for", longest_s=_LONGEST_S),
-            only=parse_only(only or ()),
-            logs=logs,
+            logs=keep_logs,
         )
 
     chooses = bool(pid or rank or job)
     paths = [*(log or ()), *(from_ or ())]
     if paths and not are_facts(paths):
-        attaches = chooses or bool(logs or save or only) or bool(cluster.typed())
+        attaches = chooses or bool(keep_logs or save) or bool(cluster.typed())
         output = Output(json=as_json, strict=strict)
         deliver(
             COMMAND, lambda: _judge_logs(request(), paths, attaches), lambda told: trace_sys_view(told.data), output
@@ -117,17 +108,6 @@ def _judge_logs(request: Request, paths: list[str], attaches: bool) -> Report[Tr
     from distdiag.commands.trace.sys.diagnose import diagnose_logs
 
     if attaches:
-        raise UsageError(
-            "existing logs are only read", hint="remove --pid, --rank, --job, --hosts, --only, --logs and --save"
-        )
+        raise UsageError("existing logs are only read", hint="remove --keep-logs, --save, and what chooses processes")
     threads, found = logs.read(paths)
     return diagnose_logs(request, threads, found)
-
-
-def parse_only(texts: Iterable[str]) -> tuple[str, ...]:
-    """Parse what --only takes: network,file. Raises UsageError."""
-    found = dict.fromkeys(name.strip().lstrip("%") for text in texts for name in text.split(","))
-    for name in found:
-        if name not in KINDS:
-            raise UsageError(f"--only: {name!r} is not a class of system calls", hint=f"one of {', '.join(KINDS)}")
-    return tuple(found)

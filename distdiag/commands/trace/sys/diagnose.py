@@ -6,64 +6,61 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.commands.trace.nodes import incomplete, index_of
 from distdiag.commands.trace.sys import findings
-from distdiag.commands.trace.sys.types import (
-    COMMAND,
-    MAX_PROCESSES,
-    ErrorRow,
-    LastCall,
-    Log,
-    Refused,
-    ThreadRow,
-    TracedThread,
-    TraceSys,
-)
-from distdiag.commands.trace.sys.wording import format_duration
-from distdiag.diagnosis.process_index import ProcessIndex
-from distdiag.diagnosis.wait_reasons import Kind, wait_of
+from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, TracedThread, TraceSys, state_of
+from distdiag.diagnosis import verdicts
+from distdiag.diagnosis.wait_reasons import Kind, Wait, wait_of
+from distdiag.diagnosis.wording import counted, format_duration
 from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.strace.types import WAITING
-from distdiag.report import Finding, Level, Report, Where
+from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from distdiag.commands.trace.nodes import Answers
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.commands.trace.sys.collect import Attached, Reply, Traced
     from distdiag.commands.trace.sys.types import Request
     from distdiag.diagnosis.process_index import Key
-    from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.facts.blocked_threads import Thread
     from distdiag.facts.strace.types import ThreadLog
+    from distdiag.report import Finding
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _HELD_S = 0.1
 """A thread that has been in a call for less is not blocked."""
+_LIMIT = f"the limit of {MAX_LOG_BYTES >> 20} MiB of logs per node was reached"
+_RUNS = Wait(kind=Kind.RUNS, call="", on="", does="", since_s=None)
 
 
 def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceSys]:
     """Judge the traces of running processes."""
     live = _Live(answers, chosen)
-    threads, logs, refused = list(live.threads()), list(live.logs()), list(live.refused())
-    node = answers.nodes[0].processes if answers.nodes else None
+    threads = list(live.threads())
     found = [
-        *_common(request, threads, logs),
+        *_common(request, threads),
+        *findings.cut([thread for thread in threads if thread.main and live.traced[thread.key].cut], _LIMIT),
+        *_unread((live.index.name(key), traced.unread) for key, traced in live.traced.items() if traced.unread),
         *findings.left(live.traced, live.attached, live.index),
-        *findings.refused(request, refused, node),
-        *_missing(answers),
+        *findings.refused(request, chosen, live.attached, answers.nodes[0].processes if answers.nodes else None),
+        *incomplete(answers),
         *host_findings(answers.refusals, answers.rows),
     ]
-    report = _report(request, threads, logs, found)
-    return replace(report, data=replace(report.data, refused=tuple(refused)), interrupted=answers.interrupted)
+    return replace(_report(request, threads, found), interrupted=answers.interrupted)
 
 
-def diagnose_logs(request: Request, threads: Sequence[TracedThread], logs: Sequence[Log]) -> Report[TraceSys]:
-    """Judge existing logs."""
-    return _report(request, threads, logs, _common(request, threads, logs))
+def diagnose_logs(
+    request: Request, threads: Sequence[TracedThread], unread: Sequence[tuple[str, str]]
+) -> Report[TraceSys]:
+    """Judge existing logs. `unread`: path and reason."""
+    torn = findings.cut([each for each in threads if each.log and each.log.state == "cut"], "its end is missing")
+    found = [*_common(request, threads), *torn, *_unread(unread)]
+    return _report(request, threads, found)
 
 
-def _common(request: Request, threads: Sequence[TracedThread], logs: Sequence[Log]) -> list[Finding]:
+def _common(request: Request, threads: Sequence[TracedThread]) -> list[Finding]:
     blocked = findings.blocked(request, threads)
     return [
         *blocked,
@@ -72,91 +69,39 @@ def _common(request: Request, threads: Sequence[TracedThread], logs: Sequence[Lo
         *findings.slow_storage(threads),
         *findings.spins(request, threads),
         *findings.polls(threads),
-        *findings.cut(logs),
     ]
 
 
-def _missing(answers: Answers[Reply]) -> Iterator[Finding]:
-    for host, why in answers.missing.items():
-        title = f"incomplete facts from {host}: {why}"
-        yield Finding(id="trace.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
+def _unread(logs: Iterable[tuple[str, str]]) -> list[Finding]:
+    return [verdicts.finding("log-unread", log=name, why=why) for name, why in logs]
 
 
-def _report(
-    request: Request, threads: Sequence[TracedThread], logs: Sequence[Log], found: Sequence[Finding]
-) -> Report[TraceSys]:
-    data = TraceSys(only=request.only, threads=tuple(map(_row, threads)), logs=tuple(logs))
+def _report(request: Request, threads: Sequence[TracedThread], found: Sequence[Finding]) -> Report[TraceSys]:
     faults = [finding for finding in found if finding.level is not Level.INFO]
     worst = min(faults, key=lambda finding: _ORDER.index(finding.level), default=None)
-    summary = worst.title if worst is not None else _summary(request, threads, logs)
-    return Report(command=COMMAND, data=data, findings=tuple(found), summary=summary)
+    return Report(
+        command=COMMAND,
+        data=TraceSys(threads=tuple(threads)),
+        findings=tuple(found),
+        summary=worst.title if worst is not None else _summary(request, threads),
+    )
 
 
-def _summary(request: Request, threads: Sequence[TracedThread], logs: Sequence[Log]) -> str:
+def _summary(request: Request, threads: Sequence[TracedThread]) -> str:
     """Format the summary of a trace without problems: what was not seen in it, and what it cannot show."""
     calls = sum(thread.n_calls for thread in threads)
     processes = len({thread.key for thread in threads})
-    longest = format_duration(max((log.span_s for log in logs), default=0.0))
-    what = f"{processes} process{'' if processes == 1 else 'es'}"
+    longest = format_duration(max((thread.span_s for thread in threads), default=0.0))
     if not processes:
         return "no process was traced"
-    waiting = any(thread.is_main and thread.call and thread.kind is not Kind.RUNS for thread in threads)
     if not calls:
+        waiting = any(thread.main and thread.state == "blocked" for thread in threads)
         why = "each stayed in the call shown above" if waiting else "computation makes none"
-        return f"no system call of {what} returned in {longest}: {why}"
-    made = "1 system call" if calls == 1 else f"{calls} system calls"
+        return f"no system call returned in {longest}: {why}"
+    made = f"{counted(calls, 'system call')} of {counted(processes, 'process', 'processes')} in {longest}"
     return (
-        f"{what} made {made} in {longest}: no blocked rank, serious error, slow file system or busy-wait seen. "
-        f"What shows a slow rank: {request.program} pyspy-all --samples 20"
-    )
-
-
-def _row(thread: TracedThread) -> ThreadRow:
-    log = thread.log
-    return ThreadRow(
-        host=thread.host,
-        job=thread.job,
-        rank=thread.rank,
-        pid=thread.pid,
-        tid=thread.tid,
-        comm=thread.comm,
-        main=thread.is_main,
-        state=_state(thread),
-        kind=thread.kind,
-        on=thread.on,
-        n_calls=thread.n_calls,
-        traced_s=round(thread.span_s, 6),
-        last=_last(thread),
-        calls=log.calls if log is not None else (),
-        errors=tuple(
-            ErrorRow(call=error.name, error=error.error, target=error.target, places=error.places, count=error.count)
-            for error in (log.errors if log is not None else ())
-            if error.weight > 1
-        ),
-        places=log.places if log is not None else (),
-        spins=log.spins if log is not None else (),
-    )
-
-
-def _state(thread: TracedThread) -> str:
-    if thread.blocked_s is not None or (thread.call and thread.kind not in (Kind.RUNS, Kind.ENDED)):
-        return "blocked"
-    log = thread.log
-    return log.state if log is not None and log.state not in (*WAITING, "returned", "cut") else "runs"
-
-
-def _last(thread: TracedThread) -> LastCall | None:
-    last = thread.log.last if thread.log is not None else None
-    if last is None and not thread.call:
-        return None
-    # What strace restarts has another name in its log than the call that it is.
-    again = last is None or last.name == "restart_syscall"
-    return LastCall(
-        call=thread.call if again or last is None else last.name,
-        args="" if again or last is None else last.args,
-        fd_target=last.target if last is not None else "",
-        peer_rank=thread.ranks[0] if len(thread.ranks) == 1 else None,
-        blocked_s=None if thread.blocked_s is None else round(thread.blocked_s, 3),
+        f"{made}: no blocked rank, serious error, slow file system or busy-wait seen. What shows a slow rank: "
+        f"{request.program} pyspy-all --samples 20"
     )
 
 
@@ -165,16 +110,7 @@ class _Live:
 
     def __init__(self, answers: Answers[Reply], chosen: Sequence[Chosen]) -> None:
         parts = [(host, part) for host, replies in answers.replies.items() for part in replies]
-        self.index = ProcessIndex(
-            answers.nodes,
-            {
-                host: (
-                    [network for part in replies for network in part.networks],
-                    [person for part in replies for person in part.people],
-                )
-                for host, replies in answers.replies.items()
-            },
-        )
+        self.index = index_of(answers)
         self.attached: dict[Key, Attached] = {(host, each.pid): each for host, part in parts for each in part.attached}
         self.traced: dict[Key, Traced] = {(host, each.pid): each for host, part in parts for each in part.traced}
         self._chosen = {(each.host, each.process.pid): each for each in chosen if each.process is not None}
@@ -191,69 +127,40 @@ class _Live:
             for tid in sorted(tids, key=lambda tid: (tid != key[1], tid)):
                 yield self._thread(key, traced, logs.get(tid), after.get(tid), tid)
 
-    def logs(self) -> Iterator[Log]:
-        """List what is known of each log."""
-        for key, traced in self.traced.items():
-            yield Log(
-                host=key[0],
-                rank=self.index.rank(key),
-                pid=traced.pid,
-                path=traced.kept,
-                size_bytes=traced.log_bytes,
-                span_s=round(traced.ended_s - traced.began_s, 3),
-                cut=traced.cut,
-                unread=traced.unread,
-            )
-
-    def refused(self) -> Iterator[Refused]:
-        """List the processes that strace was not attached to."""
-        asked: dict[str, int] = {}
-        for (host, pid), chosen in self._chosen.items():
-            asked[host] = asked.get(host, 0) + 1
-            attached = self.attached.get((host, pid))
-            why = attached.why if attached is not None else "too-many" if asked[host] > MAX_PROCESSES else ""
-            if why and chosen.process is not None:
-                yield Refused(
-                    host=host,
-                    rank=chosen.rank,
-                    pid=pid,
-                    why=why,
-                    words=attached.words if attached is not None else "",
-                    tracer=attached.tracer if attached is not None else None,
-                    user=chosen.process.user,
-                )
-
     def _thread(self, key: Key, traced: Traced, log: ThreadLog | None, after: Thread | None, tid: int) -> TracedThread:
         wait, chosen = self._wait(key, traced, log, after), self._chosen[key]
         before = next((thread for thread in self.attached[key].threads if thread.tid == tid), None)
-        waits = wait is not None and wait.kind not in (Kind.RUNS, Kind.ENDED)
+        waits = wait.kind not in (Kind.RUNS, Kind.ENDED)
         idle = waits and _was_idle(log, before, after)
-        peers = wait.peers if wait is not None else ()
-        ranks = {self.index.rank(peer) for peer in peers}
+        ranks = {self.index.rank(peer) for peer in wait.peers}
         return TracedThread(
             host=key[0],
+            job=chosen.job.name if chosen.job is not None else "",
             rank=None if chosen.is_helper else chosen.rank,
             pid=traced.pid,
             tid=tid,
             comm=after.comm if after is not None else log.comm if log is not None else "",
-            is_main=tid == traced.pid,
-            log=log,
-            span_s=max(0.0, traced.ended_s - traced.began_s),
-            kind=wait.kind if wait is not None else Kind.RUNS if after is not None else Kind.ENDED,
-            call=wait.call if wait is not None else "",
-            on=wait.on if wait is not None else "",
-            does=wait.does if wait is not None else "",
+            main=tid == traced.pid,
+            state=state_of(log, waits=waits),
+            kind=wait.kind,
+            call=wait.call,
+            on=wait.on,
+            does=wait.does,
             blocked_s=_blocked_s(traced, log, before if idle else None) if waits else None,
             idle=idle,
-            peers=peers,
+            peers=wait.peers,
             ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
-            job=chosen.job.name if chosen.job is not None else "",
+            span_s=round(max(0.0, traced.ended_s - traced.began_s), 6),
+            n_calls=log.n_calls if log is not None else 0,
+            log=log,
         )
 
-    def _wait(self, key: Key, traced: Traced, log: ThreadLog | None, after: Thread | None) -> Wait | None:
-        """Return what a thread waits for; None if it is not blocked. Detaching does not change it."""
-        if after is None or (log is not None and log.n_calls and not _is_held_up(log, traced.ended_s)):
-            return None
+    def _wait(self, key: Key, traced: Traced, log: ThreadLog | None, after: Thread | None) -> Wait:
+        """Return what a thread waits for: detaching does not change it."""
+        if after is None:
+            return replace(_RUNS, kind=Kind.ENDED)
+        if log is not None and log.n_calls and not _is_held_up(log, traced.ended_s):
+            return _RUNS
         process = Blocked(pid=traced.pid, state=traced.state, tracer=traced.tracer, threads=traced.threads, moved=())
         return wait_of(after, process, key[0], self.index)
 

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.diagnosis.wording import format_duration, listed
 from distdiag.report import Where
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _LOG_NAME = re.compile(r"(?:rank-(\d{1,7})\.)?([\w-]+)\.pid(\d{1,10})\.strace", re.ASCII)
 _RANK = re.compile(r"rank-(\d{1,7})(?:\.|$)", re.ASCII)
-_NAMED = 4
 
 
 def log_name(rank: int | None, host: str, pid: int) -> str:
@@ -34,13 +33,6 @@ def parse_log_name(name: str) -> tuple[int | None, str, int | None]:
     return (int(rank[1]) if rank else None), "", None
 
 
-def format_duration(seconds: float | None) -> str:
-    """Format a time: "0.3 ms", "0.4 s", "214 s", "3.5 h"; "?" if unknown."""
-    if seconds is not None and seconds < 0.1:
-        return "0 s" if seconds < 5e-8 else f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-    return lasting(seconds)
-
-
 def format_range(seconds: Sequence[float | None]) -> str:
     """Format a range of times: "11 s", "11 to 12 s"."""
     known = [each_s for each_s in seconds if each_s is not None]
@@ -49,33 +41,31 @@ def format_range(seconds: Sequence[float | None]) -> str:
 
 
 def name_process(thread: TracedThread, *, whole: bool = False) -> str:
-    """Name a thread's process: "rank 1", "rank 1 (node07, pid 4711)", "pid 4711"."""
-    number = thread.pid if thread.pid is not None else thread.tid
-    kind = "pid" if thread.pid is not None else "thread"
-    if thread.rank is None:
-        return f"{kind} {number}" + (f" ({thread.host})" if whole and thread.host else "")
-    return f"rank {thread.rank}" + (f" ({thread.host}, {kind} {number})" if whole else "")
+    """Name a thread's process: "rank 1", "rank 1 (node07, pid 4711)", "pid 4711", or its thread."""
+    number = f"pid {thread.pid}" if thread.pid is not None else f"thread {thread.tid}"
+    name = f"rank {thread.rank}" if thread.rank is not None else number
+    more = [thread.host, number] if thread.rank is not None else [thread.host] if thread.host else []
+    return f"{name} ({', '.join(more)})" if whole and more else name
 
 
 def name_thread(thread: TracedThread) -> str:
     """Name a thread: its process, and if it is not the main one, which: "thread 815 (pt_worker) of rank 1"."""
     process = name_process(thread)
-    if thread.is_main or thread.tid is None or thread.pid is None:
+    if thread.main or thread.tid is None or thread.pid is None:
         return process
     return f"thread {thread.tid}{f' ({thread.comm})' if thread.comm else ''} of {process}"
 
 
 def name_processes(threads: Iterable[TracedThread]) -> str:
-    """Name processes: "rank 0 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pids 17, 19"."""
+    """Name processes: "rank 0 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 17, pid 19"."""
     processes = list({thread.key: thread for thread in threads}.values())
-    ranks = [thread.rank for thread in processes if thread.rank is not None]
     if len(processes) == 1:
         return name_process(processes[0], whole=True)
-    if len(ranks) == len(processes):
-        hosts = fold(dict.fromkeys(thread.host for thread in processes if thread.host))
-        return name_ranks(ranks) + (f" ({hosts})" if hosts else "")
-    more = f" and {len(processes) - _NAMED} more" if len(processes) > _NAMED else ""
-    return ", ".join(map(name_process, processes[:_NAMED])) + more
+    ranks = [thread.rank for thread in processes if thread.rank is not None]
+    if len(ranks) < len(processes):
+        return listed(list(map(name_process, processes)))
+    hosts = fold(dict.fromkeys(thread.host for thread in processes if thread.host))
+    return name_ranks(ranks) + (f" ({hosts})" if hosts else "")
 
 
 def where_of(threads: Iterable[TracedThread]) -> Where:

@@ -1,0 +1,192 @@
+"""What the watched processes of a job wrote -> Report, and its table. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.training.overflow.report import (  # noqa: TC001 - msgspec reads the annotations
+    Detection,
+    WatchedModel,
+    WatchedProcess,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+COMMAND = "overflow"
+_MOST_FILES = 4
+_HOW_FOUND = (
+    "distdiag finds a model when it is called, in a Python process that the command started and that reads "
+    "PYTHONPATH (not python -S, -I or -E)."
+)
+_NOTHING = "no forward of a torch model seen: nothing was checked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflow:
+    """`status`: the job's own exit status, negative for a signal.
+
+    `frames`: the files that were kept; `folder`, as it was typed, where it has no other frames.
+    """
+
+    argv: tuple[str, ...]
+    status: int
+    processes: tuple[WatchedProcess, ...]
+    detections: tuple[Detection, ...]
+    frames: tuple[str, ...] = ()
+    folder: str = ""
+
+    @property
+    def models(self) -> list[WatchedModel]:
+        """All models of all processes."""
+        return [model for process in self.processes for model in process.models]
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether the job ended after the batch of --abort-after."""
+        return self.status != 0 and any(model.aborted for model in self.models)
+
+    @property
+    def ended(self) -> str:
+        """How the job ended."""
+        return f"status {self.status}" if self.status >= 0 else f"signal {-self.status}"
+
+    @property
+    def saw_nothing(self) -> bool:
+        """Whether there was no forward; of processes that were killed, or not watched, it is not known."""
+        all_known = all(process.ended and not process.left_out for process in self.processes)
+        return all_known and not any(model.batches for model in self.models)
+
+
+def diagnose(outcome: Overflow, program: str) -> Report[Overflow]:
+    """Report what was found, or what that nothing was found rests on."""
+    blind = tuple(_blind_spots(outcome))
+    findings = (*_detected(outcome, program), *blind, *_warnings(outcome), *_ends(outcome))
+    return Report(command=COMMAND, data=outcome, findings=findings, summary=_summary(outcome, blind))
+
+
+def _summary(outcome: Overflow, blind: tuple[Finding, ...]) -> str:
+    if outcome.detections:
+        return outcome.detections[0].sentence
+    found = sum(model.began for model in outcome.models)
+    if found:
+        return f"{found:,} detections, but their details could not be saved"
+    unknown = [finding.title for finding in blind if finding.level is Level.UNKNOWN]
+    if unknown:
+        return unknown[0]
+    if not all(process.ended for process in outcome.processes):
+        return "unknown: the job ended before it reported its results"
+    batches = sum(model.batches for model in outcome.models)
+    models = ", ".join(sorted({model.model for model in outcome.models}))
+    where = f" on {len(outcome.processes)} ranks" if len(outcome.processes) > 1 else ""
+    until = f" before the job ended with {outcome.ended}" if outcome.status else ""
+    return f"no nan or inf in {batches:,} forward{'s' * (batches != 1)} of {models}{where}{until}"
+
+
+def _detected(outcome: Overflow, program: str) -> Iterator[Finding]:
+    for found in outcome.detections:
+        fix = Fix(text=found.fix) if found.fix else None
+        if outcome.frames:
+            shown = shlex.join([outcome.folder] if outcome.folder else outcome.frames[:_MOST_FILES])
+            text = f"{found.fix}; the frames before it:" if found.fix else "show the frames before the detection"
+            fix = Fix(text=text, commands=(f"{program} overflow show {shown}",))
+        ranks = () if found.rank is None else (found.rank, *found.other_ranks)
+        where = Where(hosts=(found.host,) if found.host else (), ranks=ranks)
+        yield Finding(
+            id="overflow.detected",
+            level=Level.FAIL,
+            title=found.sentence,
+            where=where,
+            evidence=found.hints,
+            fix=fix,
+        )
+
+
+def _blind_spots(outcome: Overflow) -> Iterator[Finding]:
+    """Report parts of the job that were not checked, or not to the end."""
+    if outcome.saw_nothing:
+        early = f"The job ended with {outcome.ended} before it called a model."
+        attach = Fix(text="attach the detector in the script: DebugUnderflowOverflow(model)")
+        yield Finding(
+            id="overflow.nothing-watched",
+            level=Level.UNKNOWN,
+            title=_NOTHING,
+            detail=early if outcome.status else _HOW_FOUND,
+            fix=None if outcome.status else attach,
+        )
+    for why in dict.fromkeys(why for process in outcome.processes for why in process.left_out):
+        processes = [process for process in outcome.processes if why in process.left_out]
+        yield _blind("not-watched", Level.UNKNOWN, f"part of the job was not checked: {why}", *processes)
+    watched = [(process, model) for process in outcome.processes for model in process.models]
+    for process, model in watched:
+        if model.off:
+            yield _blind("gave-up", Level.UNKNOWN, f"the detector of {model.model} stopped: {model.off}", process)
+    for process, model in watched:
+        if model.unread:
+            all_ = "" if model.unread == model.batches else f"{model.unread:,} of {model.batches:,} times "
+            title = f"the output of {model.model} {all_}cannot be read ({model.kind})"
+            full = Fix(text="check the tensors of all modules: add --full before the --")
+            # The gradients show a bad output of training, too.
+            level = Level.WARN if model.steps else Level.UNKNOWN
+            yield _blind("outputs-unreadable", level, title, process, fix=full)
+
+
+def _blind(name: str, level: Level, title: str, *processes: WatchedProcess, fix: Fix | None = None) -> Finding:
+    where = Where(
+        hosts=tuple(dict.fromkeys(process.host for process in processes)),
+        ranks=tuple(process.rank for process in processes if process.rank is not None),
+        pids=tuple(process.pid for process in processes),
+    )
+    return Finding(id=f"overflow.{name}", level=level, title=title, where=where, fix=fix)
+
+
+def _warnings(outcome: Overflow) -> Iterator[Finding]:
+    warnings = {
+        text: process for process in reversed(outcome.processes) for model in process.models for text in model.warnings
+    }
+    for text, process in warnings.items():
+        where = Where(hosts=(process.host,), ranks=() if process.rank is None else (process.rank,))
+        yield Finding(id="overflow.warning", level=Level.WARN, title=text, where=where)
+
+
+def _ends(outcome: Overflow) -> Iterator[Finding]:
+    """Report how processes and the job ended, if nothing was detected before."""
+    lost = [process for process in outcome.processes if not process.ended]
+    if lost and not outcome.detections:
+        yield Finding(
+            id="overflow.ended-early",
+            level=Level.UNKNOWN,
+            title=f"{len(lost)} of {len(outcome.processes)} processes ended before they reported their results",
+            detail="They were killed, crashed, or exited by os._exit().",
+            where=Where(hosts=tuple({process.host for process in lost}), pids=tuple(process.pid for process in lost)),
+        )
+    if outcome.status and not outcome.detections:
+        asked = "the job was stopped after the batch of --abort-after"
+        title = asked if outcome.was_aborted else f"the job itself ended with {outcome.ended}"
+        yield Finding(id="overflow.job-ended", level=Level.INFO if outcome.was_aborted else Level.UNKNOWN, title=title)
+
+
+def overflow_view(report: Report[Overflow]) -> Iterator[RenderableType]:
+    """One row for each model of each process; the frames were printed by the job itself."""
+    from rich.table import Column
+
+    from distdiag.output import plain_table
+
+    if not report.data.processes:
+        return
+    titles = ("rank", "host", "pid", "model", "forwards", "steps", "found")
+    names = ("host", "model")
+    table = plain_table(
+        *(Column(title, overflow="fold") if title in names else Column(title, justify="right") for title in titles)
+    )
+    for process in report.data.processes:
+        for model in process.models:
+            rank = "-" if process.rank is None else str(process.rank)
+            counts = (model.batches, model.steps, model.began)
+            table.add_row(rank, process.host, str(process.pid), model.model, *[f"{count:,}" for count in counts])
+    yield table

@@ -1,0 +1,363 @@
+"""Which numbers of a forward grew, and where two forwards diverge. Pure."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
+
+from distdiag.commands.overflow.show.recording import INPUT, ForwardId, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from distdiag.commands.overflow.show.recording import Call, Forward
+
+    Keyed = dict[tuple[str, int], Call]
+
+COMMAND = "overflow show"
+FEW = 24
+"""Rows that are shown at once; of more only those that matter."""
+MOST_ROWS = 100_000
+"""With --all; of larger files --batch and --module choose."""
+_REACHED = 0.9
+"""A module that comes this near to the maximum is where that was reached; later modules pass it on."""
+_FELL = 2.0
+"""Where numbers were greater by this before, they did not grow from there: something (a norm) had made them small."""
+_LEVEL = 1.25
+"""Numbers within this of the smallest are not growing yet."""
+_NEARBY = 8
+"""Up to this many frames away two tensors count as the same by their maximum alone, where the minimum is unknown."""
+_BEFORE, _AFTER = 3, 8
+"""Outputs to show around the place where two forwards diverge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options. `module`: a pattern of names, empty for all; `batches`: empty for all.
+
+    `factor`: numbers of two sides that differ by more than this diverge. `everything`: every row, of every batch.
+    """
+
+    program: str = "distdiag"
+    paths: tuple[str, ...]
+    module: str = ""
+    batches: tuple[int, ...] = ()
+    factor: float = 2.0
+    everything: bool = False
+
+    def again(self, *words: str) -> str:
+        """Write the command on the same files with other options."""
+        return f"{self.program} {COMMAND} {shlex.join([*self.paths, *words])}"
+
+    def fits(self, module: str) -> bool:
+        """Return whether --module selects a module."""
+        return not self.module or fnmatchcase(module, self.module)
+
+
+class Names:
+    """Names of forwards among each other: "rank 1", "batch 3", "rank 1, batch 3", "batch 3, forward 2"."""
+
+    def __init__(self, among: Sequence[ForwardId]) -> None:
+        self._sources = list(dict.fromkeys((each.path, each.rank) for each in among))
+        self._has_many_batches = len({each.batch for each in among}) > 1
+        self._steps = {each.batch for each in among if each.forward}
+
+    def of(self, forward: ForwardId) -> str:
+        """Return the name of a forward."""
+        parts = [name_of_source((forward.path, forward.rank), self._sources)] if len(self._sources) > 1 else []
+        if self._has_many_batches or not parts:
+            parts.append(f"batch {forward.batch}")
+        return ", ".join([*parts, f"forward {forward.forward}"] if forward.batch in self._steps else parts)
+
+    def within(self, forward: ForwardId) -> str:
+        """Return where: "in batch 3", "on rank 1 in batch 3"."""
+        name = self.of(forward)
+        return "on " + name.replace(", ", " in ", 1) if name.startswith("rank ") else f"in {name}"
+
+
+def name_of_source(source: tuple[str, int | None], among: Sequence[tuple[str, int | None]]) -> str:
+    """Name a recording, by path and rank, among others: by its rank if no other has that, else by its file."""
+    path, rank = source
+    if rank is not None and [other for _, other in among].count(rank) == 1:
+        return f"rank {rank}"
+    name = os.path.basename(path)
+    return name if [os.path.basename(other) for other, _ in among].count(name) == 1 else path
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """The path of a forward's greatest number, from the smallest to the greatest of `through`.
+
+    `factor`: the last divided by the first; `share_of_limit`: of the maximum of its `dtype`.
+    """
+
+    of: ForwardId
+    factor: float
+    share_of_limit: float
+    dtype: str
+    through: tuple[Row, ...]
+
+
+def growth_of(forward: Forward) -> Growth | None:
+    """Follow the number that is nearest to its dtype's limit back to where it was small; None if there are no floats.
+
+    An output is an input's source if it has the same greatest and smallest magnitude and as many numbers, and precedes
+    it. Where there is none, code of the module around it made the input, from its own.
+    """
+    calls = forward.calls
+    # Of equals the first: it made the input of the others.
+    index = max(range(len(calls)), key=lambda at: calls[at].share, default=0)
+    if not calls or not calls[index].share:
+        return None
+    flow = _Dataflow(calls)
+    reached = _REACHED * calls[index].share
+    # The same number may have been passed through a few modules, and out of the ones around them: find the first.
+    index, row = flow.first_to_reach(index, reached)
+    for at, earlier in flow.back(index, row)[1:]:
+        if earlier.share_of_limit < reached:
+            break
+        index, row = (at, earlier) if earlier.tensor == INPUT else flow.first_to_reach(at, reached)
+    path = [earlier for _, earlier in flow.back(index, row)]
+    least = min(row.size for row in path)
+    start = next(at for at, row in enumerate(path) if row.size <= _LEVEL * least)
+    factor = min(row.size / path[start].size, sys.float_info.max)
+    return Growth(forward.id, factor, row.share_of_limit, row.dtype, tuple(path[start::-1]))
+
+
+class _Dataflow:
+    """The frames of a forward, indexed to follow tensors back."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._called: dict[str, list[int]] = {}
+        self._made: dict[tuple[object, ...], list[tuple[int, Row]]] = {}
+        for index, call in enumerate(calls):
+            self._called.setdefault(call.module, []).append(index)
+            for row in call.rows:
+                if row.most is not None:
+                    self._made.setdefault(row.numbers, []).append((index, row))
+
+    def back(self, index: int, row: Row) -> list[tuple[int, Row]]:
+        """List where a tensor came from, itself first, up to where numbers were greater, or came from outside."""
+        path = [(index, row)]
+        least = row.size
+        at = self._around(index) if row.tensor == INPUT else index
+        while at is not None:
+            given = self._calls[at].given
+            if given is None or not 0 < given.size <= _FELL * least:
+                break
+            least = min(least, given.size)
+            made = self._maker(given, self._begin(at))
+            path.append(made or (at, given))
+            at = made[0] if made else self._around(at)
+        return path
+
+    def first_to_reach(self, index: int, share: float) -> tuple[int, Row]:
+        """Find the first tensor of a module, the ones below it first, that reaches a share of the limit; it has to."""
+        for at in range(self._begin(index), index + 1):
+            given, top = self._calls[at].given, max(self._calls[at].rows, key=lambda row: row.share_of_limit)
+            if given is not None and given.share_of_limit >= share and self._maker(given, self._begin(at)) is None:
+                return at, given
+            if top.share_of_limit >= share:
+                return at, top
+        raise ValueError("no value reaches this share of the limit")
+
+    def _maker(self, given: Row, before: int) -> tuple[int, Row] | None:
+        """Find the last output before a frame that is this input."""
+        made = self._made.get(given.numbers, [])
+        last = bisect_left(made, before, key=lambda maker: maker[0]) - 1
+        if last < 0 or (given.abs_min is None and before - made[last][0] > _NEARBY):
+            return None
+        return made[last]
+
+    def _begin(self, index: int) -> int:
+        """Find the first of the frames that were called from a frame; they precede it."""
+        name = self._calls[index].module
+        below = f"{name}." if name else ""
+        begin = index
+        while begin > 0 and self._calls[begin - 1].module.startswith(below) and self._calls[begin - 1].module:
+            begin -= 1
+        return begin
+
+    def _around(self, index: int) -> int | None:
+        """Find the frame that called a frame; None where it was not kept."""
+        name = self._calls[index].module
+        while name:
+            name = name.rpartition(".")[0]
+            called = self._called.get(name, [])
+            after = bisect_right(called, index)
+            if after < len(called):
+                return called[after]
+        return None
+
+
+class Mismatch(StrEnum):
+    """How two outputs differ; `kind`: a tensor on one side, none on the other."""
+
+    KIND = "kind"
+    NOT_FINITE = "not-finite"
+    DTYPE = "dtype"
+    SHAPE = "shape"
+    NUMBERS = "numbers"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Two outputs of the same name that differ, the `ratio` of their abs max, None with 0, and the largest inputs."""
+
+    what: Mismatch
+    a: Row
+    b: Row
+    given_a: float | None
+    given_b: float | None
+    ratio: float | None = None
+
+
+class Divergence(msgspec.Struct, frozen=True):
+    """Two forwards. `first` is None if they do not differ; `in_numbers` is the first that is no other shape or dtype.
+
+    `only_a` and `only_b`: calls of one side alone. `around`: outputs of both around where they differ, with --all every
+    one. `batches`: the number of batches compared.
+    """
+
+    names: tuple[str, str]
+    a: ForwardId
+    b: ForwardId
+    factor: float
+    compared: int
+    first: Difference | None
+    in_numbers: Difference | None
+    only_a: tuple[Row, ...]
+    only_b: tuple[Row, ...]
+    around: tuple[tuple[Row, Row], ...]
+    batches: int = 1
+
+
+def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequence[str]) -> Divergence | str | None:
+    """Compare the only two forwards of one file, or two files in the first batch of both where they diverge.
+
+    Return a sentence if they cannot be compared; None if there are not two.
+    """
+    if [len(side) for side in sides] == [2]:
+        pairs = [(sides[0][0], sides[0][1])]
+    elif len(sides) != 2 or not any(sides):
+        return None
+    elif len(sides[0]) == len(sides[1]) == 1:
+        pairs = [(sides[0][0], sides[1][0])]
+    else:
+        others = {(forward.id.batch, forward.id.forward): forward for forward in sides[1]}
+        keyed = (((forward.id.batch, forward.id.forward), forward) for forward in sides[0])
+        pairs = [(forward, others[key]) for key, forward in keyed if key in others]
+    if not pairs:
+        empty = [name for name, side in zip(names, sides, strict=True) if not side]
+        why = f"no frames of {empty[0]}" if empty else "no batch in common"
+        return f"{names[0]} and {names[1]} cannot be compared: {why}"
+    found = [compare_forwards(request, *pair) for pair in pairs]
+    first = next((each for each in found if each.first), next((each for each in found if each.compared), found[0]))
+    if not first.compared:
+        return f"{first.names[0]} and {first.names[1]} cannot be compared: no module call in common"
+    if first.first is None and len(pairs) > 1:
+        return msgspec.structs.replace(first, names=(names[0], names[1]), batches=len(pairs))
+    return first
+
+
+def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
+    """Compare two forwards; numbers that differ by more than --factor diverge.
+
+    Calls are matched by their number where both forwards called the same modules in the same order, else by module and
+    how often it was called before. A frame that one side alone has counts only if the other kept frames around it.
+    """
+    keyed_a, keyed_b = _keyed(a.calls, b.calls)
+    pairs = [(call, keyed_b[key]) for key, call in keyed_a.items() if key in keyed_b and request.fits(call.module)]
+    found = list(_differences(pairs, request.factor))
+    first = next(iter(found), None)
+    in_numbers = next((each for each in found if each.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE)), None)
+    names = Names([a.id, b.id])
+    return Divergence(
+        names=(names.of(a.id), names.of(b.id)),
+        a=a.id,
+        b=b.id,
+        factor=request.factor,
+        compared=len(pairs),
+        first=first,
+        in_numbers=in_numbers,
+        only_a=tuple(row for row in _only(keyed_a, keyed_b, b.calls) if request.fits(row.module)),
+        only_b=tuple(row for row in _only(keyed_b, keyed_a, a.calls) if request.fits(row.module)),
+        around=tuple(_around(request, pairs, [each.a for each in (first, in_numbers) if each is not None])),
+    )
+
+
+def _rows(pair: tuple[Call, Call]) -> list[tuple[Row, Row]]:
+    """Return the outputs that both sides of a call have."""
+    others = {row.tensor: row for row in pair[1].rows}
+    return [(row, others[row.tensor]) for row in pair[0].rows if row.tensor in others]
+
+
+def _around(request: Request, pairs: Sequence[tuple[Call, Call]], found: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Choose the outputs of both around where they differ; all of them if they are few, or asked for."""
+    both = [rows for pair in pairs for rows in _rows(pair)]
+    if request.everything or len(both) <= FEW:
+        return both[:MOST_ROWS]
+    centers = [at for at, (row, _) in enumerate(both) if any(row is each for each in found)]
+    return [rows for at, rows in enumerate(both) if any(-_BEFORE <= at - center <= _AFTER for center in centers)]
+
+
+def ratio(a: float, b: float) -> float:
+    """Return how many times one magnitude is the other, 1 or more; infinity where only one of them is 0."""
+    low, high = min(a, b), max(a, b)
+    return high / low if low else math.inf if high else 1.0
+
+
+def _keyed(*sides: Sequence[Call]) -> list[Keyed]:
+    """Map each side's calls by module and number, or how often the module was called before."""
+    a, b = ({call.number: call.module for call in side} for side in sides)
+    shared = a.keys() & b.keys()
+    if shared and all(a[number] == b[number] for number in shared):
+        return [{(call.module, call.number): call for call in side} for side in sides]
+    keyed: list[Keyed] = [{}, {}]
+    for side, found in zip(sides, keyed, strict=True):
+        seen: Counter[str] = Counter()
+        for call in side:
+            found[call.module, seen[call.module]] = call
+            seen[call.module] += 1
+    return keyed
+
+
+def _only(own: Keyed, other: Keyed, others: Sequence[Call]) -> list[Row]:
+    if not others:
+        return []
+    first, last = others[0].number, others[-1].number
+    whole = first == 0 and not others[-1].module
+    missing = [call for key, call in own.items() if key not in other]
+    return [call.rows[0] for call in missing if whole or first <= call.number <= last]
+
+
+def _differences(pairs: Sequence[tuple[Call, Call]], factor: float) -> Iterator[Difference]:
+    for pair in pairs:
+        given_a, given_b = (None if call.given is None else call.given.most for call in pair)
+        for a, b in _rows(pair):
+            what = _unlike(a, b)
+            if what is not None:
+                yield Difference(what, a, b, given_a, given_b)
+            times = 1.0 if a.most is None or b.most is None else ratio(a.most, b.most)
+            if times > factor:
+                known = times if math.isfinite(times) else None
+                yield Difference(Mismatch.NUMBERS, a, b, given_a, given_b, known)
+
+
+def _unlike(a: Row, b: Row) -> Mismatch | None:
+    if bool(a.text) != bool(b.text) or (a.abs_max is None) != (b.abs_max is None):
+        return Mismatch.KIND
+    if a.is_bad != b.is_bad:
+        return Mismatch.NOT_FINITE
+    if a.dtype != b.dtype:
+        return Mismatch.DTYPE
+    return Mismatch.SHAPE if a.shape != b.shape else None

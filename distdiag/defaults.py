@@ -1,0 +1,162 @@
+"""Defaults for options from DISTDIAG_* variables, ./distdiag.toml and ~/.config/distdiag/config.toml, in this order.
+
+In a file, an option at the top is for every command that has it, one in a table ([hang], [trace.blocked]) for that
+command. A file is read only if nobody but this user or root can have written it: `setup`, `via` and `python` run
+programs.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Mapping, Sequence
+
+PREFIX = "DISTDIAG_"
+INTERNAL = {"DISTDIAG_LINES", "DISTDIAG_OVERFLOW", "DISTDIAG_RUN", "DISTDIAG_TOKEN", "DISTDIAG_NONCE"}
+"""Variables by which distdiag reaches the processes of a job."""
+_SELECTORS = ("from_", "hosts", "hostfile", "slurm_job", "kube")
+_NEEDS = {"via": ("hosts", "hostfile"), "launcher": ("hosts", "hostfile")} | dict.fromkeys(
+    ("namespace", "context", "container", "kube_debug"), ("kube",)
+)
+"""Options that are wrong usage without one of these selectors; their defaults wait for it."""
+
+
+@dataclass(frozen=True)
+class Default:
+    """The value of one option, and the variable or file that sets it. `parameter`: its name in the command."""
+
+    option: str
+    parameter: str
+    value: Any
+    origin: str
+
+    @property
+    def shown(self) -> str:
+        """The value as it is typed."""
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        return " ".join("true" if value is True else shlex.quote(str(value)) for value in values)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of defaults. `ignored`: why it is not read, "" if it is."""
+
+    path: str
+    values: Mapping[str, Any]
+    ignored: str = ""
+
+
+def paths() -> tuple[str, str]:
+    """Return where files are looked for, the first goes before the second."""
+    above = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return os.path.abspath("distdiag.toml"), os.path.join(above, "distdiag", "config.toml")
+
+
+def exist() -> bool:
+    """Return whether any default may be set; quick, because every command asks."""
+    return any(name.startswith(PREFIX) for name in os.environ) or any(map(os.path.exists, paths()))
+
+
+def files() -> tuple[File, ...]:
+    """Read the files that exist, the strongest first. Raises ValueError for one that is not TOML."""
+    return tuple(_read(path) for path in paths() if os.path.exists(path))
+
+
+def chosen(command: str, parameters: Sequence[Any], given: Container[str], read: Sequence[File]) -> tuple[Default, ...]:
+    """Return the defaults that a command line uses.
+
+    Where saved facts, other hosts or a launcher are chosen, no default chooses hosts.
+
+    Args:
+        command: its name, "trace blocked".
+        parameters: Typer's, of that command.
+        given: names of the parameters that are typed.
+        read: the files.
+
+    Raises:
+        ValueError: the table of this command has an unknown option, or a value of a wrong kind.
+    """
+    from distdiag.facts.rank_identity import identify
+
+    found: dict[str, Default] = {}
+    for default in of_command(command, parameters, read):
+        if default.parameter not in given:
+            found.setdefault(default.parameter, default)
+    is_decided = "from_" in given or identify(os.environ) is not None
+    hosts = {each.name for each in parameters if getattr(each, "rich_help_panel", "") == "Hosts"} if is_decided else ()
+    selectors = {name for name in _SELECTORS if name in given} or {*[name for name in found if name in _SELECTORS][:1]}
+
+    def is_used(name: str) -> bool:
+        if name in _SELECTORS:
+            return name in selectors
+        return name not in _NEEDS or not selectors.isdisjoint(_NEEDS[name])
+
+    return tuple(default for name, default in found.items() if name not in hosts and is_used(name))
+
+
+def of_command(command: str, parameters: Sequence[Any], read: Sequence[File]) -> Iterator[Default]:
+    """List the defaults of a command, the strongest first. Raises ValueError, as `chosen`."""
+    options = {option[2:]: each for each in parameters for option in each.opts if option.startswith("--")}
+    for name, parameter in options.items():
+        variable = PREFIX + name.upper().replace("-", "_")
+        if variable not in INTERNAL and (text := os.environ.get(variable)) is not None:
+            yield Default(
+                f"--{name}", parameter.name, tuple(shlex.split(text)) if parameter.multiple else text, variable
+            )
+    for file in read:
+        own = _table(file.values, command)
+        for name in own:
+            if name not in options and not isinstance(own[name], dict):
+                raise ValueError(f"{file.path}: {command} has no option --{name}")
+        for name, parameter in options.items():
+            value = own.get(name, file.values.get(name))
+            if value is not None and not isinstance(value, dict):
+                yield Default(f"--{name}", parameter.name, _fit(value, parameter, file.path), file.path)
+
+
+def _table(values: Mapping[str, Any], command: str) -> Mapping[str, Any]:
+    for word in command.split():
+        inner = values.get(word)
+        values = inner if isinstance(inner, dict) else {}
+    return values
+
+
+def _fit(value: Any, parameter: Any, path: str) -> Any:  # noqa: ANN401 - as TOML has it
+    if isinstance(value, list) and not parameter.multiple:
+        raise ValueError(f"{path}: {parameter.opts[0]} takes one value, not a list")
+    return value if not parameter.multiple else tuple(value) if isinstance(value, list) else (value,)
+
+
+def _read(path: str) -> File:
+    import tomllib
+
+    from distdiag.facts import private_files
+
+    try:
+        place = private_files.follow(path)
+        file = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(file, "rb") as stream:
+            if why := _untrusted(os.fstat(file), os.stat(os.path.dirname(place)), path):
+                return File(path, {}, why)
+            return File(path, tomllib.load(stream))
+    except OSError as error:
+        return File(path, {}, error.strerror or str(error))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _untrusted(file: os.stat_result, folder: os.stat_result, path: str) -> str:
+    """Return why another user may have written a file; "" if none can have."""
+    ours = (os.geteuid(), 0)
+    if not stat.S_ISREG(file.st_mode):
+        return "not a file"
+    if file.st_uid not in ours or folder.st_uid not in ours:
+        return "another user owns it or its folder"
+    if file.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"other users can write it: chmod go-w {shlex.quote(path)}"
+    return ""

@@ -1,0 +1,265 @@
+"""Typer with commands that are imported when they are called, help in groups, and defaults from files and variables.
+
+This subclasses classes that Typer does not promise, because Typer has no lazy command; a class of the package click is
+not Typer's; and a command that hands its words on to a second program has no completion of its options.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
+
+from distdiag import interrupts
+from distdiag.errors import Interrupted
+from distdiag.output import choose_markdown, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Sequence
+
+    from distdiag.defaults import Default
+
+_FOLDED = {"Hosts": (("hosts", "slurm_job", "kube"), "All host options: distdiag help hosts")}
+"""Panels of options that -h shows in part: these options, and where the others are."""
+
+
+@dataclass(frozen=True)
+class Sub:
+    """One subcommand. `home`: module below distdiag.commands and function; empty where it only has subcommands.
+
+    `starts_job`: its first word that is no option begins another program's command line, with or without `--`.
+    """
+
+    name: str
+    home: str
+    help: str
+    about: str = ""
+    """Shown on its own page instead of `help`, where it only has subcommands."""
+    below: tuple[Sub, ...] = ()
+    """Subcommands of it: `distdiag overflow -- train.py`, `distdiag overflow show FILE`."""
+    starts_job: bool = False
+    symptoms: tuple[tuple[str, str], ...] = ()
+    """What users see, each with the words to type after `distdiag`: rows of the first screen."""
+
+
+Groups = dict[str, tuple[Sub, ...]]
+"""Subcommands by the title of their group in help."""
+
+
+@dataclass
+class Invocation:
+    """What is known of the command line so far; each context has it as its `obj`."""
+
+    words: Sequence[str]
+    command: str = ""
+    parsed_json: bool | None = None
+    used: tuple[Default, ...] = ()
+    """Defaults from files and variables that this command line uses."""
+
+    @property
+    def as_json(self) -> bool:
+        """Whether --json was given; of a command line that cannot be parsed, whether it has that word.
+
+        What follows `--` is another program's.
+        """
+        return self.has("--json") if self.parsed_json is None else self.parsed_json
+
+    def has(self, word: str) -> bool:
+        """Return whether a word is typed before `--`."""
+        words = list(self.words)
+        return word in (words[: words.index("--")] if "--" in words else words)
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether this process reports for all that a launcher started: they share one stdout."""
+        from distdiag.facts.rank_identity import identify
+
+        me = identify(os.environ)
+        return me is None or me.rank == 0 or me.launcher == "environment"
+
+
+def load(subcommand: Sub, words: Sequence[str], typed: Invocation) -> Any:  # noqa: ANN401 - Typer's command is private
+    """Import a subcommand, and return it as Typer's command; `words` follow its name."""
+    if not subcommand.home or (words and words[0] in [below.name for below in subcommand.below]):
+        return get_command(
+            listing(subcommand.name, {"Commands": subcommand.below}, subcommand.about or subcommand.help)
+        )
+    module, _, function = subcommand.home.partition(":")
+    program = typer.Typer(add_completion=False, rich_markup_mode=None)
+    command = getattr(import_module(f"distdiag.commands.{module}"), function)
+    settings = {"allow_interspersed_args": not subcommand.starts_job}
+    program.command(subcommand.name, cls=_Command, context_settings=settings)(_interruptible(command, typed))
+    made = get_command(program)
+    names = [each.name for each in made.params]
+    if "as_json" in names and "strict" in names:  # it prints a report
+        made.params.insert(names.index("as_json") + 1, _markdown_option())
+    return made
+
+
+def _markdown_option() -> TyperOption:
+    def choose(ctx: Any, parameter: Any, value: bool) -> None:  # noqa: ANN401
+        if value and ctx.find_root().obj.has("--json"):
+            raise typer.BadParameter("use either --json or --markdown")
+        if value:
+            choose_markdown()
+
+    return TyperOption(
+        param_decls=["--markdown"],
+        is_flag=True,
+        default=False,
+        expose_value=False,
+        callback=choose,
+        help="Print the report as Markdown, for a ticket.",
+        rich_help_panel="Output",
+    )
+
+
+def listing(
+    name: str, groups: Groups, about: str, settings: dict[str, Any] | None = None, *, first_screen: str = ""
+) -> typer.Typer:
+    """Return a program that only has subcommands; `first_screen`: what it prints without any, instead of its help."""
+    program = typer.Typer(
+        name=name,
+        cls=_group(groups, first_screen),
+        help=about,
+        no_args_is_help=not first_screen,
+        invoke_without_command=bool(first_screen),
+        # Plain text: it pastes, reads the same in a pipe, and spares every TAB the import of rich.
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=settings,
+        add_completion=bool(first_screen),
+    )
+    program.callback()(lambda: None)
+    for subcommand in (subcommand for group in groups.values() for subcommand in group):
+        program.command(subcommand.name, short_help=subcommand.help)(_not_loaded)
+    return program
+
+
+def _not_loaded() -> None:
+    raise RuntimeError("called a subcommand that is not loaded")
+
+
+def _group(groups: Groups, first_screen: str) -> type[TyperGroup]:
+    """Return a group that loads the subcommand that is called: of the others the name and a line of help will do."""
+    by_name = {subcommand.name: subcommand for group in groups.values() for subcommand in group}
+
+    class Group(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
+            name, command, rest = super().resolve_command(ctx, args)
+            if command is not None:
+                ctx.obj.command = f"{ctx.obj.command} {name}".strip()
+                command = load(by_name[str(name)], rest, ctx.obj)
+            return name, command, rest
+
+        def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:  # Typer would make a mere exit status of it
+                raise Interrupted from None
+
+        def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+            if first_screen and _is_short(ctx):
+                formatter.write(first_screen)
+            else:
+                super().format_help(ctx, formatter)
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+            for title, group in groups.items():
+                with formatter.section(title):
+                    formatter.write_dl([(subcommand.name, subcommand.help) for subcommand in group])
+
+    return Group
+
+
+class _Command(TyperCommand):
+    """A command whose usage names what is required as manuals do: A B, not {A} {B}."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401
+        pieces = super().collect_usage_pieces(ctx)
+        return [piece[1:-1] if piece[:1] + piece[-1:] == "{}" else piece for piece in pieces]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
+        if ctx.resilient_parsing:  # TAB
+            return super().parse_args(ctx, args)
+        from distdiag import defaults
+
+        typed = ctx.find_root().obj
+        needed = [each for each in self.params if each.required and each.param_type_name == "option"]
+        if isinstance(typed, Invocation) and (needed or defaults.exist()):
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+            if "help" in given:
+                return super().parse_args(ctx, args)
+            typed.used = self._defaults(ctx, typed.command, given)
+            ctx.default_map = {default.parameter: default.value for default in typed.used}
+            missing = [each.opts[0] for each in needed if each.name not in {*given, *ctx.default_map}]
+            if len(missing) > 1:
+                example = (self.help or "").partition("Examples:\n")[2].strip().partition("\n")[0]
+                ctx.fail(f"Missing options: {', '.join(missing)}. An example:\n  {example}")
+        return super().parse_args(ctx, args)
+
+    def _defaults(self, ctx: Any, name: str, given: Container[str]) -> tuple[Default, ...]:  # noqa: ANN401
+        from distdiag import defaults
+
+        try:
+            files = defaults.files()
+            for file in files:
+                if file.ignored:
+                    say(f"distdiag: {file.path} is ignored: {file.ignored}")
+            return defaults.chosen(name, self.params, given, files)
+        except ValueError as wrong:
+            raise typer.BadParameter(str(wrong)) from wrong
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        whole = self.help
+        if _is_short(ctx) and whole:
+            first, *_, examples = whole.split("\n\n")
+            self.help = f"{first}\n\n{examples}"
+        super().format_help_text(ctx, formatter)
+        self.help = whole
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        panels: dict[str, list[Any]] = {}
+        for parameter in self.get_params(ctx):
+            is_argument = parameter.param_type_name == "argument"
+            title = getattr(parameter, "rich_help_panel", "") or ("Arguments" if is_argument else "Options")
+            panels.setdefault(title, []).append(parameter)
+        for title, parameters in sorted(panels.items(), key=lambda panel: panel[0] in _FOLDED):
+            names, more = _FOLDED.get(title, ((), "")) if _is_short(ctx) else ((), "")
+            shown = [each for each in parameters if not names or each.name in names]
+            with formatter.section(title):
+                formatter.write_dl([row for each in shown if (row := each.get_help_record(ctx)) is not None])
+                if more:
+                    formatter.write_text(more)
+        if _is_short(ctx):
+            formatter.write(f"\nExit statuses, and all options: distdiag {ctx.find_root().obj.command} --help\n")
+
+
+def _is_short(ctx: Any) -> bool:  # noqa: ANN401
+    typed = ctx.find_root().obj
+    return isinstance(typed, Invocation) and typed.has("-h") and not typed.has("--help")
+
+
+def _interruptible(command: Callable[..., None], typed: Invocation) -> Callable[..., None]:
+    """Return a command that can be interrupted from the moment on that its --json is known."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:  # noqa: ANN401 - what Typer parsed
+        typed.parsed_json = bool(options.get("as_json"))
+        interrupts.release()
+        if options.get("verbose"):
+            _name_origins(typed.used)
+        command(**options)
+
+    return run
+
+
+def _name_origins(used: Iterable[Default]) -> None:
+    for default in used:
+        say(f"distdiag: {default.option} {default.shown} from {default.origin}")
