@@ -92,7 +92,7 @@ def _hosts_typed(request: Request) -> str:
 
 
 def _unchecked(request: Request, nodes: Sequence[NodeDoctor]) -> tuple[str, ...]:
-    """List the checks not done, with the commands for them."""
+    """List the omitted checks and the commands to run."""
     typed = _hosts_typed(request)
     work = "Gloo" if _without_gpu(nodes) else "GPUs and NCCL"
     load = f"{work} under load: distdiag gpu-test{typed}"
@@ -188,7 +188,7 @@ def _folded(nodes: Sequence[NodeDoctor], *, several: bool) -> list[Finding]:
 
 
 def _as_meant(group: _Group, nodes: int) -> _Group:
-    """Downgrade a symptom that is usually intended if equal on all nodes: RDMA ports without a cable."""
+    """Downgrade a symptom usually intended if equal on all nodes: RDMA ports without a cable."""
     if group.symptom.id != "rdma-down" or nodes < 2 or len(group.hosts) < nodes or len(group.titles) > 1:
         return group
     return _Group(replace(group.symptom, level=Level.INFO), group.hosts, group.titles)

@@ -64,7 +64,7 @@ def _loaded_clock(gpu: GpuHealth) -> float | None:
 
 
 def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
-    """Yield all of them; `first_rank`: the rank of this node's first GPU, assuming one rank per GPU; None: unknown."""
+    """Yield all GPU symptoms; `first_rank`: the rank of this node's first GPU, assuming one rank per GPU; None: unknown."""
     gpus = node.gpus
     if gpus is None or not (gpus.driver.kernel or gpus.driver.hardware or gpus.health.gpus):
         return
@@ -138,7 +138,7 @@ def _driver(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
 
 
 def _imex(gpus: Gpus) -> Iterator[Symptom]:
-    """Judge the IMEX channels, needed to share memory between nodes; only GPUs capable of that have a clique."""
+    """Judge the IMEX channels, needed to share memory between nodes; only capable GPUs have a clique."""
     if any(gpu.clique for gpu in gpus.health.gpus) and not gpus.imex_channels:
         yield symptom("gpu.imex")
 

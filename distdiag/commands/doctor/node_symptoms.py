@@ -55,7 +55,7 @@ _LIMIT_NAMES = {"memlock": "-l", "nofile": "-n", "nproc": "-u", "core": "-c", "s
 
 
 def node_symptoms(node: NodeDoctor, *, several: bool) -> Iterator[Symptom]:
-    """Yield all of them; `several`: for a job on several nodes."""
+    """Yield all symptoms; `several`: for a job on several nodes."""
     if node.system is not None:
         yield from _limits(node, node.system)
         yield from _memory(node.system)

@@ -1,4 +1,4 @@
-"""doctor from request to report: all nodes read their facts in parallel, and their clocks are compared."""
+"""doctor from request to report: facts are read on all nodes in parallel, and clocks are compared."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def symptom(
 
 @cache
 def checks() -> dict[str, str]:
-    """Return the ids accepted by --only and --ignore, without the command's name, with their descriptions."""
+    """Map each id accepted by --only and --ignore, without the command's name, to its description."""
     paths = {id_: words for id_, words in PATH_IDS.items() if id_.startswith("rank-ports-")}
     return {**{str(id_): str(about) for id_, about in read_table(_TABLE)["checks"].items()}, **paths}
 
