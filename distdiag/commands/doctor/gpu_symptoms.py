@@ -64,7 +64,7 @@ def _loaded_clock(gpu: GpuHealth) -> float | None:
 
 
 def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
-    """Yield all GPU symptoms; `first_rank`: the rank of this node's first GPU, assuming one rank per GPU; None: unknown."""
+    """Yield all GPU symptoms; `first_rank`: rank of this node's first GPU, assuming one rank per GPU; None: unknown."""
     gpus = node.gpus
     if gpus is None or not (gpus.driver.kernel or gpus.driver.hardware or gpus.health.gpus):
         return

@@ -63,7 +63,7 @@ def _switches(node: NodeDoctor, system: System) -> Iterator[Symptom]:
 
 
 def _proxies(node: NodeDoctor, system: System) -> Iterator[Symptom]:
-    """Report proxies that affect connections between the nodes, because gRPC and HTTP libraries honour proxies."""
+    """Report proxies that intercept traffic between the nodes, since gRPC and HTTP libraries honour them."""
     own = [address for nic in node.network.nics for address in nic.plain_addresses] if node.network is not None else []
     own = [address for address in own if not (address.startswith("127.") or address == "::1")]
     caught = [address for address in own if not is_excepted(address, system.no_proxy)]

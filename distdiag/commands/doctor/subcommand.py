@@ -1,4 +1,4 @@
-"""doctor from request to report: facts are read on all nodes in parallel, and clocks are compared."""
+"""doctor from request to report: reads facts on all nodes in parallel, and compares clocks."""
 
 from __future__ import annotations
 
