@@ -1,1 +1,1 @@
-"""`distdiag overflow`: where the first nan or inf of a training run comes from, and how the numbers came there."""
+"""`distdiag overflow`: the first nan or inf of a training run, and the growth that led to it."""

@@ -1,4 +1,4 @@
-"""What you type for overflow. The job's output is its own; what was found follows on stderr."""
+"""Command line of overflow. The job keeps its output; the report follows on stderr."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def overflow(
 
 
 def parse_command(command: Sequence[str], nproc: int | None, program: str) -> list[str]:
-    """Return what to execute: the job, as `nproc` ranks below torchrun if that is given. Raises UsageError."""
+    """Return the command to run: the job, under torchrun if `nproc` is given. Raises UsageError."""
     from distdiag.child_job import argv_of, say_python
     from distdiag.output import say
 

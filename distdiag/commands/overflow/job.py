@@ -1,4 +1,4 @@
-"""Runs a job with its models watched, reads what its processes wrote, and ends as the job did."""
+"""Runs a job with its models watched, reads the records of its processes, and exits as the job did."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
 
 
 def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoReturn:
-    """Report what was found, and end as the job did, or with 1; with --json, as the verdict says."""
+    """Print the report and exit with the job's status, or 1; with --json, with the verdict's."""
     # torchrun ends the other ranks as soon as one has ended; the report is still to be printed.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -82,7 +82,7 @@ def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoRet
 
 
 def _is_mine(outcome: Overflow, identity: Identity | None) -> bool:
-    """Return whether this process reports: below a launcher each rank has a distdiag of its own."""
+    """Return whether this process reports: under a launcher each rank has its own distdiag."""
     if identity is None or not outcome.detections:
         return identity is None or identity.rank == 0
     return any(found.rank in (None, identity.rank) for found in outcome.detections)
@@ -116,7 +116,7 @@ def _has_frames(path: str) -> bool:
 
 
 def _read(data: bytes, kind: type[Record]) -> list[Record]:
-    """Read a record; none if it was cut off by the end of its process."""
+    """Parse a record; none if its process ended while writing."""
     import msgspec
 
     try:

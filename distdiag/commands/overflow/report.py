@@ -29,9 +29,9 @@ _NOTHING = "no forward of a torch model seen: nothing was checked"
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """`status`: the job's own exit status, negative for a signal.
+    """Result of a watched job. `status`: the job's exit status, negative for a signal.
 
-    `frames`: the files that were kept; `folder`, as it was typed, where it has no other frames.
+    `frames`: files kept; `folder`, as typed, if these are its only frame files.
     """
 
     argv: tuple[str, ...]
@@ -58,13 +58,13 @@ class Overflow:
 
     @property
     def saw_nothing(self) -> bool:
-        """Whether there was no forward; of processes that were killed, or not watched, it is not known."""
+        """Whether no forward ran; unknown, hence False, with processes killed or not watched."""
         all_known = all(process.ended and not process.left_out for process in self.processes)
         return all_known and not any(model.batches for model in self.models)
 
 
 def diagnose(outcome: Overflow, program: str) -> Report[Overflow]:
-    """Report what was found, or what that nothing was found rests on."""
+    """Report the detections; without any, the extent of the check."""
     blind = tuple(_blind_spots(outcome))
     findings = (*_detected(outcome, program), *blind, *_warnings(outcome), *_ends(outcome))
     return Report(command=COMMAND, data=outcome, findings=findings, summary=_summary(outcome, blind))
@@ -108,7 +108,7 @@ def _detected(outcome: Overflow, program: str) -> Iterator[Finding]:
 
 
 def _blind_spots(outcome: Overflow) -> Iterator[Finding]:
-    """Report parts of the job that were not checked, or not to the end."""
+    """Report unchecked or partly checked parts of the job."""
     if outcome.saw_nothing:
         early = f"The job ended with {outcome.ended} before it called a model."
         attach = Fix(text="attach the detector in the script: DebugUnderflowOverflow(model)")
@@ -155,7 +155,7 @@ def _warnings(outcome: Overflow) -> Iterator[Finding]:
 
 
 def _ends(outcome: Overflow) -> Iterator[Finding]:
-    """Report how processes and the job ended, if nothing was detected before."""
+    """Report the exits of processes and job, if no detection explains them."""
     lost = [process for process in outcome.processes if not process.ended]
     if lost and not outcome.detections:
         yield Finding(

@@ -28,8 +28,8 @@ _LARGE = 1e4
 """In float16 the product of two such numbers is inf."""
 _GROWTH = 2.0
 _SHARE = 0.5
-"""The share of zeros and subnormals that is lost, if as much of what is not zero is subnormal: an embedding has many
-rows of zeros, and so has all that lies before a layer of zeros."""
+"""Minimum share of zeros and subnormals. Subnormals must be as large a share of the nonzero values: embeddings have
+many zero rows, and gradients before a layer of zeros are 0."""
 _BFLOAT = "In bfloat16: model.to(torch.bfloat16)"
 _MEND = "Use autocast and a GradScaler with float32 weights, or bfloat16: model.to(torch.bfloat16)"
 _SCALED = (
@@ -37,7 +37,7 @@ _SCALED = (
     "scaler.step(optimizer); scaler.update()"
 )
 _MANY_BACKWARDS = 4
-"""From here on a bfloat16 gradient loses two of its 8 bits to the sum that it is added to."""
+"""From this count on, a bfloat16 gradient loses two of its 8 bits in accumulation."""
 
 
 def _is_due(step: int) -> bool:
@@ -45,18 +45,18 @@ def _is_due(step: int) -> bool:
 
 
 class Growth:
-    """The float16 outputs of modules, from check to check; the first forward of a step is recorded."""
+    """Tracks float16 outputs of modules between checks; records the first forward of a step."""
 
     def __init__(self, model: Module, *, reads_frames: bool) -> None:
         self._model, self._reads_frames = model, reads_frames
         self._recorder: Recorder | None = None
         self._sizes: dict[Place, list[float]] = {}
-        """The first, the last but one and the last largest magnitude of each module."""
+        """The first, the previous and the latest largest magnitude of each module."""
         self._steps: list[int] = []
         self._noted = 0.0
 
     def begin(self, step: int, args: tuple[object, ...], kwargs: dict[str, object], *, autocast: bool) -> None:
-        """Record the forward that begins, if it is due and something in it is float16."""
+        """Record the forward if a check is due and some of it is float16."""
         if not self._reads_frames or not _is_due(step) or step in self._steps[-1:]:
             return
         if any(map(_is_compiled, self._model.modules())):
@@ -69,7 +69,7 @@ class Growth:
         self._recorder.begin(args, kwargs, everything=True)
 
     def end(self, output: object, *, autocast: bool) -> str:
-        """End it, and warn of outputs that have grown over three checks to near the float16 maximum."""
+        """End the recording; warn of outputs that grew over three checks to near the float16 maximum."""
         if self._recorder is None:
             return ""
         self._recorder.end(output)
@@ -93,7 +93,7 @@ class Growth:
         )
 
     def stop(self) -> None:
-        """Remove the hooks, also where the forward was left by an exception."""
+        """Remove the hooks, also after an exception in the forward."""
         if self._recorder is not None:
             self._recorder.detach()
             self._recorder = None
@@ -108,7 +108,7 @@ class Growth:
 
 
 def _finite_size(reading: Reading) -> float:
-    """Return the largest magnitude; 0 for nan, inf and the number that masks are made of."""
+    """Return the largest magnitude; 0 for nan, inf and the fill value of masks."""
     return reading.abs_max if reading.share_of_limit else 0.0
 
 
@@ -117,16 +117,16 @@ def _is_compiled(module: Module) -> bool:
 
 
 class Underflow:
-    """Gradients that are all exactly 0 in two steps in a row, and float16 gradients that are mostly subnormal."""
+    """Detects gradients all exactly 0 in two consecutive steps, and mostly subnormal float16 gradients."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
         self._before_zeros: set[str] = set()
-        """Gradients that were exactly 0 while others were not, as before a layer of zeros, which begins to learn."""
+        """Gradients exactly 0 while others were not, as before a zero-initialized layer."""
         self._zeros_at = -1
 
     def look(self, gradients: Sequence[Gradient], step: int, *, autocast: bool, scaled: bool) -> str:
-        """Describe the underflow of a step; empty if there is nothing new."""
+        """Describe new underflow of a step; empty without any."""
         was_zero, self._zeros_at = self._zeros_at >= 0, -1
         if not gradients or not (was_zero or _is_due(step)):
             return ""
@@ -161,7 +161,7 @@ class Underflow:
         )
 
     def _share_of(self, gradient: Gradient) -> float:
-        """Return the share of a float16 gradient that is lost; 0 for other dtypes and where zeros are meant."""
+        """Return the underflowed share of a float16 gradient; 0 for other dtypes and expected zeros."""
         tally = extrema.tally(gradient.tensor) if gradient.tensor.dtype is torch.float16 else None
         if tally is None or not tally.of:
             return 0.0
@@ -179,7 +179,7 @@ def _are_zero(gradients: Sequence[Gradient]) -> bool:
 
 
 class Advice:
-    """All of these for one model. `scaled`: whether a GradScaler scales the loss."""
+    """All warnings for one model. `scaled`: whether a GradScaler scales the loss."""
 
     def __init__(self, model: Module, *, reads_frames: bool) -> None:
         self._growth, self._underflow = Growth(model, reads_frames=reads_frames), Underflow()
@@ -193,7 +193,7 @@ class Advice:
         self._growth.begin(step, args, kwargs, autocast=self._autocast)
 
     def after_forward(self, output: object) -> str:
-        """Return a warning of its outputs, if there is one."""
+        """Return a warning about the outputs, or ""."""
         return self._growth.end(output, autocast=self._autocast)
 
     def before_backward(self) -> None:
@@ -207,7 +207,7 @@ class Advice:
         return [text for text in found if text]
 
     def _sums(self, gradients: Sequence[Gradient], step: int) -> str:
-        """Warn once of gradients in 16 bits that add up many backwards."""
+        """Warn once of 16-bit gradients that accumulate many backwards."""
         backwards, self._backwards = self._backwards, 0
         short = [each.tensor.dtype for each in gradients if each.tensor.dtype in (torch.float16, torch.bfloat16)]
         if backwards < _MANY_BACKWARDS or not short or self._has_noted_sums:

@@ -1,4 +1,4 @@
-"""The threads that are in a model, and the one that replays it."""
+"""Threads that run a model, and the thread that replays it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Callers:
 
     @property
     def replays(self) -> bool:
-        """Whether this thread is in a replay, which is not the script's own call."""
+        """Whether this thread replays, so that its call is not the script's."""
         return self._replays == get_ident()
 
     @property
@@ -49,7 +49,10 @@ class Callers:
                 self._gate.wait_for(lambda: not self._replays, _LONGEST_S)
 
     def begin(self, call: Call) -> bool:
-        """Begin a call of this thread; False if another one has the frames, and this call is judged by its outputs."""
+        """Begin a call of this thread; return False if another thread has the frames.
+
+        Then only the outputs of this call are judged.
+        """
         self._calls[get_ident()] = call
         with self._gate:
             if not self._framed or self._framed not in sys._current_frames():
@@ -61,7 +64,7 @@ class Callers:
         return self._calls.pop(get_ident(), None)
 
     def release_frames(self) -> None:
-        """Let the next call have the frames."""
+        """Release the frames to the next call."""
         if self.has_frames:
             self._framed = 0
 
@@ -71,7 +74,7 @@ class Callers:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[str]:
-        """Keep other threads out of the model during a replay; yields the reason where that is not possible."""
+        """Keep other threads out of the model during a replay; yields the reason if not possible, else ""."""
         me = get_ident()
         with self._gate:
             self._gate.wait_for(lambda: not self._replays, _LEAVE_S)
@@ -93,6 +96,5 @@ class Callers:
                     self._gate.notify_all()
 
     def _has_others(self, me: int) -> bool:
-        """Return whether a living thread other than this one has begun a call."""
         living = sys._current_frames()
         return any(thread != me and thread in living for thread in list(self._calls))

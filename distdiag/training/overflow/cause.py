@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 
 _FILL = ("fill", "where", "scatter", "index", "copy", "lift", "put", "tri", "clone", "detach", "pad")
-"""Operations that write an -inf that the program chose, or move numbers unchanged; a conversion calculates nothing."""
+"""Operations that write a chosen -inf or move values unchanged; a dtype conversion is neither and calculates
+nothing."""
 _LEAST = {torch.finfo(dtype).min for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-"""Masks are made of these, too; two of them added up are -inf."""
+"""Also used as fill values of masks; the sum of two is -inf."""
 _LOSS_GREW = 2.0
 _LOGS = {"log": 0, "log2": 0, "log10": 0, "log1p": -1, "logit": 0, "xlogy": 0}
-"""With the largest input for which each is not finite, or not a number."""
+"""The largest input for which each yields nan or inf."""
 _ROOTS = ("sqrt", "pow", "acos", "asin", "acosh", "atanh")
 _DIVISIONS = ("div", "reciprocal", "rsqrt", "remainder", "fmod")
 _BY_ORIGIN = {
@@ -60,7 +61,7 @@ _BY_ORIGIN = {
 class Maker:
     """An operation that produced nan or inf, in the module call `frame`.
 
-    `least`: the least number of its only float input. `masked_row`: a softmax had a row of nothing but -inf.
+    `least`: minimum of its only float input. `masked_row`: a softmax had a row entirely -inf.
     """
 
     operation: str
@@ -70,7 +71,7 @@ class Maker:
 
 
 class Origins(TorchDispatchMode):
-    """Maps each tensor that is not finite to the operation that produced it; filled-in -inf, as in masks, has none."""
+    """Maps each non-finite tensor to the operation that produced it; filled-in -inf, as in masks, has none."""
 
     supports_higher_order_operators = True
 
@@ -80,12 +81,12 @@ class Origins(TorchDispatchMode):
         self._made: Any = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204
-        """Carry out an operation, and read its inputs and outputs."""
+        """Run an operation and read its inputs and outputs."""
         kwargs = kwargs or {}
         if getattr(func, "namespace", "") in COLLECTIVES:
             return func(*args, **kwargs)
         given = None
-        with contextlib.suppress(Exception):  # what cannot be read has no maker, and the forward continues
+        with contextlib.suppress(Exception):  # an unreadable tensor has no maker; the forward continues
             given = _Given((args, kwargs))  # before the operation writes into them
         made = func(*args, **kwargs)
         if given is not None:
@@ -106,12 +107,12 @@ class Origins(TorchDispatchMode):
                 self._made[tensor] = known
 
     def maker_of(self, tensor: Tensor | None) -> Maker | None:
-        """Return the operation that made a tensor not finite; None if it was filled in or is not known."""
+        """Return the operation that made a tensor non-finite; None if filled in or unknown."""
         found: Maker | None = None if tensor is None else self._made.get(tensor)
         return found
 
     def of(self, line: Line) -> Maker | None:
-        """Return the operation that made the tensor of a line not finite."""
+        """Return the operation that made a line's tensor non-finite."""
         return self.maker_of(line.what.source) if isinstance(line.what, Reading) else None
 
 
@@ -129,13 +130,13 @@ class _Given:
         self._has_bad |= any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
 
     def makes(self, operation: str, least: float, greatest: float) -> bool:
-        """Return whether an operation with this result calculated it: filled in or passed on is neither."""
+        """Return whether the operation calculated this result, rather than filled it in or passed it on."""
         if not self._is_any or any(part in operation for part in _FILL):
             return False
         return not (self._has_bad and least == -math.inf < greatest < math.inf)
 
     def has_masked_row(self, operation: str, args: Sequence[Any]) -> bool:
-        """Return whether a softmax had a row of nothing but -inf."""
+        """Return whether a softmax had a row entirely -inf."""
         if "softmax" in operation:
             dim = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
             return any(extrema.has_masked_row(tensor, dim) for tensor in self.bad)
@@ -147,7 +148,7 @@ def _name_of(func: Any) -> str:  # noqa: ANN401
 
 
 class _Beginning(NamedTuple):
-    """The first line that shows it, and the call whose own code produced it; `maker`: by this operation."""
+    """The first bad line, the call that produced it in its own code, and the operation."""
 
     line: Line
     frame: Frame
@@ -186,7 +187,7 @@ def from_frames(
 
 
 def except_for_masks(masks: Sequence[Line], origins: Origins) -> str:
-    """Name the first output of a module that has -inf, calculated ones first, and the operation that produced it."""
+    """Name the first module output with -inf, calculated before filled in, and its operation."""
     outputs = [mask for mask in masks if mask.phase == "output"]
     line = next(iter([*filter(origins.of, outputs), *outputs]), None)
     if line is None:
@@ -206,7 +207,7 @@ def how(maker: Maker) -> str:
 
 
 def diverges(losses: Sequence[float]) -> list[str]:
-    """Return a hint where the last losses grew, the oldest first."""
+    """Return a hint if the last losses grew, the oldest first."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if len(finite) < 3 or finite[-1] < _LOSS_GREW * abs(finite[0]):
         return []
@@ -215,7 +216,7 @@ def diverges(losses: Sequence[float]) -> list[str]:
 
 
 def _beginning(bad: Line, masks: Sequence[Line], origins: Origins | None) -> _Beginning | None:
-    """Follow a bad line back to where it began, through -inf that was taken for a mask; None if that is the line."""
+    """Trace a bad line back through -inf assumed to be a mask; None if it began at the line itself."""
     maker = None if origins is None else origins.of(bad)
     before = [mask for mask in masks if mask.order < bad.order]
     if maker is None or maker.frame is None or origins is None:
@@ -231,7 +232,7 @@ def _beginning(bad: Line, masks: Sequence[Line], origins: Origins | None) -> _Be
 
 
 def _through_frames(bad: Line, masks: Sequence[Line]) -> Line | None:
-    """Find the output with -inf, of a module with finite inputs, that a later module made nan of."""
+    """Find the -inf output of a module with finite inputs that a later module turned into nan."""
     outputs = sorted((mask for mask in masks if mask.phase == "output"), key=lambda line: line.order)
     read = _bad_inputs(bad.frame) if bad.phase == "output" else []
     found = None
@@ -255,7 +256,7 @@ def _around(frame: Frame) -> Iterator[Frame]:
 
 
 def _origin(line: Line, frame: Frame) -> tuple[str, Frame]:
-    """Return the origin as in a detection, and the call that produced it."""
+    """Return the origin (see Detection) and the call that produced it."""
     if line.phase in ("weight", "buffer"):
         return WEIGHTS, line.frame
     if frame is not line.frame:
@@ -266,7 +267,7 @@ def _origin(line: Line, frame: Frame) -> tuple[str, Frame]:
 
 
 def _before(line: Line, masks: Sequence[Line], origin: str) -> str:
-    """Describe the -inf before it that was taken for a mask; empty if everything was finite."""
+    """Describe earlier -inf assumed to be a mask; empty if all values were finite."""
     if origin == HERE:
         labels = [f"`{given.label}`" for given in _bad_inputs(line.frame)]
         return f"Inputs were finite except for -inf in {', '.join(labels)}, as in masks" if labels else ""
@@ -295,7 +296,7 @@ def _tally(line: Line) -> Tally | None:
 
 
 def _bad_kinds(line: Line) -> str:
-    """Count the nan and inf of a tensor to which -inf came as it was."""
+    """Count nan and inf of a tensor without the -inf passed through."""
     tally = _tally(line)
     return (replace(tally, minus_inf=0).kinds if tally else "") or _kinds(line)
 
@@ -334,12 +335,12 @@ def _share(line: Line) -> float:
 
 
 def fix_of_origin(origin: str) -> str:
-    """Return the fix where no module is known."""
+    """Return the fix for an origin without a known module."""
     return _BY_ORIGIN.get(origin, "")
 
 
 def _fix(origin: str, maker: Maker | None, line: Line, made_by: Place) -> str:
-    """Return the fix, or what to check where that is not certain."""
+    """Return the fix, or a check if the cause is uncertain."""
     dtype = line.what.dtype if isinstance(line.what, Reading) else None
     if origin == HERE:
         return _of_operation(maker) or _of_dtype(dtype, "this module")
@@ -353,7 +354,7 @@ def _fix(origin: str, maker: Maker | None, line: Line, made_by: Place) -> str:
 
 
 def _of_operation(maker: Maker | None) -> str:
-    """Return the fix for an operation; empty for one that only large numbers make overflow."""
+    """Return the fix for an operation; empty if only large inputs make it overflow."""
     if maker is None:
         return ""
     name = f"`{maker.operation}`"

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 
 _MOST_SKIPPED = 20
-"""A GradScaler that begins at 2**16 and halves has come below 1 by then: it does not look for its scale any more."""
+"""Consecutive skipped steps: a GradScaler that starts at 2**16 and halves is below 1 by then, no longer searching for
+its scale."""
 _order = itertools.count(1)
 
 
@@ -94,7 +95,7 @@ class DebugUnderflowOverflow:
     """
 
     gives_way = False
-    """Whether another detector may take its place: one that the script did not ask for."""
+    """Whether another detector may replace it: True for detectors that the script did not create."""
 
     def __init__(  # noqa: PLR0913 - the first four are transformers' own, the others go by name
         self,
@@ -177,7 +178,7 @@ class DebugUnderflowOverflow:
 
     @property
     def batch(self) -> int:
-        """The batch that is running, or comes next."""
+        """The current or next batch."""
         return self.counts.batches if self._unit == "forward" else self.counts.steps
 
     @property
@@ -203,7 +204,7 @@ class DebugUnderflowOverflow:
                 self._root._compiled_call_impl = self._compiled
 
     def finish(self) -> None:
-        """Judge forwards that still wait for a step, at the end of the process; raise nothing, ask no other rank."""
+        """Judge the remaining forwards at exit of the process; raise no error, contact no other rank."""
         self._judge_the_rest(at_end=True)
 
     def around(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -214,7 +215,7 @@ class DebugUnderflowOverflow:
         return output
 
     def before_backward(self, tensors: object) -> None:
-        """Read what backward is called on, unless a GradScaler has scaled it."""
+        """Read the tensors that backward is called on, unless a GradScaler scaled them."""
         if self._is_off or self._is_not_the_scripts() or self._pending.last is None:
             return
         was_scaled, self._is_scaled = self._is_scaled, False
@@ -233,7 +234,7 @@ class DebugUnderflowOverflow:
         self._settle(found)
 
     def before_scale(self, tensors: object, *, scales: bool) -> None:
-        """Read what a GradScaler is about to scale, instead of the result."""
+        """Read the loss before a GradScaler scales it, instead of the result."""
         self.before_backward(tensors)
         self._is_scaled = True
         self._advice.scaled |= scales
@@ -254,12 +255,12 @@ class DebugUnderflowOverflow:
 
     def _attach(self) -> None:
         if self._compiled is not None:
-            # Model.compile() compiles the model's hooks with it, so these stand around what was compiled.
+            # Model.compile() compiles the model's hooks with it, so these wrap the compiled call.
             self._root._compiled_call_impl = functools.partial(self.around, self._compiled)
         else:
             before = self._root.register_forward_pre_hook(Hook(self._before), with_kwargs=True)
             self._handles += (before, self._root.register_forward_hook(Hook(self._after), with_kwargs=True))
-        # These hooks are torch's: they must not keep the model alive.
+        # torch holds these hooks globally: no strong reference to the model.
         before_step = functools.partial(_weakly, weakref.WeakMethod(self._before_step))
         after_step = functools.partial(_weakly, weakref.WeakMethod(self._after_step))
         self._handles.append(register_optimizer_step_pre_hook(before_step))
@@ -280,7 +281,7 @@ class DebugUnderflowOverflow:
             self._full.detach()
 
     def _is_not_the_scripts(self) -> bool:
-        """Return whether this call is a replay, in a fork, compiled, or in a transform of torch.func."""
+        """Return whether this call is a replay, in a fork, compiled, or in a torch.func transform."""
         if torch.compiler.is_compiling() or self._callers.replays or os.getpid() != self._pid:
             return True
         look = getattr(torch._C._functorch, "peek_interpreter_stack", None)  # such tensors have no memory to be read
@@ -301,7 +302,7 @@ class DebugUnderflowOverflow:
                     self._begin_frames(call, args, kwargs, grad=grad)
 
     def _begin_frames(self, call: Call, args: tuple[object, ...], kwargs: dict[str, object], *, grad: bool) -> None:
-        self._advice.stop()  # of a forward that was left by an exception, as are the next
+        self._advice.stop()  # of a forward left by an exception, as are the next
         self._traced.stop()
         if grad:
             self._advice.before_forward(self.counts.steps, call, args, kwargs)
@@ -337,7 +338,6 @@ class DebugUnderflowOverflow:
         self._maybe_abort("forward", self.counts.batches)
 
     def _seen(self, output: object) -> Forward:
-        """Return the forward that ends, with its outputs or its frames."""
         call, when = self._callers.end(), self._when(self.batch)
         if call is None:
             return Forward(when, None)
@@ -402,7 +402,7 @@ class DebugUnderflowOverflow:
             self._warn(self._lost_updates.after_step(optimizer, self.counts.steps))
         self._state.steps += 1
         self._pending.end_step()
-        # Of several optimizers of one model each makes a step of its own in what users call a step.
+        # With several optimizers per model, a training step has one step of each.
         self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         self.counts.steps = max(self._steps_of.values())
         self._maybe_abort("step", self.counts.steps)
@@ -425,13 +425,13 @@ class DebugUnderflowOverflow:
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Whatever goes wrong in the detector, the script continues, without it.
+        """On an error in the detector, disable it and let the script continue.
 
-        Where other ranks meet this one before each step, it still takes part: they would wait forever.
+        If other ranks meet this rank before each step, it still takes part: otherwise they would wait forever.
         """
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the job is what matters
+        except Exception as error:  # noqa: BLE001 - never fail the job
             self._is_off = True
             self.counts.off = self.counts.off or f"{type(error).__name__} {error}".splitlines()[0][:300]
             self._stop_looking()
@@ -440,7 +440,7 @@ class DebugUnderflowOverflow:
             self._output.note(f"the detector is off from here on: {self.counts.off}")
 
     def _settle(self, found: Found | None, *, at_end: bool = False) -> None:
-        """Report a detection, and raise it as the user wishes; at the end there is no caller to raise to."""
+        """Report a detection and raise it if `on_detect` requires; at exit there is no caller to raise to."""
         if found is None:
             return
         self.counts.found += 1

@@ -1,4 +1,4 @@
-"""The least and the greatest number of tensors, computed on their devices and fetched together."""
+"""Minimum and maximum of tensors, computed on their devices and fetched together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ replaying: set[int] = set()
 
 
 def readable(tensor: Tensor) -> Tensor | str:
-    """Return a strided tensor of real numbers with the same extrema, or why there is none."""
+    """Return a strided real tensor with the same extrema, or the reason why that is impossible."""
     if type(tensor) is not Tensor and type(tensor) is not Parameter:
         local = getattr(tensor, "to_local", None)  # DTensor: this rank's part
         if local is None and hasattr(tensor, "fake_mode"):
@@ -64,12 +64,12 @@ def _converted(tensor: Tensor) -> Tensor:
         return torch.view_as_real(tensor.resolve_conj())
     if tensor.is_quantized:
         return tensor.int_repr()
-    # float8 in float32 keeps its nan and inf; wider integers keep their size to 53 bits, which is enough here.
+    # float8 in float32 keeps its nan and inf; wider integers are exact to 53 bits, enough for a magnitude.
     return tensor.to(torch.float32 if tensor.dtype.is_floating_point else torch.float64)
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """Permute the dimensions into memory order, without a copy: aminmax of a transposed tensor is 10 times slower."""
+    """Permute to memory order without a copy: aminmax of a transposed tensor is 10 times slower."""
     for dim in range(tensor.dim() - 1, -1, -1):
         if tensor.stride(dim) == 0 and tensor.size(dim) > 1:  # expanded: the same numbers again
             tensor = tensor.select(dim, 0)
@@ -77,10 +77,10 @@ def _in_order(tensor: Tensor) -> Tensor:
 
 
 def start(tensor: Tensor) -> Started | str:
-    """Return the readable numbers of a tensor with its least and greatest, 0-d on the device, nan if there is one.
+    """Return the readable view of a tensor and its minimum and maximum, 0-d on the device, nan if any is.
 
-    One pass over the memory and no temporary: of torch's reductions that see nan and inf, aminmax is the fastest on a
-    CPU. Returns the reason where it cannot be read; never raises.
+    One pass and no temporary: aminmax is the fastest reduction on a CPU that propagates nan and inf. Returns the reason
+    if the tensor cannot be read; never raises.
     """
     try:
         plain = tensor if _is_plain(tensor) else readable(tensor)
@@ -90,7 +90,7 @@ def start(tensor: Tensor) -> Started | str:
 
 
 def pairs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, float, float]]:
-    """List tensors that can be read with their least and greatest; the device is waited for once."""
+    """Return the readable tensors with minimum and maximum; synchronizes with the device once."""
     with torch.no_grad():
         found = [(tensor, start(tensor)) for tensor in tensors]
         read = [(tensor, started[1]) for tensor, started in found if not isinstance(started, str)]
@@ -99,7 +99,7 @@ def pairs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, float, float]]:
 
 
 def fetch(found: Sequence[Tensor]) -> list[float]:
-    """Wait for 0-d tensors of any dtypes and return their values; one wait for each device."""
+    """Return the values of 0-d tensors of any dtypes; synchronizes once per device."""
     if not found:
         return []
     dtype = found[0].dtype
@@ -132,14 +132,14 @@ def any_bad(values: Iterable[float]) -> bool:
 
 
 def abs_min_of_extrema(least: float, greatest: float) -> float | None:
-    """Return the smallest magnitude from the extrema; None where they lie on both sides of zero."""
+    """Return the smallest magnitude from the extrema; None if their signs differ."""
     if math.isnan(least) or least >= 0:
         return least
     return -greatest if greatest <= 0 else None
 
 
 def abs_min(tensor: Tensor) -> float:
-    """Read the numbers again for the smallest magnitude, in pieces: abs() makes a copy."""
+    """Return the smallest magnitude, in chunks: abs() makes a copy."""
     if tensor.dtype in _WHOLE:
         tensor = tensor.to(torch.float64)
     pieces: Iterable[Tensor] = tensor.view(-1).split(_PIECE) if tensor.is_contiguous() else (tensor,)
@@ -160,11 +160,11 @@ def has_masked_row(tensor: Tensor, dim: int = -1) -> bool:
 
 
 def tally(tensor: Tensor) -> Tally | None:
-    """Count the numbers of a bad tensor; None where they cannot be read."""
+    """Count the values of a bad tensor; None if it cannot be read."""
     plain = readable(tensor)
     if isinstance(plain, str):
         return None
-    # As the user indexes it, where that is possible: `plain` may have its dimensions in another order.
+    # As the user indexes it, if possible: the dimensions of `plain` may be permuted.
     where = tensor if tensor.dtype in _FLOATS and tensor.layout is torch.strided and type(tensor) is Tensor else plain
     bad = ~torch.isfinite(where)
     first = bad.nonzero()[0].tolist() if bool(bad.any()) else None

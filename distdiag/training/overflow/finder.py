@@ -1,4 +1,4 @@
-"""Finds the models of a script: a module that is called by no other module is one."""
+"""Finds the models of a script: modules called from outside any other module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _MOST = 64
-"""Models to watch; a script with more makes them anew for each batch."""
+"""Limit on watched models; a script with more recreates them for each batch."""
 _TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 _OTHER_FAILURE = re.compile(r"failed \(exitcode: (?!1\))")
 
@@ -46,12 +46,12 @@ class Finder:
         self._process = WatchedProcess(own_rank(), host_name(), os.getpid())
 
     def begin(self) -> None:
-        """Look for models from now on."""
+        """Hook module calls to find models."""
         call = nn.Module.__call__
         finder = self
 
         def call_and_look(self: nn.Module, *args: object, **kwargs: object) -> object:
-            # Modules called while this runs are parts of it; and torch.compile is not to see this function.
+            # Nested calls are submodules; torch.compile must not see this function.
             nn.Module.__call__ = call  # type: ignore[method-assign]
             try:
                 finder.meet(self)
@@ -65,10 +65,10 @@ class Finder:
             _end_quietly(self._settings.folder)
 
     def meet(self, module: nn.Module) -> None:
-        """Watch a model that is called, unless it is watched already or has no parameters."""
+        """Watch a called module, unless it is watched already or has no parameters."""
         if module in self._known or os.getpid() != self._process.pid:
             return
-        self._known.update(module.modules())  # a part that is also called by itself is no model
+        self._known.update(module.modules())  # a submodule called on its own is not a model
         if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
             return
         if not isinstance(module, DataParallel) and detector_of(within_ddp(module)) is not None:
@@ -78,7 +78,7 @@ class Finder:
             return
         try:
             detector = self._watch(module)
-        except Exception as why:  # noqa: BLE001 - the job is what matters
+        except Exception as why:  # noqa: BLE001 - never fail the job
             sys.stderr.write(f"distdiag: {type(module).__name__} is not checked: {why}\n")
             self._leave_out(f"{type(module).__name__}: {why}")
             return
@@ -120,20 +120,19 @@ class Finder:
         self._write()
 
     def _write(self) -> None:
-        """Write the models watched, and at the end what was found."""
         if not (self._process.models or self._process.left_out):
             return
         self._process.rank = own_rank()
         try:
             self._process.write(self._settings.folder)
-        except OSError as error:  # the job is what matters
+        except OSError as error:  # never fail the job
             sys.stderr.write(f"distdiag: cannot write to {self._settings.folder}: {error.strerror}\n")
 
 
 def _end_quietly(folder: str) -> None:
-    """Report how this process was stopped in one line; `folder` has the records of the ranks."""
+    """Replace the traceback of a stopped process by one line; `folder` has the records of the ranks."""
     previous = sys.excepthook
-    began = time.time() - 1  # a clock of files may be coarse
+    began = time.time() - 1  # file timestamps may be coarse
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (OverflowDetected, Aborted)):
@@ -158,7 +157,7 @@ def _line(error: OverflowDetected | Aborted, trace: TracebackType | None) -> str
 
 
 def _is_of_torchrun(error: BaseException) -> bool:
-    """Return whether torchrun reports nothing but ranks that were stopped."""
+    """Return whether torchrun reports only ranks stopped by the detector."""
     failures = getattr(error, "failures", None)
     if type(error).__name__ != "ChildFailedError" or not isinstance(failures, dict):
         return False
@@ -166,7 +165,6 @@ def _is_of_torchrun(error: BaseException) -> bool:
 
 
 def _are_stopped(folder: str, began: float) -> bool:
-    """Return whether the detector has stopped a rank."""
     for path in glob.glob(os.path.join(glob.escape(folder), "watched-*")):
         try:
             if os.path.getmtime(path) < began:
@@ -180,7 +178,7 @@ def _are_stopped(folder: str, began: float) -> bool:
 
 
 def _place_of(trace: TracebackType | None) -> str:
-    """Name the innermost line of the script that an error came through: "train.py:13, in step"; empty if none is."""
+    """Return the innermost script line of a traceback: "train.py:13, in step"; empty without one."""
     for frame in reversed(traceback.extract_tb(trace)):
         if is_of_script(frame.filename):
             return f"{frame.filename}:{frame.lineno}" + (f", in {frame.name}" if frame.name != "<module>" else "")

@@ -30,15 +30,15 @@ _NOTHING = contextlib.nullcontext()
 NEAR = 0.5
 """A share of a dtype's maximum worth a remark: twice as much overflows."""
 _HELD_BYTES = 1 << 28
-"""Tensors kept before they are fetched from the device: what was read must not change in between."""
+"""Limit on tensors kept until they are fetched: a tensor must not change between the hook and the fetch."""
 _HELD_FRAMES = 4
-"""Frames that keep their tensors where autograd keeps none: with all, a forward took 1.1 to 1.5 times as long."""
+"""Frames that keep their tensors without autograd: keeping all made a forward 1.1 to 1.5 times as slow."""
 
 
 class Reading:
-    """The extrema of one tensor at one moment; frames that show the same tensor share it.
+    """Extrema of one tensor at one moment, shared by the frames that show it.
 
-    `source` is the tensor, `numbers` the view that was read, both until released; `least` and `greatest` are nan until
+    `source` is the tensor and `numbers` the view read, both until released; `least` and `greatest` are nan until
     fetched from the device.
     """
 
@@ -79,7 +79,7 @@ class Reading:
         return self.exact
 
     def unchanged(self) -> bool:
-        """Return whether the tensor still has the numbers that were read."""
+        """Return whether the tensor's values are still those that were read."""
         return self.source is not None and version_of(self.source) == self.version
 
     @property
@@ -146,7 +146,7 @@ class Frame:
 
     @property
     def lines(self) -> list[Line]:
-        """The tensors, in the order in which they were read."""
+        """The tensors in the order of reading."""
         return [Line(self, *raw) for raw in self.raw]
 
     def text(self, *, classic: bool) -> str:
@@ -169,9 +169,9 @@ def version_of(tensor: Tensor) -> int:
 
 
 class Recorder:
-    """Hooks on all modules that read their tensors; `keep` frames are kept, and none after the first bad one.
+    """Hooks on all modules that read their tensors; keeps `keep` frames, and none after the first bad one.
 
-    `exact`: fetch after each call, so that all numbers are those of the moment; else once, at the end of the forward.
+    `exact`: fetch after each call, so that later in-place changes are not seen; else once, at the end of the forward.
     `ignore`: patterns of modules, or module:tensor, that may be bad. `on_frame` is called with each frame (`exact`).
     """
 
@@ -241,7 +241,7 @@ class Recorder:
     def begin(
         self, args: tuple[object, ...], kwargs: dict[str, object], *, everything: bool = False, grad: bool = True
     ) -> None:
-        """Begin a forward of the model. `everything`: keep all of its frames; `grad`: autograd keeps its tensors."""
+        """Begin a forward. `everything`: keep all of its frames; `grad`: autograd keeps the tensors alive."""
         self._clear()
         self._most = sys.maxsize if everything else self._keep
         self.runs, self._grad, self._thread = True, grad, get_ident()
@@ -256,7 +256,7 @@ class Recorder:
         self.runs = False
         # A bad weight stays bad, without being read again.
         self._bad_weights = self._any_bad and any(reading.is_bad for reading in self._weights.values())
-        if len(self._weights) > 4 * len(self._names) + 4096:  # weights that are made anew for each forward
+        if len(self._weights) > 4 * len(self._names) + 4096:  # weights recreated in each forward
             self._weights.clear()
 
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -270,13 +270,13 @@ class Recorder:
         self._safely(self._leave, module, output)
 
     def _safely(self, act: Callable[..., None], *given: object) -> None:
-        """Do a part of a hook, unless another thread is in the model; on an error, give up."""
+        """Run `act` unless another thread runs the model; on an error, give up."""
         if not self.runs or torch.compiler.is_compiling() or self._thread != get_ident():
             return
         try:
             with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
                 act(*given)
-        except Exception as error:  # noqa: BLE001 - the job is what matters
+        except Exception as error:  # noqa: BLE001 - never fail the job
             self.failed = f"{type(error).__name__} {error}".splitlines()[0][:200]
             self.runs = False
 
@@ -298,7 +298,7 @@ class Recorder:
         if not self._stack:
             return
         name = self._names[module].module
-        while self._stack[-1].name != name and len(self._stack) > 1:  # a call that was left by an exception
+        while self._stack[-1].name != name and len(self._stack) > 1:  # a call left by an exception
             self._stack.pop()
         frame = self._stack.pop()
         for label, value in modules.leaves(output, "output"):
@@ -323,7 +323,7 @@ class Recorder:
         frame.raw.append((self._order, phase, label, what))
 
     def _reading(self, tensor: Tensor, known: dict[int, Reading]) -> Reading | str:
-        """Start to read a tensor, unless that was done and it has not changed since."""
+        """Start to read a tensor, or return the reading of its current version."""
         reading, version = known.get(id(tensor)), version_of(tensor)
         if reading is not None and reading.source is tensor and reading.version == version >= 0:
             return reading
@@ -336,7 +336,7 @@ class Recorder:
         return reading
 
     def _fetch(self) -> None:
-        """Fetch all pending numbers from the device, and judge them."""
+        """Fetch all pending values from the device and judge them."""
         self._held, pending, self._pending = 0, self._pending, []
         values = extrema.fetch([value for reading in pending for value in reading.extrema])
         for reading, least, greatest in zip(pending, values[::2], values[1::2]):
@@ -353,7 +353,7 @@ class Recorder:
                 self._seen = {key: reading for key, reading in self._seen.items() if id(reading) in kept}
 
     def _judge(self) -> None:
-        """Find the first bad line; from its frame on, no more frames are kept."""
+        """Find the first bad line; later frames are not kept."""
         was_bad = self.bad is not None
         lines = [line for frame in (*self.frames, *self._stack) for line in frame.lines if line.order > self._judged]
         lines = sorted([*self._doubtful, *lines], key=lambda line: line.order)
@@ -373,7 +373,7 @@ class Recorder:
             self.frames = [frame for frame in self.frames if frame.number <= self._last]
 
     def _is_fine(self, line: Line, reading: Reading) -> bool:
-        """Return whether a bad tensor is ignored or meant; where only the outputs can show that, it is doubtful."""
+        """Return whether a bad tensor is ignored or intended; doubtful if only the outputs can decide."""
         where = (line.frame.name, f"{line.frame.name}:{line.label}")
         if any(fnmatchcase(name, pattern) for name in where for pattern in self._ignore):
             return True
@@ -381,9 +381,9 @@ class Recorder:
             self.masks.append(line)
             return True
         if line.phase == "input" and (line.frame.parent is None or any(given.what is reading for given in self._given)):
-            self._given.append(line)  # labels, of which some are missing: it counts if something comes of it
+            self._given.append(line)  # labels, some missing: bad only if nan or inf follows
             return True
-        # A caller may fill in +inf before it takes the least; buffers (caches, observers) may never be used.
+        # A caller may fill in +inf before a minimum; buffers (caches, observers) may never be used.
         if line.phase == "buffer" or (line.phase == "input" and reading.greatest == math.inf):
             if line.frame.number < 0:
                 self._doubtful.append(line)
@@ -393,13 +393,13 @@ class Recorder:
 
 
 def _leaves_inputs_alone(module: Module) -> bool:
-    """Return whether a module does not write to its inputs: one hook instead of two."""
+    """Return whether a module never writes to its inputs: one hook instead of two."""
     ours = type(module).__module__.startswith("torch.nn.modules.")
     return ours and not module._modules and not getattr(module, "inplace", False)
 
 
 class TracedBatches:
-    """The batches whose frames are all printed; `last` is the last of them, -1 without any."""
+    """Batches whose frames are all printed; `last` is -1 without any."""
 
     def __init__(self, model: Module, batches: Iterable[int] | None, output: ReportWriter) -> None:
         self._model, self._output = model, output

@@ -1,4 +1,4 @@
-"""The gradients that an optimizer is about to use, and torch's own functions that the detector listens to."""
+"""Gradients that an optimizer is about to use, and hooks on torch's own functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Gradient(NamedTuple):
-    """A gradient whose extrema are still on the device."""
+    """A gradient with its extrema still on the device."""
 
     name: str
     tensor: Tensor
@@ -31,7 +31,7 @@ class Gradient(NamedTuple):
 
 
 class StepGradients(NamedTuple):
-    """The gradients that an optimizer is about to use, the last computed first; `early`: as the backward made them."""
+    """Gradients before an optimizer step, the last computed first; `early`: as read during the backward."""
 
     now: list[Gradient]
     early: list[Gradient]
@@ -41,9 +41,9 @@ NO_GRADIENTS = StepGradients([], [])
 
 
 class GradientReader:
-    """The gradients of one model; with `each`, they are also read one by one while the backward computes them.
+    """Reads the gradients of one model; with `each`, also one by one during the backward.
 
-    Then the first bad one is known, before anything clips or scales them.
+    That finds the first bad gradient, before clipping or scaling.
     """
 
     def __init__(self, model: Module, *, each: bool) -> None:
@@ -73,7 +73,7 @@ class GradientReader:
         return id(optimizer) in self._own
 
     def start(self, optimizer: Optimizer) -> StepGradients:
-        """Start to read the gradients that an optimizer is about to use."""
+        """Start to read the gradients of an optimizer's parameters."""
         early, self._made = list(self._made.values()), {}
         if getattr(optimizer, "found_inf", None) is not None:
             return NO_GRADIENTS  # a GradScaler with a fused optimizer: still scaled, and checked by those
@@ -81,12 +81,12 @@ class GradientReader:
         return StepGradients(_started((name, weight) for name, weight in own if name is not None), early)
 
     def now(self) -> StepGradients:
-        """Start to read all gradients of the model, where no step is made."""
+        """Start to read all gradients of the model, without a step."""
         named = ((clean(name), weight) for name, weight in self._model.named_parameters())
         return StepGradients(_started(named), list(self._made.values()))
 
     def _saw(self, name: str, weight: Tensor) -> None:
-        self._made.pop(name, None)  # of a step that was skipped, or of an earlier part of this one
+        self._made.pop(name, None)  # from a skipped step, or an earlier backward of this step
         self._made.update((gradient.name, gradient) for gradient in _started([(name, weight)]))
 
 
@@ -119,7 +119,7 @@ def listen(detector: DebugUnderflowOverflow) -> None:
 
 
 def stop(detector: DebugUnderflowOverflow) -> None:
-    """Stop notifying it; after the last one torch is as it was, unless something has wrapped it since."""
+    """Stop notifying it; after the last detector torch is restored, unless another wrapper was added since."""
     _listeners.discard(detector)
     if not _listeners:
         for name, (place, _) in _places().items():
@@ -150,7 +150,7 @@ def _wrap(place: Any, name: str, before: Callable[..., None]) -> None:  # noqa: 
 
 
 def _before_scale(scaler: torch.amp.GradScaler, outputs: object = None) -> None:
-    """Check a loss before it is scaled: inf that the scale makes is for the scaler to handle."""
+    """Check a loss before scaling: overflow by the scale is the scaler's to handle."""
     _newest().before_scale(outputs, scales=scaler.is_enabled())
 
 
@@ -159,7 +159,7 @@ def _newest() -> DebugUnderflowOverflow:
 
 
 def _before_update(scaler: torch.amp.GradScaler, *args: object, **kwargs: object) -> None:
-    """Notify of a skipped step: without a step, these gradients are not checked."""
+    """Notify of a skipped step, which leaves its gradients unchecked."""
     states = getattr(scaler, "_per_optimizer_states", {}).values()
     skips = any(float(bad) for state in states for bad in state.get("found_inf_per_device", {}).values())
     for detector in tuple(_listeners):

@@ -37,7 +37,7 @@ _FIRST = 1_000_000
 """The weight of the first forward since the last step; one less for each later one."""
 _IN_LOSS, _IN_GRADIENTS = 2, 1
 _MOST = 16
-"""Forwards that wait for a step of the optimizer; then they are judged without one."""
+"""Limit on forwards pending until an optimizer step; beyond it they are judged without one."""
 _FEW = 4
 """The same where the process has no optimizer."""
 _MOST_BYTES = 1 << 30
@@ -72,7 +72,7 @@ class ModelOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that is over and not judged yet; `found`: what its frames showed (mode="full")."""
+    """A finished forward not yet judged; `found`: the result of its frames (mode="full")."""
 
     when: When
     call: Call | None
@@ -81,7 +81,7 @@ class Forward:
 
 
 class Loss(NamedTuple):
-    """What backward was called on; its extrema are still on the device."""
+    """A tensor passed to backward, with its extrema still on the device."""
 
     tensor: Tensor
     output: ModelOutput
@@ -90,7 +90,7 @@ class Loss(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """All since the last judgement; `last` is the last forward, which may have been judged before.
+    """Everything since the last judgement; `last` is the last forward, possibly judged before.
 
     `since_step`: forwards since the last optimizer step, of which only the last can be replayed.
     """
@@ -103,7 +103,7 @@ class Seen(NamedTuple):
     since_step: int = 1
 
     def weighted(self) -> list[tuple[Tensor, int]]:
-        """List the extrema to be fetched, each with the weight of being bad there."""
+        """Return the extrema to fetch, each with its weight: the earlier in the step, the larger."""
         found = [
             (value, _FIRST - number)
             for number, forward in enumerate(self.forwards)
@@ -115,10 +115,11 @@ class Seen(NamedTuple):
 
 
 class Pending:
-    """Since the last judgement. `last`: the last forward with gradients, until a step has changed the weights.
+    """Forwards and losses since the last judgement.
 
-    `since_step` counts these. `is_alone`: the last forward was judged at once. `group`: the ranks that this one steps
-    with, as its last forward with others showed.
+    `last`: the last forward with gradients, until a step changes the weights; `since_step` counts these. `is_alone`:
+    the last forward was judged at once. `group`: the ranks that step with this rank, as observed in its last forward
+    with others.
     """
 
     def __init__(self) -> None:
@@ -129,13 +130,13 @@ class Pending:
         self.is_alone = True
         self.group: Any = None
         self._stepped: set[int] = set()
-        """Optimizers that have made a step since that forward."""
+        """Optimizers that stepped since that forward."""
         self._most = _MOST
 
     def wait(self, forward: Forward, group: Any, *, any_step: bool) -> bool:  # noqa: ANN401
-        """Keep a forward until the step at which all ranks of the group meet; True if too many wait.
+        """Keep a forward until the step at which all ranks of the group meet; return True at the limit.
 
-        Those are judged by this rank alone: the others may have made another number of them.
+        The caller then judges them on this rank alone: other ranks may have run another number of forwards.
         """
         self.group, self._stepped = group, set()
         self.forwards.append(forward)
@@ -151,7 +152,7 @@ class Pending:
         self.losses = [*self.losses[1 - _MOST :], *losses]
 
     def begin_step(self, optimizer: object) -> None:
-        """Leave the group where an optimizer steps again without a forward with others: the step may be this rank's."""
+        """Leave the group if an optimizer steps twice without a forward with others: it may step on this rank only."""
         if id(optimizer) in self._stepped:
             self.group = None
         self._stepped.add(id(optimizer))
@@ -161,19 +162,19 @@ class Pending:
         self.last, self.since_step = None, 0
 
     def take(self, when: When, gradients: StepGradients = NO_GRADIENTS) -> Seen:
-        """Return all that is not judged yet."""
+        """Return and clear the pending forwards and losses."""
         seen = Seen(when, self.last, self.forwards, self.losses, gradients, self.since_step)
         self.forwards, self.losses = [], []
         return seen
 
 
 def _has_optimizer() -> bool:
-    """Return whether an optimizer exists that may make a step; takes about 30 ms."""
+    """Return whether any optimizer exists; takes about 30 ms."""
     return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
 
 
 class Replayed(NamedTuple):
-    """The outcome of a replay: the detection, or why it cannot be replayed; else all but `masked` was finite."""
+    """A detection, or why replay is impossible (`why`); without both, all values but `masked` were finite."""
 
     found: Found | None = None
     why: str = ""
@@ -185,7 +186,7 @@ _GONE = Replayed(why="the model no longer exists")
 
 @dataclass(frozen=True)
 class Judge:
-    """Judges one model. `keep`: frames to show; `alone_in_it`: keeps other threads out of it, or gives a reason."""
+    """Judges one model. `keep`: frames to show; `alone_in_it`: excludes other threads, or yields the reason why not."""
 
     model: Module
     sharing: ranks.Sharing
@@ -195,14 +196,14 @@ class Judge:
     each: bool = False
     goes_on: bool = True
     known_masks: set[str] = field(default_factory=set)
-    """Outputs in inference whose -inf was looked into."""
+    """Outputs in inference with -inf already examined."""
 
     def recorder(self, *, exact: bool) -> Recorder:
         """Return a new recorder for the model."""
         return Recorder(self.model, self.keep, self.ignore, exact=exact)
 
     def alone(self, seen: Seen) -> Found | None:
-        """Judge without other ranks; the device is waited for once."""
+        """Judge without other ranks; synchronizes with the device once."""
         values = extrema.fetch([value for value, _ in seen.weighted()])
         if not any(forward.found for forward in seen.forwards) and not extrema.any_bad(values):
             return None
@@ -225,7 +226,7 @@ class Judge:
         return None, self._minus_inf(forward, new) if new else ""
 
     def _minus_inf(self, forward: Forward, labels: Sequence[str]) -> str:
-        """Replay it to see whether -inf in an output was filled in; warn if not, or if that is not known."""
+        """Return a warning if a replay shows calculated, not filled-in, -inf in an output, or cannot decide."""
         if forward.call is None:
             return ""
         where = f"{forward.when}: -inf in `{{}}` of {Place('', kind_of(self.model))}"
@@ -248,7 +249,7 @@ class Judge:
         known = max((_FIRST - number for number, forward in enumerate(seen.forwards) if forward.found), default=0)
         if not ranks.agree(seen.weighted(), known, group):
             return None
-        # Somewhere a number is not finite: that may be a mask, which takes a second look.
+        # Some value is not finite: nan, inf, or only a mask.
         bad = [_FIRST - number for number, forward in enumerate(seen.forwards) if self._is_bad(forward)]
         found = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
         mine = max(bad, default=0)
@@ -277,7 +278,7 @@ class Judge:
         return Terms(ranks.members(group), self.sharing.is_shared, self.goes_on)
 
     def _replay_together(self, forward: Forward | None, number: int, group: Any) -> Replayed:  # noqa: ANN401
-        """Replay a forward if all ranks can: it may have collectives."""
+        """Replay a forward if all ranks can: it may contain collectives."""
         terms = self._terms(group)
         why = _GONE.why if forward is None or forward.call is None else forward.call.why_not(terms)
         cannot, most, least = ranks.greatest([int(bool(why)), number, -number], group)
@@ -308,7 +309,7 @@ class Judge:
         return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) finds the module.")
 
     def _unless_in_forward(self, found: Found | None, seen: Seen, replayed: Replayed) -> Found | None:
-        """Describe a bad loss or gradient, or where in the forward it began."""
+        """Describe a bad loss or gradient, or its origin in the forward."""
         is_loss = found is not None and found.detection.origin == LOSS
         if replayed.found is not None:
             hint = f"No output of the model contains it, but the {'loss does' if is_loss else 'gradients do'}."
@@ -354,7 +355,7 @@ class Judge:
         tensor: Tensor | None = None,
         place: Place | None = None,
     ) -> Found:
-        """Make a detection without frames; in the model itself, unless a `place` is known."""
+        """Make a detection without frames, in the model itself by default."""
         module, kind = place or Place("", kind_of(self.model))
         tally = None if tensor is None else extrema.tally(tensor)
         detection = Detection(
@@ -375,7 +376,7 @@ class Judge:
 
 
 def _first_of(mine: Found | None, group: Any, *, replicas: bool) -> Found | None:  # noqa: ANN401
-    """Choose the earliest detection of all ranks; of equals the lowest rank's. `replicas`: all have equal weights."""
+    """Return the earliest detection, the lowest rank's among equals. `replicas`: ranks hold equal weights."""
     rank = own_rank()
     answers = ranks.gather(None if mine is None else replace(mine.detection, rank=rank, host=host_name()), group)
     found: list[Detection] = [answer for answer in answers if answer is not None]
@@ -393,7 +394,7 @@ def _first_of(mine: Found | None, group: Any, *, replicas: bool) -> Found | None
 
 
 def _finite(forwards: int, masked: str) -> str:
-    """Describe what is known to be finite: neither code between modules nor other forwards than the last."""
+    """State the observed finite values: module outputs of the last forward."""
     text = _FINITE if forwards < 2 else f"{_FINITE}, in the last of {forwards} forwards since the last step"
     return f"{text}, except for {masked}" if masked else text
 
@@ -429,7 +430,6 @@ def losses_of(tensors: object, when: When) -> list[Loss]:
 
 
 def _place_of_call() -> list[str]:
-    """Name the line of the script that calls backward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -440,7 +440,7 @@ def _place_of_call() -> list[str]:
 
 
 def _calculation(tensor: Tensor) -> list[str]:
-    """Name the last operations, from the tensor backwards, along the first input of each."""
+    """Name the last operations, from the tensor backwards, following the first input."""
     names: list[str] = []
     node = tensor.grad_fn
     while node is not None and len(names) < _OPERATIONS and "AccumulateGrad" not in node.name():

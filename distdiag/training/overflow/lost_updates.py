@@ -1,4 +1,4 @@
-"""Weights in bfloat16 that an optimizer step leaves as they were: the update is smaller than half their spacing."""
+"""Detects bfloat16 weights unchanged by an optimizer step: the update is below half their spacing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _SAMPLE = 1024
-"""Elements of each parameter, at equal distances."""
+"""Sampled elements of each parameter, evenly spaced."""
 _SHARE = 0.5
 _KEPT_ELSEWHERE = ("master", "kahan", "comp", "shift")
-"""Parts of names of optimizer state in which copies in float32, or compensations, keep what the weights lose."""
+"""Substrings of optimizer state names for float32 copies or compensation terms, which keep small updates."""
 
 
 class LostUpdates:
-    """Compares a sample of the weights before and after one optimizer step; the device is waited for once in all.
+    """Compares a sample of the weights before and after one optimizer step; synchronizes once.
 
-    Only weights with a gradient count. That step is the first whose learning rate is not above the one before: during
-    a warmup small updates are meant.
+    Only weights with a gradient count. The step checked is the first with a learning rate not above the previous: small
+    updates are expected during warmup.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class LostUpdates:
         self._is_over = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Copy the sample where this step is the one to be checked."""
+        """Copy the sample if this step is to be checked."""
         if self._is_over:
             return
         rate = _learning_rate(optimizer)
@@ -45,7 +45,7 @@ class LostUpdates:
             self._sampled = [(now, now.clone(), gradient != 0) for now, gradient in _samples(optimizer)]
 
     def after_step(self, optimizer: Optimizer, step: int) -> str:
-        """Return a warning if most of the sample is as it was."""
+        """Return a warning if most of the sample is unchanged."""
         sampled, self._sampled = self._sampled, []
         if not sampled:
             return ""
@@ -63,14 +63,14 @@ class LostUpdates:
 
 
 def _learning_rate(optimizer: Optimizer) -> float:
-    """Return the greatest of its groups; 0 where it is a tensor, which would have to be fetched."""
+    """Return the maximum over its groups; a tensor counts as 0, to avoid a fetch."""
     return max(
         (rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))), default=0.0
     )
 
 
 def _keeps_more(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer rounds at random, or keeps more bits of the weights than they have."""
+    """Return whether the optimizer rounds stochastically or keeps extra bits of the weights."""
     names = {str(name).lower() for state in optimizer.state.values() if isinstance(state, dict) for name in state}
     return any(part in name for name in names for part in _KEPT_ELSEWHERE) or any(
         "stochastic" in name and bool(value) for name, value in vars(optimizer).items()
@@ -78,7 +78,7 @@ def _keeps_more(optimizer: Optimizer) -> bool:
 
 
 def _samples(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of every bfloat16 parameter and of its gradient; of a shard, what this rank holds."""
+    """Yield views of each bfloat16 parameter and its gradient, of the local shard if sharded."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if weight.grad is None or weight.dtype is not torch.bfloat16:

@@ -1,4 +1,4 @@
-"""The modules of a model, by the names the user gave them, and the tensors within the values that they work with."""
+"""Modules of a model by the user's names, and the tensors within their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Attributes under which torch.compile, FSDP and activation checkpointing keep the module that they wrap."""
+"""Attributes under which torch.compile, FSDP and activation checkpointing keep the wrapped module."""
 
 detectors: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
-"""By the model that each is on, as `within_ddp` returns it."""
+"""By watched model, as returned by `within_ddp`."""
 
 
 def detector_of(module: Module) -> DebugUnderflowOverflow | None:
-    """Return the detector that is on a model."""
+    """Return the detector of a model."""
     found = detectors.get(module)
     return found() if found is not None else None
 
 
 def within_ddp(model: Module) -> Module:
-    """Return the module that DistributedDataParallel calls in its forward, with inputs that are on the device.
+    """Return the module that DistributedDataParallel calls in its forward, with inputs already on the device.
 
     Raises:
-        ValueError: it is DataParallel, which copies the modules and their hooks into threads.
+        ValueError: the model is DataParallel, which copies modules and their hooks into threads.
     """
     while isinstance(model, DistributedDataParallel):
         model = model.module
@@ -70,7 +70,7 @@ def innermost(model: Module) -> Module:
 
 
 def named(model: Module) -> dict[Module, str]:
-    """Map all modules of a model, itself "", to their names; one that is used twice has its first name."""
+    """Map all modules of a model to their names ("" for the model); a shared module has its first name."""
     return {module: clean(name) for name, module in model.named_modules()}
 
 
@@ -87,7 +87,7 @@ def kind_of(module: Module) -> str:
 
 
 class Hook:
-    """Calls a method. Copied (an average of the weights is often a copy of the model) or pickled, it does nothing."""
+    """Calls a method; a deep copy (an averaged model, for instance) or a pickle of it does nothing."""
 
     def __init__(self, method: Callable[..., None]) -> None:
         self._method = method
@@ -101,20 +101,20 @@ class Hook:
         return contextlib.nullcontext().__exit__
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Of the standard library, so that a file can be read where there is no distdiag; it takes anything.
+        # From the standard library, to load without distdiag; it accepts any arguments.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 _DEEPEST = 16
 _MOST = 4096
-"""Of one value: whatever has more parts is data, and not what a model works with."""
+"""Limit on the parts of one value: larger containers are data, not inputs or outputs of modules."""
 
 
 def leaves(value: object, label: str) -> Iterator[tuple[str, object]]:
-    """List what is no container, by the path that leads there: `output['x'][0]`, `output.hidden`.
+    """Yield the leaves of nested containers with their paths: `output['x'][0]`, `output.hidden`.
 
-    Tuples, lists, dicts (a ModelOutput of transformers is one) and dataclasses are opened, 16 levels deep; any other
-    object with attributes only if it is the value itself: within another it may be a cache of all there ever was.
+    Tuples, lists, dicts (a ModelOutput of transformers is one) and dataclasses are opened, 16 levels deep. Any other
+    object with attributes is opened only at the top level: a nested one may be a cache of unbounded size.
     """
     if isinstance(value, Tensor):
         yield label, value
@@ -156,12 +156,12 @@ def _is_object(value: object) -> bool:
 
 
 def _held(value: object) -> list[str]:
-    """Name the fields of a dataclass that are plain attributes; others are code, and may do anything."""
+    """Name the fields of a dataclass stored as plain attributes; others may run code."""
     return [field.name for field in fields(value) if field.name in getattr(value, "__dict__", {})]  # type: ignore[arg-type]
 
 
 def inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """List the arguments of a call: `input[0]`, `input['mask']`. Of keywords only tensors: the rest are settings."""
+    """Yield the arguments of a call, `input[0]`, `input['mask']`; of keyword arguments only tensors."""
     for number, value in enumerate(args):
         yield from leaves(value, f"input[{number}]")
     for name, value in kwargs.items():
@@ -171,7 +171,7 @@ def inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[t
 
 
 def tensors(value: object, label: str) -> Iterator[tuple[str, Tensor]]:
-    """List the tensors of a value by their paths."""
+    """Yield the tensors of a value with their paths."""
     for path, leaf in leaves(value, label):
         if isinstance(leaf, Tensor):
             yield path, leaf
@@ -182,9 +182,9 @@ _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.S
 
 
 def opaque(value: object) -> str:
-    """Name the class of an object within a value that may be changed by who is given it, and cannot be copied here.
+    """Name the class of a mutable object within a value that cannot be copied here; "" if all can.
 
-    A cache of keys and values is one. Empty if there is none.
+    A cache of keys and values is such an object.
     """
     left = [_MOST]
     for _, leaf in _opened(value, "", 0, left):
@@ -195,7 +195,7 @@ def opaque(value: object) -> str:
 
 
 def copied(value: object, leaf: Callable[[object], object]) -> Any:  # noqa: ANN401 - as it was given
-    """Copy the containers of a value, and what `leaf` makes of each of its leaves; who changes the copy changes it."""
+    """Copy the containers of a value, with `leaf` applied to each leaf."""
     inside = _inside(value)
     if inside is None:
         return leaf(value)

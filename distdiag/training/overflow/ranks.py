@@ -34,8 +34,8 @@ def _groups_of(module: Module) -> list[Any]:
 class Sharing:
     """Whether the weights of a model are sharded over ranks, and over which.
 
-    In the midst of a forward fully_shard has put the weights together, and they do not show it: so this is asked
-    before, of all parameters and submodules, and what was sharded once stays so.
+    During a forward, fully_shard has gathered the weights and sharding is not visible: so all parameters and submodules
+    are inspected before it, and a positive result is kept.
     """
 
     def __init__(self, model: Module) -> None:
@@ -47,7 +47,7 @@ class Sharing:
         self.look()
 
     def look(self, when: object = None) -> None:
-        """Look at all of the model, unless that was done under the same `when` and it is of the same class."""
+        """Inspect the whole model, unless done under the same `when` with the model of the same class."""
         if (when, type(self._model)) == self._looked_at:
             return
         self._looked_at = (when, type(self._model))
@@ -67,7 +67,7 @@ class Sharing:
         self.is_shared |= bool(self._meshes) or any(hasattr(weight, "ds_id") for weight in module._parameters.values())
 
     def group(self) -> Any:  # noqa: ANN401 - a process group of torch
-        """Return the ranks that have the weights together; None if there are none, or no one group has them all."""
+        """Return the process group that shards the weights; None if unsharded or if no group covers all shards."""
         if not self._meshes:
             return None
         dist = torch_distributed()
@@ -82,11 +82,10 @@ class Sharing:
 
 
 def group_of(sharing: Sharing, ddp: DistributedDataParallel | None) -> Any:  # noqa: ANN401 - a process group of torch
-    """Return the ranks that step together with this one; None if nothing says that any do. Asked in a forward.
+    """Return the process group that steps in lockstep with this rank, None if not guaranteed; call it in a forward.
 
-    They do in the forward of DistributedDataParallel, though not in its join(), and where the weights are shared out
-    (fully_shard): nobody else promises that all ranks take the same steps, and who waits for one that does not come
-    hangs.
+    DistributedDataParallel (except in join()) and fully_shard guarantee lockstep. Without it, waiting for a rank that
+    takes fewer steps would hang.
     """
     if count() == 1:
         return None
@@ -106,9 +105,9 @@ def members(group: Any) -> frozenset[int]:  # noqa: ANN401
 
 
 def agree(weighted: Sequence[tuple[Tensor, int]], known: int, group: Any) -> int:  # noqa: ANN401
-    """Return the greatest weight, of any rank, of 0-d tensors that are not finite, or of what is `known`; 0 if none is.
+    """Return the maximum over ranks of `known` and the weights of non-finite 0-d tensors; 0 if all are finite.
 
-    All ranks of the group must call it. The device is waited for once.
+    Collective over the group. Synchronizes with the device once.
     """
     dist = torch_distributed()
     assert dist is not None
@@ -123,7 +122,7 @@ def agree(weighted: Sequence[tuple[Tensor, int]], known: int, group: Any) -> int
 
 
 def greatest(numbers: Sequence[int], group: Any) -> list[int]:  # noqa: ANN401
-    """Return the greatest of each of some numbers that any rank of the group has; all must call this."""
+    """Return the element-wise maximum over the ranks of the group. Collective."""
     dist = torch_distributed()
     assert dist is not None
     values = torch.tensor(numbers, device=_device(group))
@@ -133,9 +132,9 @@ def greatest(numbers: Sequence[int], group: Any) -> list[int]:  # noqa: ANN401
 
 
 def gather(mine: object, group: Any) -> list[Any]:  # noqa: ANN401
-    """Return the objects of all ranks of the group, which must all call this.
+    """Return the objects of all ranks of the group, in rank order. Collective.
 
-    torch's all_gather_object does the same, and needs numpy for it, which is not everywhere.
+    Like torch's all_gather_object, but without its dependency on numpy.
     """
     dist = torch_distributed()
     assert dist is not None
@@ -150,7 +149,7 @@ def gather(mine: object, group: Any) -> list[Any]:  # noqa: ANN401
 
 
 def _device(group: Any) -> torch.device:  # noqa: ANN401
-    """Return a device whose tensors the group reduces: one of NCCL alone knows none of the CPU's."""
+    """Return a device whose tensors the group reduces: a group with NCCL alone cannot reduce CPU tensors."""
     dist = torch_distributed()
     assert dist is not None
     backend = str(dist.get_backend(group)).lower()

@@ -1,7 +1,7 @@
-"""Runs a forward again as it was: the same inputs, random numbers, buffers and autocast, without torch.compile.
+"""Replays a forward with the same inputs, random numbers, buffers and autocast, without torch.compile.
 
-The job must not notice. What the forward writes into are copies; whatever else of the job's it would write into, draw
-from or wait for, refuses it: then it is not known what the forward would have shown.
+The replay must leave no trace in the job. The forward writes into copies; writing into any other tensor of the job,
+drawing from its generators or waiting for its ranks refuses the replay, and its result is unknown.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 _NOTHING = contextlib.nullcontext()
 _SMALL_BYTES = 1 << 20
-"""Larger buffers are not copied before each forward: one that changes them cannot be run again."""
+"""Larger buffers are not copied before each forward: a forward that changes them cannot be replayed."""
 
 
 class Terms(NamedTuple):
-    """On what terms a forward may be run again.
+    """Conditions of a replay.
 
-    `ranks` all run it together; `is_shared`: the weights are shared out over them. `goes_on`: the job does, whatever is
-    found, so that nothing at all may be left of it.
+    `ranks`: those that replay together; `is_shared`: the weights are sharded over ranks; `goes_on`: the job continues
+    whatever the replay finds, so that it may leave no side effect.
     """
 
     ranks: frozenset[int] = frozenset()
@@ -58,10 +58,10 @@ class Buffers:
         self._model = model
         self._places: list[_Place] = []
         self._moving: dict[bool, set[_Place]] = {}
-        """Those that the first forward has changed, by whether the model is in training."""
+        """Buffers that the first forward changed, by training mode."""
 
     def save(self) -> tuple[dict[_Place, Tensor], list[tuple[Tensor, int]]]:
-        """Copy those that a forward may change, at first all small ones; return the others with their versions."""
+        """Copy buffers that a forward may change, at first all small ones; return the others with their versions."""
         moving = self._moving.get(self._model.training)
         if moving is None:
             self._places = [(module, name) for module in self._model.modules() for name in module._buffers]
@@ -76,9 +76,10 @@ class Buffers:
         return copies, others
 
     def learn(self, copies: dict[_Place, Tensor]) -> dict[_Place, Tensor]:
-        """Return the copies of those that the forward has changed.
+        """Return the copies of the buffers that the forward changed.
 
-        They are compared, once: batch_norm changes its buffers without torch's count of changes knowing of it.
+        Values are compared once per training mode: batch_norm updates its buffers without bumping torch's version
+        counter.
         """
         if self._model.training in self._moving:
             return copies
@@ -87,9 +88,9 @@ class Buffers:
         return moved
 
     def swap(self, known: dict[_Place, Tensor]) -> list[Tensor]:
-        """Put copies in the places of all buffers, as they were where that is known; return the copies.
+        """Replace all buffers by copies, with the saved values if known; return the copies.
 
-        Not the numbers are put back later but the tensors: autograd may need them as they are.
+        Restoring swaps the tensors back, not their values: autograd may need them as saved.
         """
         copies: dict[int, Tensor] = {}
         for module in self._model.modules():
@@ -109,14 +110,14 @@ def _can_be_kept(buffer: Tensor) -> bool:
 
 
 def _has_changed(before: Tensor, now: Tensor | None) -> bool:
-    """Return whether a buffer has other numbers than before; one that became something else cannot be put back."""
+    """Return whether the values changed; False for a replaced buffer, which cannot be restored."""
     if now is None or now.shape != before.shape or now.dtype != before.dtype or now.device != before.device:
         return False
     return not torch.equal(before, now)
 
 
 class State:
-    """What a forward of a model changes beside its outputs; `steps` counts those of the optimizers."""
+    """State that a forward changes beside its outputs; `steps` counts optimizer steps."""
 
     def __init__(self, model: Module) -> None:
         self.model, self.buffers, self.numbers = model, Buffers(model), RandomNumbers()
@@ -124,7 +125,7 @@ class State:
 
 
 class Call:
-    """One call of a model, with all that it takes to make it again; the inputs are kept, not copied."""
+    """One call of a model with everything needed to replay it; inputs are kept by reference."""
 
     def __init__(self, state: State, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.args, self.kwargs = args, dict(kwargs)
@@ -142,22 +143,22 @@ class Call:
         return any(enabled and to is dtype for _, enabled, to in self._autocast)
 
     def returned(self) -> None:
-        """Note that the forward is over."""
+        """Note the end of the forward."""
         self._saved = self._state.buffers.learn(self._saved)
         self._state.numbers.learn(self._random)
 
     @property
     def kept_bytes(self) -> int:
-        """How much memory its inputs take."""
+        """Bytes of the input tensors."""
         return sum(tensor.nbytes for tensor, _ in self._versions if tensor.layout is torch.strided)
 
     def forget(self) -> None:
-        """Let go of the inputs."""
+        """Release the inputs."""
         self.args, self.kwargs, self._versions, self._watched, self._drawn = (), {}, [], [], []
         self._forgotten = True
 
     def why_not(self, terms: Terms) -> str:
-        """Describe why it cannot be made again; empty if it can."""
+        """Return why the call cannot be replayed; empty if it can."""
         if self._forgotten:
             return "its inputs were too large to keep"
         if terms.is_shared and not terms.ranks:
@@ -181,9 +182,9 @@ class Call:
     def again(
         self, recorder: Recorder, terms: Terms, also: contextlib.AbstractContextManager[object] = _NOTHING
     ) -> str:
-        """Make the call once more under a recorder, and `also` this; gives the reason if that was not to be, or failed.
+        """Replay the call under a recorder and the context `also`; return why it was not possible, or "".
 
-        What it gives back then is the recorder's `output`.
+        The output of the replay is `recorder.output`.
         """
         why = self.why_not(terms)
         if why:
@@ -240,7 +241,7 @@ def _generator_like(generator: torch.Generator, state: Tensor) -> torch.Generato
 
 
 def _hook_of(model: Module) -> str:
-    """Name a module of which the script wants to hear when it is called."""
+    """Name a module with a hook of the script."""
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             where = getattr(hook, "__module__", None) or type(hook).__module__
@@ -260,7 +261,7 @@ def _autocast() -> list[tuple[str, bool, torch.dtype]]:
 
 
 def _eagerly() -> contextlib.AbstractContextManager[object]:
-    """Let compiled parts run as they were written, so that their modules are called; only if something is compiled."""
+    """Return a context in which compiled parts run eagerly, so that their modules' hooks run."""
     if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
         return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
     return contextlib.nullcontext()
@@ -268,18 +269,18 @@ def _eagerly() -> contextlib.AbstractContextManager[object]:
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem")
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
-"""Operations that write into their running mean and variance, of which torch's schemas say nothing."""
+"""Operations that write into their running mean and variance, which torch's schemas do not mark as mutated."""
 
 
 class Refused(Exception):
-    """The forward was about to do what must not be done a second time."""
+    """The forward attempted an operation that must not be repeated."""
 
 
 class Guard(TorchDispatchMode):
-    """Sees each operation before it is carried out. `refused` says what was refused; empty if nothing was.
+    """Refuses operations of a replay with side effects on the job; `refused` is the reason, or "".
 
-    Written to may be only what was made while it is on, or is `ours`; with `writes`, anything. Collectives may be those
-    among `ranks`, who all run this.
+    Writes are allowed only into memory allocated while the mode is active and into `ours`, or anywhere with `writes`.
+    Collectives are allowed only among `ranks`, which all replay.
     """
 
     supports_higher_order_operators = True
@@ -292,10 +293,10 @@ class Guard(TorchDispatchMode):
         self._generators = {id(value) for value in ours if isinstance(value, torch.Generator)}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204
-        """Carry out an operation, unless it is refused."""
+        """Run an operation unless it is refused."""
         kwargs = kwargs or {}
         if any(kind not in (Tensor, Parameter) for kind in types):
-            return NotImplemented  # a subclass: what it does with its parts comes here again
+            return NotImplemented  # a subclass: its inner operations dispatch here again
         self._check(func, args, kwargs)
         made = func(*args, **kwargs)
         if not self._writes and _makes_anew(func):
@@ -322,7 +323,7 @@ class Guard(TorchDispatchMode):
 def _memory_of(tensor: Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse: its parts are tensors of their own
+    except (RuntimeError, NotImplementedError):  # sparse: made of several tensors
         return id(tensor)
 
 
@@ -336,7 +337,7 @@ def _flat(values: Iterable[object]) -> Iterator[object]:
 
 @lru_cache(maxsize=4096)
 def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:  # noqa: ANN401
-    """List the places and names of the arguments that an operation writes into."""
+    """Return position and name of each argument that an operation mutates."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return ()
@@ -361,7 +362,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def _is_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ANN401
-    """Return whether a batch norm is told not to train."""
+    """Return whether a batch norm runs with training=False."""
     at = next(
         (at for at, argument in enumerate(func._schema.arguments) if argument.name in ("training", "train")), None
     )
@@ -373,7 +374,7 @@ def _is_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  
 
 @lru_cache(maxsize=4096)
 def _makes_anew(func: Any) -> bool:  # noqa: ANN401
-    """Return whether what an operation gives back is memory of its own."""
+    """Return whether the result of an operation is newly allocated memory."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False
@@ -381,7 +382,7 @@ def _makes_anew(func: Any) -> bool:  # noqa: ANN401
 
 
 def _ranks_of_collective(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
-    """Return the ranks that a collective is for; rank -1 is among them where that is not to be seen."""
+    """Return the ranks of a collective, with -1 among them if unknown."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -392,7 +393,7 @@ def _ranks_of_collective(args: tuple[Any, ...], kwargs: dict[str, Any]) -> froze
                 found |= set(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
             elif isinstance(value, str):
                 found |= set(dist.get_process_group_ranks(_resolve_process_group(value)))  # type: ignore[arg-type]
-        except (RuntimeError, ValueError, KeyError, AttributeError):  # "sum", or a group that nobody names
+        except (RuntimeError, ValueError, KeyError, AttributeError):  # "sum", or a group without a name
             if not isinstance(value, str):
                 found.add(-1)
     return frozenset(found)
@@ -400,14 +401,14 @@ def _ranks_of_collective(args: tuple[Any, ...], kwargs: dict[str, Any]) -> froze
 
 _SNAPSHOT_DEPTH = 6
 _SNAPSHOT_OBJECTS = 200_000
-"""So many objects are looked at; a model that holds more holds data."""
+"""Limit on the objects recorded: a model that holds more holds data."""
 _NO_STATE = (str, bytes, int, float, complex, type, Tensor, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 
 
 class Snapshot:
-    """Remembers which objects the modules of a model hold, not what is in their tensors.
+    """Records the object references held by a model's modules, not tensor contents.
 
-    Globals and what only a closure holds are not found.
+    Globals, and objects reachable only through a closure, are not covered.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -419,7 +420,7 @@ class Snapshot:
             self._keep(vars(module), 0)
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore the recorded state."""
         for undo in self._undo:
             undo()
         for weight, grad in self._gradients:
@@ -442,7 +443,7 @@ class Snapshot:
 
 
 def _undo_of(value: Any) -> tuple[Callable[[], object] | None, Iterable[object]]:  # noqa: ANN401
-    """Return what puts an object back as it is now, and the objects that it holds."""
+    """Return a function that restores an object's attributes or items, and the objects that it references."""
     if isinstance(value, (dict, list, deque, bytearray, set)):
         return _undo_of_container(value), _inside(value)
     if isinstance(value, tuple):
@@ -487,19 +488,19 @@ def _undo_of_generator(value: Any) -> Callable[[], object] | None:  # noqa: ANN4
 
 
 class RandomNumbers:
-    """The states of the random number generators that this model's forward uses."""
+    """States of the random number generators that the model's forward uses."""
 
     def __init__(self) -> None:
         self._slow = {"python", "numpy"}
         self._learns = 2
 
     def save(self) -> dict[str, Any]:
-        """Copy the states: torch's, and, unless the first forwards did without them, Python's and numpy's."""
+        """Copy torch's states, and Python's and numpy's unless the first forwards did not use them."""
         skipped = {"devices"} if self._learns else {"devices", *self._slow}
         return {name: get() for name, (get, _) in _generators().items() if name not in skipped}
 
     def learn(self, before: dict[str, Any]) -> None:
-        """Look, after each of the first forwards, whether they were used: to copy them takes longer than the rest."""
+        """Check after each of the first forwards which generators were used: copying all is slow."""
         if self._learns:
             self._learns -= 1
             now = _generators()
@@ -507,7 +508,7 @@ class RandomNumbers:
 
 
 def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Map the generators that are nobody's own to the functions that get and set their states."""
+    """Map the global generators to functions that get and set their states."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "torch": (torch.get_rng_state, torch.set_rng_state),
         "python": (random.getstate, random.setstate),
@@ -528,5 +529,4 @@ def _set_random_states(states: dict[str, Any]) -> None:
 
 
 def _numpy_random() -> Any:  # noqa: ANN401 - a module that is not ours to import
-    """Return numpy.random, if the script has imported it."""
     return getattr(sys.modules.get("numpy"), "random", None)

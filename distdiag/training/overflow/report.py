@@ -29,12 +29,12 @@ HEADING = "abs min  abs max  metadata"
 """The heading of transformers' detector; COLUMNS is ours."""
 COLUMNS = "abs min  abs max  module, class, and its tensors"
 MODEL = "the model"
-"""The outermost module, which has no name."""
+"""The outermost module, without a name."""
 
 HERE, BETWEEN, GIVEN, WEIGHTS = "here", "between", "given", "weights"
 LOSS, BACKWARD, UNSEEN = "loss", "backward", "unseen"
-"""Origins: the module itself; code of the module around it, before it called this one; before the model was called;
-an earlier step (weights, buffers); between the model and what backward is called on; the backward; not known."""
+"""Origins: the module itself; code of the parent module, before it called this module; before the model was called; an
+earlier step (weights, buffers); between the model and the argument of backward; the backward; unknown."""
 _NOT_THE_SCRIPT = (
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
     os.path.dirname(os.__file__),
@@ -48,10 +48,10 @@ _BY_DEFAULT = {
 
 @dataclass
 class WatchedModel:
-    """One model: its class, the forwards (`batches`) and optimizer steps seen, and what was found.
+    """One model: its class, the forwards (`batches`) and optimizer steps seen, and the detections.
 
     `found` counts detections, `began` those that began on this rank. `aborted`: by --abort-after. `off`: why the
-    detector gave up. Of `unread` forwards no output could be read; the last output was a `kind`.
+    detector gave up. `unread` forwards had no readable output; the last output was a `kind`.
     """
 
     model: str
@@ -68,7 +68,7 @@ class WatchedModel:
 
 @dataclass
 class WatchedProcess:
-    """One process. `ended`: at its own end; else the counts are early ones. `left_out`: why models are not watched."""
+    """One process. `ended`: it exited normally; else the counts are partial. `left_out`: why models are not watched."""
 
     rank: int | None
     host: str
@@ -113,9 +113,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """The numbers of a bad tensor of `of` elements. `first`: index of the first that is not finite.
+    """Value counts of a bad tensor of `of` elements. `first`: index of the first nan or inf.
 
-    `zeros` and `subnormals` underflowed; `abs_max` is that of the finite ones, None without any.
+    `zeros` and `subnormals` underflowed; `abs_max` is over finite values, None without any.
     """
 
     shape: tuple[int, ...] = ()
@@ -136,7 +136,7 @@ class Tally:
         return " and ".join(f"{count:,} {kind}" for count, kind in counts if count)
 
     def lines(self) -> list[str]:
-        """Describe the tensor; how much of it underflowed where that is 0.1 % or more."""
+        """Describe the tensor, with the underflowed share from 0.1 % up."""
         at = "" if self.first is None else f", first at [{', '.join(map(str, self.first))}]"
         most = f"; largest finite value {self.abs_max:.2e}" if isinstance(self.abs_max, float) else ""
         lines = [f"{self.dtype} of shape [{', '.join(map(str, self.shape))}], {self.of:,} numbers{at}{most}."]
@@ -148,7 +148,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Became:
-    """The output (`tensor` of `module`) in which -inf, which may have been meant, became nan or inf (`what`)."""
+    """The output (`tensor` of `module`) that turned -inf, possibly intended, into nan or inf (`what`)."""
 
     module: str = ""
     module_class: str = ""
@@ -158,11 +158,11 @@ class Became:
 
 @dataclass(frozen=True)
 class Detection:
-    """The first bad tensor of a job, in `module`; `made_by` is the module whose code produced it.
+    """The first bad tensor of a job, in `module`; code of `made_by` produced it.
 
-    `batch`, `step`, `unit` and `phase` as in When; `origin`: one of HERE and the others. `what` counts the bad
-    numbers; `operation` produced them of finite ones, where that was seen. `path`: the file it was read from.
-    `number`: of the frame, or in the order of gradients; of several ranks the lowest was first.
+    `batch`, `step`, `unit` and `phase` as in When; `origin`: HERE or another of the origins. `what`: counts of nan and
+    inf; `operation`: produced them from finite inputs, if that was observed. `path`: the source file. `number`: of the
+    frame, or the order of the gradient; the rank with the lowest was first.
     """
 
     sentence: str
@@ -269,7 +269,6 @@ class ReportWriter:
             _print(self._text(found))
 
     def _text(self, found: Found) -> str:
-        """Format the frames, then the answer."""
         lines, told, count = [], found.detection, len(found.frames)
         if found.frames:
             head = [f"The last {count} frames of batch {told.batch}, up to the detection:", COLUMNS]
@@ -296,7 +295,7 @@ class ReportWriter:
             flags = os.O_WRONLY | (os.O_APPEND if self._begun else 0)
             with open(private_files.open_file(path, flags), "w", encoding="utf-8") as file:
                 file.write("".join(json.dumps(record) + "\n" for record in records))
-        except OSError as error:  # the job is what matters
+        except OSError as error:  # never fail the job
             self._path = ""
             self.note(f"the frames are not saved: {error}")
         self._begun = True

@@ -1,4 +1,4 @@
-"""Starts the detector in a process of `distdiag overflow`, once it has imported torch. Whatever fails, the job runs."""
+"""Starts the detector in a process of `distdiag overflow` once it has imported torch. Errors never stop the job."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ VARIABLE = "DISTDIAG_OVERFLOW"
 
 @dataclass(frozen=True)
 class Settings:
-    """`folder`: for the records of each process; the others are the detector's arguments.
+    """Detector arguments, and `folder` for the record of each process.
 
-    `quiet`: the command reports what was found; else the error and its traceback do.
+    `quiet`: the command reports detections, instead of an error with traceback.
     """
 
     folder: str
@@ -50,7 +50,7 @@ def from_text(text: str) -> Settings:
 
 
 def begin_from_environment() -> None:
-    """Wait for the import of torch, as `distdiag overflow` asked for."""
+    """Start the detector at the import of torch, if VARIABLE is set."""
     text = os.environ.get(VARIABLE)
     if text:
         try:
@@ -89,7 +89,7 @@ class _AfterTorch(MetaPathFinder):
             from distdiag.training.overflow.finder import Finder
 
             Finder(self._settings).begin()
-        except Exception as error:  # noqa: BLE001 - the job is what matters
+        except Exception as error:  # noqa: BLE001 - never fail the job
             _give_up(self._settings.folder, f"{type(error).__name__} {error}")
 
 
@@ -101,7 +101,7 @@ class _Loads(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # As if this had never stood between: torch looks at its own loader.
+        # Restore the original loader: torch inspects it.
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
@@ -114,7 +114,7 @@ def _complain(why: str) -> None:
 
 
 def _give_up(folder: str, why: str) -> None:
-    """Note, for the report too, that this process is not checked."""
+    """Record the reason why this process is not checked, and print it."""
     from distdiag.facts import machine
     from distdiag.training.overflow.report import WatchedProcess
 

@@ -96,7 +96,7 @@ def examine(request: Request, news: Callable[[str], None]) -> Report[OverflowSho
 
 
 def _files(paths: Sequence[str]) -> Iterator[str]:
-    """List the files, and those of folders that end in .jsonl. Raises UsageError."""
+    """Yield the files, and the *.jsonl files of directories. Raises UsageError."""
     for path in paths:
         if not os.path.exists(path):
             wrote = 'give the files that DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote'
@@ -198,18 +198,18 @@ def _fix(request: Request, detection: Detection) -> Fix | None:
 
 
 def _around(detection: Detection) -> str:
-    """Return the module around the one that made it, and around where it became nan; empty for all of the model."""
+    """Return the common parent module of the origin and the output that became nan; empty for the whole model."""
     names = [detection.made_by or detection.module, *([detection.became.module] if detection.became else [])]
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _not_finite(selection: Selection) -> Iterator[Finding]:
-    """Report nan and inf that the detector did not: it may be meant, or the job ended first."""
+    """Report nan and inf not reported by the detector: intended, or the job ended first."""
     found = [
         (forward.bad, recording)
         for recording, forward in selection.owned
-        # Only the first is detected where the job continues.
+        # If the job continues, only the first is detected.
         if forward.bad and not any(found.batch <= forward.id.batch for found in recording.detections)
     ]
     if found:
@@ -226,7 +226,7 @@ def _not_finite(selection: Selection) -> Iterator[Finding]:
 
 
 def _near(request: Request, selection: Selection) -> Iterator[Finding]:
-    """Report outputs near their limit, each module once, where it was nearest."""
+    """Report outputs near their limit, each module once at its maximum."""
     best: dict[str, tuple[Row, Recording]] = {}
     for recording, forward in selection.owned:
         for row in forward.near():
@@ -251,7 +251,7 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
 
 
 def _diverges(found: Divergence | str | None) -> Iterator[Finding]:
-    """Report where two forwards diverge. Other data explains other numbers, but not another dtype, or nan."""
+    """Report the divergence of two forwards. Different data explains different values, not another dtype or nan."""
     if found is None:
         return
     if isinstance(found, str):
@@ -282,7 +282,7 @@ def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted:
         )
     for recording in selection.recordings:
         if why := lacks(recording):
-            # The detection may be missing: without one, nothing is shown as fine.
+            # The detection may be missing from a truncated file: without one, no verdict of OK.
             may_lack_detection = not recording.detections and (recording.truncated or recording.torn > 0)
             yield Finding(
                 id="overflow.incomplete",
@@ -311,9 +311,9 @@ def _where(recordings: Sequence[Recording]) -> Where:
 
 @dataclass(frozen=True)
 class Selection:
-    """The selected forwards. `main`: the one that the answer is about; `detections`: the earliest first, each once.
+    """The selected forwards. `main`: the subject of the answer; `detections`: the earliest first, each once.
 
-    `growth` is that of the forwards with the greatest numbers, in the order of the file, where --module fits.
+    `growth`: paths of the forwards with the largest values among modules selected by --module, in file order.
     """
 
     request: Request
@@ -325,7 +325,7 @@ class Selection:
     names: Names
 
     def growth_of(self, forward: Forward | None) -> Growth | None:
-        """Return the path of a forward's greatest number."""
+        """Return the growth path of a forward."""
         return next((growth for growth in self.growth if forward is not None and growth.of is forward.id), None)
 
     def name_of(self, recording: Recording) -> str:
@@ -369,7 +369,7 @@ def select(request: Request, recordings: Sequence[Recording]) -> Selection:
 
 
 def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detection]]:
-    """List the detections, the earliest first; one that several ranks kept is taken from the rank it names."""
+    """Return the detections, the earliest first; of duplicates the copy of the rank named in it."""
     found: dict[tuple[object, ...], tuple[Recording, Detection]] = {}
     for recording in recordings:
         for each in recording.detections:
@@ -380,9 +380,9 @@ def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detectio
 
 
 def rows_that_matter(request: Request, forward: Forward, growth: Growth | None) -> list[Row]:
-    """Choose the rows of one forward to show, all of them if they are few, or asked for.
+    """Choose the rows of one forward to show; all of them if few or requested.
 
-    They are those on the path of growth, the first that are not finite, those nearest to a limit, and both ends.
+    Chosen are the growth path, the first rows with nan or inf, the rows nearest to a limit, and both ends.
     """
     rows = [row for call in forward.calls if request.fits(call.module) for row in call.rows]
     if request.everything or len(rows) <= FEW:
@@ -424,7 +424,7 @@ def percent(share: float) -> str:
 
 
 def answer(selection: Selection, compared: Divergence | str | None) -> Iterator[str]:
-    """Return a few sentences: what was detected, how the numbers grew, where two forwards diverge."""
+    """Yield a few sentences: the detection, the growth of values, the divergence of two forwards."""
     detections = selection.detections
     if detections:
         more = len(detections) - 1
@@ -519,6 +519,6 @@ def _differ(found: Divergence, at: Difference) -> str:
 
 
 def _like(row: Row) -> str:
-    """Describe what a tensor is like: float16 [2, 8]; or what stands in its place."""
+    """Format dtype and shape, float16 [2, 8], or the text in place of a tensor."""
     shape = "" if row.shape is None else f" [{', '.join(map(str, row.shape))}]"
     return row.text or f"{row.dtype or 'unknown dtype'}{shape}"

@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 COMMAND = "overflow show"
 FEW = 24
-"""Rows that are shown at once; of more only those that matter."""
+"""Rows shown at once; of more rows only the important ones."""
 MOST_ROWS = 100_000
-"""With --all; of larger files --batch and --module choose."""
+"""Limit with --all; --batch and --module select from larger files."""
 _REACHED = 0.9
-"""A module that comes this near to the maximum is where that was reached; later modules pass it on."""
+"""A module within this share of the maximum reached it; later modules pass it on."""
 _FELL = 2.0
-"""Where numbers were greater by this before, they did not grow from there: something (a norm) had made them small."""
+"""Inputs larger than their output by this factor end the path: a norm, for instance, shrank the values."""
 _LEVEL = 1.25
-"""Numbers within this of the smallest are not growing yet."""
+"""Values within this factor of the smallest do not grow yet."""
 _NEARBY = 8
-"""Up to this many frames away two tensors count as the same by their maximum alone, where the minimum is unknown."""
+"""Distance in frames up to which an equal maximum alone, without minimum, identifies a tensor."""
 _BEFORE, _AFTER = 3, 8
-"""Outputs to show around the place where two forwards diverge."""
+"""Outputs to show around a divergence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options. `module`: a pattern of names, empty for all; `batches`: empty for all.
+    """Command-line options. `module`: name pattern, empty for all; `batches`: empty for all.
 
-    `factor`: numbers of two sides that differ by more than this diverge. `everything`: every row, of every batch.
+    `factor`: values of two sides differing by more diverge. `everything`: every row of every batch.
     """
 
     program: str = "distdiag"
@@ -95,7 +95,7 @@ def name_of_source(source: tuple[str, int | None], among: Sequence[tuple[str, in
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """The path of a forward's greatest number, from the smallest to the greatest of `through`.
+    """The path of a forward's largest value, growing along `through`.
 
     `factor`: the last divided by the first; `share_of_limit`: of the maximum of its `dtype`.
     """
@@ -108,10 +108,10 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 def growth_of(forward: Forward) -> Growth | None:
-    """Follow the number that is nearest to its dtype's limit back to where it was small; None if there are no floats.
+    """Trace the value nearest to its dtype's limit back to its small origin; None without floats.
 
-    An output is an input's source if it has the same greatest and smallest magnitude and as many numbers, and precedes
-    it. Where there is none, code of the module around it made the input, from its own.
+    An earlier output with the same largest and smallest magnitude and element count is an input's source. Without one,
+    the parent module's code computed the input from the parent's own input.
     """
     calls = forward.calls
     # Of equals the first: it made the input of the others.
@@ -120,7 +120,7 @@ def growth_of(forward: Forward) -> Growth | None:
         return None
     flow = _Dataflow(calls)
     reached = _REACHED * calls[index].share
-    # The same number may have been passed through a few modules, and out of the ones around them: find the first.
+    # Several modules, and their parents, may have passed the same value through: find the first.
     index, row = flow.first_to_reach(index, reached)
     for at, earlier in flow.back(index, row)[1:]:
         if earlier.share_of_limit < reached:
@@ -147,7 +147,7 @@ class _Dataflow:
                     self._made.setdefault(row.numbers, []).append((index, row))
 
     def back(self, index: int, row: Row) -> list[tuple[int, Row]]:
-        """List where a tensor came from, itself first, up to where numbers were greater, or came from outside."""
+        """Return the path of a tensor to its source, itself first; it ends at larger values or at outside input."""
         path = [(index, row)]
         least = row.size
         at = self._around(index) if row.tensor == INPUT else index
@@ -162,7 +162,7 @@ class _Dataflow:
         return path
 
     def first_to_reach(self, index: int, share: float) -> tuple[int, Row]:
-        """Find the first tensor of a module, the ones below it first, that reaches a share of the limit; it has to."""
+        """Return the first tensor of a module or its submodules that reaches a share of the limit; one must."""
         for at in range(self._begin(index), index + 1):
             given, top = self._calls[at].given, max(self._calls[at].rows, key=lambda row: row.share_of_limit)
             if given is not None and given.share_of_limit >= share and self._maker(given, self._begin(at)) is None:
@@ -172,7 +172,7 @@ class _Dataflow:
         raise ValueError("no value reaches this share of the limit")
 
     def _maker(self, given: Row, before: int) -> tuple[int, Row] | None:
-        """Find the last output before a frame that is this input."""
+        """Find the last output before a frame that equals this input."""
         made = self._made.get(given.numbers, [])
         last = bisect_left(made, before, key=lambda maker: maker[0]) - 1
         if last < 0 or (given.abs_min is None and before - made[last][0] > _NEARBY):
@@ -180,7 +180,7 @@ class _Dataflow:
         return made[last]
 
     def _begin(self, index: int) -> int:
-        """Find the first of the frames that were called from a frame; they precede it."""
+        """Return the first of the frames called from this frame, which precede it."""
         name = self._calls[index].module
         below = f"{name}." if name else ""
         begin = index
@@ -189,7 +189,7 @@ class _Dataflow:
         return begin
 
     def _around(self, index: int) -> int | None:
-        """Find the frame that called a frame; None where it was not kept."""
+        """Return the caller of a frame; None if it was not kept."""
         name = self._calls[index].module
         while name:
             name = name.rpartition(".")[0]
@@ -201,7 +201,7 @@ class _Dataflow:
 
 
 class Mismatch(StrEnum):
-    """How two outputs differ; `kind`: a tensor on one side, none on the other."""
+    """Difference of two outputs; `kind`: a tensor on one side only."""
 
     KIND = "kind"
     NOT_FINITE = "not-finite"
@@ -211,7 +211,7 @@ class Mismatch(StrEnum):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Two outputs of the same name that differ, the `ratio` of their abs max, None with 0, and the largest inputs."""
+    """Two different outputs of the same name, the `ratio` of their abs max (None with 0), and the largest inputs."""
 
     what: Mismatch
     a: Row
@@ -222,10 +222,10 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """Two forwards. `first` is None if they do not differ; `in_numbers` is the first that is no other shape or dtype.
+    """Two forwards. `first`: the first difference, or None; `in_numbers`: the first with equal shape and dtype.
 
-    `only_a` and `only_b`: calls of one side alone. `around`: outputs of both around where they differ, with --all every
-    one. `batches`: the number of batches compared.
+    `only_a` and `only_b`: calls of one side alone. `around`: outputs of both near the divergence, all with --all.
+    `batches`: the number of batches compared.
     """
 
     names: tuple[str, str]
@@ -242,9 +242,9 @@ class Divergence(msgspec.Struct, frozen=True):
 
 
 def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequence[str]) -> Divergence | str | None:
-    """Compare the only two forwards of one file, or two files in the first batch of both where they diverge.
+    """Compare the only two forwards of one file, or the first diverging batch of two files.
 
-    Return a sentence if they cannot be compared; None if there are not two.
+    Returns the reason if they are not comparable; None without exactly two.
     """
     if [len(side) for side in sides] == [2]:
         pairs = [(sides[0][0], sides[0][1])]
@@ -270,10 +270,10 @@ def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequenc
 
 
 def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
-    """Compare two forwards; numbers that differ by more than --factor diverge.
+    """Compare two forwards; values differing by more than --factor diverge.
 
-    Calls are matched by their number where both forwards called the same modules in the same order, else by module and
-    how often it was called before. A frame that one side alone has counts only if the other kept frames around it.
+    Calls are matched by number if both forwards called the same modules in the same order, else by module and its call
+    count. A frame of one side alone counts only if the other kept frames around it.
     """
     keyed_a, keyed_b = _keyed(a.calls, b.calls)
     pairs = [(call, keyed_b[key]) for key, call in keyed_a.items() if key in keyed_b and request.fits(call.module)]
@@ -296,13 +296,12 @@ def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
 
 
 def _rows(pair: tuple[Call, Call]) -> list[tuple[Row, Row]]:
-    """Return the outputs that both sides of a call have."""
     others = {row.tensor: row for row in pair[1].rows}
     return [(row, others[row.tensor]) for row in pair[0].rows if row.tensor in others]
 
 
 def _around(request: Request, pairs: Sequence[tuple[Call, Call]], found: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Choose the outputs of both around where they differ; all of them if they are few, or asked for."""
+    """Choose the outputs of both near the divergence; all of them if few or requested."""
     both = [rows for pair in pairs for rows in _rows(pair)]
     if request.everything or len(both) <= FEW:
         return both[:MOST_ROWS]
@@ -311,13 +310,13 @@ def _around(request: Request, pairs: Sequence[tuple[Call, Call]], found: Sequenc
 
 
 def ratio(a: float, b: float) -> float:
-    """Return how many times one magnitude is the other, 1 or more; infinity where only one of them is 0."""
+    """Return the ratio of two magnitudes, 1 or more; infinity if only one is 0."""
     low, high = min(a, b), max(a, b)
     return high / low if low else math.inf if high else 1.0
 
 
 def _keyed(*sides: Sequence[Call]) -> list[Keyed]:
-    """Map each side's calls by module and number, or how often the module was called before."""
+    """Map each side's calls by module and number, or by module and its call count."""
     a, b = ({call.number: call.module for call in side} for side in sides)
     shared = a.keys() & b.keys()
     if shared and all(a[number] == b[number] for number in shared):

@@ -1,6 +1,6 @@
-"""Frame files: what is kept of each line while the file streams by.
+"""Frame files, read as a stream and reduced to the lines needed.
 
-The files are untrusted: each length is bounded, a malformed line is counted, and nothing in them is run.
+Files are untrusted: each length is bounded, malformed lines are counted, nothing is executed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEAR = 0.5
 INPUT = "input"
 """The label of a module's largest input."""
 MOST_ROWS = 1_000_000
-"""Rows that are kept of all files together: some 400 MB."""
+"""Limit on rows kept of all files together: some 400 MB."""
 _MOST_LINE_BYTES = 1 << 24
 _MOST_DETECTIONS = 1000
 _NEWS_EVERY_BYTES = 1 << 25
@@ -62,7 +62,7 @@ class Line(msgspec.Struct):
 
 
 class Head(msgspec.Struct):
-    """The first line; `rank` is None where there is one process."""
+    """The first line; `rank` is None for a single process."""
 
     schema: _Name
     model: _Name = ""
@@ -90,7 +90,7 @@ _DECODERS: dict[bytes, msgspec.json.Decoder[Head | Frame | Detection]] = {
 _NO_OUTPUT = Line("output", "output", text="nothing")
 
 
-# The structs below are in the report, too, as --json prints them.
+# The structs below are part of the report that --json prints.
 
 
 class ForwardId(msgspec.Struct):
@@ -105,9 +105,8 @@ class ForwardId(msgspec.Struct):
 class Row(msgspec.Struct, frozen=True, gc=False, rename={"class_": "class"}):
     """One output of a module, its largest input (`tensor` is INPUT), or a `text` in its place.
 
-    `abs_max` is "nan", "inf", "-inf" or "inf,-inf" if there is one in it. `share_of_limit`: the largest magnitude as a
-    share of the dtype's maximum, 0 for masks and where it is not known. `growth`: times the largest floating-point
-    input; None where that is not known.
+    `abs_max` is "nan", "inf", "-inf" or "inf,-inf" if not finite. `share_of_limit`: the largest magnitude over the
+    dtype's maximum; 0 for masks and if unknown. `growth`: over the largest floating-point input; None if unknown.
     """
 
     of: ForwardId
@@ -125,12 +124,12 @@ class Row(msgspec.Struct, frozen=True, gc=False, rename={"class_": "class"}):
 
     @property
     def most(self) -> float | None:
-        """The largest magnitude, if it is known and finite."""
+        """The largest magnitude; None if unknown or not finite."""
         return self.abs_max if isinstance(self.abs_max, float) else None
 
     @property
     def size(self) -> float:
-        """The largest magnitude; 0 if it is not known or not finite."""
+        """The largest magnitude; 0 if unknown or not finite."""
         return self.most or 0.0
 
     @property
@@ -140,7 +139,7 @@ class Row(msgspec.Struct, frozen=True, gc=False, rename={"class_": "class"}):
 
     @property
     def numbers(self) -> tuple[object, ...]:
-        """The identity of a tensor that is passed on: its extrema, number of elements and dtype."""
+        """The identity of a tensor passed on: its extrema, element count and dtype."""
         return self.abs_min, self.abs_max, None if self.shape is None else math.prod(self.shape), self.dtype
 
 
@@ -153,7 +152,7 @@ class Call(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Its name; empty for the model itself."""
+        """The module's name; empty for the model itself."""
         return self.rows[0].module
 
     @property
@@ -178,7 +177,7 @@ class Forward:
         return max((call.share for call in self.calls), default=0.0)
 
     def near(self) -> list[Row]:
-        """Return the rows near their limit: outputs, and inputs that are no module's output."""
+        """Return the outputs near their limit, and such inputs that no module produced."""
         found = [row for call in self.calls for row in call.rows if row.share_of_limit >= NEAR]
         known = {row.abs_max for row in found}
         given = (call.given for call in self.calls if call.given is not None)
@@ -189,8 +188,8 @@ class Forward:
 class Recording:
     """The frames of one rank.
 
-    `torn` lines could not be read, the first of them `first_torn` (from 1); `left_out` frames had no room. `passed`
-    are batches that were not asked for.
+    `torn`: number of unreadable lines, the first at `first_torn` (from 1); `left_out`: frames beyond the limit.
+    `passed`: batches not requested.
     """
 
     path: str
@@ -212,7 +211,7 @@ class Recording:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was written into it."""
+        """Whether the file has no records."""
         return not (self.forwards or self.passed or self.detections or self.truncated)
 
     @property
@@ -221,7 +220,7 @@ class Recording:
         return sum(len(forward.calls) for forward in self.forwards)
 
     def forward_of(self, frame: Frame) -> Forward:
-        """Return the forward of a frame; one that is not later in the same forward begins another."""
+        """Return the forward of a frame; a frame number that does not increase begins another forward."""
         last = self.forwards[-1] if self.forwards else None
         if last is None or last.id.batch != frame.batch or frame.number <= last.calls[-1].number:
             turn = last.id.forward + 1 if last is not None and last.id.batch == frame.batch else 0
@@ -230,7 +229,7 @@ class Recording:
 
 
 class NotFrames(Exception):
-    """A file that is none of ours, or of a later distdiag; `hint`: the fix."""
+    """Not a frame file, or one of a later version; `hint`: the fix."""
 
     def __init__(self, path: str, why: str, hint: str = _HINT) -> None:
         super().__init__(f"{path}: {why}")
@@ -238,9 +237,9 @@ class NotFrames(Exception):
 
 
 class Reader:
-    """Reads one file after the other into `recordings`, which stay whatever happens then.
+    """Reads files one by one into `recordings`, which keep partial data after an error.
 
-    `batches`: keep the frames of these only, if any.
+    `batches`: keep only their frames, if any are given.
     """
 
     def __init__(
@@ -251,10 +250,10 @@ class Reader:
         self._shapes: dict[tuple[int, ...] | None, tuple[int, ...] | None] = {}
 
     def read(self, path: str) -> None:
-        """Read a file, or a pipe.
+        """Read a file or pipe.
 
         Raises:
-            NotFrames: and why.
+            NotFrames: it is not a frame file.
             OSError: it cannot be read.
         """
         recording: Recording | None = None
@@ -267,7 +266,7 @@ class Reader:
                     self._news(f"reading {path}: {done / 1e6:.0f}{f' of {size / 1e6:.0f}' if size else ''} MB")
                 if line.strip():
                     recording = self._take(path, recording, line, number)
-        if recording is None:  # nothing was written into it, or no whole line
+        if recording is None:  # empty, or no complete line
             self.recordings.append(Recording(path=path, truncated=size > 0))
 
     def _take(self, path: str, recording: Recording | None, line: bytes, number: int) -> Recording | None:
@@ -310,7 +309,7 @@ class Reader:
             forward.bad = _row(forward.id, frame, bad)
 
     def _share_texts(self, frame: Frame) -> None:
-        """Keep names and shapes once: they are the same in each batch."""
+        """Share equal names and shapes between batches."""
         frame.module, frame.class_ = sys.intern(frame.module), sys.intern(frame.class_)
         for line in frame.lines:
             line.label, line.dtype = sys.intern(line.label), sys.intern(line.dtype)
@@ -327,7 +326,7 @@ def _begun(path: str, head: Head) -> Recording:
 
 
 def _check_beginning(path: str, line: bytes, record: object) -> None:
-    """Accept a header that was cut off. Raises NotFrames for any other line before the header."""
+    """Accept a truncated header. Raises NotFrames for any other line before the header."""
     if record is not None:
         raise NotFrames(path, "its first line is not a header: was the start of the file cut off?")
     if line.endswith(b"\n") or not line.startswith(_HEAD[: len(line)]):
@@ -335,8 +334,8 @@ def _check_beginning(path: str, line: bytes, record: object) -> None:
 
 
 def call_of(of: ForwardId, frame: Frame, outputs: list[Line]) -> Call:
-    """Return the part of a frame that is kept."""
-    # Masks are made of the dtype's own least number; token ids are no floats.
+    """Reduce a frame to its outputs and largest floating-point input."""
+    # Masks are filled with the dtype's minimum; token ids are not floats.
     given = [
         _row(of, frame, line, INPUT)
         for line in frame.lines

@@ -92,7 +92,7 @@ def _side_by_side(found: Divergence) -> Iterator[RenderableType]:
 
 
 def _gap(before: Row | None, row: Row) -> Iterator[Whole]:
-    """Mark calls between two rows that are not shown, or were not kept."""
+    """Mark calls between two rows not shown or not kept."""
     left_out = row.number - (before.number + 1 if before is not None else 0)
     if left_out > 0:
         yield Whole(f"{'...':>8}  {count(left_out, 'call')} not shown")
