@@ -1,4 +1,4 @@
-"""Which code is traced: the user's own by default, packages and the standard library if they are asked for."""
+"""Selects the code to trace: the user's own by default, packages and the standard library on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("site-packages", "dist-packages")
 _GENERATED = "__create_fn__"
-"""Code without a file that dataclasses make, in the module of the class."""
+"""Name of functions that dataclasses generate, without a file, in the module of the class."""
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
@@ -30,9 +30,9 @@ class CodeFilter:
         self._modules = tuple(name for name in include if name.partition(".")[0] in sys.stdlib_module_names)
 
     def kind_of(self, file: str, function: str = "", module: str = "") -> str | None:
-        """Classify code of this file: "user", "library" or "stdlib"; None if it is not to be traced.
+        """Classify code by its file: "user", "library" or "stdlib"; None if not traced.
 
-        Code without a file is what the module is that executes it.
+        Code without a file is classified as the module that executes it.
         """
         if file.startswith(("<frozen ", _OURS)):
             return None
@@ -47,7 +47,7 @@ class CodeFilter:
         return None if any(self._is_below(own, name) for name in self._exclude) else "user"
 
     def _takes_stdlib(self, file: str) -> bool:
-        """Return whether the standard library, or this module of it, was asked for by its name."""
+        """Return whether this module, or the whole standard library, was included by name."""
         if "stdlib" not in self._include and not self._modules:
             return False
         home = next(place for place in self._stdlib if file.startswith(place))
@@ -62,7 +62,7 @@ class CodeFilter:
         return "user" if not home or module == "__main__" else self.kind_of(home)
 
     def _below_site(self, file: str) -> str | None:
-        """Return the path of a package's file below the directory that all packages lie in; None for other files."""
+        """Return the path of a package's file relative to its site directory; None for other files."""
         for place in self._sites:
             if file.startswith(place):
                 return file[len(place) :]
@@ -80,7 +80,7 @@ class CodeFilter:
         return False
 
     def _is_below(self, file: str, wanted: str) -> bool:
-        """Return whether a file of the user's own is what they named: a directory, a file, or a package."""
+        """Return whether a user's file matches `wanted`: a directory, a file, or a package."""
         if os.sep in wanted:
             named = os.path.abspath(wanted)
             return file == named or file.startswith(named + os.sep)

@@ -1,6 +1,6 @@
-"""Tracing by sys.monitoring, for Python 3.12 and later: all threads, whoever made them; other code costs nothing.
+"""Tracing by sys.monitoring, for Python 3.12 and later: all threads; untraced code costs nothing.
 
-Python asks once for each piece of code; only that which is traced tells of its lines from then on. Relies on the GIL.
+Python reports the first start of each code object; line events are enabled only for traced code. Relies on the GIL.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from distdiag.training.line_trace.recorder import Recorder
 
 _TOOLS = (4, 3)
-"""Numbers that no debugger, coverage or profiler has by convention."""
+"""Tool ids not reserved by convention for debuggers, coverage or profilers."""
 
 
 class NoTool(Exception):
-    """Others have taken both numbers."""
+    """Other tools use both ids."""
 
 
 class MonitoringTracer:
@@ -33,14 +33,15 @@ class MonitoringTracer:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._local = threading.local()
-        """Of each thread `following`, an iterator of the places in its ring, what begins that, and what ends it."""
+        """Per thread: `following`, an iterator of the places in its ring, `begin`, which restarts it, and `lease`,
+        which ends it."""
         self._tool = -1
 
     def start(self, _: FrameType | None) -> None:
-        """Begin; all functions that any thread is in already are traced too, so that no frame is needed.
+        """Start tracing, also of functions already running in any thread: the frame is not needed.
 
         Raises:
-            NoTool: there is no number for us.
+            NoTool: no tool id is free.
         """
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         self._tool = self._take_tool(monitoring)
@@ -59,7 +60,7 @@ class MonitoringTracer:
                 frame = frame.f_back
 
     def stop(self) -> None:
-        """End in all threads."""
+        """Stop in all threads."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         monitoring.set_events(self._tool, 0)
         for code in self._recorder.codes():
@@ -67,7 +68,7 @@ class MonitoringTracer:
         monitoring.free_tool_id(self._tool)
 
     def after_fork(self) -> None:
-        """In a child: the one thread that is left gets a ring of a file of its own at its next line."""
+        """In a forked child: the remaining thread gets a ring in a new file at its next line."""
         vars(self._local).clear()
 
     def _take_tool(self, monitoring: Any) -> int:
@@ -89,7 +90,7 @@ class MonitoringTracer:
         if is_traced:
             monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             events = monitoring.events
-            with contextlib.suppress(ValueError):  # the number was given back meanwhile
+            with contextlib.suppress(ValueError):  # the tool id was freed meanwhile
                 monitoring.set_local_events(self._tool, frame.f_code, events.LINE | events.PY_RETURN | events.PY_YIELD)
 
     def _line_callback(self) -> Callable[[CodeType, int], None]:
@@ -128,7 +129,7 @@ class MonitoringTracer:
                     self._first()[0] = place
 
     def _first(self) -> Any:
-        """Return a ring for the calling thread at its first line; the same again if an exception went through it."""
+        """Return the first place of the thread's ring, at its first line or after an exception ended the iterator."""
         local = self._local
         begin = getattr(local, "begin", None)
         if begin is None:

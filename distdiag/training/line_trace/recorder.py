@@ -31,28 +31,28 @@ _ERROR = 300
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(line_trace_file.__file__ or "")) + os.sep
 _NAMES_BYTES = 8 * 2**20
-"""At most so much is written for names; code beyond is not traced."""
+"""Limit on the names file; code beyond it is not traced."""
 _COMMAND = 300
 _SLOW_S = 0.005
 _SLOW_LINES = 64
-"""A line, or 16 of them, that took so long: so many lines from there on have a time of their own."""
+"""Number of lines with a timestamp each after a slow line, or a slow block of 16 lines."""
 _MADE_AT_ONCE = 32
 _MOST_ANCESTORS = 4
 _DEEP = 64
-"""Frames to look through for the one that a call returns to: between it and a callback lie those of a library."""
+"""Limit on frames searched for the caller: a callback may be called through frames of a library."""
 
 
 def _nowhere() -> Iterator[list[float]]:
-    """Take the place of a ring where there is none: what is written goes to nobody."""
+    """Replace a missing ring: writes are discarded."""
     return itertools.repeat([0.0])
 
 
 class Recorder:
-    """The code that is traced, by identity: hashing a code object takes longer than all else."""
+    """Traced code by id: hashing a code object costs more than the rest of a lookup."""
 
     def __init__(self, settings: Settings) -> None:
         self.bases: dict[int, float] = {}
-        """id of a code object -> what places in it begin with."""
+        """id of a code object -> the base of its places, to which a line number is added."""
         self._settings = settings
         self._filter = CodeFilter(settings.include, settings.exclude)
         self._kept: list[CodeType] = []
@@ -63,11 +63,11 @@ class Recorder:
         self._lock = threading.RLock()
 
     def base_of(self, frame: FrameType) -> float | None:
-        """Return what places in this frame's code begin with, None if it is not traced. Asked once per code."""
+        """Return the base of places in this frame's code, None if not traced. Called once per code object."""
         try:
             return self._base_of(frame)
         except RecursionError:
-            raise  # the job's own: whoever calls us makes do without this call
+            raise  # the job's own: callers skip this call
         except Exception as error:
             if not _is_ours(error):
                 raise
@@ -91,16 +91,16 @@ class Recorder:
             if not trace_file.write_names(line):
                 return None
             self._names.append(line)
-            self._kept.append(code)  # or its id would be given to another
+            self._kept.append(code)  # or its id could be reused
             base = self.bases[id(code)] = float(number << line_trace_file.LINE_BITS)
         return base
 
     def codes(self) -> list[CodeType]:
-        """List the code that is traced."""
+        """Return the traced code objects."""
         return list(self._kept)
 
     def place_of_caller(self, frame: FrameType) -> float | None:
-        """Return the place to which this frame returns: the nearest traced frame outside of it, at its current line."""
+        """Return the place this frame returns to: the nearest traced caller at its current line."""
         bases, back = self.bases, frame.f_back
         for _ in range(_DEEP):
             if back is None:
@@ -112,7 +112,7 @@ class Recorder:
         return None
 
     def lease(self) -> tuple[Callable[[], Iterator[Any]], Callable[[], None]]:
-        """Return a ring for the calling thread, see `TraceFile.lease`; nowhere if there is none."""
+        """Return a ring for the calling thread, see `TraceFile.lease`; without one, writes are discarded."""
         try:
             trace_file = self._file()
             leased = trace_file.lease() if trace_file is not None else None
@@ -130,19 +130,19 @@ class Recorder:
         self._trace_file = None
 
     def forget_file(self) -> None:
-        """In a child: the file is the parent's. A file of its own, with all names, is made at its first line."""
+        """In a forked child: drop the parent's file; the child's first line creates a new one with all names."""
         self._lock = threading.RLock()
         self._trace_file = None
         self._broken = False
 
     def close(self) -> None:
-        """Note the process's own end, and the exception that ended it if there was one."""
+        """Record a normal exit, and the uncaught exception if any."""
         if self._trace_file is not None:
-            error = getattr(sys, "last_value", None)  # Python sets it when nobody caught an exception
+            error = getattr(sys, "last_value", None)  # Python sets it for an uncaught exception
             self._trace_file.close({} if error is None else self._about_error(error))
 
     def _about_error(self, error: BaseException) -> dict[str, Any]:
-        """Return what was raised, and the innermost line of the user's own that it came through."""
+        """Return the exception, and the innermost line of the user's own code in its traceback."""
         found: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:_ERROR]}
         trace = error.__traceback__
         while trace is not None:
@@ -155,12 +155,12 @@ class Recorder:
 
     @property
     def path(self) -> str | None:
-        """The file, once there is one."""
+        """The trace file, None before it exists."""
         return None if self._trace_file is None else self._trace_file.path
 
     def _file(self) -> TraceFile | None:
         with self._lock:
-            # What runs while the file is being made is our own, in this thread: the others wait for the lock.
+            # While the file is being created only our own code runs in this thread; others wait for the lock.
             if self._trace_file is None and not self._broken and not self._making:
                 self._making = True
                 try:
@@ -178,9 +178,9 @@ class Recorder:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Return whether our own code failed: that would come out of a line of the job's, which must not see it.
+    """Return whether our own code failed: such an error must not surface in a line of the job.
 
-    Else it is the job's: a signal handler that ran in the midst of ours raised it.
+    Otherwise a signal handler of the job raised it while our code ran.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -193,7 +193,7 @@ def _is_ours(error: Exception) -> bool:
 
 
 class RingLease:
-    """Ends a thread's ring when the thread has ended: kept in a threading.local, it goes with the thread."""
+    """Marks a thread's ring as ended at thread exit, when its threading.local is destroyed."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
@@ -203,21 +203,21 @@ class RingLease:
 
 
 def complain(what: str) -> None:
-    """Write on stderr why the job runs without being traced, or with less of it."""
+    """Print to stderr why the job is not traced, or only in part."""
     try:
         sys.stderr.write(f"distdiag trace: {what}\n")
-    except (OSError, ValueError, AttributeError):  # no stderr: the job goes on all the same
+    except (OSError, ValueError, AttributeError):  # no stderr: the job continues
         return
 
 
 class TraceFile:
-    """The file of one process. All of its bytes are there from the beginning: a full disk shows here, never later."""
+    """The file of one process, allocated in full at creation: a full disk is reported then, never later."""
 
     def __init__(self, settings: Settings, names: list[bytes]) -> None:
-        """Make the files, with the names of code that are known already.
+        """Create the files, with the names of code already known.
 
         Raises:
-            OSError: they cannot be made, or the disk is full.
+            OSError: they cannot be created, or the disk is full.
         """
         self.pid = os.getpid()
         self.rank_known = True
@@ -240,7 +240,7 @@ class TraceFile:
         settings = self._settings
         proc = procs.read(self.pid)
         started = proc.started if proc is not None else int(time.time())
-        # A name of its own each time: to cut off a file that somebody still writes to would end the process by SIGBUS.
+        # Always a new name: truncating a file still mapped by another process would kill it by SIGBUS.
         stem = f"{machine.host_name()}-{self.pid}-{time.time_ns()}"
         self.path = os.path.join(settings.folder, stem + line_trace_file.SUFFIX)
         size = line_trace_file.size_of(settings.threads, settings.lines)
@@ -260,7 +260,7 @@ class TraceFile:
         self._about = _about(settings, started)
 
     def describe(self) -> None:
-        """Write what this process is; once more when its rank has become known."""
+        """Write the description of this process; again once its rank is known."""
         self._about.update(_place(), notes=self._notes)
         text = json.dumps(self._about).encode()[: line_trace_file.TEXT_BYTES]
         self._map[12 : 12 + len(text)] = text
@@ -268,7 +268,7 @@ class TraceFile:
         self.rank_known = self._about["rank"] is not None
 
     def write_names(self, lines: bytes) -> bool:
-        """Write what pieces of code are called, before a place in one is; return False if there is no room."""
+        """Write names of code objects, before any place in them; return False at the limit."""
         if len(lines) > self._names_left:
             return False
         try:
@@ -281,9 +281,9 @@ class TraceFile:
         return True
 
     def lease(self) -> tuple[Callable[[], Iterator[Any]], Callable[[], None]] | None:
-        """Return a ring for the calling thread: (what begins it, to take its places in turn; what to call at its end).
+        """Return a ring for the calling thread: (starts its iterator of places, marks its end).
 
-        None if as many threads as there is room for live already; the file says how many had none.
+        None if all rings belong to live threads; the file counts the threads without a ring.
         """
         with self._lock:
             number = self._free_slot()
@@ -301,7 +301,7 @@ class TraceFile:
         return lambda: itertools.chain.from_iterable(_turns(blocks)), lambda: self._end_thread(number)
 
     def close(self, notes: dict[str, Any]) -> None:
-        """Note that the process came to its own end, and what else is to be known of that."""
+        """Record the normal exit of the process, with notes about it."""
         if os.getpid() == self.pid:
             if notes:
                 self._notes = notes
@@ -309,7 +309,7 @@ class TraceFile:
             struct.pack_into("<d", self._map, line_trace_file.TAIL + 8, time.monotonic())
 
     def _free_slot(self) -> int | None:
-        """Find a part that was never used, else that of the thread which ended first."""
+        """Return an unused slot, else that of the thread that ended first."""
         ended = []
         for number in range(self._settings.threads):
             _, state, _, end, _ = line_trace_file.THREAD.unpack_from(
@@ -336,10 +336,10 @@ class TraceFile:
 
 
 def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
-    """Begin one block after the other, for ever; yield its places: one only, as long as lines take long.
+    """Start block after block endlessly; yield the places of each, only the first while lines are slow.
 
-    A chain of these gives a place at a time without running any Python between. Begins behind the newest block: where
-    a signal handler's exception came through here, this is done again.
+    Chained, these yield places without running Python code in between. The newest block is found first, because an
+    exception of a signal handler may have ended an earlier iterator on the same ring.
     """
     size, now = 1 + line_trace_file.PLACES, time.monotonic
     nothing, whole = memoryview(bytes(8 * size)).cast("d"), slice(None)
@@ -351,9 +351,9 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
     order = [*range(first, len(times)), *range(first)]
 
     made: list[tuple[memoryview[float], tuple[memoryview[float], ...]]] = []
-    # No generator for them: where there is room for no more calls, its end would be told on the job's stderr.
+    # Not a nested generator: at the recursion limit its cleanup would print to the job's stderr.
     for at in itertools.cycle(range(0, len(order), _MADE_AT_ONCE)):
-        if at == len(made):  # not before: most threads end before they are through their ring
+        if at == len(made):  # lazily: most threads end before filling their ring
             few = [ring[k * size : (k + 1) * size] for k in order[at : at + _MADE_AT_ONCE]]
             made.extend([(block, tuple(map(block.__getitem__, slices))) for block in few])
         for block, all_places in made[at : at + _MADE_AT_ONCE]:
@@ -365,7 +365,7 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
 
 
 def _take_space(fd: int, size: int) -> None:
-    """Have the disk give the space now: a hole in the file would end the job by SIGBUS on the day the disk is full."""
+    """Allocate the blocks now: writing to a hole of a mapped file on a full disk would kill the job by SIGBUS."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
     else:
@@ -391,7 +391,7 @@ def _about(settings: Settings, started: int) -> dict[str, Any]:
 
 
 def _ancestors() -> list[int]:
-    """List the processes above the parent: between a rank and its worker may be a server that forks, or a shell."""
+    """Return pids above the parent: a fork server or shell may lie between a rank and its worker."""
     found: list[int] = []
     above = procs.read(os.getppid())
     while above is not None and above.parent > 1 and len(found) < _MOST_ANCESTORS:
@@ -401,7 +401,7 @@ def _ancestors() -> list[int]:
 
 
 def _place() -> dict[str, Any]:
-    """Return the rank that this process is, as far as its environment says by now."""
+    """Return the rank of this process from its current environment."""
     place = rank_identity.identify(os.environ)
     names = {name: os.environ[name][:80] for name in _JOB if name in os.environ}
     numbers = {name: getattr(place, name, None) for name in ("rank", "local_rank", "world_size")}

@@ -26,10 +26,10 @@ THREADS = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """`folder` for the files, `lines` to keep of each of at most `threads` threads at a time.
+    """Where and how much to record: `lines` for each of at most `threads` concurrent threads, in `folder`.
 
-    `include`: packages beside the user's own code ("torch", "torch.nn", "json"; "all" packages; "stdlib": all of that),
-    `exclude`: packages or directories of it that are not wanted.
+    `include`: packages besides the user's own code ("torch", "torch.nn", "json"; "all": all packages; "stdlib");
+    `exclude`: packages or directories to skip.
     """
 
     folder: str
@@ -39,7 +39,7 @@ class Settings:
     exclude: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        """Format for the variable, by which it is passed to the processes of a job."""
+        """Format for the environment variable of the job's processes."""
         return json.dumps(asdict(self))
 
 
@@ -59,7 +59,7 @@ _running: Session | None = None
 
 
 class Session:
-    """One tracer at work; a process has one at most."""
+    """A running tracer, at most one per process."""
 
     def __init__(self, settings: Settings) -> None:
         self.recorder = Recorder(settings)
@@ -67,13 +67,13 @@ class Session:
         self._tracer = _tracer(self.recorder)
 
     def start(self, frame: FrameType | None) -> None:
-        """Trace from now on; `frame`: a function that is running already, and those outside of it, too."""
+        """Start tracing, also in the running function `frame` and its callers."""
         self._tracer.start(frame)
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self._at_exit)
 
     def stop(self) -> None:
-        """Trace no more; the file stays."""
+        """Stop tracing; the file is kept."""
         global _running
         self._tracer.stop()
         self._at_exit()
@@ -102,7 +102,7 @@ def _tracer(recorder: Recorder) -> SettraceTracer | MonitoringTracer:
 
 
 def _obstacle() -> str:
-    """Return what stands in the way of tracing here; empty if nothing does."""
+    """Return why tracing is impossible here, or ""."""
     if sys.implementation.name != "cpython":
         return f"{sys.implementation.name} is not supported; CPython is"
     if sys.version_info >= (3, 13) and not sys._is_gil_enabled():
@@ -113,14 +113,14 @@ def _obstacle() -> str:
 
 
 def begin(settings: Settings, frame: FrameType | None) -> Session | None:
-    """Start a tracer, or say on stderr why there is none."""
+    """Start a tracer, or print to stderr why not."""
     global _running
     why = "already traced" if _running is not None else _obstacle()
     if not why:
         session = Session(settings)
         try:
             session.start(frame)
-        except Exception as error:  # noqa: BLE001 - the job is what matters
+        except Exception as error:  # noqa: BLE001 - never fail the job
             why = f"{type(error).__name__} {error}".strip()
         else:
             _running = session
@@ -130,7 +130,7 @@ def begin(settings: Settings, frame: FrameType | None) -> Session | None:
 
 
 def begin_from_environment() -> None:
-    """Start as `distdiag trace py` asked for."""
+    """Start with the settings of `distdiag trace py`."""
     text = os.environ.get(VARIABLE)
     if text:
         try:

@@ -1,7 +1,7 @@
 """Tracing by sys.settrace, for Python up to 3.11.
 
-One closure for each piece of code and thread: what a place begins with and where the thread's next record is are bound
-into it, so that a line costs no look-up. Threads that C code made are not seen.
+One closure for each code object and thread binds the base of its places and the thread's next record, so that a line
+needs no lookup. Threads created by C code are not traced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_CODE = 100_000
 
 
 class SettraceTracer:
-    """Traces all threads that Python code starts from now on, and the calling one."""
+    """Traces the calling thread and all threads later started by Python code."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -36,10 +36,10 @@ class SettraceTracer:
         self._stopped = False
         self._events: dict[str, str] = {}
         self._forget: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
-        """Of each thread that lives what makes it ask again for each code whether it is traced."""
+        """Per live thread a function that drops its cached decisions on traced code."""
 
     def start(self, frame: FrameType | None) -> None:
-        """Begin; `frame`: also in this function that the calling thread is in already, and in those outside of it."""
+        """Start tracing, also in the running function `frame` and its callers."""
         self._events = _names_of_events()
         threading.settrace(self._first_event)
         self._start_new_thread = _thread.start_new_thread
@@ -47,7 +47,7 @@ class SettraceTracer:
         self._trace_from(self._tracer(), frame)
 
     def stop(self) -> None:
-        """End in the calling thread and for new ones; others end when they next call a function."""
+        """Stop in the calling thread and for new threads; others stop at their next function call."""
         self._stopped = True
         for forget in list(self._forget):
             forget()
@@ -63,7 +63,7 @@ class SettraceTracer:
             frame = frame.f_back
 
     def after_fork(self) -> None:
-        """In a child: let the closures of the one thread that is left write into a file of its own."""
+        """In a forked child: let the closures of the remaining thread write to a new file."""
         renew = getattr(self._local, "renew", None)
         if renew is not None:
             renew()
@@ -76,13 +76,13 @@ class SettraceTracer:
             frame = frame.f_back
 
     def _trace(self, enter: Callable[[FrameType, str, object], Any]) -> None:
-        """Trace the calling thread, and see to it that Python's ending that is not the end."""
+        """Trace the calling thread, and resume if Python removes the trace function."""
         only = types.FunctionType(enter.__code__, enter.__globals__, enter.__name__, None, enter.__closure__)
         self._local.lost = _LostTrace(only, self._take_up)
         sys.settrace(only)
 
     def _take_up(self) -> bool:
-        """Trace the calling thread again, if it is not traced; return whether that is settled."""
+        """Resume tracing of the calling thread if it stopped; return whether no more is to be done."""
         enter = getattr(self._local, "enter", None)
         if enter is None or sys.gettrace() is not None:
             return False
@@ -101,11 +101,10 @@ class SettraceTracer:
             function(*args, **kwargs)
 
         assert self._start_new_thread is not None
-        # threading starts its own threads by a name that it took before: these here are not known to it.
+        # threading holds its own reference to the original: only threads started without it pass here.
         return self._start_new_thread(run, args, *more)
 
     def _tracer(self) -> Callable[[FrameType, str, object], Any]:  # noqa: C901 - closures are what makes a line cheap
-        """Make the trace function of the calling thread."""
         recorder, bases = self._recorder, self._recorder.bases
         of_code: dict[int, Any] = {}
         kept: list[CodeType] = []
@@ -115,13 +114,13 @@ class SettraceTracer:
         a_line, a_return = self._events["line"], self._events["return"]
 
         def keep(place: float) -> None:
-            """Write a place, also if it is the first, or a signal handler's exception came through the ring."""
+            """Write a place, also if it is the first or an exception of a signal handler ended the iterator."""
             nonlocal following, begin
             try:
                 next(following)[0] = place
             except StopIteration:
                 if begin is None:
-                    # A child makes its file only if it has lines to tell: most execute another program at once.
+                    # A child creates its file at its first line: most call exec at once.
                     begin, end = recorder.lease()
                     self._local.lease = RingLease(end)
                 following = begin()
@@ -139,7 +138,7 @@ class SettraceTracer:
                 if place is not None:
                     keep(place)
                 return
-            # The code lies in the object itself and is kept, so this number is nobody else's.
+            # co_code is part of the code object, which is kept alive: the sum is unique.
             place = returns[id(back.f_code) + back.f_lasti] = -(base + (back.f_lineno or 0))
             keep(place)
 
@@ -152,12 +151,12 @@ class SettraceTracer:
                         keep(base + frame.f_lineno)
                 elif event is a_return:
                     try:
-                        # To ask the caller for its line would take Python a walk through all lines of its code.
+                        # The caller's f_lineno would cost a scan of its line table.
                         back = frame.f_back
                         next(following)[0] = returns[id(back.f_code) + back.f_lasti]
                     except (KeyError, AttributeError, StopIteration):
                         keep_caller(frame)
-                # None: goes on with this function.
+                # Returning None keeps this trace function.
 
             return local
 
@@ -193,11 +192,12 @@ class SettraceTracer:
 
 
 class _LostTrace(weakref.ref):  # type: ignore[type-arg]
-    """Stands for a thread's trace function, which only Python has; lets tracing be taken up once Python drops it.
+    """Weak reference to a thread's trace function, which only Python owns; resumes tracing once Python drops it.
 
-    It does where an exception comes out of a trace function: a signal handler's, or RecursionError. From then on the
-    garbage collector calls this, every few hundred objects, until tracing is taken up. Not before: what a signal
-    handler raises while a callback of the collector runs is lost. So what notices the end is a function in C.
+    Python drops it when an exception leaves a trace function: a signal handler's, or RecursionError. From then on the
+    garbage collector calls this object, every few hundred allocations, until tracing has resumed. Not before: an
+    exception raised by a signal handler in a gc callback is lost. So the weakref callback is a C function
+    (gc.callbacks.append).
     """
 
     __slots__ = ("_take_up", "_thread")
@@ -210,16 +210,16 @@ class _LostTrace(weakref.ref):  # type: ignore[type-arg]
         self._take_up, self._thread = take_up, _thread.get_ident()
 
     def __call__(self, phase: str, info: object) -> None:  # type: ignore[override]
-        # Others may have come after: to take this out of the midst would let the collector miss the next.
+        # Only if last: removal from the middle would make the collector skip the next callback.
         is_ours = phase == "stop" and self._thread == _thread.get_ident()
         if is_ours and self._take_up() and gc.callbacks[-1] is self:
             gc.callbacks.pop()
 
 
 def _names_of_events() -> dict[str, str]:
-    """Give the very objects that Python names events by: `is` saves a tenth of all that is done for a line.
+    """Return Python's own event name objects: comparing by `is` saves a tenth of the cost of a line.
 
-    It has one of each, and not all of them are interned.
+    Python uses one object per event, and not all of them are interned.
     """
     found: dict[str, str] = {}
 
