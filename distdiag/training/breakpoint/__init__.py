@@ -1,1 +1,1 @@
-"""pdb for one rank of many: `debugger` has what a script calls; `console` also reaches a rank without a terminal."""
+"""pdb for one rank of many: `debugger` has the API; `console` also reaches a rank without a terminal."""

@@ -24,17 +24,17 @@ _LONGEST_FOLDER = 100 - len("/4194304.socket")  # the kernel takes 107 bytes of 
 
 
 class NoTerminal(RuntimeError):
-    """There is no terminal to type at; the message says why."""
+    """No terminal is usable; the message names the reason."""
 
 
 def open_console(place: str, *, listen: bool | None, timeout_s: float) -> tuple[TextIO, TextIO]:
     """Open the terminal, or listen for `timeout_s` seconds until a client connects; return a reader and a writer.
 
-    `place`: where this rank is; `listen`: as for `distdiag.breakpoint`.
+    `place`: the line of this rank; `listen`: as for `distdiag.breakpoint`.
 
     Raises:
-        NoTerminal: there is no terminal; no connection was made in time.
-        OSError: no folder of this user's own can be made.
+        NoTerminal: no terminal is usable, or no client connected in time.
+        OSError: no private directory can be created.
     """
     if not listen:
         try:
@@ -45,7 +45,7 @@ def open_console(place: str, *, listen: bool | None, timeout_s: float) -> tuple[
     folder = private_files.temporary_folder("breakpoint", longest=_LONGEST_FOLDER)
     path = os.path.join(folder, f"{os.getpid()}.socket")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of a process that was killed, and had this number
+        os.unlink(path)  # left by a killed process with this pid
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)
@@ -68,7 +68,6 @@ def _open(file: int) -> tuple[TextIO, TextIO]:
 
 
 def _terminal() -> int:
-    """Open the terminal. Raises NoTerminal."""
     paths = ["/dev/tty"]
     with contextlib.suppress(OSError):
         paths.insert(0, os.ttyname(0))
@@ -90,7 +89,7 @@ def _announce(place: str, path: str) -> None:
 
 
 def main(path: str) -> str | None:
-    """Connect to a rank's debugger until it ends, Ctrl-D quits it; returns why that failed."""
+    """Connect to a rank's debugger until it ends (Ctrl-D quits it); return the error, if any."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(path)

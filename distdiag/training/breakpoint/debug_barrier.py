@@ -1,14 +1,14 @@
 """Lets the ranks of a group wait while one of them is in the debugger.
 
-The rank in the debugger is the holder, the others are waiters. They share two keys of the job's store:
+The rank in the debugger is the holder, the others are waiters. Two keys of the job's store are shared:
 
     KEY         the holder's Status as JSON: written at each change of its state, and every second with a new `beat`
-    KEY/left    how many waiters have read a final state, or stopped reading
+    KEY/left    number of waiters that have read a final state, or stopped reading
 
 State of the holder: stopped, then released any number of times, at last done or quit. A waiter polls KEY. It continues
-when the state is released or done, and raises DebuggerQuit when it is quit; when no beat or no answer of the store is
-seen for a minute; and when its time is up. The holder may be the process that serves the store, so at its end it waits,
-at most 5 s, until all waiters have left.
+when the state is released or done, and raises DebuggerQuit when it is quit; without a beat or an answer of the store
+for a minute; and at its timeout. The holder may be the process that serves the store, so at its exit it waits, at most
+5 s, until all waiters have left.
 
 No collective is issued: it could not be matched with the job's own, and would not notice the end of a rank.
 """
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     from typing import Any
 
 BEAT_S = 1.0
-SILENCE_S = 60.0  # without a beat, or an answer of the store, the holder is taken for dead
+SILENCE_S = 60.0  # without a beat or an answer of the store until the holder counts as dead
 _LEAVE_S, _END_S = 5.0, 2.0
-"""How long waiters that read, and a thread that is in torch, keep a process that ends."""
+"""Limits on delaying process exit: by waiters still reading, by a thread inside torch."""
 _POLL_S = 0.02
 
 STOPPED, RELEASED, DONE, QUIT = "stopped", "released", "done", "quit"
-"""In the debugger; in it, but the others may go on; out of it, and all go on; out of it, and all are to stop."""
+"""In the debugger; in it, with the others released; left it, all continue; left it, all stop."""
 
 
 class DebuggerQuit(RuntimeError):
-    """What the waiters raise: the rank in the debugger quit, died, or was waited for too long."""
+    """Raised in the waiters: the rank in the debugger quit, died, or exceeded the timeout."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What the holder publishes. `beat` counts seconds; `why`: what it quit for, unless a person quit it."""
+    """Status published by the holder. `beat` counts seconds; `why`: reason of QUIT, unless the user quit."""
 
     state: str
     rank: int
@@ -73,15 +73,15 @@ class Holder:
         atexit.register(self._end)
 
     def set_state(self, state: str, why: str = "") -> None:
-        """Publish a new state; a final one is the last, and is kept for _END_S so that the others read it."""
-        if os.getpid() == self._status.pid:  # else a child that was forked in the debugger
+        """Publish a new state; a final state is kept for _END_S so that waiters read it."""
+        if os.getpid() == self._status.pid:  # else a child forked in the debugger
             self._changes.put((state, why))
             self._thread.join(_END_S if state in (DONE, QUIT) else 0)
 
     def _publish(self, job_store: Any) -> None:  # noqa: ANN401 - torch's Store
-        # The job may drop its store, which this process may serve: this reference keeps it.
+        # Keeps the store alive if the job drops it: this process may serve it.
         status = self._status
-        with contextlib.suppress(RuntimeError):  # the store is gone, which the waiters notice by themselves
+        with contextlib.suppress(RuntimeError):  # store lost: the waiters notice too
             store = _own_connection(job_store)
             while True:
                 store.set(self._key, json.dumps(asdict(status)))
@@ -96,17 +96,17 @@ class Holder:
                 time.sleep(5 * _POLL_S)
 
     def _end(self) -> None:
-        """Leave the debugger with the end of the program; no thread may be in torch by then."""
+        """Leave the debugger at exit; no thread may be inside torch afterwards."""
         self._leave_by = time.monotonic() + _LEAVE_S
         self.set_state(DONE)
         self._thread.join(_LEAVE_S + BEAT_S)
 
 
 class Waiter:
-    """Reads the status of the holder, in a thread: torch waits without end for a server that is stopped."""
+    """Reads the holder's status in a thread: torch waits forever for a stopped store server."""
 
     def __init__(self, store: Any, key: str, rank: int, *, pause_s: float, restore: Callable[[], None]) -> None:  # noqa: ANN401 - torch's Store
-        """`rank`: that of the holder; `pause_s`: between two reads; `restore` is called once when reading has ended."""
+        """`rank`: the holder's; `pause_s`: between reads; `restore`: called once after the last read."""
         self._key, self._rank, self._pause_s, self._restore = key, rank, pause_s, restore
         self._status: Status | None = None
         self._error: RuntimeError | None = None
@@ -117,10 +117,10 @@ class Waiter:
         atexit.register(self.close)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for at most `timeout_s` seconds until this rank may go on; released, it reads on until the end.
+        """Wait up to `timeout_s` seconds for RELEASED or DONE; after RELEASED the thread keeps reading.
 
         Raises:
-            DebuggerQuit: the holder quit, is dead, was not out of the debugger in time, or the store is gone.
+            DebuggerQuit: the holder quit, died, or did not release in time, or the store is lost.
         """
         deadline, state = time.monotonic() + timeout_s, STOPPED
         try:
@@ -133,14 +133,14 @@ class Waiter:
                 self.close()
 
     def close(self) -> None:
-        """Read no more and restore the timeouts; no thread is in torch afterwards, unless the store does not answer."""
+        """Stop reading and restore the timeouts; no thread is in torch afterwards, unless the store does not answer."""
         self._is_over.set()
         self._thread.join(_END_S if self._error is None else 0)
         self._restore()
         atexit.unregister(self.close)
 
     def _state(self) -> str:
-        """Return the holder's newest state, STOPPED before there is one. Raises DebuggerQuit as `wait` does."""
+        """Return the holder's latest state, initially STOPPED. Raises DebuggerQuit as `wait` does."""
         status, silent_s = self._status, time.monotonic() - self._alive_at
         if self._error is not None:
             where = "the job's store is gone, and so is the rank or launcher that hosts it"
@@ -168,21 +168,21 @@ class Waiter:
                     self._alive_at, self._status = time.monotonic(), status
                     state = STOPPED if status is None else status.state
                 if state == RELEASED:
-                    self._state()  # nothing else looks after the holder then
+                    self._state()  # the only check of the holder in this state
                 if state not in (DONE, QUIT):
                     self._is_over.wait(self._pause_s)
             store.add(self._key + "/left", 1)
         except DebuggerQuit:
-            pass  # this rank is on its way again: with its own timeouts it ends as it would without a debugger
+            pass  # this rank has continued: its own timeouts apply again
         except RuntimeError as error:
             self._error = error
         self._restore()
 
 
 def _own_connection(store: Any) -> Any:  # noqa: ANN401 - torch's Store
-    """Return the same TCPStore by a new connection: each serves one call at a time, and the job may wait in its own.
+    """Return a new connection to a TCPStore: a connection serves one call at a time, and the job may block in its own.
 
-    Where torch cannot (before 2.6), and for stores that serve several threads at a time, it is the store itself.
+    Before torch 2.6, and for stores that serve several threads at a time, it is the store itself.
     """
     innermost = store
     while hasattr(innermost, "underlying_store"):
@@ -196,7 +196,7 @@ def _own_connection(store: Any) -> Any:  # noqa: ANN401 - torch's Store
 
 
 def raise_timeouts(timeout_s: float) -> Callable[[], None]:
-    """Raise the timeouts of all process groups and of the store to `timeout_s`; returns what puts them back, once."""
+    """Raise the timeouts of all process groups and of the store; return a function that restores them once."""
     wanted = timedelta(seconds=timeout_s)
     before = [(set_timeout, timeout) for timeout, set_timeout in _timeouts() if timeout < wanted]
     for set_timeout, _ in before:
@@ -211,7 +211,7 @@ def raise_timeouts(timeout_s: float) -> Callable[[], None]:
 
 
 def _timeouts() -> Iterator[tuple[timedelta, Callable[[timedelta], None]]]:
-    """List what has a timeout that can be read and set: NCCL's and gloo's backends, and the store of the job."""
+    """Yield readable and settable timeouts: NCCL's and gloo's backends, and the store of the job."""
     dist = torch_distributed()
     if dist is None:
         return

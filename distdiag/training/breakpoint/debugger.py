@@ -1,4 +1,4 @@
-"""breakpoint() for one rank of many: the others wait, nothing times out, and no rank waits for a rank that has left."""
+"""breakpoint() for one rank of many: the others wait without timeouts, and never for a rank that has left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _calls: Counter[tuple[str, int]] = Counter()
 _barriers: Counter[str] = Counter()
-_attached: list[RankPdb] = []  # the debugger at work in this process, if there is one
+_attached: list[RankPdb] = []  # the active debugger of this process, if any
 
 
 def breakpoint(
@@ -66,7 +66,7 @@ def breakpoint(
     store, key, size = _barrier(rank, group)
     restore_timeouts = barrier.raise_timeouts(timeout_s)
     if store is not None and own_rank() != rank:
-        # All of them ask one server: the more there are, the less often each.
+        # All poll one server: the more ranks, the longer the pause.
         pause_s = min(max(0.1, size / 1000), 2)
         barrier.Waiter(store, key, rank, pause_s=pause_s, restore=restore_timeouts).wait(timeout_s)
         return
@@ -85,12 +85,12 @@ def breakpoint(
     except BaseException as error:
         set_state(barrier.QUIT, f"cannot be debugged ({str(error) or type(error).__name__})")
         raise
-    while _attached:  # it is here by its own breakpoints, and a process has one trace function
+    while _attached:  # stopped here by its own breakpoints; a process has one trace function
         _attached.pop().leave(barrier.DONE)
     debugger = RankPdb(*console, set_state, quit_stops=on_quit == "stop")
     _attached.append(debugger)
     debugger.message(_greeting(size, rank, place, quit_stops=on_quit == "stop"))
-    # The last that is done here: from now on the debugger stops in whatever is called.
+    # Last: from now on the debugger stops in any called function.
     debugger.set_trace(caller)
 
 
@@ -98,13 +98,13 @@ def _takes_part(rank: int, group: Any) -> bool:  # noqa: ANN401 - a ProcessGroup
     dist = torch_distributed()
     if dist is not None:
         return group is not dist.GroupMember.NON_GROUP_MEMBER
-    # Before init_process_group the ranks cannot wait for each other, but all of them need not stop.
+    # Before init_process_group ranks cannot wait for each other, but only `rank` stops.
     identity = identify(os.environ)
     return identity is None or identity.world_size == 1 or identity.rank == rank
 
 
 def _barrier(rank: int, group: Any) -> tuple[Any, str, int]:  # noqa: ANN401 - a ProcessGroup, and torch's Store
-    """Return where the ranks of a group wait this time: store, key and their number; no store if there is one rank."""
+    """Return store, key and group size of this meeting of the ranks; store None for a single rank."""
     dist = torch_distributed()
     if dist is None:
         return None, "", 1
@@ -132,24 +132,24 @@ def _greeting(size: int, rank: int, place: str, *, quit_stops: bool) -> str:
 
 
 class RankPdb(pdb.Pdb):
-    """pdb on a console of its own. `set_state` is called with RELEASED, and at last with DONE or QUIT.
+    """pdb on its own console. `set_state` is called with RELEASED, and finally with DONE or QUIT.
 
-    pdb stops at a line, lets step, and stops again by a trace function, long after breakpoint() has returned: whether
-    it is left is known when a prompt ends, from the command that ended it.
+    pdb's trace function stops again long after breakpoint() has returned: the command that ends a prompt decides
+    whether the debugger is left.
     """
 
     def __init__(self, reader: TextIO, writer: TextIO, set_state: Callable[[str], None], *, quit_stops: bool) -> None:
-        # Ctrl-C goes to the whole job, whose launcher ends it; pdb would make a prompt of it long after `c`.
+        # Ctrl-C must end the job through its launcher; pdb would turn it into a prompt long after `c`.
         super().__init__(stdin=reader, stdout=writer, nosigint=True)
         self._streams, self._set_state, self._quit_stops = (writer, reader), set_state, quit_stops
         self._next_state = ""
         self._is_over = False
 
     def interaction(self, *arguments: object, **names: object) -> None:
-        """Prompt, then publish what came of it."""
+        """Prompt, then publish the new state."""
         try:
             super().interaction(*arguments, **names)  # type: ignore[arg-type]
-        except (OSError, ValueError):  # the terminal or the connection is gone
+        except (OSError, ValueError):  # terminal or connection lost
             self.set_quit()
         except BaseException:
             self._next_state = barrier.QUIT
@@ -167,16 +167,16 @@ class RankPdb(pdb.Pdb):
         self._next_state, self._is_over = "", state != barrier.RELEASED
         self._set_state(state)
         for stream in self._streams if self._is_over else ():
-            with contextlib.suppress(OSError, ValueError):  # the other end may be gone
+            with contextlib.suppress(OSError, ValueError):  # the other end may be closed
                 stream.close()
 
     def set_continue(self) -> None:
-        """Go on; with breakpoints set the debugger stays, and the ranks have to run for it to come to one."""
+        """Continue; with breakpoints set, keep the debugger and release the ranks so that one can be reached."""
         super().set_continue()
         self._next_state = barrier.RELEASED if self.breaks else barrier.DONE
 
     def set_quit(self) -> None:
-        """End the job, or only the debugger if that was asked for."""
+        """End the job, or only the debugger with on_quit="continue"."""
         if self._quit_stops:
             super().set_quit()
             self._next_state = barrier.QUIT
