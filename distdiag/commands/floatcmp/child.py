@@ -69,7 +69,7 @@ def _note_stage(stage: str) -> None:
 def _answer(request: Request) -> Answer:
     _note_stage("importing torch")
     try:
-        import torch  # before anything else, to tell a broken torch from a broken file
+        import torch  # first, to distinguish a broken torch from a broken file
     except Exception as error:  # noqa: BLE001 - a broken torch may raise anything
         failed = f"torch cannot be imported: {type(error).__name__}: {error}"[:400]
         return Answer(failed=failed, hint=f"find out why: {request.program} cuda-env")

@@ -84,7 +84,6 @@ def _set(side: Side, threads: int) -> None:
 
 
 def _run(name: str, inputs: Sequence[Tensor], side: Side, threads: int) -> list[Tensor]:
-    """Return the results of some runs, on the CPU."""
     _set(side, threads)
     dtype = getattr(torch, side.dtype)
     given = [(value.to(dtype) if value.is_floating_point() else value).to(side.device) for value in inputs]
@@ -115,7 +114,7 @@ def measure(name: str, side: Side, size: int, inputs: Sequence[Tensor], runs: Se
 def _bounds(
     name: str, terms: int, inputs: Sequence[Tensor], truth: Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield how large the error of each number may be for each kind, the best first."""
+    """Yield each kind of error with its bound per element, the smallest first."""
     if name not in op.SUMS:
         yield op.EXPECTED, limits(dtype_name(dtype))[0] * ulp_at(truth.abs(), dtype)
         return

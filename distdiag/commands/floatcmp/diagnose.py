@@ -118,7 +118,7 @@ def _summary(found: Comparison, findings: Sequence[Finding]) -> str:
 
 
 def floatcmp_view(report: Report[Comparison]) -> Iterator[RenderableType]:
-    """Format the files as a and b, and how they compare."""
+    """Format the files as a and b, and the comparison."""
     found = report.data
     for side, path in (("a", found.a), ("b", found.b), ("reference", found.reference)):
         if path:
@@ -126,5 +126,5 @@ def floatcmp_view(report: Report[Comparison]) -> Iterator[RenderableType]:
     yield ""
     for line in describe(found, ("a", "b")):
         margin = len(line) - len(line.lstrip())
-        # Places stay whole: they can be searched for then.
+        # Indices stay unbroken, for text search.
         yield Whole(line) if margin == 4 else Wrapped(line.strip(), margin=margin, hang=4 if margin else 0)

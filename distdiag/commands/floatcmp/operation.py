@@ -1,4 +1,4 @@
-"""`distdiag floatcmp --op NAME A B`: settings from text, and the judgement on what compute.py measured. Pure."""
+"""`distdiag floatcmp --op NAME A B`: parse settings, judge the measurements of compute.py. Pure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Side:
 class Measured:
     """The error of one side's result against float64. `reproducible`: three runs gave the same bits.
 
-    `of_limit`: the largest error over the dtype's bound, at `worst_index`. `right`: numbers that are correctly rounded.
+    `of_limit`: the largest error over the dtype's bound, at `worst_index`. `right`: number of correctly rounded values.
     """
 
     side: Side

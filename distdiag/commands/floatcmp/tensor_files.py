@@ -1,7 +1,7 @@
-"""Read files and checkpoints of tensors, without executing anything in them: values by name.
+"""Read tensors by name from files and checkpoints, without executing code from the files.
 
 Files from torch.save, .npy and .safetensors are recognized by their first bytes. Checkpoints of many files are
-safetensors with an index, or from torch.distributed.checkpoint. Numbers are mapped rather than copied where possible.
+safetensors with an index, or from torch.distributed.checkpoint. Values are mapped rather than copied where possible.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _read_file(path: str) -> object:
 
 
 def _one_line(error: Exception) -> str:
-    """Format a reader's error, without torch's advice to load the file with all code in it."""
+    """Format a reader's error, without torch's advice to load the file with code execution."""
     text = (str(error).splitlines() or [""])[0].partition("Weights only load failed")[0][:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -146,9 +146,9 @@ def _read_index(path: str) -> dict[str, str]:
 
 
 def _read_distributed(path: str) -> dict[str, object]:
-    """Assemble the tensors of torch.distributed.checkpoint from the parts that the ranks wrote.
+    """Assemble the tensors of torch.distributed.checkpoint from the parts written by the ranks.
 
-    Its own reader unpickles anything that the files name. Numbers that no part covers stay NaN, or 0 in integers.
+    Its own reader unpickles any object named in the files. Values covered by no part stay NaN, or 0 in integers.
     """
     metadata = _read_metadata(os.path.join(path, _METADATA))
     try:

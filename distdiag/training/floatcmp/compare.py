@@ -117,7 +117,7 @@ def compare_leaves(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: pieces are small, and on busy processors two took 10 times longer than one."""
+    """Use one thread: chunks are small, and on busy processors two threads took 10 times longer than one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -186,7 +186,7 @@ def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 
 def _reference(name: str, truths: Mapping[str, object], shape: torch.Size, unit: torch.dtype) -> torch.Tensor:
-    """Return the right values for a tensor. Raises NotComparable."""
+    """Return the reference values for a tensor. Raises NotComparable."""
     if name not in truths:
         raise NotComparable("it does not have this name")
     found = as_tensor(truths[name])
@@ -201,7 +201,7 @@ def _reference(name: str, truths: Mapping[str, object], shape: torch.Size, unit:
 
 
 def _count(sides: Sides, truth: torch.Tensor | None, tally: Tally, unit: torch.dtype) -> Nearness | None:
-    """Count all pairs of numbers in `tally`, and how near each side is to the reference, if there is one."""
+    """Count all pairs in `tally`, and each side against the reference, if given."""
     of_a, of_b = Tally(unit, keep=0), Tally(unit, keep=0)
     for at, (x, y, *right) in pieces((*sides, *([] if truth is None else [truth]))):
         tally.add(at, x, y)
@@ -212,7 +212,6 @@ def _count(sides: Sides, truth: torch.Tensor | None, tally: Tally, unit: torch.d
 
 
 def _mismatch(sides: Sides, unit: torch.dtype, at: int) -> Mismatch:
-    """Return the pair of numbers at a flat index."""
     index = tuple(int(number) for number in torch.unravel_index(torch.tensor(at), sides[0].shape))
     a, b = (side[index].reshape(1).to("cpu") for side in sides)
     x, y = round_to(a, unit), round_to(b, unit)
@@ -299,10 +298,10 @@ def as_tensor(value: object) -> torch.Tensor | None:
 
 
 def _as_reals(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-    """Return a strided tensor of real numbers with the same values, and notes on the conversion.
+    """Return a strided real tensor with the same values, and notes on the conversion.
 
     Raises:
-        NotComparable: it holds no values, or none that can be taken out.
+        NotComparable: it has no values, or they cannot be extracted.
     """
     notes = []
     tensor = tensor.detach()

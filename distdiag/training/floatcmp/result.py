@@ -1,4 +1,4 @@
-"""The result of floatcmp as plain data without torch, what counts as rounding, and both as text."""
+"""The result of floatcmp as plain data without torch, limits of rounding, and the text of both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 FAR = 2**63 - 1
-"""The distance of all float64 and 64-bit integers that are at least this far apart."""
+"""The distance of float64 and 64-bit integers at least this far apart."""
 BUCKETS = {
     **{0: "0", 1: "1", 2: "2", 10: "3-10", 100: "11-100", 1_000: "101-1,000", 10_000: "1,001-10,000"},
     **{100_000: "10,001-100,000", 1_000_000: "100,001-1,000,000", FAR: "above 1,000,000"},
@@ -53,11 +53,11 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Pairs of numbers by kind; all of them together are `size`.
+    """Pairs of values by kind; the kinds add up to `size`.
 
     `equal` includes equal infinities and zeros of opposite signs (`zero_signs`). `one_sided`: a NaN or an infinity
-    against anything else, also an infinity made by rounding to the coarser dtype. `histogram` has the distances of
-    finite pairs and equal infinities. `max_ulp` of integers is their largest difference.
+    against anything else, also an infinity from rounding to the coarser dtype. `histogram`: distances of finite pairs
+    and equal infinities. `max_ulp` of integers is their largest difference.
     """
 
     size: int = 0
@@ -70,20 +70,20 @@ class Counts:
 
     @property
     def differing(self) -> int:
-        """Pairs that are not equal; nan against nan is."""
+        """Unequal pairs; nan against nan counts as equal."""
         return self.size - self.equal - self.both_nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nearness:
-    """Counts of each side, as their `a`, against the reference, as their `b`, in the dtype of the comparison."""
+    """Counts of each side against the reference, in the dtype of the comparison."""
 
     a: Counts
     b: Counts
 
     @property
     def nearer(self) -> str:
-        """Return "a" or "b", whichever is nearer; "" if they are alike, or if the one right more often errs by more."""
+        """Return "a" or "b", the nearer side; "" if alike, or if fewer errors of one side are larger."""
         worst_a, worst_b = ((side.one_sided, side.max_ulp) for side in (self.a, self.b))
         wrong_a, wrong_b = self.a.differing, self.b.differing
         if (wrong_a, worst_a) == (wrong_b, worst_b):
@@ -95,13 +95,12 @@ class Nearness:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two tensors of the same name; `key` is empty if tensors themselves were compared.
+    """Two tensors of the same name; `key` is empty if bare tensors were compared.
 
-    `unit`: the dtype whose ulps are counted, the coarser of the two; empty for integers, which are exact.
-    `max_scaled_ulp` is max_ulp with the ulp of the usual size for small numbers: see floatcmp. `max_abs` and `max_rel`
-    (relative to the larger of the two: 0 to 2) are of finite pairs. `first` is the first difference in the order of
-    memory of a contiguous tensor; `worst` has finite pairs, the largest distance first; `one_sided` the first places
-    with a nan or an infinity on one side only.
+    `unit`: the dtype of the ulps, the coarser of the two; empty for integers, which are exact. `max_scaled_ulp` counts
+    small values in ulps of the usual size: see floatcmp. `max_abs` and `max_rel` (relative to the larger of the two: 0
+    to 2) are over finite pairs. `first`: the first difference in memory order of a contiguous tensor; `worst`: finite
+    pairs, the largest distance first; `one_sided`: the first places with a nan or an infinity on one side only.
     """
 
     key: str
@@ -123,7 +122,7 @@ class Pair:
 
     @property
     def is_plainly_identical(self) -> bool:
-        """Whether there is nothing to report about it."""
+        """Whether it needs no report."""
         counts = self.counts
         noted = self.nearness or self.notes or counts.zero_signs or counts.both_nan
         return self.likeness is Likeness.IDENTICAL and not noted
@@ -154,7 +153,7 @@ class Comparison:
 
     @property
     def likeness(self) -> Likeness:
-        """The worst of all; names that one side lacks count as differing, text that differs does not."""
+        """The worst of all pairs; names missing on one side count as differing, unequal text does not."""
         if self.only_a or self.only_b:
             return Likeness.DIFFERS
         found = [pair.likeness for pair in self.pairs] + [Likeness.NOT_COMPARED] * bool(self.not_compared)
@@ -162,7 +161,7 @@ class Comparison:
 
     @property
     def worst_first(self) -> tuple[Pair, ...]:
-        """The tensors, those that differ most first."""
+        """The tensors, the most different first."""
         order = {id(pair): (_RANK(pair.likeness), pair.counts.one_sided, pair.max_scaled_ulp) for pair in self.pairs}
         return tuple(sorted(self.pairs, key=lambda pair: order[id(pair)], reverse=True))
 
@@ -239,7 +238,6 @@ def describe(found: Comparison, names: tuple[str, str]) -> Iterator[str]:
 
 
 def _overall(found: Comparison) -> str:
-    """Format the number of tensors of each kind, in one line."""
     kinds = [pair.likeness for pair in found.pairs]
     words = {
         Likeness.DIFFERS: "differ beyond rounding",
@@ -308,7 +306,7 @@ def details(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
 
 
 def format_mismatches(found: Sequence[Mismatch], names: tuple[str, str], unit: str = "") -> Iterator[str]:
-    """Format pairs of numbers below each other: index, distance, both values and their bits."""
+    """Format pairs of values as a table: index, distance, both values and bits."""
     a, b = names
     for pair in found:
         distance = "" if pair.ulp is None or not unit else f"  {_ulp(pair.ulp)}"

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     Sides = tuple[torch.Tensor, torch.Tensor]
 
 PIECE = 2**16
-"""Numbers compared together: the intermediate results of so many stay in a core's cache."""
+"""Values per chunk: the intermediate results fit in a core's cache."""
 _PRECISION = {
     **{"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8},
     **{"float8_e4m3fn": 4, "float8_e4m3fnuz": 4, "float8_e5m2": 3, "float8_e5m2fnuz": 3},
 }
 _MIXED_SIGNS = 0.05
 _FLUSHED = 3
-"""Zeros on one side only that rounding does not explain."""
+"""Minimum count of zeros on one side only that rounding does not explain."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -43,7 +43,7 @@ def as_integers(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def widen(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers in a dtype that torch can compute in: float32 for anything below 32 bits."""
+    """Convert to a dtype that torch can compute in: float32 for anything below 32 bits."""
     return numbers.to(torch.float32) if numbers.dtype.itemsize < 4 else numbers
 
 
@@ -74,11 +74,11 @@ def ulp_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def round_to(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to nearest, ties to even, to a dtype that is not finer.
+    """Round to nearest, ties to even, to a dtype not finer than the input's.
 
-    torch goes from float64 to a small float by way of float32 and so rounds twice: 1 + 2**-8 + 2**-40 becomes 1.0 in
-    bfloat16, which is the farther neighbour. Rounding to odd in between avoids that, as float32 has at least two
-    bits more than those (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    torch converts float64 to a small float through float32, rounding twice: 1 + 2**-8 + 2**-40 becomes 1.0 in bfloat16,
+    the farther neighbour. Rounding to odd in between avoids this, as float32 has at least two more bits than the small
+    formats (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
     """
     if numbers.dtype != torch.float64 or not 0 < precision(dtype) <= precision(torch.float32) - 2:
         return numbers.to(dtype)
@@ -114,9 +114,9 @@ def usual_ulp(tensors: Sides, unit: torch.dtype) -> float:
 
 
 def _usual_size(tensor: torch.Tensor) -> float:
-    """Return the geometric mean of the finite nonzero numbers, which a single large number hardly moves.
+    """Return the geometric mean magnitude of the finite nonzero values, robust to a single large value.
 
-    0.0 if there are none, or if 95 % have one sign: results in which terms cancel have both signs.
+    0.0 without any, or if 95 % have one sign: results of cancellation have both signs.
     """
     total, count, negative = 0.0, 0, 0
     for _, (piece,) in pieces((tensor,)):
@@ -131,17 +131,17 @@ def _usual_size(tensor: torch.Tensor) -> float:
 
 
 def ulp_at(sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the distance of a dtype's neighbours at each of these sizes, float64."""
+    """Return the ulp of a dtype at each of these magnitudes, float64."""
     smallest = math.frexp(torch.finfo(dtype).smallest_normal)[1]
     exponents = torch.frexp(sizes.to(torch.float64))[1].clamp_min(smallest) - precision(dtype)
     return torch.exp2(exponents.to(torch.float64))
 
 
 class Tally:
-    """Counts, worst places and largest errors of two tensors that are compared in the dtype `unit`.
+    """Counts, worst places and largest errors of two tensors compared in the dtype `unit`.
 
-    `scale` returns the ulp at the tensor's usual size, 0.0 to use each number's own; it is called once numbers differ.
-    `keep` limits the places that are remembered. `worst`: (minus the distance, flat index), the worst first.
+    `scale` returns the ulp at the tensor's usual size, 0.0 to use each value's own; it is called at the first
+    difference. `keep`: limit on remembered places. `worst`: (minus the distance, flat index), the worst first.
     """
 
     def __init__(self, unit: torch.dtype, *, keep: int, scale: Callable[[], float] = float) -> None:
@@ -155,16 +155,16 @@ class Tally:
         self.max_abs = self.max_rel = 0.0
         self._zeros = [0, 0]
         self._max_scaled, self._at_zero = 0, [0, 0]
-        """The largest scaled distance; and where one side is 0: scaled, and in the number's own ulp."""
+        """The largest scaled distance; and for pairs with one zero: scaled, and in the nonzero value's own ulp."""
 
     @property
     def max_scaled(self) -> int:
-        """The largest distance, of small numbers in ulp of the usual size."""
+        """The largest distance, with small values in ulps of the usual size."""
         return max(self._max_scaled, self._at_zero[1 if self.flushed else 0])
 
     @property
     def flushed(self) -> tuple[int, int] | None:
-        """Zeros in a only and in b only, if rounding cannot explain them."""
+        """Counts of zeros in a only and in b only, if rounding cannot explain the difference."""
         a, b = self._zeros
         return (a, b) if min(a, b) == 0 and max(a, b) >= _FLUSHED else None
 
@@ -207,7 +207,7 @@ class Tally:
         self._measure(at + where, sides[0], sides[1])
 
     def _measure(self, places: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Count finite pairs whose bits are unlike: the equal ones among them are zeros of opposite signs."""
+        """Count finite pairs with different bits: equal values among these are zeros of opposite signs."""
         distances = ulp_distance(x, y)
         differ = distances != 0
         if not bool(differ.all()):
@@ -226,14 +226,13 @@ class Tally:
         keep = min(self._keep, distances.numel())
         if not keep or (len(self.worst) == self._keep and -self.worst[-1][0] >= highest):
             return
-        # topk takes any of equal distances; the first ones are wanted.
+        # topk picks arbitrarily among equal distances; keep the first.
         least = distances.topk(keep).values[-1]
         chosen = torch.cat([(distances > least).nonzero().flatten(), (distances == least).nonzero().flatten()[:keep]])
         found = zip((-distances[chosen]).tolist(), places[chosen].tolist(), strict=True)
         self.worst = sorted([*self.worst, *found])[: self._keep]
 
     def _measure_errors(self, x: torch.Tensor, y: torch.Tensor, distances: torch.Tensor) -> None:
-        """Keep the largest absolute, relative and scaled differences of unequal pairs."""
         exact = not precision(self._unit)
         x, y = widen(x).to(torch.float64), widen(y).to(torch.float64)
         error = distances.to(torch.float64) if exact else (x - y).abs_().clamp_(max=sys.float_info.max)
