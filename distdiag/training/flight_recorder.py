@@ -1,6 +1,6 @@
-"""The flight recorder's dump of this rank, written by the training script: for Gloo, whose recorder writes none itself.
+"""Writes the flight recorder's dump of this rank from the training script: with Gloo, torch writes none.
 
-The file is PyTorch's own pickle, to which the rank, the host and the members of the process groups are added.
+The file is PyTorch's own pickle with rank, host and the members of the process groups added.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _SETTLES_S = 0.05
-"""What has just ended is noted as such by another thread."""
+"""Delay until another torch thread has marked a just completed operation."""
 _started: set[str] = set()
 _errors: list[str] = []
-"""The first error that was reported, which stays true of later dumps."""
+"""The first error, repeated in later dumps."""
 
 
 def dump_flight_recorder(folder: str, *, when_stuck_s: float | None = None) -> str:
@@ -85,7 +85,7 @@ def _dump(error: BaseException | None) -> bytes:
 
 
 class _Watch(threading.Thread):
-    """Writes the dump when it is asked for by the pipe, or when nothing has gone on for long."""
+    """Writes the dump on a request through the pipe, or when no operation has progressed for `stuck_s`."""
 
     def __init__(self, path: str, stuck_s: float) -> None:
         super().__init__(name="distdiag-flight-recorder", daemon=True)
@@ -99,7 +99,7 @@ class _Watch(threading.Thread):
         sys.excepthook = self._raised
 
     def run(self) -> None:
-        """Look once a second; write at most once for each standstill."""
+        """Poll once a second; write at most once per stall."""
         seen: Any = None
         since, written = time.monotonic(), False
         while torch_distributed() is not None:
@@ -115,11 +115,11 @@ class _Watch(threading.Thread):
                     written = True
                     private_files.write_whole(self._path, _dump(None))
             except (OSError, RuntimeError):
-                continue  # a disk that is full for a while; the group that is just being destroyed
+                continue  # disk full for now; group being destroyed
         os.close(self._pipe)
 
     def _progress(self) -> tuple[int, int]:
-        """Return the newest record, and how many operations have not ended."""
+        """Return the newest record id and the number of unfinished operations."""
         module = sys.modules["torch"]._C._distributed_c10d
         recorder = getattr(module, "_dump_fr_trace", None) or module._dump_nccl_trace
         entries = pickle.loads(recorder(includeCollectives=True, includeStackTraces=False, onlyActive=True)).get(

@@ -1,7 +1,7 @@
 """A file that ends a job cleanly at its next step, on all ranks together.
 
-For whoever may write a folder but may not cancel the job. Rank 0 alone looks at the file and one number is broadcast by
-a reduction: nodes whose view of a shared file system is stale cannot disagree, so no rank is left behind.
+For users with write access to a folder but no right to cancel the job. Only rank 0 reads the file, and a reduction of
+one number broadcasts the result: nodes with stale views of a shared file system cannot disagree.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MOST_REASON_BYTES = 1000
 
 
 def read_reason(path: str) -> str | None:
-    """Return the reason that the file holds, one line; None if there is no file.
+    """Return the first line of the file as the reason; None if the file does not exist.
 
-    The folder is listed first and the file is opened anew: NFS revalidates cached attributes on open, and listing the
+    The folder is listed first and the file is reopened: NFS revalidates cached attributes on open, and listing the
     folder drops a cached "no such file".
 
     Raises:
-        OSError: it is there, but cannot be read.
+        OSError: it exists but cannot be read.
     """
     folder, name = os.path.split(os.path.abspath(path))
     with contextlib.suppress(OSError):  # a folder that may be entered but not listed
@@ -59,8 +59,8 @@ class KillSwitch:
         """Watch `path`.
 
         Args:
-            path: what `distdiag kill-switch on PATH` writes; only rank 0's node must see it.
-            every: look at every so many calls only; the same on all ranks.
+            path: the file of `distdiag kill-switch on PATH`; only rank 0's node must see it.
+            every: check only every N-th call; the same on all ranks.
             group: the process group that steps together; None: all ranks.
 
         Raises:
@@ -70,7 +70,7 @@ class KillSwitch:
             raise ValueError(f"every={every}: must be 1 or more")
         self.path = os.path.abspath(path)
         self.reason = ""
-        """Why the job is to end, on the rank that read the file; empty on the others."""
+        """Reason for the stop, on the rank that read the file; empty on the others."""
         self._every, self._group, self._calls, self._on = every, group, 0, False
         self._reported_error = False
 
@@ -93,7 +93,7 @@ class KillSwitch:
         try:
             reason = read_reason(self.path)
         except OSError as error:
-            # A disk that fails for a moment must not end a job of weeks.
+            # A transient I/O error must not end a job of weeks.
             if not self._reported_error:
                 self._reported_error = True
                 _log(f"cannot read kill switch {self.path}: {error.strerror}; the job goes on")
@@ -103,7 +103,7 @@ class KillSwitch:
 
 
 def _agree(mine: bool, dist: Any, group: Any) -> bool:  # noqa: ANN401 - torch.distributed and a group of it
-    """Return the answer of rank 0; the others' is False, so the sum of all is rank 0's."""
+    """Return rank 0's answer: all others contribute 0 to the sum."""
     if dist is None or dist.get_world_size(group) == 1:
         return mine
     torch = sys.modules["torch"]

@@ -1,8 +1,8 @@
 """print() for many ranks: lines of different ranks never interleave.
 
-The ranks of a job on one host share a lock: flock on a file that is named after the job, in a directory of the user.
-flock itself has no timeout, and a rank may be stopped while it holds the lock. So a rank retries for as long as the
-holder writes something every few seconds; after that it prints without the lock.
+The ranks of a job on one host share a lock: flock on a file named after the job, in a directory of the user. flock has
+no timeout, and a rank may be stopped while it holds the lock. So a rank retries while the holder writes something every
+few seconds; after that it prints without the lock.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from typing import IO, Any
 
 PATIENCE_S = 5.0
-"""How long to wait for a holder that writes nothing."""
+"""Maximum wait for a holder that does not write."""
 _LONGEST_WAIT_S = 60.0
-"""How long to wait for holders that do write."""
+"""Maximum wait for holders that write."""
 _IMPATIENT_S = 30.0
-"""How long not to wait again after a wait timed out."""
+"""Period without waiting after a timeout."""
 _LOOK_S = 0.25
-"""How often to look at what the holder does."""
+"""Interval of checks on the holder."""
 _JOB_NAMES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
 
 
@@ -68,11 +68,11 @@ def printflock(
     if prefix:
         label = _label(os.getpid(), "torch.distributed" in sys.modules and torch_distributed() is not None)
         text = label + text[:-1].replace("\n", "\n" + label) + text[-1:]
-    # A notebook and loggers put an object of theirs, or a write() of theirs, into this place: they are to see the text.
+    # Notebooks and loggers replace the stream, or its write(): the text must pass through the replacement.
     is_own = stream in (sys.__stdout__, sys.__stderr__) and "write" not in stream.__dict__
     with _lock.held():
         if is_own and type(stream) is TextIOWrapper:
-            stream.flush()  # what print() left there was printed before
+            stream.flush()  # text buffered by print() precedes
             _write_all(stream.fileno(), text.encode(stream.encoding, stream.errors or "strict"))
         elif isinstance(stream, io.RawIOBase):
             _write_all(stream.fileno(), text.encode())
@@ -82,28 +82,28 @@ def printflock(
             stream.flush()
 
 
-_label = lru_cache(maxsize=4)(lambda pid, has_group: own_label() + " ")  # kept until there is a process group
+_label = lru_cache(maxsize=4)(lambda pid, has_group: own_label() + " ")  # cached until a process group exists
 
 
 def _write_all(file: int, data: bytes) -> None:
-    """Write until all is written: write() of a stream would drop the rest, with python -u, when a signal cuts it."""
+    """Write all bytes: with python -u, a stream's write() drops the rest if a signal interrupts it."""
     rest = memoryview(data)
     while rest:
         try:
             rest = rest[os.write(file, rest) :]
-        except BlockingIOError:  # a pipe that was made non-blocking, for all who have it
+        except BlockingIOError:  # O_NONBLOCK set by any process sharing the pipe
             writable = select.poll()
             writable.register(file, select.POLLOUT)
             writable.poll()
 
 
 class _HostLock:
-    """flock on a descriptor that is kept, and a lock among threads, which share that descriptor."""
+    """flock on one open descriptor, and a lock among threads, which share that descriptor."""
 
     def __init__(self) -> None:
         self._has_warned = False
         self._start()
-        # The open file description is shared with a child, and with it the lock: a child needs one of its own.
+        # A forked child shares the open file description, and so the lock: it must open the file again.
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _start(self) -> None:
@@ -118,12 +118,12 @@ class _HostLock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock, or go without it if it is not free in time."""
+        """Hold the lock, or continue without it if it is not free in time."""
         threads = self._threads
         if not threads.acquire(timeout=PATIENCE_S):
             yield
             return
-        # A signal handler prints while this very thread is printing: then the lock is held already.
+        # A signal handler may print while this thread is printing, with the lock already held.
         is_outermost, self._is_held = not self._is_held, True
         try:
             if is_outermost and self._is_usable:
@@ -145,7 +145,7 @@ class _HostLock:
                 self._warn(
                     f"waited {PATIENCE_S:g} s for {_describe(_holder(self._file))}; printing without the lock now"
                 )
-        except OSError as error:  # no folder can be made, or its file system has no locks
+        except OSError as error:  # no folder, or a file system without locks
             self._is_usable = False
             self._warn(f"no lock between the processes of this host, {error.filename or 'flock'}: {error.strerror}")
 
@@ -161,9 +161,8 @@ _lock = _HostLock()
 
 
 def _open_file() -> int:
-    """Open the lock file of this job. Raises OSError."""
     job = next((os.environ[name] for name in _JOB_NAMES if os.environ.get(name)), "job")
-    # Whoever else had made this folder could hold the lock for ever.
+    # A private folder: another user could hold the lock forever.
     path = os.path.join(private_files.temporary_folder("printflock"), re.sub(r"[^\w.-]", "_", job)[:64] + ".lock")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
@@ -177,7 +176,7 @@ def _try_lock(file: int) -> bool:
 
 
 def _wait(file: int) -> bool:
-    """Wait while its holder changes or writes, but not longer than _LONGEST_WAIT_S; return whether it was locked."""
+    """Wait while the holder changes or writes, at most _LONGEST_WAIT_S; return whether the lock was acquired."""
     now = time.monotonic()
     last, give_up, look_at, written, pause_s = now + _LONGEST_WAIT_S, now + PATIENCE_S, now, "", 0.0001
     while now < min(last, give_up):
@@ -193,7 +192,7 @@ def _wait(file: int) -> bool:
 
 
 def _holder(file: int) -> int | None:
-    """Find the process that has the lock in /proc/locks, see proc(5); None where the kernel does not show it."""
+    """Return the pid of the holder from /proc/locks, see proc(5); None if the kernel does not show it."""
     inode = f":{os.fstat(file).st_ino}"
     for fields in map(str.split, machine.read_text("/proc/locks").splitlines()):
         if fields[1] == "FLOCK" and fields[5].endswith(inode) and int(fields[4]) > 0:

@@ -1,7 +1,7 @@
-"""What each Python of a job under `distdiag run` does at its start: hand its output to the recorder, if it is a rank.
+"""Runs at startup of each Python of a `distdiag run` job: hands its output to the recorder, if it is a rank.
 
-The rank writes into a pipe (or a pseudo-terminal, if it had a terminal) and the recorder writes the same bytes to where
-the rank would have written them, and into a file. Without a recorder nothing is changed.
+The rank writes into a pipe (or a pseudo-terminal instead of a terminal); the recorder copies the bytes to the original
+destination and into a file. Without a recorder the streams stay unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def begin_from_environment() -> None:
 
 
 def _go_below(sanitizer: list[str], name: str) -> None:
-    """Become the sanitizer, which starts this rank again as its child; there, end with it."""
+    """Exec the sanitizer, which starts this rank again as its child; in that child, arrange to die with it."""
     if os.environ.get(_SANITIZED) == name:
         programs.die_with_parent()  # a launcher that kills the rank kills the sanitizer alone
         return
@@ -71,7 +71,7 @@ def _is_launcher() -> bool:
 
 
 def _hand_over(path: str, identity: Identity, generation: int) -> None:
-    """Send the recorder the read ends and where they lead; only once it has them, descriptors 1 and 2 are replaced."""
+    """Pass read ends and original descriptors to the recorder; replace 1 and 2 only after its acknowledgement."""
     streams = streams_of(1, 2)
     with contextlib.ExitStack() as stack:
         channels = [channel(number[0]) for _, number in streams]
@@ -102,9 +102,9 @@ def _hand_over(path: str, identity: Identity, generation: int) -> None:
 
 
 def streams_of(out: int, err: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names of the streams and their descriptors; stdout and stderr that lead to one place are one stream.
+    """Return the streams with their descriptors; stdout and stderr of the same file are one stream.
 
-    So what a job writes to `> log 2>&1` keeps its order. A closed descriptor is no stream.
+    This keeps the order of `> log 2>&1`. A closed descriptor is omitted.
     """
     there = {fd: _place(fd) for fd in (out, err)}
     if there[out] is not None and there[out] == there[err]:
@@ -121,7 +121,7 @@ def _place(fd: int) -> tuple[int, int] | None:
 
 
 def channel(fd: int) -> tuple[int, int]:
-    """Return (read end, write end) of what stands in for a descriptor: a terminal for a terminal, else a pipe."""
+    """Return (read end, write end) of the replacement of a descriptor: a pty for a terminal, else a pipe."""
     if not stat.S_ISCHR(os.fstat(fd).st_mode) or not os.isatty(fd):
         return os.pipe()
     import fcntl

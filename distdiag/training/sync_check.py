@@ -1,10 +1,9 @@
-"""Whether all ranks of a job hold the same state: parameters, buffers, optimizer state, step, dataloader length, RNG.
+"""Checks that all ranks hold the same state: parameters, buffers, optimizer state, step, dataloader length, RNG.
 
-Each tensor becomes one 64-bit sum of its bits. Where all ranks agree, one reduction of three numbers is all that is
-sent, and with shards a few numbers of each rank; else one gather of all sums follows. What is sharded (DTensor, FSDP 1
-and 2, ZeRO) is only compared between ranks that hold the same shard: replicas of HYBRID_SHARD, or of a ZeRO group that
-is smaller than the job. What these frameworks keep whole on each rank (NO_SHARD, ignored modules, the weights of
-ZeRO-1) is compared as any replica.
+Each tensor is reduced to one 64-bit sum of its bits. If all ranks agree, only one reduction of three numbers is sent,
+and with shards a few numbers per rank; else one gather of all sums follows. Shards (DTensor, FSDP 1 and 2, ZeRO) are
+compared only between ranks with the same shard: replicas of HYBRID_SHARD, or of a ZeRO group smaller than the job.
+Tensors kept whole on each rank (NO_SHARD, ignored modules, the weights of ZeRO-1) are compared as replicas.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 FORMAT = "distdiag-sync/1"
 MISSING = "missing"
 _GROUPS = 4
-"""Groups of ranks that agree, to name in a sentence."""
+"""Limit on groups of agreeing ranks named in a sentence."""
 _ROOM = 60
-"""Characters of a list of ranks in a sentence; `ranks` and `groups` have all of them."""
+"""Limit in characters on a list of ranks in a sentence; `ranks` and `groups` are complete."""
 _COLUMNS = 1024
 _ROW_WEIGHT, _COLUMN_WEIGHT = 0x9E3779B97F4A7C1, 0x2545F4914F6CDD1
 """Odd, so that a swap of two values in one row or column changes the sum."""
@@ -48,13 +47,13 @@ class Entry:
 
     @property
     def is_own(self) -> bool:
-        """Whether nobody knows which rank holds the same shard."""
+        """Whether the ranks with the same shard are unknown."""
         return self.shard == "-"
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What one rank writes; `world_size` is that of the group."""
+    """The file of one rank; `world_size` is that of the group."""
 
     format: str
     rank: int
@@ -64,10 +63,10 @@ class Saved:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that is not the same on all ranks that should hold the same. `groups`: ranks that agree, largest first.
+    """A value that differs between ranks that should be equal. `groups`: ranks that agree, largest first.
 
-    `ranks` differ from a majority; empty where there is none. `expected`: BatchNorm statistics, which each rank of
-    DistributedDataParallel keeps for its own batch.
+    `ranks` differ from a majority; empty without a majority. `expected`: BatchNorm statistics, which differ per rank in
+    DistributedDataParallel.
     """
 
     kind: str
@@ -78,7 +77,7 @@ class Difference:
     expected: bool = False
 
     def __str__(self) -> str:
-        """Format it: "parameter fc.weight: rank 2 differs from ranks 0-1,3 (values)"."""
+        """Format as "parameter fc.weight: rank 2 differs from ranks 0-1,3 (values)"."""
         if not self.ranks:
             shown = list(map(_ranks, self.groups[:_GROUPS]))
             rest = sum(map(len, self.groups[_GROUPS:]))
@@ -100,7 +99,7 @@ class SyncResult:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs but what may."""
+        """Whether all differences are expected."""
         return all(difference.expected for difference in self.differences)
 
 
@@ -151,7 +150,7 @@ def sync_check(
 
 
 def compare(by_rank: Mapping[int, Sequence[Entry]]) -> tuple[Difference, ...]:
-    """Return what differs over ranks, in the order of the first rank that has it, what may differ last. Pure."""
+    """Return the differences, in the order of the first rank with the value; expected differences last. Pure."""
     order: dict[tuple[str, str], None] = {}
     found: dict[tuple[str, str], dict[int, Entry]] = {}
     for rank, entries in sorted(by_rank.items()):
@@ -178,7 +177,7 @@ def _differences(key: tuple[str, str], held: Mapping[int, Entry], ranks: Sequenc
 
 def _difference(key: tuple[str, str], states: Mapping[int, str], held: Mapping[int, Entry]) -> Difference:
     counts = Counter(states.values())
-    # Of equally many the lowest rank's first, so that all ranks print the same.
+    # On a tie the lowest rank's first, so that all ranks print the same.
     ranked = sorted(counts, key=lambda state: (-counts[state], min(r for r in states if states[r] == state)))
     groups = tuple(tuple(sorted(rank for rank in states if states[rank] == state)) for state in ranked)
     majority = len(groups[0]) > len(states) / 2
@@ -190,7 +189,7 @@ def _difference(key: tuple[str, str], states: Mapping[int, str], held: Mapping[i
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Format ranks: "rank 2", "ranks 0-1,3"; of very many the first: "143 ranks (3,10,17,...)"."""
+    """Format ranks: "rank 2", "ranks 0-1,3"; long lists are cut: "143 ranks (3,10,17,...)"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -204,13 +203,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _gather(entries: Sequence[Entry], dist: Any, group: Any) -> dict[int, Sequence[Entry]]:  # noqa: ANN401
-    """Return the entries of every rank, or nothing where one number for each rank says that all agree."""
+    """Return the entries of every rank; empty if a digest from each rank shows that all agree."""
     from distdiag.training.overflow.ranks import gather, greatest
 
     replicated = [entry for entry in entries if entry.shard == ""]
     digest = hashlib.blake2b(repr(replicated).encode(), digest_size=7).digest()
     number, shards = int.from_bytes(digest, "little"), int(any(entry.shard not in ("", "-") for entry in entries))
-    # The greatest of x and of -x are the same number where all ranks have the same x.
+    # max(x) == -max(-x) if all ranks have the same x.
     high, low, any_shards = greatest([number, -number, shards], group)
     if high == -low and (not any_shards or _shards_agree(gather(_by_shard(entries), group))):
         return {}
@@ -219,7 +218,6 @@ def _gather(entries: Sequence[Entry], dist: Any, group: Any) -> dict[int, Sequen
 
 
 def _by_shard(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Return a digest of what a rank holds of each shard."""
     held: dict[str, list[Entry]] = {}
     for entry in entries:
         if entry.shard not in ("", "-"):
@@ -228,7 +226,7 @@ def _by_shard(entries: Sequence[Entry]) -> dict[str, bytes]:
 
 
 def _shards_agree(of_ranks: Sequence[Mapping[str, bytes]]) -> bool:
-    """Return whether all ranks that hold a shard hold the same; False also where they hold it of different weights."""
+    """Return whether all holders of a shard agree; False too if ranks hold it for different weights."""
     first: dict[str, bytes] = {}
     return all(first.setdefault(shard, digest) == digest for held in of_ranks for shard, digest in held.items())
 
@@ -255,7 +253,7 @@ def _entries(
 
 
 def _of_model(model: Any) -> Iterator[tuple[str, str, Any, str]]:  # noqa: ANN401
-    """Yield kind, name, tensor, and which shard it is, where no DTensor describes that; "" for replicas."""
+    """Yield kind, name, tensor and shard; shard is "" for replicas and if a DTensor describes it."""
     if model is None:
         return
     of_fsdp = _of_fsdp1(model)
@@ -273,15 +271,15 @@ def _of_model(model: Any) -> Iterator[tuple[str, str, Any, str]]:  # noqa: ANN40
 
 
 def _uncompiled(name: str) -> str:
-    """Return the name that a parameter has without torch.compile, which only some ranks may use."""
+    """Return the name without torch.compile's prefix, which only some ranks may have."""
     return name.replace("_orig_mod.", "")
 
 
 def _of_fsdp1(model: Any) -> dict[int, str]:  # noqa: ANN401
-    """Return, by the id of each parameter that FullyShardedDataParallel manages, which shard of it the rank holds.
+    """Map the id of each parameter managed by FullyShardedDataParallel to the shard held by this rank.
 
-    It keeps a flat parameter for each wrapped module; with use_orig_params the model has views into its shard instead.
-    The ranks of `process_group` share it out; with HYBRID_SHARD there are several such groups, with equal shards.
+    Each wrapped module has a flat parameter; with use_orig_params the model has views into its shard instead. The ranks
+    of `process_group` share it; HYBRID_SHARD has several such groups with equal shards.
     """
     found: dict[int, str] = {}
     for module in model.modules():
@@ -296,7 +294,7 @@ def _of_fsdp1(model: Any) -> dict[int, str]:  # noqa: ANN401
 
 
 def _place_in(group: Any) -> str:  # noqa: ANN401
-    """Return which of a group's shards this rank holds; "-" where that cannot be known."""
+    """Return this rank's shard within a group, "RANK of SIZE"; "-" if unknown."""
     dist = torch_distributed()
     if dist is None or group is None:
         return "-"
@@ -307,7 +305,7 @@ def _place_in(group: Any) -> str:  # noqa: ANN401
 
 
 def _shard_of(tensor: Any, of_fsdp: Mapping[int, str]) -> str:  # noqa: ANN401
-    """Return which shard a framework has marked it as: FSDP 1, DeepSpeed's ZeRO-3, Megatron's TP; "" for replicas."""
+    """Return the shard as marked by FSDP 1, DeepSpeed's ZeRO-3 or Megatron's TP; "" for replicas."""
     if id(tensor) in of_fsdp:
         return of_fsdp[id(tensor)]
     if type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_is_flat_param", False):
@@ -336,10 +334,10 @@ def _of_optimizer(model: Any, optimizer: Any) -> Iterator[tuple[str, str, Any, s
 
 
 def _of_zero(optimizer: Any) -> tuple[str, Mapping[Any, Any]]:  # noqa: ANN401
-    """Return which shard of its state an optimizer of ZeRO holds ("" for others), and that state.
+    """Return the shard of a ZeRO optimizer's state ("" for other optimizers), and the state.
 
-    torch's ZeroRedundancyOptimizer keeps whole states of some parameters in an optimizer of its own, DeepSpeed's a flat
-    part of all.
+    torch's ZeroRedundancyOptimizer keeps whole states of some parameters in an inner optimizer, DeepSpeed's a flat part
+    of all.
     """
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     if "ZeroRedundancyOptimizer" in kinds:
@@ -355,10 +353,12 @@ def _of_generators() -> Iterator[Entry]:
     torch = sys.modules["torch"]
     yield _plain("RNG", "python", random.getstate())
     yield _plain("RNG", "torch", torch.get_rng_state().tolist())
-    with contextlib.suppress(ImportError):  # imported, not only where it is: rank 0 alone may have plotted with it
+    with contextlib.suppress(
+        ImportError
+    ):  # imported here, not only if loaded: rank 0 alone may have imported it to plot
         import numpy as np
 
-        state: Any = np.random.get_state()  # a name, the keys as an array, and the place in them
+        state: Any = np.random.get_state()  # (name, array of keys, position, ...)
         yield _plain("RNG", "numpy", (state[0], state[1].tolist(), *state[2:]))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield _plain("RNG", "cuda", torch.cuda.get_rng_state().tolist())
@@ -375,7 +375,7 @@ def _plain(kind: str, name: str, value: object) -> Entry:
 
 
 def _summed(rows: Sequence[tuple[str, str, Any, str]]) -> Iterator[Entry]:
-    """Sum the bits of tensors; each device is waited for once."""
+    """Sum the bits of tensors; synchronizes once per device."""
     torch = sys.modules.get("torch")
     described, sums = [], []
     for kind, name, tensor, of_framework in rows:
@@ -393,7 +393,7 @@ def _summed(rows: Sequence[tuple[str, str, Any, str]]) -> Iterator[Entry]:
 
 
 def _local(tensor: Any) -> tuple[Any, Any, str]:  # noqa: ANN401
-    """Return what this rank holds, the shape that all should agree on, and which shard it is."""
+    """Return the local tensor, the global shape, and the shard of a DTensor."""
     part = getattr(tensor, "ds_tensor", None)  # DeepSpeed's ZeRO-3: the parameter itself is empty between forwards
     if part is not None:
         return part, getattr(tensor, "ds_shape", part.shape), ""
@@ -407,7 +407,7 @@ def _local(tensor: Any) -> tuple[Any, Any, str]:  # noqa: ANN401
 
 
 def _sum(tensor: Any) -> Any:  # noqa: ANN401
-    """Return a 0-d int64 of all bits of a tensor, which also changes where values swap places."""
+    """Return a 0-d int64 checksum of all bits, sensitive to swapped values."""
     torch = sys.modules["torch"]
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]

@@ -29,7 +29,7 @@ _OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "TORCHELASTIC_", "MASTER_", "GROUP
 
 
 class Demo:
-    """The job while it runs: its folder and its processes, all gone after `with`."""
+    """The running job: its folder and processes, all removed on exit."""
 
     def __init__(self, fault: str) -> None:
         self._fault = fault
@@ -38,7 +38,7 @@ class Demo:
         self._ranks: list[int] = []
         self._running: set[int] = set()
         self._statuses: dict[int, int] = {}
-        """Exit status of each process that has ended, negative for a signal."""
+        """Exit status of each ended process, negative for a signal."""
 
     def __enter__(self) -> Self:
         """Start the job. Raises DistdiagError."""

@@ -1,6 +1,6 @@
 """Train a small model on the CPU with one fault: `train.py hang|crash|nan|slow`, once for each rank.
 
-`distdiag demo` starts four of them. At step 3, where the fault is, each leaves ready-RANK beside this file.
+`distdiag demo` starts four ranks. At step 3, with the fault, each creates ready-RANK beside this file.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ class Attention(torch.nn.Module):
     """Attention over the rows of a batch; rows of zeros are padding."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return each row as the average of the rows that are not padding."""
+        """Return for each row a weighted average of the non-padding rows."""
         is_padding = (x == 0).all(-1)
         weights = torch.softmax((x @ x.T).masked_fill(is_padding, float("-inf")), -1)
         return weights @ x

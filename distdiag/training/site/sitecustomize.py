@@ -1,6 +1,6 @@
-"""Python runs this at its start when `distdiag run`, `trace py` or `overflow` has put its directory into PYTHONPATH.
+"""Executed at Python startup: `distdiag run`, `trace py` or `overflow` put its directory into PYTHONPATH.
 
-It takes itself out of the way, runs the sitecustomize that would have run without it, and starts what was asked for.
+It removes itself from sys.path, runs the sitecustomize that it shadowed, and starts the requested tool.
 """
 
 import sys
@@ -10,10 +10,8 @@ _ASKED = (
     ("DISTDIAG_LINES", "distdiag.training.line_trace.session", "trace: this process is not traced"),
     ("DISTDIAG_OVERFLOW", "distdiag.training.overflow.session", "overflow: this process is not checked"),
 )
-"""The variable that asks for it, the module that does it, and what is to be said if it cannot.
-
-`run` is first: it sets the variables of the others in the ranks of --rank.
-"""
+"""Environment variable, module to start, and error message. `run` is first: in the ranks of --rank it sets the
+variables of the others."""
 
 
 def _main() -> None:
@@ -26,12 +24,12 @@ def _main() -> None:
         if os.environ.get(variable):
             try:
                 _begin(module, os.path.dirname(os.path.dirname(os.path.dirname(here))))
-            except Exception as error:  # noqa: BLE001 - the job is what matters
+            except Exception as error:  # noqa: BLE001 - never fail the job
                 sys.stderr.write(f"distdiag {complaint}: {type(error).__name__} {error}\n")
 
 
 def _begin(module: str, root: str) -> None:
-    """Start what lies below `root`: this interpreter may be another one than distdiag's own, and not know of it."""
+    """Start a module below `root`: this may be another interpreter, without distdiag installed."""
     from importlib import import_module
 
     sys.path.insert(0, root)
@@ -55,5 +53,5 @@ def _run_the_next() -> None:
 
 try:
     _main()
-except Exception as error:  # noqa: BLE001 - the job is what matters
+except Exception as error:  # noqa: BLE001 - never fail the job
     sys.stderr.write(f"distdiag: this process is not traced or checked: {type(error).__name__} {error}\n")
