@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 
 _FILL = ("fill", "where", "scatter", "index", "copy", "lift", "put", "tri", "clone", "detach", "pad")
-"""Operations that write a chosen -inf or move values unchanged; a dtype conversion is neither and calculates
-nothing."""
+"""Operations that write a chosen -inf or move values unchanged, dtype conversions (`_to_copy`) included."""
 _LEAST = {torch.finfo(dtype).min for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 """Also used as fill values of masks; the sum of two is -inf."""
 _LOSS_GREW = 2.0
@@ -158,7 +157,7 @@ class _Beginning(NamedTuple):
 def from_frames(
     bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when: When, origins: Origins | None = None
 ) -> Found:
-    """Describe the first bad line of a forward from the frames up to it and, in a replay, their `origins`."""
+    """Describe the first bad line from the frames before it and, in a replay, the `origins` of its tensors."""
     began = _beginning(bad, masks, origins) if bad.phase in ("input", "output") else None
     line, frame, maker = began or _Beginning(bad, bad.frame)
     origin, frame = _origin(line, frame)

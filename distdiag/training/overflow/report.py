@@ -161,8 +161,8 @@ class Detection:
     """The first bad tensor of a job, in `module`; code of `made_by` produced it.
 
     `batch`, `step`, `unit` and `phase` as in When; `origin`: HERE or another of the origins. `what`: counts of nan and
-    inf; `operation`: produced them from finite inputs, if that was observed. `path`: the source file. `number`: of the
-    frame, or the order of the gradient; the rank with the lowest was first.
+    inf; `operation`: produced them from finite inputs, if that was observed. `path`: the frame file read. `number`: of
+    the frame, or the order of the gradient; the rank with the lowest was first.
     """
 
     sentence: str
