@@ -1,8 +1,8 @@
 """The rendezvous of a job's nodes, from the command line of a waiting launcher.
 
-Option names and defaults of torchrun (torch/distributed/run.py, the rendezvous backends of torch 2.13),
-`accelerate launch`, which runs torchrun's code in its own process, and deepspeed.launcher.launch, started by deepspeed
-on each node. A variable PET_NAME is the default of torchrun's --name.
+Option names and defaults of torchrun (torch/distributed/run.py, the rendezvous backends of torch 2.13), `accelerate
+launch`, which runs torchrun's code in its own process, and deepspeed.launcher.launch, started by deepspeed on each
+node. A variable PET_NAME is the default of torchrun's --name.
 """
 
 from __future__ import annotations
