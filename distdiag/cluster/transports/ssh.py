@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 
 class OpenSshTransport(CommandTransport):
-    """`ssh` with the user's own configuration, never interactive; unknown host keys are accepted only with
-    `accept_new`.
-    """
+    """`ssh` with the user's configuration, never interactive; accepts unknown host keys only with `accept_new`."""
 
     name = "openssh"
 

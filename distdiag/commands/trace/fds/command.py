@@ -77,7 +77,10 @@ class DescriptorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRow:
-    """One process and its descriptors. `limit`, `unread`: see Opened; `counts` by kind, largest first."""
+    """One process and its descriptors. `limit`: RLIMIT_NOFILE; `counts` by kind, the largest first.
+
+    `unread`: the reason for a missing list: "denied", "gone".
+    """
 
     host: str
     rank: int | None
