@@ -1,6 +1,6 @@
 """distdiag: from "my distributed PyTorch job is slow, hung, crashed or won't build" to this rank, this link, this fix.
 
-The names below are for programs that read reports, and for training scripts; they are imported when first used.
+The names below, for programs that read reports and for training scripts, are imported on first use.
 """
 
 from __future__ import annotations

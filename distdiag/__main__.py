@@ -9,7 +9,7 @@ from distdiag import interrupts
 
 
 def main() -> None:
-    """Run distdiag; an interrupt that comes while it loads is kept until it is known what it interrupts."""
+    """Run distdiag; an interrupt while loading is held until the command can handle it."""
     interrupts.handle(hold=True)
     gc.set_threshold(50_000)  # loading makes many objects and no garbage
     from distdiag.cli import main as run
@@ -18,8 +18,8 @@ def main() -> None:
         try:
             run()
         finally:
-            interrupts.finish()  # all is said: a signal that comes now would only change the status
-            gc.freeze()  # nobody needs what is left; to look through all of it at the end takes 20 ms
+            interrupts.finish()  # output is complete: a later signal would only change the status
+            gc.freeze()  # spares the collection at exit, 20 ms
     except KeyboardInterrupt:  # right after the report, before it was ignored
         interrupts.finish()
         sys.exit(130)

@@ -1,8 +1,8 @@
-"""The file that `distdiag bundle` writes: made in one place, read as what a stranger sent.
+"""The file written by `distdiag bundle`; read as untrusted input.
 
-A bundle is a packed tar whose names all begin with `distdiag-bundle/`: MANIFEST.txt first, then facts/, verdicts/,
-nodes/ and logs/. Reading unpacks nothing to disk: only regular members below facts/ are looked at, in memory, up to
-limits of size, number and time. So a link, a device, a path upwards or a bomb in it is a sentence, never a file.
+A bundle is a compressed tar whose names all begin with `distdiag-bundle/`: MANIFEST.txt first, then facts/, verdicts/,
+nodes/ and logs/. Reading extracts no files: only regular members below facts/ are read, in memory, up to limits of
+size, number and time. So a link, device, upward path or decompression bomb is only an error message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TOP = "distdiag-bundle"
 _FACTS = re.compile(rf"{TOP}/facts/[\w.-]{{1,220}}\.json")
 _MOST_BYTES = 256 * 2**20
-"""Of all that is unpacked; also what one file of --save may have."""
+"""Limit on unpacked bytes, and on one file of --save."""
 _MOST_MEMBERS = 20_000
 _READ_S = 60.0
 _BLOCK = 512
@@ -62,7 +62,7 @@ def saved_facts(path: Path) -> Iterator[tuple[str, bytes]]:
             for number, member in enumerate(archive):
                 if number >= _MOST_MEMBERS:
                     raise Senseless(f"has more than {_MOST_MEMBERS} files")
-                # Whatever is no plain file of that name is passed over: nothing of it is ever written.
+                # Anything but a regular file of such a name is skipped, and never written.
                 if not member.isreg() or member.issparse() or not _FACTS.fullmatch(member.name):
                     continue
                 content = archive.extractfile(member)
@@ -75,7 +75,7 @@ def saved_facts(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 class _Unpacked(io.RawIOBase):
-    """The unpacked bytes of a file, as a stream that ends with an error where it becomes too large or too slow."""
+    """The unpacked bytes of a file, as a stream that fails once it is too large or too slow."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def packing_named(target: str) -> str:
 
 
 def pack(members: Iterable[tuple[str, bytes]], packing: str, at: float) -> bytes:
-    """Return a packed tar of (name below the top, content): plain files, 0600, of nobody. Raises DistdiagError."""
+    """Return a compressed tar of (name below the top, content): regular files, 0600, no owner. Raises DistdiagError."""
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, content in members:
@@ -177,7 +177,7 @@ def pack(members: Iterable[tuple[str, bytes]], packing: str, at: float) -> bytes
 
 
 def _by_program(data: bytes) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:  # 0700; what is in it is redacted already
+    with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:  # 0700; the content is already redacted
         place, packed = f"{folder}/bundle.tar", f"{folder}/bundle.tar.zst"
         with open(place, "xb") as file:
             file.write(data)

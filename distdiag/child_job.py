@@ -30,9 +30,9 @@ _TURN_S = 1.0
 
 
 def argv_of(command: Sequence[str], *, example: str) -> list[str]:
-    """Return the command to execute: with the job's Python before a script (x.py) or an option of Python's.
+    """Return the command to execute, after the job's Python if it begins with a script (x.py) or a Python option.
 
-    A script that is executable and named by its path is executed, as a shell does.
+    An executable script given by path is executed directly, as in a shell.
 
     Raises:
         CommandNotFound, CannotExecute: as a shell would report; `example` is how a job is typed.
@@ -61,7 +61,7 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
 
 
 def _put_uvx_last() -> None:
-    """Move the environment that uvx made for distdiag, and put first on PATH, to its end: the job is the user's."""
+    """Move the environment of uvx from the front of PATH to its end: the job gets the user's programs."""
     first, *rest = os.get_exec_path()
     is_of_uvx = "UV" in os.environ and os.environ.get("VIRTUAL_ENV") != sys.prefix
     if is_of_uvx and first == os.path.dirname(sys.executable):
@@ -86,7 +86,7 @@ def watched(variable: str, text: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def signals_for_the_job() -> Iterator[set[signal.Signals | int]]:
-    """Hold back the signals that are meant for the job, for `wait` to take; gives what was held back before."""
+    """Block the signals meant for the job, for `wait` to receive; yield the previous mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*FORWARDED, signal.SIGCHLD])
     try:
         yield set(before)
@@ -113,7 +113,7 @@ def start(
         return child
     try:
         programs.die_with_parent(dies_by)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the job would inherit that
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and the job would inherit that
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if stdout is not None:
@@ -147,7 +147,7 @@ def _first_bytes(path: str) -> bytes:
 
 
 def start_recorder(config: Mapping[str, object], keep: Sequence[int]) -> int:
-    """Start the recorder of a job, which outlives us, in a session of its own; return its pid. It inherits `keep`."""
+    """Start the recorder of a job, which outlives us, in a new session; return its pid. It inherits `keep`."""
     _flush()
     child = os.fork()
     if child:
@@ -169,10 +169,10 @@ def start_recorder(config: Mapping[str, object], keep: Sequence[int]) -> int:
 
 
 def wait(child: int, pass_on: Callable[[int, int], None], turn: Callable[[], None] | None = None) -> int:
-    """Wait for a child to end: its exit status, negative for a signal.
+    """Wait for a child to end; return its exit status, negative for a signal.
 
-    `pass_on` is given its pid and each signal that is meant for the job; `turn` is called each second, and when the job
-    is stopped.
+    `pass_on` receives its pid and each signal meant for the job; `turn` is called each second, and when the job is
+    stopped.
     """
     while True:
         received = signal.sigtimedwait([*FORWARDED, signal.SIGCHLD], _TURN_S)
@@ -184,19 +184,19 @@ def wait(child: int, pass_on: Callable[[int, int], None], turn: Callable[[], Non
             if received.si_code <= _FROM_PROCESS:
                 pass_on(child, received.si_signo)
             elif received.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid():
-                # The terminal is gone, and only the leader of its session gets to know: without us that is the job.
+                # The kernel notifies only the session leader of a hangup: without us that would be the job.
                 pass_on(child, received.si_signo)
                 send(child, signal.SIGCONT)
             continue
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
-        if turn is not None:  # it was stopped or goes on, or another child has ended
+        if turn is not None:  # the job stopped or continued, or another child ended
             turn()
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process that may be gone."""
+    """Send a signal to a process that may have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

@@ -1,4 +1,4 @@
-"""The whole program on one page: one line for each subcommand, and what happens when there is no report."""
+"""The whole program on one page: one line per subcommand, and the handling of errors before a report."""
 
 from __future__ import annotations
 
@@ -197,13 +197,13 @@ GROUPS: Groups = {
     ),
     "Help": (Sub("hosts", "hosts:hosts", "The options for hosts, which most commands share: distdiag help hosts."),),
 }
-"""All commands, by what they are for; the last group has pages of `distdiag help`."""
+"""All commands by purpose; the last group has the pages of `distdiag help`."""
 _SUBCOMMANDS = tuple(sub for title, group in GROUPS.items() for sub in group if title != "Help")
 _ABOUT = "Find out why a distributed PyTorch job hangs, crashes, crawls or won't build, and how to fix it."
 
 
 def _first_screen() -> str:
-    """Return a command for each symptom; each line fits 80 columns."""
+    """Return the overview: one command per symptom, each line within 80 columns."""
     lines = [_ABOUT.replace(", and how", ",\nand how")]
     for title, group in GROUPS.items():
         rows = [f"  {seen:<40}distdiag {words}" for sub in group for seen, words in sub.symptoms]
@@ -280,7 +280,7 @@ def _run(typed: Invocation) -> int:
 
 
 def _hint(typed: Invocation, wrong: Any) -> str:  # noqa: ANN401 - Typer's error is private
-    """Return what was meant where a command line is nearly right, or which default is wrong; "" if neither is known."""
+    """Return a correction for a nearly right command line, or the origin of a wrong default; "" if neither applies."""
     message = wrong.format_message()
     parameter = getattr(getattr(wrong, "param", None), "name", "")
     if wrong_default := next((each for each in typed.used if each.parameter == parameter), None):
@@ -300,7 +300,7 @@ def _without_report(typed: Invocation, code: int, id_: str, message: str, hint: 
 
 
 def _scarce(error: Exception) -> str:
-    """Return which resource ran out; empty if the error has another cause."""
+    """Return the exhausted resource; empty if the error has another cause."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return "Too many open files"

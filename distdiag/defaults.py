@@ -1,7 +1,7 @@
 """Defaults for options from DISTDIAG_* variables, ./distdiag.toml and ~/.config/distdiag/config.toml, in this order.
 
-In a file, an option at the top is for every command that has it, one in a table ([hang], [trace.blocked]) for that
-command. A file is read only if nobody but this user or root can have written it: `setup`, `via` and `python` run
+Top-level options of a file apply to every command that has them, options in a table ([hang], [trace.blocked]) to that
+command. A file is read only if no user but this one and root can have written it: `setup`, `via` and `python` run
 programs.
 """
 
@@ -23,7 +23,7 @@ _SELECTORS = ("from_", "hosts", "hostfile", "slurm_job", "kube")
 _NEEDS = {"via": ("hosts", "hostfile"), "launcher": ("hosts", "hostfile")} | dict.fromkeys(
     ("namespace", "context", "container", "kube_debug"), ("kube",)
 )
-"""Options that are wrong usage without one of these selectors; their defaults wait for it."""
+"""Options invalid without one of these selectors; defaults for these apply only with one."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class File:
 
 
 def paths() -> tuple[str, str]:
-    """Return where files are looked for, the first goes before the second."""
+    """Return the configuration files' paths, highest priority first."""
     above = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return os.path.abspath("distdiag.toml"), os.path.join(above, "distdiag", "config.toml")
 
@@ -63,23 +63,23 @@ def exist() -> bool:
 
 
 def files() -> tuple[File, ...]:
-    """Read the files that exist, the strongest first. Raises ValueError for one that is not TOML."""
+    """Read the existing files, highest priority first. Raises ValueError for invalid TOML."""
     return tuple(_read(path) for path in paths() if os.path.exists(path))
 
 
 def chosen(command: str, parameters: Sequence[Any], given: Container[str], read: Sequence[File]) -> tuple[Default, ...]:
-    """Return the defaults that a command line uses.
+    """Return the defaults for a command line.
 
-    Where saved facts, other hosts or a launcher are chosen, no default chooses hosts.
+    With saved facts, explicit hosts or a launcher, no default selects hosts.
 
     Args:
         command: its name, "trace blocked".
         parameters: Typer's, of that command.
-        given: names of the parameters that are typed.
+        given: names of the typed parameters.
         read: the files.
 
     Raises:
-        ValueError: the table of this command has an unknown option, or a value of a wrong kind.
+        ValueError: the table of this command has an unknown option, or a value of a wrong type.
     """
     from distdiag.facts.rank_identity import identify
 
@@ -151,7 +151,7 @@ def _read(path: str) -> File:
 
 
 def _untrusted(file: os.stat_result, folder: os.stat_result, path: str) -> str:
-    """Return why another user may have written a file; "" if none can have."""
+    """Return why another user may have written a file; "" if impossible."""
     ours = (os.geteuid(), 0)
     if not stat.S_ISREG(file.st_mode):
         return "not a file"

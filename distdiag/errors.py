@@ -1,4 +1,4 @@
-"""Failures of distdiag itself: what happened, then what to type. Faults of the user's job are findings, not errors.
+"""Failures of distdiag itself, each with a message and a hint. Faults of the user's job are findings, not errors.
 
 Each class has an id for programs and an exit status: DistdiagError and NodeFailed 3, UsageError 2, 126 or 127 as in
 shells; Interrupted 130.

@@ -55,7 +55,7 @@ class Gathered(Generic[Facts]):
     refusals: dict[str, HostError] = field(default_factory=dict)
     interrupted: bool = False
     pods: tuple[Pod, ...] = ()
-    """State in Kubernetes of hosts that are pods. `pods_error`: why the final query failed."""
+    """State in Kubernetes of pods among the hosts. `pods_error`: why the final query failed."""
     pods_error: str = ""
 
 

@@ -70,7 +70,7 @@ def finish() -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Defer interrupts to `came`, for short work that must complete."""
+    """Defer interrupts, for short work that must complete; see `came`."""
     global _holding
     before, _holding = _holding, True
     try:

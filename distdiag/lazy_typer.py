@@ -1,7 +1,7 @@
-"""Typer with commands that are imported when they are called, help in groups, and defaults from files and variables.
+"""Typer with lazily imported commands, grouped help, and defaults from files and variables.
 
-This subclasses classes that Typer does not promise, because Typer has no lazy command; a class of the package click is
-not Typer's; and a command that hands its words on to a second program has no completion of its options.
+Typer has no lazy commands, so this subclasses its non-public classes. Typer vendors Click: classes of the package click
+do not match. Commands that pass words on to a second program have no completion of options.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FOLDED = {"Hosts": (("hosts", "slurm_job", "kube"), "All host options: distdiag
 
 @dataclass(frozen=True)
 class Sub:
-    """One subcommand. `home`: module below distdiag.commands and function; empty where it only has subcommands.
+    """One subcommand. `home`: module below distdiag.commands and function; empty for a group.
 
     `starts_job`: its first word that is no option begins another program's command line, with or without `--`.
     """
@@ -49,7 +49,7 @@ class Sub:
 
 
 Groups = dict[str, tuple[Sub, ...]]
-"""Subcommands by the title of their group in help."""
+"""Subcommands by help group title."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Invocation:
 
     @property
     def is_for_all(self) -> bool:
-        """Whether this process reports for all that a launcher started: they share one stdout."""
+        """Whether this process reports for all processes of a launcher, which share one stdout."""
         from distdiag.facts.rank_identity import identify
 
         me = identify(os.environ)
@@ -123,7 +123,7 @@ def _markdown_option() -> TyperOption:
 def listing(
     name: str, groups: Groups, about: str, settings: dict[str, Any] | None = None, *, first_screen: str = ""
 ) -> typer.Typer:
-    """Return a program that only has subcommands; `first_screen`: what it prints without any, instead of its help."""
+    """Return a group of subcommands; `first_screen`: printed instead of help if run without any."""
     program = typer.Typer(
         name=name,
         cls=_group(groups, first_screen),
@@ -147,7 +147,7 @@ def _not_loaded() -> None:
 
 
 def _group(groups: Groups, first_screen: str) -> type[TyperGroup]:
-    """Return a group that loads the subcommand that is called: of the others the name and a line of help will do."""
+    """Return a group that imports only the subcommand to call; for the others, names and help lines suffice."""
     by_name = {subcommand.name: subcommand for group in groups.values() for subcommand in group}
 
     class Group(TyperGroup):
@@ -179,7 +179,7 @@ def _group(groups: Groups, first_screen: str) -> type[TyperGroup]:
 
 
 class _Command(TyperCommand):
-    """A command whose usage names what is required as manuals do: A B, not {A} {B}."""
+    """A command whose usage shows required arguments as man pages do: A B, not {A} {B}."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401
         pieces = super().collect_usage_pieces(ctx)
@@ -247,7 +247,7 @@ def _is_short(ctx: Any) -> bool:  # noqa: ANN401
 
 
 def _interruptible(command: Callable[..., None], typed: Invocation) -> Callable[..., None]:
-    """Return a command that can be interrupted from the moment on that its --json is known."""
+    """Return a command that can be interrupted once its --json is known."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:  # noqa: ANN401 - what Typer parsed

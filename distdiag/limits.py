@@ -11,7 +11,7 @@ _SYS_RESOURCE = 24  # CAP_SYS_RESOURCE, linux/capability.h
 
 
 def hint_for(words: str) -> str:
-    """Return what to do about the limit that an error of this machine names; empty if it names none."""
+    """Return a hint for raising the local limit named by an error; empty if none."""
     if "Too many open files" in words:
         return _raise("n", "nofile", resource.RLIMIT_NOFILE)
     if "Resource temporarily unavailable" in words or "can't start new thread" in words:
@@ -29,7 +29,7 @@ def _soft(which: int) -> int:
 
 
 def _raise(letter: str, name: str, which: int) -> str:
-    """Return a command that raises a limit of the shell, and can: up to the hard one all may, above it only root."""
+    """Return a command to raise a limit of the shell: up to the hard one; above that, only root can."""
     soft, hard = resource.getrlimit(which)
     wanted = max(_ENOUGH, _MORE * soft)
     if hard == resource.RLIM_INFINITY or hard >= wanted or _may_raise():
@@ -48,6 +48,6 @@ def _may_raise() -> bool:
             capabilities = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
     except StopIteration:
         return os.geteuid() == 0
-    except OSError:  # no file can be opened any more, and that is why we are asked
+    except OSError:  # no descriptor left, the very error in question
         return False
     return bool(capabilities >> _SYS_RESOURCE & 1)

@@ -44,7 +44,7 @@ def _finding(finding: Finding, summary: str) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return text that Markdown shows as it is; what stands in backticks stays code."""
+    """Escape Markdown in text, except for code in backticks."""
     return "".join(part if part[:1] == "`" else _ACTIVE.sub(r"\\\1", part) for part in _CODE.split(text))
 
 

@@ -50,7 +50,7 @@ _MAX_RANK = 10_000_000
 
 
 def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
-    """Parse what --rank takes: "3", "0-3,7". Raises UsageError."""
+    """Parse --rank: "3", "0-3,7". Raises UsageError."""
     found: set[int] = set()
     for part in (part.strip() for text in texts for part in text.split(",")):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
@@ -175,9 +175,9 @@ def _given(text: str | None) -> str:
 
 
 def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that select hosts to a command; it gets them all as its argument `cluster`.
+    """Add the options that select hosts to a command, which receives them as `cluster`.
 
-    An option of the command's own goes before a shared one of the same name, which has its default then.
+    A command's own option replaces a shared one of the same name, which keeps its default.
     """
     own = [
         parameter
@@ -207,7 +207,7 @@ def answer_as(ctx: typer.Context, words: Sequence[str], stdin: str | None = None
     Args:
         ctx: that of this command.
         words: the command and its options, as typed.
-        stdin: what it reads there, if this command has already read it.
+        stdin: the new command's input, if this command has already read it.
     """
     root = ctx.find_root()
     root.obj.command, root.obj.words = "", list(words)

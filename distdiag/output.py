@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 Data = TypeVar("Data")
 _FOLDED = "kube.pod-lacks"
-"""A remark whose fix is a patch of many lines: below the verdict, without it."""
+"""A remark whose fix is a long patch: printed below the verdict, without the patch."""
 SCHEMA = "distdiag/1"
 _AGENTS = ("AI_AGENT", "CLAUDECODE", "CURSOR_AGENT", "GEMINI_CLI", "CODEX_SANDBOX", "CODEX_THREAD_ID")
-"""Variables that coding agents set in the shells that they use."""
+"""Variables set by coding agents in their shells."""
 _is_markdown = False
 _WIDEST = 100
 _LONGEST = 5000
 _ROOM = 160
-"""Characters of a list of hosts that could be used; the others are all named."""
+"""Maximum characters for the list of usable hosts; the others are all named."""
 _MOVES = re.compile(
     r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\x1b(?!\[(?:0|1|(?:1;)?3[0-7])m)"
 )
-"""What moves the cursor, reverses text or worse: names of files, hosts and functions come from outside.
+"""Characters that move the cursor, reverse text or worse: names of files, hosts and functions are untrusted.
 
 Our own colours stay.
 """
@@ -70,7 +70,7 @@ def deliver(
     view: Callable[[Report[Data]], Iterable[RenderableType]],
     output: Output,
 ) -> NoReturn:
-    """Run a diagnosis, print its report or why there is none, and leave with its exit status."""
+    """Run a diagnosis, print its report or error, and exit with its status."""
     try:
         report = diagnose()
     except DistdiagError as error:
@@ -110,7 +110,7 @@ def _in_shell_of_agent() -> bool:
 
 
 def load() -> None:
-    """Load what draws a report; for a moment in which others are at work."""
+    """Import the rendering libraries, while waiting for other processes."""
     import msgspec  # noqa: F401
     import rich.console
     import rich.table  # noqa: F401
@@ -134,7 +134,7 @@ def deliver_lines(command: str, write: Callable[[], list[str]], *, as_json: bool
 
 
 def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
-    """Print why there is no report: on stderr for people, as JSON on stdout for programs."""
+    """Print an error in place of a report: on stderr for people, as JSON on stdout for programs."""
     say(f"distdiag {command}: {error}")
     if error.hint:
         say(f"hint: {as_called(error.hint)}")
@@ -145,7 +145,7 @@ def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
 
 
 def _leave_with(text: str, exit_code: int) -> NoReturn:
-    """Write the last output and leave: an interrupt that comes after it changes nothing."""
+    """Write the last output and exit: a later interrupt changes nothing."""
     try:
         emit(text)
         interrupts.settle()
@@ -165,20 +165,20 @@ def error_document(command: str, exit_code: int, id_: str, message: str, hint: s
 
 
 def harmless(text: str, encoding: str | None) -> str:
-    """Return text without what commands a terminal, and without letters that the stream's encoding does not have.
+    """Remove terminal control characters, and replace letters missing from the stream's encoding.
 
-    For both streams: a name that is no UTF-8 is, in Python, a letter that cannot be written.
+    Applies to stdout and stderr: Python decodes names that are not UTF-8 to unprintable surrogates.
     """
     encoding = encoding or "utf-8"
     return _MOVES.sub("?", text).encode(encoding, "replace").decode(encoding)
 
 
 def emit(text: str) -> None:
-    """Write to stdout; a reader that left early (`| head -1`) is no error.
+    """Write to stdout; a closed reader (`| head -1`) is no error.
 
     Raises:
-        typer.Exit: stdout cannot be written: a full disk, and the reason is on stderr, the status 3; or nobody reads it
-            and we are interrupted, the status 130: a second document behind half of this one would be no JSON.
+        typer.Exit: status 3: stdout is not writable (disk full), with the reason on stderr; 130: interrupted, and the
+            reader has left: a second document after half of this one would be invalid JSON.
     """
     if sys.stdout is None:  # started with stdout closed
         return
@@ -197,9 +197,9 @@ def emit(text: str) -> None:
 
 
 def is_done_by_another() -> bool:
-    """Return whether a launcher started this several times, and rank 0 of them does the work.
+    """Return whether rank 0 of this launcher does the work in place of this process.
 
-    A plain RANK does not count: in a pod it may be the variable of all that is started there.
+    A plain RANK does not count: a pod may set it for every process.
     """
     from distdiag.facts.rank_identity import identify
 
@@ -225,7 +225,7 @@ def say(text: str) -> None:
 
 
 def plain_table(*columns: Column) -> Table:
-    """Make a table as all our tables are: no lines, which say nothing and break when pasted."""
+    """Create a table without lines, which break when pasted."""
     from rich.table import Table
 
     class Bounded(Table):
@@ -236,7 +236,7 @@ def plain_table(*columns: Column) -> Table:
 
 
 def _bounded(text: str) -> str:
-    """Cut what no path and no sentence is: wrapping a name of megabytes takes longer than all else."""
+    """Cut texts beyond any real path or sentence: wrapping a name of megabytes would dominate the run time."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters; --json has all)"
 
 
@@ -284,7 +284,7 @@ def pod_table(pods: Sequence[Pod]) -> Iterator[RenderableType]:
 
 
 class Wide:
-    """A table of numbers at its own width: where that is more than there is, its lines run over, and nothing is cut."""
+    """A table of numbers at its own width: lines may exceed the terminal, and no cell is cut."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -297,7 +297,7 @@ class Wide:
 
 
 class Whole:
-    """A line that is never wrapped, so that it pastes and greps. (rich forgets that of a bare Text.)"""
+    """A line never wrapped, so that it pastes and greps. (rich drops no_wrap of a bare Text.)"""
 
     def __init__(self, line: str, *, style: str = "") -> None:
         self._line, self._style = _bounded(line), style
@@ -309,7 +309,7 @@ class Whole:
 
 
 class Wrapped:
-    """Words that wrap below a margin (`hang`: that of all lines but the first); nothing pads its lines."""
+    """Text wrapped at a margin (`hang`: margin of all lines but the first), without padding."""
 
     def __init__(self, text: str, *, margin: int, hang: int | None = None, style: str = "") -> None:
         self._text, self._style = _bounded(text), style
@@ -357,7 +357,7 @@ class Progress:
             say(f"distdiag: {text}")
 
     def now(self, text: str, share: float | None = None) -> None:
-        """Show what is being waited for, with a bar where it is known which share is done; only on a terminal."""
+        """Show the pending step, with a progress bar if `share` is known; only on a terminal."""
         if self._status is not None:
             full = round(_BAR * (share or 0.0))
             bar = "" if share is None else "\u2501" * full + "\u2500" * (_BAR - full) + " "
@@ -375,7 +375,7 @@ def _discard(stream: TextIO) -> None:
 
 def _as_json(document: dict[str, Any]) -> str:
     text = json.dumps(document, indent=2)
-    if "\\ud" in text:  # half a letter, as of a name that is no UTF-8: other programs refuse the whole document for it
+    if "\\ud" in text:  # a lone surrogate, as in a name outside UTF-8: other programs reject the whole document
         whole = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
         text = json.dumps(json.loads(whole), indent=2)
     return text + "\n"
@@ -403,7 +403,7 @@ def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
 
 
 def _pasteable(finding: Finding) -> Finding:
-    """Return a finding with the commands of its fix as they can be typed here."""
+    """Adapt the commands of a fix to this installation."""
     if finding.fix is None or not finding.fix.commands:
         return finding
     return replace(finding, fix=replace(finding.fix, commands=tuple(map(as_called, finding.fix.commands))))
@@ -417,7 +417,7 @@ def as_page(
 
 
 def _is_colour_forced() -> bool:
-    """Return whether colours are wanted in a pipe too: https://force-color.org, https://bixense.com/clicolors."""
+    """Return whether colours are forced in pipes: https://force-color.org, https://bixense.com/clicolors."""
     return any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
 
 
@@ -430,9 +430,9 @@ def _render(
 ) -> str:
     from rich.console import Console
 
-    # Drawn into text first: what is printed is whole, and `emit` alone deals with a stdout that does not take it.
+    # Rendered to a string first, so that output is complete, and only `emit` handles a broken stdout.
     page = io.StringIO()
-    # Open MPI gives its processes a terminal, whatever its own output goes to.
+    # Open MPI gives its processes a terminal, even with redirected output.
     on_terminal = sys.stdout is not None and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
     console = Console(
         file=page,
@@ -448,7 +448,7 @@ def _render(
         console.print(part, crop=False)
     if whole:
         return _tidy(page.getvalue())
-    # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
+    # Readers look at the end of the output: the verdict and its fix are printed last (the sort is stable).
     folded = [finding for finding in report.findings if finding.id == _FOLDED]
     findings = sorted((each for each in reversed(report.findings) if each not in folded), key=_least_first)
     is_last = findings and (findings[-1].level in (Level.FAIL, Level.UNKNOWN) or findings[-1].title == report.summary)
@@ -466,7 +466,7 @@ def _render(
 
 
 def _tidy(page: str) -> str:
-    """Return a page without blanks at the ends of lines, which rich pads tables with, and never two empty lines."""
+    """Strip trailing blanks, rich's padding of tables, and merge empty lines."""
     return re.sub(r"\n{3,}", "\n\n", re.sub(r" +$", "", page, flags=re.MULTILINE))
 
 

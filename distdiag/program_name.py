@@ -24,13 +24,13 @@ def called_as() -> str:
 
 
 def is_one_file() -> bool:
-    """Return whether this is the one file of `make zipapp`, which has no environment of its own."""
+    """Return whether this runs from the single file of `make zipapp`, without an installed environment."""
     return bool(_as_one_file())
 
 
 @functools.cache
 def _as_one_file() -> str:
-    """Return `python3 distdiag.pyz` as it was typed; empty if this is not that file."""
+    """Return `python3 distdiag.pyz` as typed; empty if this is not that file."""
     import zipfile
 
     called = sys.argv[0]
@@ -39,7 +39,7 @@ def _as_one_file() -> str:
 
 
 def as_called(text: str) -> str:
-    """Return a command, or a hint with commands in it, with the file in place of a program that is not installed."""
+    """Replace `distdiag` in commands and hints with the zipapp's command, if not installed."""
     if "distdiag " not in text or not (program := _as_one_file()):
         return text
     return _OWN_NAME.sub(lambda _: f"{program} ", text)

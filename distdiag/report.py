@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """The culprits of a finding, so that a script can drain them; empty if it concerns all or none."""
+    """The culprits of a finding, for scripts to drain; empty if it concerns all or none."""
 
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()

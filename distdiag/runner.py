@@ -1,10 +1,9 @@
 """The shared path of all commands that inspect nodes, from options to report.
 
-    options -> facts of all hosts (collected now, or --from) -> diagnose -> report
+options -> facts of all hosts (collected now, or --from) -> diagnose -> report
 
-A command supplies what to collect, and how to diagnose and show it. Shared here: --save and --from,
---explain-transport, --json, Ctrl-C with a partial report, unusable hosts, several names for one machine, protocol
-violations.
+A command supplies the collection, diagnosis and view. Shared here: --save and --from, --explain-transport, --json,
+Ctrl-C with a partial report, unusable hosts, several names for one machine, protocol violations.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def run(
 
 @contextlib.contextmanager
 def _of_files(options: Options) -> Iterator[None]:
-    """Blame inconsistent input files for an exception, as they may contradict themselves in any way."""
+    """Attribute any exception to the input files, which may be arbitrarily inconsistent."""
     try:
         yield
     except DistdiagError:
@@ -170,7 +169,7 @@ def facts_of(
     options: Options,
     unsaved: list[DistdiagError] | None = None,
 ) -> tuple[Asked, Gathered[Facts]]:
-    """Collect and save the facts; or read saved facts, with their request.
+    """Collect and save the facts; or read saved facts, with the original request.
 
     A failed save does not lose the facts: the error is appended to `unsaved`, if given.
 
@@ -205,7 +204,7 @@ def _kube_of(request: Any) -> Kube | None:  # noqa: ANN401 - a dataclass
 
 
 def _with_pods_now(kube: Kube, gathered: Gathered[Facts], progress: Progress) -> Gathered[Facts]:
-    """Read the states of the pods again at the end: one may have been killed meanwhile."""
+    """Query the pods again at the end: one may have been killed meanwhile."""
     progress.now("reading the states of the pods")
     if gathered.interrupted:
         return gathered
@@ -243,7 +242,7 @@ def _default(request: Any, name: str) -> object:  # noqa: ANN401 - a dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """Requests by host, and the time limit for all of them."""
+    """Requests by host, and one time limit for all."""
 
     by_host: Mapping[str, Mapping[str, Any]]
     timeout_s: float
@@ -266,7 +265,7 @@ class Question(Generic[First, Part, Facts]):
     Omitted hosts receive no request. May raise DistdiagError.
     """
     join: Callable[[str, First, Sequence[Part], str], Facts | None]
-    """Combines the reports of a host, and why they may be incomplete, into its facts; None: no facts."""
+    """Combines the reports of a host, and the reason for incomplete ones, into its facts; None: no facts."""
     doing: str = ""
     """Progress line; empty for quick queries."""
     each_name: bool = False
@@ -286,7 +285,7 @@ def gather(
     progress: Progress,
     again: Callable[[Gathered[Facts]], bool] = lambda _: False,
 ) -> Gathered[Facts]:
-    """Connect to this machine or all target hosts, and query them in parallel; repeat while `again` returns true.
+    """Connect to this machine or all target hosts, and query in parallel; repeat while `again` returns true.
 
     Ctrl-C ends it early, returning the facts received by then.
 

@@ -29,7 +29,7 @@ def users_python() -> tuple[str, str]:
 
 
 def _on_path(*, apart: bool) -> str:
-    """Return the first Python on PATH; empty if it is distdiag's own, which uvx puts there before the user's."""
+    """Return the first Python on PATH; empty if it is distdiag's own, which uvx puts first: with `apart`, skip that."""
     for folder in os.get_exec_path():
         for name in ("python3", "python"):
             path = os.path.join(folder, name)
@@ -43,13 +43,13 @@ def _on_path(*, apart: bool) -> str:
 
 
 def _is_ours(path: str) -> bool:
-    """Return whether a Python is distdiag's own: by its folder, as environments link to one and the same file."""
+    """Return whether a Python is distdiag's own, by folder: environments may link to the same file."""
     folder, ours = os.path.dirname(path), os.path.dirname(sys.executable)
     return os.path.exists(folder) and os.path.exists(ours) and os.path.samefile(folder, ours)
 
 
 def _is_apart() -> bool:
-    """Return whether this environment is one of pipx, of `uv tool install`, or of the cache that uvx runs from."""
+    """Return whether this is an environment of pipx, `uv tool install`, or the cache of uvx."""
     signs = ("pipx_metadata.json", "uv-receipt.toml")
     kept = any(os.path.exists(os.path.join(sys.prefix, name)) for name in signs)
     return kept or os.path.basename(os.path.dirname(sys.prefix)).startswith(("archive-v", "environments-v"))

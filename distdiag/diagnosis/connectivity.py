@@ -1,7 +1,7 @@
-"""What the probes between nodes mean: which path is closed, in which direction, whose fault it is, what opens it. Pure.
+"""Judge probes between nodes: the closed path, its direction, the node at fault, and the fix. Pure.
 
-The same fault has the same finding in every command that tries paths. torch prints the same words, or none, for most of
-these faults; the detail of a finding quotes them.
+The same fault has the same finding in every command that probes paths. For most of these faults torch prints identical
+messages, or none; the detail of a finding quotes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EVIDENCE_LINES = 6
 _FEW_PATHS = 4
-"""Up to so many paths, between two nodes, each is judged separately where none works."""
+"""With up to this many paths (two nodes), each is judged separately if all are closed."""
 _BY_ITS_OWN_KERNEL = ("no-route", "no-port")
 """No packet was sent."""
 _AT_THE_SOURCE = (*_BY_ITS_OWN_KERNEL, "name", "loopback")
@@ -63,7 +63,7 @@ for 256 KiB, latency and the processes at both ends decide, not the link."""
 _ENOUGH_PACKETS = 8
 _ENOUGH_PATHS = 3
 _MANY_PACKETS = 150
-"""One burst that a busy machine drops is 45 packets: that alone says nothing about a link that carried much data."""
+"""One burst dropped by a busy machine is 45 packets: alone that proves no fault of a link that carried much data."""
 _LISTS_RULES = "nft list ruleset | grep -nE 'reject|drop|quota|ct (bytes|count|state)|limit'"
 
 
@@ -76,20 +76,20 @@ class Case:
     head: str = ""
     """Rank 0's node."""
     rendezvous_port: int | None = None
-    """Where ranks are about to meet; None where no ranks are to be started."""
+    """Port where ranks will meet; None if no job is to be started."""
     again: Callable[[str], str] | None = None
     """Writes the command line that tries it once more, with these options added."""
 
     def host(self, node: str) -> str:
-        """Return what a node is called."""
+        """Return the host name of a node."""
         return self.test.hosts.get(node, node)
 
     def named(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return what nodes are called, once each."""
+        """Return the hosts of nodes, without repeats."""
         return tuple(dict.fromkeys(self.host(node) for node in nodes))
 
     def retry(self, options: str) -> tuple[str, ...]:
-        """Return the command that tries once more, if there is one."""
+        """Return the command that repeats the test, if any."""
         return (self.again(options),) if self.again is not None else ()
 
     def finding(self, name: str, level: Level, title: str, **rest: object) -> Finding:
@@ -118,7 +118,7 @@ def _silent(case: Case) -> list[Finding]:
 
 
 def _busy(case: Case) -> list[Finding]:
-    """Report paths on which no packet was lost and no process answered in time: that accuses no network."""
+    """Report probes without packet loss or a timely answer: the network is not at fault."""
     paths = [path for path in _main(case) if _verdict(path) == "busy" and not _is_flaky(case, path)]
     if not paths:
         return []
@@ -144,7 +144,7 @@ def _busy(case: Case) -> list[Finding]:
 
 
 def _closed(case: Case) -> list[Finding]:
-    """Explain closed paths, for each kind of answer; the same culprit for both kinds of port is named once."""
+    """Explain closed paths by kind of answer; a culprit for both kinds of port is named once."""
     paths = _main(case)
     edges = {_edge(path) for path in paths}
     if len(edges) > 2 and len(paths) > _FEW_PATHS and not any(p.is_open or _verdict(p) == "busy" for p in paths):
@@ -161,7 +161,7 @@ def _closed(case: Case) -> list[Finding]:
 
 
 def _main(case: Case) -> list[NetworkPath]:
-    """List the paths over the addresses that ranks use."""
+    """List the paths over the ranks' addresses."""
     return [path for path in case.test.paths if path.purpose in (PORT, RANKS)]
 
 
@@ -170,13 +170,13 @@ def _edge(path: NetworkPath) -> tuple[str, str]:
 
 
 def _verdict(path: NetworkPath) -> str:
-    """Return the verdict of the probe; loopback where the address leads back to the host that asks."""
+    """Return the probe's verdict; "loopback" if the address leads back to the source."""
     leads_home = any(is_loopback(address) for address in path.probe.resolved)
     return "loopback" if leads_home and not path.is_open and path.source != path.target else path.probe.verdict
 
 
 def _nothing_works(case: Case, everybody: Culprit, paths: Sequence[NetworkPath]) -> Finding:
-    """Report that no path at all is open, whatever the single answers are."""
+    """Report that all paths are closed, for whatever mix of reasons."""
     verdict = Counter(_verdict(path) for path in paths).most_common(1)[0][0]
     purposes = tuple(purpose for purpose in (PORT, RANKS) if any(path.purpose == purpose for path in paths))
     return _closed_finding(case, verdict, everybody, purposes)
@@ -202,7 +202,7 @@ _STOPS = ("silent", "cut-off")
 
 
 def _is_explained_elsewhere(case: Case, path: NetworkPath) -> bool:
-    """Return whether another finding explains it: the other end has no route back, or the address is a stranger's."""
+    """Return whether another finding covers it: no route back from the other end, or another program at the address."""
     back = _edge(path)[::-1]
     return any(
         (_edge(other) == back and other.probe.verdict == "no-route" and path.probe.verdict == "filtered")
@@ -212,7 +212,7 @@ def _is_explained_elsewhere(case: Case, path: NetworkPath) -> bool:
 
 
 def _culprits(case: Case, verdict: str) -> list[tuple[Culprit, tuple[str, ...]]]:
-    """Find who is behind one kind of answer, and at which kinds of port: (culprit, purposes)."""
+    """Find the culprits for one kind of answer: (culprit, purposes of the closed ports)."""
     by_culprit: dict[tuple[str, tuple[str, ...], tuple[str, ...]], dict[str, Culprit]] = {}
     for purpose in (PORT, RANKS):
         paths = [path for path in case.test.paths if path.purpose == purpose]
@@ -252,7 +252,7 @@ def _closed_finding(case: Case, verdict: str, culprit: Culprit, purposes: tuple[
 
 
 def _accused(case: Case, culprit: Culprit, verdict: str) -> tuple[str, ...]:
-    """Find who is at fault: whose own kernel says no; else the culprit, or of a pair whoever has no path that works."""
+    """Return the hosts at fault: sources failing locally, else the culprit; of a pair, the end without open paths."""
     if verdict in _AT_THE_SOURCE or culprit.kind != "pair":
         return case.named(culprit.nodes)
     ends = (*culprit.nodes, *culprit.others)
@@ -311,7 +311,7 @@ _PAIRS = {
 
 
 def _ports_words(case: Case, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
-    """Return which ports: given ports, those of ranks, or all."""
+    """Format the kind of ports: given ports, those of ranks, or all."""
     certain = sorted({path.probe.port for path in paths if path.purpose == PORT})
     if purposes == (RANKS,):
         return "ephemeral ports (used between ranks)"
@@ -322,7 +322,7 @@ def _ports_words(case: Case, purposes: tuple[str, ...], paths: Sequence[NetworkP
 
 
 def _reverse_words(case: Case, culprit: Culprit) -> str:
-    """Return whether the other direction works, if it was tried."""
+    """Format the state of the other direction, if tested."""
     back = {(target, source) for source, target in culprit.edges}
     paths = [path for path in case.test.paths if _edge(path) in back]
     return "; the reverse direction works" if paths and all(path.is_open for path in paths) else ""
@@ -359,7 +359,7 @@ def _other_direction(case: Case, culprit: Culprit) -> str:
 
 
 def _scope(case: Case, culprit: Culprit, purposes: tuple[str, ...]) -> str:
-    """Return what else works between the same hosts: is it the port, or the host?"""
+    """Format whether the port or the host is at fault, by other paths between the same hosts."""
     if purposes == (RANKS,):
         return "The rendezvous port is open, so torch's store works; then Gloo or NCCL times out and names no host."
     ranks = [path for path in case.test.paths if _edge(path) in culprit.edges and path.purpose == RANKS]
@@ -396,7 +396,7 @@ def _why(verdict: str, purposes: tuple[str, ...]) -> str:
 
 
 def _other_interface(case: Case, culprit: Culprit) -> Fix | None:
-    """Return the other interfaces, where no path works over the chosen ones and all paths work over those."""
+    """Suggest other interfaces if all paths over the chosen ones are closed and all over the others open."""
     spare = [path for path in case.test.paths if path.purpose == "other"]
     if culprit.kind != "all" or not spare or not all(path.is_open for path in spare):
         return None
@@ -427,7 +427,7 @@ def _fix(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], 
 
 
 def _fix_without_opening(case: Case, verdict: str, paths: Sequence[NetworkPath]) -> Fix | None:
-    """Return the fix where no firewall keeps a port closed."""
+    """Return the fix for a port closed by anything but a firewall."""
     sources, probe = fold(case.named(path.source for path in paths)), paths[0].probe
     if verdict == "name":
         return Fix(text="use the address of rank 0's node", commands=case.retry("--master-addr ADDRESS"))
@@ -508,11 +508,11 @@ def network_of(test: PathTest) -> str:
     return str(wide if wide.prefixlen < 24 or wide.version == 6 else wide.supernet(new_prefix=24))
 
 
-# Open paths that are not as they should be
+# Faults of open paths
 
 
 def _foreign(case: Case) -> list[Finding]:
-    """Report ports where another program answers though the agent listens: a proxy, or another machine."""
+    """Report ports answered by another program in the agent's place: a proxy, or another machine."""
     found: dict[tuple[str, str], list[NetworkPath]] = {}
     for path in case.test.paths:
         if _verdict(path) == "stranger":
@@ -584,7 +584,7 @@ def _mtu(case: Case, node: str, paths: Sequence[NetworkPath]) -> int | None:
 
 
 def _directions(case: Case, tried: Collection[tuple[str, str]], bad: Collection[tuple[str, str]]) -> str:
-    """Return in which directions: "into and out of node1", "from node2 to node3"."""
+    """Format directions: "into and out of node1", "from node2 to node3"."""
     culprits = merged(fewest_culprits(sorted(tried), bad))
     if all(culprit.kind == "pair" for culprit in culprits) and {(b, a) for a, b in bad} == set(bad):
         nodes = {node for edge in bad for node in edge}
@@ -607,9 +607,9 @@ def _directions(case: Case, tried: Collection[tuple[str, str]], bad: Collection[
 def _blamed(
     case: Case, tried: Collection[tuple[str, str]], bad: Collection[tuple[str, str]], *, spare_pairs: bool = False
 ) -> dict[str, object]:
-    """Return whom bad paths accuse: the nodes whose own side is bad, else both ends; who only saw it is a witness.
+    """Return the nodes accused by bad paths: those bad in general, else both ends; the remaining ends are witnesses.
 
-    With `spare_pairs`, where it is one of two ends, and which is not known, both are witnesses.
+    With `spare_pairs`, if either of two ends may be at fault, both are witnesses.
     """
     culprits = [
         each for each in merged(fewest_culprits(sorted(tried), bad)) if not (spare_pairs and each.kind == "pair")
@@ -625,10 +625,10 @@ def _is_swallowed(path: NetworkPath) -> bool:
 
 
 def _some_comes_through(case: Case) -> bool:
-    """Return whether large packets do come through, if few: a link that swallows them swallows all.
+    """Return whether a few large packets arrive, as with loss: too small an MTU drops all of them.
 
-    Proof are a path on which few did, the way back between the same nodes, and loss on another path of the node that
-    all such paths have in common: elsewhere a busy machine loses packets too.
+    Proof is a path with partial success, the way back between the same nodes, or loss on another path of the node
+    common to all such paths: elsewhere a busy machine loses packets too.
     """
     swallowed = [{*_edge(path)} for path in case.test.paths if _is_swallowed(path)]
     common = set.intersection(*swallowed) if swallowed else set()
@@ -641,7 +641,7 @@ def _some_comes_through(case: Case) -> bool:
 
 
 def _lossy(case: Case) -> list[Finding]:
-    """Name the nodes on whose paths many packets had to be sent again, or little came through in time."""
+    """Name the nodes whose paths had many retransmissions, or transferred too little in time."""
     paths = case.test.paths
     some = _some_comes_through(case)
     if any(map(_is_swallowed, paths)) and not some:
@@ -662,7 +662,7 @@ def _lossy(case: Case) -> list[Finding]:
 
 
 def _loses(case: Case, path: NetworkPath) -> bool:
-    """Return whether more was sent again than nodes that all send at once cost each other."""
+    """Return whether retransmissions exceed the cost of nodes all sending at once."""
     probe = path.probe
     if probe.verdict != "ok" or not probe.retransmits:
         return False
@@ -692,7 +692,7 @@ def slow_paths(paths: Iterable[NetworkPath], share: float = _SLOW_SHARE) -> list
 
 
 def slow_links(case: Case) -> list[Finding]:
-    """Name the nodes whose paths are slow beside the others, where no loss explains it."""
+    """Name the nodes with relatively slow paths, unless packet loss explains it."""
     slow = slow_paths(case.test.paths)
     if not slow or _lossy(case):
         return []

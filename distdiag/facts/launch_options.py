@@ -1,8 +1,8 @@
-"""Where the nodes of a job meet, from the command line of the launcher that waits for them.
+"""The rendezvous of a job's nodes, from the command line of a waiting launcher.
 
-The names and defaults are those of torchrun (torch/distributed/run.py, the rendezvous backends of torch 2.13), of
-`accelerate launch`, which runs torchrun's code in its own process, and of deepspeed.launcher.launch, which the
-deepspeed command starts on each node. A variable PET_NAME is the default of torchrun's --name.
+Option names and defaults of torchrun (torch/distributed/run.py, the rendezvous backends of torch 2.13), `accelerate
+launch`, which runs torchrun's code in its own process, and deepspeed.launcher.launch, started by deepspeed on each
+node. A variable PET_NAME is the default of torchrun's --name.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ _ACCELERATE = {
 class Launch:
     """A launcher's options. `program`: "torchrun", "accelerate", "deepspeed"; "environment": a rank with MASTER_ADDR.
 
-    `host`, `port`: the rendezvous, empty and 0 if the command line does not name it. `backend`: "static", "c10d", or
-    another one. `nodes`: fewest and most. `node_rank`: None if it is not set. `gives_up_s`: how long it waits for the
-    other nodes; `connects_s`: for the store. `script`: the program of the ranks, with neither its options nor folder.
-    `hosts`: the job's nodes, if the command line lists them.
+    `host`, `port`: the rendezvous, empty and 0 if not on the command line. `backend`: "static", "c10d", or another one.
+    `nodes`: minimum and maximum. `node_rank`: None if unset. `gives_up_s`: timeout for the other nodes; `connects_s`:
+    for the store. `script`: base name of the ranks' program. `hosts`: the job's nodes, if the command line lists them.
     """
 
     program: str
@@ -62,7 +61,7 @@ class Launch:
 
 
 def read(words: Sequence[str], variables: Mapping[str, str]) -> Launch | None:
-    """Return what a launcher's command line and its PET_* variables say; None for a launcher of another kind."""
+    """Parse a launcher's command line and its PET_* variables; None for an unknown launcher."""
     at = next((at for at, word in enumerate(words[:6]) if _program(words, at)), None)
     if at is None:
         return None
@@ -155,7 +154,7 @@ def _launch(program: str, options: Mapping[str, str], script: str) -> Launch:
 
 
 def _split(endpoint: str, port: int) -> tuple[str, int]:
-    """Split "node1:29400", "[fd00::1]:29400", "node1"; the port is the default if there is none."""
+    """Split "node1:29400", "[fd00::1]:29400", "node1"; `port` is the default."""
     match = re.fullmatch(r"\[(.+)\](?::(\d+))?|([^:]*)(?::(\d+))?", endpoint.rpartition("//")[2])
     if match is None:
         return endpoint, port
@@ -168,12 +167,12 @@ def is_mpirun(words: Sequence[str]) -> bool:
 
 
 def mpi_hosts(words: Sequence[str], folder: str) -> tuple[str, ...]:
-    """Return the nodes that mpirun fills with its ranks, by --host or a hostfile; none where their slots leave a doubt.
+    """Return the nodes that mpirun fills with its ranks, by --host or a hostfile; none if the slots are ambiguous.
 
-    Open MPI and MPICH fill node after node. `folder`: of a relative hostfile.
+    Open MPI and MPICH fill node after node. `folder`: base of a relative hostfile.
     """
     pairs = [(word.lstrip("-"), value) for word, value in zip(words, words[1:]) if word.startswith("-")]
-    options = dict(reversed(pairs))  # the program's own come after mpirun's
+    options = dict(reversed(pairs))  # mpirun's options precede the program's
     count = next((number(options[name]) for name in ("np", "n", "c") if name in options), None)
     named = next((options[name] for name in ("host", "H", "hosts") if name in options), "")
     file = next((options[name] for name in ("hostfile", "machinefile", "f") if name in options), "")

@@ -1,7 +1,7 @@
-"""Facts of one node: the launchers and ranks there that wait for others to start, and what is at their meeting place.
+"""Facts of one node: launchers and ranks waiting for others to start, and the state of their rendezvous.
 
-Each tries the meeting place as torch does: it asks the same resolver and connects. Nothing is sent, and a connection
-is closed at once, which a store of torch drops without a word. Nothing is judged here.
+Each rendezvous is tried as torch does, with the same resolver and a connect. No data is sent, and the connection is
+closed at once, which torch's store drops silently. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NAMES = (
         b"SLURM_JOB_ID=",
     ),
 )
-"""Variables that are read, by how their names begin."""
+"""Prefixes of the variables to read."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SLURM_JOB = "SLURM_JOB_ID"
 _PASSED = (b"MASTER_ADDR=", b"MASTER_PORT=")
@@ -59,19 +59,18 @@ _PASSED = (b"MASTER_ADDR=", b"MASTER_PORT=")
 _TASKS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 _MOST_HOSTS = 256
-"""Nodes of a job that are resolved."""
+"""Maximum number of a job's nodes to resolve."""
 _LONGEST_COMMAND = 2000
 _ABOVE = 4
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A meeting place, as this node sees it.
+    """A rendezvous, as seen from this node.
 
-    `addresses`: in the resolver's order; `error`: why there are none. `is_here`: one of them is this machine's own.
-    `state`: see port_scan.PortResult; empty if it was not tried. `server`, `command`: the process that listens there,
-    of this machine. `clients`: the addresses that are connected to it. `silent`: the address that torch tries first
-    gives no answer, but the next one is open.
+    `addresses`: in the resolver's order; `error`: why resolving failed. `is_here`: one of them is local. `state`: see
+    port_scan.PortResult; empty if not tried. `server`, `command`: the local process that listens there. `clients`: the
+    addresses connected to it. `silent`: the address torch tries first does not answer, but the next one is open.
     """
 
     host: str
@@ -88,14 +87,14 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Start:
-    """A process that waits for others to start. `rank`, `world_size`: of a rank. `waited_s`: since its own start.
+    """A process waiting for others to start. `rank`, `world_size`: of a rank. `waited_s`: since its own start.
 
-    `knocks`: remote ends that do not answer it. `interfaces`: what its environment chooses for Gloo and NCCL, by name
-    of the variable. `meeting`: None if its command line does not name one, or it is in another network namespace.
-    `tasks`: how many processes the mpirun or srun above it has started; `hosts`: where, by mpirun's options.
-    `above`: of a rank, the launcher on its node that chooses where it meets. `command`: the command line of that one,
-    or of mpirun or srun with the variables that it passes on, quoted for a shell and without secrets; empty if it is
-    very long. `joined`: it has a connection to the meeting place's port.
+    `knocks`: remote ends that do not answer it. `interfaces`: its settings for Gloo and NCCL, by variable. `meeting`:
+    None if its command line names no rendezvous, or it is in another network namespace. `tasks`: number of processes
+    started by the mpirun or srun above it; `hosts`: their nodes, by mpirun's options. `above`: of a rank, the launcher
+    on its node that chooses the rendezvous. `command`: the command line of that launcher, or of mpirun or srun with the
+    variables it passes on, quoted for a shell and without secrets; empty if very long. `joined`: it has a connection to
+    the rendezvous port.
     """
 
     pid: int
@@ -115,10 +114,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Starts:
-    """Those of one node. `addresses`: its own ones, by interface.
+    """The waiting processes of one node. `addresses`: the node's, by interface.
 
-    `expected`: the job's nodes by deepspeed's or SLURM's list, with what the resolver here returns for each; read on
-    the node of the meeting place only.
+    `expected`: the job's nodes by deepspeed's or SLURM's list, each with its addresses by the local resolver; read only
+    on the node of the rendezvous.
     """
 
     starts: tuple[Start, ...]
@@ -127,7 +126,7 @@ class Starts:
 
 
 def read(launchers: Iterable[int], ranks: Iterable[int]) -> Starts:
-    """Read these launchers, and these ranks that are in init_process_group."""
+    """Read these launchers, and these ranks in init_process_group."""
     tables = sockets.Tables()
     environments = {pid: procs.variables_named(pid, _NAMES) for pid in (*launchers, *ranks)}
     launches = {pid: launch_options.read(procs.command_words(pid), environments[pid]) for pid in launchers}
@@ -160,7 +159,7 @@ def _expected(starts: Iterable[Start], environments: Iterable[Mapping[str, str]]
 
 
 def _hostnames(nodes: str) -> list[str]:
-    """Return the names of SLURM's "node[1-4]"; none if its scontrol cannot be run here."""
+    """Expand SLURM's "node[1-4]"; empty if scontrol does not run here."""
     try:
         done = programs.run(["scontrol", "show", "hostnames", nodes], timeout_s=_RESOLVE_S)
     except programs.CannotRun:
@@ -202,7 +201,7 @@ def _start(
 
 
 def _starter_of(pid: int, srun: int | None) -> int | None:
-    """Return the launcher above a rank, or this srun, which starts ranks through another daemon; None if neither."""
+    """Return the launcher above a rank, or this srun (its ranks have another daemon as parent); None if neither."""
     for _ in range(_ABOVE):
         proc = procs.read(pid)
         if proc is None or proc.parent < 1:
@@ -215,11 +214,11 @@ def _starter_of(pid: int, srun: int | None) -> int | None:
 
 
 def _sruns() -> dict[str, int]:
-    """Return this node's srun of each SLURM job that has one."""
+    """Return the local srun of each SLURM job, by job id."""
     pids = {pid: proc.parent for pid, proc in procs.table().items() if proc.comm == "srun"}
     found: dict[str, list[int]] = {}
     for pid in pids:
-        if pids[pid] not in pids:  # srun starts a second process of its own
+        if pids[pid] not in pids:  # srun forks a second process
             job = procs.variables_named(pid, (b"SLURM_JOB_ID=",)).get(_SLURM_JOB, "")
             found.setdefault(job, []).append(pid)
     return {job: own[0] for job, own in found.items() if len(own) == 1}

@@ -1,4 +1,4 @@
-"""How to start the node side on hosts. Each transport brings links; what is said over them is the same for all."""
+"""Transports start the node side on hosts. Each provides links; the protocol over a link is the same for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """What the transports bring, from whatever thread: a link to a host, or why there is none."""
+    """Thread-safe queue of the transports' results: a link to a host, or the reason for its absence."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[float, str, Link | HostError | str]] = queue.SimpleQueue()
@@ -35,29 +35,29 @@ class Arrivals:
         self._put(host, refusal)
 
     def stage(self, host: str, stage: str) -> None:
-        """Report that a host has come to this stage."""
+        """Report a host's progress to this stage."""
         self._put(host, stage)
 
     def take(self) -> Iterator[tuple[float, str, Link | HostError | str]]:
-        """Yield what came since: when, for which host, and what."""
+        """Yield new results: time, host, result."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.bell, 65536)
         while not self._queue.empty():
             yield self._queue.get()
 
     def explain_end(self, refusal: HostError) -> HostError:
-        """Return why an agent ended, where the transport understands what its tool said about it."""
+        """Return the reason an agent ended, by the messages of its launcher if the transport can parse these."""
         return refusal
 
     def close(self) -> None:
-        """Close the bell; what comes after is dropped."""
+        """Close the bell; later results are dropped."""
         push, self._push = self._push, -1
         os.close(push)
         os.close(self.bell)
 
     def _put(self, host: str, what: Link | HostError | str) -> None:
         self._queue.put((time.monotonic(), host, what))
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
+        with contextlib.suppress(OSError):  # full: it rings already; closed: without a reader
             os.write(self._push, b".")
 
 
@@ -66,15 +66,15 @@ class Transport(ABC):
 
     name: str
     width: int | None = None
-    """How many hosts to have on their way at once; None: the transport sees to it itself."""
+    """Maximum number of concurrent attempts; None: the transport limits itself."""
     names_itself = False
-    """Whether nodes are called as they call themselves, for want of a name that was asked for."""
+    """Whether nodes are named by their own host names, because no target name was given."""
     remote = True
     """Whether the way can be cut without our noticing."""
 
     @abstractmethod
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
-        """Begin to reach these hosts. Returns soon; what becomes of them goes to `arrivals`."""
+        """Begin to connect to these hosts without blocking; `arrivals` receives the results."""
 
     @abstractmethod
     def explain(self, host: Host) -> str:
@@ -85,12 +85,12 @@ class Transport(ABC):
         return "\n".join(self.explain(host) for host in hosts)
 
     def last_words(self) -> tuple[str, ...]:
-        """Return what the launcher itself said lately, where one launcher leads to all hosts."""
+        """Return recent output of the launcher, if one launcher serves all hosts."""
         return ()
 
     def explain_end(self, refusal: HostError) -> HostError:
-        """Return why an agent ended, where the transport understands what its tool said about it."""
+        """Return the reason an agent ended, by the messages of its launcher if the transport can parse these."""
         return refusal
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """Let go of what was kept for all hosts; links are closed by then."""
+        """Release resources shared by all hosts; links are closed by then."""

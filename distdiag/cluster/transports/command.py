@@ -56,7 +56,7 @@ class ViaTransport(CommandTransport):
     name = "via"
 
     def __init__(self, template: str, shell: str, shell_lines: bytes, *, width: int | None = None) -> None:
-        """Raises UsageError for a template that is no command, or has no {host}."""
+        """Raises UsageError for a template without a command or {host}."""
         super().__init__(shell, shell_lines, width=width)
         try:
             self._words = shlex.split(template)

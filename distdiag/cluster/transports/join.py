@@ -37,7 +37,7 @@ class JoinTransport(Transport):
     def __init__(self, hub: Acceptor, payload: bytes, *, patience_s: float) -> None:
         """`hub` is not started yet, `payload` is for our own node side.
 
-        `patience_s`: after so long without a new process, the missing are given up.
+        `patience_s`: after this time without a new process, missing processes are given up.
         """
         self.said: dict[str, dict[str, Any]] = {}
         self.doubles: list[int] = []

@@ -1,4 +1,4 @@
-"""Host keys that are known, by plain and hashed names; what other lines of known_hosts mean is left to OpenSSH."""
+"""Known host keys, by plain and hashed names; other kinds of known_hosts lines are left to OpenSSH."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _UNKNOWN = Verdict(KeyVerdict.UNKNOWN)
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A key, and the hosts that have it: one hashed name, or names in lower case."""
+    """A key and its hosts: one hashed name, or names in lower case."""
 
     file: str
     number: int
@@ -114,7 +114,7 @@ class KnownHosts:
         return Verdict(KeyVerdict.OTHER_TYPE, others[0].file, others[0].number, types) if others else _UNKNOWN
 
     def _add(self, file: str, number: int, text: bytes) -> None:
-        """Add a line, unless it is one that ssh would skip."""
+        """Add a line, unless ssh would skip it."""
         # ssh, being written in C, does not see what follows a NUL.
         fields = text.partition(b"\0")[0].rstrip(b"\r").replace(b"\t", b" ").split(b" ")
         fields = [field for field in fields if field]
@@ -138,7 +138,7 @@ class KnownHosts:
 
 
 def _pattern(text: bytes) -> re.Pattern[bytes]:
-    """Return what one name of such a line matches: * and ? as in ssh; a hashed name anything, !name nothing."""
+    """Compile one name of such a line: * and ? as in ssh; a hashed name matches any host, !name none."""
     if text.startswith(b"|"):
         text = b"*"
     if text.startswith(b"!") or len(text) >= _MAX_PATTERN_BYTES:
@@ -194,7 +194,7 @@ def _names(name: str, port: int) -> tuple[bytes, ...]:
 
 
 def _type_in(blob: bytes) -> bytes:
-    """Read the type that a key in ssh's binary form begins with; empty if there is none."""
+    """Return the key type at the start of ssh's binary form; empty if malformed."""
     length = int.from_bytes(blob[:4], "big")
     type_ = blob[4 : 4 + length]
     return type_ if 0 < length == len(type_) and type_.isascii() else b""
@@ -207,7 +207,7 @@ def _is_hashed(name: bytes) -> bool:
 
 
 def _decode(text: bytes) -> bytes:
-    """Decode base64; empty if it is none."""
+    """Decode base64; empty if invalid."""
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error:
@@ -215,7 +215,7 @@ def _decode(text: bytes) -> bytes:
 
 
 def _contents(path: str) -> bytes:
-    """Read a file; empty if it cannot be read, as for ssh."""
+    """Read a file; empty if unreadable, as in ssh."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO must not block
         with open(descriptor, "rb") as file:

@@ -29,7 +29,7 @@ _ENDED = (
     (r"Client.Timeout|context deadline exceeded|i/o timeout|error dialing backend", HostState.TIMEOUT, ""),
     (r"connection refused|Unable to connect to the server", HostState.REFUSED, ""),
 )
-"""What kubectl and the API server say; an empty message: their own words."""
+"""Messages of kubectl and the API server; an empty message keeps the original."""
 _HINTS = {
     _NOT_PRIVILEGED: "leave out --kube-debug, or have the namespace's level raised to privileged",
     "its image has no shell (sh)": "look into it from another image: --kube-debug IMAGE, an image with sh and python3",

@@ -28,7 +28,7 @@ class LocalTransport(Transport):
     def __init__(self, payload: bytes) -> None:
         self._payload = payload
         flags = ["-B"] if sys.dont_write_bytecode else []
-        # The agent needs no site-packages, and reading them takes as long as all the rest of Python's start.
+        # The agent needs no site-packages, and scanning them doubles Python's start time.
         self._argv = [sys.executable, *flags, "-S", "-c", AGENT_START, str(len(payload)), "distdiag-agent"]
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
@@ -40,7 +40,7 @@ class LocalTransport(Transport):
                 continue
             link = ProcessLink(process)
             link.pid = process.pid
-            # No shell stands before it that could swallow this.
+            # No shell in between could swallow this.
             link.write(self._payload)
             arrivals.link(host.name, link)
 

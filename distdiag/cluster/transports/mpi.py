@@ -27,12 +27,12 @@ _SSH_SAYS = re.compile(r"connect to host (\S+) port \d+: (.+)|Could not resolve 
 
 
 class MpiTransport(StepTransport):
-    """The mpirun that is on PATH."""
+    """The mpirun found on PATH."""
 
     name = "mpirun"
 
     def __init__(self, payload: Payload, *, start_s: float) -> None:
-        """Raises DistdiagError where there is no mpirun."""
+        """Raises DistdiagError if mpirun is not installed."""
         self._mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
         if self._mpirun is None:
             raise DistdiagError("mpirun is not on PATH", hint="module load openmpi, or use --launcher ssh")
@@ -61,7 +61,7 @@ class MpiTransport(StepTransport):
         return {named[0]: f"mpirun's ssh: {how.strip()}"} if named else {}
 
     def unreachable(self, hosts: Sequence[Host]) -> dict[str, HostError]:
-        """mpirun waits for its ssh, whose own timeout is minutes: knock at the ssh ports ourselves."""
+        """Probe the ssh ports: mpirun waits for its ssh, whose own timeout is minutes."""
         with ThreadPoolExecutor(_KNOCKERS) as pool:
             found = dict(zip([host.name for host in hosts], pool.map(_knock, hosts), strict=True))
         return {name: refusal for name, refusal in found.items() if refusal is not None}
@@ -80,7 +80,7 @@ class MpiTransport(StepTransport):
 
 
 def _knock(host: Host) -> HostError | None:
-    """Try the host's ssh port; report only what is unreachable."""
+    """Try the host's ssh port; only an unreachable one is reported."""
     try:
         settings = ssh_config.resolve(host)
     except DistdiagError:

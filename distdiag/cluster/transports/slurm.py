@@ -1,4 +1,4 @@
-"""SLURM: a second step beside what runs in a job, one task on each node."""
+"""SLURM: an overlapping step inside a job, one task per node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SlurmTransport(StepTransport):
         self._job = job
 
     def ports(self) -> Sequence[int]:
-        """Where the cluster's firewall lets only srun's own ports in, ours has to be one of them."""
+        """Return the ports to listen on: SrunPortRange if set, since a firewall may admit only these."""
         said = programs.run(["scontrol", "show", "config"], timeout_s=_CONFIG_S).stdout.decode("utf-8", "replace")
         found = re.search(r"^SrunPortRange\s*=\s*(\d+)-(\d+)", said, re.MULTILINE)
         if found is None or found[2] == "0":

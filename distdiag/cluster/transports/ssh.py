@@ -1,6 +1,6 @@
 """Many hosts over ssh: plain ones by paramiko from one process, all others by OpenSSH's own client.
 
-Each stage (resolve, connect, banner, login, start) has a deadline of its own that begins with the stage.
+Each stage (resolve, connect, banner, login, start) has its own deadline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class OpenSshTransport(CommandTransport):
-    """`ssh` with the user's own configuration; it never asks, and never takes an unknown host key unless told to."""
+    """`ssh` with the user's configuration, never interactive; accepts unknown host keys only with `accept_new`."""
 
     name = "openssh"
 
@@ -72,13 +72,13 @@ class OpenSshTransport(CommandTransport):
             "ServerAliveInterval=2",
             "ServerAliveCountMax=3",
         ]
-        if self._accept_new:  # the first file is the one that is written
+        if self._accept_new:  # ssh writes to the first file
             files = " ".join(f'"{file}"' for file in (known_hosts.own_file(), *known_hosts_files))
             options += [f"UserKnownHostsFile={files}", "HashKnownHosts=no"]
         return [f"-o{option}" for option in options]
 
     def _proxy(self, jumps: Sequence[str]) -> str:
-        """Return the ProxyCommand for these hosts: ssh's own ProxyJump would not pass our strictness on to them."""
+        """Return the ProxyCommand for these hosts: ssh's own ProxyJump would not pass our strictness on."""
         *before, last = jumps
         words = ["ssh", *self._options(("~/.ssh/known_hosts",)), "-W", "[%h]:%p"]
         if before:
@@ -89,7 +89,7 @@ class OpenSshTransport(CommandTransport):
 _LOGINS_PER_CORE = 16
 _MAX_LOGINS = 64
 _WIDTH = 256
-"""Hosts on their way at a time: one that does not answer occupies a thread; a login costs processor time here."""
+"""Concurrent hosts: an unresponsive host occupies a thread; a login costs processor time here."""
 _ATTEMPTS = 3
 _BEHIND_BASTION = 8
 """Logins at a time through other hosts: sshd accepts 10 by default (MaxStartups), and each opens its own there."""
@@ -162,7 +162,7 @@ class SshTransport(Transport):
         threads.submit(self._openssh.bring, host, settings, arrivals)
 
     def _reach(self, host: Host, settings: SshSettings, arrivals: Arrivals) -> None:
-        """Log in by paramiko; the link, or why there is none, goes to `arrivals`."""
+        """Log in by paramiko, and pass the link or the refusal to `arrivals`."""
         if not self._room.acquire(timeout=self._connect_s + self._banner_s + self._login_s):
             words = f"no file descriptor left: their limit is enough for {self._most_hosts} hosts"
             hint = "raise the limit (ulimit -n 8192), or use fewer hosts at once"
@@ -184,7 +184,7 @@ class SshTransport(Transport):
             arrivals.link(host.name, link)
 
     def _try(self, name: str, settings: SshSettings, arrivals: Arrivals) -> ChannelLink | None:
-        """Reach a host, up to _ATTEMPTS times: sshd drops connections when too many come at once. Raises Refused."""
+        """Connect to a host in up to _ATTEMPTS tries: sshd drops connections beyond MaxStartups. Raises Refused."""
         give_up = functools.partial(arrivals.refuse, name)
         addresses = resolve(settings, self._resolve_s, self._limits, give_up)
         for attempt in range(1, _ATTEMPTS + 1):
@@ -223,5 +223,5 @@ def _failed(stage: str, message: str, hint: str = "") -> HostError:
 
 
 def _has_paramiko() -> bool:
-    """Return whether paramiko is installed: distdiag.pyz comes without it, and OpenSSH's client does its work."""
+    """Return whether paramiko is installed: distdiag.pyz lacks it and uses OpenSSH's client."""
     return importlib.util.find_spec("paramiko") is not None

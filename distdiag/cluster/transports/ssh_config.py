@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
 
     Options = dict[str, list[str]]
-    """Values by keyword in lower case, as `ssh -G` prints them; a keyword given twice has two."""
+    """Values by keyword in lower case, as printed by `ssh -G`; a repeated keyword has several."""
 
 _AT_ONCE = 8
 _TIMEOUT_S = 10.0
@@ -42,19 +42,19 @@ _SAME_FOR_ALL = re.compile(
     |(?!(?:host|match|include|hostname|proxyjump|canonicalizehostname)\b)[a-z0-9]+(?:[ \t]*=[ \t]*|[ \t]+)[^%]*)?""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""A line of ssh_config that says the same for every host."""
+"""A line of ssh_config with the same effect for every host."""
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-# Names that ssh takes as they are but for their case; it rewrites other spellings of an address (127.1, 0:0::1).
+# Names that ssh only lowercases; it rewrites other spellings of an address (127.1, 0:0::1).
 _PLAIN_NAME = re.compile(rf"[A-Za-z][A-Za-z0-9._-]*|{_BYTE}(?:\.{_BYTE}){{3}}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SshSettings:
-    """How to reach `host`, the name as it was asked for.
+    """How to connect to `host`, the name as requested.
 
-    `identity_files`: the private keys that exist. `uses_agent`: unless IdentityAgent is none. `jumps`: the hosts of
-    ProxyJump, [user@]host[:port], the first to connect to first. `proxied`: through them or another command.
-    `needs_openssh`: in words, why only OpenSSH's own client can do it; empty if paramiko can.
+    `identity_files`: the existing private keys. `uses_agent`: unless IdentityAgent is none. `jumps`: the hosts of
+    ProxyJump, [user@]host[:port], the first to connect to first. `proxied`: by ProxyJump or ProxyCommand.
+    `needs_openssh`: in words, why only OpenSSH's own client can connect; empty if paramiko can.
     """
 
     host: str
@@ -78,7 +78,7 @@ class SshSettings:
 
 
 def resolve(host: Host, *, config_file: str | None = None, timeout_s: float = _TIMEOUT_S) -> SshSettings:
-    """Ask ssh what it would do for a host; `config_file` is what `ssh -F` would be given.
+    """Return ssh's settings for a host, by `ssh -G`; `config_file` as for `ssh -F`.
 
     Raises:
         DistdiagError: ssh would refuse, is not installed, or took longer than `timeout_s` seconds.
@@ -110,9 +110,9 @@ def resolve(host: Host, *, config_file: str | None = None, timeout_s: float = _T
 def resolve_all(
     hosts: Sequence[Host], *, config_file: str | None = None, timeout_s: float = _TIMEOUT_S
 ) -> list[SshSettings | DistdiagError]:
-    """Do `resolve` for many hosts: for each, in order, its settings or what would have been raised.
+    """Do `resolve` for many hosts: for each, in order, its settings or the exception.
 
-    Where nothing in ssh's configuration could depend on the host, ssh is asked once, else once for each host.
+    If the configuration cannot depend on the host, ssh is run once, else once per host.
     """
 
     def ask(host: Host) -> SshSettings | DistdiagError:
@@ -159,13 +159,13 @@ def depends_on_host(config_file: str | None) -> bool:
                     return True
         except FileNotFoundError:
             continue
-        except OSError:  # ssh reports what is wrong
+        except OSError:  # ssh reports the reason
             return True
     return False
 
 
 def home() -> str:
-    """Return the home folder that ssh takes: the one in the user database, whatever $HOME says."""
+    """Return ssh's home folder: that of the user database, ignoring $HOME."""
     try:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:  # a container with a made-up user id
@@ -205,12 +205,12 @@ def _ask(config_file: str | None, timeout_s: float, host: Host) -> Options:
 
 
 def _jump(text: str) -> str:
-    """Drop what `ssh -G` adds or leaves: ssh://, and brackets around anything but an IPv6 address."""
+    """Normalize `ssh -G` output: drop ssh://, and brackets around anything but an IPv6 address."""
     return re.sub(r"\[([^\]:]*)\]", r"\1", text.removeprefix("ssh://").rstrip("/"))
 
 
 def _expanded(path: str) -> str:
-    """Return a path with the home folder that ssh takes: its "~" is not $HOME."""
+    """Expand "~" to ssh's home folder, which is not $HOME."""
     return home() + path[1:] if path.startswith("~/") else path
 
 
@@ -225,7 +225,7 @@ def _paths(text: str) -> tuple[str, ...]:
 
 
 def _reasons(options: Options, keys: Sequence[str]) -> Iterator[str]:
-    """List in words what only OpenSSH's client can do."""
+    """List in words the settings supported only by OpenSSH's client."""
 
     def value(option: str) -> str:
         return options.get(option.lower(), [""])[0].lower()
@@ -246,7 +246,7 @@ def _reasons(options: Options, keys: Sequence[str]) -> Iterator[str]:
         yield "IdentitiesOnly is on: it selects keys of the agent"
     for path in keys:
         yield from _reasons_of_key(path)
-    # Debian and Red Hat switch it on for everybody; it has an effect only for users who have a ticket.
+    # Debian and Red Hat enable it globally; it has an effect only for users with a ticket.
     tickets = os.environ.get("KRB5CCNAME", f"/tmp/krb5cc_{os.getuid()}").removeprefix("FILE:")
     if is_on("GSSAPIAuthentication") and (os.path.exists(tickets) or not tickets.startswith("/")):
         yield "GSSAPIAuthentication is on and there may be a Kerberos ticket"
@@ -264,7 +264,7 @@ def _reasons_of_key(path: str) -> Iterator[str]:
 
 
 def _read(path: str) -> bytes:
-    """Return the first bytes of a key file; empty if it cannot be read: ssh then skips it as well."""
+    """Read the start of a key file; empty if unreadable: ssh then skips it as well."""
     with contextlib.suppress(OSError):
         if os.path.isfile(path):
             with open(path, "rb") as file:

@@ -35,7 +35,7 @@ _DROPPED = (
     "PerSourcePenalties, hosts.deny): check its log"
 )
 _FDS_PER_HOST = 3
-"""The connection, and the pipe by which paramiko signals that there is something to read."""
+"""File descriptors per host: the connection, and paramiko's pipe for readiness."""
 _SPARE_FDS = 64
 _MOST_FILES = 65536
 
@@ -119,19 +119,19 @@ def await_greeting(connection: socket.socket, port: int, patience_s: float) -> N
         if not poll.poll(max(0.0, left_s) * 1000):
             continue
         said = _peek(connection)
-        if said.startswith(b"SSH-") or b"\nSSH-" in said:  # other lines may come first (RFC 4253, 4.2)
+        if said.startswith(b"SSH-") or b"\nSSH-" in said:  # other lines may precede (RFC 4253, 4.2)
             break
         if b"\n" in said or len(said) >= _GREETING_BYTES:
             raise _no_banner(port, said, patience_s)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(said) + 1)  # wake up when there is more
-    if knocked:  # what we sent is no beginning of a login
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(said) + 1)  # wake up on more data
+    if knocked:  # our probe is no valid login
         words = f"its ssh banner came only after {patience_s - knock_s:g} s"
         raise Retry(HostState.TIMEOUT, "banner", words)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 def _peek(connection: socket.socket) -> bytes:
-    """Return what was sent so far. Raises Retry if the connection was closed instead."""
+    """Return the data received so far. Raises Retry if the connection was closed instead."""
     try:
         said = connection.recv(_GREETING_BYTES, socket.MSG_PEEK)
     except OSError as error:
@@ -144,7 +144,7 @@ def _peek(connection: socket.socket) -> bytes:
 
 
 def _not_connected(error: OSError, port: int, limit_s: float) -> tuple[HostState, str, str]:
-    """Return the state, and what happened in words: for one address, and for the host."""
+    """Return the state, and the error in words: for one address, and for the host."""
     if isinstance(error, TimeoutError):
         words = f"no answer within {limit_s:g} s"
         return HostState.FILTERED, words, f"no answer on port {port} within {limit_s:g} s"
@@ -155,7 +155,7 @@ def _not_connected(error: OSError, port: int, limit_s: float) -> tuple[HostState
 
 
 def _no_banner(port: int, said: bytes, patience_s: float) -> Refused:
-    """Return what the port does instead of greeting as ssh does."""
+    """Return the refusal for a port without an ssh greeting."""
     if not said:
         words = f"port {port} accepts the connection but sends nothing for {patience_s:g} s"
         return Refused(HostState.TIMEOUT, "banner", words)
@@ -164,7 +164,7 @@ def _no_banner(port: int, said: bytes, patience_s: float) -> Refused:
 
 
 def raise_file_limit() -> int:
-    """Raise our limit of open files as far as we may; returns how many hosts there is room for."""
+    """Raise our limit of open files to the maximum; return the number of hosts it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(soft, _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Refused(Exception):
-    """The host cannot be logged in to; says why."""
+    """A login failed, with the reason in `refusal`."""
 
     def __init__(self, state: HostState, stage: str, message: str, **more: Any) -> None:  # noqa: ANN401 - of HostError
         super().__init__(message)
@@ -44,7 +44,7 @@ class NeedsOpenSsh(Exception):
 
 
 class Login:
-    """Logs in to hosts, one at a time for each thread; what is shared is read once."""
+    """Logs in to hosts, one at a time per thread; shared files are read once."""
 
     def __init__(self, command: str, first_words: bytes, timeout_s: float, *, accept_new: bool) -> None:
         self._command = command
@@ -55,7 +55,7 @@ class Login:
         self._lock = threading.Lock()
         self._limits = Limits()
         self._known_types: dict[tuple[str, int], tuple[str, ...]] = {}
-        """Types of host keys to ask for, if a host presented a type that is not known for it."""
+        """Host key types to request, once a host presented a type not known for it."""
 
     def needs_openssh(self, settings: SshSettings) -> bool:
         """Return whether known_hosts has a line about the host that only OpenSSH understands."""
@@ -90,7 +90,7 @@ class Login:
         return link
 
     def _authenticate(self, connection: socket.socket, settings: SshSettings) -> paramiko.Transport:
-        """Check the host key and prove who we are. Raises Refused or Retry, and closes the connection then."""
+        """Check the host key and authenticate. Raises Refused or Retry, and closes the connection then."""
         import paramiko
 
         transport = paramiko.Transport(connection)
@@ -208,7 +208,7 @@ class ChannelLink(Link):
         import paramiko
         from paramiko.common import cMSG_CHANNEL_REQUEST
 
-        # RFC 4254, 6.9. paramiko has no call for it, and sshd ends nothing by itself; before OpenSSH 9.8 not for root.
+        # RFC 4254, 6.9. paramiko has no call for it, and sshd kills nothing by itself; before OpenSSH 9.8 not for root.
         request = paramiko.Message()
         request.add_byte(cMSG_CHANNEL_REQUEST)
         request.add_int(self._channel.remote_chanid)
@@ -313,7 +313,7 @@ def _changed_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes
 
 
 def _drop(transport: paramiko.Transport) -> None:
-    """Close without waiting for paramiko's thread to notice by itself, which takes it up to a tenth of a second."""
+    """Close at once: paramiko's own thread notices only after up to 0.1 s."""
     try:
         if isinstance(transport.sock, socket.socket):
             transport.sock.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""One srun or mpirun starts the node side on all hosts at once; the agents connect back to us.
+"""One srun or mpirun starts the node side on all hosts at once; the agents connect back.
 
-Both end everybody when one host fails, so links are handed on only when the whole step stands; if it does not, it is
-started again without the hosts that failed, and those become rows. Standard input is no way in: it goes to one task.
-So the command line has only what connects back (agent/connect_back.py); the payload is sent over that connection.
+Both kill all tasks when one host fails, so links are handed on only when the whole step is up; otherwise the step is
+restarted without the failed hosts, which are reported. Standard input reaches only one task, so the command line
+contains only the code to connect back (agent/connect_back.py); the payload is sent over that connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _DOUBT_S = 5.0
 """When no agent connected by then, find out which host holds up the others."""
 _STAGGER_S = 8.0
-"""How much later than the first the last agent may come: a node that does not start one in this time is stuck."""
+"""Maximum delay between the first agent and the last: a node without an agent by then is stuck."""
 _FIND_S = 6.0
 _TICK_S = 0.02
 _ROUNDS = 4
@@ -92,10 +92,10 @@ class StepTransport(Transport):
 
     @abstractmethod
     def failed_hosts(self, line: str, hosts: Sequence[Host]) -> dict[str, str]:
-        """Read one line of complaint: which hosts it says have failed, and how."""
+        """Parse one line of the launcher's errors: failed hosts, each with the failure."""
 
     def unreachable(self, hosts: Sequence[Host]) -> dict[str, HostError]:
-        """Look by other means which hosts cannot be reached at all, where the launcher keeps silent about it."""
+        """Find hosts that cannot be reached, for a launcher that does not report these."""
         return {}
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
@@ -184,7 +184,7 @@ class StepTransport(Transport):
             this.first_at = this.first_at or time.monotonic()
 
     def _place(self, name: str, this: _Round) -> str | None:
-        """Find the host that an agent means by its name; a second agent of one host is sent away."""
+        """Map an agent's name to its host; a second agent of the same host is rejected."""
         open_names = [host.name for host in this.hosts if host.name not in this.links]
         if name in open_names:
             return name
@@ -192,7 +192,7 @@ class StepTransport(Transport):
         return short[0] if len(short) == 1 else None
 
     def _follow(self, this: _Round) -> dict[str, HostError]:
-        """Wait until all agents are there; the hosts that failed, if any did."""
+        """Wait for all agents; return the failed hosts, if any."""
         began = time.monotonic()
         said: list[str] = []
         while not self._over.is_set():
@@ -224,7 +224,7 @@ class StepTransport(Transport):
         return {}
 
     def _complaints(self, heard: Heard) -> list[str]:
-        """Take the lines that are no records; the agents' shells have only complaints to send here."""
+        """Return the lines that are no records: complaints of the launcher or the agents' shells."""
         lines = []
         for data in (heard.out, heard.err):
             for line in data.decode("utf-8", "replace").splitlines():
@@ -249,7 +249,7 @@ class StepTransport(Transport):
         return refusals
 
     def why_it_ended(self, said: list[str]) -> tuple[HostState, str, str]:
-        """Read all complaints: state, message ("" if unknown) and what to do."""
+        """Read all complaints: state, message ("" if unknown) and hint."""
         if any("cannot reach" in line and "where distdiag" in line for line in said):
             words = next(line for line in said if "cannot reach" in line)
             return (

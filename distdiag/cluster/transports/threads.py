@@ -1,4 +1,4 @@
-"""Threads for work that may hang: a program that ends does not wait for them, as it does for concurrent.futures."""
+"""Threads for work that may hang: program exit does not wait for these, unlike concurrent.futures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LATE_S = 0.2
 
 
 class Threads:
-    """At most `width` threads; they are made when there is work."""
+    """At most `width` threads, created on demand."""
 
     def __init__(self, width: int, name: str) -> None:
         self._width = width
@@ -37,7 +37,7 @@ class Threads:
         threading.Thread(target=self._run, name=f"{self._name}-{self._made}", daemon=True).start()
 
     def close(self) -> None:
-        """Drop what has not begun."""
+        """Drop pending work."""
         self._closed = True
 
     def _run(self) -> None:
@@ -46,7 +46,7 @@ class Threads:
 
 
 class Limits:
-    """Ends what takes too long: one thread for all, where threading.Timer would take one each."""
+    """Timeouts in one shared thread, where threading.Timer would use one each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,9 +55,9 @@ class Limits:
 
     @contextlib.contextmanager
     def within(self, seconds: float, too_late: Callable[[], object]) -> Iterator[None]:
-        """Call `too_late`, from another thread, if this is not over after so many seconds.
+        """Call `too_late`, from another thread, if the block takes longer than `seconds`.
 
-        It must neither raise nor take long: the others' limits wait for it.
+        It must neither raise nor block: other timeouts wait for it.
         """
         this = object()
         with self._lock:

@@ -42,9 +42,9 @@ class NodeAnswer(Generic[Reply]):
 
 @dataclass(kw_only=True)
 class Answers(Generic[Reply]):
-    """What all nodes sent: their processes, and by host the replies about the selected ones.
+    """The answers of all nodes: processes, and by host the replies about the selected ones.
 
-    `missing`: by host, why replies are incomplete. `rows` and `refusals`: of the hosts that could not be used.
+    `missing`: by host, why replies are incomplete. `rows` and `refusals`: of the unusable hosts.
     """
 
     nodes: list[NodeStacks] = field(default_factory=list)
@@ -68,7 +68,7 @@ def answers_of(gathered: Gathered[NodeAnswer[Reply]]) -> Answers[Reply]:
 
 
 def incomplete(answers: Answers[Any]) -> list[Finding]:
-    """Report the hosts whose replies are incomplete."""
+    """Report hosts with incomplete replies."""
     return [
         Finding(
             id="trace.incomplete",
@@ -88,14 +88,14 @@ def about_processes(
     diagnose: Callable[[AnyRequest, Answers[Reply]], Report[Data]],
     view: Callable[[Data], Iterable[RenderableType]],
 ) -> Subcommand[Any, NodeAnswer[Reply], Data]:
-    """Return a subcommand that asks nodes about some of their processes.
+    """Return a subcommand that reads some processes of each node.
 
     Args:
-        name: of the command; what runs on the nodes is the collect of its folder: jobs.collect.facts, and a more().
+        name: of the command; nodes run jobs.collect.facts and the more() of its folder's collect.
         request: the type of its request.
-        reply: the type of what more() sends.
+        reply: the type of more()'s replies.
         plan: from the processes of all nodes, by host the argument of more(), with its time limit as "timeout_s".
-            Hosts that are left out are not asked.
+            Hosts missing from the result are not asked.
         diagnose: judges; pure. May raise DistdiagError if no selected process exists.
         view: renders the report's data.
     """
@@ -126,7 +126,7 @@ def about_processes(
 
 
 def index_of(answers: Answers[Any]) -> ProcessIndex:
-    """Index all processes and the ends of their descriptors; replies have the `networks` and `people` of their host."""
+    """Index all processes and their descriptors' ends, from the `networks` and `people` of each host's replies."""
     ends = {
         host: (
             [network for reply in replies for network in reply.networks],
@@ -143,7 +143,7 @@ def finder(collect: str, wanted: Wanted) -> Agent:
 
 
 def chosen_of(answers: Answers[Reply], wanted: Wanted, command: str) -> list[Chosen]:
-    """Return the selected processes. Raises DistdiagError if there are none and every host was read."""
+    """Return the selected processes. Raises DistdiagError if none exists and every host was read."""
     chosen = ranks.choose(answers.nodes, wanted)
     if not chosen and not answers.refusals and not answers.interrupted:
         raise ranks.none_found(answers.nodes, wanted, command)

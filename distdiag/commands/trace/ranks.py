@@ -41,7 +41,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The selected processes; all jobs if nothing is set."""
+    """The selected processes; all jobs if every field is empty."""
 
     pids: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -51,9 +51,9 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A selected process, and what it is in its job. `rank` and `job` are None where unknown.
+    """A selected process and its role in the job. `rank` and `job` are None if unknown.
 
-    `process`: None for a rank that has exited. `member`: the rank that it is, or that (`is_helper`) it helps.
+    `process`: None for a rank that has exited. `member`: its rank, or with `is_helper` the rank it works for.
     """
 
     host: str
@@ -73,7 +73,7 @@ def wanted(pids: Iterable[int] | None, ranks: Iterable[str] | None, job: str, us
 
 
 def jobs_on(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Job]:
-    """Find the selected jobs: the job of --job, else all that are running."""
+    """Find the selected jobs: the job of --job, else all running jobs."""
     found = find_jobs(nodes, whole=not wanted.user)
     if wanted.job:
         return [job for job in found if is_called(job, wanted.job)]
@@ -83,7 +83,7 @@ def jobs_on(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Job]:
 def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
     """Select processes: those of --pid of any kind, else the ranks of the selected jobs, limited to --rank.
 
-    An empty selection is no error here: a host that was not reached may be the reason.
+    An empty selection is no error here: an unreachable host may be the reason.
     """
     if wanted.pids:
         members = {
@@ -102,7 +102,7 @@ def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
 
 
 def refuse_several_jobs(chosen: Sequence[Chosen], wanted: Wanted) -> None:
-    """Refuse a rank number that several jobs have, for what slows or pauses the ranks. Raises UsageError."""
+    """Refuse an ambiguous rank number, for commands that slow or pause ranks. Raises UsageError."""
     if not wanted.ranks:
         return
     by_rank: dict[int, list[Chosen]] = {}
@@ -122,7 +122,7 @@ def refuse_several_jobs(chosen: Sequence[Chosen], wanted: Wanted) -> None:
 
 
 def _option(choice: Chosen, same: Sequence[Chosen], jobs: Iterable[Job]) -> str:
-    """Format the option that means this one of the processes of a rank: its job, or its pid where it has no other."""
+    """Return the option that selects this process among those of its rank: its job, else its pid."""
     assert choice.job is not None
     assert choice.process is not None
     alone = sum(other.job is choice.job for other in same) == 1
@@ -174,7 +174,7 @@ def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> Distd
 
 
 def _asked(node: NodeStacks, pids: Iterable[int]) -> Iterator[Process]:
-    """List the requested processes on a node; of the parents of this distdiag only the pid is known."""
+    """List the requested processes on a node; for the parents of this distdiag, only the pid is known."""
     known = {process.pid: process for process in node.processes.processes}
     for pid in dict.fromkeys(pids):
         if pid in known:

@@ -28,7 +28,7 @@ _SHOWN = 4
 
 
 def at_place(rows: Sequence[StartRow], place: str, *, job: Sequence[StartRow], but: str = "") -> Fix:
-    """Return how to restart these processes so that they meet at a place; `but`: appended to the text."""
+    """Return the fix that restarts these processes with one rendezvous; `but`: appended to the text."""
     launch = rows[0].start.above or rows[0].start.launch
     hosts = format_hosts(row.host for row in rows)
     if rows[0].is_rank and launch.program == "torchrun":
@@ -47,7 +47,7 @@ def at_place(rows: Sequence[StartRow], place: str, *, job: Sequence[StartRow], b
 
 
 def _of_step(rows: Sequence[StartRow], place: str, job: Sequence[StartRow], but: str) -> Fix:
-    """Return how to start the ranks of mpirun or srun again: its own line, where that is known to set the place."""
+    """Return the fix for ranks of mpirun or srun: its own line, if known to set the rendezvous."""
     wanted = options_for(rows[0].start.launch, place)
     hosts = format_hosts(row.host for row in rows)
     if any(row.place != rows[0].place for row in job):
@@ -59,14 +59,14 @@ def _of_step(rows: Sequence[StartRow], place: str, job: Sequence[StartRow], but:
 
 
 def _step_line(row: StartRow, wanted: Sequence[str]) -> str:
-    """Return the line of mpirun or srun with other variables; empty if they are set elsewhere, as in a script."""
+    """Return the mpirun or srun line with new variables; empty if it does not set these itself."""
     words = _words(row.start.command)
     new = dict(zip(options_for(row.start.launch, row.place), wanted, strict=True))
     return shlex.join(new.get(word, word) for word in words) if all(old in words for old in new) else ""
 
 
 def _words(command: str) -> list[str]:
-    """Split a command line; empty if a secret was taken out of it."""
+    """Split a command line; empty if a secret was redacted."""
     try:
         return [] if "***" in command else shlex.split(command)
     except ValueError:

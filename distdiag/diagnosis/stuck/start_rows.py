@@ -124,9 +124,9 @@ def by_interface(node: NodePicture) -> dict[str, str]:
 
 
 def interfaces_in_words(rows: Iterable[StartRow], nodes: Iterable[NodePicture], *, lacking: bool) -> list[str]:
-    """Describe which interfaces the ranks' variables choose: those with an address, or (`lacking`) the names without.
+    """Describe the interfaces chosen by the ranks' variables: those with an address, or (`lacking`) the names without.
 
-    As Gloo and NCCL read them: Gloo takes exact names, NCCL prefixes.
+    Matched as in Gloo (exact names) and NCCL (prefixes).
     """
     by_host = {node.host: read.addresses for node in nodes for read in node.starts}
     found: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""Why a job does not start: what its launchers, or its ranks in init_process_group, wait for. Pure.
+"""Why a job does not start, by its waiting launchers, or its ranks in init_process_group. Pure.
 
-torchrun says nothing until it gives up, 1 to 10 minutes later, and then names a timeout. Each node's own view of the
-meeting place is compared with the others': a name, a port, a firewall, a missing node.
+torchrun prints no reason until it gives up, 1 to 10 minutes later, and then only a timeout. The nodes' views of the
+rendezvous are compared: a name, a port, a firewall, a missing node.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _LATE_S = 300.0
 """A node or rank that others have waited for this long is not just slow to start."""
 _BEGINS_S = 30.0
-"""A launcher may import torch for so long before it listens or connects."""
+"""A launcher may import torch for this long before it listens or connects."""
 _REFUSED = (port_scan.FILTERED, port_scan.REJECTED, port_scan.NO_ROUTE, port_scan.DENIED)
 _STATES = {
     port_scan.FILTERED: "gets no answer from",
@@ -63,10 +63,10 @@ _NOT_COMING = (StackClass.EXITED, StackClass.STOPPED, StackClass.DEBUGGER, Stack
 def start_claims(
     asked: Asked, nodes: Sequence[NodePicture], *, of_ranks: bool, states: Sequence[RankState] = ()
 ) -> list[Claim]:
-    """Return what keeps jobs from starting, the surest first; empty if their processes show no reason.
+    """Return the obstacles to starting, the surest first; empty if the processes show no reason.
 
-    `of_ranks`: judge ranks in init_process_group, else launchers that have not started any rank. `states`: the ranks of
-    the one job to judge, wherever they are; empty: judge all.
+    `of_ranks`: judge ranks in init_process_group, else launchers without ranks. `states`: the ranks of the one job to
+    judge, on any host; empty: judge all.
     """
     own_pids = {(state.member.host, state.member.pid): state.member.rank for state in states}
     owner = owners(nodes)
@@ -94,9 +94,9 @@ def in_init(state: RankState) -> bool:
 
 
 def without_place(asked: Asked, states: Sequence[RankState]) -> Claim | None:
-    """Return that all of these wait in init_process_group, at a place that their environment does not name.
+    """Claim that all these ranks wait in init_process_group, at a place not named by their environment.
 
-    So does mp.spawn with init_method="tcp://...": polling for rank 0 looks like progress, and arguments like steps.
+    As with mp.spawn and init_method="tcp://...": polling for rank 0 looks like progress, and arguments like steps.
     """
     processes = [state.member.process for state in states]
     told = any(process is not None and "MASTER_ADDR" in process.job for process in processes)
@@ -126,7 +126,7 @@ def _family(node: NodePicture, pid: int) -> frozenset[int]:
 def _jobs(rows: Sequence[StartRow], owner: Mapping[str, str]) -> list[list[StartRow]]:
     """Separate jobs of one script whose stores are at different places.
 
-    Where each node has its own store, and together they are as many as one of them waits for, they are one job.
+    If each node has its own store, as many as the first launcher expects nodes, it is one job.
     """
     by_place: dict[tuple[str, int], list[StartRow]] = {}
     for row in rows:
@@ -142,7 +142,7 @@ def _lines(wanted: Iterable[tuple[str, Start, list[str]]]) -> tuple[str, ...]:
 
 
 class _Group:
-    """The processes of one job that wait to start. `others`: those of other jobs; `states`: its ranks, of all kinds."""
+    """The waiting processes of one job. `others`: those of other jobs; `states`: all ranks of this job."""
 
     def __init__(
         self,
@@ -207,17 +207,17 @@ class _Group:
         return interfaces_in_words(self._rows, self._nodes, lacking=lacking)
 
     def _ends(self) -> str:
-        """Describe for how long it has waited, and when it gives up."""
+        """Format the waiting time, and the time left until the timeout."""
         left = [seconds - row.start.waited_s for row in self._rows if (seconds := limit_s(row)) is not None]
         ends = f"; it gives up in {lasting(min(left))}" if left and min(left) > 0 else ""
         return f"The job has waited for {lasting(self._waited_s)}{ends}."
 
     def _level(self) -> Level:
-        """A warning while the missing may still come."""
+        """FAIL once missing processes are too late to be expected, else WARN."""
         return Level.FAIL if self._waited_s > _LATE_S else Level.WARN
 
     def _right_place(self) -> str:
-        """Return the meeting place that a process of this job serves, else rank 0's; empty if neither is known."""
+        """Return the rendezvous served by a process of this job, else rank 0's; empty if neither is known."""
         served = self._served or self._met
         if served and not (served[0].meeting is not None and meets_at_loopback(served[0].meeting)):
             return served[0].place
@@ -251,7 +251,7 @@ class _Group:
             yield self._made(rows, Level.FAIL, title, "", fix)
 
     def _itself(self) -> Iterable[Claim]:
-        """A node that meets at its own loopback, while the store is elsewhere."""
+        """A node connects to its own loopback, while the store is elsewhere."""
         if not self._several or not self._first.launch.host:
             return
         rows = [row for row in self._rows if row.meeting is not None and meets_at_loopback(row.meeting)]
@@ -284,7 +284,7 @@ class _Group:
         yield from self._another_job()
 
     def _another_job(self) -> Iterable[Claim]:
-        """The store at the meeting place belongs to a job that was read as well."""
+        """The store at the rendezvous belongs to another known job."""
         rows = [row for row in self._rows if row.meeting is not None and row.meeting.state == port_scan.OPEN]
         places = {resolved(row, self._owner): row for row in rows}
         for other in self._others:
@@ -303,7 +303,7 @@ class _Group:
             return
 
     def _other_place(self) -> Iterable[Claim]:
-        """Processes of one job that meet at different places."""
+        """Processes of one job use different rendezvous."""
         places = Counter(row.place for row in self._rows)
         if len({resolved(row, self._owner) for row in self._rows}) < 2:
             return
@@ -324,7 +324,7 @@ class _Group:
         )
 
     def _other_options(self) -> Iterable[Claim]:
-        """Launchers whose options do not fit together."""
+        """Launchers have contradictory options."""
         launches = [(row, row.start.launch) for row in self._rows]
         if self._of_ranks:
             return
@@ -357,7 +357,7 @@ class _Group:
                 yield self._made(rows, Level.FAIL, title, "", Fix(text=text, commands=lines))
 
     def _other_ranks(self) -> Iterable[Claim]:
-        """Ranks whose RANK or WORLD_SIZE does not fit those of the others."""
+        """Ranks contradict each other in RANK or WORLD_SIZE."""
         if not self._of_ranks:
             return
         sizes = Counter(row.start.world_size for row in self._rows if row.start.world_size is not None)
@@ -379,7 +379,7 @@ class _Group:
                 yield self._made(rows, Level.FAIL, title, detail, fix)
 
     def _first_address(self) -> Iterable[Claim]:
-        """The resolver's first address gives no answer, and torch waits there until its timeout."""
+        """The resolver's first address does not answer, and torch tries it until its timeout."""
         for row in self._rows:
             met = row.meeting
             if met is None or not met.silent:
@@ -410,7 +410,7 @@ class _Group:
             yield replace(found, hosts=tuple(dict.fromkeys(ends)))
 
     def _wrong_interface(self) -> Iterable[Claim]:
-        """A rank that knocks at an address of another rank's node that it cannot reach."""
+        """A rank connects to an address of another rank's node that it cannot reach."""
         for row in self._rows:
             for end in row.start.knocks:
                 address = end.rpartition(":")[0].strip("[]")
@@ -427,7 +427,7 @@ class _Group:
                 return
 
     def _on_the_way(self) -> Iterable[Claim]:
-        """Ranks or launchers that still import or load: others wait for them, and nothing is wrong yet."""
+        """Ranks or launchers still import or load: no fault yet."""
         late = [state for state in self._not_here if state.thread.kind not in _NOT_COMING and state.member.pid]
         if late and self._waited_s <= _LATE_S:
             says = "; ".join(f"{who(group)}: {does(group[0])}" for group in split(late)[:_GROUPS])
@@ -494,7 +494,7 @@ class _Group:
         yield replace(found, hosts=(head,), ranks=frozenset([0] if self._of_ranks else []))
 
     def _head(self, row: StartRow) -> str:
-        """Return the host that a meeting place leads to; empty if it was not asked."""
+        """Return the host that a rendezvous resolves to; empty if that host was not read."""
         addresses = set(row.meeting.addresses) if row.meeting is not None else set()
         name = row.start.launch.host.partition(".")[0]
         heads = (
@@ -505,7 +505,7 @@ class _Group:
         return next(heads, "")
 
     def _first_rank_on(self, host: str) -> str:
-        """Return where the same program's rank 0 on this host meets; empty without one."""
+        """Return the rendezvous of the same program's rank 0 on this host; empty if none."""
         own = {(row.host, row.start.pid) for row in self._rows}
         processes = [(node.host, process) for node in self._nodes for process in node.processes.processes]
         commands = {process.command for at, process in processes if (at, process.pid) in own}
@@ -524,14 +524,14 @@ class _Group:
         return ",".join(dict.fromkeys([row.start.launch.host, row.host]))
 
     def _came(self) -> frozenset[str]:
-        """Return the addresses that are connected to this job's stores, without those of other jobs' processes."""
+        """Return the addresses connected to this job's stores, except those of other jobs."""
         clients = {client for row in self._rows if row.is_server() and row.meeting for client in row.meeting.clients}
         others = {address for row in self._others for address in row.own}
         own = {address for row in self._rows for address in row.own}
         return frozenset(client for client in clients - (others - own) if not is_loopback(client))
 
     def _named_absent(self) -> list[str]:
-        """Return the nodes of deepspeed's or SLURM's list that have not connected; none where that leaves a doubt."""
+        """Return the unconnected nodes of deepspeed's or SLURM's list; none if ambiguous."""
         expected = {name: own for node in self._nodes for read in node.starts for name, own in read.expected.items()}
         own = {address for row in self._rows for address in row.own}
         known = {address for addresses in expected.values() for address in addresses}
@@ -542,7 +542,7 @@ class _Group:
         return [name for name, has in expected.items() if not came & set(has) and name.partition(".")[0] not in here]
 
     def _waits_for_more(self) -> Iterable[Claim]:
-        """All that is there has met; nodes are missing."""
+        """All present nodes have joined; others are missing."""
         least = self._first.launch.nodes[0]
         if self._of_ranks or least < 2:
             return
@@ -574,7 +574,7 @@ class _Group:
         return f"{met.host} leads any other node to itself." if met is not None and meets_at_loopback(met) else ""
 
     def _ranks_missing(self) -> Iterable[Claim]:
-        """Ranks wait at rank 0's store, and others have not connected to it."""
+        """Ranks wait at rank 0's store, which others have not connected to."""
         gone = any(state.thread.kind in _NOT_COMING and state.member.process for state in self._not_here)
         seen = {row.start.rank for row in self._rows} | {state.member.rank for state in self._not_here}
         size = max((row.start.world_size or 0 for row in self._rows), default=0)
@@ -599,7 +599,7 @@ class _Group:
             return
         absent, level = self._named_absent(), self._level()
         if not absent and not self._came() <= read:
-            return  # a host that was not read has ranks
+            return  # an unread host has ranks
         one = len(absent or missing) == 1
         names = format_hosts(absent) if absent else f"{name_ranks(missing)} of {size}"
         title = f"{names} {'has' if one else 'have'} not connected to {place}"

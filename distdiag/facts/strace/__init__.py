@@ -1,1 +1,1 @@
-"""Logs of strace as facts: what each thread waited for, what failed, where the time went."""
+"""strace logs as facts: waits, errors and time spent, by thread."""

@@ -15,7 +15,7 @@ _MAX_PLACES = 1000
 _NAME_MAX = 255
 """No file can have a longer name."""
 _MAX_FOUND = 100_000
-"""More names of files that were found are not remembered."""
+"""Limit on remembered names of found files."""
 _WEIGHTS = {
     **dict.fromkeys(("ENOSPC", "EDQUOT", "EIO", "ESTALE", "EROFS", "EMFILE", "ENFILE", "ENOMEM", "EUCLEAN"), 10),
     **dict.fromkeys(("ETIMEDOUT", "EHOSTUNREACH", "ENETUNREACH", "ECONNRESET", "EADDRINUSE", "EADDRNOTAVAIL"), 8),
@@ -28,7 +28,7 @@ _USUAL = {
     **{"ENOTSUP": ".*xattr.*", "EOPNOTSUPP": ".*xattr.*"},
 }
 """What well-made programs get all day: the error, and of which calls; of all where none are named."""
-# What the loader of glibc and Python's import try on their way, whether or not it is there.
+# Paths probed by glibc's loader and Python's import system, present or not.
 _TRIED = re.compile(
     r"ld\.so\.(?:preload|nohwcap)|pyvenv\.cfg|pybuilddir\.txt|.*\._pth|python\d+\.zip|.*\.(?:cpython|pypy)\d*-.*\.so"
     r"|.*\.abi\d\.so|.*\.py[co]?|__pycache__|.*\.pth|haswell|avx512_1|x86_64|tls|glibc-hwcaps|x86-64-v\d"
@@ -59,7 +59,7 @@ class Errors:
         if is_usual(name, error):
             return
         missing = error in ("ENOENT", "ENOTDIR") and name != "connect"
-        # One search may use several calls, so the call is no part of what is folded.
+        # One search may use several calls, so the call is not part of the key.
         key = ("", error, os.path.basename(target)) if missing else (name, error, target)
         held = self._held.get(key)
         if held is None:
@@ -71,7 +71,7 @@ class Errors:
             held.places.add(target)
 
     def gravest(self) -> tuple[CallError, ...]:
-        """Return the errors to report, the gravest first; without those that are probably harmless."""
+        """Return the errors to report, the gravest first, without the probably harmless."""
         rows = []
         for (_, error, target), held in sorted(self._held.items(), key=_rank):
             if held.weight > 1 and not (held.places and target in self._found):
@@ -89,12 +89,12 @@ class _Held:
 
 
 def _rank(item: tuple[tuple[str, str, str], _Held]) -> tuple[int, int, str]:
-    """Return what sorts the gravest error first, then the most frequent."""
+    """Sort key: the gravest error first, then the most frequent."""
     return -item[1].weight, -item[1].count, item[0][2]
 
 
 def is_usual(name: str, error: str) -> bool:
-    """Return whether an error of a call is nothing to be looked at."""
+    """Return whether a call's error is routine."""
     if error.startswith("ERESTART"):
         return True
     calls = _USUAL.get(error)
@@ -102,7 +102,7 @@ def is_usual(name: str, error: str) -> bool:
 
 
 def weight(name: str, error: str, target: str) -> int:
-    """Return how grave an error is: 10 for a full or broken disk, or the like; 1 for what is likely nothing."""
+    """Return how grave an error is: from 10 (such as a full or broken disk) to 1 (probably harmless)."""
     if error in ("ENOENT", "ENOTDIR", "ENXIO"):
         return _weight_of_missing(target)
     if error == "ETIMEDOUT" and name not in ("connect", "recvfrom", "recvmsg", "read", "sendto", "sendmsg", "write"):

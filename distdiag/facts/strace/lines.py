@@ -1,4 +1,4 @@
-"""One line of `strace -ttt -T -yy` -> a Line. Bytes, because logs quote what programs write."""
+"""One line of `strace -ttt -T -yy` -> a Line. Bytes, because logs quote arbitrary program output."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def problem(head: bytes) -> str:
 
 
 def shorten(block: bytes) -> bytes:
-    """Return lines without the middle of each that is too long to be parsed; its beginning and its end stay."""
+    """Cut the middle out of lines too long to parse, keeping the beginning and the end."""
     return _LONG.sub(lambda long: long[0][:_BEGINNING] + b"..." + long[0][-_ENDING:], block)
 
 
@@ -129,6 +129,6 @@ def _parse_end(name: bytes, rest: bytes) -> Line:
 
 
 def _name(written: bytes, args: bytes) -> bytes:
-    """Return the name of a call; of one that was in progress when strace attached, its real name."""
+    """Return the name of a call; for a call in progress when strace attached, its real name."""
     interrupted = _INTERRUPTED.match(args)
     return interrupted[1] if interrupted else written

@@ -90,7 +90,7 @@ class LogFile:
             self._take_torn(lines.parse(rest))
 
     def _take_torn(self, line: Line | None) -> None:
-        """Take the last line, which lacks its end: the file was cut, or strace will write the rest when it returns."""
+        """Parse an incomplete last line: the file was cut, or strace will write the rest when the call returns."""
         if line is None:
             self.n_unread += 1
             for tally in self.tallies.values() if len(self.tallies) == 1 else ():
@@ -112,13 +112,13 @@ class LogFile:
 
 
 def _is_balanced(args: bytes) -> bool:
-    """Return whether arguments end between two of them, as those of a waiting call: not inside a string or a list."""
+    """Return whether the text ends between two arguments, as in a waiting call: not inside a string or a list."""
     plain = _STRING.sub(b"", args).replace(b"->", b"")
     return b'"' not in plain and all(plain.count(opening) == plain.count(closing) for opening, closing in _BRACKETS)
 
 
 def threads(files: Sequence[LogFile]) -> Iterator[ThreadLog]:
-    """List the threads of logs that were read together."""
+    """List the threads of logs read together."""
     pids = _pids(files)
     newest_s = max((tally.last_at_s for log in files for tally in log.tallies.values()), default=0.0)
     for log in files:

@@ -56,7 +56,7 @@ class Polls:
             self._held[target] = path._replace(tries=path.tries + 1, sleeps=self._sleeps)
 
     def found(self) -> Iterator[Poll]:
-        """List the paths that were polled, the most tries first."""
+        """List the polled paths, the most tries first."""
         for target, path in sorted(self._held.items(), key=lambda item: -item[1].tries):
             if path.tries >= FEWEST:
                 yield Poll(target, path.exists, path.tries, self._slept_s - path.slept_s)
@@ -68,5 +68,5 @@ def _is_lock(target: str) -> bool:
 
 
 def _is_missing(target: str, error: str) -> bool:
-    """Return whether a path is missing that no import and no loader of libraries looks for by itself."""
+    """Return whether a missing path is looked for on purpose, not by an import or the library loader."""
     return error in ("ENOENT", "ENOTDIR") and not target.startswith(_NO_FILES) and errors.weight("", error, target) > 1

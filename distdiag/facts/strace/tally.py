@@ -28,7 +28,7 @@ _HEAD = re.compile(
     + rb"|\w+\((?:\d+(?:" + lines.DECODED + rb"(?:\(deleted\))?)?|" + lines.STRING
     + rb"|\[\{fd=\d+(?:" + lines.DECODED + rb")?)?"
 )  # fmt: skip
-"""A call up to what it is about: its name, and the descriptor or path that comes first."""
+"""The head of a call, up to its subject: the name, and the first descriptor or path."""
 _ADDRESSED = (b"connect", b"bind", b"sendto")
 _SO_ERROR = re.compile(rb"SOL_SOCKET, SO_ERROR, \[(E[A-Z0-9]+)\]")
 _FINDS = re.compile(
@@ -43,7 +43,7 @@ _STARTS = frozenset({b"clone", b"clone3", b"fork", b"vfork"})
 _PER_S, _SPAN_S, _GAP_S = 1000.0, 0.1, 0.01
 """A busy loop is at least this fast for at least this long; a longer pause ends it."""
 _AGAIN = (b"EAGAIN", b"EWOULDBLOCK", b"ENOENT")
-# poll(2) and its like, and a wait that must not wait, return 0 if nothing happened; read() returns 0 at the end.
+# poll(2) and the like, and a wait with WNOHANG, return 0 if no event occurred; read() returns 0 at end of file.
 _NOTHING = frozenset(
     {
         *(b"poll", b"ppoll", b"select", b"pselect6", b"_newselect", b"epoll_wait", b"epoll_pwait", b"epoll_pwait2"),
@@ -61,7 +61,7 @@ _IDLE = _NOTHING | _ALWAYS
 
 @lru_cache(maxsize=8192)
 def _about(head: bytes) -> tuple[str, str, str, bool]:
-    """Parse the beginning of a call: its name, what it is about, the place of that, and whether it looks for a path."""
+    """Parse the head of a call: its name, its subject, the subject's place, and whether the call looks up a path."""
     name, _, args = head.partition(b"(")
     target = targets.about(name, args)[1]
     return name.decode(), target, targets.place(target), bool(target) and _FINDS.fullmatch(name) is not None
@@ -87,7 +87,7 @@ class Tally:
         self.ends: set[str] = set()
         self._connecting: dict[bytes, str] = {}
         self._seen: set[bytes] = set()
-        """Beginnings of calls whose ends are in `ends`."""
+        """Heads of calls whose endpoints are in `ends`."""
         self._loops: dict[tuple[bytes, bytes], _Loop] = {}
         """By the beginning of the call, and its error."""
         self.names: dict[str, _Sum] = defaultdict(_Sum)
@@ -196,8 +196,6 @@ class Tally:
 
 
 class _Sum:
-    """The number of calls and their times."""
-
     def __init__(self) -> None:
         self.count = self.errors = self.slow = 0
         self.time_s = self.slowest_s = 0.0
@@ -215,7 +213,7 @@ class _Sum:
 
 
 class _Loop:
-    """The calls of one kind on one target that got nothing done: a busy loop, if they are fast and many."""
+    """Consecutive calls of one kind on one target without progress: a busy loop, if fast and many."""
 
     def __init__(self) -> None:
         self._spun = self._length = 0

@@ -18,7 +18,7 @@ _FIRST = re.compile(
 _POLLED = re.compile(rb"\[\{fd=(\d{1,7})(" + lines.DECODED + rb")?")
 _AT = re.compile(rb"\w+at2?|statx")
 _DATA_FIRST = (b"getrandom", b"add_key", b"request_key", b"sethostname", b"setdomainname", b"init_module")
-"""The calls whose first string is data, not a path."""
+"""Calls with data, not a path, as first string."""
 _ESCAPE = re.compile(rb"\\([0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\f"}
 _PORT = re.compile(rb"sin6?_port=htons\((\d{1,5})\)")
@@ -30,7 +30,7 @@ _PAIR = re.compile(r"([A-Z][\w-]*):\[([^>]+?)->([^,\]]+(?:\]:\d+)?)(?:,.*)?\]")
 
 
 def about(name: bytes, args: bytes) -> tuple[int | None, str]:
-    """Return the first descriptor among the arguments, and what the call is about; empty if unknown."""
+    """Return the first descriptor among the arguments, and the call's subject; empty if unknown."""
     if name in (b"connect", b"bind", b"sendto") and b"->" not in args:
         address = _address(args)
         if address:

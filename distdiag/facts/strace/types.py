@@ -29,7 +29,7 @@ class Call:
 class Count:
     """All calls of one name; or all on one part of the file tree, two names deep ("/mnt/data"), or one kind of socket.
 
-    `slow`: how many of them took 10 ms or more; `slowest`: name and target of the slowest.
+    `slow`: number of calls of 10 ms or more; `slowest`: name and target of the slowest.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Count:
 
 @dataclass(frozen=True)
 class CallError:
-    """One error, however often it occurred. `weight`: 10 is grave, 2 may be harmless.
+    """One error, folded over its occurrences. `weight`: 10 is grave, 2 may be harmless.
 
     A missing file is one error for all directories searched: `target` is then its name and `places` their number; with
     one place, `target` is the whole path.
@@ -70,9 +70,9 @@ class Spin:
 
 @dataclass(frozen=True)
 class Poll:
-    """A path that a thread looks for repeatedly, sleeping in between; all `tries` had the same result.
+    """A path looked up repeatedly by a thread that sleeps in between; all `tries` had the same result.
 
-    `exists`: it was there each time, like a lock that is not released. Several calls between two sleeps are one try.
+    `exists`: the path existed each time, like a lock never released. Several calls between two sleeps are one try.
     `slept_s`: time asleep since the first try.
     """
 
@@ -86,12 +86,11 @@ class Poll:
 class ThreadLog:
     """One thread's part of a log.
 
-    `pid` and `tid`: None where the log does not show them. `state`: "blocked" in its last call; "detached": blocked
-    when strace detached; "returned" from its last call; "exited 1"; "killed SIGSEGV"; "superseded" by another thread's
+    `pid` and `tid`: None if the log does not show them. `state`: "blocked" in its last call; "detached": blocked when
+    strace detached; "returned" from its last call; "exited 1"; "killed SIGSEGV"; "superseded" by another thread's
     execve; "cut": the file ends inside its last line. `blocked_s`: from the start of its last call to the newest time
-    in all logs read together. `n_unread`: lines not written by strace, counted with the first thread of a file.
-    `ends`: the sockets and pipes it used, as `targets.ends` has them. Counts and places are sorted by time, errors by
-    weight.
+    in all logs read together. `n_unread`: lines not written by strace, counted with the first thread of a file. `ends`:
+    the sockets and pipes used, as in `targets.ends`. Counts and places are sorted by time, errors by weight.
     """
 
     path: str
@@ -115,7 +114,7 @@ class ThreadLog:
 
 @dataclass(frozen=True)
 class Logs:
-    """All threads of all logs that were read, and (path, why) of each file that could not be."""
+    """All threads of all logs, and (path, why) of each unreadable file."""
 
     threads: tuple[ThreadLog, ...]
     errors: tuple[tuple[str, str], ...]

@@ -1,1 +1,1 @@
-"""`distdiag trace blocked`: who is blocked on what, and which rank all of them wait for."""
+"""`distdiag trace blocked`: the wait graph of a job, and the rank at its root."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[TraceBlocked]:
-    """Judge the jobs of the selected processes, and list what each selected thread waits for."""
+    """Judge the jobs of the selected processes, and list the wait of each selected thread."""
     nodes = all_nodes(gathered)
     stacks = [node.stacks for node in nodes]
     chosen = ranks.choose(stacks, request.wanted)
@@ -74,7 +74,7 @@ def _findings(
     chosen: Sequence[Chosen],
     graph: WaitGraph,
 ) -> Iterator[Finding]:
-    """Yield what is found of whole jobs; of selected processes without a job, what each of them does."""
+    """Yield the verdicts on whole jobs, and the activity of selected processes outside any job."""
     wanted = request.wanted
     asked = Asked(
         program=request.program,
@@ -98,7 +98,7 @@ def _findings(
 
 
 def _about_process(asked: Asked, choice: Chosen, graph: WaitGraph) -> Finding:
-    """Report a process of no job: it has no other to compare with."""
+    """Report a process outside any job, without others to compare with."""
     assert choice.process is not None
     key = (choice.host, choice.process.pid)
     wait = root_wait(graph, key)
@@ -130,13 +130,12 @@ def _no_process(request: Request, nodes: Sequence[NodePicture]) -> Finding:
 
 
 def _waits_of(process: Blocked, key: Key, index: ProcessIndex) -> tuple[Wait, ...]:
-    """Return what its threads wait for, the main thread first."""
     ordered = sorted(process.threads, key=lambda thread: (thread.tid != process.pid, thread.tid))
     return tuple(wait_of(thread, process, key[0], index) for thread in ordered)
 
 
 def _is_about(tree: WaitTree, keys: Sequence[Key]) -> bool:
-    """Return whether a selected process waits in it, or is waited for."""
+    """Return whether a selected process is in the tree."""
     return not {tree.root, *(edge.waiter for edge in tree.edges)}.isdisjoint(keys)
 
 
@@ -145,7 +144,7 @@ def _shows_all(request: Request) -> bool:
 
 
 def _awaited_helpers(keys: Sequence[Key], graph: WaitGraph) -> list[Key]:
-    """List the helpers that a thread of a selected process waits for."""
+    """List the helpers with waiters among the selected processes."""
     found: dict[Key, None] = {}
     for key in keys:
         for wait in graph.by_process.get(key, ()):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from distdiag.output import Progress
 
 _LONGEST_S = 11.0
-"""For how long ranks that have not moved are sampled, at most."""
+"""Maximum sampling time for ranks without progress."""
 _SPARE_S = 20.0
 
 
@@ -46,7 +46,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
 
 
 def _chosen(request: Request, hosts: Mapping[str, Processes]) -> Mapping[str, Processes]:
-    """Read all processes of jobs where one is selected: it may wait for any of them."""
+    """Return all hosts if a selected process exists: it may wait for any process of its job."""
     nodes = [NodeStacks(host, processes, ()) for host, processes in hosts.items()]
     return hosts if choose(nodes, request.wanted) else {}
 

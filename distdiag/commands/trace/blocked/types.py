@@ -32,9 +32,9 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Last:
-    """The system call that a thread is in. `args`: as the kernel has them; `fd_target`: what its descriptor points to.
+    """A thread's current system call. `args`: raw kernel values; `fd_target`: target of the descriptor.
 
-    `peer_rank`: the rank at the other end, if it is a single rank; `blocked_s`: how long it has not run.
+    `peer_rank`: set if a single rank has the other end; `blocked_s`: time since the thread last ran.
     """
 
     call: str
@@ -46,7 +46,7 @@ class Last:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadRow:
-    """One thread. `role`: "rank", "helper" or "process"; `kind` of Kind; `on`: what it waits for, in words.
+    """One thread. `role`: "rank", "helper" or "process"; `kind` of Kind; `on`: the wait in words.
 
     `moved`: it ran between the two samples.
     """
@@ -81,9 +81,9 @@ class Waiter:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """All processes that wait, directly or not, for one root (of a cycle: for its first member).
+    """All processes that wait, directly or not, for one root (for a cycle: its first member).
 
-    `cause`: what the root waits for itself, of Kind; "cycle" if it waits for one of these.
+    `cause`: the wait of the root itself, of Kind; "cycle" if it waits for one of these.
     """
 
     job: str
@@ -98,7 +98,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceBlocked:
-    """The result. `helpers`: how many are not shown because no process waits for them."""
+    """The result. `helpers`: number of hidden helpers, with no process waiting for them."""
 
     interval_s: float
     jobs: tuple[JobSummary, ...]

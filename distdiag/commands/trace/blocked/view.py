@@ -1,4 +1,4 @@
-"""The report of trace blocked as text: a row for what each thread waits for, equal ones folded."""
+"""The report of trace blocked as text: one row per wait, equal rows folded."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _table(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
 
 
 def _other_threads(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
-    """Render a line for each thread except the main threads, below its process: a table would leave no room."""
+    """Render one line per thread other than main threads, below its process: a table would leave no room."""
     owner = None
     for group in _folded(rows):
         first = group[0]
@@ -97,7 +97,7 @@ def _folded(rows: Sequence[ThreadRow]) -> list[list[ThreadRow]]:
     for row in rows:
         is_main = row.tid == row.pid
         about = row.role if is_main else (row.host, row.pid)
-        # Each connection has addresses of its own; it is the other end that counts.
+        # Each connection has its own addresses; only the other end identifies the wait.
         on = row.on.partition(" = ")[2] or row.on if row.kind is not Kind.SLEEP else ""
         groups.setdefault((is_main, about, row.state, row.kind, row.last.call, on), []).append(row)
     return sorted(groups.values(), key=lambda group: _place(group[0]))

@@ -1,1 +1,1 @@
-"""`distdiag trace fds`: what the file descriptors of a process point to, and who has the other ends."""
+"""`distdiag trace fds`: the targets of a process's file descriptors, and the owners of the other ends."""

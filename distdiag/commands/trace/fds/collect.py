@@ -1,4 +1,4 @@
-"""Facts of one node: what processes have open. Nothing is judged here."""
+"""Facts of one node: open file descriptors. Nothing is judged here."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["facts", "more"]
 
 @dataclass(frozen=True)
 class Opened:
-    """What one process has open. `limit`: how many it may have (RLIMIT_NOFILE), None if unlimited or not known.
+    """The descriptors of one process. `limit`: RLIMIT_NOFILE, None if unlimited or unknown.
 
-    `unread`: why there are none: "denied", "gone".
+    `unread`: why the list is empty: "denied", "gone".
     """
 
     pid: int
@@ -33,7 +33,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Reply:
-    """What is sent at a time: processes first, at the end the sockets of all of them, and who was mentioned."""
+    """One part of the answer: processes first; the last part has the sockets and the processes mentioned."""
 
     processes: tuple[Opened, ...] = ()
     networks: tuple[Network, ...] = ()
@@ -41,7 +41,10 @@ class Reply:
 
 
 def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
-    """Read the descriptors of processes: {"pids": of whom, "others": who may have the other ends}."""
+    """Read the descriptors of processes.
+
+    `ask`: {"pids": the processes to read, "others": possible owners of the other ends}.
+    """
     reader = Look()
     mentioned: set[int] = set()
     for pid in ask["pids"]:

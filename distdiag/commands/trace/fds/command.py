@@ -1,4 +1,4 @@
-"""`distdiag trace fds`: what processes have open, and who has the other ends; `collect` runs on the nodes."""
+"""`distdiag trace fds`: open descriptors and the owners of the other ends; `collect` runs on the nodes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Request:
 class DescriptorRow:
     """One descriptor. `target`: a path, the two ends of a socket, "pipe:[n]"; `who`: the processes at its other end.
 
-    `state` of a socket; `peer_rank`: the rank at the other end, if it is one; `size_bytes` of a file; `gpu`: the
-    minor number of an NVIDIA device. `silent`: its file system did not answer.
+    `state` of a socket; `peer_rank`: set if a single rank has the other end; `size_bytes` of a file; `gpu`: the minor
+    number of an NVIDIA device. `silent`: its file system did not answer.
     """
 
     fd: int
@@ -77,9 +77,9 @@ class DescriptorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRow:
-    """One process, and what it has open. `limit`: RLIMIT_NOFILE; `counts` by kind, the largest first.
+    """One process and its descriptors. `limit`: RLIMIT_NOFILE; `counts` by kind, the largest first.
 
-    `unread`: why it could not be read: "denied", "gone".
+    `unread`: the reason for a missing list: "denied", "gone".
     """
 
     host: str
@@ -149,7 +149,7 @@ def fds(
 
 
 def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
-    """Read the selected processes; of all others in their jobs only the sockets, which may be the other ends."""
+    """Read the selected processes; of the rest of the job, only sockets, as possible other ends."""
     chosen: dict[str, list[int]] = {}
     for choice in choose(nodes, request.wanted):
         if choice.process is not None:
@@ -177,7 +177,7 @@ def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
 
 
 def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceFds]:
-    """Report what every selected process has open, and which of it may become a problem."""
+    """Report the open descriptors of every selected process, with warnings on leaks and limits."""
     from distdiag.cluster.unreached_hosts import host_findings
     from distdiag.commands.trace.nodes import incomplete, index_of
 
@@ -250,7 +250,7 @@ def _descriptor(descriptor: Descriptor, key: Key, index: ProcessIndex) -> Descri
 
 
 def _target(descriptor: Descriptor) -> str:
-    """Format what it points to; a socket by its addresses, "tcp 10.0.0.1:40000 -> 10.0.0.2:29500"."""
+    """Format a socket as "tcp 10.0.0.1:40000 -> 10.0.0.2:29500"."""
     if descriptor.socket is None or not descriptor.socket.protocol:
         return descriptor.target
     socket = descriptor.socket
@@ -392,7 +392,7 @@ def _folded(rows: Sequence[DescriptorRow]) -> list[list[DescriptorRow]]:
     """Group equal descriptors: all own pipes, all eventfds, all connections to the same process."""
     groups: dict[tuple[object, ...], list[DescriptorRow]] = {}
     for row in rows:
-        # A connection whose other end is known says no more by its addresses; nor do many that the peer has closed.
+        # Addresses add nothing once the other end is known, or for many connections closed by the peer.
         is_closed = row.state == "CLOSE_WAIT"
         target = row.target.partition(" ")[0] if row.kind == "socket" and (row.who or is_closed) else _plain(row)
         # Both ends of a connection of a process with itself are shown.

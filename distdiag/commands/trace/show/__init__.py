@@ -1,1 +1,1 @@
-"""`trace show`: read what the tracer kept."""
+"""`trace show`: read the tracer's files."""

@@ -63,7 +63,7 @@ def _follow(gathered: Gathered[NodeLines], shown: dict[tuple[str, int], tuple[ob
 
 def _ask(request: Request, *, local: bool) -> dict[str, Any]:
     paths = [os.path.abspath(path) if local else path for path in request.paths]
-    # Where a rank is also depends on the library lines after the user's last line, however few are to be shown.
+    # Placing a rank also needs the library lines after the user's last line, even with a small --last.
     return {"paths": paths, "last": max(request.last, _LINES_FOR_PLACE), "grep": request.grep, "count": request.count}
 
 

@@ -1,8 +1,8 @@
-"""Which processes are one run of a job, where each of its ranks is by its last lines, and which are outliers. Pure.
+"""Group processes into runs of a job, place each rank by its last lines, and find the outliers. Pure.
 
-As with stacks, the outlier is not the rare line: it is the rank that is not in communication while the others are; that
-judgement is in diagnosis/outliers. What only recorded lines show stays here: the age of a line in place of two samples,
-and ranks that ended, with their order and their exception.
+As with stacks, the outlier is the rank outside communication while the others are in it, not the rarest line;
+diagnosis/outliers judges that. This module adds evidence found only in recorded lines: the age of a line in place of
+two samples, and the order and exceptions of ranks that ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COMM = "communication wait"
 FRESH_S = 2.0
-"""A process whose last line is younger makes progress."""
+"""A process with a younger last line makes progress."""
 LONG_S = 10.0
 """A line that takes longer than this counts as stuck, if the others wait."""
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,7 +39,7 @@ class Member:
 
     @property
     def rank(self) -> int | None:
-        """Its rank; None where nothing tells it."""
+        """The rank; None if unknown."""
         return self.process.rank
 
 
@@ -57,8 +57,8 @@ class Run:
 class Position:
     """Where a member's main thread is, or was when it ended.
 
-    `kind` and `operation`: what it waits for there, in which call. `user`: the last line of the user's own code,
-    `library`: the last one, if that is a library's.
+    `kind` and `operation`: the wait there and the call it is in. `user`: the last line of the user's own code,
+    `library`: the last line, if from a library.
     """
 
     member: Member
@@ -69,7 +69,7 @@ class Position:
 
     @property
     def line(self) -> Line | None:
-        """The user's line, a library's where there is none."""
+        """The user's line, else the library's."""
         return self.user or self.library
 
     @property
@@ -79,7 +79,7 @@ class Position:
 
 
 class Outcome(StrEnum):
-    """What the last lines of a run come to."""
+    """The classification of a run by its last lines."""
 
     ENDED = "ended"
     GOES_ON = "goes-on"
@@ -96,7 +96,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunVerdict:
-    """`outliers` are those to look at, `others` those that wait for them, or all that are left."""
+    """`outliers`: the suspects; `others`: the ranks waiting for them, or all remaining ranks."""
 
     run: Run
     positions: tuple[Position, ...]
@@ -106,7 +106,7 @@ class RunVerdict:
 
 
 def classify_run(run: Run) -> RunVerdict:
-    """Classify a run, and find its outliers, if the lines show them."""
+    """Classify a run, and find its outliers if the lines show any."""
     positions = tuple(map(position_of, run.members))
     outcome, outliers, others = _classify([position for position in positions if position.line is not None])
     return RunVerdict(run=run, positions=positions, outcome=outcome, outliers=tuple(outliers), others=tuple(others))
@@ -133,7 +133,7 @@ def _classify(positions: Sequence[Position]) -> tuple[Outcome, Sequence[Position
 
 
 def _first_to_leave(by_state: Mapping[str, list[Position]]) -> list[Position]:
-    """Find whose end the others' followed: an exception in a collective mostly means that another rank has gone."""
+    """Find the rank whose end caused the others': an exception in a collective usually means another rank exited."""
     causes = [position for position in by_state["raised"] if position.kind != COMM]
     if causes:
         return [min(causes, key=_ended_s)]
@@ -165,7 +165,6 @@ def _compare(positions: Sequence[Position]) -> tuple[Outcome, Sequence[Position]
 
 
 def _goes_on(position: Position) -> bool:
-    """Return whether it executed a line just now."""
     age_s = position.member.process.age_s
     return position.state == "running" and age_s is not None and age_s < FRESH_S
 
@@ -176,7 +175,7 @@ def are_young(positions: Iterable[Position]) -> bool:
 
 
 def by_place(positions: Iterable[Position]) -> list[list[Position]]:
-    """Group those that are at the same place, the smallest group first."""
+    """Group positions by place, the smallest group first."""
     groups: dict[Hashable, list[Position]] = {}
     for position in positions:
         line = position.line
@@ -219,23 +218,23 @@ def _library_lines(lines: Sequence[Line]) -> Iterable[Line]:
 
 
 def latest_helper(position: Position) -> tuple[Process, Line] | None:
-    """Find, for a rank that waits for data, its process that has executed no line for the longest, and that line."""
+    """For a rank waiting for data, find the helper process idle for the longest, with its last line."""
     if position.kind != "data loading":
         return None
     helpers = [
         (helper, line)
         for helper in position.member.helpers
         for line in [thread.last[-1] for thread in helper.threads if thread.main and thread.last][:1]
-        # Servers of multiprocessing, which fork workers or tidy up after them, have one line only.
+        # Multiprocessing's servers, which fork workers or clean up after a job, have a single line.
         if helper.state != "ended" and helper.age_s is not None and line.file != "<string>"
     ]
     return max(helpers, key=lambda item: item[0].age_s or 0.0, default=None)
 
 
 def find_runs(nodes: Iterable[NodeLines]) -> list[Run]:
-    """Put processes together that ran as one job, the newest run last.
+    """Group processes into runs, the newest run last.
 
-    A job's name may come again (the same port every day): where a rank is there already, the next run begins.
+    Jobs can share an identity (the same port every day): a second process with the same rank starts a new run.
     """
     jobs: dict[tuple[object, ...], list[list[Member]]] = {}
     members = [member for node in nodes for member in _members(node)]
@@ -257,7 +256,7 @@ def find_runs(nodes: Iterable[NodeLines]) -> list[Run]:
 
 
 def newest(runs: Sequence[Run]) -> list[Run]:
-    """Choose what is looked at unless all are: the newest run, and every other that still runs."""
+    """Return the runs shown by default: the newest, and every other run still alive."""
     alive = [run for run in runs[:-1] if any(member.process.state == "running" for member in run.members)]
     return [*alive, *runs[-1:]]
 
@@ -267,7 +266,7 @@ def _began_s(member: Member) -> float:
 
 
 def _members(node: NodeLines) -> list[Member]:
-    """Distinguish ranks from the processes that they started, which have the same rank in their environment."""
+    """Separate ranks from their child processes, which inherit the rank in their environment."""
     by_pid = {process.pid: process for process in sorted(node.processes, key=lambda process: process.began_s)}
     helpers: dict[int, list[Process]] = {}
     heads = []
@@ -281,7 +280,7 @@ def _members(node: NodeLines) -> list[Member]:
 
 
 def _head(process: Process, by_pid: Mapping[int, Process]) -> Process:
-    """Find the process that started another, also where one is between them that has kept no line, as a shell."""
+    """Find the topmost traced ancestor, also past untraced processes such as a shell."""
     head, known = process, {process.pid}
     while True:
         above = next((pid for pid in (head.parent, *head.ancestors) if pid in by_pid), None)

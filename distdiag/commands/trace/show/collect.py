@@ -1,4 +1,4 @@
-"""Facts of one node: what the tracer kept of each process, and how the processes fare. Nothing is judged here."""
+"""Facts of one node: the tracer's records of each process, and the process's state. Nothing is judged here."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SOURCE = 200
 
 @dataclass(frozen=True)
 class Line:
-    """One line that was executed. `at_s` in seconds since 1970, of this line or of one a few quick lines before it.
+    """One executed line. `at_s` in seconds since 1970, of this line or of one a few quick lines before it.
 
     `kind` is "user", "library" or "stdlib". `returned`: a call made from it had just returned. `changed`: the file was
-    written after the process began, so that `source` may be another line.
+    written after the process began, so `source` may be another line.
     """
 
     at_s: float
@@ -41,9 +41,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Thread:
-    """One thread. `last` are its last lines, the newest last; `user` the last that is the user's own.
+    """One thread. `last`: its last lines, the newest last; `user`: the last line of the user's own code.
 
-    `matches` are lines that match the pattern, `count` how many of those kept match the other.
+    `matches`: lines matching the "grep" pattern; `count`: number of recorded lines matching the "count" pattern.
     """
 
     tid: int
@@ -61,8 +61,8 @@ class Thread:
 class Process:
     """One process. `state`: "running", "ended", "raised" (`error`, at `error_at`) or "died"; `age_s` of its last line.
 
-    `began_s` and `ended_s` are wall-clock times. `untold` threads had no room in the file. `owner`: the user whose
-    file it is, if it is not the one who reads it. `ancestors`: the processes above the parent.
+    `began_s` and `ended_s` are wall-clock times. `untold` threads had no room in the file. `owner`: the file's owner,
+    if another user. `ancestors`: the processes above the parent.
     """
 
     path: str
@@ -91,10 +91,10 @@ class Process:
 
 @dataclass(frozen=True)
 class NodeLines:
-    """All that was found on a node in `searched`.
+    """All files found on a node in `searched`.
 
-    `unread`: (path, why); `not_ours`: likewise, of files and folders of other users, which may say what those like.
-    `left_out` files were not read: there were too many.
+    `unread`: (path, why); `not_ours`: likewise, for files and folders of other users, whose content is not trusted.
+    `left_out`: number of files skipped because of the limit.
     """
 
     host: str
@@ -106,14 +106,15 @@ class NodeLines:
 
 
 def facts(ask: dict[str, Any]) -> NodeLines:
-    """Return who is here; `more` reads the rest, as often as it is asked."""
+    """Return the host name; `more` reads the files, once per request."""
     return NodeLines(machine.host_name())
 
 
 def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
-    """Read all files: {"paths": none for where trace py keeps them, "last": lines of each thread, "grep" and "count"}.
+    """Read all files.
 
-    "grep" and "count" are patterns, or "".
+    `ask`: {"paths": files or folders, if empty trace py's default, "last": lines per thread, "grep" and "count":
+    patterns or ""}.
     """
     linecache.checkcache()
     search = _Search(ask["paths"])
@@ -143,9 +144,9 @@ def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
 
 
 class _Search:
-    """Finds the files, and whose each may be: None for a file that was named, which may be anybody's.
+    """Finds the files and the required owner of each: None (any owner) for a file named by the user.
 
-    In a folder that was named they may be the folder's owner's too, as when root looks at the job of a user.
+    In a folder named by the user, the folder's owner is accepted too, as when root reads a user's job.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -181,7 +182,7 @@ class _Search:
 
 @cache
 def _is_file(path: str) -> bool:
-    """Return whether source may be read there: a pipe, which a file of another user may name, would keep us waiting."""
+    """Return whether source may be read there: reading a pipe, planted by another user, would block."""
     return os.path.isfile(path)
 
 
@@ -199,11 +200,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "boot", "python", "command", "launcher"), (str,)),
     **{"include": (list,), "job": (dict,)},
 }
-"""The fields of a description, which is written by the process, and their types."""
+"""The fields of a description, and their types; the traced process writes it, so it is checked."""
 
 
 def _check(about: dict[str, Any]) -> None:
-    """Check that a description can be used. Raises NotARing."""
+    """Raises NotARing for an unusable description."""
     wrong = [name for name, kinds in _KINDS.items() if not isinstance(about.get(name), kinds)]
     above = about.get("ancestors", [])  # files of earlier versions have none
     wrong += [] if isinstance(above, list) and all(isinstance(pid, int) for pid in above) else ["ancestors"]
@@ -212,7 +213,7 @@ def _check(about: dict[str, Any]) -> None:
 
 
 class _Reader:
-    """Reads one process's file, whose monotonic clock it knows, and the source of its lines."""
+    """Reads one process's file, with the offset of its monotonic clock, and the source of its lines."""
 
     def __init__(self, ring: line_trace_file.RingFile, ask: dict[str, Any]) -> None:
         """Raises NotARing."""
@@ -273,7 +274,7 @@ class _Reader:
         )
 
     def _error_at(self, notes: dict[str, Any]) -> Line | None:
-        """Return the line that an exception came through that nobody caught."""
+        """Return the line where an uncaught exception was raised."""
         if "at" not in notes or self._ring.ended_s is None:
             return None
         file, line, function = notes["at"]

@@ -223,7 +223,7 @@ def _are(positions: Sequence[Position]) -> str:
 
 
 def _wait(positions: Sequence[Position]) -> str:
-    """Format where the others wait, the most at one place first."""
+    """Format the places where the others wait, the most common first."""
     groups = by_place(positions)[::-1]
     parts = [
         f"{briefly(group)} {'waits' if len(group) == 1 else 'wait'} {waits(group[0])}"
@@ -236,7 +236,7 @@ def _wait(positions: Sequence[Position]) -> str:
 
 
 def _not_traced(run: Run) -> Iterator[Finding]:
-    """List what the result may lack: ranks without a file, threads that were not recorded."""
+    """List gaps in the evidence: ranks without a file, threads that were not recorded."""
     ranks = {member.rank for member in run.members}
     absent = sorted(set(range(min(run.world_size or 0, _MOST_RANKS))) - {rank for rank in ranks if rank is not None})
     if absent and None not in ranks:
@@ -290,7 +290,7 @@ def _unread(nodes: Sequence[NodeLines]) -> Iterator[Finding]:
 
 
 def _of_other_users(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
-    """Report files that other users put there: they may contain anything, so they are not read."""
+    """Report other users' files: untrusted, so not read."""
     files = [(node.host, path, why) for node in nodes for path, why in node.not_ours]
     if files:
         _, path, why = files[0]

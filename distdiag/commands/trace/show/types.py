@@ -32,7 +32,7 @@ class Request:
 class Ring:
     """One thread's ring. `matches` and `count`: of the `kept` lines, for --grep and --count.
 
-    `age_s` since the process's last line. `full`: earlier lines are gone.
+    `age_s` since the process's last line. `full`: earlier lines were overwritten.
     """
 
     host: str
@@ -68,7 +68,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceShow:
-    """The result: `outliers` are ranks, or pids (negative) of processes that have no rank.
+    """The result. `outliers`: ranks, or negated pids of processes without a rank.
 
     `unread`: (host, path, why).
     """

@@ -1,4 +1,4 @@
-"""trace show for people: the ranks by place, the outliers first; its last lines; what matches a pattern."""
+"""trace show as text: the ranks by place, the outliers first; last lines; matches of a pattern."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SOURCE = 30
 
 
 def trace_show_view(request: Request, nodes: Sequence[NodeLines]) -> Iterator[RenderableType]:
-    """Render every run that is shown: its places, the last lines, the matches."""
+    """Render every selected run: its places, the last lines, the matches."""
     runs = find_runs(nodes)
     shown = runs if request.all_runs else newest(runs)
     for run in shown:
@@ -136,7 +136,7 @@ def _counts(run: Run) -> RenderableType:
 
 
 def _gone(request: Request, run: Run) -> Iterator[RenderableType]:
-    """Report the processes whose earlier lines are gone, and not counted."""
+    """Report processes with overwritten earlier lines, which the counts miss."""
     full = [
         process.lines
         for member in run.members

@@ -1,4 +1,4 @@
-"""Format ranks, their last lines and how they ended. Pure."""
+"""Format ranks, last lines and how each rank ended. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def who(positions: Sequence[Position]) -> str:
 
 
 def briefly(positions: Sequence[Position]) -> str:
-    """Format members without their hosts: "ranks 0-1,3"."""
+    """Format members without hosts: "ranks 0-1,3"."""
     return format_members(
         [(of.member.rank, None if of.member.rank is not None else of.member.process.pid, "") for of in positions]
     )

@@ -36,12 +36,12 @@ _COLLECT = "distdiag.commands.trace.sys.collect"
 _TURN_S = 0.1
 _ATTACH_S, _EACH_S = 25.0, 1.0
 _FINISH_S = 180.0
-"""Logs of MAX_LOG_BYTES are read in some 20 s, on a node whose processors are busy in a multiple of that."""
+"""A log of MAX_LOG_BYTES takes about 20 s to read, on busy processors a multiple of that."""
 _DEAD = ("Z", "X", "")
 
 
 class _Session:
-    """From the processes of all nodes to what strace saw of some. Ctrl-C ends the tracing; what was seen is judged."""
+    """Attaches strace to the selected processes and collects the logs. Ctrl-C ends the tracing, not the diagnosis."""
 
     def __init__(self, request: Request, progress: Progress) -> None:
         self._request, self._progress = request, progress
@@ -81,7 +81,7 @@ class _Session:
     def finish(
         self, fleet: Fleet, nodes: Mapping[str, Node], answers: Sequence[NodeAnswer[Reply]]
     ) -> list[NodeAnswer[Reply]]:
-        """Wait, detach, and add what was seen."""
+        """Wait, detach, and add the traces."""
         parts = [(answer.host, part) for answer in answers for reply in answer.replies for part in reply.attached]
         traced = {host: nodes[host] for host, part in parts if not part.why}
         if not traced:
@@ -90,7 +90,7 @@ class _Session:
             deadline = time.monotonic() + self._request.for_s
             while (left := deadline - time.monotonic()) > 0:
                 self._progress.now(f"tracing, {left:.0f} s left")
-                for _ in fleet.records(min(left, _TURN_S)):  # hears which nodes are lost
+                for _ in fleet.records(min(left, _TURN_S)):  # notices lost nodes
                     pass
         except KeyboardInterrupt:
             self.interrupted = True

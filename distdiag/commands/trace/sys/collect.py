@@ -1,7 +1,7 @@
-"""Facts of one node: what strace saw of some processes while it was attached to them. Nothing is judged here.
+"""Facts of one node: strace's view of some processes while attached. Nothing is judged here.
 
-A log has no name unless it is kept: strace writes to a descriptor of ours. strace ends with us, which detaches it, so
-nothing is left behind however we end.
+strace writes to an unlinked file unless its log is kept, and ends with this process, which detaches it: no file or
+tracer is left behind however this process ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["facts", "more"]
 
 OPTIONS = ("-f", "-q", "-yy", "-ttt", "-T", "-s", "0", "-e", "abbrev=!?poll,?ppoll")
-"""Of our logs: descriptors decoded, times, durations, and no data that is read, written or sent. -s bounds lists, too:
-abbrev asks for what a thread polls in full."""
+"""Options of our logs: descriptors decoded, times, durations, and no data read, written or sent. -s bounds lists, too:
+abbrev requests the full list of a poll.
+"""
 _ATTACH_S, _DETACH_S, _SETTLE_S = 8.0, 3.0, 0.05
 _STUCK_SAMPLES, _BETWEEN_S = 3, 0.1
 _CALLS, _ERRORS, _PLACES, _FEW = 40, 20, 10, 5
@@ -50,10 +51,10 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class Attached:
-    """What became of attaching to one process.
+    """The result of attaching to one process.
 
     `why` not: "gone", "traced" (by `tracer`), "kernel" (a thread of it is in state D), "no-strace", "denied", "failed";
-    empty if strace is attached. `words`: what strace wrote. `threads`: what they were blocked on before, from /proc.
+    empty if strace is attached. `words`: strace's messages. `threads`: their waits before attaching, from /proc.
     """
 
     pid: int
@@ -70,10 +71,10 @@ class Attached:
 
 @dataclass(frozen=True)
 class Traced:
-    """What was seen of one process, from `began_s` to `ended_s` (wall clock).
+    """The trace of one process, from `began_s` to `ended_s` (wall clock).
 
-    `cut`: the log was as long as it may be, so strace left early. `unread`: why it was not read. `state`, `tracer` and
-    `threads`: how it was left; no state if it is gone.
+    `cut`: the log reached its limit, so strace left early. `unread`: why it was not read. `state`, `tracer` and
+    `threads`: after detaching; `state` is empty if the process has exited.
     """
 
     pid: int
@@ -89,7 +90,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Reply:
-    """A part of what a node sends."""
+    """One part of a node's answer."""
 
     attached: tuple[Attached, ...] = ()
     traced: tuple[Traced, ...] = ()
@@ -98,10 +99,10 @@ class Reply:
 
 
 def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
-    """Attach strace, or detach it and send what it saw.
+    """Attach strace, or detach it and send the traces.
 
-    {"do": "attach", "pids", "limit_bytes" of all logs, "folder" and "names": by pid, of logs to keep, "near": whose
-    sockets are sent, too}, or {"do": "finish"}
+    `ask`: {"do": "attach", "pids", "limit_bytes" of all logs, "folder" and "names": by pid, of logs to keep, "near":
+    pids whose sockets are sent, too}, or {"do": "finish"}
     """
     if ask["do"] == "attach":
         _attach(ask, tell)
@@ -124,7 +125,7 @@ def _attach(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
 
 
 def _before(pid: int, look: Look) -> Attached:
-    """Look at a process, and find out whether strace may be attached to it."""
+    """Inspect a process, and find out whether strace may be attached to it."""
     state, tracer = machine.process_state(pid).letter, procs.tracer(pid)
     why = "no-strace" if carried_tools.find("strace") is None else ""
     if state in ("", "Z", "X"):
@@ -138,7 +139,7 @@ def _before(pid: int, look: Look) -> Attached:
 
 
 def _is_stuck(pid: int) -> bool:
-    """Return whether a thread stays in the kernel (D): strace could not leave it again."""
+    """Return whether a thread stays in state D: strace could not detach from it."""
     stuck = _in_kernel(pid)
     for _ in range(_STUCK_SAMPLES - 1):
         if not stuck:
@@ -153,7 +154,7 @@ def _in_kernel(pid: int) -> set[int]:
 
 
 class _Strace:
-    """The strace of one process; none is started if `before` has a reason why not."""
+    """The strace of one process; not started if `before` has a reason against it."""
 
     def __init__(self, before: Attached, ask: dict[str, Any]) -> None:
         self.before = before
@@ -228,7 +229,7 @@ _attached: list[_Strace] = []
 
 
 def _private_file(path: str) -> Any:  # noqa: ANN401 - a binary file
-    """Make a file that only its owner may read; without a path one that has no name."""
+    """Create a file readable only by its owner; without a path, an unnamed one."""
     if not path:
         return tempfile.TemporaryFile(prefix="distdiag-")
     private_files.make_folder(os.path.dirname(path))
@@ -241,7 +242,7 @@ def _finish(tell: Callable[[Reply], None]) -> None:
     deadline = time.monotonic() + _DETACH_S
     for strace in _attached:
         strace.end(deadline)
-    time.sleep(_SETTLE_S)  # what was asleep falls asleep again
+    time.sleep(_SETTLE_S)  # sleeping threads fall asleep again
     look = Look()
     left = [(strace, strace.traced(look)) for strace in _attached]
     for strace, traced in left:
@@ -253,7 +254,7 @@ def _finish(tell: Callable[[Reply], None]) -> None:
 
 
 def _shown(log: ThreadLog, path: str) -> ThreadLog:
-    """Keep what may be shown. `path`: where the log is kept."""
+    """Truncate the log for display. `path`: the kept log file."""
     return replace(
         log,
         path=path,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _HELD_S = 0.1
-"""A thread that has been in a call for less is not blocked."""
+"""A thread in a call for a shorter time is not blocked."""
 _LIMIT = f"the limit of {MAX_LOG_BYTES >> 20} MiB of logs per node was reached"
 _RUNS = Wait(kind=Kind.RUNS, call="", on="", does="", since_s=None)
 
@@ -88,7 +88,7 @@ def _report(request: Request, threads: Sequence[TracedThread], found: Sequence[F
 
 
 def _summary(request: Request, threads: Sequence[TracedThread]) -> str:
-    """Format the summary of a trace without problems: what was not seen in it, and what it cannot show."""
+    """Format the summary of a trace without problems: the problems ruled out, and the limits of a trace."""
     calls = sum(thread.n_calls for thread in threads)
     processes = len({thread.key for thread in threads})
     longest = format_duration(max((thread.span_s for thread in threads), default=0.0))
@@ -106,7 +106,7 @@ def _summary(request: Request, threads: Sequence[TracedThread]) -> str:
 
 
 class _Live:
-    """What nodes sent of the processes that were chosen."""
+    """The nodes' replies about the selected processes."""
 
     def __init__(self, answers: Answers[Reply], chosen: Sequence[Chosen]) -> None:
         parts = [(host, part) for host, replies in answers.replies.items() for part in replies]
@@ -156,7 +156,7 @@ class _Live:
         )
 
     def _wait(self, key: Key, traced: Traced, log: ThreadLog | None, after: Thread | None) -> Wait:
-        """Return what a thread waits for: detaching does not change it."""
+        """Return a thread's wait, which detaching does not change."""
         if after is None:
             return replace(_RUNS, kind=Kind.ENDED)
         if log is not None and log.n_calls and not _is_held_up(log, traced.ended_s):
@@ -175,7 +175,7 @@ def _blocked_s(traced: Traced, log: ThreadLog | None, before: Thread | None) -> 
 
 
 def _is_held_up(log: ThreadLog, ended_s: float) -> bool:
-    """Return whether a thread that made calls is blocked in the last of them, and not just in it by chance."""
+    """Return whether a thread that made calls is blocked in the last one, rather than sampled in it by chance."""
     at_s = log.last.at_s if log.last is not None else None
     return log.state in WAITING and (at_s is None or ended_s - at_s >= _HELD_S)
 

@@ -1,6 +1,6 @@
-"""The findings of trace sys: blocked ranks, errors, slow storage, busy-waits, what was not traced. Pure.
+"""The findings of trace sys: blocked ranks, errors, slow storage, busy-waits, untraced processes. Pure.
 
-What they report is in knowledge/verdicts.toml.
+Texts are in knowledge/verdicts.toml.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ By = TypeVar("By")
 Each = TypeVar("Each")
 
 _LONG_S = 5.0
-"""A thread that has not run for so long counts as stuck; less may be a training step."""
+"""A thread that has not run for longer counts as stuck; less may be a training step."""
 _SHORT_S = 1.0
 """Shorter waits are not reported."""
 _WAITS = (Kind.PEER, Kind.LOCK, Kind.NETWORK, Kind.FILE, Kind.STORAGE, Kind.STOPPED)
@@ -67,7 +67,7 @@ def blocked(request: Request, threads: Sequence[TracedThread]) -> list[Finding]:
 
 
 def _stuck(threads: Sequence[TracedThread]) -> Iterator[TracedThread]:
-    """List for each process the thread that it is blocked in: its main thread, or the thread that this may wait for."""
+    """List the blocked thread of each process: the main thread, or the thread it may wait for."""
     others: dict[Key, list[TracedThread]] = {}
     for thread in threads:
         if not thread.main and _is_long(thread) and thread.kind is Kind.PEER and thread.call not in _ANY_OF:
@@ -86,7 +86,7 @@ def _is_long(thread: TracedThread) -> bool:
 
 
 def _blocked(request: Request, root: Key, group: list[TracedThread], end: TracedThread | None) -> Finding:
-    """Return the finding on the processes that wait for `root`; `end`: its main thread, if it was traced."""
+    """Return the finding on the processes waiting for `root`; `end`: its main thread, if traced."""
     waiters = [thread for thread in group if thread.key != root or thread.peers]
     in_cycle = any(thread.key == root and thread.peers for thread in group)
     sentences = _sentences(waiters or group)
@@ -132,7 +132,7 @@ def _sentences(waiters: Sequence[TracedThread]) -> list[str]:
 
 
 def _does(thread: TracedThread) -> str:
-    """Return what the root does, as the end of a sentence."""
+    """Return the root's activity, as the end of a sentence."""
     if thread.kind is Kind.ENDED:
         return "has exited"
     if thread.kind is Kind.RUNS and not thread.n_calls:
@@ -189,9 +189,9 @@ def all_asleep(request: Request, threads: Sequence[TracedThread]) -> Iterator[Fi
 
 
 def _rests(thread: TracedThread) -> bool:
-    """Return whether a thread has been blocked for long, or all the time that it was traced.
+    """Return whether a thread has been blocked for long, or during the whole trace.
 
-    Attaching strace restarts some calls, and the kernel's clock of them: a thread that was traced just before does not
+    Attaching strace restarts some calls and so the kernel's clock of the wait: a thread traced just before does not
     count as blocked for long.
     """
     return (thread.blocked_s or 0.0) > _LONG_S or (thread.idle and thread.span_s >= _WINDOW_S)
@@ -281,7 +281,7 @@ def spins(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding
 
 
 def polls(threads: Sequence[TracedThread]) -> Iterator[Finding]:
-    """Report the paths that main threads wait for, asleep between their tries."""
+    """Report the paths that main threads poll for, sleeping in between."""
     logged = ((thread, poll) for thread in threads if thread.log is not None for poll in thread.log.polls)
     waited = ((thread, poll) for thread, poll in logged if thread.main and poll.slept_s >= _ASLEEP * thread.span_s)
     for (path, exists), rows in _grouped(((row[1].target, row[1].exists), row) for row in waited).items():

@@ -1,4 +1,4 @@
-"""Existing strace logs -> their threads, and which waits for which where the logs show both ends."""
+"""Existing strace logs -> threads, and the waits between them if the logs show both ends."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _HOW = "to trace a job: strace -f -ff -ttt -T -yy -o DIR/trace -- COMMAND; then:
 
 
 def read(paths: Sequence[str]) -> tuple[list[TracedThread], tuple[tuple[str, str], ...]]:
-    """Read logs that `strace -ttt -T -yy` wrote: their threads, and (path, why) of each file that cannot be read.
+    """Read logs of `strace -ttt -T -yy`: the threads, and (path, why) of each unreadable file.
 
     Args:
         paths: files and folders.
 
     Raises:
-        UsageError: there is no such file.
-        DistdiagError: none of them can be read.
+        UsageError: a path does not exist.
+        DistdiagError: no file can be read.
     """
     for path in paths:
         if not os.path.exists(path):
@@ -82,7 +82,7 @@ def _threads(logs: Sequence[ThreadLog], owners: Mapping[str, Owner]) -> Iterator
 
 
 def _mains(logs: Iterable[ThreadLog]) -> set[int]:
-    """Choose the main thread of each process (by identity): it has the process's id, or is the first of its log."""
+    """Choose the main thread of each process (by identity): tid equals pid, or the first of its log."""
     groups: dict[tuple[str, int | None], list[ThreadLog]] = defaultdict(list)
     for log in logs:
         groups[_TID.sub("", log.path), log.pid].append(log)
@@ -93,7 +93,7 @@ def _mains(logs: Iterable[ThreadLog]) -> set[int]:
 
 
 def _waiting(thread: TracedThread, log: ThreadLog) -> TracedThread:
-    """Add what the thread waits for, from the name and target of its last call."""
+    """Add the thread's wait, from the name and target of its last call."""
     assert log.last is not None
     call, target = log.last.name, log.last.target
     kind, on = Kind.KERNEL, target or "unknown"
@@ -112,7 +112,7 @@ def _waiting(thread: TracedThread, log: ThreadLog) -> TracedThread:
 
 
 def _with_peers(threads: Sequence[TracedThread]) -> list[TracedThread]:
-    """Add the processes at the other ends of what threads are blocked on, found in the other logs."""
+    """Add the processes at the other ends of the threads' waits, found in the other logs."""
     mains = {thread.key: thread for thread in threads if thread.main}
     owners: dict[str, dict[Key, TracedThread]] = defaultdict(dict)
     for thread in threads:
@@ -141,8 +141,6 @@ def _with_peer(thread: TracedThread, owners: Mapping[str, Mapping[Key, TracedThr
 def _others(
     thread: TracedThread, target: str, owners: Mapping[str, Mapping[Key, TracedThread]]
 ) -> Sequence[TracedThread]:
-    """List the processes that have the other end of a connection or pipe."""
-
     def having(*ends: str) -> list[TracedThread]:
         found = {key: owner for end in ends for key, owner in owners.get(end, {}).items() if key != thread.key}
         return list(found.values())[:_MAX_PEERS]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 COMMAND = "trace sys"
 MAX_PROCESSES = 64
-"""Of one node; each has a strace of its own."""
+"""Per node; each process gets its own strace."""
 MAX_LOG_BYTES = 256 * 2**20
 """Of one node."""
 
@@ -35,11 +35,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedThread:
-    """One thread as strace traced it for `span_s` seconds; no `log` if it made no call, or none of those traced.
+    """One thread, traced for `span_s` seconds; no `log` if it made no call, or none was traced.
 
-    `state`: "blocked", "runs", or how it ended. `kind`, `on`, `does`: what it waits for at the end, as Wait has them;
-    `call`: in which system call, `blocked_s`: how long. `idle`: it did nothing else all the time. `peers`: host and pid
-    of the processes at the other end, `ranks`: their ranks. `n_calls`: those that returned.
+    `state`: "blocked", "runs", or how it ended. `kind`, `on`, `does`: its wait at the end, as in Wait; `call`: in which
+    system call, `blocked_s`: for how long. `idle`: in that wait for the whole trace. `peers`: host and pid of the
+    processes at the other end, `ranks`: their ranks. `n_calls`: number of calls that returned.
     """
 
     host: str
