@@ -54,7 +54,11 @@ class File:
 def paths() -> tuple[str, str]:
     """Return the configuration files' paths, highest priority first."""
     above = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return os.path.abspath("distdiag.toml"), os.path.join(above, "distdiag", "config.toml")
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed; a command that needs it names the problem
+        here = ""
+    return os.path.join(here, "distdiag.toml"), os.path.join(above, "distdiag", "config.toml")
 
 
 def exist() -> bool:

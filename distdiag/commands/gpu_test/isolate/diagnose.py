@@ -103,6 +103,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     computed = {trace.rank: own for trace in course.traces for own in rank_report.payloads([trace], "computed")}
     left_out = set().union(*bad_ranks({rank: own.summary() for rank, own in computed.items()}))
     host_of = {trace.rank: trace.host for trace in course.traces if trace.rank not in left_out}
+    pairs = [pair for pair in pairs if not {pair.a, pair.b} & left_out]  # none, unless a node contradicts itself
     classification, statuses = classify(pairs, host_of, least_bytes_per_s=request.expected_bytes_per_s)
     finished, interrupted = course.outcome is Outcome.FINISHED, course.outcome is Outcome.INTERRUPTED
     steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
