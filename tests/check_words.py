@@ -4,11 +4,16 @@ Read are the string constants of the package (f-strings with `{}` where a value 
 (functions of command modules) or library documentation (what distdiag/__init__.py exports), the strings of
 knowledge/*.toml that are not patterns, and README.md, CHANGELOG.md and docs/. A phrase that matches is printed as
 file:line, and the exit status is 1. ALLOWED holds what may stay, each with its reason.
+
+Docstrings and comments of the package are counted against VOICE, phrases of translated English. Each folder has a
+budget of such phrases in 10,000 words, which may only fall.
 """
 
 import ast
+import io
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -161,6 +166,42 @@ def files_below(paths: list[Path]) -> list[Path]:
     return sorted(found)
 
 
+VOICE = re.compile(
+    r"\b(?:of|from|by|in|on|for|with|to|as|is|than|and|or|that) what\b|\bwhat (?:is|are|was|has|have|may|can|it|they)\b"
+    r"|\b(?:those|these|this|one|ones) (?:that|who|which)\b|, (?:that|who) (?:is|are|has)\b"
+    r"|\b(?:comes?|came|goes|went|tells?|told|says?|said|speaks?|hears?|heard) (?:to|of|by|from|so|that|back|out|in)\b"
+    r"|\b(?:nobody|everybody|somebody|whoever|whatever|whom)\b|\bwhat (?:there )?is there\b|\bis there\b"
+    r"|\bso (?:many|long|much) (?:as|that|of)?\b|\bstands? (?:in|for|here|at)\b|\blies? (?:in|on|at|beside)\b",
+    re.IGNORECASE,
+)
+BUDGETS = {
+    **{".": 10, "agent": 6, "cluster": 7, "commands": 5, "diagnosis": 9, "facts": 9, "jobs": 14, "knowledge": 9},
+    **{"launch": 5, "pages": 0, "training": 9},
+}
+"""Phrases of VOICE in 10,000 words of docstrings and comments, by folder of the package."""
+
+
+def sentences(text: str) -> Iterator[str]:
+    """List the docstrings and comments of a module."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and (words := ast.get_docstring(node)):
+            yield words
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"# (?:noqa|type:|fmt:)", token.string):
+            yield token.string
+
+
+def over_budget(package: Path) -> Iterator[str]:
+    """List the folders of the package with more phrases of VOICE than their budget."""
+    for folder, budget in BUDGETS.items():
+        files = package.glob("*.py") if folder == "." else (package / folder).rglob("*.py")
+        texts = [words for file in files for words in sentences(file.read_text())]
+        words, hits = (sum(len(found) for found in map(each, texts)) for each in (str.split, VOICE.findall))
+        if (share := round(10_000 * hits / max(1, words))) > budget:
+            yield f"{folder}: {share} phrases of translated English in 10,000 words, budget {budget}"
+
+
 def problems(path: Path) -> Iterator[str]:
     """List what this file says in words that are not the field's."""
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
@@ -179,6 +220,7 @@ def main() -> None:
         ROOT / name for name in ("distdiag", "README.md", "CHANGELOG.md", "docs")
     ]
     found = [problem for path in files_below(paths) for problem in problems(path)]
+    found += [] if sys.argv[1:] else over_budget(ROOT / "distdiag")
     for problem in found:
         sys.stdout.write(f"{problem}\n")
     if found:
