@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from browser import chromium
 from hang_facts import judge
-from selenium import webdriver
 from unit.test_hang_verdict import job_of
 
 from distdiag.commands.hang.page import content
@@ -55,18 +54,12 @@ def pages(folder: Path) -> dict[str, Path]:
 
 def main() -> None:
     """Take the pictures."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
-        options.add_argument(argument)
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    with tempfile.TemporaryDirectory() as folder:
+    with chromium() as driver, tempfile.TemporaryDirectory() as folder:
         for name, page in pages(Path(folder)).items():
             size = {"width": 1280, "height": 620, "deviceScaleFactor": 1, "mobile": False}
             driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             driver.get(page.as_uri())
             driver.save_screenshot(str(IMAGES / f"{name}.png"))
-    driver.quit()
 
 
 if __name__ == "__main__":

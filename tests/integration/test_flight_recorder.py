@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -480,19 +479,13 @@ def test_a_running_job_is_asked_for_its_dumps_by_pipes(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_stuck_rank_in_a_browser_and_asks_for_nothing(sets: Path, tmp_path: Path) -> None:
-    from selenium import webdriver
+    from browser import chromium
     from selenium.webdriver.common.by import By
 
     need("chromium", "chromedriver")
     page = tmp_path / "page.html"
     assert distdiag("flight-recorder", str(sets / "skip_2"), "--html", str(page)).code == 1
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    try:
+    with chromium() as driver:
         driver.get(page.as_uri())
         assert driver.find_element(By.TAG_NAME, "h1").text.startswith("FAIL")
         assert "rank 2 never called all_reduce #7 of default_pg" in driver.find_element(By.TAG_NAME, "h1").text
@@ -510,8 +503,6 @@ def test_the_page_shows_the_stuck_rank_in_a_browser_and_asks_for_nothing(sets: P
         asked = [one["params"]["request"]["url"] for one in log if one["method"] == "Network.requestWillBeSent"]
         assert asked == [page.as_uri()]
         assert driver.get_log("browser") == []  # type: ignore[no-untyped-call]
-    finally:
-        driver.quit()
 
 
 def test_what_a_dump_says_is_text_on_the_page(sets: Path) -> None:

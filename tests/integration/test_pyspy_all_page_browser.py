@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from selenium import webdriver
+from browser import chromium
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from support import need, wait_until
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from selenium import webdriver
     from selenium.webdriver.remote.webelement import WebElement
 
 SIZE = 16_384
@@ -95,23 +95,8 @@ class Page:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[webdriver.Chrome]:
     need("chromium", "chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
-    # No sandbox: chromium has none as root. No /dev/shm: it is small in containers.
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        "--window-size=1200,900",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    try:
+    with chromium("1200,900") as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 @pytest.fixture
