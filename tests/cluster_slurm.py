@@ -88,8 +88,8 @@ class Slurm:
     def allocate(self, nodes: int | str, *options: str) -> int:
         """Hold so many whole nodes, or these ("mn[1-2]"), with no step in them; gives the job's id."""
         where = f"--nodes={nodes}" if isinstance(nodes, int) else f"--nodelist={nodes}"
-        told = self.run("salloc", "--no-shell", "--immediate=10", "--exclusive", where, *options).stderr
-        return _job_in(told)
+        reported = self.run("salloc", "--no-shell", "--immediate=10", "--exclusive", where, *options).stderr
+        return _job_in(reported)
 
     def submit(self, script: Path, *options: str) -> int:
         """Submit a batch script and wait until it runs; gives the job's id."""

@@ -102,11 +102,11 @@ def _skewed(network: Network, node: Node) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dead_disk(_: Network, node: Node) -> Iterator[None]:
-    folder, told = node.folder / "dead", node.folder / "told"
+    folder, reported = node.folder / "dead", node.folder / "told"
     folder.mkdir(exist_ok=True)
-    with told.open("w") as output:
+    with reported.open("w") as output:
         server = node.start(sys.executable, str(PROGRAMS / "blocked_on_dead_disk.py"), str(folder), output=output)
-    wait_until(lambda: "tids" in told.read_text(), 20, told.read_text)
+    wait_until(lambda: "tids" in reported.read_text(), 20, reported.read_text)
     try:
         yield
     finally:

@@ -251,9 +251,9 @@ def _turns(folder: Path) -> dict[str, str]:
 
 def _turns_of(thread: Path) -> str:
     with contextlib.suppress(OSError):
-        told = (thread / "status").read_text().splitlines()
-        if told[0] != "Name:\tgloo_tcp_loop":
-            return "; ".join(line for line in told if "ctxt_switches" in line or "State" in line)
+        reported = (thread / "status").read_text().splitlines()
+        if reported[0] != "Name:\tgloo_tcp_loop":
+            return "; ".join(line for line in reported if "ctxt_switches" in line or "State" in line)
     return ""
 
 

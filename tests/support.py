@@ -61,7 +61,7 @@ class Result:
     code: int
     out: str
     err: str
-    told_at: list[tuple[float, str]]
+    stderr_lines: list[tuple[float, str]]
     ended_at: float
 
     @property
@@ -85,7 +85,7 @@ class Result:
     @property
     def seconds_after_last_news(self) -> float:
         """Time from the last stage that all ranks reached to the end of the program."""
-        return self.ended_at - max(at for at, line in self.told_at if "all ranks" in line)
+        return self.ended_at - max(at for at, line in self.stderr_lines if "all ranks" in line)
 
 
 class Running:
@@ -103,7 +103,7 @@ class Running:
             start_new_session=True,
         )
         _running.append(self)
-        self.told_at: list[tuple[float, str]] = []
+        self.stderr_lines: list[tuple[float, str]] = []
         self._news = threading.Condition()
         self._over = False
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -114,13 +114,13 @@ class Running:
         deadline = time.monotonic() + timeout
         with self._news:
             while time.monotonic() < deadline:
-                for _, line in self.told_at:
+                for _, line in self.stderr_lines:
                     if text in line:
                         return line
                 if self._over:
                     break
                 self._news.wait(0.2)
-        raise AssertionError(f"{text!r} was never said; it said {self.told_at}")
+        raise AssertionError(f"{text!r} was never said; it said {self.stderr_lines}")
 
     def pid_of_rank(self, rank: int) -> int:
         """Read a rank's process id from the progress lines."""
@@ -141,7 +141,7 @@ class Running:
             wait_until(lambda: not self.left_behind(), 15, lambda: f"left behind: {self.left_behind()}")
         finally:
             self.close()
-        return Result(code, out, "".join(line for _, line in self.told_at), self.told_at, ended)
+        return Result(code, out, "".join(line for _, line in self.stderr_lines), self.stderr_lines, ended)
 
     def left_behind(self) -> list[str]:
         """List processes, other than distdiag itself, that carry this run's mark."""
@@ -180,7 +180,7 @@ class Running:
         with self.process.stderr:
             for line in self.process.stderr:
                 with self._news:
-                    self.told_at.append((time.monotonic(), line))
+                    self.stderr_lines.append((time.monotonic(), line))
                     self._news.notify_all()
         with self._news:
             self._over = True

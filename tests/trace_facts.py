@@ -13,7 +13,7 @@ from distdiag.commands.trace.blocked.diagnose import diagnose
 from distdiag.commands.trace.blocked.types import Request, Threads
 from distdiag.facts.blocked_threads import Blocked, Futex, Lock, Target, Thread
 from distdiag.facts.descriptors import Descriptor, End
-from distdiag.facts.socket_owners import Network, Owned, Person
+from distdiag.facts.socket_owners import Network, Owned, PeerProcess
 from distdiag.facts.sockets import Socket
 from distdiag.gathered import Gathered
 from distdiag.jobs.picture import SourceEnd
@@ -81,7 +81,7 @@ def judge(
     threads: Mapping[int, Sequence[Thread] | Thread],
     *,
     sockets: Sequence[Owned] = (),
-    people: Sequence[Person] = (),
+    peer_processes: Sequence[PeerProcess] = (),
     others: Sequence[Process] = (),
     moved: Sequence[int] = (),
     states: Mapping[int, str] | None = None,
@@ -101,7 +101,7 @@ def judge(
         state = (states or {}).get(pid, them[0].state)
         looked.append(Blocked(pid, state, None, them, tuple(one.tid for one in them if one.tid in moved)))
     networks = (Network(NET, ("10.0.0.1",), tuple(sockets)),)
-    read = replace(facts, blocked=tuple(looked), networks=networks, people=tuple(people), ended=BOTH)
+    read = replace(facts, blocked=tuple(looked), networks=networks, peer_processes=tuple(peer_processes), ended=BOTH)
     return judge_nodes([read], request)
 
 

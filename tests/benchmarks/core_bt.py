@@ -40,8 +40,10 @@ print(time.perf_counter() - began, usage.ru_maxrss / 1000)
 
 def run(command: list[str]) -> tuple[float, float]:
     """Run a command; its seconds, and the peak memory of its largest process in MB."""
-    told = subprocess.run([sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True, check=True)
-    seconds, memory = map(float, told.stdout.split())
+    reported = subprocess.run(
+        [sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True, check=True
+    )
+    seconds, memory = map(float, reported.stdout.split())
     return seconds, memory
 
 

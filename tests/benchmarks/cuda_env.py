@@ -98,8 +98,8 @@ class Bench:
 
     def __init__(self, python: Path, folder: Path, toolkit: Path) -> None:
         self.python, self.folder, self.toolkit = python, folder, toolkit
-        told = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True, check=True)
-        self.release = re.findall(r"release (\d+\.\d+)", told.stdout)[0]
+        reported = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True, check=True)
+        self.release = re.findall(r"release (\d+\.\d+)", reported.stdout)[0]
         self.torch = torch_for(folder, self.release)
 
     def environment(self, setup: Setup) -> dict[str, str]:
@@ -166,11 +166,11 @@ def with_deepspeed() -> tuple[Path, str]:
         place = next(python.parents[1].glob("lib/python*/site-packages"))
         (place / "ours.pth").write_text(f"import site; site.addsitedir({str(torch_folder().parent)!r})\n")
         version = "import deepspeed, torch; print(deepspeed.__version__, torch.__file__)"
-        told = subprocess.run([python, "-c", version], check=True, capture_output=True, text=True, timeout=120)
+        reported = subprocess.run([python, "-c", version], check=True, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
         return Path(sys.executable), f"cannot be had, and is left out: {lines[-1]}"
-    number, used = told.stdout.split()[-2:]
+    number, used = reported.stdout.split()[-2:]
     assert Path(used).parent == torch_folder(), f"another torch: {used}"
     return python, number
 
@@ -332,16 +332,16 @@ def complaint(bench: Bench, build: Said) -> str:
     return f"`{words[:90].replace('|', '/').replace('`', '')}`"
 
 
-def judged(bench: Bench, setup: Setup, told: Said, calm: str) -> str:
+def judged(bench: Bench, setup: Setup, reported: Said, calm: str) -> str:
     """Write a cell: what a tool found, what its command does, its exit status; `calm`: what it says if healthy."""
     patterns = [one for one in (setup.names, setup.shows) if one]
     said_of_all = [one for one in patterns if re.search(one, calm)]
     assert setup is HEALTHY or not said_of_all, f"{setup.title}: proves nothing: {said_of_all}"
-    found = next((word for one, word in zip(patterns, WORDS, strict=False) if re.search(one, told.words)), "-")
-    lines = [line for line in told.lines if setup.command and re.search(setup.command, line)]
+    found = next((word for one, word in zip(patterns, WORDS, strict=False) if re.search(one, reported.words)), "-")
+    lines = [line for line in reported.lines if setup.command and re.search(setup.command, line)]
     if found == WORDS[0] and lines:
         found += ", " + mended(bench, setup, lines)
-    return f"{found}; exit {told.status}"
+    return f"{found}; exit {reported.status}"
 
 
 def mended(bench: Bench, setup: Setup, lines: list[str]) -> str:

@@ -56,8 +56,8 @@ def echo_by(method: str, many: ManyHosts, file: Path, connect_s: int) -> dict[st
     if method in ("distdiag", "asyncssh"):
         done = run(many.client, sys.executable, ECHO, method, str(file), str(connect_s))
         assert done["out"], done["err"]
-        told = json.loads(done["out"])
-        return {**told, "seconds": done["seconds"], "cpu_s": done["cpu_s"]}
+        reported = json.loads(done["out"])
+        return {**reported, "seconds": done["seconds"], "cpu_s": done["cpu_s"]}
     argv = {
         "clush": ["clush", "-f", "64", "-t", str(connect_s), "-w", names, "echo ok"],
         STOCK: ["clush", "-f", "64", "-t", str(connect_s), "-w", names, "echo ok"],
@@ -140,8 +140,8 @@ def a_large_job() -> None:
                 done = run(slurm.client, *argv, env=slurm.env())
                 assert done["out"].count("mn") >= 64, done
                 seconds[name].append(done["seconds"])
-            told = json.loads(done["out"])
-            seconds["facts"].append(done["seconds"] - told["seconds_to_close"])
+            reported = json.loads(done["out"])
+            seconds["facts"].append(done["seconds"] - reported["seconds_to_close"])
     middle = {name: statistics.median(found) for name, found in seconds.items()}
     print(
         f"\n64-node SLURM job: srun hostname {middle['hostname']:.2f} s, srun of a Python that prints its host name "

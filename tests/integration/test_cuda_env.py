@@ -364,12 +364,12 @@ def test_the_page_holds_what_torchs_own_report_says_of_this_machine() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"], capture_output=True, text=True, check=True
     )
-    told = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    reported = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
     page = " ".join(cuda_env("-v").out.split())
-    libc = told["Libc version"].replace("-", " ")
-    system = told["OS"].rpartition(" (")[0]
-    wanted = [system, libc, told["PyTorch version"], told["Python version"].split()[0], os.uname().release]
-    wanted += [told[name].split()[-1] for name in ("GCC version", "CMake version") if told[name][0] != "C"]
+    libc = reported["Libc version"].replace("-", " ")
+    system = reported["OS"].rpartition(" (")[0]
+    wanted = [system, libc, reported["PyTorch version"], reported["Python version"].split()[0], os.uname().release]
+    wanted += [reported[name].split()[-1] for name in ("GCC version", "CMake version") if reported[name][0] != "C"]
     wanted += [
         " ".join(line.split()[1].split("==")) for line in done.stdout.splitlines() if line.startswith("[pip3] n")
     ]

@@ -80,8 +80,8 @@ def read(*paths: Path) -> NodeDumps:
     import msgspec
 
     dumps = [dump for part in parts if isinstance(part, dict) for dump in part["dumps"]]
-    told = msgspec.convert({"host": "node1", "dumps": dumps}, NodeDumps)
-    return replace(told, unread=parts[-1].unread)
+    reported = msgspec.convert({"host": "node1", "dumps": dumps}, NodeDumps)
+    return replace(reported, unread=parts[-1].unread)
 
 
 def judge(node: NodeDumps) -> Report[FlightRecorder]:

@@ -100,8 +100,8 @@ def test_what_stops_after_some_data_is_told_from_what_loses_packets(
     network["node1"].wait_for_port(29500)
     network[at].in_firewall("input", INPUT, f"meta l4proto tcp {rule}")
     try:
-        told = network["node3"].run(sys.executable, "-c", PROBE).stdout.split(maxsplit=1)
+        reported = network["node3"].run(sys.executable, "-c", PROBE).stdout.split(maxsplit=1)
     finally:
         network[at].heal()
         server.kill()
-    assert told[0] in verdicts, told
+    assert reported[0] in verdicts, reported

@@ -228,8 +228,8 @@ def test_a_rank_killed_in_the_debugger_is_missed(ranks: Callable[..., Ranks], st
     job.end()
     assert time.monotonic() - began < 2 * SOON_S
     # No answer: rank 1 has just been about to connect.
-    told = r"waiting for rank 0 .* (store is gone|no sign of life for)"
-    assert re.search(f"ended by DebuggerQuit {told}", job.own(1)[-1])
+    reported = r"waiting for rank 0 .* (store is gone|no sign of life for)"
+    assert re.search(f"ended by DebuggerQuit {reported}", job.own(1)[-1])
 
 
 @pytest.mark.parametrize("command", ["c", "q"])

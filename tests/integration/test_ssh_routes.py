@@ -117,7 +117,7 @@ def test_among_many_each_has_its_own_trouble_and_nobody_a_false_one() -> None:
         }
         assert list(reached.states)[:4] == names[:4]
         assert [reached.states[name] for name in names[:4]] == list(hostile)
-        assert len(reached.told["findings"]) == len(reached.count())
+        assert len(reached.report["findings"]) == len(reached.count())
 
 
 def test_two_names_of_one_machine_are_told_and_a_host_named_twice_is_used_once(net: Network) -> None:

@@ -60,7 +60,7 @@ def rows_of(path: str) -> Iterator[Row]:
             yield Row(begin, end, int(words[0], 16), words[1], dict(zip(columns, words[2:], strict=True)))
 
 
-def told(row: Row) -> dict[int, int] | None:
+def reported(row: Row) -> dict[int, int] | None:
     """Say what a row makes of REGISTERS; None where it wants an expression, which readelf does not show."""
     if "exp" in (row.cfa, *row.rules.values()) or "vexp" in row.rules.values():
         return None
@@ -103,7 +103,7 @@ def test_every_row_is_as_readelf_reads_it(name: str) -> None:
         function = binary.function(row.address)
         assert (function.begin, function.end) == (row.begin, row.end)
         rules = function.rules(row.address)
-        expected = told(row)
+        expected = reported(row)
         outermost = row.rules.get("ra") == "u"
         assert rules.outermost == outermost, row
         if expected is not None and not outermost and not function.cie.signal:

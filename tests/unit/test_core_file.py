@@ -193,7 +193,7 @@ def test_a_core_that_was_cut_off_tells_as_much(core: Path, copy: Path, percent: 
 
 
 def test_wherever_its_notes_are_cut_off_what_is_told_is_right(core: Path, copy: Path) -> None:
-    whole, told = core_file.read(str(core)), 0
+    whole, reported = core_file.read(str(core)), 0
     reasons = set()
     for size in range(notes_end(core), 0, -11):
         os.truncate(copy, size)
@@ -202,11 +202,11 @@ def test_wherever_its_notes_are_cut_off_what_is_told_is_right(core: Path, copy: 
         except NotACore as refusal:
             reasons.add(str(refusal).partition(":")[0])
             continue
-        told += 1
+        reported += 1
         assert found.truncated
         assert (found.pid, found.signal, found.threads) == (whole.pid, whole.signal, whole.threads)
         assert found.files in ((), whole.files)
-    assert told > 10
+    assert reported > 10
     assert reasons == {
         "damaged, or truncated before the end of its notes",
         "damaged or truncated in its first 20 bytes",

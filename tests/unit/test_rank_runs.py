@@ -44,7 +44,7 @@ class Stand(Transport):
     def _answer(self) -> None:
         with self._theirs, self._theirs.makefile() as orders:
             self._wire = Writer(self._theirs.fileno())
-            self._wire.send(host_info.who_is_here())
+            self._wire.send(host_info.hello())
             self._wire.send(protocol.Facts(facts={}))
             for line in filter(str.strip, orders):
                 order = protocol.read_order(line.encode())

@@ -28,7 +28,7 @@ from distdiag.commands.trace.ranks import Wanted, choose, none_found
 from distdiag.errors import UsageError
 from distdiag.facts.blocked_threads import Blocked, Target, Thread
 from distdiag.facts.descriptors import Descriptor
-from distdiag.facts.socket_owners import Network, Owned, Person
+from distdiag.facts.socket_owners import Network, Owned, PeerProcess
 from distdiag.options import parse_ranks
 
 if TYPE_CHECKING:
@@ -244,8 +244,8 @@ def test_the_store_is_not_rank_0() -> None:
 
 
 def test_the_holder_of_a_lock_is_named() -> None:
-    holder = Person(900, "python", "python /home/me/keeps.py", "S")
-    report = judge({100: at_lock(100, 900)}, people=(holder,))
+    holder = PeerProcess(900, "python", "python /home/me/keeps.py", "S")
+    report = judge({100: at_lock(100, 900)}, peer_processes=(holder,))
     (found,) = report.findings
     assert (found.id, found.level) == ("hang.lock", "fail")
     assert found.title == "pid 900 (keeps.py) holds the lock on /data/lock; rank 0 waits for it (flock, 60 s)"

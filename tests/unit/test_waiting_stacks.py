@@ -112,8 +112,8 @@ def test_it_is_what_py_spy_reads(python: str) -> None:
         assert main.frames[0].function == "last.<locals>.é_ü日本"
         numbers = [(one.function, *pair) for one in main.frames for pair in one.whole_numbers]
         # More than 12 digits are no count.
-        told = [(one.function, one.name, one.value) for one in reversed(theirs.counters)]
-        assert sorted(one for one in numbers if one[2] < 10**12) == sorted(told)
+        reported = [(one.function, one.name, one.value) for one in reversed(theirs.counters)]
+        assert sorted(one for one in numbers if one[2] < 10**12) == sorted(reported)
         assert {
             ("within", "batch", -5),
             ("within", "it", 7),

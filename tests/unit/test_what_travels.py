@@ -150,7 +150,7 @@ def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> No
         f"sys.meta_path.insert(0, CarriedFinder({sources!r}))\n"
         "from distdiag.agent import connect_back, handshake, host_info\n"
         "from distdiag.launch import collect\n"
-        "handshake.Handshake('key'), host_info.who_is_here(), collect.facts({'gpus': False})\n"
+        "handshake.Handshake('key'), host_info.hello(), collect.facts({'gpus': False})\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-S", "-"], input=order, capture_output=True, text=True, check=True)
