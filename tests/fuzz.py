@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PER_READER = int(os.environ.get("DISTDIAG_FUZZ", "150"))
-"""Damaged inputs for each reader: 150 in CI, always the same; set DISTDIAG_FUZZ=5000 for a long run by hand."""
+PER_READER = int(os.environ.get("DISTDIAG_FUZZ", "60"))
+"""Damaged inputs per reader, always the same; set DISTDIAG_FUZZ=5000 for a long run by hand."""
 SECONDS = 30
 MEMORY_BYTES = 512 * 2**20
 """How much more memory than before a reader may have needed, whatever it was given."""

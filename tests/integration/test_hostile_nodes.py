@@ -307,7 +307,7 @@ def readers() -> dict[str, Reader]:
     from distdiag.jobs.picture import Part
 
     def trace(command: str, more: type[Any], modules: tuple[str, str, str], *options: str) -> Reader:
-        arguments = ("trace", command, *(options or ("--rank", "0,1")))
+        arguments = ("trace", command, *(options or ("--job", "{job}", "--rank", "0,1")))
         return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command, modules))
 
     # By pid: both hosts are this machine, and of ranks that are there twice strace attaches to none.
@@ -317,13 +317,18 @@ def readers() -> dict[str, Reader]:
         "ports": Reader(arguments=("ports",), facts=NodePorts, more=None, judge=judge_ports),
         "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=judge_tried),
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
-        "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Part, judge=judge_stacks),
-        "hang": Reader(arguments=("hang", "--timeout", "10"), facts=Processes, more=Part, judge=judge_hang),
+        "pyspy-all": Reader(arguments=("pyspy-all", "--job", "{job}"), facts=Processes, more=Part, judge=judge_stacks),
+        "hang": Reader(
+            arguments=("hang", "--job", "{job}", "--timeout", "10"), facts=Processes, more=Part, judge=judge_hang
+        ),
         "doctor": Reader(arguments=("doctor",), facts=DoctorArrived, more=DoctorPart, judge=judge_doctor),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
         "blocked": Reader(
-            arguments=("trace", "blocked", "--rank", "0,1"), facts=Processes, more=Part, judge=judge_blocked
+            arguments=("trace", "blocked", "--job", "{job}", "--rank", "0,1"),
+            facts=Processes,
+            more=Part,
+            judge=judge_blocked,
         ),
         "fds": trace("fds", fds.Reply, ("command", "command", "command")),
         "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), *attach),
@@ -379,7 +384,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
     with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--")) as job:
         job.wait_still()
         pids = {f"rank_{rank}": str(process.pid) for rank, process in enumerate(job.processes)}
-        yield Recorder(folder, {"core": str(core), "lines": str(lines), **pids})
+        yield Recorder(folder, {"core": str(core), "lines": str(lines), "job": job.name, **pids})
 
 
 def streams_of_a_liar(stream: bytes) -> Iterator[tuple[str, bytes]]:
