@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,12 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
@@ -201,6 +203,12 @@ def distdiag(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str
 def gpu_test(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
     """Run gpu-test on the CPU with a small buffer, and read its JSON."""
     return distdiag("gpu-test", "--json", "--size", "4MiB", *arguments, env=env, wrap=wrap)
+
+
+def unread(pipe: IO[bytes] | None) -> int:
+    """Return the number of bytes in a pipe."""
+    assert pipe is not None
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def wait_until(met: Callable[[], bool], timeout: float, otherwise: Callable[[], str]) -> None:
