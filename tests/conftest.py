@@ -32,7 +32,8 @@ def _no_test_leaves_what_it_started() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     """Append the reason of each skipped test to the file that `make test` counts in its last line."""
-    if path := os.environ.get("DISTDIAG_TESTS_SKIPPED"):
+    path = os.environ.get("DISTDIAG_TESTS_SKIPPED")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
         skipped = terminalreporter.stats.get("skipped", [])
         with Path(path).open("a") as file:
             file.writelines(f"{report.longrepr[2].removeprefix('Skipped: ')}\n" for report in skipped)
