@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Each pattern with what to write instead.
+# Each pattern with its replacement.
 WORDS = {
     r"\b(?:this|that|such|each|every|which|another|other|own|new|first|last|only|same|wrong|right|any|no|a|the) ones?\b(?!-|\s+of\b)": "name the thing",
     r"(?<!torch\.)\bones\b|\bone (?:that|who|which|is|was|has|does|cannot|can|may|must)\b": "name the thing",
@@ -145,7 +145,7 @@ def toml_strings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """List line and text of what a user may read of this file."""
+    """List line and text of a file's user-visible texts."""
     text = path.read_text(errors="replace")
     if path.suffix == ".py":
         is_command = path.name in ("command.py", "commands.py", "cli.py")
@@ -153,7 +153,7 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     elif path.suffix == ".toml":
         yield from toml_strings(text)
     else:
-        # A name in braces is what a title of a finding fills in.
+        # A name in braces is a placeholder in a title of a finding.
         yield from ((number, re.sub(r"\{\w+\}", "{}", line)) for number, line in enumerate(text.splitlines(), 1))
 
 
@@ -203,7 +203,7 @@ def over_budget(package: Path) -> Iterator[str]:
 
 
 def problems(path: Path) -> Iterator[str]:
-    """List what this file says in words that are not the field's."""
+    """List the phrases of this file that are not field English."""
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
     for line, text in texts_of(path):
         flat = " ".join(text.split())
@@ -215,7 +215,7 @@ def problems(path: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print what is found in the paths that are named, or in all."""
+    """Print the findings for the given paths, or for all."""
     paths = [Path(name).resolve() for name in sys.argv[1:]] or [
         ROOT / name for name in ("distdiag", "README.md", "CHANGELOG.md", "docs")
     ]

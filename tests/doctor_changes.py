@@ -1,4 +1,4 @@
-"""One fact of one node changed for real, and what doctor has to say of it: for the test and the benchmark of doctor."""
+"""One fact of one node changed for real, and doctor's expected report: for the test and the benchmark of doctor."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _dead_disk(_: Network, node: Node) -> Iterator[None]:
     finally:
         for pid, line in node.processes().items():
             if "blocked_on_dead_disk" in line:
-                os.kill(pid, 9)  # its end closes /dev/fuse, and whoever waits gets an error
+                os.kill(pid, 9)  # its end closes /dev/fuse, and waiting processes get an error
         server.wait(10)
         node.run("umount", "-l", str(folder), check=False)
 

@@ -230,7 +230,7 @@ def run_each(cases: Iterator[tuple[str, list[str], Callable[[], None]]]) -> list
 
 
 def run_calls(cases: Iterator[tuple[str, Callable[[], None]]]) -> list[Outcome]:
-    """Call each (name, call) in one forked child; what it prints, raises or exits with is looked at as a command's."""
+    """Call each (name, call) in one forked child; its output, exception or exit status is judged like a command's."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""Runs the real distdiag as a user does, and finds what it left behind."""
+"""Runs the real distdiag like a user, and finds its leftovers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Result:
 
     @property
     def findings(self) -> dict[str, dict[str, Any]]:
-        """Findings by the last part of their id, but the remarks on what was not tested."""
+        """Findings by the last part of their id, without the remarks on untested parts."""
         found = self.report["findings"]
         return {one["id"].partition(".")[2]: one for one in found if one["level"] != "info"}
 
@@ -169,7 +169,7 @@ class Running:
         self.process.stdout.close()
 
     def kill_all(self) -> None:
-        """End what is left, whatever happened."""
+        """End all remaining processes."""
         for pid in [self.process.pid, *(int(line.partition(":")[0]) for line in self.left_behind())]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -212,7 +212,7 @@ def unread(pipe: IO[bytes] | None) -> int:
 
 
 def wait_until(met: Callable[[], bool], timeout: float, otherwise: Callable[[], str]) -> None:
-    """Wait for a condition, or fail with what is there instead."""
+    """Wait for a condition, or fail with the current state."""
     deadline = time.monotonic() + timeout
     while not met():
         assert time.monotonic() < deadline, otherwise()

@@ -1,4 +1,4 @@
-"""Facts as nodes tell them to `trace blocked` and `trace fds`, for tests of what is concluded from them."""
+"""Facts in the form sent by nodes to `trace blocked` and `trace fds`, for tests of conclusions from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def connection(pid: int, remote: str, *, local: str = "", state: str = "ESTABLIS
 def receives(
     pid: int, from_pid: int, *, since_s: float = 60.0, call: str = "recvfrom", tid: int | None = None
 ) -> Thread:
-    """Wait for data of another process, on a connection that `owned` tells of."""
+    """Wait for data of another process, on a connection listed in `owned`."""
     target = connection(pid, f"10.0.0.1:{from_pid}")
     return thread(tid or pid, call, since_s=since_s, targets=(target,))
 

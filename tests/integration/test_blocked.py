@@ -1,4 +1,4 @@
-"""Who is blocked on what: real processes, read while they are blocked."""
+"""Blocked threads and their waits: real processes, read while blocked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Target:
 def running(
     program: str, *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()
 ) -> Iterator[Target]:
-    """Start it, read the line in which it says that it is ready, and end it with all its children."""
+    """Start it, read its line of readiness, and end it with all its children."""
     process = subprocess.Popen(
         [*wrap, sys.executable, str(PROGRAMS / f"{program}.py"), *arguments],
         env={**os.environ, **(env or {})},

@@ -27,7 +27,7 @@ NAMES = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CC", "CXX", "NVCC_CCBIN",
 
 
 def cuda_env(*arguments: str, path: str = "", env: Mapping[str, str] | None = None) -> Result:
-    """Run it with nothing of CUDA in the environment but what is given."""
+    """Run it with only the given CUDA variables in the environment."""
     paths = [path] if path else []
     others = [one for one in os.environ["PATH"].split(":") if not (Path(one) / "nvcc").exists()]
     clean = [word for name in NAMES if name not in (env or {}) for word in ("-u", name)]
@@ -91,7 +91,7 @@ def test_the_page_ends_with_what_will_work(wrapper: Path) -> None:
     assert lines[0] == "distdiag cuda-env: FAIL"
     assert lines[-1] == "Build: NOT READY · Run: NOT READY"
     assert "\x1b" not in result.out
-    # Only evidence, what is to be pasted, and paths are longer.
+    # Only evidence, commands to paste, and paths are longer.
     wide = [line for line in lines if len(line) > 80 and not line.startswith(" " * 10)]
     assert all(max(map(len, line.split())) > 50 for line in wide), wide
 

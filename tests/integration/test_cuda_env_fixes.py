@@ -1,4 +1,4 @@
-"""Every fix that is printed is pasted into a real shell, and the machine examined again: what it was for is gone."""
+"""Every printed fix is pasted into a real shell, and the machine examined again: the problem is gone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_nvcc_that_is_too_old_beside_one_that_is_not(node: Machine, monkeypat
 
 
 def test_no_list_is_printed_that_this_nvcc_compiles_nothing_of(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that leaves the GPU out is not answered with one that nvcc refuses."""
+    """A list without the local GPU is never replaced by one nvcc refuses."""
     node.path = [f"{node.toolkit('12.4')}/bin"]
     node.env["TORCH_CUDA_ARCH_LIST"] = "8.0;9.0"
     finding = fixed(node, monkeypatch, "archlist.gpus")
@@ -95,7 +95,7 @@ def test_an_nvcc_that_hangs_is_not_chosen_again(
     assert finding.fix is not None
     assert f"CUDA_HOME={hung}" not in str(finding.fix.commands)
     assert (f"CUDA_HOME={whole}" in str(finding.fix.commands)) == another
-    assert took < 9  # twice the time that was given, and what a busy machine takes for the rest
+    assert took < 9  # twice the given time, and a busy machine's overhead
 
 
 def test_the_toolkit_of_the_wheels_works_after_one_run_of_export(

@@ -106,7 +106,7 @@ def test_a_file_for_one_kind_of_gpu_is_no_fault_of_its_package(node: Machine, mo
 
 
 def nccl(node: Machine, preloaded: Path) -> None:
-    """Install NCCL's wheel, let torch load it, and put another one, whatever its file is called, before it."""
+    """Install NCCL's wheel, let torch load it, and put another library, under any file name, before it."""
     package = "nvidia/nccl/lib/libnccl.so.2"
     library(node.python() / package, "libnccl.so.2", functions="ncclGetVersion ncclCommResume")
     node.package("nvidia-nccl-cu13", "2.28.3", (package,))

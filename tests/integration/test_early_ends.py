@@ -38,7 +38,7 @@ def test_whoever_ends_us_while_we_load_leaves_nothing(number: signal.Signals) ->
 
 def test_an_early_end_is_told_as_that_of_the_command() -> None:
     reported, after_s = 0, 0.03
-    while after_s < 0.4 or (not reported and after_s < 10):  # a busy machine takes longer until the command is there
+    while after_s < 0.4 or (not reported and after_s < 10):  # a busy machine takes longer to load the command
         run = Running("trace", "blocked", "--json")
         time.sleep(after_s)
         run.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A node that lies, beside one that does not: whatever it sends costs its own row, and the other is judged.
+"""A lying node beside an honest one: it only loses its own row, and the other node is still judged.
 
 The streams are recorded from real agents on two hosts of other names, damaged, and played back: most of them into the
 fleet and the diagnosis of each command (a process for each would take hours), some of them to the whole program.
@@ -63,8 +63,8 @@ _JOB = "import os, sys, time; print(os.getpid(), flush=True); held = open(__file
 class Replay(Transport):
     """Plays streams of agents back, each over a connection of its own.
 
-    The liar hangs up at once where his stream does not come to this `end`; he would only be waited for. Where it does,
-    one of four liars keeps the connection, and costs the deadline if his end is not understood.
+    The liar hangs up at once if its stream lacks this `end`, to save the wait. If it has the end,
+    one of four liars keeps the connection, and costs the deadline if its end is not decoded.
     """
 
     remote = False
@@ -76,7 +76,7 @@ class Replay(Transport):
             ours, theirs = socket.socketpair()
             theirs.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                sent = theirs.send(self.streams[host.name])  # mostly all of it: nobody waits for a thread
+                sent = theirs.send(self.streams[host.name])  # mostly complete: no wait for a thread
             theirs.setblocking(True)
             threading.Thread(target=self._play, args=(theirs, host.name, sent), daemon=True).start()
             arrivals.link(host.name, SocketLink(ours))
@@ -96,7 +96,7 @@ class Replay(Transport):
 
 @dataclass
 class Replies:
-    """What came from the two nodes, as every command has it in the end."""
+    """The replies of the two nodes, in the form used by every command."""
 
     fleet: Fleet
     missing: dict[str, str] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Replies:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """What one command asks, the types of what it is told, and what it makes of that."""
+    """The arguments of one command, the types of its replies, and its diagnosis and view."""
 
     arguments: tuple[str, ...]
     facts: type[Any]
@@ -475,7 +475,7 @@ def specs_of(first: int, count: int) -> list[rank_runs.RankSpec]:
 
 
 def meeting_of(fleet: Fleet) -> RendezvousTest:
-    """Put together what the nodes said of the paths between them."""
+    """Assemble the nodes' messages about the paths between them."""
     found = RendezvousTest(head=LIAR, hosts={name: name for name in fleet.nodes}, address="10.0.0.1", port=29500)
     for node, record in fleet._pending:
         if isinstance(record, records.ReachListening):

@@ -1,4 +1,4 @@
-"""Pods as hosts, with a real kubectl: the answer of --via, a row for each pod, and what Kubernetes itself knows."""
+"""Pods as hosts, with a real kubectl: the answer of --via, a row for each pod, and Kubernetes' own knowledge."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_ports_and_cuda_env_among_the_nodes_of_a_slurm_job(slurm: Slurm, job: in
 
 
 def test_inside_an_allocation_its_nodes_are_found(slurm: Slurm, job: int, tmp_path: Path) -> None:
-    """A real batch script with eight tasks to a node: one agent comes to each node, and the script is no rank."""
+    """A real batch script with eight tasks per node: each node gets one agent, and the script is not a rank."""
     log = tmp_path / "report.json"
     script = tmp_path / "job.sh"
     program = Path(sys.executable).with_name("distdiag")

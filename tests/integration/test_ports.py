@@ -22,7 +22,7 @@ WEB = ("-c", "import http.server as h; h.HTTPServer(('', 29500), h.BaseHTTPReque
 
 @pytest.fixture(scope="module")
 def wide() -> Iterator[Network]:
-    """Four nodes and a client; every test heals what it broke."""
+    """Four nodes and a client; every test repairs its own damage."""
     need_network()
     with Network(4) as network:
         yield network

@@ -24,7 +24,7 @@ WANTED = [
     (Names.GOOD, "eth0 "),
 ]
 # Gloo's device listens at the address that it has chosen as soon as it is made. Each choice is made in a process of its
-# own, forked from one that has imported torch.
+# own, forked from a process with torch imported.
 REALLY = """
 import json, os, re, socket, struct, sys, warnings
 warnings.simplefilter("ignore")

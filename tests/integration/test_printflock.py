@@ -1,4 +1,4 @@
-"""distdiag.printflock with several real processes on one pipe: no line is torn, and nobody waits without end."""
+"""distdiag.printflock with several real processes on one pipe: no torn lines, no endless wait."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HOST_TIMEOUT_S = 4.0
 MUTE_SSHD = Path(__file__).parents[1] / "programs" / "mute_sshd.py"
-# Takes connections, says the first argument and nothing more, whatever it hears.
+# Accepts connections and sends only the first argument, regardless of its input.
 TALKER = """
 import socket, sys
 listener, taken = socket.create_server(("", 22)), []
@@ -33,7 +33,7 @@ while True:
 
 @dataclass(frozen=True)
 class Case:
-    """How a host is, and what its row and its finding have to say."""
+    """The state of a host, and the expected row and finding."""
 
     make: Callable[[Node], Sshd | None]
     state: str
@@ -179,7 +179,7 @@ def test_the_same_trouble_of_several_hosts_is_one_finding(troubled: tuple[Reache
 
 @pytest.fixture
 def pair() -> Iterator[Network]:
-    """Two nodes; a test starts what it needs."""
+    """Two nodes; a test starts the services it needs."""
     need_network()
     need("ssh", "ssh-keygen", SSHD)
     with Network(2) as network:

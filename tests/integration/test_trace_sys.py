@@ -259,7 +259,7 @@ def test_what_a_job_reads_and_sends_is_in_no_report(tmp_path: Path) -> None:
     assert any(SECRET in log.read_text(errors="replace") for log in logs.iterdir())
     judged = distdiag("trace", "sys", "--json", str(logs))
     assert SECRET not in judged.out + judged.err
-    # What the verdicts rest on is there all the same.
+    # The basis of the verdicts is still there.
     titles = {one["id"]: one["title"] for one in judged.report["findings"]}
     assert "got ENOSPC 2 times: write on /dev/full" in titles["trace.error-enospc"]
     assert "got ECONNREFUSED 4 times: connect on 127.0.0.1:1" in titles["trace.error-econnrefused"]
@@ -303,7 +303,7 @@ os.write(writes, b"{SECRET} " * 20)
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as strace:
         assert strace.stdout is not None
         assert strace.stdout.readline() == b"ready\n"
-        # The last argument is its length: a line may come in two pieces.
+        # The last argument is its length: a line may arrive in two pieces.
         end = f", {20 * (len(SECRET) + 1)}"
         wait_until(lambda: end in log.read_text().rpartition("\n")[2], 30, lambda: log.read_text()[-80:])
         os.killpg(strace.pid, signal.SIGKILL)

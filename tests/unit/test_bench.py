@@ -1,4 +1,4 @@
-"""allreduce-bench's arithmetic and judgement on what the ranks told; what cannot be had on two CPU cores."""
+"""allreduce-bench's arithmetic and judgement on recorded rank messages, for cases beyond two CPU cores."""
 
 from __future__ import annotations
 

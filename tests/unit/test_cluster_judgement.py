@@ -1,4 +1,4 @@
-"""What is concluded about hosts and the paths between them, from facts alone."""
+"""Conclusions about hosts and the paths between them, from facts alone."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def test_a_core_of_aarch64_has_its_program_counter_elsewhere() -> None:
     found = core_file.read(small_core(183, note(1, state) + note(3, about)))
     assert (found.machine, found.pid, found.uid, found.arguments) == ("aarch64", 41, 1000, "python train.py")
     assert found.threads == (core_file.CoreThread(42, 11, 0x4444),)
-    # one that gdb's gcore wrote has no siginfo
+    # gdb's gcore writes no siginfo
     assert (found.signal, found.code, found.address, found.files, found.execfn) == (11, None, None, (), "")
 
 
@@ -285,7 +285,7 @@ def test_an_address_that_the_processor_does_not_tell_is_none(copy: Path) -> None
 
 
 def test_more_mappings_than_the_header_can_count_are_counted_elsewhere(core: Path, copy: Path) -> None:
-    # GIVEN a core as the kernel writes it for 65,535 mappings and more: their number stands in a section at its end
+    # GIVEN a core in the kernel's form for 65,535 mappings and more: their number is in a section at its end
     whole = core_file.read(str(core))
     (count,) = struct.unpack_from("<H", core.read_bytes(), _SEGMENT_COUNT)
     with copy.open("ab") as file:

@@ -272,7 +272,7 @@ def test_ras_decides_where_all_stacks_are_alike() -> None:
 
 
 def test_sure_sources_that_accuse_different_ranks_blame_nobody_and_name_both() -> None:
-    """The rank that sleeps may be late for a collective of another group than the one that RAS speaks of."""
+    """The sleeping rank may be late for a collective of a different group from RAS's."""
     report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=(ras("n1", 0),)))
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
     assert len(report.data.candidates) == 2

@@ -55,7 +55,7 @@ def test_a_line_that_grows_in_small_pieces_costs_time_in_proportion() -> None:
 
 
 def first_number(process: subprocess.Popen[bytes]) -> int:
-    """Read the line by which a program says that it is under way."""
+    """Read the line with which a program reports readiness."""
     assert process.stdout is not None
     return int(process.stdout.readline())
 
@@ -71,7 +71,7 @@ def test_run_ends_a_program_with_all_its_children_at_the_deadline() -> None:
 
 
 def test_run_is_not_held_up_by_a_grandchild_that_keeps_the_pipe() -> None:
-    # In one write: what follows the number is there when the number is.
+    # In one write: the text after the number is complete when the number is.
     process = programs.start(["sh", "-c", r"setsid sleep 60 & printf '%s\nstarted\n' $!"])
     grandchild = first_number(process)
     try:
@@ -252,7 +252,7 @@ def test_a_process_that_is_gone_has_a_reason_instead_of_a_stack() -> None:
 def _pythons() -> list[str]:
     """List every Python from 3.9 on, ours first: what travels to a node has to run on it.
 
-    A name on PATH may stand for a Python that is not installed, as with pyenv: it gives way to the interpreter itself.
+    A name on PATH may be a shim for an uninstalled Python, as with pyenv; the interpreter itself is then used.
     """
     found = {}
     for minor in range(9, 20):

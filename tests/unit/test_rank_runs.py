@@ -1,4 +1,4 @@
-"""A run of ranks that a node told of: what counts as a standstill."""
+"""A run of ranks reconstructed from a node's messages: the definition of a standstill."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Stand(Transport):
 
     def _inspect(self, ranks: list[int]) -> None:
         self.looked_at.append(ranks)
-        if len(self.looked_at) == self.looks:  # one of them comes out of it just now, and is at the next step
+        if len(self.looked_at) == self.looks:  # one rank leaves it now, and is at the next step
             self._step(1, "done", waiting=False)
         for rank in ranks:
             self._wire.send(protocol.RankInspected(rank=rank, **SEEN))

@@ -65,7 +65,7 @@ def test_what_was_not_found_is_folded_and_what_was_found_elsewhere_is_no_trouble
     assert counts["write"] == (2, 0)
     assert counts["read"] == (2, 0)
     assert sum(count for count, _ in counts.values()) == thread.n_calls
-    # read(3, ...) of three different files, by what 3 was at the time.
+    # read(3, ...) of three different files, by the target of 3 at the time.
     places = {one.name: one.count for one in thread.places}
     assert places["/etc"] == 4
     assert places["/dev"] == 3

@@ -1,4 +1,4 @@
-"""What to do about a stuck rank follows from what it waits for, as the kernel shows it."""
+"""The fix for a stuck rank follows from its wait, as shown by the kernel."""
 
 from __future__ import annotations
 

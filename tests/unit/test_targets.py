@@ -1,4 +1,4 @@
-"""Which hosts a command works on: from what was typed, from the allocation it runs in, or this machine."""
+"""Hosts of a command: from its arguments, from the surrounding allocation, or this machine."""
 
 from __future__ import annotations
 

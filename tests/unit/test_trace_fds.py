@@ -1,4 +1,4 @@
-"""trace fds: what is told of descriptors, how equal ones fold, and what is warned of; from constructed facts."""
+"""trace fds: reported descriptors, folding of equal entries, and warnings; from constructed facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is concluded from logs of strace: recorded ones, and small ones written here where one thing is to be seen."""
+"""Conclusions from strace logs: recorded logs, and small ones written here for single cases."""
 
 from __future__ import annotations
 
