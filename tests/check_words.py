@@ -5,7 +5,7 @@ Read are the string constants of the package (f-strings with `{}` where a value 
 knowledge/*.toml that are not patterns, and README.md, CHANGELOG.md and docs/. A phrase that matches is printed as
 file:line, and the exit status is 1. ALLOWED holds what may stay, each with its reason.
 
-Docstrings and comments of the package are counted against VOICE, phrases of translated English. Each folder has a
+Docstrings and comments of the package and the tests are counted against VOICE, phrases of translated English. Each folder has a
 budget of such phrases in 10,000 words, which may only fall.
 """
 
@@ -179,6 +179,8 @@ BUDGETS = {
     **{"launch": 5, "pages": 0, "training": 9},
 }
 """Phrases of VOICE in 10,000 words of docstrings and comments, by folder of the package."""
+TEST_BUDGETS = {".": 40, "benchmarks": 28, "integration": 14, "programs": 15, "samples": 0, "stacks": 55, "unit": 20}
+"""The same for the tests."""
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -192,14 +194,14 @@ def sentences(text: str) -> Iterator[str]:
             yield token.string
 
 
-def over_budget(package: Path) -> Iterator[str]:
-    """List the folders of the package with more phrases of VOICE than their budget."""
-    for folder, budget in BUDGETS.items():
+def over_budget(package: Path, budgets: dict[str, int]) -> Iterator[str]:
+    """List the folders below `package` with more phrases of VOICE than their budget."""
+    for folder, budget in budgets.items():
         files = package.glob("*.py") if folder == "." else (package / folder).rglob("*.py")
         texts = [words for file in files for words in sentences(file.read_text())]
         words, hits = (sum(len(found) for found in map(each, texts)) for each in (str.split, VOICE.findall))
         if (share := round(10_000 * hits / max(1, words))) > budget:
-            yield f"{folder}: {share} phrases of translated English in 10,000 words, budget {budget}"
+            yield f"{package.name}/{folder}: {share} phrases of translated English in 10,000 words, budget {budget}"
 
 
 def problems(path: Path) -> Iterator[str]:
@@ -220,7 +222,8 @@ def main() -> None:
         ROOT / name for name in ("distdiag", "README.md", "CHANGELOG.md", "docs")
     ]
     found = [problem for path in files_below(paths) for problem in problems(path)]
-    found += [] if sys.argv[1:] else over_budget(ROOT / "distdiag")
+    if not sys.argv[1:]:
+        found += [*over_budget(ROOT / "distdiag", BUDGETS), *over_budget(ROOT / "tests", TEST_BUDGETS)]
     for problem in found:
         sys.stdout.write(f"{problem}\n")
     if found:

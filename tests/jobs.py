@@ -271,7 +271,7 @@ def outliers(result: Result) -> list[tuple[list[int], str]]:
 
 
 def states(pids: Iterable[int]) -> dict[int, str]:
-    """Read the states of processes; S stands for running as well: sleepers wake up now and then."""
+    """Read the states of processes; S includes running: sleepers wake up now and then."""
     found = {}
     for pid in pids:
         try:

@@ -35,7 +35,7 @@ STOCK = "clush, key exchange as ssh comes"
 
 
 def run(node: Node, *argv: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run a command on a node to its end; seconds, processor time and peak memory of it and what it waited for."""
+    """Run a command on a node to its end; return seconds, and processor time and peak memory including children."""
     began = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -153,7 +153,7 @@ def a_large_job() -> None:
 
 
 def orphans() -> None:
-    """What is left on 32 hosts 3 s after the program in front was ended."""
+    """The processes left on 32 hosts 3 s after the program in front was ended."""
     print("\n| left on 32 hosts after | Ctrl-C | SIGKILL |\n|---|---|---|")
     for name in ("distdiag", "pdsh", "clush"):
         left = [_left_after(name, number) for number in (signal.SIGINT, signal.SIGKILL)]

@@ -31,7 +31,7 @@ FRAMES, CLASSES = 25, 40
 
 
 def timed(command: list[str], *, limit: float = 300) -> tuple[float, int, int | None]:
-    """Run a command; give its seconds, its peak memory in KiB, and its status (None: it did not come back)."""
+    """Run a command; return its seconds, its peak memory in KiB, and its status (None: it did not end)."""
     began = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     while True:

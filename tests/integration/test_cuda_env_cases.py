@@ -844,7 +844,7 @@ def test_an_nvcc_that_never_answers(node: Machine, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_long_form_of_gccs_refusal_is_no_missing_compiler(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its advice speaks of "an unsupported host compiler"."""
+    """Its hint mentions "an unsupported host compiler"."""
     node.compiler("gcc", "15.1.0")
     header = node.root / "usr/local/cuda-12.8/include/crt/host_config.h"
     header.write_text(

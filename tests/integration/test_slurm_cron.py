@@ -1,4 +1,4 @@
-"""A series of batch jobs on a real SLURM: it continues whatever the command's result, and its end is noticed."""
+"""A series of batch jobs on a real SLURM: it continues after any result of the command, and its end is noticed."""
 
 from __future__ import annotations
 
