@@ -62,7 +62,7 @@ def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case, ser
     assert (result.report["verdict"], named(result)) == (case.verdict, set(case.ranks)), result.out
     first = result.report["findings"][0]
     assert case.words in "\n".join([first["title"], first["detail"], *first["evidence"]])
-    # By /proc alone it is often unknown; it may not be somebody else.
+    # By /proc alone it is often unknown, but never another rank.
     assert named(blocked) <= set(case.ranks), blocked.out
 
 

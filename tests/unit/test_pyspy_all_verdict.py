@@ -196,7 +196,7 @@ def test_a_rank_that_imports_while_the_others_wait_for_it_stands_out() -> None:
 
 
 def test_who_waits_for_its_gpu_may_wait_for_a_collective_on_it() -> None:
-    """NCCL's calls return at once: the others stand at the next line that needs the result."""
+    """NCCL's calls return at once: the other ranks are at the next line that needs the result."""
     stands = twice(frames(("train_step", "/home/me/train.py", 27)), state="R", cpu=1.0)
     nodes = job(stands, stands, stands, twice(loads()))
     hinted = tuple(
@@ -555,7 +555,7 @@ def test_a_rank_that_sleeps_and_looks_again_may_be_slow_for_five_minutes() -> No
 
 
 def test_being_paused_is_no_progress() -> None:
-    """Reading C frames stops a process for a moment, and it goes to wait again: it hangs all the same."""
+    """Reading C frames stops a process briefly before it resumes its wait: it is still hung."""
     paused = [
         tuple(replace(one, native=True) for one in woken(twice(stack)))
         for stack in (waits(), waits(), loads(), waits())
@@ -606,7 +606,7 @@ JOINS = frames(
 
 
 def with_thread(stack: Sequence[Frame], name: str = "trainer") -> tuple[Sample, ...]:
-    """Let a main thread join another one that has this stack."""
+    """Let a main thread join a thread with this stack."""
     trains = Thread(7, name, False, False, "S", (*stack[:-1], Frame("train", "/home/me/train.py", 70)), ())
     return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(JOINS))
 

@@ -1,4 +1,4 @@
-"""The judgement on jobs that do not start, from what each node sees of their rendezvous."""
+"""Judgement of jobs that do not start, from each node's view of the rendezvous."""
 
 from __future__ import annotations
 

@@ -266,12 +266,12 @@ def _why(joined: Joined) -> str:
 
 
 def _proof(rows: Sequence[SourceRow], title: str) -> tuple[str, ...]:
-    chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES) and not _is_said(row.says, title)]
+    chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES) and not _is_in_title(row.says, title)]
     disagrees = {Stand.DISAGREES: " disagrees"}
     return tuple(f"{row.source}{disagrees.get(row.stand, '')}: {row.says}" for row in chosen)
 
 
-def _is_said(says: str, title: str) -> bool:
+def _is_in_title(says: str, title: str) -> bool:
     """Return whether a title already contains a claim: both its ranks and their place."""
     return all(part in title for part in says.split(": "))
 

@@ -99,8 +99,8 @@ def without_place(asked: Asked, states: Sequence[RankState]) -> Claim | None:
     As with mp.spawn and init_method="tcp://...": polling for rank 0 looks like progress, and arguments like steps.
     """
     processes = [state.member.process for state in states]
-    told = any(process is not None and "MASTER_ADDR" in process.job for process in processes)
-    if told or not states or not all(map(in_init, states)):
+    has_address = any(process is not None and "MASTER_ADDR" in process.job for process in processes)
+    if has_address or not states or not all(map(in_init, states)):
         return None
     wait = "waits" if len(states) == 1 else "wait"
     return Claim(
@@ -177,7 +177,7 @@ class _Group:
             self._first_address,
             self._wrong_interface,
             self._on_the_way,
-            self._nobody_listens,
+            self._no_listener,
             self._waits_for_more,
             self._ranks_missing,
         )
@@ -451,7 +451,7 @@ class _Group:
             detail = "" if is_long else "It still imports or loads."
             yield self._made(rows, Level.WARN, f"{title} {rows[0].place} yet", detail, fix, accuses=is_long)
 
-    def _nobody_listens(self) -> Iterable[Claim]:
+    def _no_listener(self) -> Iterable[Claim]:
         rows = [row for row in self._rows if row.meeting is not None and row.meeting.state == port_scan.CLOSED]
         rows = [row for row in rows if row.start.waited_s > _BEGINS_S] or ([] if self._served else rows)
         if not rows or any(state.member.rank == 0 and state.member.pid for state in self._not_here):

@@ -383,7 +383,7 @@ def train_backward() -> None:
     from torch.autograd import graph
 
     weight = torch.ones(1, requires_grad=True)
-    # A C function stands in for torch's C++ engine, whose device threads do the work.
+    # A C function replaces torch's C++ engine, whose device threads do the work.
     graph.Variable._execution_engine = gpu
     for step in range(1_000_000):
         load_batch(step)
