@@ -40,7 +40,7 @@ _NEEDED = (
         f"distdiag.agent.{name}"
         for name in ("boot", "forkserver", "handshake", "protocol", "rank_progress", "rendezvous")
     ),
-    *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text", "computed", "gpu_health")),
+    *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text", "computed", "gpu_health", "gpu_use")),
     "distdiag.agent.wire",
 )
 """The agent's modules that ranks import. Sending all would exceed a pipe's capacity and block each start."""
