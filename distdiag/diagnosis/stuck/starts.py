@@ -282,6 +282,19 @@ class _Group:
             )
             return
         yield from self._another_job()
+        yield from self._no_store()
+
+    def _no_store(self) -> Iterable[Claim]:
+        """A process that was not read accepts connections to the rendezvous, but sends nothing."""
+        rows = [row for row in self._rows if row.start.answered is False]
+        if self._served or not rows:
+            return
+        met = rows[0].start.launch
+        title = f"port {met.port} on {met.host} accepts the connection of {listed([row.name for row in rows[:_SHOWN]])}"
+        title += ", but does not answer: another program listens there, or a store that is stopped"
+        commands = (f"ss -ltnp 'sport = :{met.port}'  # on {met.host}",)
+        fix = Fix(text="see which process listens there", commands=commands)
+        yield self._made(rows, Level.WARN, title, "", fix, accuses=False)
 
     def _another_job(self) -> Iterable[Claim]:
         """The store at the rendezvous belongs to another known job."""
@@ -555,7 +568,9 @@ class _Group:
             return
         some = f"{joined} of {least} nodes {'has' if joined == 1 else 'have'} joined at {self._rows[0].place}"
         if not any(row.is_server() for row in self._rows):
-            some = f"{format_hosts(hosts)} has joined at {self._rows[0].place} and waits for more of its {least} nodes"
+            one = "is connected to {} and waits" if len(hosts) == 1 else "are connected to {} and wait"
+            wait = one.format(self._rows[0].place)
+            some = f"{format_hosts(hosts)} {wait} for more of its {least} nodes"
         if absent and joined < least:
             title = f"{some}: {self._first.launch.program} does not run on {format_hosts(absent)}"
             taken = {row.start.launch.node_rank for row in self._rows}
