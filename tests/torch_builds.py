@@ -20,7 +20,7 @@ def name_of(python: str) -> str:
     return "torch-" + subprocess.run([python, "-c", _VERSION], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-NAMES = [name_of(python) for python in PYTHONS] if _ASKED else ["torch"]
+BUILDS = [name_of(python) for python in PYTHONS] if _ASKED else ["torch"]
 
 
 def environment() -> dict[str, str]:

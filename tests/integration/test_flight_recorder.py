@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fuzz import assert_survived, damaged, run_each
 from support import distdiag, need
-from torch_builds import NAMES, PYTHONS, environment
+from torch_builds import BUILDS, PYTHONS, environment
 
 from distdiag import output
 from distdiag.cluster.targets import Cluster
@@ -60,7 +60,7 @@ TRUTH: dict[str, tuple[str, str, set[int]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=PYTHONS, ids=NAMES)
+@pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
 def sets(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Run all jobs, once for each build of torch."""
     folder = tmp_path_factory.mktemp("sets")
