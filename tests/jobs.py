@@ -194,7 +194,7 @@ class Launcher:
 class JobServer:
     """Starts jobs of one program and one size, one after another, which pay for one import of torch."""
 
-    def __init__(self, program: str, size: int) -> None:
+    def __init__(self, program: str, size: int, python: str = sys.executable) -> None:
         place = {
             **{"JOB_SERVES": "1", "JOB_FORKS": str(size), "rANK": "0", "LOCAL_rANK": "0"},
             **{"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)},
@@ -202,7 +202,7 @@ class JobServer:
             "JOB_FOLDER": "/".join([tempfile.gettempdir(), "distdiag-job-" + "0" * 8]),
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / f"{program}.py")],
+            [python, str(PROGRAMS / f"{program}.py")],
             env={**os.environ, **place},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

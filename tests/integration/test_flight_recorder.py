@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fuzz import assert_survived, damaged, run_each
 from support import distdiag, need
+from torch_builds import BUILDS, PYTHONS, environment
 
 from distdiag import output
 from distdiag.cluster.targets import Cluster
@@ -59,13 +60,12 @@ TRUTH: dict[str, tuple[str, str, set[int]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all jobs, once."""
+@pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
+def sets(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Run all jobs, once for each build of torch."""
     folder = tmp_path_factory.mktemp("sets")
-    done = subprocess.run(
-        [sys.executable, str(RECORDER), str(folder), "4", *TRUTH], stdout=subprocess.PIPE, timeout=110, check=True
-    )
+    command = [request.param, str(RECORDER), str(folder), "4", *TRUTH]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=110, check=True, env=environment())
     assert done.stdout.decode().split() == list(TRUTH)
     for name in TRUTH:
         if name.startswith("clog_"):

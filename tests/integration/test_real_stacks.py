@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from jobs import Job, JobServer
 from support import distdiag
+from torch_builds import BUILDS, PYTHONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,9 +42,9 @@ OF_A_MODULE = ("module", "pause")
 """Loops outside of functions: the variables of a module are not compared, so that progress may not be seen."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[JobServer]:
-    with JobServer("trains_on_a_stack", 4) as server:
+@pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
+def server(request: pytest.FixtureRequest) -> Iterator[JobServer]:
+    with JobServer("trains_on_a_stack", 4, request.param) as server:
         yield server
 
 

@@ -605,10 +605,16 @@ JOINS = frames(
 )
 
 
-def with_thread(stack: Sequence[Frame], name: str = "trainer") -> tuple[Sample, ...]:
-    """Let a main thread join a thread with this stack."""
+RAY_LOOP = frames(
+    ("Worker.main_loop", SITE + "ray/_private/worker.py", 1069),
+    ("<module>", SITE + "ray/_private/workers/default_worker.py", 323),
+)
+
+
+def with_thread(stack: Sequence[Frame], name: str = "trainer", main: Sequence[Frame] = JOINS) -> tuple[Sample, ...]:
+    """Let a main thread join another one that has this stack."""
     trains = Thread(7, name, False, False, "S", (*stack[:-1], Frame("train", "/home/me/train.py", 70)), ())
-    return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(JOINS))
+    return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(main))
 
 
 def test_where_the_main_thread_waits_for_the_one_that_trains_that_one_is_judged() -> None:
@@ -616,6 +622,13 @@ def test_where_the_main_thread_waits_for_the_one_that_trains_that_one_is_judged(
     assert (report.verdict, outlier_ranks(report)) == (Verdict.FAIL, [[1]])
     assert "`load_batch` train.py:26 (thread trainer)" in report.summary
     assert report.findings[0].detail.startswith("Ranks 0,2 have waited for 6.0 s in `all_reduce`")
+
+
+def test_the_training_thread_of_a_ray_actor_is_judged_and_not_its_loop() -> None:
+    ranks = [with_thread(stack, "Thread-2", RAY_LOOP) for stack in (waits(), loads(), waits())]
+    report = judge(job(*ranks))
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.FAIL, [[1]])
+    assert "`load_batch` train.py:26 (thread Thread-2)" in report.summary
 
 
 def test_of_several_threads_the_one_that_began_as_those_of_the_other_ranks_is_judged() -> None:

@@ -173,6 +173,14 @@ def test_a_store_of_another_job_is_named_with_its_process() -> None:
     assert [each.where.hosts for each in found] == [("n1",), ()]
 
 
+def test_a_port_that_accepts_but_does_not_answer_is_no_store() -> None:
+    (found,) = judge(node(2, replace(launcher(), joined=True, answered=False)))
+    assert (found.level, found.where.hosts) == (Level.WARN, ())
+    assert found.title.startswith("port 29500 on n1 accepts the connection of n2, but does not answer")
+    (found,) = judge(node(2, replace(launcher(), joined=True, answered=True)))
+    assert found.title == "n2 is connected to n1:29500 and waits for more of its 2 nodes"
+
+
 def test_a_launcher_that_still_imports_is_not_missing() -> None:
     starting = replace(launcher(node_rank=1), joined=False)
     (found,) = judge(node(1, launcher(own_store(), node_rank=0)), node(2, starting))

@@ -243,6 +243,18 @@ def test_the_store_is_not_rank_0() -> None:
     assert [(one.id, one.where.ranks) for one in report.findings] == [("hang.not-in-collective", (0,))]
 
 
+def test_a_rank_that_runs_while_the_others_wait_for_the_store_may_still_be_starting() -> None:
+    asks = thread(101, "poll", targets=(connection(101, "10.0.0.1:29500"),))
+    sockets = (
+        Owned(101, 1010, "tcp", "ESTABLISHED", "10.0.0.1:101", "10.0.0.1:29500"),
+        Owned(100, 1000, "tcp", "ESTABLISHED", "10.0.0.1:29500", "10.0.0.1:101"),
+    )
+    assert_accuses_none(
+        judge({100: thread(100, state="R"), 101: asks}, sockets=sockets),
+        "rank 0 (n1, pid 100) runs; rank 1 waits for a key in the job's store (poll, 60 s)",
+    )
+
+
 def test_the_holder_of_a_lock_is_named() -> None:
     holder = PeerProcess(900, "python", "python /home/me/keeps.py", "S")
     report = judge({100: at_lock(100, 900)}, peer_processes=(holder,))

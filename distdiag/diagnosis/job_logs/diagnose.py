@@ -35,6 +35,8 @@ _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loade
 _LOST = "async exception: NCCL error: remote process exited"
 _IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "agents-missing", "rank-never-came")
 """Lines of a process that reached the rendezvous and waited there for others."""
+_LATER = {"rank-never-came": 1, "gloo-connect": 2}
+"""Lines that explain less than others of the same round."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NEAR = 5
 """Maximum lines between an exception and the one raised from it."""
@@ -180,7 +182,10 @@ def _alone(round_: Round) -> Failure | None:
     # A node that cannot connect explains why the others waited for it.
     vain = {failure.file for failure in alone if failure.known in _IN_VAIN}
     # Without all ranks at its store, rank 0 counts them; for the others its own key is the one that never appears.
-    alone.sort(key=lambda failure: (failure.file in vain, failure.known == "rank-never-came"))
+    # A rank whose WORLD_SIZE is smaller than the others' does not wait for that key, and fails to connect instead.
+    alone.sort(
+        key=lambda failure: (failure.file in vain or failure.known == "gloo-connect", _LATER.get(failure.known, 0))
+    )
     return next((failure for failure in alone if failure.role == "confirmation"), alone[0] if alone else None)
 
 

@@ -191,7 +191,8 @@ def _waiting(joined: Joined, kind: StuckKind) -> str:
     is_one = len(group) == 1
     verb = ("waits" if is_one else "wait") if seconds is None else ("has waited" if is_one else "have waited")
     since = f" for {lasting(seconds)}" if seconds is not None else ""
-    return f"{briefly(group).capitalize()} {verb}{since} {waits(group[0], alone=is_one)}{_counted(joined, group)}."
+    name = briefly(group)
+    return f"{name[:1].upper()}{name[1:]} {verb}{since} {waits(group[0], alone=is_one)}{_counted(joined, group)}."
 
 
 def _also_gone(joined: Joined) -> str:

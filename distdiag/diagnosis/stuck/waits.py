@@ -196,9 +196,12 @@ class _Case:
         kind = StuckKind.BUSY if runs and not still else StuckKind.NOT_IN_COLLECTIVE
         if still and all(_is_at_device(self._wait(key)) for key in still):
             kind = StuckKind.DEVICE
+        # Ranks in init_process_group wait for the store, perhaps for a rank that still imports.
+        may_start = kind is StuckKind.BUSY and all(self._wait(key).kind is Kind.STORE for key in inside)
         says = f"{self._words(chosen, whole=True)}; {self._words(inside)}"
         fix = self._fix(chosen, self._wait(chosen[0]))
-        return [replace(self._claim(kind, chosen, says, is_sure=bool(still or runs), fix=fix), by_exclusion=True)]
+        is_sure = bool(still or runs) and not may_start
+        return [replace(self._claim(kind, chosen, says, is_sure=is_sure, fix=fix), by_exclusion=True)]
 
     def _may_wait_for_gpu(self, key: Key) -> bool:
         """Return whether a running thread may wait for its GPU: CUDA's waits spin."""
