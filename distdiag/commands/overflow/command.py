@@ -83,9 +83,9 @@ def overflow(
         _check(unit, grads)
         settings = Settings(
             folder="",
-            frames=frames,
-            trace=parse_numbers([trace] if trace.strip() else [], "--trace-batches", "batch", "batches"),
-            abort_after=abort_after,
+            max_frames_to_save=frames,
+            trace_batch_nums=parse_numbers([trace] if trace.strip() else [], "--trace-batches", "batch", "batches"),
+            abort_after_batch_num=abort_after,
             mode="full" if full else "step",
             unit=unit,
             gradients=grads,

@@ -225,7 +225,7 @@ class DebugUnderflowOverflow:
             self._recent += [loss.output.extrema[1] for loss in losses if loss.tensor.dim() == 0]
             if self._pending.is_alone:
                 last = self._pending.last
-                found = self._judge.alone(Seen(last.when, last, losses=losses))
+                found = self._judge.judge(Seen(last.when, last, losses=losses))
             else:
                 self._pending.add_losses(losses)
         self._settle(found)
@@ -244,7 +244,7 @@ class DebugUnderflowOverflow:
         self._skipped = self._skipped + 1 if skips else 0
         if self._skipped and self._skipped % _MOST_SKIPPED == 0:
             with self._harmless(), torch.no_grad():
-                found = self._judge.alone(self._pending.take(self._when_pending(), self._gradients.now()))
+                found = self._judge.judge(self._pending.take(self._when_pending(), self._gradients.now()))
                 if found is not None:
                     hint = f"The GradScaler skipped {self._skipped} steps in a row."
                     found = found.but(hints=(*found.detection.hints, hint))
@@ -328,9 +328,9 @@ class DebugUnderflowOverflow:
                 found, warning = self._judge.inference(forward)
                 self._warn(warning)
             elif group is None:
-                found = self._judge.alone(Seen(forward.when, forward, [forward]))
+                found = self._judge.judge(Seen(forward.when, forward, [forward]))
             elif self._pending.wait(forward, group, any_step=self.counts.steps > 0):
-                found = self._judge.alone(self._pending.take(self._when_pending()))
+                found = self._judge.judge(self._pending.take(self._when_pending()))
         self._settle(found)
         self._maybe_abort("forward", self.counts.batches)
 
@@ -385,7 +385,7 @@ class DebugUnderflowOverflow:
             self._pending.begin_step(optimizer)
             group = self._pending.group
             seen = self._pending.take(self._when_pending(), made)
-            found = self._judge.alone(seen) if group is None else self._judge.together(seen, group)
+            found = self._judge.judge(seen, group)
             if found is None and not self._is_off:
                 self._warn(self._advice.before_step(made.now, self.counts.steps, optimizer))
         self._settle(found)
@@ -408,7 +408,7 @@ class DebugUnderflowOverflow:
         found = None
         with self._harmless(), torch.no_grad():
             if self._pending.forwards or self._pending.losses:
-                found = self._judge.alone(self._pending.take(self._when_pending()))
+                found = self._judge.judge(self._pending.take(self._when_pending()))
         self._settle(found, at_end=at_end)
 
     def _when(self, batch: int) -> When:
