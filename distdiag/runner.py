@@ -242,9 +242,9 @@ def _default(request: Any, name: str) -> object:  # noqa: ANN401 - a dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """Requests by host, and one time limit for all."""
+    """Requests by host, each of the type that the collect module's `more` declares, and one time limit for all."""
 
-    by_host: Mapping[str, Mapping[str, Any]]
+    by_host: Mapping[str, object]
     timeout_s: float
     doing: str = ""
     """Progress line, overriding that of the question."""

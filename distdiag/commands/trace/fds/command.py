@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.facts.descriptors import Descriptor
     from distdiag.jobs.types import NodeStacks
-    from distdiag.runner import Subcommand
+    from distdiag.runner import Asks, Subcommand
 
 COMMAND = "trace fds"
 _SPARE_S, _EACH_S = 15.0, 2.0
@@ -148,21 +148,22 @@ def fds(
     runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
 
 
-def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
+def _plan(nodes: Sequence[NodeStacks], request: Request) -> Asks:
     """Read the selected processes; of the rest of the job, only sockets, as possible other ends."""
+    from distdiag.commands.trace.fds.collect import Ask
+    from distdiag.runner import Asks
+
     chosen: dict[str, list[int]] = {}
     for choice in choose(nodes, request.wanted):
         if choice.process is not None:
             chosen.setdefault(choice.host, []).append(choice.process.pid)
-    if not chosen:
-        return {}
     asks = {}
-    for node in nodes:
+    for node in nodes if chosen else ():
         pids = chosen.get(node.host, [])
         others = [process.pid for process in node.processes.processes if process.pid not in pids]
         if pids or others:
-            asks[node.host] = {"pids": pids, "others": others, "timeout_s": _SPARE_S + _EACH_S * len(pids)}
-    return asks
+            asks[node.host] = Ask(pids, others)
+    return Asks(by_host=asks, timeout_s=_SPARE_S + _EACH_S * max(map(len, chosen.values()), default=0))
 
 
 def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:

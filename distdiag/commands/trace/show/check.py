@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace.show.classify import find_runs, newest, position_of
-from distdiag.commands.trace.show.collect import NodeLines
+from distdiag.commands.trace.show.collect import Ask, NodeLines
 from distdiag.commands.trace.show.diagnose import diagnose
 from distdiag.commands.trace.show.types import COMMAND, Request
 from distdiag.commands.trace.show.view import trace_show_view
@@ -61,10 +61,10 @@ def _follow(gathered: Gathered[NodeLines], shown: dict[tuple[str, int], tuple[ob
     return True
 
 
-def _ask(request: Request, *, local: bool) -> dict[str, Any]:
+def _ask(request: Request, *, local: bool) -> Ask:
     paths = [os.path.abspath(path) if local else path for path in request.paths]
     # Placing a rank also needs the library lines after the user's last line, even with a small --last.
-    return {"paths": paths, "last": max(request.last, _LINES_FOR_PLACE), "grep": request.grep, "count": request.count}
+    return Ask(paths, max(request.last, _LINES_FOR_PLACE), request.grep, request.count)
 
 
 SUBCOMMAND = Subcommand(
