@@ -156,9 +156,10 @@ def _leave_with(text: str, exit_code: int) -> NoReturn:
 
 def error_document(command: str, exit_code: int, id_: str, message: str, hint: str) -> str:
     """Make the JSON document of a diagnosis that failed: it has a verdict and findings as every other has."""
+    from distdiag.ids import Id
     from distdiag.report import Finding, Fix, Level, Report
 
-    finding = Finding(id=id_, level=Level.UNKNOWN, title=message, fix=Fix(text=hint) if hint else None)
+    finding = Finding(id=Id(id_), level=Level.UNKNOWN, title=message, fix=Fix(text=hint) if hint else None)
     whole = _envelope(Report(command=command, data=None, findings=(finding,), summary=message), exit_code)
     whole.pop("data")
     return _as_json({**whole, "error": {"id": id_, "message": message, "hint": hint}})

@@ -27,6 +27,7 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.text import printable
 from distdiag.files import make_folder
 from distdiag.gathered import Foreign, Gathered, read, save
+from distdiag.ids import Id
 from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, pod_table
 from distdiag.report import Finding, Fix, Level
 
@@ -159,7 +160,7 @@ def _of_files(options: Options) -> Iterator[None]:
 def not_saved(report: Report[Data], error: DistdiagError) -> Report[Data]:
     """Add a file that could not be written to the report as a finding, so that the diagnosis is not lost."""
     fix = Fix(text=error.hint) if error.hint else None
-    failed = Finding(id=f"{report.command}.not-saved", level=Level.UNKNOWN, title=str(error), fix=fix)
+    failed = Finding(id=Id.DISTDIAG_NOT_SAVED, level=Level.UNKNOWN, title=str(error), fix=fix)
     return replace(report, findings=(*report.findings, failed), summary=f"{report.summary}; {error}")
 
 

@@ -16,6 +16,7 @@ from support import distdiag
 
 from distdiag import cli, lazy_typer
 from distdiag.errors import DistdiagError
+from distdiag.ids import RowId
 from distdiag.output import Output, deliver
 from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def report_with(*levels: Level, interrupted: bool = False) -> Report[None]:
     findings = tuple(
         Finding(
-            id=f"test.{number}",
+            id=RowId(f"test.{number}"),
             level=level,
             title="[rank0] is [red]odd[/red]",
             where=Where(ranks=(0,)),

@@ -9,6 +9,7 @@ from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace import ranks
 from distdiag.diagnosis.process_index import ProcessIndex
+from distdiag.ids import Id
 from distdiag.jobs.collect import Ask, Processes
 from distdiag.jobs.types import NodeStacks
 from distdiag.report import Finding, Level, Where
@@ -71,7 +72,7 @@ def incomplete(answers: Answers[Any]) -> list[Finding]:
     """Report hosts with incomplete replies."""
     return [
         Finding(
-            id="trace.incomplete",
+            id=Id.TRACE_INCOMPLETE,
             level=Level.UNKNOWN,
             title=f"incomplete facts from {host}: {why}",
             where=Where(hosts=(host,)),

@@ -11,6 +11,7 @@ from distdiag.commands.trace.show.classify import COMM, Outcome, are_young, by_p
 from distdiag.commands.trace.show.types import COMMAND, Group, Ring, TraceShow
 from distdiag.commands.trace.show.wording import briefly, does, end_of, spot, waits, who
 from distdiag.diagnosis import remedies
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceSho
     findings += [*_unread(nodes), *_of_other_users(request, nodes)]
     findings += host_findings(gathered.refusals, gathered.rows)
     findings += [
-        Finding(id="trace.no-answer", level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
+        Finding(id=Id.TRACE_NO_ANSWER, level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
         for host, why in gathered.missing.items()
     ]
     data = TraceShow(
@@ -76,7 +77,7 @@ def _outside(request: Request, verdict: RunVerdict) -> Finding:
         parts.append(f"{sum(map(len, groups[3:]))} more are elsewhere")
     is_slow = verdict.outcome is Outcome.STRAGGLER
     return Finding(
-        id=f"trace.{verdict.outcome}",
+        id=Id.TRACE_STRAGGLER if is_slow else Id.TRACE_STUCK_RANK,
         level=Level.WARN if is_slow else Level.FAIL,
         title="; ".join([*parts, _wait(verdict.others)]),
         detail="It may only be slower than the others: run this again in a minute." if is_slow else "",
@@ -89,7 +90,7 @@ def _gone(request: Request, verdict: RunVerdict) -> Finding:
     first = verdict.outliers[0]
     what = "have exited" if len(verdict.outliers) > 1 else _ended(first)
     return Finding(
-        id="trace.exited",
+        id=Id.TRACE_EXITED,
         level=Level.FAIL,
         title=f"{who(verdict.outliers)} {what}, last {does(first)}; {_wait(verdict.others)}",
         where=_where(verdict.outliers),
@@ -104,7 +105,7 @@ def _left_first(request: Request, verdict: RunVerdict) -> Finding:
     largest = by_place(verdict.others)[-1:]
     parts += [f"then {who(group)} {_ended(group[0])}" for group in largest]
     return Finding(
-        id="trace.exited-first",
+        id=Id.TRACE_EXITED_FIRST,
         level=Level.FAIL,
         title="; ".join(parts),
         where=_where(verdict.outliers),
@@ -141,7 +142,7 @@ def _elsewhere(request: Request, verdict: RunVerdict) -> Finding:
     may_be_fine = outliers[0].kind == others[0].kind == "" or are_young(outliers)
     place = f"{who(outliers)} {_are(outliers)} at a different line than the others"
     return Finding(
-        id="trace.elsewhere",
+        id=Id.TRACE_ELSEWHERE,
         level=Level.WARN if may_be_fine else Level.FAIL,
         title=f"{place}: {does(outliers[0])}; {_wait(others)}",
         where=_where(outliers),
@@ -166,7 +167,7 @@ def _same_place(request: Request, verdict: RunVerdict) -> Finding:
         detail = "" if first.state == "died" else "It may just be a slow line: run this again in a minute."
         fix = _stacks(request, verdict.others)
     where = _where(verdict.others)
-    return Finding(id="trace.same-place", level=Level.UNKNOWN, title=title, detail=detail, where=where, fix=fix)
+    return Finding(id=Id.TRACE_SAME_PLACE, level=Level.UNKNOWN, title=title, detail=detail, where=where, fix=fix)
 
 
 def _undecided(request: Request, verdict: RunVerdict) -> Finding:
@@ -174,7 +175,7 @@ def _undecided(request: Request, verdict: RunVerdict) -> Finding:
     parts = [f"{briefly(group)} {does(group[0])}" for group in groups[:4]]
     more = f"; {len(groups) - 4} more places" if len(groups) > 4 else ""
     return Finding(
-        id="trace.undecided",
+        id=Id.TRACE_UNDECIDED,
         level=Level.UNKNOWN,
         title="the last lines cannot decide which rank is stuck: " + "; ".join(parts) + more,
         where=_where(verdict.others),
@@ -186,7 +187,7 @@ def _last_line(request: Request, verdict: RunVerdict) -> Finding:
     (position,) = verdict.others
     is_gone = position.state != "running"
     return Finding(
-        id="trace.last-line",
+        id=Id.TRACE_LAST_LINE,
         level=Level.FAIL if is_gone else Level.UNKNOWN,
         title=f"{who([position])} {f'{_ended(position)}, last' if is_gone else 'is'} {does(position)}",
         detail="" if is_gone else "It is the only process: no other to compare it with.",
@@ -197,7 +198,7 @@ def _last_line(request: Request, verdict: RunVerdict) -> Finding:
 
 def _no_lines(request: Request, verdict: RunVerdict) -> Finding:
     return Finding(
-        id="trace.no-lines",
+        id=Id.TRACE_NO_LINES,
         level=Level.UNKNOWN,
         title=f"no line of {verdict.run.name} was recorded: it did not reach traced code",
         detail="By default, only your own code is traced, not packages.",
@@ -241,7 +242,7 @@ def _not_traced(run: Run) -> Iterator[Finding]:
     absent = sorted(set(range(min(run.world_size or 0, _MOST_RANKS))) - {rank for rank in ranks if rank is not None})
     if absent and None not in ranks:
         yield Finding(
-            id="trace.unseen",
+            id=Id.TRACE_UNSEEN,
             level=Level.WARN,
             title=f"no recorded lines of {name_ranks(absent)}: on other nodes (--hosts), or not traced",
             where=Where(ranks=tuple(absent)),
@@ -249,7 +250,7 @@ def _not_traced(run: Run) -> Iterator[Finding]:
     threads = sum(member.process.untold for member in run.members)
     if threads:
         yield Finding(
-            id="trace.threads-not-recorded",
+            id=Id.TRACE_THREADS_NOT_RECORDED,
             level=Level.INFO,
             title=f"{threads} thread{'s were' if threads > 1 else ' was'} not recorded (limit: trace py --max-threads)",
             fix=Fix(text="raise the limit in the next run: trace py --max-threads 256"),
@@ -259,7 +260,7 @@ def _not_traced(run: Run) -> Iterator[Finding]:
 def _nothing_recorded(request: Request, nodes: Sequence[NodeLines]) -> Finding:
     searched = tuple(dict.fromkeys(path for node in nodes for path in node.searched)) or request.paths
     return Finding(
-        id="trace.no-recording",
+        id=Id.TRACE_NO_RECORDING,
         level=Level.UNKNOWN,
         title=f"no recorded lines in {', '.join(searched[:_PATHS])}",
         where=Where(hosts=tuple(node.host for node in nodes)),
@@ -278,7 +279,7 @@ def _unread(nodes: Sequence[NodeLines]) -> Iterator[Finding]:
     if files:
         _, path, why = files[0]
         yield Finding(
-            id="trace.unread",
+            id=Id.TRACE_UNREAD,
             level=Level.UNKNOWN,
             title=f"{len(files)} file{'s' if len(files) > 1 else ''} could not be read: {path}: {why}",
             where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files))),
@@ -286,7 +287,7 @@ def _unread(nodes: Sequence[NodeLines]) -> Iterator[Finding]:
         )
     left_out = sum(node.left_out for node in nodes)
     if left_out:
-        yield Finding(id="trace.too-many", level=Level.INFO, title=f"{left_out} older files were not read")
+        yield Finding(id=Id.TRACE_TOO_MANY, level=Level.INFO, title=f"{left_out} older files were not read")
 
 
 def _of_other_users(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
@@ -296,7 +297,7 @@ def _of_other_users(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Fi
         _, path, why = files[0]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         yield Finding(
-            id="trace.other-user",
+            id=Id.TRACE_OTHER_USER,
             level=Level.WARN,
             title=f"{path}{more} not read: {why}",
             detail="Only files of the user who runs the job are read.",
