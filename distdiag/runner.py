@@ -28,7 +28,7 @@ from distdiag.facts.text import printable
 from distdiag.files import make_folder
 from distdiag.gathered import Foreign, Gathered, read, save
 from distdiag.ids import Id
-from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, pod_table
+from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, of_interest, pod_table
 from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def run(
             made = subcommand.diagnose(request, gathered)
             if gathered.pods or gathered.pods_error:
                 made = with_pods(made, gathered.pods, gathered.pods_error)
-        made = finish(made)
+        made = of_interest(finish(made))
         if options.html:
             pages.write_page(made, options.html, subcommand.page, strict=options.strict)
         return not_saved(made, unsaved[0]) if unsaved else made
