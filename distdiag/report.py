@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from distdiag.ids import FindingId
+else:
+    FindingId = str  # as which msgspec decodes the findings in saved runs
 
 Data = TypeVar("Data")
 INTERRUPTED = 130

@@ -231,9 +231,9 @@ def call(function: Callable[..., Any], ask: Any, *more: object) -> Any:  # noqa:
 
 
 def _as_type(name: str, value: Any, module: str) -> Any:  # noqa: ANN401 - of any type
-    """Return JSON as the class that a module knows by this name, its fields likewise; else unchanged."""
+    """Return a JSON object as the class that a module knows by this name, its fields likewise; else the value."""
     kind = getattr(sys.modules[module], name, None)
-    if not isinstance(kind, type):
+    if not (isinstance(kind, type) and isinstance(value, dict)):
         return value
     notes = kind.__annotations__
     return kind(**{field: _as_type(notes[field], own, kind.__module__) for field, own in value.items()})

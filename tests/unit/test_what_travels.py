@@ -66,6 +66,7 @@ def test_a_request_arrives_as_the_type_that_the_collect_module_declares() -> Non
     assert [type(part) for part in (arrived, arrived.sampling, arrived.sampled)] == [Ask, Sampling, Sampled]
     assert protocol.Collect(ask=arrived).to_json() == sent.to_json()
     assert other == "tell"
+    assert call(more, sent.ask) == (sent.ask,), "rank 0 of a launcher has its agent in its own process"
     assert call(lambda *others: others, None, "tell") == ("tell",)
 
 
