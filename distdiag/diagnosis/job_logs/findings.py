@@ -17,9 +17,8 @@ from distdiag.report import Finding, Fix, Level, Where, Witnesses
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.diagnosis.job_logs.book import Book, Exit
+    from distdiag.diagnosis.job_logs.book import Book, Exit, Round
     from distdiag.diagnosis.job_logs.desync import Desync
-    from distdiag.diagnosis.job_logs.diagnose import Round
     from distdiag.facts.job_logs.collect import LogFile
 
 _NAMED = 6
