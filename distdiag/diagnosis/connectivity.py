@@ -135,7 +135,7 @@ def _closed(case: Case) -> list[Finding]:
     edges = {_edge(path) for path in paths}
     if len(edges) > 2 and len(paths) > _FEW_PATHS and not any(p.is_open or _verdict(p) == "busy" for p in paths):
         culprits = fewest_culprits(edges, edges)
-        if culprits[0].kind == "all":
+        if culprits[0].kind == "all" and any(_verdict(path) not in _JUDGED_ELSEWHERE for path in paths):
             return [_nothing_works(case, culprits[0], paths)]
     verdicts = dict.fromkeys(_verdict(path) for path in paths if not path.is_open)
     return [
@@ -163,7 +163,8 @@ def _verdict(path: NetworkPath) -> str:
 
 def _nothing_works(case: Case, everybody: Culprit, paths: Sequence[NetworkPath]) -> Finding:
     """Report that all paths are closed, for whatever mix of reasons."""
-    verdict = Counter(_verdict(path) for path in paths).most_common(1)[0][0]
+    verdicts = Counter(_verdict(path) for path in paths)
+    verdict = next(verdict for verdict, _ in verdicts.most_common() if verdict not in _JUDGED_ELSEWHERE)
     purposes = tuple(purpose for purpose in (PORT, RANKS) if any(path.purpose == purpose for path in paths))
     return _closed_finding(case, verdict, everybody, purposes)
 
