@@ -24,7 +24,7 @@ _RANKS = ("gpu-test", "allreduce-bench")
 
 @dataclass(frozen=True)
 class Declared:
-    """The declaration of an id. `means`: with {names} of what is filled in."""
+    """The declaration of an id. `means`: with {placeholders}."""
 
     id: FindingId
     levels: tuple[str, ...]
@@ -35,7 +35,7 @@ class Declared:
 def declared() -> dict[str, Declared]:
     """Return the declarations of all ids, sorted."""
     found: dict[str, Declared] = {}
-    for id_, levels, means in (*_of_rows(), *_of_code()):  # code has the last word on the meaning of a shared id
+    for id_, levels, means in (*_of_rows(), *_of_code()):  # of a shared id, the meaning in ids.py counts
         before = found[id_].levels if id_ in found else ()
         found[id_] = Declared(id_, tuple(sorted({*before, *levels})), means)
     return dict(sorted(found.items()))
@@ -72,12 +72,12 @@ def _of_rows() -> Iterator[tuple[FindingId, Iterable[str], str]]:
 
 
 def _levels(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the level of a row, and those that callers choose instead."""
+    """Return the default level of a row and its alternatives."""
     return (str(row.get("level", "fail")), *row.get("levels", ()))
 
 
 def _levels_of(line: KnownLine) -> tuple[str, ...]:
-    """Return the levels of a job's line under its own id; () for a line that is evidence of another finding."""
+    """Return the levels of a job's line under its own id; () for mere evidence of another finding."""
     if line.role in _OF_ROLE:
         return (_OF_ROLE[line.role],)
     return ("fail", "info") if line.id == "xid" else ("fail",) if line.accuses == "none" else ()

@@ -46,7 +46,7 @@ class Sampling:
     """How stacks are sampled. `sample_s`: time limit of one sample of one process.
 
     Sampling of an unmoved process continues until it counts as stuck, for at most `longest_s`; the kernel's age of a
-    sleep is no substitute, as tracers reset it. With `native` only the last sample has C frames, for which the process
+    sleep is no substitute, as tracers reset it. With `native` another sample has C frames, for which the process
     is paused. `helpers`: also of the ranks' helper processes.
     """
 
@@ -87,7 +87,7 @@ def sample(chosen: Sampled, how: Sampling, left_s: float, tell: Callable[[Watche
     """
     options = SampleOptions(timeout_s=how.sample_s, all_threads=how.all_threads)
     look = _Look(chosen, options)
-    for number in range(how.samples - how.native):
+    for number in range(how.samples if how.samples > 1 else 1 - how.native):
         if number:
             time.sleep(max(0.0, look.began_s + number * how.interval_s - time.monotonic()))
         look.sample(every=number == 0)
