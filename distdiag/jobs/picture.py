@@ -212,6 +212,7 @@ class _Run:
     def log(self) -> None:
         """Read the ends of the job's output files and of the requested files."""
         files, elsewhere = job_output.find(self._ranks, self._ask.launchers)
+        files += job_output.of_ended(files, self._ended_ranks(), time.time() - self._age_s())
         if not files and not self._ask.logs:
             to = f"its output goes to {', '.join(elsewhere[:3])}" if elsewhere else "no output file was found"
             raise Unavailable(to, "keep the output in files: torchrun --log-dir logs --redirects 3 --tee 3; or --logs")
@@ -227,6 +228,16 @@ class _Run:
             reader.read(path)
         for part in reader.found().parts():
             self._send("log", Part(logs=(part,)))
+
+    def _ended_ranks(self) -> set[int]:
+        """Return the ranks of the job that started on this node and have no process any more."""
+        here: set[int] = set()
+        for pid, rank in self._ranks.items():
+            own = procs.variables_named(pid, (b"LOCAL_RANK=", b"LOCAL_WORLD_SIZE="))
+            local, size = own.get("LOCAL_RANK", ""), own.get("LOCAL_WORLD_SIZE", "")
+            if rank is not None and local.isdecimal() and size.isdecimal() and len(size) < 6:
+                here.update(range(rank - int(local), rank - int(local) + int(size)))
+        return {rank for rank in here if rank >= 0} - {rank for rank in self._ranks.values() if rank is not None}
 
     def kernel(self) -> None:
         """Read the kernel's log, OOM counters and unacknowledged data."""
