@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from distdiag import interrupts
 from distdiag.errors import Interrupted
-from distdiag.output import choose_markdown, say
+from distdiag.output import choose_findings, choose_markdown, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -98,7 +98,8 @@ def load(subcommand: Sub, words: Sequence[str], typed: Invocation) -> Any:  # no
     made = get_command(program)
     names = [each.name for each in made.params]
     if "as_json" in names and "strict" in names:  # it prints a report
-        made.params.insert(names.index("as_json") + 1, _markdown_option())
+        chosen = [] if {"only", "ignore"} & {*names} else [_choice("only"), _choice("ignore")]
+        made.params[names.index("as_json") + 1 : names.index("as_json") + 1] = [_markdown_option(), *chosen]
     return made
 
 
@@ -116,6 +117,37 @@ def _markdown_option() -> TyperOption:
         expose_value=False,
         callback=choose,
         help="Print the report as Markdown, for a ticket.",
+        rich_help_panel="Output",
+    )
+
+
+_CHOICES = {
+    "only": ("ID", "Show only these findings: an id or its prefix. Repeatable."),
+    "ignore": ("ID[=REASON]", "Ignore a finding, with an optional reason. Repeatable."),
+}
+
+
+def _choice(name: str) -> TyperOption:
+    def choose(ctx: Any, parameter: Any, value: Sequence[str] | None) -> None:  # noqa: ANN401
+        if not value or ctx.resilient_parsing:
+            return
+        from distdiag.diagnosis.finding_ids import declared
+
+        for id_ in (each.partition("=")[0].strip() for each in value):
+            names = (known for each in declared() for known in (each, each.partition(".")[2]))
+            if not any(f"{known}.".startswith(f"{id_}.") for known in names):
+                raise typer.BadParameter(f"{id_!r} is not a finding id; see docs/reference/finding-ids.md")
+        choose_findings(**{name: value})
+
+    metavar, about = _CHOICES[name]
+    return TyperOption(
+        param_decls=[f"--{name}"],
+        type=str,
+        multiple=True,
+        expose_value=False,
+        callback=choose,
+        metavar=metavar,
+        help=about,
         rich_help_panel="Output",
     )
 

@@ -39,6 +39,9 @@ SCHEMA = "distdiag/1"
 _AGENTS = ("AI_AGENT", "CLAUDECODE", "CURSOR_AGENT", "GEMINI_CLI", "CODEX_SANDBOX", "CODEX_THREAD_ID")
 """Variables set by coding agents in their shells."""
 _is_markdown = False
+_only: tuple[str, ...] = ()
+_ignored: dict[str, str] = {}
+"""Findings to leave out, with reasons."""
 _WIDEST = 100
 _LONGEST = 5000
 _ROOM = 160
@@ -72,7 +75,7 @@ def deliver(
 ) -> NoReturn:
     """Run a diagnosis, print its report or error, and exit with its status."""
     try:
-        report = diagnose()
+        report = of_interest(diagnose())
     except DistdiagError as error:
         fail(command, error, as_json=output.json)
     except KeyboardInterrupt:
@@ -103,6 +106,39 @@ def choose_markdown() -> None:
     """Print every report as Markdown from now on."""
     global _is_markdown
     _is_markdown = True
+
+
+def choose_findings(*, only: Sequence[str] = (), ignore: Sequence[str] = ()) -> None:
+    """Leave findings out of every report from now on: all but `only`, and `ignore`; ids or prefixes, ID[=REASON]."""
+    global _only
+    _only = (*_only, *only)
+    _ignored.update({id_.strip(): reason.strip() for id_, _, reason in (each.partition("=") for each in ignore)})
+
+
+def of_interest(report: Report[Data]) -> Report[Data]:
+    """Leave out the findings that are not wanted; the verdict is that of the others, and the summary names them."""
+    prefix = f"{report.command}."
+    left: dict[str, str] = {}
+    for finding in report.findings:
+        names = (str(finding.id), finding.id.removeprefix(prefix))
+        ignored = next((each for each in _ignored if any(_is_below(name, each) for name in names)), None)
+        wanted = (
+            not _only or finding.id.startswith("hosts.") or any(_is_below(n, each) for n in names for each in _only)
+        )
+        if ignored is not None or not wanted:
+            left[finding.id] = _ignored.get(ignored or "", "")
+    if not left:
+        return report
+    kept = replace(report, findings=tuple(finding for finding in report.findings if finding.id not in left))
+    worst = next(
+        (finding.title for finding in kept.findings if str(finding.level) == str(kept.verdict)), "no other finding"
+    )
+    shown = ", ".join(f"{each} ({reason})" if reason else each for each, reason in left.items())
+    return replace(kept, summary=f"{report.summary if kept.verdict == report.verdict else worst}; left out: {shown}")
+
+
+def _is_below(id_: str, prefix: str) -> bool:
+    return id_ == prefix or id_.startswith(f"{prefix}.")
 
 
 def _in_shell_of_agent() -> bool:
@@ -156,9 +192,10 @@ def _leave_with(text: str, exit_code: int) -> NoReturn:
 
 def error_document(command: str, exit_code: int, id_: str, message: str, hint: str) -> str:
     """Make the JSON document of a diagnosis that failed: it has a verdict and findings as every other has."""
+    from distdiag.ids import Id
     from distdiag.report import Finding, Fix, Level, Report
 
-    finding = Finding(id=id_, level=Level.UNKNOWN, title=message, fix=Fix(text=hint) if hint else None)
+    finding = Finding(id=Id(id_), level=Level.UNKNOWN, title=message, fix=Fix(text=hint) if hint else None)
     whole = _envelope(Report(command=command, data=None, findings=(finding,), summary=message), exit_code)
     whole.pop("data")
     return _as_json({**whole, "error": {"id": id_, "message": message, "hint": hint}})

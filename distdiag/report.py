@@ -5,7 +5,12 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from distdiag.ids import FindingId
+else:
+    FindingId = str  # as which msgspec decodes the findings in saved runs
 
 Data = TypeVar("Data")
 INTERRUPTED = 130
@@ -63,7 +68,7 @@ def quoted(word: str) -> str:
 class Finding:
     """One problem or remark. The meaning of an id never changes."""
 
-    id: str
+    id: FindingId
     level: Level
     title: str
     detail: str = ""

@@ -27,7 +27,8 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.text import printable
 from distdiag.files import make_folder
 from distdiag.gathered import Foreign, Gathered, read, save
-from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, pod_table
+from distdiag.ids import Id
+from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, of_interest, pod_table
 from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def run(
             made = subcommand.diagnose(request, gathered)
             if gathered.pods or gathered.pods_error:
                 made = with_pods(made, gathered.pods, gathered.pods_error)
-        made = finish(made)
+        made = of_interest(finish(made))
         if options.html:
             pages.write_page(made, options.html, subcommand.page, strict=options.strict)
         return not_saved(made, unsaved[0]) if unsaved else made
@@ -159,7 +160,7 @@ def _of_files(options: Options) -> Iterator[None]:
 def not_saved(report: Report[Data], error: DistdiagError) -> Report[Data]:
     """Add a file that could not be written to the report as a finding, so that the diagnosis is not lost."""
     fix = Fix(text=error.hint) if error.hint else None
-    failed = Finding(id=f"{report.command}.not-saved", level=Level.UNKNOWN, title=str(error), fix=fix)
+    failed = Finding(id=Id.DISTDIAG_NOT_SAVED, level=Level.UNKNOWN, title=str(error), fix=fix)
     return replace(report, findings=(*report.findings, failed), summary=f"{report.summary}; {error}")
 
 
@@ -242,9 +243,9 @@ def _default(request: Any, name: str) -> object:  # noqa: ANN401 - a dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """Requests by host, and one time limit for all."""
+    """Requests by host, each of the type that the collect module's `more` declares, and one time limit for all."""
 
-    by_host: Mapping[str, Mapping[str, Any]]
+    by_host: Mapping[str, object]
     timeout_s: float
     doing: str = ""
     """Progress line, overriding that of the question."""

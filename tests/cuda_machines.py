@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.targets import Cluster
-from distdiag.commands.cuda_env.collect import CudaFacts, look
+from distdiag.commands.cuda_env.collect import Ask, CudaFacts, look
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.types import Goal, Request
 from distdiag.gathered import Gathered
@@ -273,8 +273,7 @@ class Machine:
             monkeypatch.setenv(name, value)
         python = self.folder / "venv/bin/python"
         self.python()
-        ask: dict[str, Any] = {"goal": goal, "python": str(python), "timeout_s": timeout_s, "root": str(self.root)}
-        return look(ask)
+        return look(Ask(goal, timeout_s, str(python), root=str(self.root)))
 
     def report(
         self,

@@ -1,6 +1,6 @@
 """Generates the pages of docs/ that follow from the code: `python tests/make_docs.py FOLDER`; `make generated` runs it.
 
-symptoms.md from knowledge/*.toml, reference/finding-ids.md from the calls that make findings, reference/cli.md from the
+symptoms.md from knowledge/*.toml, reference/finding-ids.md from the declarations of ids, reference/cli.md from the
 options, reference/json-data.md and reference/distdiag-1.schema.json from the classes of the reports. `make check`
 compares them with what is there.
 """
@@ -13,15 +13,14 @@ import json
 import re
 import sys
 import tomllib
-from collections import defaultdict
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
 from distdiag.knowledge.known_lines import JOBS
 
@@ -156,11 +155,6 @@ def _plain(text: str) -> str:
     return re.sub(r"\{\w+\}", "…", text).rstrip(".")
 
 
-def _named(text: str) -> str:
-    """Return a meaning with the names of what is filled in from a line."""
-    return re.sub(r"\[([^][]*\{\w+\}[^][]*)\]", r"\1", text).rstrip(".")
-
-
 def pasted_lines(pattern: str) -> list[str]:
     """Return the lines that a pattern finds, as text: each alternative at its top, what varies as `…`."""
     lines = [re.sub(r"…(?:\s*…)+", "…", _literal(part)).strip() for part in _alternatives(pattern)]
@@ -217,510 +211,25 @@ def _has_only_text(inside: Any) -> bool:  # noqa: ANN401
 # --- finding ids ---
 
 
-@dataclass
-class Entry:
-    """What is known of one finding id."""
-
-    levels: set[str] = field(default_factory=set)
-    sentences: list[str] = field(default_factory=list)
-
-
-Bindings = dict[tuple[int, str], tuple[Path, ast.expr, list[ast.FunctionDef]]]
-"""What a call gives to parameters: by the function and the parameter's name."""
-
-
-def _parameters(function: ast.FunctionDef) -> list[str]:
-    return [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
-
-
-def _argument(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
-    """Return what a call gives to a parameter; its default if it gives nothing."""
-    names = _parameters(function)
-    at = names.index(name) - (names[0] in ("self", "cls"))
-    value = next((word.value for word in call.keywords if word.arg == name), None)
-    if value is None and at < len(call.args) and not any(isinstance(each, ast.Starred) for each in call.args):
-        value = call.args[at]
-    return value
-
-
-class Code:
-    """The package's syntax trees, and what the calls in them give to parameters."""
-
-    def __init__(self, package: Path) -> None:
-        self.trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
-        self.keywords: dict[str, list[tuple[Path, ast.expr, list[ast.FunctionDef]]]] = defaultdict(list)
-        self.homes: dict[str, set[Path]] = defaultdict(set)
-        self.assignments: dict[tuple[int, str], list[ast.expr]] = {}
-        self.walked: dict[int, list[ast.AST]] = {}
-        self.known_fields: dict[tuple[Path, str], set[str]] = {}
-        self.calls: dict[str, list[tuple[Path, ast.Call, list[ast.FunctionDef]]]] = defaultdict(list)
-        self.bindings: Bindings = {}
-        for path, tree in self.trees.items():
-            self._walk(path, tree, [])
-
-    def _walk(self, path: Path, node: ast.AST, inside: list[ast.FunctionDef]) -> None:
-        if isinstance(node, ast.FunctionDef):
-            inside = [*inside, node]
-            self.homes[node.name].add(path)
-        if isinstance(node, ast.Call):
-            name = str(getattr(node.func, "id", None) or getattr(node.func, "attr", ""))
-            self.calls[name].append((path, node, inside))
-            for word in node.keywords:
-                if word.arg and isinstance(word.value, ast.Constant | ast.IfExp | ast.Name):
-                    self.keywords[word.arg].append((path, word.value, inside))
-        for child in ast.iter_child_nodes(node):
-            self._walk(path, child, inside)
-
-    def strings(self, path: Path, node: ast.expr | None, inside: list[ast.FunctionDef], depth: int = 0) -> set[str]:
-        """List what an expression may be; `…` where that is not in the code."""
-        if depth > 6 or node is None:
-            return {"…"}
-        match node:
-            case ast.Constant(value=str(value)):
-                return {value}
-            case ast.IfExp():
-                return self.strings(path, node.body, inside, depth) | self.strings(path, node.orelse, inside, depth)
-            case ast.JoinedStr(values=values):
-                found = {""}
-                for part in values:
-                    more = self.strings(path, part, inside, depth)
-                    found = {left + right for left in found for right in more}
-                return found
-            case ast.FormattedValue(value=value):
-                return self.strings(path, value, inside, depth)
-            case ast.Subscript(value=ast.Name(id=name)) if tables := self._tables(path, name):
-                return set().union(*(self.strings(path, value, [], depth + 1) for value in tables))
-            case ast.Attribute():
-                return self._attribute(path, node, depth)
-            case ast.Name(id=name):
-                return self._name(path, name, inside, depth)
-        return {"…"}
-
-    def _attribute(self, path: Path, node: ast.Attribute, depth: int) -> set[str]:
-        if isinstance(node.value, ast.Name) and node.value.id == "Level":
-            return {node.attr.lower()}
-        if node.attr == "command":
-            return {"gpu-test", "allreduce-bench"} if "commands" not in path.parts else self._commands(path)
-        return self._fields(path, node.attr, depth)
-
-    def _tables(self, path: Path, name: str) -> list[ast.expr]:
-        """List the values of a module's literal dict of this name."""
-        return [
-            value
-            for table in self._assigned(self.trees[path], name)
-            if isinstance(table, ast.Dict)
-            for value in table.values
-        ]
-
-    def callers(
-        self, path: Path, nodes: Sequence[ast.expr], inside: list[ast.FunctionDef], depth: int = 0
-    ) -> Iterator[Bindings]:
-        """Yield, for each call that leads to expressions with parameters, what it gives to these parameters."""
-        function = inside[-1] if inside else None
-        wanted = {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
-        names = [each for each in _parameters(function) if each in wanted] if function is not None else []
-        if function is None or not names or depth > 2:
-            yield {}
-            return
-        found = False
-        for other, call, around in self.calls[function.name]:
-            if (function.name.startswith("_") and other != path) or not self._may_mean(path, function.name, other):
-                continue
-            given = {name: value for name in names if (value := _argument(function, call, name)) is not None}
-            if given:
-                found = True
-                bound: Bindings = {(id(function), name): (other, value, around) for name, value in given.items()}
-                for outer in self.callers(other, list(given.values()), around, depth + 1):
-                    yield {**outer, **bound}
-        if not found:
-            yield {}
-
-    def texts(self, path: Path, node: ast.expr | None, inside: list[ast.FunctionDef], depth: int = 0) -> Iterator[str]:
-        """Yield what a title may be, with the names of what is filled in: "rank {rank} is late"."""
-        if node is None or depth > 5:
-            return
-        if isinstance(node, ast.Constant | ast.JoinedStr):
-            yield _template(node)
-        elif isinstance(node, ast.IfExp):
-            yield from self.texts(path, node.body, inside, depth + 1)
-            yield from self.texts(path, node.orelse, inside, depth + 1)
-        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            for value in self._tables(path, node.value.id):
-                yield from self.texts(path, value, inside, depth + 1)
-        elif isinstance(node, ast.Name):
-            for function in reversed(inside):
-                if (id(function), node.id) in self.bindings:
-                    yield from self.texts(*self.bindings[id(function), node.id], depth + 1)
-                    return
-                for value in self._assigned(function, node.id):
-                    yield from self.texts(path, value, inside, depth + 1)
-
-    def _commands(self, path: Path) -> set[str]:
-        folder = path.relative_to(PACKAGE).parts[1] if PACKAGE in path.parents else path.stem
-        return {folder.removesuffix(".py").removeprefix("job_").replace("_", "-")}
-
-    def _name(self, path: Path, name: str, inside: list[ast.FunctionDef], depth: int) -> set[str]:
-        if name == "COMMAND":
-            constants = [each for each in self._assigned(self.trees[path], name) if isinstance(each, ast.Constant)]
-            return {str(each.value) for each in constants} or self._commands(path)
-        for function in reversed(inside):
-            if (id(function), name) in self.bindings:
-                return self.strings(*self.bindings[id(function), name], depth + 1)
-            names = _parameters(function)
-            if name in names:
-                return self._given(path, function, names.index(name), name, depth)
-            if values := self._assigned(function, name):
-                return set().union(*(self.strings(path, value, inside, depth + 1) for value in values))
-        values = self._assigned(self.trees[path], name)
-        return set().union(*(self.strings(path, value, [], depth + 1) for value in values)) if values else {"…"}
-
-    def _given(self, path: Path, function: ast.FunctionDef, at: int, name: str, depth: int) -> set[str]:
-        """List what calls of a function give to a parameter; only calls that can mean this function."""
-        first = function.args.args[0].arg if function.args.args else ""
-        at -= first in ("self", "cls")
-        found: set[str] = set()
-        private = function.name.startswith("_")
-        for other, call, inside in self.calls[function.name]:
-            if (private and other != path) or not self._may_mean(path, function.name, other):
-                continue
-            value = next((word.value for word in call.keywords if word.arg == name), None)
-            if value is None and at < len(call.args):
-                value = call.args[at]
-            if value is not None:
-                found |= self.strings(other, value, inside, depth + 1)
-        return found or {"…"}
-
-    def _may_mean(self, home: Path, name: str, caller: Path) -> bool:
-        """Return whether a call of this name can be of the function in `home`."""
-        same = _top(home) == _top(caller)
-        return same or (len(self.homes[name]) == 1 and "commands" not in home.parts)
-
-    def _fields(self, path: Path, attr: str, depth: int) -> set[str]:
-        """List what calls in the same folder give to a field of this name."""
-        if (path.parent, attr) in self.known_fields:
-            return self.known_fields[path.parent, attr]
-        found: set[str] = set()
-        self.known_fields[path.parent, attr] = {"…"}  # for what refers to itself
-        for other, value, inside in self.keywords[attr]:
-            if other.parent == path.parent or path.parent in other.parents:
-                found |= self.strings(other, value, inside, depth + 3)
-        self.known_fields[path.parent, attr] = {each for each in found if re.fullmatch(r"[a-z][a-z0-9.-]*", each)} or {
-            "…"
-        }
-        return self.known_fields[path.parent, attr]
-
-    def _assigned(self, node: ast.AST, name: str) -> list[ast.expr]:
-        """List what is assigned to a name, also as one of several, and by a loop over a literal."""
-        found = self.assignments.setdefault((id(node), name), [])
-        if found:
-            return found
-        if id(node) not in self.walked:
-            kinds = (ast.Assign, ast.AnnAssign, ast.For, ast.comprehension, ast.NamedExpr)
-            self.walked[id(node)] = [child for child in ast.walk(node) if isinstance(child, kinds)]
-        for child in self.walked[id(node)]:
-            if isinstance(child, ast.Assign):
-                for target in child.targets:
-                    found += self._parts(target, child.value, name)
-            elif isinstance(child, ast.AnnAssign) and child.value is not None:
-                found += self._parts(child.target, child.value, name)
-            elif isinstance(child, ast.For | ast.comprehension) and isinstance(child.iter, ast.Tuple | ast.List):
-                for each in child.iter.elts:
-                    found += self._parts(child.target, each, name)
-            elif isinstance(child, ast.NamedExpr):
-                found += self._parts(child.target, child.value, name)
-        return found
-
-    def _parts(self, target: ast.expr, value: ast.expr, name: str) -> list[ast.expr]:
-        if isinstance(target, ast.Name):
-            return [value] if target.id == name else []
-        if isinstance(target, ast.Tuple):
-            branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-            for branch in branches:
-                if isinstance(branch, ast.Tuple) and len(branch.elts) == len(target.elts):
-                    pairs = zip(target.elts, branch.elts, strict=True)
-                    return [found for part, each in pairs for found in self._parts(part, each, name)]
-        return []
-
-
-def _top(path: Path) -> str:
-    """Return the command's folder of a file, or the folder of what commands share."""
-    parts = path.relative_to(PACKAGE).parts
-    return "/".join(parts[:2]) if parts[0] == "commands" or len(parts) > 2 else parts[0]
-
-
-# Made at run time, of parts: what these report is written here, and which ids there are in the tests of the commands.
-_BUILT = {
-    "allreduce-bench.link-lossy": "a link loses packets",
-    "allreduce-bench.link-slow": "a link is slower than the others",
-    "allreduce-bench.not-saved": "the facts could not be saved",
-    "allreduce-bench.rank-died": "a rank exited or was killed, and in which stage",
-    "core-bt.consequence": "a crash that follows from another rank's failure",
-    "core-bt.crash": "a crash: the signal, the thread, its frames and the reason",
-    "core-bt.no-answer": "a node did not answer in time",
-    "flight-recorder.all-ended": "all recorded collectives have ended",
-    "flight-recorder.code": "a dump contains code and was not read",
-    "flight-recorder.deadlock": "ranks wait for each other, over several groups",
-    "flight-recorder.device-stuck": "a device does not finish what its peers have finished",
-    "flight-recorder.dtype-mismatch": "ranks call a collective with different dtypes",
-    "flight-recorder.late-rank": "ranks arrive late",
-    "flight-recorder.missing": "a dump was not found",
-    "flight-recorder.missing-dump": "dumps of some ranks are missing",
-    "flight-recorder.never-called": "a rank never called the collective in which the others wait",
-    "flight-recorder.no-counterpart": "a send or recv without its counterpart",
-    "flight-recorder.no-dump": "a rank left no dump",
-    "flight-recorder.only-some-called": "only some ranks called a collective",
-    "flight-recorder.op-mismatch": "ranks call different operations",
-    "flight-recorder.order-inversion": "ranks call two groups in a different order",
-    "flight-recorder.size-mismatch": "ranks call a collective with different sizes",
-    "flight-recorder.truncated": "a dump is truncated",
-    "flight-recorder.unreadable": "a dump cannot be read",
-    "gpu-test.bad-link": "--isolate: a link between two ranks or nodes is slow or broken",
-    "gpu-test.bad-node": "--isolate: a node is slow or broken",
-    "gpu-test.bad-rank": "--isolate: a rank, with its GPU, is slow or broken",
-    "gpu-test.link-lossy": "a link loses packets",
-    "gpu-test.link-slow": "a link is slower than the others",
-    "gpu-test.not-saved": "the facts could not be saved",
-    "gpu-test.rank-died": "a rank exited or was killed, and in which stage",
-    "gpu-test.several": "--isolate: several independent faults",
-    "gpu-test.split": "--isolate: groups of ranks that work inside and not across",
-    "gpu-test.undecidable": "--isolate: the pairs do not decide what is at fault",
-    "gpu-test.uniformly-slow": "--isolate: all pairs are slower than this hardware should be",
-    "logs.nccl-interface": "NCCL's network interface differs between hosts",
-    "logs.nccl-network": "NCCL's network differs between hosts",
-    "logs.nccl-transport": "NCCL's transport differs between hosts",
-    "floatcmp.op-coarse": "an error coarser than the rounding of the dtype",
-    "overflow.diverges": "where two runs first differ",
-    "overflow.incomplete": "frames are missing or truncated",
-    "overflow.near-limit": "numbers come close to the maximum of the dtype",
-    "overflow.no-frames": "no frames were found",
-    "overflow.not-compared": "runs that cannot be compared",
-    "overflow.nothing-watched": "no forward of a torch model was seen",
-    "overflow.warning": "a warning of the detector",
-    "ports.address-unresolved": "an address does not resolve",
-    "ports.denied": "this user may not test it",
-    "run.stalled": "no rank made progress while the job ran",
-    "sync-check.out-of-sync": "a value differs between ranks, or is missing on a rank",
-    "trace.blocked": "a rank is blocked, and on what",
-    "trace.elsewhere": "a rank waits for something outside of the job",
-    "trace.exited-first": "a rank exited before the others",
-    "trace.last-line": "the last line that a rank executed",
-    "trace.no-answer": "a node did not answer in time",
-    "trace.other-user": "a process of another user, whose state cannot be read",
-    "trace.straggler": "a rank works while the others wait",
-    "trace.stuck-rank": "a rank is outside of the collectives in which the others wait",
-}
-_STUCK = {
-    "not-in-collective": ("fail", "a rank is outside of the collective in which the others wait, and does not move"),
-    "rendezvous": ("fail", "ranks wait in init_process_group for different addresses or ports"),
-    "exited": ("fail", "a rank exited while the others wait for it"),
-    "stopped": ("fail", "a rank is stopped: by a signal, a debugger or a frozen cgroup"),
-    "different-collectives": ("fail, warn", "a rank waits in another collective than the others"),
-    "size-mismatch": ("fail", "ranks call a collective with different sizes or dtypes"),
-    "behind": ("fail, warn", "all ranks wait in one collective, and the loop counters of some are behind"),
-    "deadlock": ("fail", "ranks wait for each other"),
-    "device-stuck": ("fail", "a rank waits for a GPU or its driver, which does not answer"),
-    "network": ("fail", "the network loses data, or no rank is at fault"),
-    "storage": ("fail", "a rank waits for a file system that does not answer"),
-    "data-loading": ("fail", "a rank waits for its data"),
-    "compile": ("warn", "a rank compiles while the others wait"),
-    "busy-rank": ("warn", "a rank works outside of the collective while the others wait"),
-    "lock": ("fail", "a rank waits for a lock, or another process holds the lock that it waits for"),
-    "debugger": ("fail", "a rank is in a debugger"),
-    "elastic-restart": ("fail, unknown", "the ranks are started again, or again and again"),
-    "slow": ("warn", "a rank is outside of the collective, and the others have not waited for long"),
-    "outside-the-job": ("unknown", "all collectives have ended, and no rank moves"),
-    "process": ("unknown", "a process of no job, and what it waits for"),
-    "not-hung": ("info", "ranks made progress between the samples"),
-    "unknown": ("unknown", "the sources do not decide, or disagree; the fix names what would decide"),
-}
-"""The kinds of faults of hang, pyspy-all and `trace blocked`: their levels, and what they report."""
-_LEVELS = {"info", "warn", "fail", "unknown"}
-_MAKERS = {
-    "Finding": ("id", "level", "title"),
-}
-"""What becomes a finding, with its first fields in their order."""
-_TABLES = {"problem": ("cuda_problems", "cuda-env"), "symptom": ("doctor_symptoms", "doctor")}
-"""Functions that take their texts from a table: which, and whose findings they become."""
-_ID = re.compile(r"[a-z][a-z0-9-]*(?:\.[a-zA-Z0-9…-]+)+")
-
-
-def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
-    """Return every finding id that the code can make: by the calls of Finding, and of what becomes one."""
-    code = Code(package)
-    found = _made_by_calls(code)
-    _note_tables(found, code)
-    for name, state in _host_states():
-        found[f"hosts.{name}"].sentences.append(state)
-    for known in _job_rows():
-        found[f"logs.{known['id']}"].sentences.append(_named(known["means"]))
-    _note_verdicts(found)
-    for known in _toml("lines/builds.toml")["line"]:
-        found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))
-    from distdiag.commands.doctor.symptoms import checks
-    from distdiag.diagnosis.connectivity import PATH_IDS
-
-    for id_, words in PATH_IDS.items():
-        found[f"gpu-test.{id_}"].sentences.append(words)
-        found[f"ports.{id_}"].sentences.append(words)
-    for name, words in _BUILT.items():
-        found[name].sentences.append(words)
-    for name, (levels, words) in _STUCK.items():
-        found[f"hang.{name}"] = Entry({levels}, [words])
-    for id_, words in checks().items():
-        found[f"doctor.{id_}"].sentences.insert(0, words)
-    # Where the parts of an id are not in the call: these ids are in _BUILT.
-    found = defaultdict(Entry, {name: entry for name, entry in found.items() if not _is_open(name)})
-    for name, entry in found.items():
-        if name.startswith("cuda-env.log.") and not entry.sentences:
-            entry.sentences += found.get(name.replace(".log.", ".", 1), Entry()).sentences
-    return dict(sorted(found.items()))
-
-
-def _note_verdicts(found: dict[str, Entry]) -> None:
-    for row in _toml("verdicts.toml")["verdict"] + _toml("number_verdicts.toml")["verdict"]:
-        id_ = row.get("id", row["name"]).replace("{name}", "…")
-        id_ = id_ if "." in id_ else f"logs.{id_}"
-        for command in ("gpu-test", "allreduce-bench") if "{command}" in id_ else ("",):
-            entry = found[id_.replace("{command}", command)]
-            # Of several process groups only the first one is the verdict.
-            levels = (row.get("level", "fail"), *row.get("levels", ()))
-            entry.levels |= {*levels, *(["info"] if "{group}" in row["title"] else [])}
-            if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", row["title"])):
-                entry.sentences.append(_named(row["title"]).replace("[{s}]", ""))
-
-
-def _note_tables(found: dict[str, Entry], code: Code) -> None:
-    for maker, (table, command) in _TABLES.items():
-        chosen = _chosen_levels(code, maker)
-        for row in _toml(f"{table}.toml")[maker]:
-            entry = found[f"{command}.{row.get('id', row['name'])}"]
-            entry.levels |= chosen[row["name"]] or {row.get("level", "fail")}
-            entry.sentences.append(row["title"].translate({ord("["): "", ord("]"): ""}))
-
-
-def _chosen_levels(code: Code, maker: str) -> dict[str, set[str]]:
-    """Return the levels that checks choose themselves, by row."""
-    chosen: dict[str, set[str]] = defaultdict(set)
-    for path, call, inside in code.calls[maker]:
-        level = next((word.value for word in call.keywords if word.arg == "level"), None)
-        for name in code.strings(path, call.args[0], inside):
-            chosen[name] |= code.strings(path, level, inside) & _LEVELS or (
-                {"fail", "warn", "info"} if level else set()
-            )
-    return chosen
-
-
-def _is_open(name: str) -> bool:
-    plain = name.partition(".")[2]
-    return plain.startswith("…") or name in ("logs.nccl-…", "doctor.log.…", "doctor.differs.…", "cuda-env.log.…")
-
-
-def _made_by_calls(code: Code) -> dict[str, Entry]:
-    prefixes = {"hosts", "distdiag", *(_subcommands())}
-    found: dict[str, Entry] = defaultdict(Entry)
-    for maker, fields in _MAKERS.items():
-        for path, call, inside in code.calls[maker]:
-            words = {word.arg: word.value for word in call.keywords}
-            words.update(zip(fields, call.args, strict=False))
-            shown = [each for word in ("id", "level", "title") if (each := words.get(word)) is not None]
-            for bindings in code.callers(path, shown, inside):
-                code.bindings = bindings
-                for id_ in code.strings(path, words.get("id"), inside):
-                    if _ID.fullmatch(id_) and id_.partition(".")[0] in prefixes:
-                        _note(found[id_], code, path, words, inside)
-            code.bindings = {}
-    return found
-
-
-def _note(
-    entry: Entry, code: Code, path: Path, words: dict[str | None, ast.expr], inside: list[ast.FunctionDef]
-) -> None:
-    level = words.get("level")
-    if not (isinstance(level, ast.Attribute) and level.attr == "level" and "doctor" in path.parts):
-        entry.levels |= code.strings(path, level, inside) & _LEVELS
-    for text in code.texts(path, words.get("title"), inside):
-        if len(re.sub(r"\{[^}]*\}|[^a-z]", "", text)) > 8 and text not in entry.sentences:
-            entry.sentences.append(text)
-
-
-def _template(node: ast.Constant | ast.JoinedStr) -> str:
-    """Format a title: "rank {rank} is late", with the names that the code has for what is filled in."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    return "".join(
-        str(part.value) if isinstance(part, ast.Constant) else _filled_in(part.value)
-        for part in node.values
-        if isinstance(part, ast.Constant | ast.FormattedValue)
-    )
-
-
-def _filled_in(node: ast.expr) -> str:
-    """Name what an f-string fills in; of two texts the first, as in "file{'s' if more else ''}"."""
-    match node:
-        case ast.Constant():
-            return str(node.value)
-        case ast.JoinedStr():
-            return _template(node)
-        case ast.IfExp():
-            texts = [each for each in (node.body, node.orelse) if isinstance(each, ast.Constant) and each.value]
-            return str(texts[0].value) if len(texts) == 2 else _filled_in(node.orelse if texts else node.body)
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return "{" + name.strip("_") + "}"
-        case ast.Call(args=[first, *_]):
-            return _filled_in(first)
-        case ast.Call(func=ast.Attribute(value=value)) | ast.Subscript(value=value) | ast.BinOp(left=value):
-            return _filled_in(value)
-        case ast.GeneratorExp(elt=value) | ast.ListComp(elt=value) | ast.Starred(value=value):
-            return _filled_in(value)
-    return "{...}"
-
-
-def _subcommands() -> list[str]:
-    from distdiag.cli import _SUBCOMMANDS
-
-    return [subcommand.name for subcommand in _SUBCOMMANDS]
-
-
-def _host_states() -> Iterator[tuple[str, str]]:
-    from distdiag.cluster.host_results import HostState
-
-    for state in HostState:
-        if state.value != "ok":
-            yield state.value, "a host was not reached: " + state.value.replace("-", " ")
-
-
 def finding_page() -> str:
     """Write docs/reference/finding-ids.md."""
-    by_command: dict[str, list[tuple[str, Entry]]] = defaultdict(list)
-    for name, entry in finding_ids().items():
-        by_command[name.partition(".")[0]].append((name, entry))
+    from distdiag.diagnosis.finding_ids import declared
+
     parts = [
         REPOSITORY_NOTE,
         "# Finding ids\n",
-        "Every id that a report can contain, from the code. An id does not change after a release. `{name}` is filled in "
-        "at run time, `…` in an id is the name of an errno; an empty level depends on what was found. `info` is a remark, `unknown` an exit status of 3.\n",
+        "Every id that a report can contain. An id does not change after a release. `{name}` is filled in at run time. "
+        "`info` is a remark, `unknown` an exit status of 3.\n",
     ]
-    for command, entries in by_command.items():
+    for command, ids in groupby(declared().values(), lambda each: each.id.partition(".")[0]):
         parts += [f"## {command}\n", "| id | level | what it reports |", "|---|---|---|"]
-        for name, entry in entries:
-            levels = ", ".join(sorted(entry.levels))
-            sentence = next((text for text in entry.sentences if text), "").replace("|", "\\|").replace("\n", " ")
-            parts.append(f"| `{name}` | {levels} | {sentence} |")
+        parts += [f"| `{each.id}` | {', '.join(each.levels)} | {_cell_text(each.means)} |" for each in ids]
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 
 
-def finding_table() -> str:
-    """Write distdiag/knowledge/finding_ids.toml, which `distdiag explain ID` reads."""
-    rows = [
-        "# Every finding id: its levels, and what it reports. Generated by tests/make_docs.py: run `make generated`."
-    ]
-    for name, entry in sorted(finding_ids().items()):
-        sentences = [text for text in dict.fromkeys(entry.sentences) if text][:3]
-        rows.append(
-            f"{json.dumps(name)} = {json.dumps([', '.join(sorted(entry.levels)), *sentences], ensure_ascii=False)}"
-        )
-    return "\n".join(rows) + "\n"
+def _cell_text(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 # --- options ---
@@ -888,12 +397,14 @@ def _import_into(module: Any, statements: list[ast.stmt]) -> None:  # noqa: ANN4
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of what --json prints."""
+    from distdiag.diagnosis.finding_ids import declared
+
     strings = {"type": "array", "items": {"type": "string"}}
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 0}}
     hosts_and_ranks = {"hosts": strings, "ranks": numbers}
     finding = _object(
         {
-            "id": {"type": "string", "pattern": "^[a-z][a-z0-9-]*(\\.[A-Za-z0-9_-]+)*$"},
+            "id": {"enum": list(declared())},
             "level": {"enum": ["info", "warn", "fail", "unknown"]},
             "title": {"type": "string", "minLength": 1},
             "detail": {"type": "string"},
@@ -952,7 +463,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "SKILL.md": lambda: (PACKAGE / "SKILL.md").read_text(),
     "symptoms.md": symptoms,
     "reference/finding-ids.md": finding_page,
-    "../distdiag/knowledge/finding_ids.toml": finding_table,
     "reference/cli.md": cli_page,
     "reference/json-data.md": data_page,
     "reference/distdiag-1.schema.json": lambda: json.dumps(schema(), indent=2) + "\n",

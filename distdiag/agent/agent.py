@@ -48,19 +48,19 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
 
     If the orders end earlier, the process exits with status lost().
 
-    config: {"collect": module with facts(ask), returning a dataclass or an equivalent dictionary, and more(ask, report)
-    for Collect orders; "ask": argument of facts; "env": variables to set; "silence_s": exit after this silence of the
+    config: {"collect": module with facts(ask) or facts(), returning a dataclass or an equivalent dictionary, and
+    more(ask, report) for Collect orders; "ask": argument of facts; "env": variables to set; "silence_s": exit after this silence of the
     parent, None: never; "untrusted": the parent is unauthenticated}
     """
     os.environ.update(config["env"])
     inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        # A untrusted is a process of the launcher, which signals all of them; the parent then sends the exit status.
+        # It is a process of the launcher, which signals all of them; the parent then sends the exit status.
         signal.signal(number, signal.SIG_IGN if config["untrusted"] else _leave)
     dispatcher = Dispatcher(wire, config["collect"], untrusted=config["untrusted"])
     try:
         wire.send(host_info.hello())
-        facts = importlib.import_module(config["collect"]).facts(config["ask"])
+        facts = call(importlib.import_module(config["collect"]).facts, config["ask"])
         wire.send(protocol.Facts(facts=_as_dict(facts)))
         return _obey(inbox, dispatcher)
     except (BrokenPipeError, ConnectionError):
@@ -195,7 +195,7 @@ class Dispatcher:
 
     def _collect_more(self, order: protocol.Collect) -> None:
         module = importlib.import_module(self._collect)
-        module.more(order.ask, lambda facts: self._wire.send(protocol.More(facts=_as_dict(facts))))
+        call(module.more, order.ask, lambda facts: self._wire.send(protocol.More(facts=_as_dict(facts))))
         self._wire.send(protocol.MoreEnd())
 
     def _take_tool(self, order: protocol.SendTool) -> None:
@@ -222,6 +222,21 @@ class Dispatcher:
 
     def _serve_reach(self, order: protocol.ReachServe) -> None:
         self._the_reach().serve(order, None if self._ranks is None else self._ranks.listener)
+
+
+def call(function: Callable[..., Any], ask: Any, *more: object) -> Any:  # noqa: ANN401 - of any collect module
+    """Call a function with `ask` as the type that its annotation names; without such an argument, with the others."""
+    kind = function.__annotations__.get("ask")
+    return function(*more) if kind is None else function(_as_type(kind, ask, function.__module__), *more)
+
+
+def _as_type(name: str, value: Any, module: str) -> Any:  # noqa: ANN401 - of any type
+    """Return a JSON object as the class that a module knows by this name, its fields likewise; else the value."""
+    kind = getattr(sys.modules[module], name, None)
+    if not (isinstance(kind, type) and isinstance(value, dict)):
+        return value
+    notes = kind.__annotations__
+    return kind(**{field: _as_type(notes[field], own, kind.__module__) for field, own in value.items()})
 
 
 def _as_dict(facts: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass, or a dictionary as of one

@@ -145,4 +145,5 @@ def begin(order: str, *arguments: Any) -> None:  # noqa: ANN401 - of the entry m
 
 
 def _order(sources: dict[str, str], entry: str, config: dict[str, Any], folder: str) -> str:
-    return json.dumps({"sources": sources, "entry": entry, "config": config, "folder": folder})
+    order = {"sources": sources, "entry": entry, "config": config, "folder": folder}
+    return json.dumps(order, default=vars)  # of a record its fields, as in agent/protocol.py

@@ -21,30 +21,35 @@ else:
 
 
 @dataclass_transform(kw_only_default=True)
-class Message:
-    """A message; the receiver fills in the default of an omitted field."""
+class Fields:
+    """A record; the receiver fills in the default of an omitted field."""
+
+    def __init__(self, **fields: Any) -> None:  # noqa: ANN401 - type checkers see the fields of each class
+        vars(self).update(fields)
+
+
+class Message(Fields):
+    """A message."""
 
     kind: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, kind: str) -> None:
         cls.kind = kind
 
-    def __init__(self, **fields: Any) -> None:  # noqa: ANN401 - type checkers see the fields of each class
-        vars(self).update(fields)
-
     def to_json(self) -> bytes:
         """Return the message as a line, without the newline."""
         # Names of files and processes may not be valid UTF-8; Python's surrogates for such bytes become question marks.
-        return json.dumps({"kind": self.kind, **vars(self)}, ensure_ascii=False).encode("utf-8", "replace")
+        fields = {"kind": self.kind, **vars(self)}
+        return json.dumps(fields, ensure_ascii=False, default=vars).encode("utf-8", "replace")
 
 
 # Orders.
 
 
 class Collect(Message, kind="collect"):
-    """Call `more` of the module that collected the facts."""
+    """Call `more` of the module that collected the facts with `ask`, an instance of the type that it declares."""
 
-    ask: Mapping[str, Any]
+    ask: object
 
 
 class KeepLogs(Message, kind="keep-logs"):

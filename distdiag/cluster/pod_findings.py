@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold_within
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Verdict, Where, quoted
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def with_pods(report: Report[Any], pods: Sequence[Pod], error: str = "") -> Repo
     """
     if error:
         title = f"restarts and last states of the pods are unknown: {error}"
-        failed = Finding(id="kube.states-not-read", level=Level.WARN, title=title)
+        failed = Finding(id=Id.KUBE_STATES_NOT_READ, level=Level.WARN, title=title)
         return replace(report, findings=(*report.findings, failed))
     is_fine = report.verdict in (Verdict.OK, Verdict.WARN)
     found = list(pod_findings(pods, is_fine=is_fine or report.command in _ABOUT_NODES))
@@ -77,7 +78,7 @@ _MOST_NODES = 8
 def pod_findings(pods: Sequence[Pod], *, is_fine: bool) -> Iterator[Finding]:
     """Yield findings about ended pods. `is_fine`: no other fault was found, so that these are history."""
     ended = [each for pod in pods for each in _ended(pod)]
-    groups: dict[tuple[str, str, int, Level], list[_Ended]] = {}
+    groups: dict[tuple[Id, str, int, Level], list[_Ended]] = {}
     for each in ended:
         id_ = _id(each)
         if id_ is None:
@@ -101,12 +102,12 @@ def _ended(pod: Pod) -> Iterator[_Ended]:
         yield _Ended(pod=pod, container=pod.main, end=End(reason="Evicted"), again=False)
 
 
-def _id(each: _Ended) -> str | None:
+def _id(each: _Ended) -> Id | None:
     if each.pod.reason == "Evicted":
-        return "kube.evicted"
+        return Id.KUBE_EVICTED
     if each.end.reason == "OOMKilled":
-        return "kube.oom-killed"
-    return "kube.container-failed" if each.end.exit_code else None
+        return Id.KUBE_OOM_KILLED
+    return Id.KUBE_CONTAINER_FAILED if each.end.exit_code else None
 
 
 def _is_missed(each: _Ended, pods: Sequence[Pod]) -> bool:
@@ -124,11 +125,11 @@ def _older(each: _Ended, pods: Sequence[Pod]) -> list[str]:
     ]
 
 
-def _finding(id_: str, level: Level, group: Sequence[_Ended], pods: Sequence[Pod]) -> Finding:
+def _finding(id_: Id, level: Level, group: Sequence[_Ended], pods: Sequence[Pod]) -> Finding:
     last = group[-1]
     names = list(dict.fromkeys(each.pod.name for each in group))
     who = fold_within(names, 30)
-    what = {"kube.evicted": "evicted", "kube.oom-killed": "OOM-killed"}.get(id_)
+    what = {Id.KUBE_EVICTED: "evicted", Id.KUBE_OOM_KILLED: "OOM-killed"}.get(id_)
     are = "was" if len(names) == 1 else "were"
     happened = f"{are} {what}" if what else f"failed with {_exit(last.end.exit_code)}"
     older = _older(last, pods)
@@ -190,9 +191,9 @@ def _duration(seconds: float) -> str:
 def _fix(id_: str, each: _Ended) -> Fix:
     pod = each.pod
     at = f"--namespace {quoted(pod.namespace)}"
-    if id_ == "kube.oom-killed":
+    if id_ == Id.KUBE_OOM_KILLED:
         return Fix(text=_OOM_FIX, commands=(f"kubectl top pod {pod.name} {at} --containers",))
-    if id_ == "kube.evicted":
+    if id_ == Id.KUBE_EVICTED:
         text = "its node ran short: request what it uses (ephemeral-storage, memory), and write less to the node's disk"
         return Fix(text=text, commands=(f"kubectl describe pod {pod.name} {at}",))
     previous = " --previous" if each.again else ""
@@ -212,7 +213,7 @@ def _not_started(pods: Sequence[Pod]) -> Iterator[Finding]:
         names = [pod.name for pod, _ in group]
         at = f"--namespace {quoted(group[0][0].namespace)}"
         yield Finding(
-            id="kube.not-started",
+            id=Id.KUBE_NOT_STARTED,
             level=Level.FAIL if reason in _PULL else Level.WARN,
             title=f"{fold_within(names, 40)}: not started: {reason}",
             where=Where(hosts=tuple(names)),
@@ -239,7 +240,7 @@ def _lacking(pods: Sequence[Pod]) -> Iterator[Finding]:
     for lacks, group in groups.items():
         names = [pod.name for pod in group]
         yield Finding(
-            id="kube.pod-lacks",
+            id=Id.KUBE_POD_LACKS,
             level=Level.INFO,
             title=f"{fold_within(names, 30)}: no {', '.join(_NAMES[each] for each in lacks if each in _NAMES)}",
             where=Where(),

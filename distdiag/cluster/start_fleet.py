@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distdiag.agent import boot
@@ -32,15 +32,16 @@ def silence_s(hosts: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """The program for the nodes: `collect` is a module with facts(ask); `rank` the module of ranks, if any.
+    """The program for the nodes: `collect` is a module with facts(ask) or facts(); `rank` the module of ranks, if any.
 
-    `facts`: the type of the collect module's result. `carries`: further modules and packages to send.
+    `facts`: the type of the collect module's result. `ask`: of the type that its facts declares. `carries`: further
+    modules and packages to send.
     `examines_python`: the command inspects the Python of --python, on this machine too.
     """
 
     collect: str
     facts: type[Any]
-    ask: dict[str, Any] = field(default_factory=dict)
+    ask: object = None
     rank: str | None = None
     carries: tuple[str, ...] = ()
     examines_python: bool = False

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.hosts import fold, fold_within
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _finding(hosts: list[str], refusals: list[HostError]) -> Finding:
     several = f"{len(hosts)} hosts, {folded}" if len(folded) <= _ROOM else fold_within(hosts, _ROOM)
     title = f"{folded} {words}" if len(hosts) == 1 else f"{several}: each {words}"
     return Finding(
-        id=f"hosts.{refusal.state}",
+        id=Id(f"hosts.{refusal.state}"),
         level=Level.UNKNOWN,
         title=f"{title}: {refusal.message}" if refusal.message else title,
         where=Where(hosts=tuple(hosts)),

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 COMMAND = "sync-check"
 _MOST_BYTES = 256 * 2**20
 _SHOWN = 10
-STALE = "sync-check.stale-files"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +100,7 @@ def _read(path: Path) -> tuple[int, int, list[Entry]]:
 
 def diagnose(by_rank: Mapping[int, Sequence[Entry]], world_size: int, stale: Sequence[str] = ()) -> Report[SyncCheck]:
     """Compare and judge; pure. `stale`: omitted files of an earlier run with another number of ranks."""
+    from distdiag.ids import Id
     from distdiag.report import Report
     from distdiag.training.sync_check import compare
 
@@ -115,18 +115,19 @@ def diagnose(by_rank: Mapping[int, Sequence[Entry]], world_size: int, stale: Seq
         differing=len(differences),
     )
     findings = (*_findings(differences, data.ranks, world_size), *_left_out(stale, world_size))
-    worst = next((finding for finding in findings if finding.id != STALE), None)
+    worst = next((finding for finding in findings if finding.id is not Id.SYNC_CHECK_STALE_FILES), None)
     summary = worst.title if worst else "all ranks hold the same state"
     return Report(command=COMMAND, data=data, findings=findings, summary=summary)
 
 
 def _left_out(stale: Sequence[str], world_size: int) -> Iterator[Finding]:
     from distdiag.diagnosis.wording import counted
+    from distdiag.ids import Id
     from distdiag.report import Finding, Fix, Level
 
     if stale:
         yield Finding(
-            id=STALE,
+            id=Id.SYNC_CHECK_STALE_FILES,
             level=Level.INFO,
             title=f"{counted(len(stale), 'file')} left out: from an earlier run, the newest is of {world_size} ranks",
             evidence=tuple(stale[:_SHOWN]),
@@ -163,13 +164,14 @@ def _commands_of(fault: Difference) -> tuple[str, ...]:
 
 def _findings(differences: Sequence[Difference], ranks: Sequence[int], world_size: int) -> Iterator[Finding]:
     from distdiag.diagnosis.wording import format_ranks
+    from distdiag.ids import Id
     from distdiag.report import Finding, Fix, Level, Where
 
     faults = [difference for difference in differences if not difference.expected]
     expected = [difference for difference in differences if difference.expected]
     if faults:
         yield Finding(
-            id="sync-check.out-of-sync",
+            id=Id.SYNC_CHECK_OUT_OF_SYNC,
             level=Level.FAIL,
             title=str(faults[0]),
             where=Where(ranks=faults[0].ranks),
@@ -178,14 +180,14 @@ def _findings(differences: Sequence[Difference], ranks: Sequence[int], world_siz
         )
     if len(ranks) < world_size:
         yield Finding(
-            id="sync-check.ranks-missing",
+            id=Id.SYNC_CHECK_RANKS_MISSING,
             level=Level.UNKNOWN,
             title=f"files of {world_size - len(ranks)} of {world_size} ranks are missing; given: {format_ranks(ranks)}",
             fix=Fix(text="give the files of all ranks; a rank without one did not reach sync_check(save=...)"),
         )
     if expected:
         yield Finding(
-            id="sync-check.batchnorm-statistics",
+            id=Id.SYNC_CHECK_BATCHNORM_STATISTICS,
             level=Level.INFO,
             title=f"{expected[0].name} differs: each rank keeps BatchNorm statistics of its own batches",
             fix=Fix(text="use torch.nn.SyncBatchNorm if validation on different ranks must agree"),

@@ -19,6 +19,7 @@ from distdiag.cluster.rendezvous_test import PORT, RANKS
 from distdiag.diagnosis.nic_selection import export_line, exports, suggested
 from distdiag.diagnosis.root_cause import Culprit, fewest_culprits, merged, pairs
 from distdiag.facts.network import is_loopback
+from distdiag.ids import Shared
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -36,22 +37,7 @@ _AT_THE_SOURCE = (*_BY_ITS_OWN_KERNEL, "name", "loopback")
 """The fault is at the node that connects, whatever it connects to."""
 _JUDGED_ELSEWHERE = ("stranger", "swallowed-up", "swallowed-down", "busy")
 _PURPOSES = {(PORT,): "port", (RANKS,): "rank-ports", (PORT, RANKS): "path"}
-_WHERE = {"port": "a port that was named", "rank-ports": "the ephemeral ports that ranks use", "path": "a path"}
-_OUTCOMES = {
-    "filtered": "no answer: packets are dropped",
-    "refused": "a firewall resets connections",
-    "rejected": "connections are rejected",
-    "silent": "connected, then no data comes through",
-    "broken": "connected, then the connection is cut",
-    "cut-off": "data stops midway",
-    "no-route": "the node's own kernel has no route",
-    "no-port": "no free local port",
-}
-PATH_IDS = {
-    f"{what}-{outcome}": f"{where}: {words}" for what, where in _WHERE.items() for outcome, words in _OUTCOMES.items()
-}
-"""The findings of closed paths, in words."""
-_IDS = {"name": "address-unresolved", "loopback": "address-loopback"}
+_IDS = {"name": Shared.ADDRESS_UNRESOLVED, "loopback": Shared.ADDRESS_LOOPBACK}
 _FEW_RETRANSMITS = 4
 """Packets sent again for the 64 KiB of a small probe, about 50 full packets: more than a busy switch costs."""
 _LOSSY_SHARE = 0.05
@@ -92,9 +78,9 @@ class Case:
         """Return the command that repeats the test, if any."""
         return (self.again(options),) if self.again is not None else ()
 
-    def finding(self, name: str, level: Level, title: str, **rest: object) -> Finding:
+    def finding(self, id_: Shared, level: Level, title: str, **rest: object) -> Finding:
         """Return a finding of this command."""
-        return Finding(id=f"{self.command}.{name}", level=level, title=title, **rest)  # type: ignore[arg-type]
+        return Finding(id=id_.of(self.command), level=level, title=title, **rest)  # type: ignore[arg-type]
 
 
 def path_findings(case: Case) -> list[Finding]:
@@ -114,7 +100,7 @@ def path_findings(case: Case) -> list[Finding]:
 def _silent(case: Case) -> list[Finding]:
     hosts = case.named(case.test.silent)
     title = f"{fold(hosts)} did not answer in time"
-    return [case.finding("no-answer", Level.UNKNOWN, title, where=Where(hosts=hosts))] if hosts else []
+    return [case.finding(Shared.NO_ANSWER, Level.UNKNOWN, title, where=Where(hosts=hosts))] if hosts else []
 
 
 def _busy(case: Case) -> list[Finding]:
@@ -125,7 +111,7 @@ def _busy(case: Case) -> list[Finding]:
     hosts, sources = case.named(path.target for path in paths), case.named(path.source for path in paths)
     return [
         case.finding(
-            "no-answer",
+            Shared.NO_ANSWER,
             Level.UNKNOWN,
             f"{fold(sources)} got no answer from {fold(hosts)} in time, but no packet was lost",
             detail="A firewall would have dropped packets: rather a process at one of the two ends got no CPU time.",
@@ -149,7 +135,7 @@ def _closed(case: Case) -> list[Finding]:
     edges = {_edge(path) for path in paths}
     if len(edges) > 2 and len(paths) > _FEW_PATHS and not any(p.is_open or _verdict(p) == "busy" for p in paths):
         culprits = fewest_culprits(edges, edges)
-        if culprits[0].kind == "all":
+        if culprits[0].kind == "all" and any(_verdict(path) not in _JUDGED_ELSEWHERE for path in paths):
             return [_nothing_works(case, culprits[0], paths)]
     verdicts = dict.fromkeys(_verdict(path) for path in paths if not path.is_open)
     return [
@@ -177,7 +163,8 @@ def _verdict(path: NetworkPath) -> str:
 
 def _nothing_works(case: Case, all_nodes: Culprit, paths: Sequence[NetworkPath]) -> Finding:
     """Report that all paths are closed, for whatever mix of reasons."""
-    verdict = Counter(_verdict(path) for path in paths).most_common(1)[0][0]
+    verdicts = Counter(_verdict(path) for path in paths)
+    verdict = next(verdict for verdict, _ in verdicts.most_common() if verdict not in _JUDGED_ELSEWHERE)
     purposes = tuple(purpose for purpose in (PORT, RANKS) if any(path.purpose == purpose for path in paths))
     return _closed_finding(case, verdict, all_nodes, purposes)
 
@@ -240,7 +227,7 @@ def _closed_finding(case: Case, verdict: str, culprit: Culprit, purposes: tuple[
     accused = _accused(case, culprit, verdict)
     ends = case.named(node for path in paths for node in _edge(path))
     return case.finding(
-        _IDS.get(verdict, f"{_PURPOSES[purposes]}-{verdict}"),
+        _IDS.get(verdict) or Shared(f"{_PURPOSES[purposes]}-{verdict}"),
         Level.FAIL,
         _title(case, culprit, verdict, purposes, paths),
         detail=_detail(case, culprit, verdict, purposes, paths),
@@ -519,7 +506,7 @@ def _foreign(case: Case) -> list[Finding]:
             found.setdefault((path.target, path.probe.said), []).append(path)
     return [
         case.finding(
-            "port-foreign",
+            Shared.PORT_FOREIGN,
             Level.FAIL,
             f"another program answers {fold(case.named(path.source for path in paths))} on "
             f"{case.host(target)} ({paths[0].probe.address}) port {paths[0].probe.port}"
@@ -552,7 +539,7 @@ def _large_packets(case: Case) -> list[Finding]:
     largest = max((mtu for mtu in mtus if mtu), default=1500)
     return [
         case.finding(
-            "mtu-black-hole",
+            Shared.MTU_BLACK_HOLE,
             Level.FAIL,
             f"large packets {_directions(case, tried | directed, directed)} are dropped, small packets arrive",
             detail="torch's init works and the first large collective times out. A link on the path carries smaller "
@@ -654,10 +641,10 @@ def _lossy(case: Case) -> list[Finding]:
     slow = [path for path in hopeless if path.probe.verdict == "lossy" and not path.probe.retransmits]
     lost = [path for path in hopeless if path not in slow]
     lossy = [*lost, *(path for path in paths if path not in hopeless and _loses(case, path))]
-    found = [_bad_link(case, "link-slow", Level.FAIL, "very low throughput", slow)] if slow else []
+    found = [_bad_link(case, Shared.LINK_SLOW, Level.FAIL, "very low throughput", slow)] if slow else []
     if lost or _is_heavy_loss(lossy):
         level = Level.FAIL if lost else Level.WARN
-        found.append(_bad_link(case, "link-lossy", level, "packet loss", lossy))
+        found.append(_bad_link(case, Shared.LINK_LOSSY, level, "packet loss", lossy))
     return found
 
 
@@ -701,7 +688,9 @@ def slow_links(case: Case) -> list[Finding]:
     most = max(rates[path] for path in slow)
     what = f"at most {most / 1e6:.3g} MB/s ({fast / 1e6:.3g} MB/s on other paths)"
     rows = (f"{case.host(path.source)} -> {case.host(path.target)}: {rates[path] / 1e6:.3g} MB/s" for path in slow)
-    return [replace(_bad_link(case, "link-slow", Level.WARN, what, slow), evidence=tuple(islice(rows, EVIDENCE_LINES)))]
+    return [
+        replace(_bad_link(case, Shared.LINK_SLOW, Level.WARN, what, slow), evidence=tuple(islice(rows, EVIDENCE_LINES)))
+    ]
 
 
 def _rate(path: NetworkPath) -> float | None:
@@ -710,13 +699,13 @@ def _rate(path: NetworkPath) -> float | None:
     return probe.bulk_bytes / probe.bulk_s if probe.bulk_s and probe.bulk_bytes > BULK_BYTES else None
 
 
-def _bad_link(case: Case, name: str, level: Level, what: str, bad: Sequence[NetworkPath]) -> Finding:
+def _bad_link(case: Case, id_: Shared, level: Level, what: str, bad: Sequence[NetworkPath]) -> Finding:
     """Name a bad path. Loss is random, so other paths of the guilty end may look good: a pair accuses neither end."""
     edges = {edge for path in bad for edge in (_edge(path), _edge(path)[::-1])}
     tried = {_edge(path) for path in case.test.paths} | edges
     device = bad[0].probe.interface or "eth0"
     return case.finding(
-        name,
+        id_,
         level,
         f"{what} {_directions(case, tried, edges)}",
         detail="torch runs over such a link, but many times slower.",
@@ -755,7 +744,7 @@ def _own_name(case: Case, leads_to: str, nodes: list[str]) -> Finding:
         else ""
     )
     return case.finding(
-        "name-loopback",
+        Shared.NAME_LOOPBACK,
         Level.WARN,
         f"{fold(hosts)}: own host name ({network.names.host_name}) resolves to {leads_to}",
         detail=f"{spared}torchrun's c10d rendezvous then fails to recognise this machine as the rendezvous host, and "
@@ -785,7 +774,7 @@ def _heads_name(case: Case) -> list[Finding]:
     address = case.test.addresses.get(case.head) or "ADDRESS"
     return [
         case.finding(
-            "name-unresolved",
+            Shared.NAME_UNRESOLVED,
             Level.WARN,
             f"{fold(hosts)} cannot resolve {bad[0].name}, the host name of {case.host(case.head)}",
             detail="torchrun advertises this name to the other nodes as MASTER_ADDR, and they time out.",

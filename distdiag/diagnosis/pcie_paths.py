@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
 from distdiag.diagnosis.wording import counted
+from distdiag.ids import Shared
 from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def findings(command: str, nodes: Sequence[PcieNode]) -> list[Finding]:
 
 def _redirected(command: str, bridges: tuple[str, ...], nodes: Sequence[PcieNode]) -> Finding:
     return Finding(
-        id=f"{command}.acs",
+        id=Shared.ACS.of(command),
         level=_level(nodes),
         title=f"ACS is on at {counted(len(bridges), 'PCIe bridge')} above the GPUs of {_hosts(nodes)}: "
         "peer-to-peer traffic goes through the CPU",
@@ -65,7 +66,7 @@ def _redirected(command: str, bridges: tuple[str, ...], nodes: Sequence[PcieNode
 
 def _translated(command: str, type_: str, nodes: Sequence[PcieNode]) -> Finding:
     return Finding(
-        id=f"{command}.iommu",
+        id=Shared.IOMMU.of(command),
         level=_level(nodes),
         title=f"the IOMMU of {_hosts(nodes)} translates GPU addresses (domain type {type_})",
         detail="On bare metal CUDA does not support PCIe peer-to-peer copies in this mode: they are slow, hang or lose "

@@ -5,16 +5,14 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.wording import format_hosts
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Fix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distdiag.cluster.targets import Cluster
     from distdiag.jobs.collect import Processes
-    from distdiag.jobs.types import Job
 
 _KILLED = "dmesg -T | grep -iE 'out of memory|killed process|segfault' | tail -n 3"
 _HOSTS = 8
@@ -96,19 +94,3 @@ def right_to_read(command: str, node: Processes | None, theirs: Iterable[int]) -
         text = "run it as root, or allow users to read their own processes until the next reboot"
         return Fix(text=text, commands=(*other_user.commands, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope"))
     return ptrace_in_container()
-
-
-def unseen_ranks(job: Job, finding_id: str) -> list[Finding]:
-    """Report ranks found on none of the hosts."""
-    if not job.unseen:
-        return []
-    hosts = format_hosts(member.host for member in job.members)
-    return [
-        Finding(
-            id=finding_id,
-            level=Level.UNKNOWN,
-            title=f"{name_ranks(job.unseen)} of {job.world_size} not found on {hosts}: exited, or on other hosts",
-            where=Where(ranks=job.unseen),
-            fix=Fix(text="include all hosts of the job: --hosts LIST, or --slurm-job ID"),
-        )
-    ]

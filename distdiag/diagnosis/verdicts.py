@@ -8,6 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distdiag.ids import RowId
 from distdiag.knowledge.known_lines import fill
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -69,7 +70,7 @@ def finding(
     """Return the finding of a row; non-empty `words` and `given` fill its placeholders."""
     row = filled(_rows("verdict")[verdict], {**(words or {}), **given})
     return Finding(
-        id=row.id if "." in row.id else f"logs.{row.id}",
+        id=RowId(row.id if "." in row.id else f"logs.{row.id}"),
         level=level or row.level,
         title=row.title,
         detail=row.detail.strip(),

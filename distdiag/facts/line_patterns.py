@@ -9,6 +9,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    Rows = Sequence[tuple[str, str, Sequence[str]]]
+    """Known lines: (id, regular expression, words)."""
+
 _CACHED = 4096
 _SHAPED = 400  # characters
 _NUMBER = re.compile(r"\d+")
@@ -38,7 +41,7 @@ class Patterns:
     Rows are (id, regular expression, words), the most trusted first; the first matching row wins.
     """
 
-    def __init__(self, rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+    def __init__(self, rows: Iterable[tuple[str, str, Sequence[str]]]) -> None:
         self._all = [Pattern(id_, re.compile(form), tuple(words)) for id_, form, words in rows]
         self._shapes = [(one, [_NUMBER.sub("#", word) for word in one.words]) for one in self._all]
         self._by_shape: dict[str, list[Pattern]] = {}

@@ -15,11 +15,19 @@ from distdiag.facts.thread_places import Places  # noqa: TC001
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Sequence
 
     from distdiag.facts.procs import Proc
 
 _PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`pids`: included in any case. `user`: only this user's processes; "": of all users."""
+
+    pids: Sequence[int] = ()
+    user: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,12 +101,9 @@ class Watched:
     build_locks: tuple[str, ...] = ()
 
 
-def facts(ask: dict[str, Any]) -> Processes:
-    """Find the processes that may belong to a job.
-
-    {"pids": included in any case, "user": only this user's processes, "" for all users}
-    """
-    requested = set(ask["pids"])
+def facts(ask: Ask) -> Processes:
+    """Find the processes that may belong to a job."""
+    requested = set(ask.pids)
     table = procs.table()
     children = procs.children_of(table.values())
     words, mute = deadlines.each(table, procs.command_words, patience_s=_PATIENCE_S)
@@ -115,8 +120,8 @@ def facts(ask: dict[str, Any]) -> Processes:
     parents = {process.parent for process in found.values() if process.place is not None}
     found.update((process.pid, process) for process in locked if process.parent in parents or process.pid in requested)
     found.update((process.pid, replace(process, store=True)) for process in _with_store(found))
-    if ask["user"]:
-        owner = _user_id(ask["user"])
+    if ask.user:
+        owner = _user_id(ask.user)
         found = {pid: process for pid, process in found.items() if process.user == owner}
     return Processes(
         host=machine.host_name(),

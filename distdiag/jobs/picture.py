@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distdiag.facts import gpu_use, job_output, kernel_signs, mapped_versions, nccl_ras, procs
 from distdiag.facts.blocked_threads import Blocked  # noqa: TC001 - decoded by its annotations
@@ -24,12 +24,15 @@ from distdiag.facts.nccl_ras import RasFacts  # noqa: TC001
 from distdiag.facts.socket_owners import Network, PeerProcess  # noqa: TC001
 from distdiag.jobs import sample_stacks, sample_waits, starts
 from distdiag.jobs.collect import Watched, facts
+from distdiag.jobs.sample_stacks import Sampled, Sampling
 from distdiag.jobs.starts import Starts  # noqa: TC001
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
+
+    from distdiag.facts.line_patterns import Rows
 
 __all__ = ["facts", "more"]
 
@@ -42,6 +45,31 @@ _DUMP_FILES = (b"TORCH_FR_DUMP_TEMP_FILE", b"TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _PIPES = (b"TORCH_FR_DEBUG_INFO_PIPE_FILE", b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _DUMP_VARIABLES = (*_DUMP_FILES, *_PIPES)
 _JOB_VARIABLES = (b"MASTER_ADDR", b"MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The sources to read, by name, with options; and the processes of this node.
+
+    `timeout_s`: for all sources together; `ras_s`: for each address of NCCL's RAS. `patterns` and `kernel`: rows of
+    known lines. `sampled`: processes with stacks read; `waiting`: with waits read, for `waits_of_all` all processes.
+    `ranks`: (pid, rank). `starting`: launchers without ranks.
+    """
+
+    sources: Sequence[str]
+    timeout_s: float
+    sampling: Sampling
+    logs: Sequence[str] = ()
+    recorder: Sequence[str] = ()
+    ras_s: float = 10.0
+    patterns: Rows = ()
+    kernel: Rows = ()
+    sampled: Sampled = field(default_factory=Sampled)
+    ranks: Sequence[tuple[int, int | None]] = ()
+    waits_of_all: bool = False
+    waiting: Sequence[int] = ()
+    starting: Sequence[int] = ()
+    launchers: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -85,32 +113,28 @@ class Unavailable(Exception):
         self.hint = hint
 
 
-def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
-    """Read the sources: {"sources": names of Source, "pids", "ranks": rank by pid, "timeout_s": for all together}.
-
-    Options of single sources: stacks: see sample_stacks; log: {"launchers", "logs": paths, "patterns"}; recorder:
-    {"recorder": paths}; ras: {"ras_s"}; kernel: {"kernel": rows}.
-    """
+def more(ask: Ask, tell: Callable[[Any], None]) -> None:
+    """Read the sources."""
     run = _Run(ask, tell)
-    at_once = {name: getattr(run, name) for name in ask["sources"] if name not in _AFTERWARDS}
+    at_once = {name: getattr(run, name) for name in ask.sources if name not in _AFTERWARDS}
     run.read_all(at_once)
-    if "start" in ask["sources"]:
+    if "start" in ask.sources:
         run.read_all({"start": run.start})  # the stacks show which ranks wait in init_process_group
-    if "recorder" in ask["sources"]:
+    if "recorder" in ask.sources:
         # Last and alone: its readers are forked, and a rank that writes its dump moves.
         run.read_all({"recorder": run.recorder})
 
 
 class _Run:
-    def __init__(self, ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
+    def __init__(self, ask: Ask, tell: Callable[[Any], None]) -> None:
         self._ask, self._tell = ask, tell
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._over: set[str] = set()
-        self._pids: list[int] = list(ask["pids"])
+        self._pids = ask.sampled.pids
         self._in_init: list[int] = []
         self._is_alone: bool | None = None
-        self._ranks: dict[int, int | None] = {int(pid): rank for pid, rank in ask["ranks"]}
+        self._ranks: dict[int, int | None] = dict(ask.ranks)
 
     def read_all(self, sources: dict[str, Callable[[], None]]) -> None:
         """Read these concurrently. A late source is abandoned, and its later answers are dropped."""
@@ -122,7 +146,7 @@ class _Run:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(max(0.0, self._began + self._ask["timeout_s"] - time.monotonic()))
+            thread.join(max(0.0, self._began + self._ask.timeout_s - time.monotonic()))
         for name in sources:
             self._end(name, began, "it did not answer in time", "increase --timeout")
 
@@ -152,9 +176,8 @@ class _Run:
     def stacks(self) -> None:
         if not self._pids:
             raise Unavailable("no process of a job on this node")
-        left = self._began + self._ask["timeout_s"] - time.monotonic() - _SPARE_S
-        ask = {**self._ask["stacks"], "pids": self._pids, "left_s": max(0.0, left)}
-        sample_stacks.more(ask, self._send_stacks)
+        left_s = self._began + self._ask.timeout_s - time.monotonic() - _SPARE_S
+        sample_stacks.sample(self._ask.sampled, self._ask.sampling, max(0.0, left_s), self._send_stacks)
 
     def _send_stacks(self, watched: Watched) -> None:
         frames = [frame for sample in watched.samples[-1:] for each in sample.threads[:1] for frame in each.frames]
@@ -165,16 +188,15 @@ class _Run:
     def start(self) -> None:
         """Read the rendezvous of launchers without ranks and of ranks in init_process_group."""
         ranks = [pid for pid in dict.fromkeys(self._in_init) if pid in self._ranks]
-        if not self._ask["starting"] and not ranks:
+        if not self._ask.starting and not ranks:
             raise Unavailable("no launcher or rank here waits for others to start")
-        self._send("start", Part(starts=(starts.read(self._ask["starting"], ranks),)))
+        self._send("start", Part(starts=(starts.read(self._ask.starting, ranks),)))
 
     def waits(self) -> None:
         if not self._pids:
             raise Unavailable("no process of a job on this node")
-        ask = {"pids": self._ask.get("waits_of") or self._pids, "interval_s": sample_waits.SAMPLED_S}
-        sample_waits.more(
-            ask,
+        sample_waits.sample(
+            self._ask.waiting or self._pids,
             lambda reply: self._send(
                 "waits", Part(blocked=reply.processes, networks=reply.networks, peer_processes=reply.peer_processes)
             ),
@@ -189,20 +211,20 @@ class _Run:
 
     def log(self) -> None:
         """Read the ends of the job's output files and of the requested files."""
-        files, elsewhere = job_output.find(self._ranks, self._ask["launchers"])
+        files, elsewhere = job_output.find(self._ranks, self._ask.launchers)
         files += job_output.of_ended(files, self._ended_ranks(), time.time() - self._age_s())
-        if not files and not self._ask["logs"]:
+        if not files and not self._ask.logs:
             to = f"its output goes to {', '.join(elsewhere[:3])}" if elsewhere else "no output file was found"
             raise Unavailable(to, "keep the output in files: torchrun --log-dir logs --redirects 3 --tee 3; or --logs")
         bars = [bar for bar in (job_output.last_bar(file, time.time()) for file in files) if bar is not None]
         self._send("log", Part(bars=tuple(bars)))
-        reader = Reader({"patterns": self._ask["patterns"], "tail": _LOG_TAIL})
+        reader = Reader(self._ask.patterns, tail=_LOG_TAIL)
         left = _LOG_BYTES
         for file in files:
             if left > 0:
                 reader.read_output(file.path, file.open_as, file.rank)
                 left -= _LOG_TAIL
-        for path in self._ask["logs"]:
+        for path in self._ask.logs:
             reader.read(path)
         for part in reader.found().parts():
             self._send("log", Part(logs=(part,)))
@@ -221,7 +243,7 @@ class _Run:
         """Read the kernel's log, OOM counters and unacknowledged data."""
         self._send(
             "kernel",
-            Part(kernel=(kernel_signs.read(self._pids, Patterns(self._ask["kernel"]), since_s=self._age_s()),)),
+            Part(kernel=(kernel_signs.read(self._pids, Patterns(self._ask.kernel), since_s=self._age_s()),)),
         )
 
     def _age_s(self) -> float:
@@ -235,7 +257,7 @@ class _Run:
         environs = [variables for variables in (procs.variables_named(pid, (b"NCCL_RAS",)) for pid in self._ranks)]
         if all(variables.get("NCCL_RAS_ENABLE") == "0" for variables in environs) and environs:
             raise Unavailable("NCCL_RAS_ENABLE=0 in the ranks' environment", "leave NCCL_RAS_ENABLE unset")
-        answers = [nccl_ras.read(address, timeout_s=self._ask["ras_s"]) for address in nccl_ras.addresses(environs)[:4]]
+        answers = [nccl_ras.read(address, timeout_s=self._ask.ras_s) for address in nccl_ras.addresses(environs)[:4]]
         if not any(answer.readings for answer in answers):
             why = answers[0].error if answers else "no address"
             raise Unavailable(
@@ -268,7 +290,7 @@ class _Run:
 
     def recorder(self) -> None:
         """Read flight recorder dumps, after triggering ranks that have a pipe."""
-        paths, has_pipe = list(self._ask["recorder"]), False
+        paths, has_pipe = list(self._ask.recorder), False
         variables = {pid: procs.variables_named(pid, (*_DUMP_VARIABLES, b"HOME")) for pid in self._ranks}
         for pid, own in variables.items():
             has_pipe |= any(own.get(name.decode()) for name in _PIPES)
@@ -279,8 +301,8 @@ class _Run:
                 "the job was started without a flight recorder, or it has not written a dump",
                 "how to start it with one: distdiag flight-recorder --how",
             )
-        left = self._began + self._ask["timeout_s"] - time.monotonic()
-        ask = {"paths": list(dict.fromkeys(paths)), "trigger": True, "wait_s": max(1.0, min(6.0, left / 2))}
+        left_s = self._began + self._ask.timeout_s - time.monotonic()
+        ask = recorder.Ask(list(dict.fromkeys(paths)), trigger=True, wait_s=max(1.0, min(6.0, left_s / 2)))
 
         def tell(answer: Any) -> None:  # noqa: ANN401 - a NodeDumps, or a dictionary as of one
             self._send("recorder", {"dumps": [answer]} if isinstance(answer, dict) else Part(dumps=(answer,)))

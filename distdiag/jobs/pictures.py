@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.cluster.ship_pyspy import bring_py_spy
 from distdiag.cluster.start_fleet import Agent
+from distdiag.jobs import collect
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.picture import Part
 from distdiag.jobs.roles import to_sample, without_ranks
+from distdiag.jobs.sample_stacks import Sampled
 from distdiag.jobs.types import NodePicture, NodeStacks
 from distdiag.runner import Asks, Question
 
@@ -20,54 +22,24 @@ if TYPE_CHECKING:
     from distdiag.cluster.node import Node
     from distdiag.cluster.targets import Cluster
     from distdiag.gathered import Gathered
+    from distdiag.jobs.picture import Ask
     from distdiag.output import Progress
 
 COLLECT = "distdiag.jobs.picture"
-LONGEST_S = 31.0
-"""Longest time hang samples ranks that do not move."""
 _SPARE_S = 1.0
 _BRING_TO = 256
 """Nodes that get a copy of py-spy, 3 MB each; on clusters it usually is on a shared file system."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How stacks are sampled. `sample_s`: time limit of one sample of one process; `longest_s`: see sample_stacks."""
-
-    samples: int = 2
-    interval_s: float = 1.0
-    sample_s: float = 5.0
-    longest_s: float = LONGEST_S
-    native: bool = False
-    all_threads: bool = False
-    helpers: bool = False
-
-    def takes_s(self) -> float:
-        """Return the maximum duration of all samples."""
-        return max(self.samples * self.interval_s, self.longest_s) + 2 * self.sample_s * (self.samples + 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """The sources to read, with options. `timeout_s`: for all sources of a node."""
-
-    sources: tuple[str, ...]
-    timeout_s: float
-    sampling: Sampling = Sampling()
-    logs: tuple[str, ...] = ()
-    recorder: tuple[str, ...] = ()
-    waits_of_all: bool = False
-
-
 def agent(pids: Sequence[int], user: str) -> Agent:
     """Return the agent that finds a node's ranks, then reads all sources."""
-    return Agent(collect=COLLECT, facts=Processes, ask={"pids": list(pids), "user": user})
+    return Agent(collect=COLLECT, facts=Processes, ask=collect.Ask(pids, user))
 
 
 def gather(
     cluster: Cluster,
     finder: Agent,
-    wish: Wish,
+    ask: Ask,
     choose: Callable[[Mapping[str, Processes]], Mapping[str, Processes]],
     progress: Progress,
     *,
@@ -76,21 +48,26 @@ def gather(
     """Find the processes on all hosts, `choose` some, and read them. Raises the errors of `choose`.
 
     Args:
+        cluster: the hosts.
+        finder: the agent that finds the processes.
+        ask: the sources with options, without the processes of a node.
+        choose: selects hosts and processes.
+        progress: shows progress.
         doing: the progress line; {processes} in it is the number of processes.
     """
     kept: dict[str, Processes] = {}
 
     def plan(hosts: Mapping[str, Processes], _: object) -> Asks:
         kept.update(choose(hosts))
-        asks = {host: ask(wish, processes) for host, processes in kept.items()}
+        asks = {host: _of_node(ask, processes) for host, processes in kept.items()}
         by_host = {host: own for host, own in asks.items() if own is not None}
-        count = sum(len(own["pids"]) for own in by_host.values())
+        count = sum(len(own.sampled.pids) for own in by_host.values())
         return Asks(
             by_host=by_host,
-            timeout_s=wish.timeout_s + _SPARE_S,
+            timeout_s=ask.timeout_s + _SPARE_S,
             doing=doing.replace("{processes}", f"{count} process{'' if count == 1 else 'es'}"),
-            steps=wish.sampling.samples,
-            step_s=wish.sampling.interval_s,
+            steps=ask.sampling.samples,
+            step_s=ask.sampling.interval_s,
         )
 
     question = Question[Processes, Part, NodePicture](
@@ -106,42 +83,27 @@ def _bring(nodes: Mapping[str, Node]) -> None:
     bring_py_spy(nodes.values(), at_most=_BRING_TO)
 
 
-def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
+def _of_node(ask: Ask, processes: Processes) -> Ask | None:
     """Return a node's request; None if it has no process of a job and no file was requested."""
     from distdiag.knowledge import gpu_libraries, known_lines
 
-    sampling = wish.sampling
-    pids, once = to_sample(processes.processes, helpers=sampling.helpers)
+    pids, once = to_sample(processes.processes, helpers=ask.sampling.helpers)
     starting = [process.pid for _, process in without_ranks([NodeStacks(processes.host, processes, ())])]
-    if not (pids or starting or wish.logs or wish.recorder or (wish.waits_of_all and processes.processes)):
+    if not (pids or starting or ask.logs or ask.recorder or (ask.waits_of_all and processes.processes)):
         return None
     sampled = set(pids) - set(once)
-    ranks = [(p.pid, p.place.rank if p.place else None) for p in processes.processes if p.pid in sampled]
-    return {
-        "sources": list(wish.sources),
-        "pids": pids,
-        "ranks": ranks,
-        "waits_of": [process.pid for process in processes.processes] if wish.waits_of_all else pids,
-        "starting": starting,
-        "launchers": [process.pid for process in processes.processes if process.kind == "launcher"],
-        "stacks": {
-            "once": once,
-            "ranks": _heads(processes, sampled),
-            "samples": sampling.samples,
-            "interval_s": sampling.interval_s,
-            "timeout_s": min(sampling.sample_s, wish.timeout_s / 3),
-            "native": sampling.native,
-            "all_threads": sampling.all_threads,
-            "longest_s": sampling.longest_s,
-            "libraries": gpu_libraries.for_nodes(),
-        },
-        "logs": list(wish.logs),
-        "recorder": list(wish.recorder),
-        "patterns": known_lines.for_nodes() if "log" in wish.sources else [],
-        "kernel": known_lines.for_kernels() if "kernel" in wish.sources else [],
-        "timeout_s": wish.timeout_s,
-        "ras_s": max(1.0, min(10.0, wish.timeout_s / 2)),
-    }
+    return replace(
+        ask,
+        sampling=replace(ask.sampling, sample_s=min(ask.sampling.sample_s, ask.timeout_s / 3)),
+        ras_s=max(1.0, min(10.0, ask.timeout_s / 2)),
+        patterns=known_lines.for_nodes() if "log" in ask.sources else (),
+        kernel=known_lines.for_kernels() if "kernel" in ask.sources else (),
+        sampled=Sampled(pids, once, _heads(processes, sampled), gpu_libraries.for_nodes()),
+        ranks=[(p.pid, p.place.rank if p.place else None) for p in processes.processes if p.pid in sampled],
+        waiting=[process.pid for process in processes.processes] if ask.waits_of_all else pids,
+        starting=starting,
+        launchers=[process.pid for process in processes.processes if process.kind == "launcher"],
+    )
 
 
 def _heads(processes: Processes, sampled: set[int]) -> list[int]:

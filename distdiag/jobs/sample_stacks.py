@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from distdiag.facts import deadlines, polled_path, procs, stack_sampler, thread_places
 from distdiag.facts.activity import Meter
@@ -14,13 +14,14 @@ from distdiag.jobs.collect import Watched
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Callable, Sequence
 
     from distdiag.facts.activity import Activity
     from distdiag.facts.stack_types import Sample, Thread
     from distdiag.facts.thread_places import Places
 
+LONGEST_S = 31.0
+"""Longest time hang samples ranks that do not move."""
 _PATIENCE_S = 1.0
 _LONG_S = 3.0
 _SURE_S = 5.5
@@ -40,32 +41,65 @@ _WAITS_FOR_WORK = re.compile(r"\.wait\(")
 """Waits in C without a frame; Python's own waits have frames."""
 
 
-def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
-    """Sample processes and send each after its last sample; before a long pause also after the first.
+@dataclass(frozen=True)
+class Sampling:
+    """How stacks are sampled. `sample_s`: time limit of one sample of one process.
 
     Sampling of an unmoved process continues until it counts as stuck, for at most `longest_s`; the kernel's age of a
-    sleep is no substitute, as tracers reset it. With "native" another sample has C frames, for which the process is
-    paused.
-
-    {"pids", "once": those that need a single sample, "ranks": those with activity measured, "samples", "interval_s",
-    "timeout_s" of one sample of one process, "native", "all_threads", "longest_s", "left_s": until the deadline,
-    "libraries": names of GPU libraries, see thread_places}
+    sleep is no substitute, as tracers reset it. With `native` another sample has C frames, for which the process
+    is paused. `helpers`: also of the ranks' helper processes.
     """
-    options = SampleOptions(timeout_s=ask["timeout_s"], all_threads=ask["all_threads"])
-    look = _Look(list(ask["pids"]), set(ask["once"]), ask["ranks"], ask["libraries"], options)
-    for number in range(ask["samples"] if ask["samples"] > 1 else 1 - ask["native"]):
+
+    samples: int = 2
+    interval_s: float = 1.0
+    sample_s: float = 5.0
+    longest_s: float = LONGEST_S
+    native: bool = False
+    all_threads: bool = False
+    helpers: bool = False
+
+    def takes_s(self) -> float:
+        """Return the maximum duration of all samples."""
+        return max(self.samples * self.interval_s, self.longest_s) + 2 * self.sample_s * (self.samples + 1)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The processes to sample. `once`: those that need a single sample; `heads`: those with activity measured.
+
+    `libraries`: names of GPU libraries, see thread_places.
+    """
+
+    pids: Sequence[int] = ()
+    once: Sequence[int] = ()
+    heads: Sequence[int] = ()
+    libraries: Sequence[str] = ()
+
+
+def sample(chosen: Sampled, how: Sampling, left_s: float, tell: Callable[[Watched], None]) -> None:
+    """Sample processes and send each after its last sample; before a long pause also after the first.
+
+    Args:
+        chosen: the processes.
+        how: the options.
+        left_s: time until the deadline.
+        tell: called with the samples of a process.
+    """
+    options = SampleOptions(timeout_s=how.sample_s, all_threads=how.all_threads)
+    look = _Look(chosen, options)
+    for number in range(how.samples if how.samples > 1 else 1 - how.native):
         if number:
-            time.sleep(max(0.0, look.began_s + number * ask["interval_s"] - time.monotonic()))
+            time.sleep(max(0.0, look.began_s + number * how.interval_s - time.monotonic()))
         look.sample(every=number == 0)
-        if number == 0 and ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:
+        if number == 0 and how.samples > 1 and how.interval_s >= _LONG_S:
             for watched in look.watched():  # keeps these if interrupted during a long pause
                 tell(watched)
-    if ask["samples"] > 1:
-        until = look.began_s + min(ask["longest_s"], ask["left_s"])
-        while (pause_s := min(look.missing_s(ask["longest_s"]), until - time.monotonic())) > 0:
+    if how.samples > 1:
+        until = look.began_s + min(how.longest_s, left_s)
+        while (pause_s := min(look.missing_s(how.longest_s), until - time.monotonic())) > 0:
             time.sleep(min(pause_s, _STEP_S))
             look.sample()
-    if ask["native"]:
+    if how.native:
         look.sample(every=True, native=True)
     look.end()
     for watched in look.watched():
@@ -75,13 +109,12 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
 class _Look:
     """The samples of all processes of a node."""
 
-    def __init__(
-        self, pids: list[int], once: set[int], ranks: list[int], libraries: list[str], options: SampleOptions
-    ) -> None:
-        self._pids, self._once, self._options, self._libraries = pids, once, options, libraries
-        self._named = [re.compile(name) for name in libraries]
-        self._ranks = [pid for pid in ranks if pid in set(pids)]
-        self._taken: dict[int, list[Sample]] = {pid: [] for pid in pids}
+    def __init__(self, chosen: Sampled, options: SampleOptions) -> None:
+        self._pids, self._once, self._options = list(chosen.pids), set(chosen.once), options
+        self._libraries = chosen.libraries
+        self._named = [re.compile(name) for name in chosen.libraries]
+        self._ranks = [pid for pid in chosen.heads if pid in set(chosen.pids)]
+        self._taken: dict[int, list[Sample]] = {pid: [] for pid in chosen.pids}
         self._places: dict[int, list[Places]] = {}
         self._activity: dict[int, Activity] = {}
         self.began_s = time.monotonic()

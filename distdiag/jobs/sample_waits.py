@@ -9,14 +9,10 @@ from distdiag.facts import blocked_threads, machine, procs
 from distdiag.facts.blocked_threads import Blocked, Thread
 from distdiag.facts.descriptors import Look
 from distdiag.facts.socket_owners import Network, PeerProcess, networks, peer_processes
-from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
-
-__all__ = ["facts", "more"]
+    from collections.abc import Callable, Iterator, Sequence
 
 _SWITCHES = ("voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 _WAITERS = 8
@@ -33,12 +29,12 @@ class Reply:
     peer_processes: tuple[PeerProcess, ...] = ()
 
 
-def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
-    """Sample every thread of processes twice: {"pids", "interval_s": between the samples}."""
-    pids, reader = list(ask["pids"]), Look()
+def sample(pids: Sequence[int], tell: Callable[[Reply], None]) -> None:
+    """Sample every thread of processes twice."""
+    reader = Look()
     began = time.monotonic()
     first = {pid: _ran(pid) for pid in pids}
-    time.sleep(max(0.0, began + ask["interval_s"] - time.monotonic()))
+    time.sleep(max(0.0, began + SAMPLED_S - time.monotonic()))
     mentioned: set[int] = set()
     for pid in pids:
         process = _process(pid, first[pid], reader)

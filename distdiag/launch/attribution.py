@@ -10,6 +10,7 @@ from distdiag.cluster.hosts import fold
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
+from distdiag.ids import Shared
 from distdiag.knowledge import logs
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -195,7 +196,7 @@ def _cut(
     seen_by = f" (seen by {fold(witnesses)})" if witnesses else ""
     which = f"{'of' if witnesses else 'between'} {fold(accused)}"
     return Finding(
-        id=f"{request.command}.connections-cut",
+        id=Shared.CONNECTIONS_CUT.of(request.command),
         level=Level.FAIL,
         title=f"connections {which} were cut after data had been exchanged{seen_by}",
         detail="No rank was lost. The connections were open and were cut midway: by a firewall, a proxy or a "

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 
+from distdiag.agent.protocol import Fields
 from distdiag.facts import machine, pcie
 
 TYPE_CHECKING = False
@@ -31,14 +32,20 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, cuda.h
 _NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
 
 
-def facts(ask: dict[str, Any]) -> dict[str, Any]:
-    """Read this node: distdiag.launch.types.NodeFacts. {"gpus": False} skips the driver."""
+class Ask(Fields):
+    """Without `gpus`, the driver is skipped. Not a dataclass, see distdiag.agent.protocol."""
+
+    gpus: bool
+
+
+def facts(ask: Ask) -> dict[str, Any]:
+    """Read this node: distdiag.launch.types.NodeFacts."""
     shm = machine.shared_memory_bytes()
     return {
         "host": machine.host_name(),
         "kernel": os.uname().release,
         "python": sys.executable,
-        "gpus": find_gpus() if ask["gpus"] else _NO_DRIVER,
+        "gpus": find_gpus() if ask.gpus else _NO_DRIVER,
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "memory_available_bytes": machine.available_memory_bytes(),
         "shm_free_bytes": shm[0] if shm else None,

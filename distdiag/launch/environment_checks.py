@@ -11,6 +11,7 @@ from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.wording import format_size
+from distdiag.ids import FindingId, Id, Shared
 from distdiag.launch.types import Backend, Device
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -35,11 +36,11 @@ def about_hosts(scene: Inventory) -> list[Finding]:
     found = host_findings(scene.refusals, scene.rows)
     if scene.duplicates:
         names = fold(scene.duplicates)
-        found.append(_info("hosts.duplicate", f"listed more than once, used once: {names}", hosts=scene.duplicates))
+        found.append(_info(Id.HOSTS_DUPLICATE, f"listed more than once, used once: {names}", hosts=scene.duplicates))
     for left_out, kept in scene.twins:
         found.append(
             Finding(
-                id="hosts.same-machine",
+                id=Id.HOSTS_SAME_MACHINE,
                 level=Level.WARN,
                 title=f"{left_out} is the same machine as {kept}: its ranks were started once",
                 where=Where(hosts=(left_out, kept)),
@@ -54,16 +55,16 @@ def surroundings(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> li
     found = []
     if (fault := request.injected) is not None:
         injected = f"injected fault: {fault.words} (--inject {fault.option})"
-        found.append(_info(f"{request.command}.injected", injected))
+        found.append(_info(Shared.INJECTED.of(request.command), injected))
     if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
         driver = any(place.facts.gpus.driver_present for place in places)
         hidden = " (CUDA_VISIBLE_DEVICES hides them)" if driver else ""
         where = fold(place.host for place in places)
         cpu_only = f"no GPU is visible on {where}{hidden}: tested gloo on the CPU, not GPUs or NCCL"
-        found.append(_info(f"{request.command}.cpu-only", cpu_only))
+        found.append(_info(Shared.CPU_ONLY.of(request.command), cpu_only))
     if plan.nproc == 1:
         alone = "a single rank: nothing was sent, so links between GPUs were not tested"
-        found.append(_info(f"{request.command}.single-rank", alone))
+        found.append(_info(Shared.SINGLE_RANK.of(request.command), alone))
     return [*found, *_small_shm(request, plan, places)]
 
 
@@ -76,7 +77,7 @@ def _small_shm(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list
             small.setdefault((free, total), []).append(place.host)
     return [
         Finding(
-            id=f"{request.command}.shm-small",
+            id=Shared.SHM_SMALL.of(request.command),
             level=Level.WARN,
             title=f"/dev/shm on {fold(hosts)} has {format_size(free)} of {format_size(total)} free",
             detail="NCCL inside a node and DataLoader workers need it; when it is full they die with SIGBUS.",
@@ -103,7 +104,7 @@ def nodes_that_differ(request: Request, places: Sequence[NodeSlot], traces: Sequ
     return [
         *(
             Finding(
-                id=f"{request.command}.nodes-differ",
+                id=Shared.NODES_DIFFER.of(request.command),
                 level=Level.INFO if difference.fact in _OFTEN_DIFFER else Level.WARN,
                 title=f"nodes differ in {difference}",
                 where=Where(hosts=difference.odd_hosts),
@@ -138,7 +139,7 @@ def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> li
             networks[meeting.hosts[node]] = {"network": str(ipaddress.ip_interface(own.addresses[0]).network)}
     return [
         Finding(
-            id=f"{request.command}.networks-differ",
+            id=Shared.NETWORKS_DIFFER.of(request.command),
             level=Level.INFO,
             title=f"nodes differ in {difference}",
             detail="They reach each other through a router. InfiniBand, RoCE or EFA cards of nodes that were not "
@@ -157,7 +158,7 @@ def hangs(request: Request, places: Sequence[NodeSlot]) -> Finding | None:
         return None
     (difference,) = (found for found in differences(_variables_of(places)) if found.fact == _DEBUG)
     return Finding(
-        id=f"{request.command}.debug-differs",
+        id=Shared.DEBUG_DIFFERS.of(request.command),
         level=Level.FAIL,
         title=f"{difference}: torch hangs when this differs",
         detail="With DETAIL torch compares each collective across ranks before it runs; ranks that have it set wait "
@@ -174,7 +175,7 @@ def _variables_differ(request: Request, places: Sequence[NodeSlot]) -> list[Find
     """Compare the variables of NCCL, Gloo and torch; interface and card names and log levels may differ."""
     return [
         Finding(
-            id=f"{request.command}.nodes-differ",
+            id=Shared.NODES_DIFFER.of(request.command),
             level=Level.INFO if any(word in difference.fact for word in _MAY_DIFFER) else Level.WARN,
             title=f"environments differ in {difference}",
             where=_where_of(difference.odd_hosts, places),
@@ -202,7 +203,7 @@ def _where_of(labels: Sequence[str], places: Sequence[NodeSlot]) -> Where:
     return Where(hosts=tuple(dict.fromkeys(named)))
 
 
-def _info(id_: str, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
+def _info(id_: FindingId, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
     return Finding(id=id_, level=Level.INFO, title=title, where=Where(hosts=hosts))
 
 

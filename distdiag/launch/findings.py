@@ -9,6 +9,7 @@ from distdiag.cluster.rank_runs import Outcome
 from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
 from distdiag.facts.programs import signal_name
+from distdiag.ids import Shared
 from distdiag.knowledge import logs
 from distdiag.launch import attribution
 from distdiag.launch.attribution import is_at_work
@@ -54,7 +55,7 @@ def _died(how: str, group: list[RankTimeline], request: Request) -> Finding:
     was = "" if how.startswith("exited") else "was " if len(group) == 1 else "were "
     known = logs.recognise(first.ending.tail)
     return Finding(
-        id=f"{request.command}.rank-died",
+        id=Shared.RANK_DIED.of(request.command),
         level=Level.FAIL,
         title=f"{who(group)} {was}{how} in stage {stage} ({doing})",
         detail=known.means if known else "",
@@ -111,7 +112,7 @@ def missing(parts: Attribution, traces: list[RankTimeline], request: Request, co
     hung = ("was behind" if len(late) == 1 else "were behind") if interrupted else "hung"
     return [
         Finding(
-            id=f"{request.command}.rank-missing",
+            id=Shared.RANK_MISSING.of(request.command),
             level=Level.UNKNOWN if interrupted else Level.FAIL,
             title=f"{who(late)} {hung} in stage {stage} ({doing}): {why_missing(late[0])}",
             detail=f"No rank made progress for {course.stalled_s:.0f} s{others}.",
@@ -134,7 +135,7 @@ def _still_at_work(late: list[RankTimeline], slow: list[RankTimeline], request: 
     stage, doing = place(late[0])
     busy = f"{name_ranks(trace.rank for trace in slow)} {'was' if len(slow) == 1 else 'were'} at work"
     return Finding(
-        id=f"{request.command}.rank-missing",
+        id=Shared.RANK_MISSING.of(request.command),
         level=Level.UNKNOWN,
         title=f"{who(late)} made no progress in stage {stage} ({doing}) for {course.stalled_s:.0f} s: "
         f"{why_missing(late[0])}; {busy}, so it may only be slow",
@@ -249,7 +250,7 @@ def standstill(parts: Attribution, traces: list[RankTimeline], request: Request,
         fix = Fix(text="the stack shows where; if it is only slow, increase --timeout", commands=(longer,))
     return [
         Finding(
-            id=f"{request.command}.all-waiting" if waiting else f"{request.command}.all-busy",
+            id=Shared.ALL_WAITING.of(request.command) if waiting else Shared.ALL_BUSY.of(request.command),
             level=Level.UNKNOWN if busy else Level.FAIL,
             title=title,
             detail=detail,
@@ -269,7 +270,7 @@ def _no_answer(
     which = f"{'of' if witnesses else 'between'} {fold(accused)}"
     seen_by = f" (seen by {fold(witnesses)})" if witnesses else ""
     return Finding(
-        id=f"{request.command}.all-waiting",
+        id=Shared.ALL_WAITING.of(request.command),
         level=Level.FAIL,
         title=f"connections {which} no longer get an answer{seen_by}: all ranks are waiting in stage {stage} "
         f"({doing}), no progress for {course.stalled_s:.0f} s",
@@ -305,7 +306,7 @@ def nodes_lost(parts: Attribution, traces: list[RankTimeline], request: Request,
             by_reason.setdefault(trace.lost, []).append(trace)
     return [
         Finding(
-            id=f"{request.command}.node-lost",
+            id=Shared.NODE_LOST.of(request.command),
             level=Level.FAIL,
             title=f"lost contact with {fold(dict.fromkeys(trace.host for trace in group))} during the test: {reason}",
             detail=f"Last seen: {_last_seen(group)}.",
@@ -338,7 +339,7 @@ def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
     if foreign:
         title += f', which answers "{taken.answer}"'
     return Finding(
-        id=f"{request.command}.port-foreign" if foreign else f"{request.command}.port-taken",
+        id=Shared.PORT_FOREIGN.of(request.command) if foreign else Shared.PORT_TAKEN.of(request.command),
         level=Level.FAIL,
         title=title,
         detail="No rank was started: rank 0 could not listen there.",
@@ -354,7 +355,7 @@ def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
 def not_started(error: DistdiagError, request: Request) -> Finding:
     """Return why no rank could be started, in a run on several nodes."""
     return Finding(
-        id=f"{request.command}.not-started",
+        id=Shared.NOT_STARTED.of(request.command),
         level=Level.UNKNOWN,
         title=f"no rank was started: {error}",
         fix=Fix(text=error.hint) if error.hint else None,
@@ -372,7 +373,7 @@ def unsupported_archs(traces: list[RankTimeline], request: Request) -> list[Find
                 groups.setdefault((f"{started['device_name']} ({capability})", " ".join(archs)), []).append(trace)
     return [
         Finding(
-            id=f"{request.command}.arch-unsupported",
+            id=Shared.ARCH_UNSUPPORTED.of(request.command),
             level=Level.FAIL,
             title=f"{who(group)}: torch has no code for its GPU, {gpu}",
             where=where(group),

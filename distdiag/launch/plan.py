@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
+from distdiag.ids import Shared
 from distdiag.launch.record import Allocation, Plan
 from distdiag.launch.types import MOST_RANKS, Backend, Device
 from distdiag.report import Finding, Fix, Level, Where
@@ -83,7 +84,7 @@ def _share(request: Request, place: NodeSlot, first_rank: int, *, on_cuda: bool)
 def _driver_trouble(request: Request, broken: Sequence[NodeSlot]) -> Finding:
     hosts = tuple(place.host for place in broken)
     return Finding(
-        id=f"{request.command}.cuda-unavailable",
+        id=Shared.CUDA_UNAVAILABLE.of(request.command),
         level=Level.FAIL,
         title=f"the NVIDIA driver of {fold(hosts)} does not work: {broken[0].facts.gpus.error}",
         detail="No rank was started: none could use a GPU there.",
@@ -112,7 +113,7 @@ def _too_few_gpus(request: Request, place: NodeSlot, places: Sequence[NodeSlot],
         title = f"{place.host} has {counted(gpus, 'visible GPU')}, but nccl needs one per rank ({nproc} ranks)"
         fix = Fix(text="start one rank per GPU", commands=(request.again(nproc=str(gpus)),))
     return Finding(
-        id=f"{request.command}.too-few-gpus",
+        id=Shared.TOO_FEW_GPUS.of(request.command),
         level=Level.FAIL,
         title=title,
         detail="No rank was started.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.unreached_hosts import summary_of
 from distdiag.diagnosis.connectivity import Case, path_findings
+from distdiag.ids import Shared
 from distdiag.launch import findings, rank_errors
 from distdiag.launch.attribution import attribute, cut
 from distdiag.launch.environment_checks import (
@@ -240,7 +241,7 @@ def paused(
     why = "its CPU quota was used up" if throttled and throttled == stopped else why
     return [
         Finding(
-            id=f"{request.command}.rank-paused",
+            id=Shared.RANK_PAUSED.of(request.command),
             # A busy machine is not a fault of the rank.
             level=Level.FAIL if stopped else Level.WARN,
             title=f"{who(named)} did not run for {share:.0%} of the time: {why}",

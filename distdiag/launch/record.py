@@ -10,6 +10,7 @@ from distdiag.cluster.rank_runs import Outcome, RankTimeline  # noqa: TC001
 from distdiag.cluster.rendezvous_test import RendezvousTest  # noqa: TC001
 from distdiag.cluster.start_fleet import Agent
 from distdiag.facts import machine
+from distdiag.launch.collect import Ask
 from distdiag.launch.types import Backend, Device, NodeFacts, Request
 from distdiag.report import Finding  # noqa: TC001
 
@@ -161,6 +162,6 @@ class Job(Generic[Asked, Data]):
         return Agent(
             collect="distdiag.launch.collect",
             facts=NodeFacts,
-            ask={"gpus": self.request.device is not Device.CPU},
+            ask=Ask(gpus=self.request.device is not Device.CPU),
             rank=self.rank,
         )

@@ -23,6 +23,7 @@ from distdiag.cluster.transports.join import JoinTransport, name_of
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import machine
 from distdiag.facts.rank_identity import Identity, contradiction, nested_tasks
+from distdiag.ids import Shared
 from distdiag.launch import rank_report
 from distdiag.launch.collect import master_addr_leads_elsewhere
 from distdiag.launch.record import Inventory, NodeSlot, NotStarted, SavedRun
@@ -233,7 +234,7 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
     reasons = dict.fromkeys(refusal.message for refusal in fleet.refusals.values())
     return [
         Finding(
-            id=f"{request.command}.rank-missing",
+            id=Shared.RANK_MISSING.of(request.command),
             level=Level.FAIL,
             title=f"{name_ranks(late)} of {me.world_size} never connected: {'; '.join(reasons)}",
             detail=f"According to {_launcher(me)} there are {me.world_size} ranks. {len(connected)} connected, on "
@@ -253,7 +254,7 @@ def _led_elsewhere(me: Identity, late: list[int], request: Request) -> Finding:
     """Return a MASTER_ADDR that leads the other ranks to a host without rank 0."""
     address, here = os.environ["MASTER_ADDR"], machine.host_name()
     return Finding(
-        id=f"{request.command}.rank-variables",
+        id=Shared.RANK_VARIABLES.of(request.command),
         level=Level.FAIL,
         title=f"MASTER_ADDR={address} is not {here}, where rank 0 runs: "
         f"{name_ranks(late)} of {me.world_size} never connected",
@@ -269,7 +270,7 @@ def _doubles(transport: JoinTransport, request: Request) -> list[Finding]:
     ranks = sorted(set(transport.doubles))
     return [
         Finding(
-            id=f"{request.command}.rank-double",
+            id=Shared.RANK_DOUBLE.of(request.command),
             level=Level.FAIL,
             title=f"more than one process claims to be {name_ranks(ranks)}",
             detail="They would wait for the other ranks forever, or mix their data.",
@@ -285,7 +286,7 @@ def _contradiction(request: Request) -> Finding | None:
         return None
     launcher, plain = found
     return Finding(
-        id=f"{request.command}.rank-variables",
+        id=Shared.RANK_VARIABLES.of(request.command),
         level=Level.WARN,
         title=f"RANK={plain.rank} WORLD_SIZE={plain.world_size} in the environment, but {launcher.launcher} set rank "
         f"{launcher.rank} of {launcher.world_size}",
@@ -309,7 +310,7 @@ def _stale_variables(request: Request, scene: Inventory) -> Finding | None:
     ranks = {name: [int(place.node.rpartition(" ")[2]) for place in those] for name, those in groups.items()}
     listed = "; ".join(f"{name} in {name_ranks(those)}" for name, those in ranks.items())
     return Finding(
-        id=f"{request.command}.rank-variables",
+        id=Shared.RANK_VARIABLES.of(request.command),
         level=Level.WARN,
         title=f"the environment contradicts the launcher: {listed}",
         detail="A script that reads these variables runs as the wrong rank, or waits for a node that is not in the "
@@ -343,7 +344,7 @@ def _launcher(me: Identity) -> str:
 
 def _nested(me: Identity, tasks: int, request: Request) -> Finding:
     return Finding(
-        id=f"{request.command}.nested-launchers",
+        id=Shared.NESTED_LAUNCHERS.of(request.command),
         level=Level.FAIL,
         title=f"mpirun runs in each of the {tasks} tasks of an srun step: {tasks} copies of a {me.world_size}-rank job",
         detail="No test was run: the copies would compete for the same GPUs.",

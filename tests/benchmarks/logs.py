@@ -59,7 +59,7 @@ def _own(case: Case) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "job.log")
         path.write_bytes(case.text)
-        reader = Reader({"patterns": for_nodes()})
+        reader = Reader(for_nodes())
         reader.read(str(path))
     report = diagnose(Request(program="distdiag", cluster=Cluster()), Gathered(facts=[reader.found()]))
     finding = report.findings[0]

@@ -124,7 +124,8 @@ def test_one_rank_alone_and_facts_that_cannot_be_kept(tmp_path: Path) -> None:
     result = bench("--nproc", "1", "--op", "all_reduce,sendrecv", "--sizes", "1KiB", "--save", str(tmp_path))
     assert (rows(result)[0]["busbw_bytes_per_s"], rows(result)[1]["time_s"]) == (0.0, None)
     # The measured rows are still reported; the failure to save them is a finding.
-    assert (result.code, result.findings["not-saved"]["level"]) == (3, "unknown")
+    levels = {one["id"]: one["level"] for one in result.report["findings"]}
+    assert (result.code, levels["distdiag.not-saved"]) == (3, "unknown")
     assert rows(result)[0]["time_s"]
 
 

@@ -21,7 +21,7 @@ from distdiag import output
 from distdiag.cluster.targets import Cluster
 from distdiag.diagnosis.flight_recorder.diagnose import diagnose
 from distdiag.diagnosis.flight_recorder.types import Request
-from distdiag.facts.flight_recorder.collect import NodeDumps, Pipe, more
+from distdiag.facts.flight_recorder.collect import Ask, NodeDumps, Pipe, more
 from distdiag.gathered import Gathered
 from distdiag.pages import make_page
 
@@ -76,7 +76,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 def read(*paths: Path) -> NodeDumps:
     parts: list[Any] = []
-    more({"paths": list(map(str, paths)), "trigger": False, "wait_s": 0}, parts.append)
+    more(Ask(list(map(str, paths))), parts.append)
     import msgspec
 
     dumps = [dump for part in parts if isinstance(part, dict) for dump in part["dumps"]]

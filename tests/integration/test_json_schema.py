@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +23,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECORDED = Path(__file__).parent.parent / "recorded"
 SAMPLES = Path(__file__).parent.parent / "samples"
 SCHEMA = jsonschema.Draft202012Validator(json.loads((DOCS / "reference/distdiag-1.schema.json").read_text()))
-IDS = re.compile(
-    "|".join(
-        re.escape(name).replace("…", "[A-Za-z0-9_.-]+")
-        for name in re.findall(r"^\| `([^`]+)`", (DOCS / "reference/finding-ids.md").read_text(), re.MULTILINE)
-        if not name.partition(".")[2].startswith("…")  # those would accept everything
-    )
-)
 COMMANDS = [
     name
     for sub in _SUBCOMMANDS
@@ -43,8 +35,6 @@ def check(text: str, status: int) -> dict[str, Any]:
     document = json.loads(text)
     SCHEMA.validate(document)
     assert document["exit_code"] == status
-    if "error" not in document:
-        assert [each["id"] for each in document.get("findings", ()) if not IDS.fullmatch(each["id"])] == []
     return dict(document)
 
 
@@ -155,13 +145,3 @@ def test_the_schema_refuses_what_is_not_a_report() -> None:
 def test_the_data_of_every_command_is_described() -> None:
     without_report = {"demo", "skill", "config", "trace py", "kill-switch on", "kill-switch off", "kill-switch status"}
     assert set(COMMANDS) - without_report <= set(make_docs._DATA)
-
-
-def test_the_list_of_ids_is_no_pattern_for_everything() -> None:
-    assert IDS.fullmatch("hang.not-in-collective")
-    assert not IDS.fullmatch("hang.never-seen")
-    assert set(make_docs.finding_ids()) >= {
-        "gpu-test.rank-missing",
-        "logs.first-failure",
-        "cuda-env.toolkit.torch-mismatch",
-    }

@@ -172,9 +172,9 @@ LAUNCHES = (
     "ranks = [subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1) for _ in range(2)]; input('ready\\n')"
 )
 LOOKS = (
-    "import json, os, pwd; from dataclasses import asdict; from distdiag.jobs.collect import facts; "
+    "import json, os, pwd; from dataclasses import asdict; from distdiag.jobs.collect import Ask, facts; "
     "os.setgroups([]); os.setgid(65534); os.setuid(65534); "
-    "print(json.dumps(asdict(facts({'pids': [], 'user': ''}))))"
+    "print(json.dumps(asdict(facts(Ask()))))"
 )
 
 

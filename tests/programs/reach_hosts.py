@@ -16,6 +16,7 @@ from pathlib import Path
 from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import Cluster, find_targets
 from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.launch.collect import Ask
 from distdiag.launch.types import NodeFacts
 
 
@@ -26,7 +27,7 @@ def largest_rss_mib() -> int:
     return int(found[1]) >> 10
 
 
-_AGENT = Agent(collect="distdiag.launch.collect", facts=NodeFacts, ask={"gpus": False})
+_AGENT = Agent(collect="distdiag.launch.collect", facts=NodeFacts, ask=Ask(gpus=False))
 
 
 def main() -> None:

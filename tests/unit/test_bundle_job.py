@@ -52,12 +52,12 @@ def test_the_only_job_with_ranks_is_taken_and_no_other_process() -> None:
     assert in_words(job.processes[0]) == "pids 101, 102; launcher 100"
     for request in (REQUEST, replace(REQUEST, job=job.name)):
         asked = _ask(request, everything)
-        assert (asked["ranks"], asked["launchers"]) == ([(101, 0), (102, 1)], [100])
+        assert (asked.ranks, asked.launchers) == ([(101, 0), (102, 1)], [100])
 
 
 def test_a_process_without_a_rank_is_no_job() -> None:
     assert taken_job(REQUEST, [host(NOTEBOOK)]) is None
-    assert _ask(REQUEST, host(NOTEBOOK))["ranks"] == []
+    assert _ask(REQUEST, host(NOTEBOOK)).ranks == []
 
 
 def test_of_several_jobs_none_is_taken_unless_it_is_named() -> None:
@@ -79,7 +79,7 @@ def test_ranks_that_look_for_each_other_in_different_places_are_one_job() -> Non
     job = taken_job(REQUEST, [strayed])
     assert job is not None
     assert (job.name, job.processes[0].ranks) == ("", (101, 201))
-    assert [pid for pid, _ in _ask(REQUEST, strayed)["ranks"]] == [101, 201]
+    assert [pid for pid, _ in _ask(REQUEST, strayed).ranks] == [101, 201]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from distdiag.agent.tcp_probe import ProbeResult, Target, TcpProbe
+from distdiag.agent.tcp_probe import _VERDICTS, ProbeResult, Target, TcpProbe
 from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Inspection, Payload, StuckSocket
-from distdiag.cluster.rendezvous_test import NetworkPath, RendezvousTest
+from distdiag.cluster.rendezvous_test import NetworkPath, PathTest, RendezvousTest
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
 from distdiag.diagnosis.connectivity import Case, path_findings
+from distdiag.diagnosis.finding_ids import declared
 from distdiag.facts import sockets
 from distdiag.facts.network import Names, Network
 from distdiag.facts.nics import Nic
@@ -151,6 +152,21 @@ def test_what_a_nodes_own_kernel_refuses_is_its_own_and_no_firewall(verdict: str
     assert found.witnesses.hosts == ("node1",)
     assert found.fix is not None
     assert not any("nft" in command or "allow TCP" in found.fix.text for command in found.fix.commands)
+
+
+@pytest.mark.parametrize("verdict", _VERDICTS)
+def test_each_answer_of_all_paths_gives_declared_ids(verdict: str) -> None:
+    hosts = ("n0", "n1", "n2")
+    ends = [(source, target) for source in hosts for target in hosts if source != target]
+    paths = [
+        NetworkPath(source=source, target=target, purpose=purpose, probe=probe(verdict))
+        for source, target in ends
+        for purpose in ("port", "ranks")
+    ]
+    test = PathTest(hosts={host: host for host in hosts}, networks={}, addresses={}, paths=paths)
+    found = path_findings(Case(command="ports", test=test, head="n0"))
+    assert {str(finding.id) for finding in found} <= declared().keys()
+    assert found or verdict == "ok"
 
 
 def test_a_node_that_is_too_busy_to_answer_is_no_firewall() -> None:

@@ -233,7 +233,7 @@ def test_a_rank_is_read_as_it_is(tmp_path: Path, started: Callable[..., subproce
     if rank.folder is not None:
         assert rank.folder.path == str(tmp_path)
         assert (rank.folder.free_bytes or 0) > 0
-    by_id = {one.id: one for one in setup_findings({"n1": facts})}
+    by_id = {str(one.id): one for one in setup_findings({"n1": facts})}
     assert by_id["core-bt.setup-filter"].level is Level.FAIL
     assert by_id["core-bt.setup-gone"].level is Level.UNKNOWN
     if facts.pattern is not None and facts.pattern.kind in (PatternKind.RELATIVE, PatternKind.ABSOLUTE):
@@ -341,7 +341,7 @@ def test_the_same_on_many_nodes_is_said_once_and_commands_fit_who_may() -> None:
         )
         for host, rank in (("n1", 0), ("n2", 2))
     }
-    found = {one.id: one for one in setup_findings(nodes)}
+    found = {str(one.id): one for one in setup_findings(nodes)}
     limit, overwrites = found["core-bt.setup-limit"], found["core-bt.setup-overwrites"]
     assert (limit.where.hosts, limit.where.ranks, limit.where.pids) == (("n1", "n2"), (0, 1, 2, 3), ())
     assert "srun --propagate=CORE python train.py" in _commands(limit)

@@ -127,10 +127,9 @@ def test_a_new_finding_id_makes_the_page_stale(tmp_path: Path) -> None:
         )
 
     assert check().returncode == 0
-    findings = tmp_path / "distdiag/commands/ports/node_findings.py"
-    findings.write_text(
-        findings.read_text() + '\n_NEW = Finding(id=f"{COMMAND}.never-seen", level=Level.FAIL, title="new")\n'
-    )
+    ids = tmp_path / "distdiag/ids.py"
+    new = '    PORTS_NEW = "ports.new", "fail", "new"\n'
+    ids.write_text(ids.read_text().replace('    USAGE = "usage"', f'{new}    USAGE = "usage"'))
     done = check()
     assert done.returncode == 1
     assert "docs/reference/finding-ids.md" in done.stderr

@@ -20,9 +20,9 @@ from distdiag.commands.doctor.collect import Clock, Disks, Gpus, Jobs, KernelLog
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.paths import NodePaths
 from distdiag.commands.doctor.subcommand import _with_clock
-from distdiag.commands.doctor.symptoms import checks
 from distdiag.commands.doctor.types import NodeDoctor, Request
 from distdiag.commands.doctor.view import doctor_view, metrics
+from distdiag.diagnosis.finding_ids import checks
 from distdiag.facts import gpu_health, kernel_signs, link_counters, nfs
 from distdiag.facts.cgroups import Cgroup
 from distdiag.facts.cuda.driver import Answer, Driver, Gpu
@@ -657,13 +657,13 @@ def test_a_full_mount_that_no_job_writes_to_is_no_fault() -> None:
 
 def test_every_symptom_can_be_chosen_and_every_row_is_used() -> None:
     table = tomllib.loads(resources.files("distdiag.knowledge").joinpath("doctor_symptoms.toml").read_text("utf-8"))
-    assert {row.get("id", row["name"]) for row in table["symptom"]} <= checks().keys()
+    assert {row.get("id", row["name"]) for row in table["symptom"]} <= checks("doctor").keys()
     folder = Path(distdiag.commands.doctor.__file__).parent
     source = "".join(file.read_text() for file in folder.glob("*.py"))
     unused = [row["name"] for row in table["symptom"] if f'"{row["name"]}"' not in source]
     assert all(name.startswith("log.") for name in unused)
     made = re.findall(r'id="([a-z.-]+)"', source)
-    assert set(made) <= checks().keys()
+    assert set(made) <= checks("doctor").keys()
 
 
 def test_metrics_are_what_node_exporter_reads() -> None:

@@ -326,7 +326,7 @@ def test_gpus_as_nvidia_smi_prints_them(printed: str, name: str) -> None:
 
 @pytest.mark.parametrize(("micro", "level", "percent"), [(128, Level.INFO, "8%"), (12, Level.WARN, "48%")])
 def test_the_bubble_of_a_pipeline_follows_from_its_micro_batches(micro: int, level: Level, percent: str) -> None:
-    found = {finding.id: finding for finding in diagnose(replace(BLOOM, accumulate=micro), None, None).findings}
+    found = {str(finding.id): finding for finding in diagnose(replace(BLOOM, accumulate=micro), None, None).findings}
     bubble = found["estimate.pipeline-bubble"]
     assert (bubble.level, percent in bubble.title) == (level, True), bubble.title
     assert "estimate.pipeline-bubble" not in {each.id for each in diagnose(BLOOM, None, None).findings}

@@ -16,6 +16,7 @@ from support import distdiag
 
 from distdiag import cli, lazy_typer
 from distdiag.errors import DistdiagError
+from distdiag.ids import RowId
 from distdiag.output import Output, deliver
 from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def report_with(*levels: Level, interrupted: bool = False) -> Report[None]:
     findings = tuple(
         Finding(
-            id=f"test.{number}",
+            id=RowId(f"test.{number}"),
             level=level,
             title="[rank0] is [red]odd[/red]",
             where=Where(ranks=(0,)),
@@ -306,3 +307,18 @@ def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(pa
     parameters = lazy_typer.load(sub, (), lazy_typer.Invocation(())).params
     named = {option: parameter.name for parameter in parameters for option in parameter.opts}
     assert named.get("--json", "as_json") == "as_json"
+
+
+def test_findings_are_left_out_by_id_and_the_verdict_is_that_of_the_others() -> None:
+    whole = json.loads(distdiag("core-bt", "--check-setup", "--json").out)
+    ids = list(dict.fromkeys(finding["id"] for finding in whole["findings"]))
+    assert ids
+    ignored = [word for id_ in ids for word in ("--ignore", f"{id_.partition('.')[2]}=known")]
+    less = json.loads(distdiag("core-bt", "--check-setup", "--json", *ignored).out)
+    assert (less["verdict"], less["exit_code"], less["findings"]) == ("ok", 0, [])
+    assert all(f"{id_} (known)" in less["summary"] for id_ in ids)
+    only = json.loads(distdiag("core-bt", "--check-setup", "--json", "--only", ids[0]).out)
+    assert {finding["id"] for finding in only["findings"]} == {ids[0]}
+    wrong = distdiag("core-bt", "--check-setup", "--only", "setup")
+    assert wrong.code == 2
+    assert "'setup' is not a finding id" in wrong.err

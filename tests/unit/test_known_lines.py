@@ -215,7 +215,7 @@ WENT_ON = (
 def judged(tmp_path: Path, text: str) -> Report[Logs]:
     path = tmp_path / "job.log"
     path.write_text(text)
-    reader = Reader({"patterns": for_nodes()})
+    reader = Reader(for_nodes())
     reader.read(str(path))
     return diagnose(Request(program="distdiag", cluster=Cluster()), Gathered(facts=[reader.found()]))
 
@@ -315,7 +315,7 @@ def test_a_file_named_after_a_rank_does_not_rename_others(tmp_path: Path) -> Non
     path.write_text(
         '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/a.py", line 1, in f\n[rank1]: ValueError: x\n'
     )
-    reader = Reader({"patterns": for_nodes()})
+    reader = Reader(for_nodes())
     reader.read(str(path))
     report = diagnose(Request(program="distdiag", cluster=Cluster()), Gathered(facts=[reader.found()]))
     assert report.findings[0].where.ranks == (1,)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def judged(*paths: Path) -> Report[Logs]:
-    reader = Reader({"patterns": for_nodes()})
+    reader = Reader(for_nodes())
     for path in paths:
         reader.read(str(path))
     return diagnose(Request(program="distdiag", cluster=Cluster()), Gathered(facts=[reader.found()]))

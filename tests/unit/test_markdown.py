@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from distdiag.ids import Id
 from distdiag.markdown import markdown
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 
 def made() -> str:
     finding = Finding(
-        id="hang.lock",
+        id=Id.HANG_LOCK,
         level=Level.FAIL,
         title="rank 2 waits in `load_batch` for <module> of [rank0]",
         detail="since *3 s*",

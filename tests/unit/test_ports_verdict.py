@@ -41,7 +41,7 @@ def test_a_host_name_that_is_loopback_is_a_remark_of_one_node_and_a_fault_of_sev
     (remark,) = diagnose(REQUEST, of(node("127.0.0.1"))).findings
     assert (remark.id, remark.level) == ("ports.gloo-ifname", "info")
     assert remark.title == "Gloo would use lo, which reaches no other node: the host name vm resolves to 127.0.0.1"
-    faults = {each.id: each for each in diagnose(REQUEST, of(node("127.0.0.1"), node("10.0.0.1"))).findings}
+    faults = {str(each.id): each for each in diagnose(REQUEST, of(node("127.0.0.1"), node("10.0.0.1"))).findings}
     fault = faults["ports.gloo-ifname"]
     assert (fault.level, fault.title) == ("fail", "n0: Gloo would use lo: only loopback: it reaches no other node")
     for finding in (remark, fault):

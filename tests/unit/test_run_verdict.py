@@ -42,7 +42,7 @@ def node(folder: Path, ends: tuple[tuple[int, int, float], ...] = _ENDS) -> Node
     log.write_text(
         'Traceback (most recent call last):\n  File "/job/train.py", line 13\nIndexError: index out of range in self\n'
     )
-    reader = Reader({"patterns": for_nodes()})
+    reader = Reader(for_nodes())
     reader.read_output(str(log), str(log), 1)
     ranks = tuple(
         RankRun(

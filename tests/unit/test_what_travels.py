@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import py_compile
@@ -15,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.agent import boot, connect_back, handshake, ranks
+from distdiag.agent import boot, connect_back, handshake, protocol, ranks
+from distdiag.agent.agent import call
 from distdiag.cluster import bootstrap, bundle
+from distdiag.jobs.picture import Ask
+from distdiag.jobs.sample_stacks import Sampled, Sampling
 
 ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 COMMANDS = {
@@ -49,6 +53,32 @@ def test_the_argument_that_srun_is_given_has_only_what_connects_back() -> None:
         script = bootstrap.script([boot.ARGUMENT_START, encoded], python=None, setup=None, needs_torch=needs_torch)
         assert len(script) < ARGUMENT_BYTES / 4
         assert script.count(encoded) == 1
+
+
+def test_a_request_arrives_as_the_type_that_the_collect_module_declares() -> None:
+    def more(ask: Ask, *others: object) -> tuple[object, ...]:
+        return ask, *others
+
+    sent = protocol.Collect(ask=Ask(["stacks"], 9.5, Sampling(samples=3, native=True), ranks=[(7, None)]))
+    order = protocol.read_order(sent.to_json())
+    assert isinstance(order, protocol.Collect)
+    arrived, other = call(more, order.ask, "tell")
+    assert [type(part) for part in (arrived, arrived.sampling, arrived.sampled)] == [Ask, Sampling, Sampled]
+    assert protocol.Collect(ask=arrived).to_json() == sent.to_json()
+    assert other == "tell"
+    assert call(more, sent.ask) == (sent.ask,), "rank 0 of a launcher has its agent in its own process"
+    assert call(lambda *others: others, None, "tell") == ("tell",)
+
+
+@pytest.mark.parametrize(
+    "module", sorted({modules[0] for modules in COMMANDS.values()} | {"distdiag.facts.flight_recorder.collect"})
+)
+def test_the_type_that_a_collect_module_declares_is_known_on_the_node(module: str) -> None:
+    collect = importlib.import_module(module)
+    functions = [getattr(collect, name) for name in ("facts", "more") if hasattr(collect, name)]
+    declared = [(function, function.__annotations__.get("ask")) for function in functions]
+    known = [getattr(sys.modules[function.__module__], kind) for function, kind in declared if kind is not None]
+    assert [kind for kind in known if isinstance(kind, type)] == known != []
 
 
 def test_a_payload_of_any_size_travels_over_the_connection() -> None:
@@ -150,7 +180,7 @@ def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> No
         f"sys.meta_path.insert(0, CarriedFinder({sources!r}))\n"
         "from distdiag.agent import connect_back, handshake, host_info\n"
         "from distdiag.launch import collect\n"
-        "handshake.Handshake('key'), host_info.hello(), collect.facts({'gpus': False})\n"
+        "handshake.Handshake('key'), host_info.hello(), collect.facts(collect.Ask(gpus=False))\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-S", "-"], input=order, capture_output=True, text=True, check=True)

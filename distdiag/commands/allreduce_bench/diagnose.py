@@ -13,6 +13,7 @@ from distdiag.commands.allreduce_bench.findings import short, speed
 from distdiag.commands.allreduce_bench.formulas import NO_PEER, bus_factor, is_in_place, shape_of
 from distdiag.commands.allreduce_bench.types import STAGES, USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
 from distdiag.diagnosis.wording import counted
+from distdiag.ids import Shared
 from distdiag.launch import rank_report
 from distdiag.launch.rank_report import paused, without_core
 from distdiag.report import Finding, Level, Report
@@ -208,15 +209,16 @@ def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Bench:
 
 def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Finding]:
     """Return a finding for each reason to skip rows."""
-    reasons: dict[tuple[str, str], list[SizeResult]] = {}
+    reasons: dict[tuple[Shared, str], list[SizeResult]] = {}
     for row in results:
         if row.skipped:
-            kind = "too-large" if "bytes" in row.skipped else "alone" if row.skipped == NO_PEER else "unsupported"
-            reasons.setdefault((kind, row.skipped if kind != "too-large" else ""), []).append(row)
+            kind = Shared.ALONE if row.skipped == NO_PEER else Shared.UNSUPPORTED
+            kind = Shared.TOO_LARGE if "bytes" in row.skipped else kind
+            reasons.setdefault((kind, row.skipped if kind is not Shared.TOO_LARGE else ""), []).append(row)
     found = [
         Finding(
-            id=f"{request.command}.{kind}",
-            level=Level.WARN if kind == "unsupported" else Level.INFO,
+            id=kind.of(request.command),
+            level=Level.WARN if kind is Shared.UNSUPPORTED else Level.INFO,
             title=f"not measured: {', '.join(f'{row.op} {short(row.size_bytes)}' for row in group)}",
             detail=group[0].skipped,
         )
@@ -224,7 +226,7 @@ def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Fin
     ]
     if results and all(row.skipped for row in results):
         nothing = "nothing could be measured"
-        found.append(Finding(id=f"{request.command}.nothing-measured", level=Level.UNKNOWN, title=nothing))
+        found.append(Finding(id=Shared.NOTHING_MEASURED.of(request.command), level=Level.UNKNOWN, title=nothing))
     return found
 
 

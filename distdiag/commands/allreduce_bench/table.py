@@ -12,6 +12,7 @@ from distdiag.commands.allreduce_bench.types import Bench, Expectation
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
 from distdiag.facts.rank_identity import identify
+from distdiag.ids import Shared
 from distdiag.knowledge.expectation import Judgement, Setting
 from distdiag.launch.types import Backend, Device, Versions
 from distdiag.report import Finding, Fix, Level, Report
@@ -81,7 +82,7 @@ def _verdict(request: Request, table: Baseline, row: Earlier) -> Expectation | N
 def _wrong(request: Request, table: Baseline) -> Iterator[Finding]:
     if table.wrong:
         yield Finding(
-            id=f"{request.command}.table-wrong",
+            id=Shared.TABLE_WRONG.of(request.command),
             level=Level.FAIL,
             title=f"{counted(table.wrong, 'result')} of the table have wrong data (#wrong)",
             detail="nccl-tests compared the elements that it received: a GPU, link or NIC changes data.",
@@ -111,7 +112,7 @@ def _unknown(request: Request, table: Baseline, verdict: Expectation | None) -> 
         title, fix = verdict.lines[-1], f"run {_LARGE}, or compare with a run on nodes that are known to be good"
         if table.nodes and table.nodes > 1 and request.nics_bytes_per_s is None:
             fix = "add the NICs of a node, for example --nics 8x400"
-    yield Finding(id=f"{request.command}.table-unjudged", level=Level.UNKNOWN, title=title, fix=Fix(text=fix))
+    yield Finding(id=Shared.TABLE_UNJUDGED.of(request.command), level=Level.UNKNOWN, title=title, fix=Fix(text=fix))
 
 
 def _summary(request: Request, table: Baseline, row: Earlier) -> str:

@@ -20,8 +20,7 @@ from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Callable, Sequence
 
 __all__ = ["facts", "more"]
 
@@ -43,6 +42,17 @@ _PLAIN = ("false", "true", "none", "default", "disabled", "enabled", "basic", "b
 _MOST_VALUE = 4096
 _MOST_ENVIRON = 2**20
 _MOST_OF_LIMITS = 8192
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The job's ranks, (pid, rank), and launchers. `tail_bytes`: to read of each log; `most_bytes`: of all."""
+
+    ranks: Sequence[tuple[int, int | None]]
+    launchers: Sequence[int]
+    logs: Sequence[str]
+    tail_bytes: int
+    most_bytes: int
 
 
 @dataclass(frozen=True)
@@ -106,20 +116,16 @@ class Part:
     logs: tuple[LogTail, ...] = ()
 
 
-def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
-    """Read this node.
-
-    {"pids", "ranks": [pid, rank or None], "launchers", "logs": paths, "tail": bytes of each log, "most": bytes of all
-    logs}
-    """
-    ranks = {int(pid): rank for pid, rank in ask["ranks"]}
-    pids = [*ranks, *ask["launchers"]]
+def more(ask: Ask, tell: Callable[[Part], None]) -> None:
+    """Read this node."""
+    ranks = dict(ask.ranks)
+    pids = [*ranks, *ask.launchers]
     read, late = deadlines.each(pids, lambda pid: _process(pid, ranks.get(pid)), patience_s=_WORTH_S)
     processes = [read[pid][0] for pid in pids if pid in read]
     processes += [RankProcess(pid, ranks.get(pid), error="/proc did not answer in time") for pid in late]
     secrets = {secret for _, own in read.values() for secret in own}
     paths = [word for process in processes for word in (*process.argv, process.folder, *process.environment.values())]
-    tell(Part(names=_names(pids, secrets, [*paths, *ask["logs"]]), ranks=tuple(processes)))
+    tell(Part(names=_names(pids, secrets, [*paths, *ask.logs]), ranks=tuple(processes)))
     tell(Part(machine=_machine()))
     _logs(ask, ranks, tell)
 
@@ -209,13 +215,13 @@ def _machine() -> Machine:
     )
 
 
-def _logs(ask: dict[str, Any], ranks: dict[int, int | None], tell: Callable[[Part], None]) -> None:
-    files, _ = job_output.find(ranks, ask["launchers"])
+def _logs(ask: Ask, ranks: dict[int, int | None], tell: Callable[[Part], None]) -> None:
+    files, _ = job_output.find(ranks, ask.launchers)
     wanted = {file.path: (file.open_as, file.rank) for file in files}
-    wanted.update((path, (path, None)) for path in ask["logs"])
+    wanted.update((path, (path, None)) for path in ask.logs)
     if not wanted:
         return
-    tail = max(4096, min(ask["tail"], ask["most"] // len(wanted)))
+    tail = max(4096, min(ask.tail_bytes, ask.most_bytes // len(wanted)))
 
     def read(path: str) -> None:
         open_as, rank = wanted[path]

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
-from distdiag.commands.bundle.collect import Part
+from distdiag.commands.bundle.collect import Ask, Part
 from distdiag.commands.bundle.find_job import taken_job
 from distdiag.commands.bundle.parts import PARTS
 from distdiag.commands.bundle.types import NodeDetails
 from distdiag.errors import DistdiagError, Interrupted, UsageError
 from distdiag.gathered import Gathered
+from distdiag.jobs import collect as processes_of
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.roles import of_job, to_sample, without_lone
 from distdiag.runner import Asks, Question
@@ -47,7 +48,7 @@ class Collected:
 
 def agent(request: Request) -> Agent:
     """Return the agent that reads bundle's own facts."""
-    return Agent(collect=_COLLECT, facts=Processes, ask={"pids": [], "user": request.user})
+    return Agent(collect=_COLLECT, facts=Processes, ask=processes_of.Ask(user=request.user))
 
 
 def find_job(request: Request, progress: Progress) -> TakenJob | None:
@@ -118,19 +119,19 @@ def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
     )
 
 
-def _ask(request: Request, on_host: Processes) -> dict[str, Any]:
+def _ask(request: Request, on_host: Processes) -> Ask:
     """List the ranks of the job and the launchers above."""
     processes = of_job(without_lone(on_host), request.job, strict=True).processes
     sampled = set(to_sample(processes, helpers=False)[0])
     ranks = [process for process in processes if process.pid in sampled]
     above = {pid for process in ranks for pid in process.above}
-    return {
-        "ranks": [(process.pid, process.place.rank if process.place else None) for process in ranks],
-        "launchers": [p.pid for p in processes if p.kind == "launcher" and p.pid in above],
-        "logs": list(request.logs),
-        "tail": _TAIL_BYTES,
-        "most": _ALL_TAILS_BYTES,
-    }
+    return Ask(
+        ranks=[(process.pid, process.place.rank if process.place else None) for process in ranks],
+        launchers=[p.pid for p in processes if p.kind == "launcher" and p.pid in above],
+        logs=request.logs,
+        tail_bytes=_TAIL_BYTES,
+        most_bytes=_ALL_TAILS_BYTES,
+    )
 
 
 def _join(host: str, parts: Sequence[Part], why: str) -> NodeDetails:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.commands.bundle.types import COMMAND, Bundle
 from distdiag.diagnosis.wording import counted, format_size
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], erro
         reasons.setdefault(why.replace(host, "it"), []).append(host)
     for why, hosts in reasons.items():
         yield Finding(
-            id=f"{COMMAND}.incomplete",
+            id=Id.BUNDLE_INCOMPLETE,
             level=Level.WARN,
             title=f"the bundle does not have all facts of {fold(hosts)}",
             detail=why,
@@ -37,10 +38,10 @@ def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], erro
             fix=Fix(text="send it anyway: the bundle lists what is missing; or increase --timeout"),
         )
     for error in errors:
-        yield Finding(id=f"{COMMAND}.no-facts", level=Level.WARN, title=error)
+        yield Finding(id=Id.BUNDLE_NO_FACTS, level=Level.WARN, title=error)
     if not set(bundle.hosts) - set(bundle.missing):
         yield Finding(
-            id=f"{COMMAND}.empty",
+            id=Id.BUNDLE_EMPTY,
             level=Level.UNKNOWN,
             title="no host returned facts: the bundle only says why",
             fix=Fix(
@@ -49,7 +50,7 @@ def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], erro
         )
     for sentence in bundle.cut:
         yield Finding(
-            id=f"{COMMAND}.cut",
+            id=Id.BUNDLE_CUT,
             level=Level.WARN,
             title=sentence,
             fix=Fix(text="increase --max-size if the ticket accepts larger files"),
@@ -57,7 +58,7 @@ def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], erro
     for verdict in bundle.verdicts:
         if not verdict.same:
             yield Finding(
-                id=f"{COMMAND}.verdict-differs",
+                id=Id.BUNDLE_VERDICT_DIFFERS,
                 level=Level.WARN,
                 title=f"{verdict.command} judges the redacted facts differently",
                 fix=Fix(

@@ -16,8 +16,7 @@ from distdiag.facts.core.stacks import Merged  # noqa: TC001 - decoding reads it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Callable, Sequence
 
     from distdiag.facts.core.core_file import Core
     from distdiag.facts.core.stacks import Stacks
@@ -26,6 +25,23 @@ _MAX_CORES = 32
 _HEAD_BYTES = 32 * 2**20
 _MAX_UNPACKED_BYTES = 64 * 2**30
 _MAX_THREADS = 512
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Core files, or live processes (`pids`), or `setup`: whether this machine and its ranks can leave a core.
+
+    `paths`: files and folders, empty: the newest core where this system stores cores. `gdb`: None: if needed;
+    `all_threads`: by gdb, too. `timeout_s`: of each tool.
+    """
+
+    paths: Sequence[str]
+    exe: str
+    gdb: bool | None
+    all_threads: bool
+    timeout_s: float
+    pids: Sequence[int]
+    setup: bool
 
 
 @dataclass(frozen=True)
@@ -79,23 +95,18 @@ class NodeCores:
     setup: SetupFacts | None = None
 
 
-def facts(ask: dict[str, Any]) -> NodeCores:
+def facts() -> NodeCores:
     """Return the host name at once; reading cores takes longer than the deadline for facts."""
     return NodeCores(machine.host_name())
 
 
-def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
-    """Read the cores, processes or setup in `ask`.
-
-    Keys: "paths": files and folders, empty: the newest core where this system stores cores; "exe"; "gdb": True, False,
-    None: if needed; "all": all threads by gdb as well; "timeout_s"; "pids": live processes; "setup": check whether this
-    machine and its ranks can leave a core.
-    """
+def more(ask: Ask, tell: Callable[[object], None]) -> None:
+    """Read the cores, processes or setup."""
     host = machine.host_name()
-    if ask["setup"]:
+    if ask.setup:
         tell(NodeCores(host, setup=setup.read(_rank_pids())))
-    elif ask["pids"]:
-        tell(NodeCores(host, live=tuple(_live(pid, ask) for pid in ask["pids"])))
+    elif ask.pids:
+        tell(NodeCores(host, live=tuple(_live(pid, ask) for pid in ask.pids)))
     else:
         tell(_cores(host, ask))
 
@@ -104,11 +115,11 @@ def _rank_pids() -> list[int]:
     return [pid for pid in procs.table() if pid != os.getpid() and _rank(procs.variables(pid) or {}) is not None]
 
 
-def _cores(host: str, ask: dict[str, Any]) -> NodeCores:
+def _cores(host: str, ask: Ask) -> NodeCores:
     searched: list[str] = []
     missed: list[tuple[str, str]] = []
     paths: dict[str, None] = {}
-    for name in ask["paths"] or [None]:
+    for name in ask.paths or (None,):
         if name is not None and not os.path.isdir(name):
             paths[name] = None
             continue
@@ -116,12 +127,12 @@ def _cores(host: str, ask: dict[str, Any]) -> NodeCores:
         searched += found.searched
         missed += found.skipped
         paths.update(dict.fromkeys(found.cores))
-    chosen = list(paths)[: _MAX_CORES if ask["paths"] else 1]
+    chosen = list(paths)[: _MAX_CORES if ask.paths else 1]
     cores = tuple(_core(path, ask) for path in chosen)
     return NodeCores(host, cores, len(paths) - len(chosen), tuple(searched), tuple(missed))
 
 
-def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
+def _core(path: str, ask: Ask) -> CoreFacts:
     try:
         if packed_files.packing_of(path) is not packed_files.Packing.NONE:
             return _packed(path, ask)
@@ -132,7 +143,7 @@ def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
         return CoreFacts(path, error.strerror or str(error))
 
 
-def _facts(path: str, core: Core, notes: CoreNotes, ask: dict[str, Any]) -> CoreFacts:
+def _facts(path: str, core: Core, notes: CoreNotes, ask: Ask) -> CoreFacts:
     """Return everything but the stacks; `core` is the unpacked core or its first bytes."""
     modified_s = os.stat(path).st_mtime
     message, exception = _last_words(core, notes)
@@ -145,7 +156,7 @@ def _facts(path: str, core: Core, notes: CoreNotes, ask: dict[str, Any]) -> Core
         inside=_is_inside(notes, modified_s),
         notes=notes,
         rank=_rank(core_file.rank_variables(core)),
-        exe=ask["exe"] or _executable(notes),
+        exe=ask.exe or _executable(notes),
         changed=core_file.changed_files(core, notes),
         missing=core_file.missing_files(core, notes),
     )
@@ -167,7 +178,7 @@ def _is_inside(notes: CoreNotes, core_s: float) -> bool | None:
     return page < state.st_size if state.st_mtime <= core_s else None
 
 
-def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
+def _packed(path: str, ask: Ask) -> CoreFacts:
     """Read a packed core: its notes before unpacking if they are at the beginning, as in a kernel's core."""
     facts = None
     try:
@@ -181,7 +192,7 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
 
     with tempfile.TemporaryDirectory(prefix="distdiag-core-") as folder:
         try:
-            plain = stored_cores.unpack(path, folder, most_bytes=_MAX_UNPACKED_BYTES, timeout_s=ask["timeout_s"])
+            plain = stored_cores.unpack(path, folder, most_bytes=_MAX_UNPACKED_BYTES, timeout_s=ask.timeout_s)
         except (packed_files.CannotUnpack, OSError) as error:
             if facts is None:
                 raise
@@ -216,18 +227,18 @@ def _executable(notes: CoreNotes) -> str:
     return notes.files[0].path if notes.files else notes.execfn
 
 
-def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts:
+def _with_stacks(facts: CoreFacts, plain: str, ask: Ask) -> CoreFacts:
     """Add stacks by pystack; by gdb if that lacks the crashed thread; by our unwinder if both do."""
     assert facts.notes is not None
-    crashed, timeout_s = facts.notes.threads[0].tid, ask["timeout_s"]
+    crashed, timeout_s = facts.notes.threads[0].tid, ask.timeout_s
     own = _c_frames(facts, plain)
     if why := _why_no_program(facts.exe):
         tools = (f"stacks: the program {facts.exe or 'that crashed'} {why}",)
         return _with_own(replace(facts, tools=tools), own)
     by_pystack = pystack.of_core(plain, facts.exe, facts.notes.files, own, timeout_s=timeout_s)
     by_gdb = None
-    if ask["gdb"] or (ask["gdb"] is None and stacks.needs_gdb(by_pystack, crashed)):
-        only_first = bool(by_pystack.threads) and not ask["all"]
+    if ask.gdb or (ask.gdb is None and stacks.needs_gdb(by_pystack, crashed)):
+        only_first = bool(by_pystack.threads) and not ask.all_threads
         by_gdb = gdb.of_core(plain, facts.exe, timeout_s=timeout_s, only_first=only_first)
     merged = stacks.merge(by_pystack, by_gdb, crashed)
     facts = replace(facts, threads=_short(merged), tools=_tools(by_pystack, by_gdb))
@@ -264,13 +275,13 @@ def _with_own(facts: CoreFacts, own: unwinder.CFrames | None) -> CoreFacts:
     return replace(facts, threads=found, tools=(*facts.tools, *_tools(alone))) if is_more else facts
 
 
-def _live(pid: int, ask: dict[str, Any]) -> LiveFacts:
+def _live(pid: int, ask: Ask) -> LiveFacts:
     if procs.read(pid) is None:
         return LiveFacts(pid, "process not found", "", "", None, "", "", (), ())
     before = machine.process_state(pid).letter
-    by_pystack = pystack.of_process(pid, timeout_s=ask["timeout_s"])
-    use_gdb = ask["gdb"] or (ask["gdb"] is None and not by_pystack.threads)
-    by_gdb = gdb.of_process(pid, timeout_s=ask["timeout_s"]) if use_gdb else None
+    by_pystack = pystack.of_process(pid, timeout_s=ask.timeout_s)
+    use_gdb = ask.gdb or (ask.gdb is None and not by_pystack.threads)
+    by_gdb = gdb.of_process(pid, timeout_s=ask.timeout_s) if use_gdb else None
     threads, tools = _short(stacks.merge(by_pystack, by_gdb, pid)), _tools(by_pystack, by_gdb)
     error = "" if any(merged.thread.frames for merged in threads) else "; ".join(tools)
     words, rank = " ".join(procs.command_words(pid)), _rank(procs.variables(pid) or {})

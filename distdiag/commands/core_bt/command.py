@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,7 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.commands.core_bt.collect import NodeCores
+    from distdiag.commands.core_bt.collect import Ask, NodeCores
     from distdiag.commands.core_bt.types import CoreBt
     from distdiag.report import Report
     from distdiag.runner import Asks, Subcommand
@@ -153,16 +153,18 @@ def _plan(request: Request, hosts: Mapping[str, NodeCores], *, local: bool) -> A
     return Asks(by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=timeout_s)
 
 
-def _ask(request: Request, *, local: bool) -> dict[str, Any]:
-    return {
-        "paths": [os.path.abspath(path) if local else path for path in request.paths],
-        "exe": os.path.realpath(request.exe) if local and request.exe else request.exe,
-        "gdb": request.gdb,
-        "all": request.all_threads,
-        "timeout_s": request.timeout_s,
-        "pids": list(request.pids),
-        "setup": request.setup,
-    }
+def _ask(request: Request, *, local: bool) -> Ask:
+    from distdiag.commands.core_bt.collect import Ask
+
+    return Ask(
+        paths=[os.path.abspath(path) if local else path for path in request.paths],
+        exe=os.path.realpath(request.exe) if local and request.exe else request.exe,
+        gdb=request.gdb,
+        all_threads=request.all_threads,
+        timeout_s=request.timeout_s,
+        pids=request.pids,
+        setup=request.setup,
+    )
 
 
 def _join(host: str, first: NodeCores, parts: Sequence[NodeCores], why: str) -> NodeCores | None:

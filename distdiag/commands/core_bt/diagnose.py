@@ -15,6 +15,7 @@ from distdiag.diagnosis.wording import counted
 from distdiag.facts.core.stacks import is_eval
 from distdiag.facts.machine import redacted
 from distdiag.facts.programs import signal_name
+from distdiag.ids import Id
 from distdiag.knowledge import crashes
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -158,7 +159,7 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
     place = where(first)
     consequence = known is not None and known.role == "consequence"
     return Finding(
-        id=f"{COMMAND}.{'consequence' if consequence else 'crash'}",
+        id=Id.CORE_BT_CONSEQUENCE if consequence else Id.CORE_BT_CRASH,
         level=Level.FAIL,
         title=f"{who(first)}{others} died with {first.signal_name}{' ' + place if place else ''}",
         detail=_sentence(known.says if known is not None else first.meaning)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.cluster.targets import python_here
-from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
+from distdiag.commands.cuda_env.collect import Arrived, Ask, CudaFacts
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.types import COMMAND, Request
 from distdiag.commands.cuda_env.view import cuda_env_view
@@ -45,11 +45,12 @@ def _collect(request: Request, progress: Progress) -> Gathered[CudaFacts]:
     return runner.gather(request.cluster, _AGENT, question, progress)
 
 
-def _ask(request: Request, *, local: bool) -> dict[str, object]:
+def _ask(request: Request, *, local: bool) -> Ask:
     """Return the collect module's options. On other hosts the agent itself runs in the interpreter of --python."""
+    if not local:
+        return Ask(request.goal, request.timeout_s)
     python, chosen = (python_here(request.python), "") if request.python else users_python()
-    whose = {"python": python, "chosen": chosen} if local else {"python": "", "chosen": ""}
-    return {"goal": str(request.goal), **whose, "timeout_s": request.timeout_s, "root": ""}
+    return Ask(request.goal, request.timeout_s, python, chosen)
 
 
 def prepared(request: Request, gathered: Gathered[CudaFacts]) -> Gathered[CudaFacts]:

@@ -57,6 +57,20 @@ _VARIABLES = (
 
 
 @dataclass(frozen=True)
+class Ask:
+    """`goal`: run, build or all. `python`: interpreter of the environment, "": this one; `chosen`: by which rule.
+
+    `timeout_s`: for importing torch and for the driver. `root`: examine below it instead of /.
+    """
+
+    goal: str
+    timeout_s: float
+    python: str = ""
+    chosen: str = ""
+    root: str = ""
+
+
+@dataclass(frozen=True)
 class Imported:
     """The result of importing torch. `error`: empty on success; `stage`: the step that timed out, if any.
 
@@ -123,33 +137,29 @@ class Arrived:
     host: str
 
 
-def facts(ask: dict[str, Any]) -> Arrived:
+def facts() -> Arrived:
     """Return the host name at once: examining the node takes as long as importing torch, and has its own deadlines."""
     return Arrived(machine.host_name())
 
 
-def more(ask: dict[str, Any], tell: Callable[[CudaFacts], None]) -> None:
+def more(ask: Ask, tell: Callable[[CudaFacts], None]) -> None:
     """Examine this node and report."""
     tell(look(ask))
 
 
-def look(ask: dict[str, Any]) -> CudaFacts:
-    """Examine this node.
-
-    {"goal": run, build or all; "python": interpreter of the environment, "": this one; "chosen": the rule that selected
-    it; "timeout_s": limit for importing torch and for the driver; "root": examine below it instead of /}
-    """
-    places = Places(ask["root"], dict(os.environ))
-    executable = ask["python"] or sys.executable
-    runs = ask["goal"] != "build"
+def look(ask: Ask) -> CudaFacts:
+    """Examine this node."""
+    places = Places(ask.root, dict(os.environ))
+    executable = ask.python or sys.executable
+    runs = ask.goal != "build"
     ways: dict[str, Callable[[], Any]] = {
-        "environment": lambda: _Environment(executable, ask["timeout_s"], runs=runs),
+        "environment": lambda: _Environment(executable, ask.timeout_s, runs=runs),
         # Also for a build: without a list torch builds for the local GPUs.
-        "driver": lambda: driver.look(places, ask=True, timeout_s=ask["timeout_s"]),
-        "tools": lambda: _Tools(places, min(_QUICK_S, ask["timeout_s"])),
+        "driver": lambda: driver.look(places, ask=True, timeout_s=ask.timeout_s),
+        "tools": lambda: _Tools(places, min(_QUICK_S, ask.timeout_s)),
     }
     found = _all_at_once(ways)
-    return replace(_assemble(ask["goal"], places, found), chosen=ask.get("chosen", ""))
+    return replace(_assemble(ask.goal, places, found), chosen=ask.chosen)
 
 
 def _all_at_once(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from distdiag.commands.cuda_env.types import (
 )
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.facts.cuda.versions import Versions
+from distdiag.ids import Id, RowId
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _row(group: _Group, findings: list[Finding], *, several: bool) -> SectionRow
 def _finding(problem: Problem, hosts: tuple[str, ...]) -> Finding:
     breaks = f"affects: {problem.breaks}" if problem.breaks else ""
     return Finding(
-        id=f"{COMMAND}.{problem.id}",
+        id=RowId(f"{COMMAND}.{problem.id}"),
         level=problem.level,
         title=problem.title,
         detail="\n".join(filter(None, (problem.cause, breaks))),
@@ -201,7 +202,7 @@ def _finding(problem: Problem, hosts: tuple[str, ...]) -> Finding:
 def _differ(lines: Sequence[str], odd: Sequence[str]) -> Finding:
     hosts = tuple(dict.fromkeys(odd))
     return Finding(
-        id=f"{COMMAND}.nodes-differ",
+        id=Id.CUDA_ENV_NODES_DIFFER,
         level=Level.WARN,
         title=f"{fold(hosts)} differ{'s' if len(hosts) == 1 else ''} from the other nodes",
         detail="affects: builds of one node that run on another; collectives between different NCCL versions",
@@ -213,7 +214,7 @@ def _differ(lines: Sequence[str], odd: Sequence[str]) -> Finding:
 
 def _missing(host: str, why: str) -> Finding:
     return Finding(
-        id=f"{COMMAND}.no-answer",
+        id=Id.CUDA_ENV_NO_ANSWER,
         level=Level.UNKNOWN,
         title=f"no facts from {host}: {why}",
         where=Where(hosts=(host,)),

@@ -18,6 +18,7 @@ from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.diagnosis.verdicts import finding
 from distdiag.errors import UsageError
+from distdiag.ids import RowId
 from distdiag.knowledge.cuda import minor
 from distdiag.knowledge.known_lines import known_builds
 from distdiag.knowledge.logs import read_log, shortened
@@ -214,7 +215,7 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
             commands=("python -c 'import torch; print(torch.__version__, torch.version.hip)'",),
         )
     return Finding(
-        id=f"{COMMAND}.log.{known.id}",
+        id=RowId(f"{COMMAND}.log.{known.id}"),
         level=level,
         title=match.known.means,
         detail=detail,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from distdiag.commands.cuda_env.types import Goal, Problem, Remedy
+from distdiag.commands.cuda_env.types import COMMAND, Goal, Problem, Remedy
+from distdiag.diagnosis import finding_ids
 from distdiag.diagnosis.verdicts import Verdict, filled, read_table, rows
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def problem(
 
 def checks() -> dict[str, str]:
     """Return the ids for --only and --ignore, without the command's name, with descriptions."""
-    return {str(id_): str(about) for id_, about in read_table(_TABLE)["checks"].items()}
+    own = {id_: about for id_, about in finding_ids.checks(COMMAND).items() if not id_.startswith("log.")}
+    return {**own, "log": "errors explained from a log (--explain)"}
 
 
 def with_gpus(container: str) -> str:

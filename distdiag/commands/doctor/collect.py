@@ -39,8 +39,10 @@ from distdiag.jobs import collect as processes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
+
+    from distdiag.facts.line_patterns import Rows
 
 _LIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,
@@ -64,6 +66,17 @@ _COUNTERS_S = 1.0
 _LOG_AGE_S = 7 * 86400.0
 _MOST_LINES, _KEPT_LINES = 100_000, 100
 _SLACK_S = 2.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`paths`: further folders. `python`: the interpreter to examine, "": our own. `kernel`: rows of known lines."""
+
+    paths: Sequence[str]
+    timeout_s: float
+    """Of each part."""
+    python: str
+    kernel: Rows
 
 
 @dataclass(frozen=True)
@@ -208,31 +221,26 @@ class Part:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def facts(ask: dict[str, Any]) -> Arrived:
+def facts() -> Arrived:
     """Return the host name at once."""
     return Arrived(machine.host_name())
 
 
-def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
-    """Read this node.
-
-    Args:
-        ask: {"paths": further folders, "timeout_s": for each part, "python": the interpreter to examine; "": our own,
-            "kernel": patterns for the kernel's log}.
-    """
+def more(ask: Ask, tell: Callable[[Part], None]) -> None:
+    """Read this node."""
     tell(Part(time_s=time.time()))
     parts: dict[str, Callable[[], Any]] = {
         "system": _system,
-        "disks": lambda: _disks(ask["paths"]),
+        "disks": lambda: _disks(ask.paths),
         "network": _network,
-        "software": lambda: _software(ask["python"] or sys.executable, ask["timeout_s"]),
-        "gpus": lambda: _gpus(ask["timeout_s"]),
-        "kernel": lambda: _kernel(Patterns(ask["kernel"])),
+        "software": lambda: _software(ask.python or sys.executable, ask.timeout_s),
+        "gpus": lambda: _gpus(ask.timeout_s),
+        "kernel": lambda: _kernel(Patterns(ask.kernel)),
         "jobs": _jobs,
     }
     failed: dict[str, str] = {}
     work = {name: partial(_or_none, name, read, failed) for name, read in parts.items()}
-    found, late = deadlines.together(work, patience_s=ask["timeout_s"] + _SLACK_S)
+    found, late = deadlines.together(work, patience_s=ask.timeout_s + _SLACK_S)
     tell(Part(**{name: value for name, value in found.items() if value is not None}, late=tuple(late), failed=failed))
 
 
@@ -291,7 +299,7 @@ def _may_lock() -> bool:
     return False
 
 
-def _disks(paths: list[str]) -> Disks:
+def _disks(paths: Sequence[str]) -> Disks:
     written = tuple(dict.fromkeys([*file_systems.useful_folders(os.environ), *paths]))
     wanted = [*written, *file_systems.network_mounts()]
     return Disks(tuple(file_systems.spaces(wanted, patience_s=_MOUNT_S)), written, nfs.mounts())
@@ -360,7 +368,7 @@ def _kernel(rows: Patterns) -> KernelLog:
 
 def _jobs() -> Jobs:
     """Find the ranks: processes with a rank in the environment and torch loaded, without their children."""
-    seen = processes.facts({"pids": [], "user": ""})
+    seen = processes.facts(processes.Ask())
     found = [each for each in seen.processes if each.place and each.torch]
     pids = {each.pid for each in found}
     ranks = [each for each in found if not pids.intersection(each.above)]

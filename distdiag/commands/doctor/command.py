@@ -67,9 +67,8 @@ def doctor(
     from distdiag.commands.doctor.subcommand import SUBCOMMAND
 
     def request() -> Request:
-        from distdiag.commands.doctor.symptoms import checks
         from distdiag.commands.doctor.types import COMMAND, Request
-        from distdiag.diagnosis.finding_ids import chosen
+        from distdiag.diagnosis.finding_ids import checks, chosen
 
         if brief and as_json:
             raise UsageError("--brief and --json exclude each other", hint="--json has the line as its summary")
@@ -82,8 +81,8 @@ def doctor(
             program=called_as(),
             cluster=cluster,
             paths=tuple(path or ()),
-            only=tuple(chosen(id_, COMMAND, checks()) for id_ in only or ()),
-            ignore=tuple((chosen(id_, COMMAND, checks()), reason.strip()) for id_, _, reason in pairs),
+            only=tuple(chosen(id_, COMMAND, checks(COMMAND)) for id_ in only or ()),
+            ignore=tuple((chosen(id_, COMMAND, checks(COMMAND)), reason.strip()) for id_, _, reason in pairs),
             timeout_s=timeout,
             verbose=verbose,
         )

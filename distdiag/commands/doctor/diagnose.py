@@ -20,6 +20,7 @@ from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.wording import counted, format_age, format_duration, format_size
+from distdiag.ids import RowId
 from distdiag.report import Finding, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _incomplete(gathered: Gathered[NodeDoctor]) -> list[Finding]:
 
 def _of_hosts(one: Symptom, hosts: Iterable[str]) -> Finding:
     return Finding(
-        id=f"{COMMAND}.{one.id}",
+        id=RowId(f"{COMMAND}.{one.id}"),
         level=one.level,
         title=one.title,
         detail=one.detail,

@@ -15,6 +15,7 @@ from distdiag.commands.doctor.gpu_symptoms import SPEED_LIMITS
 from distdiag.commands.doctor.types import COMMAND, DifferenceRow
 from distdiag.diagnosis.wording import format_size
 from distdiag.facts.file_systems import NO_ANSWER
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ def _finding(kind: str, level: Level, odd: tuple[str, ...], group: Sequence[Diff
     about = _KINDS[kind]
     first = group[0]
     return Finding(
-        id=f"{COMMAND}.differs.{kind}",
+        id=Id(f"{COMMAND}.differs.{kind}"),
         level=level,
         title=_title(first, odd),
         detail=about.causes,
@@ -380,5 +381,8 @@ def _line(difference: Difference) -> str:
 def _row(kind: str, difference: Difference) -> DifferenceRow:
     values = {difference.common: difference.common_hosts, **dict(difference.others)}
     return DifferenceRow(
-        id=f"{COMMAND}.differs.{kind}", fact=difference.fact.lstrip("~"), values=values, outliers=_outliers(difference)
+        id=Id(f"{COMMAND}.differs.{kind}"),
+        fact=difference.fact.lstrip("~"),
+        values=values,
+        outliers=_outliers(difference),
     )

@@ -17,6 +17,7 @@ from distdiag.diagnosis.connectivity import Case, path_findings, slow_links, slo
 from distdiag.diagnosis.nic_selection import address_of
 from distdiag.diagnosis.wording import counted
 from distdiag.facts.network import Network  # noqa: TC001 - saved facts are decoded by it
+from distdiag.ids import Shared
 from distdiag.report import Finding, Fix, Level, Witnesses
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _untested(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
     hosts = tuple(dict.fromkeys(host for edge in left for host in edge))
     return [
         Finding(
-            id=f"{command}.paths-untested",
+            id=Shared.PATHS_UNTESTED.of(command),
             level=Level.UNKNOWN,
             title=f"no result for {counted(len(left), 'path')} between {fold_within(hosts, 40)}",
             witnesses=Witnesses(hosts=hosts),

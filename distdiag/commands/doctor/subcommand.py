@@ -9,7 +9,7 @@ from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.cluster.targets import python_here
 from distdiag.commands.doctor import paths
-from distdiag.commands.doctor.collect import Arrived, Clock, Part
+from distdiag.commands.doctor.collect import Arrived, Ask, Clock, Part
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.types import COMMAND, NodeDoctor, Request
 from distdiag.commands.doctor.view import doctor_view
@@ -36,10 +36,10 @@ _PARTS = ("system", "disks", "network", "software", "gpus", "kernel", "jobs")
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
-    def ask(*, local: bool) -> dict[str, Any]:
+    def ask(*, local: bool) -> Ask:
         # On other hosts the node side itself runs in the interpreter given by --python.
         python = python_here(request.cluster.python) if local else ""
-        return {"paths": list(request.paths), "timeout_s": request.timeout_s, "python": python, "kernel": for_kernels()}
+        return Ask(request.paths, request.timeout_s, python, for_kernels())
 
     question = Question[Arrived, Part, NodeDoctor](
         part=Part,

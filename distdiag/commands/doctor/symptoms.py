@@ -6,8 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from distdiag.commands.doctor.types import Symptom
-from distdiag.diagnosis.connectivity import PATH_IDS
-from distdiag.diagnosis.verdicts import Verdict, filled, read_table, rows
+from distdiag.diagnosis.verdicts import Verdict, filled, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -42,13 +41,6 @@ def symptom(
         evidence=tuple(filter(None, evidence)),
         fix=repair or text.repair(),
     )
-
-
-@cache
-def checks() -> dict[str, str]:
-    """Map each id accepted by --only and --ignore, without the command's name, to its description."""
-    paths = {id_: words for id_, words in PATH_IDS.items() if id_.startswith("rank-ports-")}
-    return {**{str(id_): str(about) for id_, about in read_table(_TABLE)["checks"].items()}, **paths}
 
 
 @cache

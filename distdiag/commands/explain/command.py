@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -81,14 +79,14 @@ def of_id(id_: str) -> Report[Explained]:
     """Explain a finding's id from the table behind the documentation. Raises UsageError."""
     from difflib import get_close_matches
 
+    from distdiag.diagnosis.finding_ids import declared
     from distdiag.report import Finding, Level, Report
 
-    text = resources.files("distdiag.knowledge").joinpath("finding_ids.toml").read_text("utf-8")
-    table = tomllib.loads(text)
+    table = declared()
     if id_ not in table:
         near = get_close_matches(id_, table, 1)
         raise UsageError(f"no finding has the id {id_}", hint=f"did you mean {near[0]}?" if near else "distdiag --help")
-    levels, *means = table[id_]
-    found = Explained(id=id_, levels=tuple(levels.split(", ")), means=tuple(means))
-    finding = Finding(id=id_, level=Level.INFO, title="; ".join(means), detail=f"Its level: {levels}.")
+    own = table[id_]
+    found = Explained(id=id_, levels=own.levels, means=(own.means,))
+    finding = Finding(id=own.id, level=Level.INFO, title=own.means, detail=f"Its level: {', '.join(own.levels)}.")
     return Report(command=COMMAND, data=found, findings=(finding,), summary=finding.title)

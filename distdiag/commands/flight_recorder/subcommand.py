@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.flight_recorder.view import flight_recorder_view
 from distdiag.diagnosis.flight_recorder.diagnose import diagnose
 from distdiag.diagnosis.flight_recorder.types import COMMAND, Request
-from distdiag.facts.flight_recorder.collect import NodeDumps
+from distdiag.facts.flight_recorder.collect import Ask, NodeDumps
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDumps]:
     return runner.gather(request.cluster, _AGENT, question, progress)
 
 
-def _ask(request: Request, *, local: bool) -> dict[str, Any]:
+def _ask(request: Request, *, local: bool) -> Ask:
     paths = [os.path.abspath(path) if local else path for path in request.paths]
-    return {"paths": paths, "trigger": request.trigger, "wait_s": request.wait_s}
+    return Ask(paths, request.trigger, request.wait_s)
 
 
 def _join(host: str, parts: Sequence[NodeDumps]) -> NodeDumps:

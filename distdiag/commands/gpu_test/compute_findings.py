@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wording import counted, three_digits
 from distdiag.facts.computed import BANDWIDTHS, by_model, majority, shared, slow_by_rate
+from distdiag.ids import Shared
 from distdiag.knowledge.peaks import find_peaks
 from distdiag.launch.wording import where, who
 from distdiag.report import Finding, Fix, Level
@@ -48,7 +49,7 @@ class _Judge:
         first = min(said)
         return [
             self._finding(
-                "wrong-compute",
+                Shared.WRONG_COMPUTE,
                 Level.FAIL,
                 list(said),
                 f"computed wrongly: {said[first][0]}",
@@ -73,7 +74,7 @@ class _Judge:
             odd = sorted(digests.keys() - usual)
             found.append(
                 self._finding(
-                    "compute-differs",
+                    Shared.COMPUTE_DIFFERS,
                     Level.FAIL if usual else Level.UNKNOWN,
                     odd,
                     f"computed another {precision} product than "
@@ -106,13 +107,13 @@ class _Judge:
         return [
             self._slow(kind, what, lines)
             for kind, what, lines in (
-                ("slow-compute", ("multiplies", "multiply", "matrices slowly"), products),
-                ("slow-memory", ("copies", "copy", "memory slowly"), copies),
+                (Shared.SLOW_COMPUTE, ("multiplies", "multiply", "matrices slowly"), products),
+                (Shared.SLOW_MEMORY, ("copies", "copy", "memory slowly"), copies),
             )
             if lines
         ]
 
-    def _slow(self, kind: str, words: tuple[str, str, str], lines: Mapping[int, list[str]]) -> Finding:
+    def _slow(self, kind: Shared, words: tuple[str, str, str], lines: Mapping[int, list[str]]) -> Finding:
         ranks = sorted(lines)
         what = f"{words[0] if len(ranks) == 1 else words[1]} {words[2]}"
         first = self.computed[ranks[0]]
@@ -162,7 +163,7 @@ class _Judge:
             if len(peaks) == 1 and typical < _FAR_BELOW_PEAK * peaks[0].tflops * 1e12:
                 found.append(
                     self._finding(
-                        "compute-below-peak",
+                        Shared.COMPUTE_BELOW_PEAK,
                         Level.WARN,
                         sorted(own_rates),
                         f"reach {typical / 1e12:.0f} TFLOP/s in 16 bits, {typical / peaks[0].tflops / 1e12:.0%} of "
@@ -179,7 +180,7 @@ class _Judge:
 
     def _finding(
         self,
-        kind: str,
+        kind: Shared,
         level: Level,
         ranks: list[int],
         what: str,
@@ -190,7 +191,7 @@ class _Judge:
     ) -> Finding:
         traces = [self.traces[rank] for rank in ranks]
         return Finding(
-            id=f"{self.request.command}.{kind}",
+            id=kind.of(self.request.command),
             level=level,
             title=f"{who(traces)} {what}",
             detail=detail,

@@ -12,8 +12,9 @@ from distdiag.commands.hang.types import COMMAND, Request
 from distdiag.commands.hang.view import hang_view
 from distdiag.diagnosis.stuck.types import Source
 from distdiag.jobs import pictures
-from distdiag.jobs.pictures import LONGEST_S, Sampling, Wish
+from distdiag.jobs.picture import Ask
 from distdiag.jobs.roles import known_of, of_job, with_job_of, without_lone
+from distdiag.jobs.sample_stacks import LONGEST_S, Sampling
 from distdiag.jobs.types import NodePicture
 from distdiag.runner import Subcommand
 
@@ -38,7 +39,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
     limit_s = request.cluster.host_timeout_s or _REACH_SHARE * request.timeout_s
     cluster = replace(request.cluster, host_timeout_s=limit_s)
     timeout_s = max(2.0, (1 - _REACH_SHARE) * request.timeout_s - _SPARE_S)
-    wish = Wish(
+    ask = Ask(
         sources=(Source.WAITS,) if request.light else tuple(Source),
         timeout_s=timeout_s,
         sampling=Sampling(interval_s=request.interval_s, longest_s=0.0 if request.quick else LONGEST_S),
@@ -47,7 +48,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
     )
     longest = f", sampling for up to {LONGEST_S:.0f} s while ranks do not move" if not request.quick else ""
     doing = "reading /proc" if request.light else f"reading all sources{longest}"
-    return pictures.gather(cluster, _agent(request), wish, lambda hosts: _choose(request, hosts), progress, doing=doing)
+    return pictures.gather(cluster, _agent(request), ask, lambda hosts: _choose(request, hosts), progress, doing=doing)
 
 
 def _choose(request: Request, hosts: Mapping[str, Processes]) -> dict[str, Processes]:

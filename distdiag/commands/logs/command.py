@@ -112,23 +112,18 @@ def _agent() -> Any:  # noqa: ANN401 - imported late
     return Agent(collect="distdiag.facts.job_logs.collect", facts=NodeLogs)
 
 
-def _ask(request: Request) -> dict[str, Any]:
-    from distdiag.knowledge.known_lines import for_nodes
-
-    return {"paths": list(request.paths), "patterns": for_nodes(), "follow": request.follow}
-
-
 def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     from distdiag import runner
     from distdiag.cluster.targets import find_targets
-    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.job_logs.collect import Ask, NodeLogs
+    from distdiag.knowledge.known_lines import for_nodes
 
     of_pods = request.cluster.kube is not None and not request.paths
     if of_pods or find_targets(request.cluster, os.environ).launcher is None or not request.cluster.typed():
         return _here(request, progress)
 
     def plan(hosts: Mapping[str, NodeLogs], local: bool) -> Asks:
-        return runner.Asks(by_host=dict.fromkeys(hosts, _ask(request)), timeout_s=_TIMEOUT_S)
+        return runner.Asks(by_host=dict.fromkeys(hosts, Ask(request.paths, for_nodes())), timeout_s=_TIMEOUT_S)
 
     question = runner.Question(part=NodeLogs, plan=plan, join=_join, doing="reading the logs")
     return runner.gather(request.cluster, _agent(), question, progress)
@@ -139,8 +134,9 @@ def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     from distdiag.commands.logs import pod_logs
     from distdiag.facts.job_logs.collect import Reader
     from distdiag.gathered import Gathered
+    from distdiag.knowledge.known_lines import for_nodes
 
-    reader, interrupted = Reader(_ask(request)), False
+    reader, interrupted = Reader(for_nodes(), follow=request.follow), False
     if request.follow:
         reader.scan.news = lambda event: _tell(reader, event, progress)
     try:

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
 from distdiag.training.overflow.report import (  # noqa: TC001 - msgspec reads the annotations
     Detection,
@@ -98,7 +99,7 @@ def _detected(outcome: Overflow, program: str) -> Iterator[Finding]:
         ranks = () if found.rank is None else (found.rank, *found.other_ranks)
         where = Where(hosts=(found.host,) if found.host else (), ranks=ranks)
         yield Finding(
-            id="overflow.detected",
+            id=Id.OVERFLOW_DETECTED,
             level=Level.FAIL,
             title=found.sentence,
             where=where,
@@ -113,7 +114,7 @@ def _blind_spots(outcome: Overflow) -> Iterator[Finding]:
         early = f"The job ended with {outcome.ended} before it called a model."
         attach = Fix(text="attach the detector in the script: DebugUnderflowOverflow(model)")
         yield Finding(
-            id="overflow.nothing-watched",
+            id=Id.OVERFLOW_NOTHING_WATCHED,
             level=Level.UNKNOWN,
             title=_NOTHING,
             detail=early if outcome.status else _HOW_FOUND,
@@ -121,11 +122,13 @@ def _blind_spots(outcome: Overflow) -> Iterator[Finding]:
         )
     for why in dict.fromkeys(why for process in outcome.processes for why in process.left_out):
         processes = [process for process in outcome.processes if why in process.left_out]
-        yield _blind("not-watched", Level.UNKNOWN, f"part of the job was not checked: {why}", *processes)
+        yield _blind(Id.OVERFLOW_NOT_WATCHED, Level.UNKNOWN, f"part of the job was not checked: {why}", *processes)
     watched = [(process, model) for process in outcome.processes for model in process.models]
     for process, model in watched:
         if model.off:
-            yield _blind("gave-up", Level.UNKNOWN, f"the detector of {model.model} stopped: {model.off}", process)
+            yield _blind(
+                Id.OVERFLOW_GAVE_UP, Level.UNKNOWN, f"the detector of {model.model} stopped: {model.off}", process
+            )
     for process, model in watched:
         if model.unread:
             all_ = "" if model.unread == model.batches else f"{model.unread:,} of {model.batches:,} times "
@@ -133,16 +136,16 @@ def _blind_spots(outcome: Overflow) -> Iterator[Finding]:
             full = Fix(text="check the tensors of all modules: add --full before the --")
             # The gradients show a bad output of training, too.
             level = Level.WARN if model.steps else Level.UNKNOWN
-            yield _blind("outputs-unreadable", level, title, process, fix=full)
+            yield _blind(Id.OVERFLOW_OUTPUTS_UNREADABLE, level, title, process, fix=full)
 
 
-def _blind(name: str, level: Level, title: str, *processes: WatchedProcess, fix: Fix | None = None) -> Finding:
+def _blind(id_: Id, level: Level, title: str, *processes: WatchedProcess, fix: Fix | None = None) -> Finding:
     where = Where(
         hosts=tuple(dict.fromkeys(process.host for process in processes)),
         ranks=tuple(process.rank for process in processes if process.rank is not None),
         pids=tuple(process.pid for process in processes),
     )
-    return Finding(id=f"overflow.{name}", level=level, title=title, where=where, fix=fix)
+    return Finding(id=id_, level=level, title=title, where=where, fix=fix)
 
 
 def _warnings(outcome: Overflow) -> Iterator[Finding]:
@@ -151,7 +154,7 @@ def _warnings(outcome: Overflow) -> Iterator[Finding]:
     }
     for text, process in warnings.items():
         where = Where(hosts=(process.host,), ranks=() if process.rank is None else (process.rank,))
-        yield Finding(id="overflow.warning", level=Level.WARN, title=text, where=where)
+        yield Finding(id=Id.OVERFLOW_WARNING, level=Level.WARN, title=text, where=where)
 
 
 def _ends(outcome: Overflow) -> Iterator[Finding]:
@@ -159,7 +162,7 @@ def _ends(outcome: Overflow) -> Iterator[Finding]:
     lost = [process for process in outcome.processes if not process.ended]
     if lost and not outcome.detections:
         yield Finding(
-            id="overflow.ended-early",
+            id=Id.OVERFLOW_ENDED_EARLY,
             level=Level.UNKNOWN,
             title=f"{len(lost)} of {len(outcome.processes)} processes ended before they reported their results",
             detail="They were killed, crashed, or exited by os._exit().",
@@ -168,7 +171,7 @@ def _ends(outcome: Overflow) -> Iterator[Finding]:
     if outcome.status and not outcome.detections:
         asked = "the job was stopped after the batch of --abort-after"
         title = asked if outcome.was_aborted else f"the job itself ended with {outcome.ended}"
-        yield Finding(id="overflow.job-ended", level=Level.INFO if outcome.was_aborted else Level.UNKNOWN, title=title)
+        yield Finding(id=Id.OVERFLOW_JOB_ENDED, level=Level.INFO if outcome.was_aborted else Level.UNKNOWN, title=title)
 
 
 def overflow_view(report: Report[Overflow]) -> Iterator[RenderableType]:

@@ -15,8 +15,7 @@ from distdiag.facts.nics import IbPort, ib_ports, nics
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Callable, Sequence
 
 _VARIABLES = (
     *("NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_COMM_ID", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET"),
@@ -25,6 +24,14 @@ _VARIABLES = (
 _FIREWALLS = {"firewalld": "firewall-cmd", "ufw": "ufw", "nftables": "nft", "iptables": "iptables"}
 """Service -> the program that changes its rules."""
 _BATCH = 256
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Probe other hosts: (host, port); `timeout_s`: of each."""
+
+    targets: Sequence[tuple[str, int]]
+    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,8 @@ class ScanBatch:
     results: tuple[PortResult, ...]
 
 
-def facts(ask: dict[str, Any]) -> NodePorts:
-    """Read this node's network. {"listeners": whether to include them}"""
+def facts() -> NodePorts:
+    """Read this node's network."""
     look = network.look()
     firewalls = _firewalls()
     tools = [tool for name in firewalls if (tool := _FIREWALLS[name]) in look.firewall_tools]
@@ -66,7 +73,7 @@ def facts(ask: dict[str, Any]) -> NodePorts:
         ib_ports=ib_ports(),
         variables=variables,
         master=network.resolve(master)[0] if master else (),
-        listeners=listeners() if ask["listeners"] else (),
+        listeners=listeners(),
         lowest_free=_lowest_free(),
         firewalls=firewalls,
         container="/.dockerenv" if os.path.exists("/.dockerenv") else "",
@@ -107,10 +114,10 @@ def _firewalls() -> tuple[str, ...]:
     return tuple(active)
 
 
-def more(ask: dict[str, Any], tell: Callable[[ScanBatch], None]) -> None:
-    """Probe other hosts. {"targets": [[host, port]...], "timeout_s": time limit of each}"""
+def more(ask: Ask, tell: Callable[[ScanBatch], None]) -> None:
+    """Probe other hosts."""
     batch: list[PortResult] = []
-    for result in port_scan.scan([(host, port) for host, port in ask["targets"]], timeout_s=ask["timeout_s"]):
+    for result in port_scan.scan([(host, port) for host, port in ask.targets], timeout_s=ask.timeout_s):
         batch.append(result)
         if len(batch) >= _BATCH:
             tell(ScanBatch(tuple(batch)))

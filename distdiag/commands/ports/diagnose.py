@@ -22,6 +22,7 @@ from distdiag.commands.ports.types import (
 )
 from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.diagnosis.nic_selection import exports, gloo_selection, nccl_selection, suggested
+from distdiag.ids import Id
 from distdiag.report import Finding, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _same_machine(facts: PortsFacts) -> list[Finding]:
             f"{fold([*facts.hosts.values(), *facts.doubles])}: one machine under several names, so no path was tested"
         )
     return [
-        Finding(id="hosts.same-machine", level=Level.WARN, title=title, where=Where(hosts=facts.doubles)),
+        Finding(id=Id.HOSTS_SAME_MACHINE, level=Level.WARN, title=title, where=Where(hosts=facts.doubles)),
     ]
 
 

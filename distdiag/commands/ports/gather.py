@@ -11,7 +11,7 @@ from distdiag.cluster.records import ReachEnded, ReachListening
 from distdiag.cluster.rendezvous_test import PORT, RANKS, LookUp, NetworkPath, Prober
 from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import describe, find_targets
-from distdiag.commands.ports.collect import NodePorts, ScanBatch
+from distdiag.commands.ports.collect import Ask, NodePorts, ScanBatch
 from distdiag.commands.ports.types import USUAL_PORT, PortsFacts, address_of
 from distdiag.diagnosis.nic_selection import other_addresses
 from distdiag.errors import UsageError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from distdiag.commands.ports.types import Request
     from distdiag.output import Progress
 
-AGENT = Agent(collect="distdiag.commands.ports.collect", facts=NodePorts, ask={"listeners": True})
+AGENT = Agent(collect="distdiag.commands.ports.collect", facts=NodePorts)
 MOST_NODES = 512
 MOST_PORTS = 64
 """Requested ports, each probed over every path."""
@@ -93,9 +93,8 @@ def _take_facts(nodes: Sequence[Node], targets: Targets, facts: PortsFacts) -> N
 
 
 def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progress, facts: PortsFacts) -> None:
-    ask = {"targets": [list(target) for target in request.targets], "timeout_s": request.timeout_s}
     for node in nodes:
-        node.order(protocol.Collect(ask=ask))
+        node.order(protocol.Collect(ask=Ask(request.targets, request.timeout_s)))
     hosts = len({host for host, _ in request.targets})
     if hosts > 1 or not facts.local:
         progress.news(f"testing {len(request.targets)} ports on {hosts} host{'' if hosts == 1 else 's'}")

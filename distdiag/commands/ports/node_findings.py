@@ -23,6 +23,7 @@ from distdiag.diagnosis.nic_selection import (
     suggested,
 )
 from distdiag.facts.network import is_loopback
+from distdiag.ids import Id, Shared
 from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def node_findings(facts: PortsFacts) -> list[Finding]:
     several = len(facts.nodes) > 1
     for name, node in facts.nodes.items():
         for own in _about(node, several=several):
-            if own.id == f"{COMMAND}.gloo-ifname" and own.level is Level.INFO and facts.scanned:
+            if own.id is Id.PORTS_GLOO_IFNAME and own.level is Level.INFO and facts.scanned:
                 continue  # the request was about a host's ports, not this node
             found.setdefault((own.id, own.level, own.title), (own, []))[1].append(facts.hosts[name])
     together = [_for_hosts(own, hosts, several=several) for own, hosts in found.values()]
@@ -74,7 +75,7 @@ def _nccl(node: NodePorts, several: bool) -> Finding | None:
         return None
     hint = _misread(node.variables.get("NCCL_SOCKET_IFNAME", ""))
     return finding(
-        "nccl-ifname",
+        Id.PORTS_NCCL_IFNAME,
         Level.FAIL if chosen.error or (several and "loopback" in doubt) else Level.WARN,
         f"NCCL would use {chosen.names or 'no interface'}: {doubt}",
         detail=" ".join(filter(None, (f"Selected by: {chosen.rule}." if chosen.rule else "", hint))),
@@ -112,7 +113,7 @@ def _gloo(node: NodePorts, several: bool) -> Finding | None:
         return None
     if not several and not chosen.error:
         return finding(
-            "gloo-ifname",
+            Id.PORTS_GLOO_IFNAME,
             Level.INFO,
             f"Gloo would use {chosen.names}, which reaches no other node: {chosen.rule}",
             detail="A job on this node alone is fine with that; one over several nodes cannot connect.",
@@ -121,7 +122,7 @@ def _gloo(node: NodePorts, several: bool) -> Finding | None:
     is_named = bool(node.variables.get("GLOO_SOCKET_IFNAME"))
     hint = "Gloo takes exact interface names, separated by commas only." if is_named and chosen.error else ""
     return finding(
-        "gloo-ifname",
+        Id.PORTS_GLOO_IFNAME,
         Level.FAIL if chosen.error or several else Level.WARN,
         f"Gloo would use {chosen.names or 'no interface'}: {doubt}",
         detail=" ".join(filter(None, (f"Selected by: {chosen.rule}." if chosen.rule else "", hint))),
@@ -134,7 +135,7 @@ def _own_name(node: NodePorts, several: bool) -> Finding | None:
     if names.host_addresses:
         return None
     return finding(
-        "name-unresolved",
+        Shared.NAME_UNRESOLVED,
         Level.WARN,
         f"own host name {names.host_name} does not resolve: {names.host_error}",
         fix=Fix(
@@ -150,7 +151,7 @@ def _master_addr(node: NodePorts, several: bool) -> Finding | None:
     if name is None or several or node.master:
         return None
     return finding(
-        "master-addr",
+        Id.PORTS_MASTER_ADDR,
         Level.FAIL,
         f"cannot resolve MASTER_ADDR={name!r}",
         detail="MASTER_ADDR takes a name or an address only: no port, no spaces."
@@ -166,7 +167,7 @@ def _master_port(node: NodePorts, several: bool) -> Finding | None:
         return None
     if not text.isdigit() or not 1 <= int(text) <= 65535:
         return finding(
-            "master-port",
+            Id.PORTS_MASTER_PORT,
             Level.FAIL,
             f"MASTER_PORT={text!r} is not a valid port",
             fix=Fix(text="use a number from 1 to 65535", commands=(f"export MASTER_PORT={node.lowest_free or 29500}",)),
@@ -177,7 +178,7 @@ def _master_port(node: NodePorts, several: bool) -> Finding | None:
     if not low <= int(text) <= high:
         return None
     return finding(
-        "port-range",
+        Id.PORTS_PORT_RANGE,
         Level.WARN,
         f"MASTER_PORT={text} is in the ephemeral port range ({low}-{high})",
         detail="Any outgoing connection may hold it when rank 0 starts to listen.",
@@ -193,7 +194,7 @@ def _rdma(node: NodePorts, several: bool) -> Finding | None:
     names = ", ".join(f"{port.device}:{port.port}" for port in down)
     waits = [port for port in down if port.physical == "LinkUp"]
     return finding(
-        "rdma-down",
+        Id.PORTS_RDMA_DOWN,
         Level.WARN,
         f"{len(down)} of {len(ports)} RDMA ports not active: {names}",
         detail="A port whose link is up but not active is waiting for the subnet manager." if waits else "",
@@ -210,7 +211,7 @@ def _firewall(node: NodePorts, several: bool) -> Finding | None:
         return None
     low, high = node.network.ephemeral_ports or (32768, 60999)
     return finding(
-        "firewall",
+        Id.PORTS_FIREWALL,
         Level.INFO,
         f"firewall active ({', '.join(node.firewalls)}): ranks need the rendezvous port and {low}-{high}",
         fix=Fix(
@@ -231,7 +232,7 @@ def _container(node: NodePorts, several: bool) -> Finding | None:
     if not several or not node.container or nic is None or not nic.addresses[0].startswith("172.17."):
         return None
     return finding(
-        "container-network",
+        Id.PORTS_CONTAINER_NETWORK,
         Level.WARN,
         f"this container is behind a Docker bridge ({nic.addresses[0]})",
         detail="Other machines cannot reach its ephemeral ports.",
@@ -250,7 +251,7 @@ def _dead_interfaces(facts: PortsFacts) -> list[Finding]:
     hosts = case.named(path.target for path in bad)
     return [
         finding(
-            "nccl-dead-interface",
+            Id.PORTS_NCCL_DEAD_INTERFACE,
             Level.FAIL,
             f"NCCL would also use {', '.join(names)} on {fold(hosts)}, and paths to it are closed",
             detail="NCCL stripes connections across every selected interface and hangs on an unreachable interface.",
@@ -307,7 +308,7 @@ def _name(facts: PortsFacts, name: str, leads_to: str, hosts: list[str]) -> Find
             "advertises it to the other nodes."
         )
     return finding(
-        "master-addr",
+        Id.PORTS_MASTER_ADDR,
         Level.FAIL if master else Level.WARN,
         f"{what} ({name!r}) resolves to {leads_to} on {fold(hosts)}"
         if leads_to
@@ -332,7 +333,7 @@ def _masters_differ(facts: PortsFacts) -> list[Finding]:
     each = "; ".join(f"{value or 'not set'} on {fold(hosts)}" for value, hosts in values.items())
     return [
         finding(
-            "master-addr-differs",
+            Id.PORTS_MASTER_ADDR_DIFFERS,
             Level.WARN,
             f"MASTER_ADDR differs: {each}",
             detail="Ranks that connect to different addresses wait for each other forever. A launcher may override it.",
@@ -353,7 +354,7 @@ def _differences(facts: PortsFacts) -> list[Finding]:
     hosts = tuple(dict.fromkeys(host for difference in found for host in difference.odd_hosts))
     return [
         finding(
-            "nodes-differ",
+            Id.PORTS_NODES_DIFFER,
             Level.WARN,
             f"{fold(hosts)} {'is' if len(hosts) == 1 else 'are'} configured differently from the other nodes",
             detail="One NCCL_SOCKET_IFNAME value does not work on all nodes then, or large packets are lost.",

@@ -10,6 +10,7 @@ from distdiag.cluster.hosts import fold, fold_ranks
 from distdiag.commands.ports.types import COMMAND
 from distdiag.diagnosis.connectivity import EVIDENCE_LINES
 from distdiag.facts.network import is_loopback
+from distdiag.ids import Id, Shared
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ _OWN, _WORDS = 6, 3
 _INSTANT_S = 0.05
 
 
-def finding(name: str, level: Level, title: str, **rest: object) -> Finding:
+def finding(id_: Id | Shared, level: Level, title: str, **rest: object) -> Finding:
     """Return a finding of this command."""
-    return Finding(id=f"{COMMAND}.{name}", level=level, title=title, **rest)  # type: ignore[arg-type]
+    return Finding(id=id_.of(COMMAND) if isinstance(id_, Shared) else id_, level=level, title=title, **rest)  # type: ignore[arg-type]
 
 
 def known_as(result: PortResult) -> str:
@@ -62,7 +63,7 @@ def _taken(facts: PortsFacts) -> list[Finding]:
             groups.setdefault(port, []).append((facts.hosts[node], who))
     return [
         finding(
-            "port-taken",
+            Shared.PORT_TAKEN,
             Level.WARN,
             f"port {port} is in use on {fold(host for host, _ in owners)}, so it was not tested there",
             where=Where(hosts=tuple(host for host, _ in owners)),
@@ -96,17 +97,17 @@ def _judged(facts: PortsFacts, source: str, host: str, state: str, tried: list[P
         return _open(where, tried, at)
     if state == "closed":
         return _closed(facts, where, tried, at) if len(tried) <= _FEW else None
-    titles = {
+    titles: dict[str, tuple[str, Id | Shared]] = {
         "filtered": (
             f"no answer from {where} on {plural} {ports}: packets dropped, or host down",
-            "port-filtered",
+            Shared.PORT_FILTERED,
         ),
-        "rejected": (f"connection to {where} {plural} {ports} rejected: {first.error.lower()}", "port-rejected"),
-        "no-route": (f"no route to {where}: {first.error.lower()}", "port-no-route"),
-        "name": (f"cannot resolve {host}: {first.error}", "address-unresolved"),
+        "rejected": (f"connection to {where} {plural} {ports} rejected: {first.error.lower()}", Shared.PORT_REJECTED),
+        "no-route": (f"no route to {where}: {first.error.lower()}", Shared.PORT_NO_ROUTE),
+        "name": (f"cannot resolve {host}: {first.error}", Shared.ADDRESS_UNRESOLVED),
         "denied": (
             f"this machine blocks connections to {where} {plural} {ports}: {first.error.lower()}",
-            "denied",
+            Id.PORTS_DENIED,
         ),
     }
     title, id_ = titles[state]
@@ -125,7 +126,7 @@ def _closed(facts: PortsFacts, where: str, tried: list[PortResult], at: Where) -
     else:
         fix = Fix(text="nothing, before a job runs: rank 0 listens there. To try another port: HOST:PORT")
     return finding(
-        "closed",
+        Id.PORTS_CLOSED,
         Level.FAIL if facts.named else Level.WARN,
         f"{where} is reachable, but nothing listens on {'ports' if len(tried) > 1 else 'port'} {ports}",
         detail="It refused the connection: the path is open and no firewall needs a change. (A firewall that "
@@ -208,7 +209,7 @@ def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
     ]
     if home:
         return finding(
-            "address-loopback",
+            Shared.ADDRESS_LOOPBACK,
             Level.WARN,
             f"{home[0].host} resolves to {home[0].address} here, so this machine tested itself",
             where=at,
@@ -220,7 +221,7 @@ def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
     strangers = [result for result in tried if known_as(result) == "http"]
     if strangers:
         return finding(
-            "http",
+            Id.PORTS_HTTP,
             Level.WARN,
             f"a web server or proxy answers on {where} port {fold_ranks(result.port for result in strangers)}",
             detail="A proxy on the path answers for any address, so an open port proves nothing. torch prints here: "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.pyspy_all.types import COMMAND
 from distdiag.diagnosis.motion import BUSY
 from distdiag.diagnosis.outliers import Outcome
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, spot, waits, who
 from distdiag.diagnosis.stuck.judge import where_of
 from distdiag.diagnosis.stuck.shared import common_to
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
     busy = min((state.thread.busy or 0.0 for state in slow.slow), default=0.0)
     often = "all" if slow.others_wait == slow.samples else f"at least {slow.others_wait} of"
     return Finding(
-        id=f"{COMMAND}.straggler",
+        id=Id.PYSPY_ALL_STRAGGLER,
         level=Level.WARN,
         title=f"{who(slow.slow)} {'is' if is_alone else 'are'} slower than the others{place}",
         detail=f"{others[:1].upper()}{others[1:]} {'waits' if len(slow.others) == 1 else 'wait'} for {pronoun} in "

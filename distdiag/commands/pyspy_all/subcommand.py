@@ -15,8 +15,9 @@ from distdiag.diagnosis.stuck.types import OF_PROCESSES
 from distdiag.errors import UsageError
 from distdiag.gathered import Foreign
 from distdiag.jobs import pictures
-from distdiag.jobs.pictures import Sampling, Wish
+from distdiag.jobs.picture import Ask
 from distdiag.jobs.roles import find_jobs, job_options, known_of, of_interest, of_job, without_lone
+from distdiag.jobs.sample_stacks import Sampling
 from distdiag.jobs.types import NodePicture, NodeStacks
 from distdiag.runner import Subcommand
 
@@ -48,11 +49,11 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
         all_threads=request.threads is Threads.ALL,
         helpers=request.helpers,
     )
-    wish = Wish(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling)
+    ask = Ask(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling)
     return pictures.gather(
         request.cluster,
         _agent(request),
-        wish,
+        ask,
         lambda hosts: _choose(request, hosts),
         progress,
         doing="sampling {processes}",

@@ -19,6 +19,7 @@ from distdiag.diagnosis.wording import counted, format_duration, format_ranks
 from distdiag.facts.job_logs.scan import Event, Stream
 from distdiag.facts.programs import signal_name
 from distdiag.gathered import Gathered
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def _pictured(nodes: Sequence[NodeRun]) -> Iterator[str]:
 def _stalled(picture: Picture, *, killed: bool) -> Finding:
     title = picture.summary + ("; the job was ended (--on-stall kill)" if killed else "")
     return Finding(
-        id=f"{COMMAND}.stalled",
+        id=Id.RUN_STALLED,
         level=Level.FAIL,
         title=title,
         where=Where(ranks=picture.ranks),
@@ -259,7 +260,7 @@ def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
     hung = last if last is not None and last.verdict == "fail" else None
     before = f"at {format_duration(hung.at_s)} it hung: {hung.summary}" if hung is not None else "no rank had failed"
     return Finding(
-        id=f"{COMMAND}.terminated",
+        id=Id.RUN_TERMINATED,
         level=Level.UNKNOWN if hung is None else Level.FAIL,
         title=f"the job was ended from outside, by {name} after {format_duration(at_s)}; {before}",
         detail="It was a time limit, a preemption or a user."
@@ -287,7 +288,7 @@ def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Findi
             text="read what it wrote", commands=(f"tail -n 50 {output}/rank{rank.rank}.g{rank.generation}.*.log",)
         )
     return Finding(
-        id=f"{COMMAND}.died-first",
+        id=Id.RUN_DIED_FIRST,
         level=Level.UNKNOWN,
         title=title,
         detail=logs.title if logs is not None and logs.title not in title else "",
@@ -304,7 +305,7 @@ def _unexplained(folder: str, nodes: Sequence[NodeRun]) -> Finding:
     first = f"rank {ended[0].rank} ended first, with {_status(ended[0].status)}" if ended else "none failed"
     what = f"{counted(len(ranks), 'rank')} started, {first}" if ranks else "no rank started"
     return Finding(
-        id=f"{COMMAND}.launcher-failed",
+        id=Id.RUN_LAUNCHER_FAILED,
         level=Level.UNKNOWN,
         title=f"the launcher ended with {_status(node.status)}; {what}",
         evidence=tuple(_pictured(nodes)),
@@ -322,7 +323,7 @@ def _sanitized(nodes: Sequence[NodeRun]) -> Iterator[Finding]:
             if log.errors or (log.errors is None and log.first):
                 where = format_ranks([log.rank], [node.host])
                 yield Finding(
-                    id=f"{COMMAND}.sanitizer",
+                    id=Id.RUN_SANITIZER,
                     level=Level.FAIL,
                     title=f"compute-sanitizer, {where}: {log.first}",
                     where=Where(ranks=(log.rank,), hosts=(node.host,)),
@@ -334,7 +335,7 @@ def _sanitized(nodes: Sequence[NodeRun]) -> Iterator[Finding]:
 def _restarted(deaths: Sequence[RankRun]) -> Finding:
     ranks = sorted({rank.rank for rank in deaths})
     return Finding(
-        id=f"{COMMAND}.recovered",
+        id=Id.RUN_RECOVERED,
         level=Level.WARN,
         title=f"the job exited with status 0 after {format_ranks(ranks)} had failed",
         where=Where(ranks=tuple(ranks)),

@@ -372,7 +372,7 @@ def _logs(folder: str) -> Any:  # noqa: ANN401 - NodeLogs
     """Read the kept output, each file as its rank's, the launcher's own lines last."""
     from distdiag.knowledge.known_lines import for_nodes
 
-    reader = Reader({"patterns": for_nodes()})
+    reader = Reader(for_nodes())
     for name in sorted(os.listdir(folder), key=lambda name: (name.startswith("job."), name))[:_MOST_LOGS]:
         path = os.path.join(folder, name)
         match = re.fullmatch(r"rank(\d+)\.g(\d+)\.(?:stdout|stderr|output)\.log(?:\.\d+)?", name)

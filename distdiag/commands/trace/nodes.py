@@ -9,7 +9,8 @@ from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace import ranks
 from distdiag.diagnosis.process_index import ProcessIndex
-from distdiag.jobs.collect import Processes
+from distdiag.ids import Id
+from distdiag.jobs.collect import Ask, Processes
 from distdiag.jobs.types import NodeStacks
 from distdiag.report import Finding, Level, Where
 from distdiag.runner import Asks, Question, Subcommand
@@ -71,7 +72,7 @@ def incomplete(answers: Answers[Any]) -> list[Finding]:
     """Report hosts with incomplete replies."""
     return [
         Finding(
-            id="trace.incomplete",
+            id=Id.TRACE_INCOMPLETE,
             level=Level.UNKNOWN,
             title=f"incomplete facts from {host}: {why}",
             where=Where(hosts=(host,)),
@@ -84,7 +85,7 @@ def about_processes(
     name: str,
     request: type[Any],
     reply: type[Reply],
-    plan: Callable[[Sequence[NodeStacks], AnyRequest], Mapping[str, dict[str, Any]]],
+    plan: Callable[[Sequence[NodeStacks], AnyRequest], Asks],
     diagnose: Callable[[AnyRequest, Answers[Reply]], Report[Data]],
     view: Callable[[Data], Iterable[RenderableType]],
 ) -> Subcommand[Any, NodeAnswer[Reply], Data]:
@@ -94,21 +95,16 @@ def about_processes(
         name: of the command; nodes run jobs.collect.facts and the more() of its folder's collect.
         request: the type of its request.
         reply: the type of more()'s replies.
-        plan: from the processes of all nodes, by host the argument of more(), with its time limit as "timeout_s".
-            Hosts missing from the result are not asked.
+        plan: from the processes of all nodes, by host the argument of more().
         diagnose: judges; pure. May raise DistdiagError if no selected process exists.
         view: renders the report's data.
     """
     module = f"distdiag.commands.{name.replace(' ', '.')}.collect"
 
-    def asks(request: AnyRequest, hosts: Mapping[str, Processes]) -> Asks:
-        found = plan([NodeStacks(host, processes, ()) for host, processes in hosts.items()], request)
-        return Asks(by_host=found, timeout_s=max((ask["timeout_s"] for ask in found.values()), default=0.0))
-
     def collect(request: AnyRequest, progress: Progress) -> Gathered[NodeAnswer[Reply]]:
         question = Question[Processes, Reply, NodeAnswer[Reply]](
             part=reply,
-            plan=lambda hosts, _: asks(request, hosts),
+            plan=lambda hosts, _: plan([NodeStacks(host, own, ()) for host, own in hosts.items()], request),
             join=lambda host, first, parts, _: NodeAnswer(host=host, processes=first, replies=tuple(parts)),
         )
         return runner.gather(request.cluster, finder(module, request.wanted), question, progress)
@@ -139,7 +135,7 @@ def index_of(answers: Answers[Any]) -> ProcessIndex:
 
 def finder(collect: str, wanted: Wanted) -> Agent:
     """Return the agent that runs on the nodes: a collect that begins with the processes there."""
-    return Agent(collect=collect, facts=Processes, ask={"pids": list(wanted.pids), "user": wanted.user})
+    return Agent(collect=collect, facts=Processes, ask=Ask(wanted.pids, wanted.user))
 
 
 def chosen_of(answers: Answers[Reply], wanted: Wanted, command: str) -> list[Chosen]:

@@ -11,6 +11,7 @@ from distdiag.diagnosis.flight_recorder.causes import Kind
 from distdiag.diagnosis.flight_recorder.types import COMMAND
 from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED
 from distdiag.facts.text import printable
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ _LEVELS = {
     Kind.IN_FLIGHT: Level.UNKNOWN,
     Kind.NO_DUMP: Level.UNKNOWN,
     Kind.LATE: Level.WARN,
+}
+_UNREAD = {
+    id_.rpartition(".")[2]: id_
+    for id_ in (
+        *(Id.FLIGHT_RECORDER_TRUNCATED, Id.FLIGHT_RECORDER_CODE, Id.FLIGHT_RECORDER_MISSING),
+        Id.FLIGHT_RECORDER_OTHER,
+    )
 }
 _WAITS = (Kind.NEVER_CALLED, Kind.NO_COUNTERPART, Kind.DEVICE_STUCK)
 
@@ -52,7 +60,7 @@ def finding_of(cause: Cause, job: Job, request: Request, gone: Collection[int] =
     others = [rank for rank in cause.ranks if all(call.rank != rank for call in cause.calls)]
     evidence += _each_last(job, others)[:_SHOWN]
     return Finding(
-        id=f"{COMMAND}.{cause.kind}",
+        id=Id(f"{COMMAND}.{cause.kind}"),
         level=level,
         title=title,
         detail=detail,
@@ -329,14 +337,14 @@ def notes(
         shown = f"{title} (format {printable(dump.version) or 'unknown'}): {printable(dump.path)}"
         more = f"; so are entries of {name_ranks(damaged[1:])}" if damaged[1:] else ""
         where = Where(ranks=tuple(damaged))
-        yield Finding(id=f"{COMMAND}.unreadable", level=Level.WARN, title=f"{shown}{more}", where=where)
+        yield Finding(id=Id.FLIGHT_RECORDER_UNREADABLE, level=Level.WARN, title=f"{shown}{more}", where=where)
     for host, why in gathered.missing.items():
         title = f"{host} answered only in part: {why}"
-        yield Finding(id=f"{COMMAND}.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
+        yield Finding(id=Id.FLIGHT_RECORDER_INCOMPLETE, level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
     outdated = tuple(rank for rank in sorted(job.outdated) if rank not in accused)
     if outdated:
         yield Finding(
-            id=f"{COMMAND}.outdated",
+            id=Id.FLIGHT_RECORDER_OUTDATED,
             level=Level.UNKNOWN,
             title=f"ignored the outdated dump{'' if len(outdated) == 1 else 's'} of {name_ranks(outdated)}",
             detail=_is_outdated(outdated, job),
@@ -347,7 +355,7 @@ def notes(
     missing = [rank for rank in range(job.world_size) if rank not in known]
     if missing and job.dumps:
         yield Finding(
-            id=f"{COMMAND}.missing-dump",
+            id=Id.FLIGHT_RECORDER_MISSING_DUMP,
             level=Level.INFO if accused else Level.UNKNOWN,
             title=f"{name_ranks(missing)} left no dump" + ("" if accused else ", and no other rank is behind"),
             where=Where(ranks=() if accused else tuple(missing)),
@@ -355,16 +363,19 @@ def notes(
     for dump in job.without_rank[:_SHOWN]:
         title = f"ignored {printable(dump.path)}: neither content nor name shows its rank"
         fix = Fix(text="end the file name with the rank")
-        yield Finding(id=f"{COMMAND}.no-rank", level=Level.WARN, title=title, fix=fix)
+        yield Finding(id=Id.FLIGHT_RECORDER_NO_RANK, level=Level.WARN, title=title, fix=fix)
     if job.replaced:
         title = f"ignored {len(job.replaced)} older dumps of ranks that also left a newer dump"
         paths = tuple(printable(dump.path) for dump in job.replaced[:_SHOWN])
-        yield Finding(id=f"{COMMAND}.older", level=Level.INFO, title=title, evidence=paths)
+        yield Finding(id=Id.FLIGHT_RECORDER_OLDER, level=Level.INFO, title=title, evidence=paths)
     if not job.dumps and not any(node.unread for node in nodes) and not gathered.refusals:
         hint = Fix(text="show how to get dumps", commands=(f"{request.program} flight-recorder --how",))
         asked = " ".join(shlex.quote(path) for path in request.paths) or "the running jobs"
         yield Finding(
-            id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title=f"no flight recorder dump found in {asked}", fix=hint
+            id=Id.FLIGHT_RECORDER_NOTHING,
+            level=Level.UNKNOWN,
+            title=f"no flight recorder dump found in {asked}",
+            fix=hint,
         )
 
 
@@ -381,7 +392,7 @@ def _of_files(nodes: Sequence[NodeDumps], *, any_read: bool) -> Iterator[Finding
         is_refused = " is refused" if kind == "code" else ""
         more = f"; {len(files) - 1} more files likewise" if len(files) > 1 else ""
         yield Finding(
-            id=f"{COMMAND}.{kind}",
+            id=_UNREAD.get(kind, Id.FLIGHT_RECORDER_DAMAGED),
             level=Level.WARN if kind == "truncated" and any_read else Level.UNKNOWN,
             title=f"{printable(files[0][1])}{is_refused}: {printable(why)}{more}",
             where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files))),
@@ -400,7 +411,7 @@ def _of_pipes(nodes: Sequence[NodeDumps]) -> Iterator[Finding]:
         ranks = tuple(sorted({pipe.rank for _, pipe in pipes}))
         title = f"{name_ranks(ranks)} wrote no dump when triggered: {printable(pipes[0][1].path)}: {printable(answer)}"
         where = Where(hosts=tuple(dict.fromkeys(host for host, _ in pipes)), ranks=ranks)
-        yield Finding(id=f"{COMMAND}.no-answer", level=Level.WARN, title=title, where=where)
+        yield Finding(id=Id.FLIGHT_RECORDER_NO_ANSWER, level=Level.WARN, title=title, where=where)
 
 
 def undecided(ranks: Sequence[int]) -> Finding:
@@ -408,7 +419,7 @@ def undecided(ranks: Sequence[int]) -> Finding:
     title = f"{_does(ranks, 'waits', 'wait')}; the dumps do not show for which rank"
     detail = "The counterpart was overwritten in the ring buffer, or its dump is missing."
     return Finding(
-        id=f"{COMMAND}.undecided",
+        id=Id.FLIGHT_RECORDER_UNDECIDED,
         level=Level.UNKNOWN,
         title=title,
         detail=detail,
@@ -423,7 +434,7 @@ def all_ended(job: Job, request: Request, *, is_slow: bool) -> Finding:
     gloo = any("gloo" in dump.backends for dump in job.dumps.values())
     unseen = " Gloo's recorder does not record send and recv." if gloo else ""
     return Finding(
-        id=f"{COMMAND}.all-ended",
+        id=Id.FLIGHT_RECORDER_ALL_ENDED,
         level=Level.INFO if is_slow else Level.UNKNOWN,
         title=f"every recorded collective has ended on all {len(job.dumps)} ranks{end}",
         detail=f"If the job hangs, it hangs outside the collectives.{unseen}",

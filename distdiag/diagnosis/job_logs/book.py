@@ -133,6 +133,34 @@ def _last_words(node: NodeLogs, ranks: Sequence[int | None]) -> Iterator[tuple[i
             yield rank, log.last
 
 
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One generation of the job: the failures and exits of its ranks."""
+
+    number: int
+    failures: Sequence[Failure]
+    exits: Sequence[Exit]
+    book: Book
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether any failure is reported in this round."""
+        return bool(self.failures or self.watchdog or any(exit_.is_bad for exit_ in self.exits))
+
+    @property
+    def watchdog(self) -> list[tuple[int, Event]]:
+        """Return the watchdog lines of this generation, by rank."""
+        return [(rank, event) for rank, event in self.book.watchdog if event.generation == self.number]
+
+    def of(self, rank: int) -> list[Failure]:
+        """Return the failures of a rank, in log order."""
+        return [failure for failure in self.failures if failure.rank == rank]
+
+    def exits_of(self, rank: int) -> list[Exit]:
+        """Return the exits reported for a rank; summaries precede the agent's lines."""
+        return [exit_ for exit_ in self.exits if exit_.rank == rank]
+
+
 def make(nodes: Sequence[NodeLogs]) -> Book:
     """Combine the logs of all nodes."""
     book = Book(several_hosts=len(nodes) > 1)

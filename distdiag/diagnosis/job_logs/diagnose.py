@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
+from distdiag.diagnosis.job_logs.book import Round
 from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
@@ -41,34 +42,6 @@ _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NEAR = 5
 """Maximum lines between an exception and the one raised from it."""
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """One generation of the job: the failures and exits of its ranks."""
-
-    number: int
-    failures: Sequence[Failure]
-    exits: Sequence[Exit]
-    book: Book
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether any failure is reported in this round."""
-        return bool(self.failures or self.watchdog or any(exit_.is_bad for exit_ in self.exits))
-
-    @property
-    def watchdog(self) -> list[tuple[int, Event]]:
-        """Return the watchdog lines of this generation, by rank."""
-        return [(rank, event) for rank, event in self.book.watchdog if event.generation == self.number]
-
-    def of(self, rank: int) -> list[Failure]:
-        """Return the failures of a rank, in log order."""
-        return [failure for failure in self.failures if failure.rank == rank]
-
-    def exits_of(self, rank: int) -> list[Exit]:
-        """Return the exits reported for a rank; summaries precede the agent's lines."""
-        return [exit_ for exit_ in self.exits if exit_.rank == rank]
 
 
 def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:

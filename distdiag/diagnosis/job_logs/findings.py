@@ -10,15 +10,15 @@ from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.diagnosis.verdicts import ending, finding
+from distdiag.ids import FindingId, Id, RowId
 from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.diagnosis.job_logs.book import Book, Exit
+    from distdiag.diagnosis.job_logs.book import Book, Exit, Round
     from distdiag.diagnosis.job_logs.desync import Desync
-    from distdiag.diagnosis.job_logs.diagnose import Round
     from distdiag.facts.job_logs.collect import LogFile
 
 _NAMED = 6
@@ -162,16 +162,16 @@ def first_failure(
     paths, hosts_of_paths = _paths(group, book)
     if not blames:
         title = failure.means + paths
-        id_ = f"logs.{failure.known}"
+        id_: FindingId = RowId(f"logs.{failure.known}")
     elif named:
         title = f"{_ranks(ranks, book)} did not reach the barrier: {failure.what}"
-        id_ = "logs.missing-rank"
+        id_ = RowId("logs.missing-rank")
     elif not ranks:
-        title, id_ = f"{reason} (rank unknown)", "logs.failure"
+        title, id_ = f"{reason} (rank unknown)", Id.LOGS_FAILURE
     elif len(ranks) == 1:
-        title, id_ = f"{_ranks(ranks, book)} failed first: {reason}", "logs.first-failure"
+        title, id_ = f"{_ranks(ranks, book)} failed first: {reason}", Id.LOGS_FIRST_FAILURE
     else:
-        title, id_ = f"{_ranks(ranks, book)} failed alike: {reason}", "logs.same-failure"
+        title, id_ = f"{_ranks(ranks, book)} failed alike: {reason}", Id.LOGS_SAME_FAILURE
     if not ranks and row is not None and row.alone and blames:
         title, id_ = f"{failure.means}: {failure.what}" if failure.means not in failure.what else failure.what, id_
     if others and blames and ranks:
@@ -432,7 +432,7 @@ def ended_from_outside(failure: Failure) -> Finding:
     """Report that the whole job was ended from outside."""
     fix = Fix(text=failure.fix, commands=failure.commands) if failure.fix else None
     return Finding(
-        id=f"logs.{failure.known}",
+        id=RowId(f"logs.{failure.known}"),
         level=Level.FAIL,
         title=f"no rank failed: {failure.means}",
         evidence=_evidence([failure]),
@@ -486,7 +486,7 @@ def warnings(lines: Sequence[Failure], book: Book) -> list[Finding]:
         first.setdefault(line.known, line)
     return [
         Finding(
-            id=f"logs.{line.known}",
+            id=RowId(f"logs.{line.known}"),
             level=Level.INFO if line.known == "xid" else Level.WARN,
             title=f"{_ranks((line.rank,), book)}: {line.what}" if line.rank is not None else line.what,
             detail=_sentence(line.means),

@@ -19,6 +19,7 @@ from distdiag.diagnosis.stuck.stacks import kind_in_job
 from distdiag.diagnosis.stuck.types import GOES_ON, Source, Stand, StuckKind
 from distdiag.diagnosis.wait_reasons import lasting
 from distdiag.diagnosis.wording import named
+from distdiag.ids import Id
 from distdiag.knowledge.activities import activity_of
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -92,7 +93,7 @@ def _about_ranks(
     about = (_moves(states), _waiting(joined, kind), _pace(joined, states, kind), _ends(joined, kind))
     details = (*about, _also_gone(joined), _also_polls(joined, states), _why(joined), in_common)
     return Finding(
-        id=f"{PREFIX}.{kind}",
+        id=Id(f"{PREFIX}.{kind}"),
         level=level,
         title=title,
         detail=" ".join(filter(None, details)),
@@ -287,7 +288,7 @@ def _about_all(joined: Joined, claim: Claim, rows: Sequence[SourceRow]) -> Findi
     }
     title = titles[joined.kind]
     return Finding(
-        id=f"{PREFIX}.{joined.kind}",
+        id=Id(f"{PREFIX}.{joined.kind}"),
         level=joined.level,
         title=title,
         detail=_why(joined),
@@ -328,7 +329,7 @@ def _unknown(joined: Joined, rows: Sequence[SourceRow]) -> Finding:
         else ""
     )
     return Finding(
-        id=f"{PREFIX}.{StuckKind.UNKNOWN}",
+        id=Id.HANG_UNKNOWN,
         level=Level.UNKNOWN,
         title=title,
         detail=" ".join(filter(None, [_why_none(evidence), bug])),

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.outliers import Outcome, split
@@ -16,6 +17,7 @@ from distdiag.diagnosis.stuck.join import join, source_rows
 from distdiag.diagnosis.stuck.starts import start_claims, without_place
 from distdiag.diagnosis.stuck.types import Source, StuckKind
 from distdiag.diagnosis.wording import format_hosts, listed, no_rank_seen
+from distdiag.ids import Id
 from distdiag.jobs.roles import (
     find_jobs,
     is_called,
@@ -107,7 +109,7 @@ def launcher_claims(asked: Asked, judged: Sequence[Joined], nodes: Sequence[Node
 def start_finding(claim: Claim) -> Finding:
     """Return the finding for a job that does not start."""
     return Finding(
-        id=f"hang.{claim.kind}",
+        id=Id(f"hang.{claim.kind}"),
         level=Level.FAIL if claim.is_sure else Level.WARN,
         title=claim.says,
         detail=claim.detail,
@@ -142,7 +144,7 @@ def _of_job(asked: Asked, joined: Joined, nodes: Sequence[NodePicture]) -> list[
     unread = _unreadable(verdict, asked, nodes) if is_wanted else []
     if is_closed(verdict.job):
         unread = [replace(finding, title=unread_in_words(verdict.job)) for finding in unread[:1]]
-    unseen = remedies.unseen_ranks(verdict.job, "hang.unseen")
+    unseen = _unseen_ranks(verdict.job)
     is_clear = verdict.outcome is Outcome.UNREADABLE and joined.kind is StuckKind.UNKNOWN and not joined.against
     if is_clear and unread:
         unread[0] = replace(unread[0], detail=_from_proc(joined))
@@ -159,7 +161,7 @@ def _from_proc(joined: Joined) -> str:
 
 def _incomplete(node: NodePicture) -> Finding:
     title = f"not all of {node.host} is known: {node.missing}"
-    return Finding(id="hang.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(node.host,)))
+    return Finding(id=Id.HANG_INCOMPLETE, level=Level.UNKNOWN, title=title, where=Where(hosts=(node.host,)))
 
 
 def _left_stopped(nodes: Sequence[NodePicture]) -> Iterator[Finding]:
@@ -168,7 +170,7 @@ def _left_stopped(nodes: Sequence[NodePicture]) -> Iterator[Finding]:
         for watched in node.watched:
             if any(sample.left_stopped for sample in watched.samples):
                 yield Finding(
-                    id="hang.left-stopped",
+                    id=Id.HANG_LEFT_STOPPED,
                     level=Level.WARN,
                     title=f"pid {watched.pid} on {node.host} was stopped after sampling; distdiag resumed it",
                     where=Where(hosts=(node.host,), pids=(watched.pid,)),
@@ -184,7 +186,7 @@ def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
     if launchers and not asked.job:
         host, launcher = launchers[0]
         return Finding(
-            id="hang.no-rank",
+            id=Id.HANG_NO_RANK,
             level=Level.UNKNOWN,
             title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) runs, but none of its ranks does",
             detail="torchrun waits in its rendezvous until all nodes have joined; srun and mpirun wait for resources. "
@@ -199,7 +201,7 @@ def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
     options = job_options(of_interest(others))
     if options:
         return Finding(
-            id="hang.no-job",
+            id=Id.HANG_NO_JOB,
             level=Level.UNKNOWN,
             title=f"no rank of job {asked.job} was found on {hosts}",
             detail=f"Jobs found: {listed(options)}.",
@@ -212,7 +214,7 @@ def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
     if closed and not asked.user:
         several = f"{len(closed)} Python processes" if len(closed) > 1 else "1 Python process"
         return Finding(
-            id="hang.no-job",
+            id=Id.HANG_NO_JOB,
             level=Level.UNKNOWN,
             title=f"{several} of {listed(sorted(set(closed)))} on {hosts} cannot be read: they may be the job",
             detail=no_rank_seen(node.processes for node in nodes),
@@ -220,7 +222,7 @@ def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
         )
     of = f" of job {asked.job}" if asked.job else f" of user {asked.user}" if asked.user else ""
     return Finding(
-        id="hang.no-job",
+        id=Id.HANG_NO_JOB,
         level=Level.UNKNOWN,
         title=f"no rank{of} was found" + (f" on {hosts}" if hosts else ""),
         detail=no_rank_seen(node.processes for node in nodes),
@@ -243,7 +245,7 @@ def _no_process(asked: Asked, nodes: Sequence[NodePicture], hosts: str) -> Findi
     else:
         title = f"{name} on {hosts}: belongs to no job, and it is no Python process that has loaded torch"
         fix = None
-    return Finding(id="hang.no-job", level=Level.UNKNOWN, title=title, where=Where(), fix=fix)
+    return Finding(id=Id.HANG_NO_JOB, level=Level.UNKNOWN, title=title, where=Where(), fix=fix)
 
 
 def _unreadable(verdict: JobVerdict, asked: Asked, nodes: Sequence[NodePicture]) -> list[Finding]:
@@ -262,7 +264,7 @@ def _cannot_read(members: list[RankState], asked: Asked, node: NodePicture | Non
     status, reason = members[0].thread.status, members[0].thread.reason
     remedy = Fix(text=_REMEDIES[status]) if status in _REMEDIES else None
     return Finding(
-        id="hang.unreadable",
+        id=Id.HANG_UNREADABLE,
         level=Level.UNKNOWN,
         title=f"{who(members)} could not be read: {reason}",
         where=where_of(members),
@@ -287,7 +289,7 @@ def _deduced(verdict: JobVerdict) -> list[Finding]:
     """List processes with a rank inferred from the other ranks."""
     return [
         Finding(
-            id="hang.rank-deduced",
+            id=Id.HANG_RANK_DEDUCED,
             level=Level.INFO,
             title=f"pid {member.process.pid} on {member.host} is assumed to be rank {member.rank}",
             detail="Its environment does not set a rank. It started the other ranks of its host, has a connection on "
@@ -318,3 +320,19 @@ def kernel_words(members: Sequence[RankState]) -> tuple[str, ...]:
             facts = [f"state {still.state}", still.syscall, still.wait_channel, still.path]
             lines.append(f"{briefly(group)}: " + ", ".join(fact for fact in facts if fact))
     return tuple(lines)
+
+
+def _unseen_ranks(job: Job) -> list[Finding]:
+    """Report ranks found on none of the hosts."""
+    if not job.unseen:
+        return []
+    hosts = format_hosts(member.host for member in job.members)
+    return [
+        Finding(
+            id=Id.HANG_UNSEEN,
+            level=Level.UNKNOWN,
+            title=f"{name_ranks(job.unseen)} of {job.world_size} not found on {hosts}: exited, or on other hosts",
+            where=Where(ranks=job.unseen),
+            fix=Fix(text="include all hosts of the job: --hosts LIST, or --slurm-job ID"),
+        )
+    ]

@@ -40,6 +40,15 @@ DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_")
 
 
 @dataclass(frozen=True)
+class Ask:
+    """`paths`: files and folders. `trigger`: request new dumps first, waiting for at most `wait_s`."""
+
+    paths: Sequence[str]
+    trigger: bool = False
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Dump:
     """One dump, see read_dump. `entries` are packed; `groups`: (name, description, ranks folded).
 
@@ -117,18 +126,18 @@ class NodeDumps:
     others: int = 0
 
 
-def facts(ask: dict[str, Any]) -> NodeDumps:
+def facts() -> NodeDumps:
     """Return the host name only; `more` reads the dumps."""
     return NodeDumps(machine.host_name())
 
 
-def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
-    """Read the dumps: {"paths": files and folders, "trigger": request new dumps first, "wait_s": limit for these}."""
+def more(ask: Ask, tell: Callable[[Any], None]) -> None:
+    """Read the dumps."""
     host = machine.host_name()
-    paths, unread = list(ask["paths"]), []
+    paths, unread = list(ask.paths), []
     pipes: list[Pipe] = []
-    if ask["trigger"]:
-        pipes, written = _trigger(paths, ask["wait_s"])
+    if ask.trigger:
+        pipes, written = _trigger(paths, ask.wait_s)
         paths = [*(path for path in paths if not os.path.isdir(path)), *written] if written else paths
     files, missing = _files(paths)
     unread += [Unread(path, "missing", why) for path, why in missing]
@@ -136,7 +145,7 @@ def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
     for path, document in _read_all(files):
         if "form" in document:
             tell({"host": host, "dumps": [document]})
-        elif document["kind"] == "other" and path not in ask["paths"]:
+        elif document["kind"] == "other" and path not in ask.paths:
             others += 1
         else:
             unread.append(Unread(path, document["kind"], document["why"]))

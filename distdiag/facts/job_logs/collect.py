@@ -17,8 +17,9 @@ from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, strea
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
-    from typing import Any
+    from collections.abc import Callable, Generator, Iterator, Sequence
+
+    from distdiag.facts.line_patterns import Rows
 
 __all__ = ["RANK", "facts", "more"]
 _BLOCK = 1 << 18
@@ -33,6 +34,14 @@ _NOT_LOGS = (".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".npy"
 _MAGIC = (b"\x7fELF", b"PK\x03\x04", b"\x89PNG", b"\x93NUMPY")
 _PATH_ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,6})/(\d{1,6})/(?:std(?:out|err)\.log|error\.json)$")
 _PATH_RANK = re.compile(r"(?:^|[._-])rank[._-]?(\d{1,6})(?:[._-]|$)|(?:^|/)(\d{1,6})/(?:stdout|stderr)$")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`paths`: files and folders; `patterns`: rows of known failures."""
+
+    paths: Sequence[str]
+    patterns: Rows
 
 
 @dataclass(frozen=True)
@@ -76,28 +85,27 @@ class Unreadable(Exception):
     """The file cannot be read as a log; the text is the reason."""
 
 
-def facts(ask: dict[str, Any]) -> NodeLogs:
+def facts() -> NodeLogs:
     """Answer at once, as reading logs exceeds the time limit of facts."""
     return NodeLogs(machine.host_name())
 
 
-def more(ask: dict[str, Any], tell: Callable[[NodeLogs], None]) -> None:
-    """Read logs: {"paths": files and folders, "patterns": [id, regular expression, words] of known failures}."""
-    reader = Reader(ask)
-    for path in ask["paths"]:
+def more(ask: Ask, tell: Callable[[NodeLogs], None]) -> None:
+    """Read logs."""
+    reader = Reader(ask.patterns)
+    for path in ask.paths:
         reader.read(path)
     for part in reader.found().parts():
         tell(part)
 
 
 class Reader:
-    """Reads paths one after another; `found` is available at any time."""
+    """Reads paths one after another; `found` is available at any time. `follow` and `tail`: see blocks."""
 
-    def __init__(self, ask: dict[str, Any]) -> None:
-        self.scan = Scan(ask["patterns"])
+    def __init__(self, patterns: Rows, *, follow: bool = False, tail: int = 0) -> None:
+        self.scan = Scan(patterns)
         self._files: list[LogFile] = []
-        self._follow = bool(ask.get("follow"))
-        self._tail = int(ask.get("tail", 0))
+        self._follow, self._tail = follow, tail
 
     def found(self) -> NodeLogs:
         """Return the results so far."""

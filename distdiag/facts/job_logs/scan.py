@@ -19,7 +19,9 @@ from distdiag.facts.line_patterns import Patterns
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    from distdiag.facts.line_patterns import Rows
 
 EXIT = "exit-of-"
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
@@ -236,9 +238,8 @@ class _Traceback:
 class Scan:
     """Reads blocks of whole lines of one file after another; the results are its fields."""
 
-    def __init__(self, rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
+    def __init__(self, rows: Rows) -> None:
         """Take the rows of known lines: id, pattern, words; ids with the prefix EXIT are launchers' reports."""
-        rows = list(rows)
         self.signs = Signs(word for row in rows for word in row[2])
         self.exits = Patterns(row for row in rows if row[0].startswith(EXIT))
         self.known = Patterns(row for row in rows if not row[0].startswith(EXIT)).first

@@ -15,6 +15,7 @@ from distdiag.commands.gpu_test.types import compute_config
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
 from distdiag.facts.computed import bad_ranks
+from distdiag.ids import Shared
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job
 from distdiag.launch.types import Device
@@ -175,7 +176,7 @@ def _finding(request: Request, found: Classification, data: Isolated) -> list[Fi
     hosts = tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)]))
     return [
         Finding(
-            id=f"{request.command}.{found.kind}",
+            id=Shared(found.kind).of(request.command),
             level=Level.UNKNOWN if found.kind is Kind.UNDECIDABLE and not broken else Level.FAIL,
             title=found.sentence,
             where=Where(hosts=hosts, ranks=tuple(ranks)),

@@ -25,6 +25,7 @@ from distdiag.commands.overflow.show.forwards import (
 from distdiag.commands.overflow.show.recording import INPUT, NEAR, NotFrames, Reader, Row
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
 from distdiag.training.overflow.report import MODEL, Detection
 
@@ -174,7 +175,7 @@ def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
         host = detection.host or recording.host
         tally = tuple(detection.tally.lines()) if detection.tally is not None else ()
         yield Finding(
-            id="overflow.detected",
+            id=Id.OVERFLOW_DETECTED,
             level=Level.FAIL,
             title=sentence(selection, recording, detection),
             where=Where(
@@ -184,7 +185,9 @@ def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
             fix=_fix(request, detection),
         )
     if len(found) > _SHOWN:
-        yield Finding(id="overflow.detected", level=Level.FAIL, title=f"{len(found) - _SHOWN} more detections (--json)")
+        yield Finding(
+            id=Id.OVERFLOW_DETECTED, level=Level.FAIL, title=f"{len(found) - _SHOWN} more detections (--json)"
+        )
 
 
 def _fix(request: Request, detection: Detection) -> Fix | None:
@@ -214,7 +217,7 @@ def _not_finite(selection: Selection) -> Iterator[Finding]:
     if found:
         row = found[0][0]
         yield Finding(
-            id="overflow.not-finite",
+            id=Id.OVERFLOW_NOT_FINITE,
             level=Level.WARN,
             title=f"{row.abs_max} in `{row.tensor}` of {named(row.module)} ({row.class_}), "
             f"{selection.names.of(row.of)}, not reported by the detector",
@@ -240,7 +243,7 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     small = all(row.dtype == "float16" or row.dtype.startswith("float8") for row, _ in ordered)
     wider = "run these modules in bfloat16 or float32, or scale down their inputs"
     yield Finding(
-        id="overflow.near-limit",
+        id=Id.OVERFLOW_NEAR_LIMIT,
         level=Level.WARN,
         title=lines[0] + (more if len(ordered) > 1 else ""),
         where=_where([recording for _, recording in ordered]),
@@ -254,12 +257,12 @@ def _diverges(found: Divergence | str | None) -> Iterator[Finding]:
     if found is None:
         return
     if isinstance(found, str):
-        yield Finding(id="overflow.not-compared", level=Level.UNKNOWN, title=found)
+        yield Finding(id=Id.OVERFLOW_NOT_COMPARED, level=Level.UNKNOWN, title=found)
         return
     evidence = tuple(_only_in(found))
     if found.first or evidence:
         level = Level.WARN if found.first and found.first.what is not Mismatch.NUMBERS else Level.INFO
-        yield Finding(id="overflow.diverges", level=level, title=diverged(found), evidence=evidence)
+        yield Finding(id=Id.OVERFLOW_DIVERGES, level=level, title=diverged(found), evidence=evidence)
 
 
 def _only_in(found: Divergence) -> Iterator[str]:
@@ -272,7 +275,7 @@ def _only_in(found: Divergence) -> Iterator[str]:
 def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
     if unread:
         yield Finding(
-            id="overflow.unreadable",
+            id=Id.OVERFLOW_UNREADABLE,
             level=Level.UNKNOWN,
             title=f"{counted(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
             evidence=tuple(list(unread.values())[1:_SHOWN]),
@@ -282,7 +285,7 @@ def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted:
             # The detection may be missing from a truncated file: without one, no verdict of OK.
             may_lack_detection = not recording.detections and (recording.truncated or recording.torn > 0)
             yield Finding(
-                id="overflow.incomplete",
+                id=Id.OVERFLOW_INCOMPLETE,
                 level=Level.UNKNOWN if may_lack_detection else Level.WARN,
                 title=f"{recording.path}: {why}",
                 where=_where([recording]),
@@ -291,7 +294,7 @@ def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted:
     if empty and not interrupted:
         others = f", and neither do {len(empty) - 1} more files" if len(empty) > 1 else ""
         yield Finding(
-            id="overflow.no-frames",
+            id=Id.OVERFLOW_NO_FRAMES,
             level=Level.UNKNOWN,
             title=f"{empty[0].path} has no frames{others}",
             detail="The detector saves the frames of batches in trace_batch_nums, and the last frames "

@@ -23,6 +23,7 @@ from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked
 from distdiag.diagnosis.stuck.waits import root_wait
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
+from distdiag.ids import Id
 from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.roles import of_interest
 from distdiag.jobs.sample_waits import SAMPLED_S
@@ -107,10 +108,10 @@ def _about_process(asked: Asked, choice: Chosen, graph: WaitGraph) -> Finding:
     if wait.kind is Kind.UNREADABLE:
         title = f"{name} cannot be read: permission denied"
         fix = remedies.as_other_user(asked.again("trace", "blocked", "--pid", str(choice.process.pid)))
-        return Finding(id="hang.unreadable", level=Level.UNKNOWN, title=title, where=where, fix=fix)
+        return Finding(id=Id.HANG_UNREADABLE, level=Level.UNKNOWN, title=title, where=where, fix=fix)
     is_stopped = wait.kind is Kind.STOPPED
     return Finding(
-        id="hang.stopped" if is_stopped else "hang.process",
+        id=Id.HANG_STOPPED if is_stopped else Id.HANG_PROCESS,
         level=Level.FAIL if is_stopped else Level.UNKNOWN,
         title=f"{name} {wait.does}",
         where=where,
@@ -121,7 +122,7 @@ def _about_process(asked: Asked, choice: Chosen, graph: WaitGraph) -> Finding:
 def _no_process(request: Request, nodes: Sequence[NodePicture]) -> Finding:
     why = ranks.none_found([node.stacks for node in nodes], request.wanted, f"{request.program} trace blocked")
     return Finding(
-        id="hang.no-job",
+        id=Id.HANG_NO_JOB,
         level=Level.UNKNOWN,
         title=str(why),
         where=Where(hosts=tuple(node.host for node in nodes)),

@@ -11,7 +11,8 @@ from distdiag.commands.trace.blocked.view import trace_blocked_view
 from distdiag.commands.trace.ranks import choose
 from distdiag.diagnosis.stuck.types import OF_PROCESSES
 from distdiag.jobs import pictures
-from distdiag.jobs.pictures import Sampling, Wish
+from distdiag.jobs.picture import Ask
+from distdiag.jobs.sample_stacks import Sampling
 from distdiag.jobs.types import NodePicture, NodeStacks
 from distdiag.runner import Subcommand
 
@@ -34,11 +35,11 @@ def _agent(request: Request) -> Agent:
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
     sampling = Sampling(longest_s=_LONGEST_S)
-    wish = Wish(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling, waits_of_all=True)
+    ask = Ask(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling, waits_of_all=True)
     return pictures.gather(
         request.cluster,
         _agent(request),
-        wish,
+        ask,
         lambda hosts: _chosen(request, hosts),
         progress,
         doing="reading the processes",

@@ -12,10 +12,17 @@ from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
+    from collections.abc import Callable, Sequence
 
 __all__ = ["facts", "more"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`pids`: the processes to read; `others`: possible owners of the other ends."""
+
+    pids: Sequence[int]
+    others: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -40,21 +47,18 @@ class Reply:
     peer_processes: tuple[PeerProcess, ...] = ()
 
 
-def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
-    """Read the descriptors of processes.
-
-    `ask`: {"pids": the processes to read, "others": possible owners of the other ends}.
-    """
+def more(ask: Ask, tell: Callable[[Reply], None]) -> None:
+    """Read the descriptors of processes."""
     reader = Look()
     mentioned: set[int] = set()
-    for pid in ask["pids"]:
+    for pid in ask.pids:
         found = descriptors(pid, reader)
         tell(Reply(processes=(Opened(pid, _limit(pid), found.descriptors, found.unread),)))
         mentioned.update(end.pid for descriptor in found.descriptors for end in descriptor.ends)
-    known = [*ask["pids"], *ask["others"]]
+    known = [*ask.pids, *ask.others]
     sockets = networks(known, reader)
     mentioned.update(owned.pid for network in sockets for owned in network.sockets)
-    tell(Reply(networks=sockets, peer_processes=peer_processes(mentioned.union(ask["pids"]))))
+    tell(Reply(networks=sockets, peer_processes=peer_processes(mentioned.union(ask.pids))))
 
 
 def _limit(pid: int) -> int | None:

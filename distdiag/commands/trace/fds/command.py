@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.facts.descriptors import Descriptor
     from distdiag.jobs.types import NodeStacks
-    from distdiag.runner import Subcommand
+    from distdiag.runner import Asks, Subcommand
 
 COMMAND = "trace fds"
 _SPARE_S, _EACH_S = 15.0, 2.0
@@ -148,21 +148,22 @@ def fds(
     runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
 
 
-def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
+def _plan(nodes: Sequence[NodeStacks], request: Request) -> Asks:
     """Read the selected processes; of the rest of the job, only sockets, as possible other ends."""
+    from distdiag.commands.trace.fds.collect import Ask
+    from distdiag.runner import Asks
+
     chosen: dict[str, list[int]] = {}
     for choice in choose(nodes, request.wanted):
         if choice.process is not None:
             chosen.setdefault(choice.host, []).append(choice.process.pid)
-    if not chosen:
-        return {}
     asks = {}
-    for node in nodes:
+    for node in nodes if chosen else ():
         pids = chosen.get(node.host, [])
         others = [process.pid for process in node.processes.processes if process.pid not in pids]
         if pids or others:
-            asks[node.host] = {"pids": pids, "others": others, "timeout_s": _SPARE_S + _EACH_S * len(pids)}
-    return asks
+            asks[node.host] = Ask(pids, others)
+    return Asks(by_host=asks, timeout_s=_SPARE_S + _EACH_S * max(map(len, chosen.values()), default=0))
 
 
 def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
@@ -259,6 +260,8 @@ def _target(descriptor: Descriptor) -> str:
 
 
 def _of_process(row: ProcessRow, request: Request, answers: Answers[Reply], index: ProcessIndex) -> Iterator[Finding]:
+    from distdiag.ids import Id
+
     name = index.name((row.host, row.pid), whole=True)
     where = Where(hosts=(row.host,), ranks=(row.rank,) if row.rank is not None else (), pids=(row.pid,))
     if row.unread:
@@ -275,7 +278,7 @@ def _of_process(row: ProcessRow, request: Request, answers: Answers[Reply], inde
     held = sum(descriptor.size_bytes or 0 for descriptor in gone)
     if held > _MUCH_BYTES:
         yield Finding(
-            id="trace.deleted-files",
+            id=Id.TRACE_DELETED_FILES,
             level=Level.WARN,
             title=f"{name} holds {held / _GIB:.1f} GiB of disk in {len(gone)} deleted file{'s' * (len(gone) > 1)}: "
             "`du` does not count it, and it is freed only when they are closed",
@@ -290,7 +293,7 @@ def _of_process(row: ProcessRow, request: Request, answers: Answers[Reply], inde
     silent = [descriptor for descriptor in row.descriptors if descriptor.silent]
     if silent:
         yield Finding(
-            id="trace.storage",
+            id=Id.TRACE_STORAGE,
             level=Level.WARN,
             title=f"{name} has {len(silent)} descriptors on a file system that does not answer",
             where=where,
@@ -299,10 +302,12 @@ def _of_process(row: ProcessRow, request: Request, answers: Answers[Reply], inde
 
 
 def _of_sockets(row: ProcessRow, name: str, where: Where) -> Iterator[Finding]:
+    from distdiag.ids import Id
+
     closed = [descriptor for descriptor in row.descriptors if descriptor.state == "CLOSE_WAIT"]
     if len(closed) >= _MANY_CLOSED:
         yield Finding(
-            id="trace.close-wait",
+            id=Id.TRACE_CLOSE_WAIT,
             level=Level.WARN,
             title=f"{name} has {len(closed)} connections in CLOSE_WAIT: the peer has closed them, this process has not",
             detail="The process ignores the end of these connections or never closes them; each uses a descriptor.",
@@ -312,10 +317,12 @@ def _of_sockets(row: ProcessRow, name: str, where: Where) -> Iterator[Finding]:
 
 
 def _near_limit(row: ProcessRow, name: str, where: Where) -> Finding:
+    from distdiag.ids import Id
+
     assert row.limit is not None
     kind, count = next(iter(row.counts.items()))
     return Finding(
-        id="trace.fd-limit",
+        id=Id.TRACE_FD_LIMIT,
         level=Level.WARN,
         title=f"{name} uses {len(row.descriptors)} of {row.limit} descriptors (ulimit -n); {count} are of kind {kind}",
         detail="At the limit, every open and every connect fails: EMFILE, 'Too many open files'.",
@@ -332,13 +339,15 @@ def _cut(row: ProcessRow, file: DescriptorRow) -> str:
 
 
 def _unreadable(row: ProcessRow, name: str, where: Where, request: Request, answers: Answers[Reply]) -> Finding:
+    from distdiag.ids import Id
+
     if row.unread != "denied":
-        return Finding(id="trace.exited", level=Level.UNKNOWN, title=f"{name} has exited", where=where)
+        return Finding(id=Id.TRACE_EXITED, level=Level.UNKNOWN, title=f"{name} has exited", where=where)
     user = next((node.processes.user for node in answers.nodes if node.host == row.host), 0)
     command = f"{request.program} trace fds {row.pid}"
     fix = remedies.ptrace_in_container() if user == 0 else remedies.as_other_user(command)
     title = f"descriptors of {name} cannot be read: permission denied"
-    return Finding(id="trace.unreadable", level=Level.UNKNOWN, title=title, where=where, fix=fix)
+    return Finding(id=Id.TRACE_UNREADABLE, level=Level.UNKNOWN, title=title, where=where, fix=fix)
 
 
 def trace_fds_view(data: TraceFds) -> Iterator[RenderableType]:

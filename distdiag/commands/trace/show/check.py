@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
-from distdiag.commands.trace.show.collect import NodeLines
+from distdiag.commands.trace.show.collect import Ask, NodeLines
 from distdiag.commands.trace.show.diagnose import diagnose
 from distdiag.commands.trace.show.types import COMMAND, Request
 from distdiag.commands.trace.show.view import trace_show_view
@@ -29,8 +29,8 @@ _LINES_FOR_PLACE = 5
 def _collect(request: Request, progress: Progress) -> Gathered[NodeLines]:
     def plan(hosts: Mapping[str, NodeLines], local: bool) -> Asks:
         paths = [os.path.abspath(path) if local else path for path in request.paths]
-        last = max(request.last, _LINES_FOR_PLACE)
-        ask = {"paths": paths, "last": last, "grep": request.grep, "count": request.count}
+        # Placing a rank also needs the library lines after the user's last line, even with a small --last.
+        ask = Ask(paths, max(request.last, _LINES_FOR_PLACE), request.grep, request.count)
         return Asks(by_host=dict.fromkeys(hosts, ask), timeout_s=_PATIENCE_S)
 
     question = Question[NodeLines, NodeLines, NodeLines](

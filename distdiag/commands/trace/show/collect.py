@@ -14,11 +14,20 @@ from distdiag.facts import line_trace_file, machine, procs
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
 
 _MOST_FILES = 4096
 _MOST_MATCHES = 1000
 _SOURCE = 200
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`paths`: files or folders, empty: trace py's own. `last`: lines per thread. `grep`, `count`: patterns or ""."""
+
+    paths: Sequence[str]
+    last: int
+    grep: str
+    count: str
 
 
 @dataclass(frozen=True)
@@ -90,19 +99,15 @@ class NodeLines:
     searched: tuple[str, ...] = ()
 
 
-def facts(ask: dict[str, Any]) -> NodeLines:
+def facts() -> NodeLines:
     """Return the host name; `more` reads the files, once per request."""
     return NodeLines(machine.host_name())
 
 
-def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
-    """Read all files.
-
-    `ask`: {"paths": files or folders, if empty trace py's default, "last": lines per thread, "grep" and "count":
-    patterns or ""}.
-    """
+def more(ask: Ask, tell: Callable[[NodeLines], None]) -> None:
+    """Read all files."""
     linecache.checkcache()
-    search = _Search(ask["paths"])
+    search = _Search(ask.paths)
     processes = []
     files = search.files()
     for path, owners in files[:_MOST_FILES]:
@@ -181,10 +186,10 @@ def _modified(path: str) -> float:
 class _Reader:
     """Reads one process's file, with the offset of its monotonic clock, and the source of its lines."""
 
-    def __init__(self, ring: line_trace_file.RingFile, ask: dict[str, Any]) -> None:
-        self._ring, self._about, self._last = ring, ring.about, ask["last"]
-        self._grep = re.compile(ask["grep"]) if ask["grep"] else None
-        self._count = re.compile(ask["count"]) if ask["count"] else None
+    def __init__(self, ring: line_trace_file.RingFile, ask: Ask) -> None:
+        self._ring, self._about, self._last = ring, ring.about, ask.last
+        self._grep = re.compile(ask.grep) if ask.grep else None
+        self._count = re.compile(ask.count) if ask.count else None
         self._to_wall = ring.about.began_s - ring.about.monotonic_s
         self._modified_at: dict[str, float] = {}
 

@@ -13,6 +13,7 @@ from distdiag.commands.trace.show.types import COMMAND, Group, Ring, TraceShow
 from distdiag.commands.trace.show.wording import briefly, does, end_of, spot, waits, who
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.wording import counted
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceSho
         findings.append(_nothing_recorded(request, nodes))
     findings += [*_unread(request, nodes), *host_findings(gathered.refusals, gathered.rows)]
     findings += [
-        Finding(id="trace.no-answer", level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
+        Finding(id=Id.TRACE_NO_ANSWER, level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
         for host, why in gathered.missing.items()
     ]
     outliers = (member for verdict in verdicts for member in verdict.outliers)
@@ -74,16 +75,16 @@ def _outside(request: Request, verdict: RunVerdict) -> Finding:
         parts.append(f"{sum(map(len, groups[3:]))} more are elsewhere")
     title, fix = "; ".join([*parts, _wait(verdict.others)]), _stacks(request, verdict.outliers)
     if verdict.outcome is Outcome.STUCK:
-        return Finding(id="trace.stuck-rank", level=Level.FAIL, title=title, fix=fix)
+        return Finding(id=Id.TRACE_STUCK_RANK, level=Level.FAIL, title=title, fix=fix)
     detail = "It may only be slower than the others: run this again in a minute."
-    return Finding(id="trace.straggler", level=Level.WARN, title=title, detail=detail, fix=fix)
+    return Finding(id=Id.TRACE_STRAGGLER, level=Level.WARN, title=title, detail=detail, fix=fix)
 
 
 def _gone(request: Request, verdict: RunVerdict) -> Finding:
     first = verdict.outliers[0]
     ended = "have exited" if len(verdict.outliers) > 1 else _ended(first)
     title = f"{who(verdict.outliers)} {ended}, last {does(first)}; {_wait(verdict.others)}"
-    return Finding(id="trace.exited", level=Level.FAIL, title=title, fix=_end_of_log(request, verdict.outliers))
+    return Finding(id=Id.TRACE_EXITED, level=Level.FAIL, title=title, fix=_end_of_log(request, verdict.outliers))
 
 
 def _left_first(request: Request, verdict: RunVerdict) -> Finding:
@@ -91,7 +92,7 @@ def _left_first(request: Request, verdict: RunVerdict) -> Finding:
     parts = [f"{who(group)} {_ended_first(group[0])}, last {does(group[0])}" for group in groups]
     parts += [f"then {who(group)} {_ended(group[0])}" for group in largest]
     fix = _end_of_log(request, verdict.outliers)
-    return Finding(id="trace.exited-first", level=Level.FAIL, title="; ".join(parts), fix=fix)
+    return Finding(id=Id.TRACE_EXITED_FIRST, level=Level.FAIL, title="; ".join(parts), fix=fix)
 
 
 def _elsewhere(request: Request, verdict: RunVerdict) -> Finding:
@@ -99,7 +100,7 @@ def _elsewhere(request: Request, verdict: RunVerdict) -> Finding:
     may_be_fine = outliers[0].place.kind == others[0].place.kind == "" or are_young(outliers)
     place = f"{who(outliers)} {_are(outliers)} at a different line than the others"
     level, title = Level.WARN if may_be_fine else Level.FAIL, f"{place}: {does(outliers[0])}; {_wait(others)}"
-    return Finding(id="trace.elsewhere", level=level, title=title, fix=_stacks(request, outliers))
+    return Finding(id=Id.TRACE_ELSEWHERE, level=level, title=title, fix=_stacks(request, outliers))
 
 
 def _same_place(request: Request, verdict: RunVerdict) -> Finding:
@@ -118,7 +119,7 @@ def _same_place(request: Request, verdict: RunVerdict) -> Finding:
         title = f"all ranks are {waits(first)}, which is not a collective"
         detail = "" if first.process.state == "died" else "It may just be a slow line: run this again in a minute."
         fix = _stacks(request, verdict.others)
-    return Finding(id="trace.same-place", level=Level.UNKNOWN, title=title, detail=detail, fix=fix)
+    return Finding(id=Id.TRACE_SAME_PLACE, level=Level.UNKNOWN, title=title, detail=detail, fix=fix)
 
 
 def _undecided(request: Request, verdict: RunVerdict) -> Finding:
@@ -126,7 +127,7 @@ def _undecided(request: Request, verdict: RunVerdict) -> Finding:
     parts = [f"{briefly(group)} {does(group[0])}" for group in groups[:4]]
     more = f"; {len(groups) - 4} more places" if len(groups) > 4 else ""
     title = "the last lines cannot decide which rank is stuck: " + "; ".join(parts) + more
-    return Finding(id="trace.undecided", level=Level.UNKNOWN, title=title, fix=_stacks(request, verdict.others))
+    return Finding(id=Id.TRACE_UNDECIDED, level=Level.UNKNOWN, title=title, fix=_stacks(request, verdict.others))
 
 
 def _last_line(request: Request, verdict: RunVerdict) -> Finding:
@@ -136,12 +137,12 @@ def _last_line(request: Request, verdict: RunVerdict) -> Finding:
         level, title, detail = Level.FAIL, f"{_ended(member)}, last", ""
     fix = (_end_of_log if level is Level.FAIL else _stacks)(request, verdict.others)
     title = f"{who(verdict.others)} {title} {does(member)}"
-    return Finding(id="trace.last-line", level=level, title=title, detail=detail, fix=fix)
+    return Finding(id=Id.TRACE_LAST_LINE, level=level, title=title, detail=detail, fix=fix)
 
 
 def _no_lines(request: Request, verdict: RunVerdict) -> Finding:
     return Finding(
-        id="trace.no-lines",
+        id=Id.TRACE_NO_LINES,
         level=Level.UNKNOWN,
         title=f"no line of {verdict.run.name} was recorded: it did not reach traced code",
         detail="By default, only your own code is traced, not packages.",
@@ -213,7 +214,7 @@ def _not_traced(run: Run) -> Iterator[Finding]:
     absent = sorted(set(range(min(run.world_size or 0, _MOST_RANKS))) - {rank for rank in ranks if rank is not None})
     if absent and None not in ranks:
         yield Finding(
-            id="trace.unseen",
+            id=Id.TRACE_UNSEEN,
             level=Level.WARN,
             title=f"no recorded lines of {name_ranks(absent)}: on other nodes (--hosts), or not traced",
             where=Where(ranks=tuple(absent)),
@@ -221,7 +222,7 @@ def _not_traced(run: Run) -> Iterator[Finding]:
     threads = sum(member.process.untold for member in run.members)
     if threads:
         yield Finding(
-            id="trace.threads-not-recorded",
+            id=Id.TRACE_THREADS_NOT_RECORDED,
             level=Level.INFO,
             title=f"{threads} thread{'s were' if threads > 1 else ' was'} not recorded (limit: trace py --max-threads)",
             fix=Fix(text="raise the limit in the next run: trace py --max-threads 256"),
@@ -232,7 +233,7 @@ def _nothing_recorded(request: Request, nodes: Sequence[NodeLines]) -> Finding:
     searched = tuple(dict.fromkeys(path for node in nodes for path in node.searched)) or request.paths
     again = (f"{request.program} trace py -- train.py", "torchrun --nproc-per-node 8 -m distdiag trace py -- train.py")
     return Finding(
-        id="trace.no-recording",
+        id=Id.TRACE_NO_RECORDING,
         level=Level.UNKNOWN,
         title=f"no recorded lines in {', '.join(searched[:_PATHS])}",
         where=Where(hosts=tuple(node.host for node in nodes)),
@@ -246,17 +247,17 @@ def _unread(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
     if unread:
         title = f"{counted(len(unread), 'file')} could not be read: {': '.join(unread[0][1:])}"
         where, evidence = _hosts_of(unread), tuple(map(": ".join, unread[1:_PATHS]))
-        yield Finding(id="trace.unread", level=Level.UNKNOWN, title=title, where=where, evidence=evidence)
+        yield Finding(id=Id.TRACE_UNREAD, level=Level.UNKNOWN, title=title, where=where, evidence=evidence)
     left_out = sum(node.left_out for node in nodes)
     if left_out:
-        yield Finding(id="trace.too-many", level=Level.INFO, title=f"{left_out} older files were not read")
+        yield Finding(id=Id.TRACE_TOO_MANY, level=Level.INFO, title=f"{left_out} older files were not read")
     foreign = [(node.host, path, why) for node in nodes for path, why in node.not_ours]
     if foreign:
         _, path, why = foreign[0]
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         named = f"{request.program} trace show {shlex.quote(path)}"
         yield Finding(
-            id="trace.other-user",
+            id=Id.TRACE_OTHER_USER,
             level=Level.WARN,
             title=f"{path}{more} not read: {why}",
             detail="Only files of the user who runs the job are read.",

@@ -12,7 +12,7 @@ from distdiag.agent.protocol import Collect
 from distdiag.cluster.node import NodeStage
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.nodes import NodeAnswer, answers_of, chosen_of, finder
-from distdiag.commands.trace.sys.collect import Reply
+from distdiag.commands.trace.sys.collect import Ask, Reply
 from distdiag.commands.trace.sys.diagnose import diagnose
 from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.view import trace_sys_view
@@ -66,14 +66,13 @@ class _Session:
         most = max(map(len, names.values()), default=0)
         folder = os.path.abspath(request.logs) if request.logs and local else request.logs
         asks = {
-            host: {
-                "do": "attach",
-                "pids": list(map(int, names.get(host, ()))),
-                "limit_bytes": MAX_LOG_BYTES,
-                "folder": folder,
-                "names": names.get(host, {}),
-                "near": [process.pid for process in processes.processes],
-            }
+            host: Ask(
+                pids=list(map(int, names.get(host, ()))),
+                limit_bytes=MAX_LOG_BYTES,
+                folder=folder,
+                names=names.get(host, {}),
+                near=[process.pid for process in processes.processes],
+            )
             for host, processes in hosts.items()
         }
         return Asks(by_host=asks if most else {}, timeout_s=_ATTACH_S + _EACH_S * most)
@@ -99,7 +98,7 @@ class _Session:
             self.missing[host] = "lost contact during tracing"
             del traced[host]
         for node in traced.values():
-            node.order(Collect(ask={"do": "finish"}))
+            node.order(Collect(ask=Ask(finish=True)))
         hosts = {node.name: host for host, node in traced.items()}
         seen: dict[str, list[Reply]] = {}
         for node, reply, why in fleet.more_from(traced.values(), Reply, _FINISH_S, lambda names: None):

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distdiag.facts import blocked_threads, carried_tools, machine, private_files, procs, programs
 from distdiag.facts.blocked_threads import Thread  # noqa: TC001 - decoded by its annotations
@@ -25,7 +25,7 @@ from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
 __all__ = ["facts", "more"]
@@ -47,6 +47,21 @@ signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 os.execv(sys.argv[2], sys.argv[2:])
 """
 """Starts strace so that it ends with us (PR_SET_PDEATHSIG), and when its log has reached its size limit."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Attach strace to `pids`; with `finish`, detach it and send the traces.
+
+    `limit_bytes`: of all logs; `folder`, `names` by pid: of logs to keep. `near`: their sockets are sent, too.
+    """
+
+    pids: Sequence[int] = ()
+    limit_bytes: int = 0
+    folder: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    near: Sequence[int] = ()
+    finish: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,24 +113,20 @@ class Reply:
     peer_processes: tuple[PeerProcess, ...] = ()
 
 
-def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
-    """Attach strace, or detach it and send the traces.
-
-    `ask`: {"do": "attach", "pids", "limit_bytes" of all logs, "folder" and "names": by pid, of logs to keep, "near":
-    pids whose sockets are sent, too}, or {"do": "finish"}
-    """
-    if ask["do"] == "attach":
-        _attach(ask, tell)
-    else:
+def more(ask: Ask, tell: Callable[[Reply], None]) -> None:
+    """Attach strace, or detach it and send the traces."""
+    if ask.finish:
         _finish(tell)
+    else:
+        _attach(ask, tell)
 
 
-def _attach(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
+def _attach(ask: Ask, tell: Callable[[Reply], None]) -> None:
     look = Look()
-    found = networks(ask["near"], look)
+    found = networks(ask.near, look)
     mentioned = {socket.pid for network in found for socket in network.sockets}
-    tell(Reply(networks=found, peer_processes=peer_processes(mentioned.difference(ask["near"]))))
-    before = [_before(pid, look) for pid in ask["pids"]]
+    tell(Reply(networks=found, peer_processes=peer_processes(mentioned.difference(ask.near))))
+    before = [_before(pid, look) for pid in ask.pids]
     straces = [_Strace(process, ask) for process in before]
     deadline = time.monotonic() + _ATTACH_S
     for strace in straces:
@@ -156,14 +167,14 @@ def _in_kernel(pid: int) -> set[int]:
 class _Strace:
     """The strace of one process; not started if `before` has a reason against it."""
 
-    def __init__(self, before: Attached, ask: dict[str, Any]) -> None:
+    def __init__(self, before: Attached, ask: Ask) -> None:
         self.before = before
-        self.kept = os.path.join(ask["folder"], ask["names"][str(before.pid)]) if ask["folder"] else ""
+        self.kept = os.path.join(ask.folder, ask.names[str(before.pid)]) if ask.folder else ""
         if before.why:
             return
         try:
             self.log = _private_file(self.kept)
-            limit_bytes = ask["limit_bytes"] // len(ask["pids"])
+            limit_bytes = ask.limit_bytes // len(ask.pids)
             path = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
             argv = [carried_tools.find("strace") or "", *OPTIONS, "-o", path, "-p", str(before.pid)]
             self._process = programs.start([sys.executable, "-S", "-c", _GUARD, str(limit_bytes), *argv])

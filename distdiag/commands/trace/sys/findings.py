@@ -24,6 +24,7 @@ from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.diagnosis.wording import format_duration, listed
 from distdiag.facts import syscall_names
 from distdiag.facts.machine import STOPPED
+from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _blocked(request: Request, root: Key, group: list[TracedThread], end: Traced
     goes_on = end is not None and not end.idle and not in_cycle and end.kind in (Kind.RUNS, Kind.OWN_THREADS)
     long = any(thread.kind is Kind.STOPPED or (thread.blocked_s or 0.0) > _LONG_S for thread in group)
     return Finding(
-        id="trace.blocked",
+        id=Id.TRACE_BLOCKED,
         level=Level.FAIL if long and not goes_on else Level.WARN,
         title="; ".join(sentences),
         where=where_of(members),
