@@ -49,8 +49,8 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
     If the orders end earlier, the process exits with status lost().
 
     config: {"collect": module with facts(ask) or facts(), returning a dataclass or an equivalent dictionary, and
-    more(ask, report) for Collect orders; "ask": argument of facts; "env": variables to set; "silence_s": exit after this silence of the
-    parent, None: never; "untrusted": the parent is unauthenticated}
+    more(ask, report) for Collect orders; "ask": argument of facts; "env": variables to set; "silence_s": exit after
+    this silence of the parent, None: never; "untrusted": the parent is unauthenticated}
     """
     os.environ.update(config["env"])
     inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)

@@ -435,5 +435,5 @@ def test_under_torchrun(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert sorted(ring.about.rank for ring in kept(tmp_path)) == [0, 1]
+    assert {ring.about.rank for ring in kept(tmp_path)} == {0, 1}
     assert json.loads(distdiag("trace", "show", "--json", str(tmp_path)).out)["exit_code"] == 0

@@ -12,7 +12,7 @@ from logs_cases import cases
 from distdiag import errors
 from distdiag.cluster.host_results import HostState
 from distdiag.cluster.targets import Cluster
-from distdiag.commands.doctor import odd_node
+from distdiag.commands.doctor import node_differences
 from distdiag.commands.gpu_test.isolate.types import Kind as Isolated
 from distdiag.diagnosis import connectivity
 from distdiag.diagnosis.finding_ids import declared
@@ -40,7 +40,7 @@ FAMILIES: dict[str, list[str]] = {
     "hosts": [f"hosts.{state}" for state in HostState if state is not HostState.OK],
     "flight-recorder": [f"flight-recorder.{kind}" for kind in Recorded],
     "isolate": [f"gpu-test.{kind}" for kind in Isolated if kind is not Isolated.HEALTHY],
-    "doctor": [f"doctor.differs.{kind}" for kind in odd_node._KINDS],
+    "doctor": [f"doctor.differs.{kind}" for kind in node_differences._KINDS],
     "errors": [kind.id for kind in ERRORS] + ["scarce", "distdiag.bug"],
     "paths": [f"ports.{purpose}-{end}" for purpose in connectivity._PURPOSES.values() for end in _ENDS],
 }
