@@ -23,7 +23,7 @@ def start(port):
 
 def dumps(job):
     parts = []
-    ask = {"sources": ["recorder"], "pids": [job.pid], "ranks": [(job.pid, 2)], "timeout_s": 20.0, "recorder": []}
+    ask = picture.Ask(("recorder",), timeout_s=20.0, sampling=picture.Sampling(), ranks=[(job.pid, 2)])
     picture.more(ask, parts.append)
     return sum(len(part["dumps"]) if isinstance(part, dict) else 0 for part in parts)
 
