@@ -264,7 +264,7 @@ def test_known_hosts(tmp_path: Path) -> None:
     def judge(path: str) -> None:
         known = KnownHosts.read([path])
         for name, port in (("node1", 22), ("gpu7", 2222)):
-            known.check(name, port, "ssh-ed25519", base64.b64decode(key))
+            known.check(name, port, base64.b64decode(key))
             known.needs_openssh(name, port)
 
     each([original], as_file(tmp_path / "known_hosts", judge))
