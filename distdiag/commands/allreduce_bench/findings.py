@@ -11,9 +11,8 @@ from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES
 from distdiag.commands.allreduce_bench.types import GIGA, Compared, Expectation, Unit
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
-from distdiag.knowledge.bandwidth import training_lines, zero3_rule
-from distdiag.knowledge.busbw import assess
-from distdiag.knowledge.expectation import Judgement, Setting
+from distdiag.knowledge.bandwidth import tables, training_lines, zero3_rule
+from distdiag.knowledge.busbw import Case, Judgement, Setting
 from distdiag.launch.types import Device
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -208,7 +207,7 @@ def _drift(rows: list[SizeResult]) -> list[Finding]:
 
 _LARGE_IN_A_NODE_BYTES = 128 * 2**20
 _LARGE_BETWEEN_NODES_BYTES = 512 * 2**20
-"""Smaller sizes measure latency more than bandwidth; see knowledge.busbw.assess."""
+"""Smaller sizes measure latency more than bandwidth; see knowledge.busbw.Case."""
 
 
 def expectation(
@@ -232,17 +231,17 @@ def expectation(
 def expected_of(setting: Setting, size_bytes: int, busbw_bytes_per_s: float) -> Expectation:
     """Judge an all_reduce of this size; on GPUs, sizes too small to judge are unknown."""
     least = _LARGE_BETWEEN_NODES_BYTES if setting.nodes > 1 else _LARGE_IN_A_NODE_BYTES
-    found = assess(busbw_bytes_per_s, setting)
+    found = Case(busbw=busbw_bytes_per_s, setting=setting)
     too_small = size_bytes < least and setting.device_name is not None
     small = f"the largest all_reduce, {short(size_bytes)}, is too small to judge: use {short(least)} or more"
     return Expectation(
         judgement=Judgement.UNKNOWN if too_small else found.judgement,
         size_bytes=size_bytes,
-        expected_busbw_bytes_per_s=found.expected_bytes_per_s,
+        expected_busbw_bytes_per_s=found.bar.expected if found.bar else None,
         percent_of_link=found.percent_of_link,
         percent_of_nic=found.percent_of_nic,
         lines=(small,) if too_small else found.lines,
-        source=found.source,
+        source=found.bar.source if found.bar else tables().sources["busbw"],
     )
 
 

@@ -12,7 +12,7 @@ from distdiag.commands.allreduce_bench.types import Bench, Expectation
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
 from distdiag.facts.rank_identity import identify
-from distdiag.knowledge.expectation import Judgement, Setting
+from distdiag.knowledge.busbw import Judgement, Setting
 from distdiag.launch.types import Backend, Device, Versions
 from distdiag.report import Finding, Fix, Level, Report
 
