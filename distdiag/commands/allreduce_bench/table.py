@@ -119,7 +119,7 @@ def _summary(request: Request, table: Baseline, row: Earlier) -> str:
     assert setting is not None
     network = "" if setting.nodes < 2 or setting.nic_bytes_per_s else " (its NICs are unknown)"
     return (
-        f"all_reduce of {short(row.size_bytes)} at busbw {speed(row.busbw_bytes_per_s, request.unit)} is as it should "
+        f"all_reduce of {short(row.size_bytes)} at busbw {speed(row.busbw_bytes_per_s)} is as it should "
         f"be on {setting.nodes} x {setting.ranks_per_node} {table.device}{network}"
     )
 
