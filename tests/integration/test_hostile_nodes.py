@@ -415,13 +415,14 @@ def test_a_node_that_lies_costs_its_own_row(name: str, recorder: Recorder) -> No
 
 def run_ranks(command: str, streams: dict[str, bytes]) -> None:
     """Judge a run of ranks of which half are on a node that lies."""
+    from distdiag.commands.gpu_test.isolate.view import isolate_view
+
     from distdiag.commands.allreduce_bench.check import job_of as bench
     from distdiag.commands.allreduce_bench.types import Request as BenchRequest
     from distdiag.commands.allreduce_bench.view import bench_view
-    from distdiag.commands.gpu_test.check import job_of as gpu_test
+    from distdiag.commands.gpu_test.diagnose import job_of as gpu_test
     from distdiag.commands.gpu_test.isolate.diagnose import job_of as isolate
     from distdiag.commands.gpu_test.isolate.types import Request as IsolateRequest
-    from distdiag.commands.gpu_test.isolate.view import isolate_view
     from distdiag.commands.gpu_test.types import Request as GpuTestRequest
     from distdiag.commands.gpu_test.view import gpu_test_view
     from distdiag.launch.plan import make_plan
