@@ -44,8 +44,8 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     """Sample processes and send each after its last sample; before a long pause also after the first.
 
     Sampling of an unmoved process continues until it counts as stuck, for at most `longest_s`; the kernel's age of a
-    sleep is no substitute, as tracers reset it. With "native" only the last sample has C frames, for which the process
-    is paused.
+    sleep is no substitute, as tracers reset it. With "native" another sample has C frames, for which the process is
+    paused.
 
     {"pids", "once": those that need a single sample, "ranks": those with activity measured, "samples", "interval_s",
     "timeout_s" of one sample of one process, "native", "all_threads", "longest_s", "left_s": until the deadline,
@@ -53,7 +53,7 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     """
     options = SampleOptions(timeout_s=ask["timeout_s"], all_threads=ask["all_threads"])
     look = _Look(list(ask["pids"]), set(ask["once"]), ask["ranks"], ask["libraries"], options)
-    for number in range(ask["samples"] - ask["native"]):
+    for number in range(ask["samples"] if ask["samples"] > 1 else 1 - ask["native"]):
         if number:
             time.sleep(max(0.0, look.began_s + number * ask["interval_s"] - time.monotonic()))
         look.sample(every=number == 0)
