@@ -1,80 +1,224 @@
-"""The quality of a large all_reduce's bandwidth, with the arithmetic line by line. Pure."""
+"""The quality of a large all_reduce's bandwidth: expectation, judgement and the arithmetic line by line. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from distdiag.knowledge.bandwidth import GB, Algorithm, Kind, Way, find_gpu, gb, tables
-from distdiag.knowledge.expectation import BAD_BELOW, LOW_BELOW, SAYS, Case, Judgement, Setting
+from distdiag.knowledge.bandwidth import (
+    GB,
+    NORMAL,
+    Algorithm,
+    Kind,
+    Way,
+    busbw_factor,
+    find_gpu,
+    gb,
+    nic_share,
+    tables,
+    wire_factor,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from distdiag.knowledge.bandwidth import Gpu
-    from distdiag.knowledge.expectation import Bar
+    from distdiag.knowledge.bandwidth import Expected, Gpu
 
+# Low is below this share of the expectation. The table's figures are of 8 GB and more; at 128 MiB a healthy 8 x A100
+# reaches 75% of its peak and 8 x H200 83%, so a narrower band would call healthy nodes low.
+LOW_BELOW = 0.75
+# Bad is below this share of the slowest healthy wiring. Chance does not halve a bandwidth: a link is down, half of the
+# NICs are unused, or another transport is in use.
+BAD_BELOW = 0.5
+# Rings reach at most 82% of NVLink; with NVLS 8 x H100, H200, B200 and B300 reach 93% and more, 6 x B200 86%.
+NVLS_ABOVE = 0.85
 # A node that sends no faster than a single 200 Gb/s card over TCP may not be using its InfiniBand or RoCE.
 SOCKET_AT_MOST_BYTES_PER_S = 25e9
+SAYS = {Kind.THRESHOLD: "published alarm limit", Kind.MEASURED: "measured by others"}
+
+
+class Judgement(StrEnum):
+    """The judgement of a bandwidth; UNKNOWN without a reference figure."""
+
+    GOOD = "good"
+    LOW = "low"
+    BAD = "bad"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assessment:
-    """The judgement of a busbw, with the arithmetic line by line.
+class Setting:
+    """Where the ranks ran; `nic_bytes_per_s`: the line rate of one rank's share of its node's NICs, None if unknown."""
 
-    `percent_of_link`: traffic of a GPU's links in percent of their line rate (under NVLS less than busbw).
-    `percent_of_nic`: the minimum traffic of each rank's NIC (nic_share). Both None without such traffic or with an
-    unknown rate.
-    """
+    device_name: str | None
+    world_size: int
+    nodes: int
+    ranks_per_node: int
+    nic_bytes_per_s: float | None
 
-    judgement: Judgement
-    busbw_bytes_per_s: float
-    expected_bytes_per_s: float | None
-    percent_of_link: float | None
-    percent_of_nic: float | None
-    nvls_likely: bool
-    lines: tuple[str, ...]
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """The figures to compare a busbw with, in bytes/s."""
+
+    expected: float
+    bad_below: float
+    why: str
     source: str
 
 
-def assess(busbw_bytes_per_s: float, setting: Setting) -> Assessment:
-    """Judge the busbw of a LARGE all_reduce in bytes/s, best of the largest message measured.
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A measured busbw and its setting, and the judgement; all rates are bytes/s.
 
-    The message needs 128 MiB on one node and 512 MiB between nodes, where bandwidth keeps growing (a sound network of
-    32 x B200 has 52% of its peak at 128 MiB, 86% at 512 MiB), or the result may look low.
+    The all_reduce is LARGE: 128 MiB on one node and 512 MiB between nodes, where bandwidth keeps growing (a sound
+    network of 32 x B200 has 52% of its peak at 128 MiB, 86% at 512 MiB), or the result may look low.
     """
-    case = Case(busbw=busbw_bytes_per_s, setting=setting, gpu=find_gpu(setting.device_name))
-    bar = case.bar()
-    judgement = case.judge(bar)
-    return Assessment(
-        judgement=judgement,
-        busbw_bytes_per_s=busbw_bytes_per_s,
-        expected_bytes_per_s=bar.expected if bar else None,
-        percent_of_link=case.percent_of_link(),
-        percent_of_nic=case.percent_of_nic(),
-        nvls_likely=case.nvls_likely,
-        lines=tuple(_lines(case, bar, judgement)),
-        source=bar.source if bar else tables().sources["busbw"],
-    )
+
+    busbw: float
+    setting: Setting
+
+    @cached_property
+    def gpu(self) -> Gpu | None:
+        """The known GPU of this name."""
+        return find_gpu(self.setting.device_name)
+
+    @property
+    def algbw(self) -> float:
+        """Message bytes per second; 0 for a single rank, whose busbw does not determine it."""
+        factor = busbw_factor(self.setting.world_size)
+        return self.busbw / factor if factor else 0.0
+
+    @property
+    def nic_share(self) -> float:
+        """The minimum traffic of each rank's NIC."""
+        return nic_share(self.busbw, self.setting.nodes, self.setting.world_size)
+
+    @property
+    def nvls_likely(self) -> bool:
+        """Whether busbw exceeds a ring's maximum on these links."""
+        if self.gpu is None or not self.gpu.nvls or self.setting.ranks_per_node < 2:
+            return False
+        return self.busbw > NVLS_ABOVE * self.gpu.link_bytes_per_s
+
+    def link_traffic(self) -> tuple[float, float] | None:
+        """Return the traffic of a GPU's links within the node, and their line rate; None if no link is known."""
+        ranks = self.setting.ranks_per_node
+        if self.gpu is None or ranks < 2:
+            return None
+        if self.nvls_likely:
+            return self.algbw * wire_factor(ranks), self.gpu.link_bytes_per_s
+        bridge = self.gpu.bridge_bytes_per_s
+        if bridge is not None and self.busbw > self.gpu.link_bytes_per_s:
+            return self.busbw, bridge
+        return self.busbw, self.gpu.line_rate(ranks)
+
+    @property
+    def percent_of_link(self) -> float | None:
+        """The traffic of a GPU's links (under NVLS less than busbw) in percent of their line rate; None if unknown."""
+        traffic = self.link_traffic()
+        return 100 * traffic[0] / traffic[1] if traffic else None
+
+    @property
+    def percent_of_nic(self) -> float | None:
+        """The minimum traffic of each rank's NIC in percent of its rate; None if unknown or unused."""
+        nic = self.setting.nic_bytes_per_s
+        return 100 * self.nic_share / nic if nic and self.setting.nodes > 1 else None
+
+    @cached_property
+    def bar(self) -> Bar | None:
+        """The figures to compare busbw with; None if unknown."""
+        if self.gpu is None or self.setting.world_size < 2:
+            return None
+        if self.setting.nodes == 1:
+            return self._bar_of_node(self.gpu)
+        if not self.setting.nic_bytes_per_s:
+            return self._bar_of_others(self.gpu)
+        return self._bar_of_network(self.gpu, self.setting.nic_bytes_per_s)
+
+    def _bar_of_node(self, gpu: Gpu) -> Bar:
+        """Expect a ring's busbw: NVLS and a bridge give more, and are suggested by the lines."""
+        ranks = self.setting.ranks_per_node
+        rows = [row for row in self.rows(gpu) if row.algorithm is not Algorithm.NVLS and not row.bridge]
+        if rows:
+            least = min(rows, key=lambda row: row.busbw_bytes_per_s)
+            expected, why, source = (
+                least.busbw_bytes_per_s,
+                f"{SAYS[least.kind]} on {ranks} x {gpu.name}",
+                least.source,
+            )
+        else:
+            expected, source = gpu.normal(ranks), gpu.source
+            host = gpu.poorer is not None and gpu.poorer.always and gpu.poorer.way is Way.HOST
+            why = "through host memory, its only path" if host else _part_of(gpu.line_rate(ranks), gpu.link)
+        return Bar(expected=expected, bad_below=BAD_BELOW * min(expected, gpu.poorest(ranks)), why=why, source=source)
+
+    def _bar_of_network(self, gpu: Gpu, nic: float) -> Bar:
+        """Expect a ring over all ranks, limited by the links or by a node's NICs."""
+        ranks = self.setting.ranks_per_node
+        of_nics = NORMAL * ranks * nic
+        normal, poorest = (gpu.normal(ranks), gpu.poorest(ranks)) if ranks > 1 else (of_nics, of_nics)
+        why = f"a ring over {gpu.link}" if normal < of_nics else _part_of(ranks * nic, "a node's NICs")
+        expected, bad_below = min(normal, of_nics), BAD_BELOW * min(poorest, of_nics)
+        return Bar(expected=expected, bad_below=bad_below, why=why, source=tables().sources["nics"])
+
+    def _bar_of_others(self, gpu: Gpu) -> Bar | None:
+        """Expect published results for as many nodes; never bad, as the NICs here may be slower by design."""
+        rows = self.rows(gpu)
+        if not rows:
+            return None
+        least = min(rows, key=lambda row: row.busbw_bytes_per_s)
+        nics = f", NICs of {least.nic_bytes_per_s / GB:g} GB/s per rank" if least.nic_bytes_per_s else ""
+        why = f"{SAYS[least.kind]} on {least.nodes} x {least.ranks_per_node} {gpu.name}{nics}"
+        return Bar(expected=least.busbw_bytes_per_s, bad_below=0.0, why=why, source=least.source)
+
+    def rows(self, gpu: Gpu) -> list[Expected]:
+        """List published results for as many nodes and GPUs."""
+        here = (gpu.name, self.setting.ranks_per_node, self.setting.nodes)
+        return [row for row in tables().expected if (row.gpu, row.ranks_per_node, row.nodes) == here]
+
+    @property
+    def judgement(self) -> Judgement:
+        """The judgement; unknown for a busbw above any link's maximum, which is a wrong measurement."""
+        if self.bar is None or self.gpu is None:
+            return Judgement.UNKNOWN
+        # Unlimited between nodes: some racks connect them by NVLink.
+        if self.setting.nodes == 1 and self.busbw > self.gpu.ceiling(self.setting.world_size):
+            return Judgement.UNKNOWN
+        if self.busbw < self.bar.bad_below:
+            return Judgement.BAD
+        return Judgement.LOW if self.busbw < LOW_BELOW * self.bar.expected else Judgement.GOOD
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The arithmetic, the expectation with its reason, and checks to make; lines of less than 100 characters."""
+        return (*_sum_line(self), *_link_lines(self), *_nic_lines(self), *_bar_lines(self))
 
 
-def _lines(case: Case, bar: Bar | None, judgement: Judgement) -> Iterator[str]:
-    """Yield the arithmetic, the expectation with its reason, and checks to make; lines of less than 100 characters."""
-    if case.setting.world_size > 1:
-        n = case.setting.world_size
+def _sum_line(case: Case) -> Iterator[str]:
+    n = case.setting.world_size
+    if n > 1:
         yield f"busbw {gb(case.busbw)} GB/s = algbw {gb(case.algbw)} GB/s x 2({n}-1)/{n}"
-    yield from _link_lines(case)
-    yield from _nic_lines(case)
+
+
+def _bar_lines(case: Case) -> Iterator[str]:
+    bar = case.bar
     if bar is None or case.gpu is None:
         yield _why_unknown(case)
-    elif judgement is Judgement.UNKNOWN:
+    elif case.judgement is Judgement.UNKNOWN:
         most = gb(case.gpu.ceiling(case.setting.world_size))
         yield f"more than {most} GB/s, the maximum of a link: was the GPU synchronized before the time was read?"
     else:
         yield f"expected: {gb(bar.expected)} GB/s, {bar.why}"
         bad = f"bad: below {gb(bar.bad_below)} GB/s" if bar.bad_below else "bad: no limit, as the NIC rate is unknown"
         yield f"low: below {gb(LOW_BELOW * bar.expected)} GB/s; {bad}"
-        yield from _questions(case, case.gpu, bar, judgement)
+        yield from _questions(case, case.gpu, bar)
+
+
+def _part_of(line_rate: float, link: str) -> str:
+    return f"{NORMAL:.0%} of the {line_rate / GB:g} GB/s of {link}"
 
 
 def _link_lines(case: Case) -> Iterator[str]:
@@ -116,11 +260,11 @@ def _why_unknown(case: Case) -> str:
     return f"the NIC rate is unknown, and there is no published figure for {where}"
 
 
-def _questions(case: Case, gpu: Gpu, bar: Bar, judgement: Judgement) -> Iterator[str]:
-    yield from _between_nodes(case, judgement) if case.setting.nodes > 1 else _better(case, gpu)
-    if judgement is Judgement.LOW and case.busbw >= BAD_BELOW * bar.expected:
+def _questions(case: Case, gpu: Gpu, bar: Bar) -> Iterator[str]:
+    yield from _between_nodes(case) if case.setting.nodes > 1 else _better(case, gpu)
+    if case.judgement is Judgement.LOW and case.busbw >= BAD_BELOW * bar.expected:
         yield "a message below 1 GiB may not reach the peak: is it the same with 4 GiB?"
-    if judgement is Judgement.GOOD or case.setting.nodes > 1 or gpu.poorer is None or gpu.poorer.always:
+    if case.judgement is Judgement.GOOD or case.setting.nodes > 1 or gpu.poorer is None or gpu.poorer.always:
         return
     if gpu.poorer.way is Way.HOST:
         yield "traffic through host memory (IOMMU, ACS, two sockets)? check: nvidia-smi topo -p2p r"
@@ -128,8 +272,8 @@ def _questions(case: Case, gpu: Gpu, bar: Bar, judgement: Judgement) -> Iterator
         yield "a board without NVSwitch, where two GPUs share few links? check: nvidia-smi topo -m"
 
 
-def _between_nodes(case: Case, judgement: Judgement) -> Iterator[str]:
-    if judgement is not Judgement.GOOD and case.busbw <= SOCKET_AT_MOST_BYTES_PER_S:
+def _between_nodes(case: Case) -> Iterator[str]:
+    if case.judgement is not Judgement.GOOD and case.busbw <= SOCKET_AT_MOST_BYTES_PER_S:
         yield "as slow as TCP sockets: is InfiniBand/RoCE not used? NCCL_DEBUG=INFO shows the transport"
     elif case.setting.nodes == 2:
         # NVIDIA/nccl-tests issues 196 and 290.

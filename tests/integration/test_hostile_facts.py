@@ -180,7 +180,6 @@ def read_and_show(path: Path, data: bytes) -> None:
             algbw_bytes_per_s=1e9,
             busbw_bytes_per_s=1e9,
             wrong=0,
-            drift=None,
             skipped="",
         )
         for row in earlier.rows

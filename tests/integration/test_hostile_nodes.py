@@ -426,10 +426,10 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
     from distdiag.commands.allreduce_bench.check import job_of as bench
     from distdiag.commands.allreduce_bench.types import Request as BenchRequest
     from distdiag.commands.allreduce_bench.view import bench_view
-    from distdiag.commands.gpu_test.check import job_of as gpu_test
+    from distdiag.commands.gpu_test.diagnose import job_of as gpu_test
+    from distdiag.commands.gpu_test.isolate.diagnose import isolate_view
     from distdiag.commands.gpu_test.isolate.diagnose import job_of as isolate
     from distdiag.commands.gpu_test.isolate.types import Request as IsolateRequest
-    from distdiag.commands.gpu_test.isolate.view import isolate_view
     from distdiag.commands.gpu_test.types import Request as GpuTestRequest
     from distdiag.commands.gpu_test.view import gpu_test_view
     from distdiag.launch.plan import make_plan
@@ -464,7 +464,7 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
         course = RunRecord(outcome, list(run.traces.values()), {}, run.stalled_s, meeting, run.lost)
         assert all(trace.finished for trace in course.traces if trace.host == GOOD)
         found = job.diagnose(job.request, scene, plan, course)
-        show(found, lambda report: view(report, *((job.request.unit,) if command == "allreduce-bench" else ())))
+        show(found, view)
 
 
 def specs_of(first: int, count: int) -> list[rank_runs.RankSpec]:

@@ -226,7 +226,7 @@ def test_a_reference_that_is_no_finer_is_refused() -> None:
     pair = pair_of(one, one, reference=one)
     assert pair.nearness is None
     assert "not more precise" in pair.notes[0]
-    assert "does not have this name" in pair_of({"x": one}, {"x": one}, reference={"y": one.double()}).notes[0]
+    assert "no tensor of this name" in pair_of({"x": one}, {"x": one}, reference={"y": one.double()}).notes[0]
     assert "shape" in pair_of(one, one, reference=torch.ones(4, dtype=torch.float64)).notes[0]
 
 

@@ -36,6 +36,15 @@ def meetings(nodes: list[list[int]]) -> list[Edge]:
     return [pair for pairs in rounds(nodes) for pair in pairs]
 
 
+def told(edge: Edge, bandwidths: list[float], *, is_inside: bool = True, failed: bool = False, wrong: int = 0) -> Pair:
+    """Return a pair as rank 0 reports it."""
+    level, error = "node" if is_inside else "net", "timed out" if failed else ""
+    a, b = edge
+    return Pair.of(
+        {"a": a, "b": b, "level": level, "bandwidths": bandwidths, "failed": failed, "wrong": wrong, "error": error}  # type: ignore[typeddict-item]
+    )
+
+
 class Cluster:
     """Nodes whose good pairs vary by 30% either way, as on a busy machine; slow ones are 7 to 50 times slower."""
 
@@ -59,14 +68,12 @@ class Cluster:
         speed = (INSIDE if self.is_inside(a, b) else BETWEEN) * self.chance.uniform(0.7, 1.3)
         if fare == "slow":
             speed *= self.chance.uniform(0.02, 0.15)
-        return Pair(
-            a=a,
-            b=b,
-            level="node" if self.is_inside(a, b) else "net",
-            samples=() if fare in ("failed", "skipped") else (speed,) * SAMPLES,
+        return told(
+            (a, b),
+            [] if fare in ("failed", "skipped") else [speed] * SAMPLES,
+            is_inside=self.is_inside(a, b),
             failed=fare == "failed",
             wrong=7 if fare == "wrong" else 0,
-            error="timed out" if fare == "failed" else "",
         )
 
     def classified(self, least: float | None = None) -> Classification:
@@ -300,14 +307,12 @@ def test_a_node_that_is_dead_inside_as_well_is_told_from_its_only_peer(size: int
 def exact(pairs: dict[Edge, str | float], host_of: dict[int, str], least: float | None = None) -> Classification:
     """Classify pairs of given GB/s, or that failed, are wrong or skipped."""
     measured = [
-        Pair(
-            a=a,
-            b=b,
-            level="node" if host_of[a] == host_of[b] else "net",
-            samples=(fare * 1e9,) * SAMPLES if isinstance(fare, float) else (1e9,) * (fare == "wrong"),
+        told(
+            (a, b),
+            [fare * 1e9] * SAMPLES if isinstance(fare, float) else [1e9] * (fare == "wrong"),
+            is_inside=host_of[a] == host_of[b],
             failed=fare == "failed",
             wrong=3 * (fare == "wrong"),
-            error="",
         )
         for (a, b), fare in pairs.items()
     ]
@@ -647,10 +652,7 @@ def test_the_chance_that_noise_alone_is_so_slow(own: list[float], good: list[flo
 
 def classify_samples(samples: dict[Edge, list[float]]) -> tuple[Classification, dict[Edge, PairStatus]]:
     """Classify samples of GB/s at the pairs of one node."""
-    pairs = [
-        Pair(a=a, b=b, level="node", samples=tuple(sample * 1e9 for sample in own), failed=False, wrong=0, error="")
-        for (a, b), own in samples.items()
-    ]
+    pairs = [told((a, b), [sample * 1e9 for sample in own]) for (a, b), own in samples.items()]
     return classify(pairs, dict.fromkeys((end for edge in samples for end in edge), "node0"))
 
 
@@ -700,8 +702,7 @@ class Machine(Cluster):
                 done += 1
         found, _ = classify(
             [
-                Pair(a=one["a"], b=one["b"], level=one["level"], samples=tuple(one["bandwidths"]),
-                     failed=one["failed"], wrong=one["wrong"], error="")
+                Pair.of(one)  # type: ignore[arg-type] # with more keys, as sent
                 for one in coordinator.all_results()
             ],
             self.host_of,
@@ -713,7 +714,7 @@ class Machine(Cluster):
         noise = max(strays.get(self.host_of[end], 0.0) for end in edge)
         if speed is not None and self.chance.random() < noise:
             speed /= self.chance.uniform(2, 20)
-        return {"bytes_per_s": speed, "failed": speed is None, "wrong": 0, "error": "", "took_s": 0.01}
+        return {"bytes_per_s": speed or 0.0, "failed": speed is None, "wrong": 0, "error": "", "took_s": 0.01}
 
 
 @pytest.mark.parametrize(("strays", "most"), [(0.0, 16), (0.1, 40), (0.3, 60), (0.5, 90)])

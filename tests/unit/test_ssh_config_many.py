@@ -120,7 +120,7 @@ def test_without_ssh_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pyt
     (answer,) = resolve_all([Host(name="n1")])
     assert isinstance(answer, DistdiagError)
     assert (str(answer), answer.hint) == (
-        "ssh is not installed here",
+        "cannot run ssh: No such file or directory",
         "install the OpenSSH client (openssh-client)",
     )
 

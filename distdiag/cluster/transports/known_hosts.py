@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.errors import DistdiagError
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -28,7 +26,7 @@ _MAX_PATTERN_BYTES = 1024  # ssh's own limit
 class KeyVerdict(StrEnum):
     """What the files contain about a key that a host showed. Only KNOWN is trust.
 
-    OTHER_TYPE: the host is known by keys of other types, for which it can be asked.
+    OTHER_TYPE: the host is known by keys of other types only, which OpenSSH asks it for.
     """
 
     KNOWN = "known"
@@ -39,15 +37,11 @@ class KeyVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verdict and the line that it rests on; UNKNOWN rests on none. `types`: of all known keys, if OTHER_TYPE."""
+    """A verdict and the line that it rests on; UNKNOWN rests on none."""
 
     key: KeyVerdict
     file: str = ""
     line: int = 0
-    types: tuple[str, ...] = ()
-
-
-_UNKNOWN = Verdict(KeyVerdict.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,6 @@ class _Line:
     file: str
     number: int
     names: bytes
-    key_type: str
     blob: bytes
 
     def has_hash_of(self, name: bytes) -> bool:
@@ -71,8 +64,8 @@ class KnownHosts:
 
     def __init__(self) -> None:
         self._plain: dict[bytes, list[_Line]] = {}
-        self._hashed: list[_Line] = []
-        self._hashed_by_key: dict[bytes, list[_Line]] = {}
+        self._hashed: dict[bytes, list[_Line]] = {}
+        """By key."""
         self._others: list[re.Pattern[bytes]] = []
 
     @classmethod
@@ -85,33 +78,39 @@ class KnownHosts:
         return known
 
     def needs_openssh(self, name: str, port: int) -> bool:
-        """Return whether a line with a wildcard, @revoked or @cert-authority may be about this host."""
-        return any(pattern.fullmatch(alias) for pattern in self._others for alias in _names(name, port))
+        """Return whether a wildcard, @revoked or @cert-authority line may be about this host, or its name is odd."""
+        by_pattern = (pattern.fullmatch(alias) for pattern in self._others for alias in _names(name, port))
+        return not _PLAIN_NAME.fullmatch(name) or any(by_pattern)
 
-    def check(self, name: str, port: int, key_type: str, key_blob: bytes) -> Verdict:
-        """Judge the key that a host showed. Its type is the one inside the key: ssh-rsa, never rsa-sha2-512."""
-        if _type_in(key_blob) != key_type.encode():
-            raise ValueError(f"this key is not of the type {key_type}")
+    def types(self, name: str, port: int) -> set[str]:
+        """Return the types of the keys known for this host by its plain name."""
+        lines = (line for alias in _names(name, port) for line in self._plain.get(alias, ()))
+        return {_type_in(line.blob).decode() for line in lines}
+
+    def check(self, name: str, port: int, blob: bytes) -> Verdict:
+        """Judge the key that a host showed."""
         names = _names(name, port)
-        verdict = self._judge(names[0], key_type, key_blob)
+        verdict = self._judge(names[0], blob)
         if verdict.key is not KeyVerdict.UNKNOWN or len(names) == 1:
             return verdict
         # Nothing under [name]:port: like ssh, trust the key if it is known for the name alone, and only then.
-        without_port = self._judge(names[1], key_type, key_blob)
+        without_port = self._judge(names[1], blob)
         return without_port if without_port.key is KeyVerdict.KNOWN else verdict
 
-    def _judge(self, name: bytes, key_type: str, blob: bytes) -> Verdict:
+    def _judge(self, name: bytes, blob: bytes) -> Verdict:
         plain = self._plain.get(name, [])
-        known = [line for line in plain if line.blob == blob]
-        known = known or [line for line in self._hashed_by_key.get(blob, ()) if line.has_hash_of(name)]
+        for line in (*plain, *self._hashed.get(blob, ())):
+            if line.blob == blob and (line in plain or line.has_hash_of(name)):
+                return Verdict(KeyVerdict.KNOWN, line.file, line.number)
         # Tries every hashed line, where a known key mostly needs one.
-        others = [] if known else [*plain, *(line for line in self._hashed if line.has_hash_of(name))]
-        same_type = [line for line in others if line.key_type == key_type]
-        for verdict, lines in ((KeyVerdict.KNOWN, known), (KeyVerdict.CHANGED, same_type)):
-            if lines:
-                return Verdict(verdict, lines[0].file, lines[0].number)
-        types = tuple(dict.fromkeys(line.key_type for line in others))
-        return Verdict(KeyVerdict.OTHER_TYPE, others[0].file, others[0].number, types) if others else _UNKNOWN
+        hashed = (line for lines in self._hashed.values() for line in lines)
+        others = [*plain, *(line for line in hashed if line.has_hash_of(name))]
+        for line in others:
+            if _type_in(line.blob) == _type_in(blob):
+                return Verdict(KeyVerdict.CHANGED, line.file, line.number)
+        return (
+            Verdict(KeyVerdict.OTHER_TYPE, others[0].file, others[0].number) if others else Verdict(KeyVerdict.UNKNOWN)
+        )
 
     def _add(self, file: str, number: int, text: bytes) -> None:
         """Add a line, unless ssh would skip it."""
@@ -128,11 +127,9 @@ class KnownHosts:
         if marker or (re.search(rb"[*?!]", names) and not names.startswith(b"|")):
             self._others += map(_pattern, names.lower().split(b","))
         elif names.startswith(b"|"):
-            line = _Line(file, number, names, key_type.decode(), blob)
-            self._hashed.append(line)
-            self._hashed_by_key.setdefault(blob, []).append(line)
+            self._hashed.setdefault(blob, []).append(_Line(file, number, names, blob))
         else:
-            line = _Line(file, number, names.lower(), key_type.decode(), blob)
+            line = _Line(file, number, names.lower(), blob)
             for name in dict.fromkeys(line.names.split(b",")):
                 self._plain.setdefault(name, []).append(line)
 
@@ -151,15 +148,9 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
-def line(name: str, port: int, key_type: str, blob: bytes) -> str:
-    """Return the known_hosts line that makes this key known for this host.
-
-    Raises:
-        DistdiagError: in a known_hosts file the name would mean something else.
-    """
-    if not _PLAIN_NAME.fullmatch(name):
-        raise DistdiagError(f"cannot store the key of {name!r}: the name has a special meaning in known_hosts")
-    return f"{_names(name, port)[0].decode()} {key_type} {base64.b64encode(blob).decode()}"
+def line(name: str, port: int, blob: bytes) -> str:
+    """Return the known_hosts line that makes this key known for this host; not for names that `needs_openssh`."""
+    return b" ".join((_names(name, port)[0], _type_in(blob), base64.b64encode(blob))).decode()
 
 
 def own_file() -> str:
@@ -171,20 +162,10 @@ def own_file() -> str:
 
 
 def make_own_file() -> None:
-    """Make our file, unless it exists, for OpenSSH's client to add keys to; for the user only.
-
-    Raises:
-        DistdiagError: it cannot be written.
-    """
+    """Make our file, unless it exists, for OpenSSH's client to add keys to; for the user only. Raises OSError."""
     path = own_file()
-    try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        raise DistdiagError(
-            f"cannot write {path}: {error.strerror}",
-            hint="set XDG_CONFIG_HOME to a writable folder, or add the key to ~/.ssh/known_hosts",
-        ) from error
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _names(name: str, port: int) -> tuple[bytes, ...]:

@@ -5,6 +5,7 @@ Each stage (resolve, connect, banner, login, start) has its own deadline.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -38,10 +39,8 @@ class OpenSshTransport(CommandTransport):
 
     name = "openssh"
 
-    def __init__(
-        self, shell: str, shell_lines: bytes, *, width: int | None = None, accept_new: bool = False, connect_s: float
-    ) -> None:
-        super().__init__(shell, shell_lines, width=width)
+    def __init__(self, shell: str, shell_lines: bytes, *, accept_new: bool, connect_s: float) -> None:
+        super().__init__(shell, shell_lines)
         self._accept_new = accept_new
         self._connect_s = connect_s
         self._settings: dict[str, SshSettings] = {}
@@ -72,7 +71,7 @@ class OpenSshTransport(CommandTransport):
             "ServerAliveInterval=2",
             "ServerAliveCountMax=3",
         ]
-        if self._accept_new:  # ssh writes to the first file
+        if os.path.exists(known_hosts.own_file()):  # ssh writes to the first file, with --accept-new
             files = " ".join(f'"{file}"' for file in (known_hosts.own_file(), *known_hosts_files))
             options += [f"UserKnownHostsFile={files}", "HashKnownHosts=no"]
         return [f"-o{option}" for option in options]
@@ -109,18 +108,16 @@ class SshTransport(Transport):
         fanout: int | None = None,
         stage_s: float | None = None,
         accept_new: bool = False,
-        config_file: str | None = None,
     ) -> None:
         """`command` is run on every host and sent `first_words`; `stage_s` overrides the patience of all stages."""
         patience = [stage_s or default_s for default_s in (_RESOLVE_S, _CONNECT_S, _BANNER_S, _LOGIN_S)]
-        self._resolve_s, self._connect_s, self._banner_s, self._login_s = patience
-        self._config_file = config_file
+        self._resolve_s, self._connect_s, self._banner_s, login_s = patience
         self._accept_new = accept_new
-        self._login = Login(command, first_words, self._login_s, accept_new=accept_new)
-        self._logins = threading.Semaphore(fanout or min(_MAX_LOGINS, _LOGINS_PER_CORE * (os.cpu_count() or 1)))
+        self._login = Login(command, first_words, login_s, accept_new=accept_new)
         self._limits = Limits()
         self._most_hosts = raise_file_limit()
         self._room = threading.Semaphore(self._most_hosts)
+        self._logins = threading.Semaphore(fanout or min(_MAX_LOGINS, _LOGINS_PER_CORE * (os.cpu_count() or 1)))
         self._openssh = OpenSshTransport(
             command.removeprefix("exec "), first_words, accept_new=accept_new, connect_s=self._connect_s
         )
@@ -145,17 +142,18 @@ class SshTransport(Transport):
         try:
             if self._accept_new:
                 known_hosts.make_own_file()
-            found = ssh_config.resolve_all(hosts, config_file=self._config_file)
+            found = ssh_config.resolve_all(hosts)
+            has_paramiko = importlib.util.find_spec("paramiko") is not None  # distdiag.pyz lacks it
             for host, settings in zip(hosts, found, strict=True):
                 if isinstance(settings, DistdiagError):
                     arrivals.refuse(host.name, _failed("config", str(settings), settings.hint))
-                elif not _has_paramiko() or settings.needs_openssh or self._login.needs_openssh(settings):
+                elif not has_paramiko or settings.needs_openssh or self._login.needs_openssh(settings):
                     self._by_openssh(host, settings, arrivals)
                 else:
                     self._plain.submit(self._reach, host, settings, arrivals)
         except Exception as error:  # noqa: BLE001 - a thread has no caller that could catch it
             for host in hosts:
-                arrivals.refuse(host.name, _failed("config", f"cannot set up ssh: {error!r}"))
+                arrivals.refuse(host.name, _failed("config", f"cannot set up ssh: {error}"))
 
     def _by_openssh(self, host: Host, settings: SshSettings, arrivals: Arrivals) -> None:
         threads = self._proxied if settings.proxied else self._direct
@@ -163,7 +161,7 @@ class SshTransport(Transport):
 
     def _reach(self, host: Host, settings: SshSettings, arrivals: Arrivals) -> None:
         """Log in by paramiko, and pass the link or the refusal to `arrivals`."""
-        if not self._room.acquire(timeout=self._connect_s + self._banner_s + self._login_s):
+        if not self._room.acquire(timeout=self._connect_s + self._banner_s + _LOGIN_S):
             words = f"no file descriptor left: their limit is enough for {self._most_hosts} hosts"
             hint = "raise the limit (ulimit -n 8192), or use fewer hosts at once"
             arrivals.refuse(host.name, _failed("connect", words, hint))
@@ -171,36 +169,31 @@ class SshTransport(Transport):
         link = None
         try:
             link = self._try(host.name, settings, arrivals)
+            link.when_dropped = self._room.release
+            arrivals.link(host.name, link)
         except NeedsOpenSsh:
             self._by_openssh(host, settings, arrivals)
         except Refused as error:
             arrivals.refuse(host.name, error.refusal)
         except Exception as error:  # noqa: BLE001 - a thread has no caller that could catch it
             arrivals.refuse(host.name, _failed("connect", repr(error)))
-        if link is None:
-            self._room.release()
-        else:
-            link.when_dropped = self._room.release
-            arrivals.link(host.name, link)
+        finally:
+            if link is None:
+                self._room.release()
 
-    def _try(self, name: str, settings: SshSettings, arrivals: Arrivals) -> ChannelLink | None:
+    def _try(self, name: str, settings: SshSettings, arrivals: Arrivals) -> ChannelLink:
         """Connect to a host in up to _ATTEMPTS tries: sshd drops connections beyond MaxStartups. Raises Refused."""
-        give_up = functools.partial(arrivals.refuse, name)
-        addresses = resolve(settings, self._resolve_s, self._limits, give_up)
-        for attempt in range(1, _ATTEMPTS + 1):
-            if self._closed or not addresses:
-                return None
-            try:
+        words = f"the name server did not answer within {self._resolve_s:g} s"
+        late = HostError(state=HostState.UNKNOWN_NAME, stage="resolve", message=words)
+        with self._limits.within(self._resolve_s, functools.partial(arrivals.refuse, name, late)):
+            addresses = resolve(settings)
+        for attempt in range(1, _ATTEMPTS):
+            with contextlib.suppress(Retry):
                 return self._try_once(name, settings, addresses, arrivals)
-            except Retry:
-                if attempt == _ATTEMPTS:
-                    raise
-                time.sleep(0.2 + random.random() * 0.5 * attempt)
-        return None
+            time.sleep(0.2 + random.random() * 0.5 * attempt)
+        return self._try_once(name, settings, addresses, arrivals)
 
-    def _try_once(
-        self, name: str, settings: SshSettings, addresses: list[Address], arrivals: Arrivals
-    ) -> ChannelLink | None:
+    def _try_once(self, name: str, settings: SshSettings, addresses: list[Address], arrivals: Arrivals) -> ChannelLink:
         arrivals.stage(name, "connect")
         connection = connect(addresses, settings.port, self._connect_s)
         try:
@@ -208,20 +201,14 @@ class SshTransport(Transport):
             await_greeting(connection, settings.port, self._banner_s)
             connection.settimeout(None)
             with self._logins:
-                if not self._closed:
-                    arrivals.stage(name, "login")
-                    return self._login.enter(connection, settings)
+                if self._closed:
+                    raise Refused(HostState.FAILED, "login", "interrupted")
+                arrivals.stage(name, "login")
+                return self._login.enter(connection, settings)
         except Exception:
             connection.close()
             raise
-        connection.close()
-        return None
 
 
 def _failed(stage: str, message: str, hint: str = "") -> HostError:
     return HostError(state=HostState.FAILED, stage=stage, message=message, hint=hint)
-
-
-def _has_paramiko() -> bool:
-    """Return whether paramiko is installed: distdiag.pyz lacks it and uses OpenSSH's client."""
-    return importlib.util.find_spec("paramiko") is not None

@@ -8,7 +8,6 @@ import os
 import pwd
 import re
 import shlex
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,7 +88,9 @@ def resolve(host: Host, *, config_file: str | None = None, timeout_s: float = _T
         text = options.get(option, ["none"])[0]
         return None if text.lower() == "none" else text
 
-    keys = [_expanded(text) for text in options.get("identityfile", []) if text.lower() != "none"]
+    keys = [re.sub("^~/", f"{home()}/", text) for text in options.get("identityfile", []) if text.lower() != "none"]
+    # Without ssh://, and without brackets around anything but an IPv6 address.
+    jumps = re.sub(r"ssh://|/(?=,|$)|\[([^\]:]*)\]", r"\1", value("proxyjump") or "")
     return SshSettings(
         host=host.name,
         hostname=options["hostname"][0],
@@ -101,7 +102,7 @@ def resolve(host: Host, *, config_file: str | None = None, timeout_s: float = _T
         user_known_hosts=_paths(options.get("userknownhostsfile", [""])[0]),
         global_known_hosts=_paths(options.get("globalknownhostsfile", [""])[0]),
         address_family=cast("Literal['any', 'inet', 'inet6']", options.get("addressfamily", ["any"])[0]),
-        jumps=tuple(map(_jump, (value("proxyjump") or "").split(","))) if value("proxyjump") else (),
+        jumps=tuple(filter(None, jumps.split(","))),
         proxied=bool(value("proxyjump") or value("proxycommand")),
         needs_openssh=next(_reasons(options, keys), ""),
     )
@@ -179,12 +180,10 @@ def _ask(config_file: str | None, timeout_s: float, host: Host) -> Options:
     # HostName may hold tokens, and the zone of an IPv6 address (fe80::1%eth0) is none.
     argv += ["-o", "HostName=" + host.address.replace("%", "%%")] if host.address else []
     argv += ["--", host.name]
-    if shutil.which("ssh") is None:
-        raise DistdiagError("ssh is not installed here", hint="install the OpenSSH client (openssh-client)")
     try:
         done = programs.run(argv, timeout_s=timeout_s)
     except programs.CannotRun as error:
-        raise DistdiagError(str(error)) from error
+        raise DistdiagError(str(error), hint="install the OpenSSH client (openssh-client)") from error
     if done.timed_out:
         raise DistdiagError(
             f"ssh did not read its configuration for {host.name} within {timeout_s:g} s",
@@ -202,16 +201,6 @@ def _ask(config_file: str | None, timeout_s: float, host: Host) -> Options:
         keyword, _, value = line.partition(" ")
         options.setdefault(keyword.lower(), []).append(value)
     return options
-
-
-def _jump(text: str) -> str:
-    """Normalize `ssh -G` output: drop ssh://, and brackets around anything but an IPv6 address."""
-    return re.sub(r"\[([^\]:]*)\]", r"\1", text.removeprefix("ssh://").rstrip("/"))
-
-
-def _expanded(path: str) -> str:
-    """Expand "~" to ssh's home folder, which is not $HOME."""
-    return home() + path[1:] if path.startswith("~/") else path
 
 
 def _paths(text: str) -> tuple[str, ...]:

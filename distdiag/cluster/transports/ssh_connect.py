@@ -11,15 +11,12 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.host_results import HostError, HostState
+from distdiag.cluster.host_results import HostState
 from distdiag.cluster.transports.ssh_login import Refused, Retry
 from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from distdiag.cluster.transports.ssh_config import SshSettings
-    from distdiag.cluster.transports.threads import Limits
 
     Address = tuple[int, tuple[object, ...]]
     """Family, and address as connect() takes it."""
@@ -57,27 +54,16 @@ class ReadsAhead(socket.socket):
         return held[:size]
 
 
-def resolve(
-    settings: SshSettings, limit_s: float, limits: Limits, give_up: Callable[[HostError], None]
-) -> list[Address]:
-    """Return the host's addresses; none if the name server was too slow, after `give_up`. Raises Refused."""
-    name, port, late = settings.hostname, settings.port, list[HostError]()
-
-    def too_late() -> None:
-        words = f"the name server did not answer within {limit_s:g} s"
-        late.append(HostError(state=HostState.UNKNOWN_NAME, stage="resolve", message=words))
-        give_up(late[0])
-
+def resolve(settings: SshSettings) -> list[Address]:
+    """Return the host's addresses. Raises Refused."""
+    name = settings.hostname
     try:
-        with limits.within(limit_s, too_late):
-            found = socket.getaddrinfo(name, port, _FAMILIES[settings.address_family], socket.SOCK_STREAM)
+        found = socket.getaddrinfo(name, settings.port, _FAMILIES[settings.address_family], socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        if late:
-            return []
         words = (getattr(error, "strerror", None) or str(error)).lower()
         words = words if name == settings.host else f"{name}: {words}"
         raise Refused(HostState.UNKNOWN_NAME, "resolve", words) from error
-    return [] if late else [(entry[0], entry[4]) for entry in found]
+    return [(entry[0], entry[4]) for entry in found]
 
 
 def connect(addresses: list[Address], port: int, limit_s: float) -> socket.socket:

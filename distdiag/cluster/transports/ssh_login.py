@@ -40,7 +40,7 @@ class Retry(Refused):
 
 
 class NeedsOpenSsh(Exception):
-    """OpenSSH's client is to accept an unknown host key."""
+    """OpenSSH's client is to accept an unknown host key, or to ask for one of the known types."""
 
 
 class Login:
@@ -54,8 +54,6 @@ class Login:
         self._known: dict[tuple[str, ...], KnownHosts] = {}
         self._lock = threading.Lock()
         self._limits = Limits()
-        self._known_types: dict[tuple[str, int], tuple[str, ...]] = {}
-        """Host key types to request, once a host presented a type not known for it."""
 
     def needs_openssh(self, settings: SshSettings) -> bool:
         """Return whether known_hosts has a line about the host that only OpenSSH understands."""
@@ -67,7 +65,7 @@ class Login:
         Raises:
             Refused: it cannot be done, and why.
             Retry: the connection broke before the login.
-            NeedsOpenSsh: its host key is unknown and to be accepted.
+            NeedsOpenSsh: its host key is unknown and to be accepted, or of another type than the known ones.
         """
         import paramiko
 
@@ -99,22 +97,19 @@ class Login:
         # It would start a thread for this; start_client has the same limit.
         transport.packetizer.start_handshake = lambda timeout: None
         transport.auth_timeout = self._timeout_s
-        if known := self._known_types.get(settings.known_as):
-            options = transport.get_security_options()
-            # RSA keys sign in several ways.
-            options.key_types = sorted(
-                options.key_types, key=lambda type_: re.sub("^rsa-sha2-.*", "ssh-rsa", type_) not in known
-            )
+        known = self._known_hosts(settings).types(*settings.known_as)
+        options = transport.get_security_options()
+        # RSA keys sign in several ways.
+        options.key_types = sorted(options.key_types, key=lambda x: re.sub("^rsa-sha2-.*", "ssh-rsa", x) not in known)
         try:
             self._handshake(transport, settings)
             self._check_key(transport, settings)
             _prove(transport, settings)
-        except (Refused, NeedsOpenSsh):
+        except Exception as error:
             _drop(transport)
+            if isinstance(error, (paramiko.SSHException, EOFError, OSError)):
+                raise Refused(HostState.FAILED, "login", _words(error)) from error
             raise
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            _drop(transport)
-            raise Refused(HostState.FAILED, "login", _words(error)) from error
         return transport
 
     def _handshake(self, transport: paramiko.Transport, settings: SshSettings) -> None:
@@ -136,17 +131,14 @@ class Login:
 
     def _check_key(self, transport: paramiko.Transport, settings: SshSettings) -> None:
         key = transport.get_remote_server_key()
-        kind, blob = key.get_name(), key.asbytes()
         with self._lock:
-            verdict = self._known_hosts(settings).check(*settings.known_as, kind, blob)
-        if verdict.key is KeyVerdict.KNOWN:
-            return
-        if verdict.key is KeyVerdict.UNKNOWN:
-            raise NeedsOpenSsh if self._accept_new else _unknown_key(settings, kind, blob)
-        if verdict.key is KeyVerdict.OTHER_TYPE and settings.known_as not in self._known_types:
-            self._known_types[settings.known_as] = verdict.types
-            raise Retry(HostState.HOST_KEY_CHANGED, "host key", "it presents a key of another type than the known one")
-        raise _changed_key(settings, verdict, kind, blob)
+            verdict = self._known_hosts(settings).check(*settings.known_as, key.asbytes())
+        if verdict.key is KeyVerdict.CHANGED:
+            raise _changed_key(settings, verdict, key)
+        if verdict.key is KeyVerdict.UNKNOWN and not self._accept_new:
+            raise _unknown_key(settings, key)
+        if verdict.key is not KeyVerdict.KNOWN:
+            raise NeedsOpenSsh
 
     def _known_hosts(self, settings: SshSettings) -> KnownHosts:
         files = (*settings.user_known_hosts, *settings.global_known_hosts, known_hosts.own_file())
@@ -162,7 +154,7 @@ class ChannelLink(Link):
         super().__init__()
         self._transport = transport
         self._channel = channel
-        self.when_dropped: Callable[[], object] | None = None
+        self.when_dropped: Callable[[], object] = bool  # called once
         self._fd = channel.fileno()
         channel.settimeout(0)
 
@@ -223,9 +215,8 @@ class ChannelLink(Link):
         self._closing = True
         _drop(self._transport)
         self._channel.close()  # it is closed already; this lets go of its pipe
-        when_dropped, self.when_dropped = self.when_dropped, None
-        if when_dropped is not None:
-            when_dropped()
+        when_dropped, self.when_dropped = self.when_dropped, bool
+        when_dropped()
 
     def _send(self, data: bytes) -> int:
         return int(self._channel.send(data))
@@ -280,14 +271,14 @@ def _load(path: str) -> Any:  # noqa: ANN401 - some kind of paramiko.PKey, or No
         return None
 
 
-def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> Refused:
-    line = known_hosts.line(*settings.known_as, kind, blob)
-    shown = known_hosts.fingerprint(blob)
+def _unknown_key(settings: SshSettings, key: paramiko.PKey) -> Refused:
+    line = known_hosts.line(*settings.known_as, key.asbytes())
+    shown = known_hosts.fingerprint(key.asbytes())
     file = settings.user_known_hosts[0] if settings.user_known_hosts else known_hosts.own_file()
     return Refused(
         HostState.HOST_KEY_UNKNOWN,
         "host key",
-        f"its {kind} key is in no known_hosts file",
+        f"its {key.get_name()} key is in no known_hosts file",
         hint="compare the fingerprint with the host's own, then add the line; or accept all unknown keys "
         "(never changed keys) with --accept-new",
         commands=(f"echo '{line}' >> {shlex.quote(file)}  # {shown}",),
@@ -295,20 +286,17 @@ def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> Refused:
     )
 
 
-def _changed_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> Refused:
+def _changed_key(settings: SshSettings, verdict: Verdict, key: paramiko.PKey) -> Refused:
     name, port = settings.known_as
     entry = name if port == 22 else f"[{name}]:{port}"
+    kind, shown = key.get_name(), known_hosts.fingerprint(key.asbytes())
     return Refused(
         HostState.HOST_KEY_CHANGED,
         "host key",
-        f"its {kind} key is not the known key"
-        if verdict.key is KeyVerdict.CHANGED
-        else f"it presents a key of type {kind}, but only keys of other types are known for it",
+        f"its {kind} key is not the known key",
         hint="if the host was reinstalled, remove the old key; if not, this may be a man-in-the-middle attack",
         commands=(f"ssh-keygen -R {shlex.quote(entry)} -f {shlex.quote(verdict.file)}",),
-        evidence=(
-            f"it presents the {kind} key {known_hosts.fingerprint(blob)}; see {verdict.file}, line {verdict.line}",
-        ),
+        evidence=(f"it presents the {kind} key {shown}; see {verdict.file}, line {verdict.line}",),
     )
 
 

@@ -100,9 +100,9 @@ class _RowReporter:
         if not measured:
             return self._so_far
         for row in measured[self._reported :]:
-            progress.news(format_row(row, self._request.unit))
+            progress.news(format_row(row))
         self._reported = len(measured)
-        self._so_far = f"{len(measured)} of {len(rows)} rows, {format_row(measured[-1], self._request.unit)}"
+        self._so_far = f"{len(measured)} of {len(rows)} rows, {format_row(measured[-1])}"
         return self._so_far
 
 
@@ -111,14 +111,12 @@ _REPEATS = 3
 
 def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, SavedRun, Bench]:
     """Return the command. `recipe`: the launcher whose launch commands are printed instead. `draw`: in the terminal."""
-    made = runner.subcommand(
-        Request.command, Request, job_of, lambda request, report: bench_view(report, request.unit, draw=draw), recipe
-    )
+    made = runner.subcommand(Request.command, Request, job_of, lambda _, report: bench_view(report, draw=draw), recipe)
     return replace(
         made,
         collect=_collect,
         diagnose=lambda request, gathered: _judged(request, gathered.facts),
-        shown_as_typed=("unit", "stat", "params", "baseline"),
+        shown_as_typed=("stat", "params", "baseline"),
     )
 
 
@@ -188,7 +186,7 @@ def draw(report: Report[Bench], request: Request, picture: str) -> Report[Bench]
     """Save the picture if --plot names a file."""
     if picture not in ("", "-"):
         try:
-            plot.save(report.data, request.unit, picture)
+            plot.save(report.data, picture)
         except DistdiagError as error:
             return not_saved(report, error)
     return report

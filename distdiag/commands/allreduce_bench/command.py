@@ -10,7 +10,7 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
-from distdiag.commands.allreduce_bench.types import Fault, FaultKind, Request, Stat, Unit
+from distdiag.commands.allreduce_bench.types import Fault, FaultKind, Request, Stat
 from distdiag.errors import UsageError
 from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
@@ -113,9 +113,6 @@ def allreduce_bench(
         typer.Option("--check/--no-check", help="Check every received element, outside the timed iterations."),
     ] = True,
     stat: Annotated[Stat, typer.Option(help="Statistic used to compute bandwidth.")] = Stat.P50,
-    unit: Annotated[
-        Unit, typer.Option(help="Unit of bandwidth; GB/s: 1e9 bytes per second, gbps: 1e9 bits per second.")
-    ] = Unit.GBPS_BYTES,
     save: SaveOpt = "",
     from_: FromOpt = None,
     compare: Annotated[
@@ -196,7 +193,6 @@ def allreduce_bench(
             in_place=in_place,
             check=check,
             stat=stat,
-            unit=unit,
             params=parse_params(params) if params else None,
             backend=backend,
             device=device,

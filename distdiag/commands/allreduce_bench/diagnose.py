@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from distdiag.commands.allreduce_bench.types import Request, Stat
     from distdiag.launch.record import Inventory, NotStarted, Plan, RunRecord
 
-_ENOUGH_FOR_DRIFT = 20
-
 
 def rows_of(
     request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]
@@ -110,16 +108,8 @@ def _row(
         algbw_bytes_per_s=algbw,
         busbw_bytes_per_s=busbw,
         wrong=sum(wrong) if wrong else None,
-        drift=_drift(seconds),
         skipped=str(first.get("skipped", "")),
     )
-
-
-def _drift(seconds: list[float]) -> float | None:
-    quarter = len(seconds) // 4
-    if len(seconds) < _ENOUGH_FOR_DRIFT:
-        return None
-    return times_of(seconds[-quarter:]).p50 / times_of(seconds[:quarter]).p50
 
 
 def _nearest(ordered: list[float], percent: int) -> float:
@@ -248,6 +238,6 @@ def _summary(
     warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
     return (
         f"{data.world_size} ranks on {where}: {best.op} of {short(best.size_bytes)} at busbw "
-        f"{speed(best.busbw_bytes_per_s or 0.0, request.unit)} ({on})"
+        f"{speed(best.busbw_bytes_per_s or 0.0)} ({on})"
         f"{warnings}"
     )

@@ -8,12 +8,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES
-from distdiag.commands.allreduce_bench.types import GIGA, Compared, Expectation, Unit
+from distdiag.commands.allreduce_bench.types import GIGA, Compared, Expectation
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
-from distdiag.knowledge.bandwidth import training_lines, zero3_rule
-from distdiag.knowledge.busbw import assess
-from distdiag.knowledge.expectation import Judgement, Setting
+from distdiag.knowledge.bandwidth import tables, training_lines, zero3_rule
+from distdiag.knowledge.busbw import Case, Judgement, Setting
 from distdiag.launch.types import Device
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -24,17 +23,15 @@ if TYPE_CHECKING:
     from distdiag.commands.allreduce_bench.types import Arrival, Request, SizeResult, Times
     from distdiag.launch.record import Inventory, Plan
 
-_BITS = 8
 
-
-def speed(bytes_per_s: float, unit: Unit = Unit.GBPS_BYTES) -> str:
+def speed(bytes_per_s: float) -> str:
     """Format a bandwidth with its unit."""
-    return f"{number(bytes_per_s, unit)} {'Gb/s' if unit is Unit.GBPS else 'GB/s'}"
+    return f"{number(bytes_per_s)} GB/s"
 
 
-def number(bytes_per_s: float, unit: Unit) -> str:
-    """Format a bandwidth without its unit."""
-    value = bytes_per_s / GIGA * (_BITS if unit is Unit.GBPS else 1)
+def number(bytes_per_s: float) -> str:
+    """Format a bandwidth in GB/s (1e9 bytes/s) without the unit."""
+    value = bytes_per_s / GIGA
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
@@ -49,13 +46,13 @@ def short(size_bytes: int) -> str:
     return format_size(size_bytes).replace(" ", "")
 
 
-def format_row(row: SizeResult, unit: Unit) -> str:
+def format_row(row: SizeResult) -> str:
     """Format a row in a line."""
     if row.time_s is None or row.busbw_bytes_per_s is None:
         return f"{row.op} {short(row.size_bytes)}: not measured: {row.skipped}"
     wrong = f", {row.wrong} WRONG elements" if row.wrong else ""
     return (
-        f"{row.op} {short(row.size_bytes)}: busbw {speed(row.busbw_bytes_per_s, unit)}, p50 "
+        f"{row.op} {short(row.size_bytes)}: busbw {speed(row.busbw_bytes_per_s)}, p50 "
         f"{micros(row.time_s.p50)} us of {counted(row.iterations, 'iteration')}{wrong}"
     )
 
@@ -68,11 +65,8 @@ _LATE_S = 50e-6
 _OTHERS_SHARE = 0.5
 """Largest delay of the next latest rank, relative to that of the late rank."""
 _ENOUGH_FOR_LATE = 10
-_LARGE_BYTES = 2**20
-_FALL = 0.6
 _OUTLIERS = 3.0
 _ENOUGH_FOR_P99 = 100
-_DRIFT = 1.2
 _UNSTEADY = 2.0
 
 
@@ -132,7 +126,7 @@ def shape_findings(
     found = [_straggler(request, late)] if late is not None else []
     for op in dict.fromkeys(row.op for row in results):
         mine = [row for row in results if row.op == op and row.time_s is not None]
-        found += [*_fall(request, mine), *_outliers(mine), *_drift(mine)]
+        found += _outliers(mine)
     return [*found, *(_unsteady(request, results) if whole else ())]
 
 
@@ -160,26 +154,10 @@ def _unsteady(request: Request, results: Sequence[SizeResult]) -> list[Finding]:
         finding(
             "allreduce-bench.unsteady",
             {**words, "number": len(bad), "of": len(rows), "row": f"{worst.op} of {short(worst.size_bytes)}"},
-            over_time=speed(over_time, request.unit),
+            over_time=speed(over_time),
             again=request.again(stat="mean"),
         )
     ]
-
-
-def _fall(request: Request, rows: list[SizeResult]) -> list[Finding]:
-    large = [row for row in rows if row.size_bytes >= _LARGE_BYTES and row.busbw_bytes_per_s]
-    if len(large) < 3:
-        return []
-    best = max(large, key=lambda row: row.busbw_bytes_per_s or 0.0)
-    last = max(large, key=lambda row: row.size_bytes)
-    if (last.busbw_bytes_per_s or 0.0) >= _FALL * (best.busbw_bytes_per_s or 0.0):
-        return []
-    on_cpu = "On the CPU this is the effect of caches." if last.size_bytes <= 2**28 else ""
-    words = {
-        name: f"{speed(row.busbw_bytes_per_s or 0.0, request.unit)} at {short(row.size_bytes)}"
-        for name, row in (("last", last), ("best", best))
-    }
-    return [finding("allreduce-bench.falls", words, op=last.op, on_cpu=on_cpu)]
 
 
 def _outliers(rows: list[SizeResult]) -> list[Finding]:
@@ -191,24 +169,9 @@ def _outliers(rows: list[SizeResult]) -> list[Finding]:
     return [finding("allreduce-bench.outliers", words, p99=micros(times.p99), p50=micros(times.p50))]
 
 
-def _drift(rows: list[SizeResult]) -> list[Finding]:
-    bad = [row for row in rows if row.drift is not None and row.drift > _DRIFT and row.size_bytes >= _LARGE_BYTES]
-    # A single row can be chance, such as temporary other traffic.
-    if len(bad) < 2:
-        return []
-    worst = max(bad, key=lambda row: row.drift or 0.0)
-    words = {
-        "op": worst.op,
-        "size": short(worst.size_bytes),
-        "rows": len(bad),
-        "drift": f"{(worst.drift or 1) - 1:.0%}",
-    }
-    return [finding("allreduce-bench.drift", words)]
-
-
 _LARGE_IN_A_NODE_BYTES = 128 * 2**20
 _LARGE_BETWEEN_NODES_BYTES = 512 * 2**20
-"""Smaller sizes measure latency more than bandwidth; see knowledge.busbw.assess."""
+"""Smaller sizes measure latency more than bandwidth; see knowledge.busbw.Case."""
 
 
 def expectation(
@@ -232,17 +195,17 @@ def expectation(
 def expected_of(setting: Setting, size_bytes: int, busbw_bytes_per_s: float) -> Expectation:
     """Judge an all_reduce of this size; on GPUs, sizes too small to judge are unknown."""
     least = _LARGE_BETWEEN_NODES_BYTES if setting.nodes > 1 else _LARGE_IN_A_NODE_BYTES
-    found = assess(busbw_bytes_per_s, setting)
+    found = Case(busbw=busbw_bytes_per_s, setting=setting)
     too_small = size_bytes < least and setting.device_name is not None
     small = f"the largest all_reduce, {short(size_bytes)}, is too small to judge: use {short(least)} or more"
     return Expectation(
         judgement=Judgement.UNKNOWN if too_small else found.judgement,
         size_bytes=size_bytes,
-        expected_busbw_bytes_per_s=found.expected_bytes_per_s,
+        expected_busbw_bytes_per_s=found.bar.expected if found.bar else None,
         percent_of_link=found.percent_of_link,
         percent_of_nic=found.percent_of_nic,
         lines=(small,) if too_small else found.lines,
-        source=found.source,
+        source=found.bar.source if found.bar else tables().sources["busbw"],
     )
 
 

@@ -13,7 +13,7 @@ from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
 from distdiag.facts.rank_identity import identify
 from distdiag.ids import Shared
-from distdiag.knowledge.expectation import Judgement, Setting
+from distdiag.knowledge.busbw import Judgement, Setting
 from distdiag.launch.types import Backend, Device, Versions
 from distdiag.report import Finding, Fix, Level, Report
 
@@ -120,7 +120,7 @@ def _summary(request: Request, table: Baseline, row: Earlier) -> str:
     assert setting is not None
     network = "" if setting.nodes < 2 or setting.nic_bytes_per_s else " (its NICs are unknown)"
     return (
-        f"all_reduce of {short(row.size_bytes)} at busbw {speed(row.busbw_bytes_per_s, request.unit)} is as it should "
+        f"all_reduce of {short(row.size_bytes)} at busbw {speed(row.busbw_bytes_per_s)} is as it should "
         f"be on {setting.nodes} x {setting.ranks_per_node} {table.device}{network}"
     )
 

@@ -37,13 +37,6 @@ class Fault(types.RankFault):
         return (str(self.row), f"row {self.row}") if self.kind in (FaultKind.KILL, FaultKind.STOP) else ("", "")
 
 
-class Unit(StrEnum):
-    """Unit of bandwidth: gigabytes (1e9 bytes) or gigabits per second."""
-
-    GBPS_BYTES = "GB/s"
-    GBPS = "gbps"
-
-
 class Stat(StrEnum):
     """The time of an iteration that represents a size."""
 
@@ -70,7 +63,6 @@ class Request(types.Request):
     in_place: bool | None = None
     check: bool = True
     stat: Stat = Stat.P50
-    unit: Unit = Unit.GBPS_BYTES
     params: float | None = None
     files: tuple[tuple[str, str], ...] = ()
     """--save, --compare and --plot, as typed."""
@@ -97,7 +89,6 @@ class Request(types.Request):
             "in-place": "" if self.in_place else None,
             "no-check": None if self.check else "",
             "stat": self.stat if self.stat is not Stat.P50 else None,
-            "unit": self.unit if self.unit is not Unit.GBPS_BYTES else None,
             "params": f"{self.params:g}" if self.params is not None else None,
             **{name: path or None for name, path in self.files},
         }
@@ -134,8 +125,6 @@ class SizeResult:
     algbw_bytes_per_s: float | None
     busbw_bytes_per_s: float | None
     wrong: int | None
-    drift: float | None
-    """Median time of the last quarter of the iterations / of the first; None for fewer than 20."""
     skipped: str
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.allreduce_bench.types import Bench, SizeResult, Unit
+    from distdiag.commands.allreduce_bench.types import Bench, SizeResult
     from distdiag.report import Report
 
 
-def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iterator[RenderableType]:
+def bench_view(report: Report[Bench], *, draw: bool = False) -> Iterator[RenderableType]:
     """Yield unusable hosts, the table of ranks if one failed, then the rows."""
     data = report.data
     yield from host_table(data.hosts)
@@ -34,22 +34,21 @@ def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iter
         yield rank_table(data)
         yield ""
     if data.results:
-        yield Wide(_rows(data, unit))
+        yield Wide(_rows(data))
     if data.compared:
         yield ""
         yield Wide(_beside(data))
-    if draw and (drawn := plot.drawn(data, unit)):
+    if draw and (drawn := plot.drawn(data)):
         yield ""
         yield from map(Whole, drawn.splitlines())
-    yield Text("\n".join(["", *run_lines(data), *_how(data, unit), *log_lines(data)]))
+    yield Text("\n".join(["", *run_lines(data), *_how(data), *log_lines(data)]))
     for lines in (data.verdict.lines if data.verdict is not None else (), data.training):
         if lines:
             yield Text("\n".join(["", *lines]))
 
 
-def _rows(data: Bench, unit: Unit) -> Table:
-    bandwidth = "Gb/s" if unit == "gbps" else "GB/s"
-    titles = ("p50\nus", "mean\nus", "p99\nus", f"algbw\n{bandwidth}", f"busbw\n{bandwidth}", "#wrong")
+def _rows(data: Bench) -> Table:
+    titles = ("p50\nus", "mean\nus", "p99\nus", "algbw\nGB/s", "busbw\nGB/s", "#wrong")
     table = Table(
         *(_number(title) for title in ("size", "count")),
         *(Column(title, no_wrap=True) for title in ("type", "op")),
@@ -60,7 +59,7 @@ def _rows(data: Bench, unit: Unit) -> Table:
         header_style="bold",
     )
     for row in data.results:
-        table.add_row(*_cells(row, unit))
+        table.add_row(*_cells(row))
     return table
 
 
@@ -68,7 +67,7 @@ def _number(title: str) -> Column:
     return Column(title, justify="right", no_wrap=True)
 
 
-def _cells(row: SizeResult, unit: Unit) -> list[str | Text]:
+def _cells(row: SizeResult) -> list[str | Text]:
     head: list[str | Text] = [short(row.size_bytes), str(row.count), row.dtype, row.op]
     if row.time_s is None or row.algbw_bytes_per_s is None or row.busbw_bytes_per_s is None:
         return [*head, *["-"] * 5, "N/A"]
@@ -76,8 +75,8 @@ def _cells(row: SizeResult, unit: Unit) -> list[str | Text]:
     return [
         *head,
         *(micros(seconds) for seconds in (row.time_s.p50, row.time_s.mean, row.time_s.p99)),
-        number(row.algbw_bytes_per_s, unit),
-        number(row.busbw_bytes_per_s, unit),
+        number(row.algbw_bytes_per_s),
+        number(row.busbw_bytes_per_s),
         wrong,
     ]
 
@@ -98,10 +97,10 @@ def _beside(data: Bench) -> Table:
     return table
 
 
-def _how(data: Bench, unit: Unit) -> Iterator[str]:
+def _how(data: Bench) -> Iterator[str]:
     iterations = sorted({row.iterations for row in data.results if row.time_s is not None})
     if iterations:
         often = f"{iterations[0]}" if len(iterations) == 1 else f"{iterations[0]} to {iterations[-1]}"
         plural = "" if often == "1" else "s"
         yield f"{often} iteration{plural} per row, each timed on its slowest rank; bandwidth from {data.stat}"
-        yield f"algbw and busbw in {'Gb/s' if unit == 'gbps' else 'GB/s (1e9 bytes)'}, as nccl-tests defines them"
+        yield "algbw and busbw in GB/s (1e9 bytes), as nccl-tests defines them"

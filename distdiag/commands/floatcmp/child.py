@@ -1,4 +1,4 @@
-"""The process that imports torch, `python -m`: it reads or computes both sides, and writes an Answer to a file.
+"""The process that imports torch, `python -u -m`: it reads or computes both sides, and writes an Answer to a file.
 
 Each line of its stdout names the stage that begins, for the report if it dies or hangs.
 """
@@ -15,7 +15,6 @@ from distdiag.facts import programs
 from distdiag.training.floatcmp.result import Comparison  # noqa: TC001 - msgspec reads the annotations
 
 COMMAND = "floatcmp"
-_NAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +60,8 @@ def main(order: str, path: str) -> None:
         file.write(msgspec.json.encode(answer))
 
 
-def _note_stage(stage: str) -> None:
-    sys.stdout.buffer.write(f"{stage}\n".encode("utf-8", "replace"))
-    sys.stdout.buffer.flush()
-
-
 def _answer(request: Request) -> Answer:
-    _note_stage("importing torch")
+    sys.stdout.write("importing torch\n")
     try:
         import torch  # first, to distinguish a broken torch from a broken file
     except Exception as error:  # noqa: BLE001 - a broken torch may raise anything
@@ -87,7 +81,7 @@ def _compute(request: Request, *, has_gpu: bool) -> Answer:
     from distdiag.commands.floatcmp.compute import compare_operation
     from distdiag.commands.floatcmp.operation import parse_side
 
-    _note_stage(f"computing {request.op}")
+    sys.stdout.write(f"computing {request.op}\n")
     sides = parse_side(request.a, request.op), parse_side(request.b, request.op)
     if not has_gpu and any(side.device != "cpu" for side in sides):
         hint = f"run it on a machine with a GPU; or find out why: {request.program} cuda-env"
@@ -102,19 +96,20 @@ def _compute(request: Request, *, has_gpu: bool) -> Answer:
 def _compare(request: Request) -> Answer:
     from distdiag.commands.floatcmp import tensor_files
     from distdiag.training.floatcmp.compare import compare_leaves
+    from distdiag.training.floatcmp.result import shorten
 
     sides: list[dict[str, object]] = []
     for path in filter(None, (request.a, request.b, request.reference)):
-        _note_stage(f"reading {path}")
+        sys.stdout.write(f"reading {path}\n")
         sides.append(tensor_files.read(path))
     a, b, *truths = sides
-    names = [name or "(one unnamed tensor)" for name in dict.fromkeys((*a, *b))]
+    names = list(dict.fromkeys((*a, *b)))
     if request.key:
         a, b = ({name: side[name] for name in fnmatch.filter(side, request.key)} for side in (a, b))
     if request.key and not (a or b):
-        hint = f"available: {', '.join(names[:_NAMES]) or 'none'}"
+        hint = f"available: {shorten(names) or 'none'}"
         return Answer(failed=f"no tensor matches --key {request.key}", hint=hint, is_usage=True)
-    _note_stage("comparing")
+    sys.stdout.write("comparing\n")
     found = compare_leaves(a, b, *truths, names=(request.a, request.b), worst=request.worst)
     unlike = tuple(pair for pair in found.worst_first if found.tensors == 1 or not pair.is_plainly_identical)
     return Answer(files=replace(found, reference=request.reference, pairs=unlike))

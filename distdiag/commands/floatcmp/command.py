@@ -57,8 +57,8 @@ def floatcmp(
     With --op, compute one operation in two ways instead (device, dtype, threads=N, tf32, deterministic; separated by
     commas), and compare each result with float64: is its error that of its dtype?
 
-    No code in the files is executed: they are loaded with weights_only. For a sharded checkpoint give its directory
-    or its index.
+    No code in the files is executed: they are loaded with weights_only. For safetensors of several files give their
+    directory or index.
 
     Exit status: 0 equal up to rounding, 1 different, 2 wrong usage, 3 unknown: a file cannot be read,
     130 interrupted.
@@ -125,8 +125,8 @@ def _compare(request: Request) -> Report[Comparison]:
 
     for path in filter(None, (request.a, request.b, request.reference)):
         if not os.path.isfile(path) and not os.path.isdir(path):
-            kind = "not a file or directory" if os.path.exists(path) else "no such file"
-            raise UsageError(f"{path}: {kind}", hint="give files from torch.save, .npy or .safetensors, or checkpoints")
+            hint = "give files from torch.save, .npy or .safetensors, or checkpoints"
+            raise UsageError(f"{path}: no such file or directory", hint=hint)
         if path.encode("utf-8", "replace") != os.fsencode(path):
             raise UsageError(f"{path}: its name is not UTF-8", hint="compare a symlink to it with another name")
     with Progress() as progress:
@@ -146,7 +146,7 @@ def _ask(request: Request) -> Answer:
 
     with tempfile.NamedTemporaryFile(prefix="distdiag-") as file:
         order = msgspec.json.encode(request).decode()
-        argv = [sys.executable, "-P", "-m", "distdiag.commands.floatcmp.child", order, file.name]
+        argv = [sys.executable, "-X", "utf8", "-uP", "-m", "distdiag.commands.floatcmp.child", order, file.name]
         try:
             done = programs.run(argv, timeout_s=request.timeout_s)
             answer = msgspec.json.decode(file.read(), type=Answer)

@@ -100,21 +100,15 @@ def _about_reference(found: Comparison) -> Iterator[Finding]:
 
 
 def _summary(found: Comparison, findings: Sequence[Finding]) -> str:
-    for level in (Level.FAIL, Level.UNKNOWN):
-        for each in findings:
-            if each.level == level:
-                return each.title
-    numbers = f"{found.numbers:,} number{'s' * (found.numbers != 1)} in {found.tensors:,} tensor"
-    numbers += "s" * (found.tensors != 1)
+    for title in (each.title for level in (Level.FAIL, Level.UNKNOWN) for each in findings if each.level == level):
+        return title
+    s, of = "s" * (found.numbers != 1), "s" * (found.tensors != 1)
+    numbers = f"{found.numbers:,} number{s} in {found.tensors:,} tensor{of}"
     if found.identical == found.tensors:
         return f"identical: {numbers}"
-    unlike = (pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL)
-    worst = max(unlike, key=lambda pair: pair.max_scaled_ulp)
-    if not worst.max_scaled_ulp:
-        return f"equal after conversion to {worst.unit}: {numbers}"
-    where = f", most in {worst.key}" if worst.key else ""
+    worst = found.worst_first[0]
     same = f", {found.identical} of them identical" if found.identical else ""
-    return f"equal within {worst.max_scaled_ulp} ulp of {worst.unit}{where} (rounding): {numbers}{same}"
+    return f"{worst.key}: {verdict(worst)}; {numbers}{same}".removeprefix(": ")
 
 
 def floatcmp_view(report: Report[Comparison]) -> Iterator[RenderableType]:

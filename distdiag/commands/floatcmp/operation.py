@@ -25,15 +25,8 @@ _SETTING = re.compile(
     r"(?P<device>cpu|cuda(?::\d{1,3})?)|(?P<dtype>float64|float32|float16|bfloat16)|threads=(?P<threads>[1-9]\d{0,3})"
     r"|(?P<tf32>tf32)|(?P<deterministic>deterministic)"
 )
-EXPECTED, TF32, BFLOAT16, SHORT_SUM, BEYOND = "expected", "tf32", "bfloat16", "short-sum", "beyond"
+EXPECTED, TF32, BFLOAT16, SHORT_SUM, BEYOND = "expected", "tf32", "bfloat16", "short-sum", "beyond-rounding"
 """The first of these error bounds that a result keeps: its dtype's, inputs of 11 bits, of 8 bits, a sum in 16 bits."""
-_MEANING = {
-    EXPECTED: "expected",
-    TF32: "as coarse as TF32",
-    BFLOAT16: "as coarse as products of bfloat16",
-    SHORT_SUM: "as coarse as a sum in 16 bits",
-    BEYOND: "more than rounding explains",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,5 +123,5 @@ def operation_view(report: Report[OpComparison]) -> Iterator[RenderableType]:
     for each in found.measured:
         asked = ", as asked" if each.is_as_asked and each.kind != EXPECTED else ""
         right = f"{share(each.right, count)} correctly rounded; worst {each.of_limit:.2g} x the limit"
-        text = f"{each.side.typed} ({each.side.dtype}): error {_MEANING[each.kind]}{asked}; {right}"
+        text = f"{each.side.typed} ({each.side.dtype}): error {each.kind}{asked}; {right}"
         yield Wrapped(text, margin=2, hang=4)

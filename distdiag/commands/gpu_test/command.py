@@ -219,8 +219,8 @@ def gpu_test(
             lambda: _pairs(shared(), size, memory, expect, inject, seconds()),
             options,
         )
-    from distdiag.commands.gpu_test import check
+    from distdiag.commands.gpu_test import diagnose
 
     runner.run(
-        check.subcommand(print_command), lambda: _test(shared(), size, memory, expect, inject, seconds()), options
+        diagnose.subcommand(print_command), lambda: _test(shared(), size, memory, expect, inject, seconds()), options
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import isqrt
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,9 +29,6 @@ class Likeness(StrEnum):
     LONG_SUM = "long-sum"
     NOT_COMPARED = "not-compared"
     DIFFERS = "differs"
-
-
-_RANK = list(Likeness).index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +153,15 @@ class Comparison:
         if self.only_a or self.only_b:
             return Likeness.DIFFERS
         found = [pair.likeness for pair in self.pairs] + [Likeness.NOT_COMPARED] * bool(self.not_compared)
-        return max(found, key=_RANK, default=Likeness.NOT_COMPARED)
+        return max(found, key=list(Likeness).index, default=Likeness.NOT_COMPARED)
 
     @property
     def worst_first(self) -> tuple[Pair, ...]:
         """The tensors, the most different first."""
-        order = {id(pair): (_RANK(pair.likeness), pair.counts.one_sided, pair.max_scaled_ulp) for pair in self.pairs}
-        return tuple(sorted(self.pairs, key=lambda pair: order[id(pair)], reverse=True))
+        rank = list(Likeness).index
+        return tuple(
+            sorted(self.pairs, key=lambda x: (rank(x.likeness), x.counts.one_sided, x.max_scaled_ulp), reverse=True)
+        )
 
     def __str__(self) -> str:
         return "\n".join(describe(self, (self.a, self.b)))
@@ -209,9 +207,7 @@ def share(part: int, whole: int) -> str:
 
 def sum_length(max_ulp: int) -> str:
     """Format how long a sum would explain a distance: in n numbers, rounding walks sqrt(n) ulp."""
-    length = max_ulp * max_ulp
-    digits = 10 ** max(0, len(str(isqrt(length))) - 1)
-    return f"{length // digits * digits:,}"
+    return f"{float(f'{max_ulp**2:.2g}'):,.0f}"
 
 
 def describe(found: Comparison, names: tuple[str, str]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.commands.gpu_test.isolate import findings, pair_graph
 from distdiag.commands.gpu_test.isolate.pair_graph import Case
+from distdiag.commands.gpu_test.isolate.slowness import parts
 from distdiag.commands.gpu_test.isolate.types import LEVELS, NET, NODE, Classification, Kind, PairStatus
 
 if TYPE_CHECKING:
@@ -36,17 +37,10 @@ def below_expectation(case: Case) -> None:
     if len(case.good | case.bad) == 1:
         case.good, case.bad = case.good - slow, case.bad | slow
     elif levels:
-        alike = (
-            "even the best pairs are" if any(case.at(level, case.bad) for level in levels) else "all pairs are equally"
-        )
-        case.troubles.append(
-            Classification(
-                kind=Kind.UNIFORMLY_SLOW,
-                sentence=f"{alike} slow: {findings.typical(case, levels)}, expected {findings.speed(least)}",
-                reason=("the cause is common to all pairs: a transport, a setting or a shared path, not one rank",),
-                next="rerun with --nccl-debug to see which transport is in use (NET/Socket, or SHM without P2P)",
-            )
-        )
+        some_bad = any(case.at(level, case.bad) for level in levels)
+        alike = "even the best pairs are" if some_bad else "all pairs are equally"
+        words = {"alike": alike, "typical": findings.typical(case, levels), "least": findings.speed(least)}
+        findings.add(case, "uniformly-slow", (), words)
 
 
 def dead_nodes(case: Case) -> None:
@@ -65,13 +59,10 @@ def no_network(case: Case) -> None:
     if not bad or case.at(NET, case.good):
         return
     if len(hosts) == 2:
-        case.troubles.append(findings.two_nodes(case, hosts, bad))
-        case.left -= bad
+        findings.two_nodes(case, hosts, bad)
     elif not any(all(host in case.hosts(edge) for edge in bad) for host in hosts):
-        sentence = f"every pair between {fold(hosts)} is bad, but pairs inside nodes are good: the shared network"
         sides = [set(case.ranks_of[host]) for host in hosts]
-        case.troubles.append(findings.split(case, sentence, sides, bad, findings.WHY_NETWORK))
-        case.left -= bad
+        findings.add_split(case, "split-network", fold(hosts), sides, bad, "network")
 
 
 def dead_ranks(case: Case) -> None:
@@ -79,8 +70,7 @@ def dead_ranks(case: Case) -> None:
     dead = pair_graph.culprits(case.good, case.left)
     unmet = _unmet(case, dead)
     if unmet:
-        case.troubles.append(findings.perhaps_a_group(case, sorted(unmet), set().union(*unmet.values())))
-        case.left -= pair_graph.touching(unmet, case.left)
+        findings.perhaps_a_group(case, unmet)
     for rank in dead:
         if rank not in unmet:
             case.accuse([rank], case.left)
@@ -88,7 +78,7 @@ def dead_ranks(case: Case) -> None:
 
 def _unmet(case: Case, dead: Iterable[int]) -> dict[int, set[int]]:
     """Map ranks to the untested peers with which each might work: those not connected to a tested peer."""
-    part_of = {member: part for part in pair_graph.parts(case.good) for member in part}
+    part_of = {member: part for part in parts(case.good) for member in part}
     unmet = {}
     for rank in dead:
         met = {end for edge in pair_graph.touching([rank], case.bad) for end in edge}
@@ -107,20 +97,13 @@ def between_nodes(case: Case) -> None:
     )
     members, groups = pair_graph.shape(good, bad - good)
     for ranks in (case.ranks_of[case.host_of[member]] for member in members):
-        # If only one of several ranks was measured, its own NIC may be bad.
-        if (
-            len(ranks) == 1
-            or len({end for edge in pair_graph.touching(ranks, net) for end in edge}.intersection(ranks)) > 1
-        ):
+        measured = {end for edge in pair_graph.touching(ranks, net) for end in edge}.intersection(ranks)
+        if len(ranks) == 1 or len(measured) > 1:  # a single one of several: its own NIC may be bad
             case.accuse(ranks, net)
     if groups:
         sides = [{rank for member in group for rank in case.ranks_of[case.host_of[member]]} for group in groups]
-        across = pair_graph.across(sides, net)
         names = " and ".join(fold(case.hosts(side)) for side in sides)
-        case.troubles.append(
-            findings.split(case, f"{names} {findings.asunder(case, across)}, not a bad node", sides, across)
-        )
-        case.left -= across
+        findings.add_split(case, "split-nodes", names, sides, pair_graph.across(sides, net))
 
 
 def nothing_inside(case: Case) -> None:
@@ -128,16 +111,14 @@ def nothing_inside(case: Case) -> None:
     bad = case.at(NODE, case.left)
     hosts = case.hosts({end for edge in bad for end in edge})
     if len(hosts) > 1 and not case.at(NODE, case.good):
-        sentence = f"every pair inside a node is bad on {fold(hosts)}, but pairs between nodes are good"
-        sides = pair_graph.parts(case.at(NET, case.good))
-        case.troubles.append(findings.split(case, sentence, sides, bad, findings.WHY_INSIDE))
-        case.left -= bad
+        sides = parts(case.at(NET, case.good))
+        findings.add_split(case, "split-inside", fold(hosts), sides, bad, "inside")
 
 
 def cells(case: Case) -> None:
     """Classify the ranks of each node, and of each rail: the ranks paired between nodes."""
     for level in LEVELS:
-        for part in pair_graph.parts(case.at(level, case.pairs)):
+        for part in parts(case.at(level, case.pairs)):
             bad = {edge for edge in case.at(level, case.left) if edge[0] in part}
             if bad:
                 _cell(case, level, {edge for edge in case.at(level, case.good) if edge[0] in part}, bad)
@@ -148,8 +129,7 @@ def _cell(case: Case, level: str, good: set[Edge], bad: set[Edge]) -> None:
         if level == NODE:
             case.accuse(case.ranks_of[case.host_of[min(bad)[0]]], bad)
         else:
-            case.troubles.append(findings.dead_rail(case, bad))
-            case.left -= bad
+            findings.dead_rail(case, bad)
         return
     members, groups = pair_graph.shape(good, bad)
     for rank in members:
@@ -160,23 +140,16 @@ def _cell(case: Case, level: str, good: set[Edge], bad: set[Edge]) -> None:
         case.left -= pair_graph.across(groups, bad)
     slow = {edge for edge in bad & case.left if case.status[edge] is PairStatus.SLOW}
     if len(slow) > max(2, _SCATTERED * len(good | bad)):
-        case.troubles.append(findings.scattered(case, slow, len(good | bad)))
-        case.left -= slow
+        findings.scattered(case, slow, len(good | bad))
 
 
 def classify(
     pairs: Sequence[Pair], host_of: Mapping[int, str], *, least_bytes_per_s: float | None = None
 ) -> tuple[Classification, dict[Edge, PairStatus]]:
-    """Find the fewest culprits that explain all bad pairs.
+    """Find the fewest culprits that explain all bad pairs; return the fault, and the status of each pair (a, b).
 
-    Args:
-        pairs: each pair of ranks once, of both levels, including skipped pairs.
-        host_of: the node of each rank.
-        least_bytes_per_s: minimum bandwidth of a pair at either level, if known. Otherwise pairs are only compared with
-            each other, and all may be slow.
-
-    Returns:
-        The fault, and the status of each pair (a, b).
+    `pairs`: each once, of both levels, also skipped ones. `least_bytes_per_s`: minimum bandwidth of a pair; without it
+    pairs are only compared with each other, and all may be slow.
     """
     case = Case(pairs, host_of, least_bytes_per_s)
     below_expectation(case)
@@ -184,13 +157,15 @@ def classify(
         for step in (dead_nodes, no_network, dead_ranks, between_nodes, nothing_inside, cells, *findings.ADDITIONS):
             step(case)
     else:
-        case.troubles.append(findings.nothing_works(case) if case.bad else findings.nothing_measured(case))
+        findings.nothing_works(case)
+    if not case.troubles:
+        findings.healthy(case)
     return _sum(case), case.status
 
 
 def _sum(case: Case) -> Classification:
     """Join the troubles into one classification, preceded by the measurements."""
-    found = case.troubles or [findings.healthy(case)]
+    found = case.troubles
     measured = [findings.measured_at(case, level) for level in LEVELS if case.at(level, case.pairs)]
     reason = (*measured, *(line for trouble in found for line in trouble.reason))
     if len(found) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from distdiag.commands.gpu_test.isolate.slowness import DOZEN, judge
+from distdiag.commands.gpu_test.isolate.slowness import DOZEN, judge, parts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,15 +20,10 @@ if TYPE_CHECKING:
 
 
 def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
-    """Arrange all pairs in rounds; no rank is twice in a round, and no pair in two rounds.
+    """Arrange all pairs (a, b), a < b, in sorted rounds; no rank is twice in a round, and no pair in two rounds.
 
-    Args:
-        nodes: the ranks of each node by local rank; nodes may have different numbers of ranks.
-
-    Returns:
-        For each round its pairs (a, b), a < b, sorted. First pairs inside the nodes, all nodes in parallel: for g ranks
-        g - 1 rounds, or g if g is odd. Then pairs of nodes, for k nodes k - 1 or k rounds: when two nodes meet, local
-        rank i of one meets local rank i of the other, for each i that both have.
+    First pairs inside the nodes, all nodes in parallel: for g ranks g - 1 rounds, or g if g is odd. Then pairs of
+    nodes, for k nodes k - 1 or k rounds: local rank i of one node meets local rank i of the other.
     """
     inside = [list(_meetings(len(ranks))) for ranks in nodes]
     found = []
@@ -84,14 +79,10 @@ class Coordinator:
         pause_s: float,
         left_out: Collection[int] = (),
     ) -> None:
-        """Plan all pairs.
+        """Plan all pairs of the nodes' ranks, but those `left_out`.
 
-        Args:
-            nodes: the ranks of each node.
-            at_once: maximum number of concurrent pairs of a node, None: unlimited.
-            patience_s: minimum and maximum timeout of a pair.
-            pause_s: rest before each repetition of slow pairs.
-            left_out: ranks to exclude.
+        `at_once`: maximum number of concurrent pairs of a node, None: unlimited. `patience_s`: minimum and maximum
+        timeout of a pair. `pause_s`: rest before each repetition of slow pairs.
         """
         self._pause_s = pause_s
         self._patience_s = patience_s
@@ -99,9 +90,9 @@ class Coordinator:
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
         wanted = ([pair for pair in pairs if not {*left_out}.intersection(pair)] for pairs in rounds(nodes))
         self._rounds = [part for pairs in wanted for part in self._parts(pairs, at_once)]
-        self.results: dict[tuple[int, int], dict[str, Any]] = {}
+        self.results: dict[Pair, dict[str, Any]] = {}
 
-    def plan(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    def plan(self) -> Iterator[tuple[str, list[Pair]]]:
         """Yield the name and the pairs of each round; note its results before requesting the next round."""
         for number, pairs in enumerate(self._rounds, 1):
             yield f"round {number} of {len(self._rounds)}", [pair for pair in pairs if not self._is_hopeless(pair)]
@@ -120,12 +111,12 @@ class Coordinator:
                 yield f"{words}: reference pair", [self._control(pair, good)]
                 yield words, [pair]
 
-    def note(self, pair: tuple[int, int], result: dict[str, Any]) -> None:
+    def note(self, pair: Pair, result: dict[str, Any]) -> None:
         """Record a result; wrong data once is wrong for good, and a pair that worked once has not failed."""
         if not result["failed"]:
             self._longest_s = max(self._longest_s or 0.0, result["took_s"])
         before = self.results.get(pair, result)
-        samples = [*before.get("bandwidths", ()), result["bytes_per_s"] or 0.0]
+        samples = [*before.get("bandwidths", ()), result["bytes_per_s"]]
         better = before if result["failed"] else result
         self.results[pair] = {**better, "bandwidths": samples, "wrong": max(before["wrong"], result["wrong"])}
 
@@ -134,44 +125,39 @@ class Coordinator:
         least, most = self._patience_s
         return most if self._longest_s is None else min(most, max(least, _PATIENCE * self._longest_s))
 
-    def level(self, pair: tuple[int, int]) -> str:
+    def level(self, pair: Pair) -> str:
         """Return whether a pair is inside a node or between two: "node" or "net"."""
         return "node" if self._node_of[pair[0]] == self._node_of[pair[1]] else "net"
 
     def all_results(self) -> list[dict[str, Any]]:
         """List all pairs with their results; untried pairs have neither samples nor an error."""
-        untried: dict[str, Any] = {"bandwidths": [], "failed": False, "wrong": 0, "error": "", "iterations": 0}
+        untried: dict[str, Any] = {"bandwidths": [], "failed": False, "wrong": 0, "error": ""}
         return [
             {"a": pair[0], "b": pair[1], "level": self.level(pair), **self.results.get(pair, untried)}
             for pairs in self._rounds
             for pair in pairs
         ]
 
-    def _parts(self, pairs: list[tuple[int, int]], at_once: int | None) -> list[list[tuple[int, int]]]:
+    def _parts(self, pairs: list[Pair], at_once: int | None) -> list[list[Pair]]:
         """Split a round to bound the concurrent pairs of a node: beyond that, pairs slow each other down."""
-        parts: list[list[tuple[int, int]]] = []
-        of_node: dict[int, int] = {}
+        found: dict[int, list[Pair]] = {}
+        of_node = dict.fromkeys(self._node_of.values(), 0)
         for pair in pairs:
             nodes = {self._node_of[rank] for rank in pair}
-            part = max(of_node.get(node, 0) for node in nodes) // at_once if at_once else 0
-            for node in nodes:
-                of_node[node] = of_node.get(node, 0) + 1
-            while len(parts) <= part:
-                parts.append([])
-            parts[part].append(pair)
-        return parts
+            part = max(of_node[node] for node in nodes) // at_once if at_once else 0
+            of_node |= {node: of_node[node] + 1 for node in nodes}
+            found.setdefault(part, []).append(pair)
+        return list(found.values())
 
-    def suspects(self, *, also_dim: bool) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
+    def suspects(self, *, also_dim: bool) -> tuple[set[Pair], list[Pair]]:
         """List the good pairs, and the possibly slow pairs to repeat, those with the most samples first."""
-        good: set[tuple[int, int]] = set()
-        found: list[tuple[int, float, tuple[int, int]]] = []
-        working = {
-            pair: result["bandwidths"]
-            for pair, result in self.results.items()
-            if not result["failed"] and not result["wrong"]
-        }
-        for level in ("node", "net"):
-            samples = {pair: own for pair, own in working.items() if self.level(pair) == level}
+        good: set[Pair] = set()
+        found: list[tuple[int, float, Pair]] = []
+        by_level: dict[str, dict[Pair, list[float]]] = {"node": {}, "net": {}}
+        for pair, result in self.results.items():
+            if not result["failed"] and not result["wrong"]:
+                by_level[self.level(pair)][pair] = result["bandwidths"]
+        for samples in by_level.values():
             if samples:
                 _, slow, unsure = judge(samples, self._node_of)
                 good |= samples.keys() - slow - unsure
@@ -179,25 +165,25 @@ class Coordinator:
                 found += [(-len(samples[pair]), max(samples[pair]), pair) for pair in again]
         return good, [pair for _, _, pair in sorted(found)[:DOZEN]]
 
-    def _control(self, suspect: tuple[int, int], good: set[tuple[int, int]]) -> tuple[int, int]:
+    def _control(self, suspect: Pair, good: set[Pair]) -> Pair:
         """Choose the good pair to measure next to a suspect: same level, preferably same node, fewest samples."""
         nodes = {self._node_of[rank] for rank in suspect}
 
-        def order(pair: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
+        def order(pair: Pair) -> tuple[bool, int, Pair]:
             is_far = nodes.isdisjoint(self._node_of[rank] for rank in pair)
             return is_far, len(self.results[pair]["bandwidths"]), pair
 
         others = (pair for pair in good if pair != suspect and self.level(pair) == self.level(suspect))
         return min(others, key=order)
 
-    def _failed(self) -> list[tuple[int, int]]:
+    def _failed(self) -> list[Pair]:
         """List failed pairs to retry, if others of their level work."""
         working = {self.level(pair) for pair, result in self.results.items() if not result["failed"]}
         failed = [pair for pair, result in self.results.items() if result["failed"] and self.level(pair) in working]
         # First pairs with ranks connected through others: unconnected groups fail in any case.
-        return sorted(failed, key=lambda pair: (not self._meet(pair), pair))[:_AGAIN_FAILED]
+        return sorted(failed, key=lambda pair: (pair[1] not in self._connected(pair[0]), pair))[:_AGAIN_FAILED]
 
-    def _is_hopeless(self, pair: tuple[int, int]) -> bool:
+    def _is_hopeless(self, pair: Pair) -> bool:
         """Return whether a rank of the pair works with no other, and failed with a peer of its partner."""
         for rank, other in (pair, pair[::-1]):
             mine = [tried for tried in self.results if rank in tried]
@@ -208,22 +194,12 @@ class Coordinator:
                 return True
         return False
 
-    def _meet(self, pair: tuple[int, int]) -> bool:
-        return pair[1] in self._connected(pair[0])
-
     def _connected(self, rank: int) -> set[int]:
         """Find all ranks connected to a rank by working pairs, including itself."""
-        found, waiting = {rank}, [rank]
-        while waiting:
-            here = waiting.pop()
-            for pair, result in self.results.items():
-                if here in pair and not result["failed"]:
-                    new = set(pair) - found
-                    found |= new
-                    waiting += new
-        return found
+        working = (pair for pair, result in self.results.items() if not result["failed"])
+        return next((part for part in parts(working) if rank in part), {rank})
 
 
-def _dim(samples: dict[tuple[int, int], list[float]]) -> set[tuple[int, int]]:
+def _dim(samples: dict[Pair, list[float]]) -> set[Pair]:
     best = sorted(map(max, samples.values()))[-1 - len(samples) // 10]
     return {pair for pair, own in samples.items() if max(own) < _DIM * best}

@@ -1,28 +1,36 @@
-"""`gpu-test --isolate`: the job of the ranks, and the Report from their pairs. `diagnose` is pure."""
+"""`gpu-test --isolate`: the job of the ranks, the Report from their pairs, and its view. `diagnose` is pure."""
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import fold_within
+from distdiag.cluster.hosts import fold_within, name_ranks
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test import compute_findings
 from distdiag.commands.gpu_test.isolate.classify import classify
-from distdiag.commands.gpu_test.isolate.types import STAGES, Isolated, Kind, Pair, PairResult, PairStatus, Request
-from distdiag.commands.gpu_test.isolate.view import isolate_view
+from distdiag.commands.gpu_test.isolate.types import STAGES, Isolated, Kind, Pair, PairStatus, Request
 from distdiag.commands.gpu_test.types import compute_config
-from distdiag.diagnosis.wording import counted
+from distdiag.diagnosis.wording import counted, format_size
 from distdiag.errors import UsageError
 from distdiag.facts.computed import bad_ranks
 from distdiag.ids import Shared
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job
 from distdiag.launch.types import Device
+from distdiag.launch.view import log_lines, rank_table, run_lines
+from distdiag.output import host_table, plain_table
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
     from distdiag.cluster.launch_commands import Recipe
+    from distdiag.cluster.records import PairMessage
     from distdiag.commands.gpu_test.isolate.types import Classification, Fault
     from distdiag.launch.record import Allocation, Inventory, NotStarted, Plan, RunRecord, SavedRun
     from distdiag.runner import Subcommand
@@ -37,9 +45,10 @@ _LEAST_TIMEOUT_S = {Device.CPU: 1.5, Device.CUDA: 5.0}
 _PAUSE_S = 0.25
 """Rest before each repetition of slow pairs: noise occurs in spells, which must not cover all samples of a pair. Adds a
 second or two in all, and only if a pair is slow."""
-_LAG_S = 0.05
-_SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
-"""The position in gloo's source that prefixes its error messages."""
+_WIDEST = 10
+"""Ranks in a table of pairs."""
+_WORDS = {PairStatus.FAILED: "failed", PairStatus.SKIPPED: ".", PairStatus.WRONG: "wrong"}
+_SIGNS = {PairStatus.SLOW: ("!", "bold red"), PairStatus.UNSURE: ("?", "yellow")}
 
 
 def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, Isolated]:
@@ -88,23 +97,17 @@ def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, Any]:
         raise UsageError(
             f"--inject {fault.option} affects no pair of {nproc} ranks", hint="name some of the ranks, not all"
         )
-    slow = fault.kind == "slow"
-    return {
-        "dropped": [] if slow else hit,
-        "slow": hit if slow else [],
-        "slow_ranks": list(fault.first) or list(range(nproc)),
-        "lag_s": _LAG_S,
-    }
+    return {"pairs": hit, "ranks": list(fault.first) or list(range(nproc)), "lag_s": fault.lag_s}
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Isolated]:
     """Return the report of a run."""
-    reported: list[dict[str, Any]] = next(reversed(rank_report.payloads(course.traces[:1], "pairs")), [])
-    pairs = [_pair(fields) for fields in reported]
+    reported: list[PairMessage] = next(reversed(rank_report.payloads(course.traces[:1], "pairs")), [])
     computed = {trace.rank: own for trace in course.traces for own in rank_report.payloads([trace], "computed")}
     left_out = set().union(*bad_ranks({rank: own.summary() for rank, own in computed.items()}))
     host_of = {trace.rank: trace.host for trace in course.traces if trace.rank not in left_out}
-    pairs = [pair for pair in pairs if not {pair.a, pair.b} & left_out]  # none, unless a node contradicts itself
+    # No pair of these, unless a node contradicts itself.
+    pairs = [Pair.of(told) for told in reported if not {told["a"], told["b"]} & left_out]
     classification, statuses = classify(pairs, host_of, least_bytes_per_s=request.expected_bytes_per_s)
     finished, interrupted = course.outcome is Outcome.FINISHED, course.outcome is Outcome.INTERRUPTED
     steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
@@ -112,7 +115,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
         **rank_report.facts_of(request, scene, plan, course),
         size_bytes=_size(request, plan),
         left_out=tuple(sorted(left_out)),
-        pairs=tuple(_result(pair, statuses[pair.a, pair.b]) for pair in pairs),
+        pairs=tuple(replace(pair, status=statuses[pair.a, pair.b]) for pair in pairs),
         classification=classification if finished else None,
         measuring_s=round(steps[-1] - steps[0], 3) if steps else None,
     )
@@ -135,31 +138,6 @@ def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Isolate
     """Return the facts of a run that started no ranks."""
     return Isolated(
         **facts, size_bytes=request.size_bytes or 0, left_out=(), pairs=(), classification=None, measuring_s=None
-    )
-
-
-def _pair(fields: dict[str, Any]) -> Pair:
-    return Pair(
-        a=fields["a"],
-        b=fields["b"],
-        level=fields["level"],
-        samples=tuple(fields["bandwidths"]),
-        failed=fields["failed"],
-        wrong=fields["wrong"],
-        error=_SOURCE_LINE.sub("", fields["error"]),
-    )
-
-
-def _result(pair: Pair, status: PairStatus) -> PairResult:
-    return PairResult(
-        a=pair.a,
-        b=pair.b,
-        level=pair.level,
-        busbw_bytes_per_s=pair.busbw_bytes_per_s,
-        status=status,
-        samples=len(pair.samples),
-        wrong=pair.wrong,
-        error=pair.error,
     )
 
 
@@ -203,3 +181,59 @@ def _summary(
     on = rank_report.ran_on(data.backend, data.device)
     warnings = "".join(f"; but {finding.title}" for finding in findings if finding.level is Level.WARN)
     return f"{data.world_size} ranks on {where}, {pairs} ({on}): {found.sentence}{warnings}"
+
+
+def isolate_view(report: Report[Isolated]) -> Iterator[RenderableType]:
+    """Yield unusable hosts, the ranks if one failed, and the pairs if the table fits; the evidence has the bad ones."""
+    from rich.text import Text
+
+    data = report.data
+    yield from host_table(data.hosts)
+    if not data.ranks:
+        return
+    if data.classification is None and any(finding.level is Level.FAIL for finding in report.findings):
+        yield rank_table(data)
+        yield ""
+    if data.pairs and data.world_size <= _WIDEST:
+        yield _matrix(data)
+    yield Text("\n".join(["", *run_lines(data), *_how(data), *log_lines(data)]))
+
+
+def _matrix(data: Isolated) -> Table:
+    from rich.table import Column
+
+    ranks = [rank.rank for rank in data.ranks]
+    of = {(pair.a, pair.b): pair for pair in data.pairs}
+    table = plain_table(
+        Column("GB/s", justify="right", no_wrap=True),
+        *(Column(f"rank {rank}" if rank == 0 else str(rank), justify="right", no_wrap=True) for rank in ranks),
+    )
+    for a in ranks:
+        cells = [of.get((min(a, b), max(a, b))) if a != b else None for b in ranks]
+        table.add_row(f"rank {a}", *(_cell(pair) for pair in cells))
+    return table
+
+
+def _cell(pair: Pair | None) -> Text:
+    from rich.text import Text
+
+    if pair is None:
+        return Text("")
+    if pair.busbw_bytes_per_s is None or pair.status in _WORDS:
+        return Text(_WORDS.get(pair.status, "."), style="" if pair.status is PairStatus.SKIPPED else "bold red")
+    # A sign besides the colour, which the terminal may lack.
+    sign, style = _SIGNS.get(pair.status, (" ", ""))
+    return Text(f"{pair.busbw_bytes_per_s / 1e9:.2f}{sign}", style=style)
+
+
+def _how(data: Isolated) -> Iterator[str]:
+    if data.pairs:
+        yield f"all_reduce of {format_size(data.size_bytes)} between two ranks at a time, every element checked"
+    if data.left_out:
+        are = "computes" if len(data.left_out) == 1 else "compute"
+        yield f"not paired: {name_ranks(data.left_out)}, which {are} wrongly or slowly"
+    if any(pair.status is PairStatus.SLOW for pair in data.pairs):
+        uniform = data.classification is not None and data.classification.kind == "uniformly-slow"
+        yield "! below --expect" if uniform else "! slow: measured again alone, each time next to a good pair"
+    if any(pair.status is PairStatus.UNSURE for pair in data.pairs):
+        yield "? looks slow, but so did good pairs: not enough to decide"

@@ -47,7 +47,7 @@ def culprits(good: Collection[Edge], bad: Collection[Edge], tolerated: float = 0
 
 def _groups(good: Collection[Edge], bad: Collection[Edge]) -> list[set[int]]:
     """Find groups of at least two members that work inside and not across; [] if the edges do not show that."""
-    found = parts(good)
+    found = slowness.parts(good)
     of = {member: number for number, part in enumerate(found) for member in part}
     between = Counter((min(of[a], of[b]), max(of[a], of[b])) for a, b in bad if a in of and b in of)
     inside = Counter(of[a] for a, _ in good)
@@ -55,17 +55,6 @@ def _groups(good: Collection[Edge], bad: Collection[Edge]) -> list[set[int]]:
         return []
     # A single bad pair between two groups may be a link: the others were not measured.
     return found if all(between[two] > 1 for two in combinations(range(len(found)), 2)) else []
-
-
-def parts(edges: Iterable[Edge]) -> list[set[int]]:
-    """Find the connected parts of a graph, in order of their lowest members."""
-    part_of: dict[int, set[int]] = {}
-    for edge in edges:
-        small, large = sorted((part_of.setdefault(end, {end}) for end in edge), key=len)
-        if small is not large:
-            large |= small
-            part_of.update(dict.fromkeys(small, large))
-    return sorted({id(part): part for part in part_of.values()}.values(), key=min)
 
 
 def across(groups: Iterable[set[int]], edges: Iterable[Edge]) -> set[Edge]:
@@ -145,7 +134,7 @@ class Case:
 
 def _judge(pairs: Mapping[Edge, Pair], host_of: Mapping[int, str]) -> tuple[dict[Edge, PairStatus], dict[str, float]]:
     """Judge each pair alone, then compare the pairs of a level; also return each level's typical bandwidth."""
-    status, typical = {edge: _status(pair) for edge, pair in pairs.items()}, {}
+    status, typical = {edge: pair.status for edge, pair in pairs.items()}, {}
     for level in LEVELS:
         samples = {
             edge: pair.samples for edge, pair in pairs.items() if pair.level == level and status[edge] is PairStatus.OK
@@ -155,11 +144,3 @@ def _judge(pairs: Mapping[Edge, Pair], host_of: Mapping[int, str]) -> tuple[dict
             status.update(dict.fromkeys(slow, PairStatus.SLOW))
             status.update(dict.fromkeys(unsure, PairStatus.UNSURE))
     return status, typical
-
-
-def _status(pair: Pair) -> PairStatus:
-    if pair.failed:
-        return PairStatus.FAILED
-    if pair.wrong:
-        return PairStatus.WRONG
-    return PairStatus.OK if pair.busbw_bytes_per_s else PairStatus.SKIPPED

@@ -5,11 +5,8 @@ A group of all ranks is avoided: one dead link would prevent its creation. The r
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
-import socket
 import sys
 import time
 from dataclasses import asdict
@@ -22,7 +19,7 @@ from distdiag.launch.rank import Rank as AnyRank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from typing import Any
 
     import torch
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
 _PERIOD = 2039
 """As in gpu-test: rank a of a pair sends i mod this, and rank b adds 1: integers, exact in float32."""
-_SO_ATTACH_FILTER = 26  # include/uapi/asm-generic/socket.h
 
 
 def main(config: dict[str, Any]) -> None:
@@ -122,17 +118,16 @@ class Rank(AnyRank):
     def measure_safely(self, number: int, pair: tuple[int, int], timeout_s: float) -> dict[str, Any]:
         """Measure a pair; an error is a result, too."""
         began = time.monotonic()
-        failed = {"bytes_per_s": None, "failed": True, "wrong": 0, "iterations": 0}
         try:
-            result = self.measure(number, pair, timeout_s)
-            return {**result, "took_s": time.monotonic() - began}
+            speed, wrong = self.measure(number, pair, timeout_s)
         except (RuntimeError, ValueError, OSError) as error:
-            return {**failed, "error": first_lines(error)}
+            return {"bytes_per_s": 0.0, "failed": True, "wrong": 0, "error": first_lines(error)}
+        took_s = time.monotonic() - began
+        return {"bytes_per_s": speed, "failed": False, "wrong": wrong, "error": "", "took_s": took_s}
 
-    def measure(self, number: int, pair: tuple[int, int], timeout_s: float) -> dict[str, Any]:
+    def measure(self, number: int, pair: tuple[int, int], timeout_s: float) -> tuple[float, int]:
         """All-reduce between two ranks; return the second best time's bandwidth and the number of wrong elements."""
         a, b = pair
-        before = _sockets()
         dist.init_process_group(
             self.config["backend"],
             store=dist.PrefixStore(f"pair/{number}/{a}-{b}", self.store),
@@ -140,13 +135,14 @@ class Rank(AnyRank):
             world_size=2,
             timeout=timedelta(seconds=timeout_s),
         )
-        fault = {"dropped": [], "slow": [], **(self.config["fault"] or {})}
-        if [a, b] in fault["dropped"] and self.rank == a:
-            fresh = (fd for made, fd in _sockets().items() if made not in before)
-            _drop_what_comes_in(fresh, spared_port=self.store.port)
+        fault = self.config["fault"] or {}
+        is_hit = [a, b] in fault.get("pairs", ())
+        if is_hit and not fault["lag_s"] and self.rank == b:
+            time.sleep(timeout_s)
+            raise RuntimeError("--inject keeps this rank from answering in this pair")
         wrong = self.check(b)
         self.buffer.zero_()
-        lag_s = fault["lag_s"] if [a, b] in fault["slow"] and self.rank in fault["slow_ranks"] else 0.0
+        lag_s = fault["lag_s"] if is_hit and self.rank in fault["ranks"] else 0.0
         taken = []
         for _ in range(self.config["iterations"]):
             begin = time.perf_counter()
@@ -159,8 +155,7 @@ class Rank(AnyRank):
         # Two ranks: busbw is algbw, the factor 2(n - 1)/n of nccl-tests is 1.
         # The second best time tolerates occasional other load on the machine.
         best = sorted(times.tolist())[min(1, len(times) - 1)]
-        speed = self.buffer.numel() * self.buffer.element_size() / best
-        return {"bytes_per_s": speed, "failed": False, "wrong": wrong, "error": "", "iterations": len(times)}
+        return self.buffer.numel() * self.buffer.element_size() / best, wrong
 
     def check(self, b: int) -> int:
         """All-reduce a pattern and count the wrong elements on both ranks."""
@@ -180,41 +175,3 @@ class Rank(AnyRank):
         if self.rank == 0:
             self.progress.step("waiting for the others to finish", waiting=True)
             self.store.wait([f"left/{rank}" for rank in range(self.world_size)])
-
-
-def _sockets() -> dict[str, int]:
-    """List this process's sockets by inode: descriptors are reused, and those of the last pair close late."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            made = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if made.startswith("socket:"):
-            found[made] = int(name)
-    return found
-
-
-def _drop_what_comes_in(sockets: Iterable[int], *, spared_port: int) -> None:
-    """Make the kernel drop every incoming packet of these sockets, as a firewall would: see socket(7), bpf.
-
-    Connections to or from `spared_port` are exempt: torch opens more of them to its store for each group.
-    """
-
-    class Instruction(ctypes.Structure):
-        _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(Instruction)))
-
-    accept_nothing = Instruction(0x06, 0, 0, 0)  # BPF_RET of 0 bytes, include/uapi/linux/bpf_common.h
-    program = Program(1, ctypes.pointer(accept_nothing))
-    for fd in sockets:
-        with socket.socket(fileno=os.dup(fd)) as connection:
-            if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            ends = [connection.getsockname()]
-            with contextlib.suppress(OSError):  # a listening socket has no peer
-                ends.append(connection.getpeername())
-            if all(port != spared_port for _, port, *_ in ends):
-                connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))

@@ -1,4 +1,4 @@
-"""Slow pairs of a level, and those whose slowness may be chance. Pure.
+"""Slow pairs of a level, those whose slowness may be chance, and the parts of a graph of pairs. Pure.
 
 Standard library only: it is sent to the ranks, to decide which pairs are measured again.
 """
@@ -11,7 +11,7 @@ from statistics import median
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     Pair = tuple[int, int]
     Samples = Mapping[Pair, Sequence[float]]
@@ -34,15 +34,10 @@ _FASTEST = 1e15
 
 
 def judge(samples: Samples, node_of: Mapping[int, int | str]) -> tuple[float, set[Pair], set[Pair]]:
-    """Find the slow pairs of a level. The best sample counts, as noise only slows.
+    """Find the slow pairs of a level, from all samples of each working pair. The best counts, as noise only slows.
 
-    Args:
-        samples: all measured bandwidths of each working pair, in bytes/s.
-        node_of: the node of each rank.
-
-    Returns:
-        The typical bandwidth in bytes/s, the slow pairs, and pairs that look slow but not often enough yet, given how
-        often good pairs do.
+    Returns the typical bandwidth in bytes/s, the slow pairs, and pairs that look slow but not often enough yet, given
+    how often good pairs do.
     """
     samples = {pair: [_possible(speed) for speed in own] for pair, own in samples.items()}
     best = {pair: max(own) for pair, own in samples.items()}
@@ -56,16 +51,21 @@ def judge(samples: Samples, node_of: Mapping[int, int | str]) -> tuple[float, se
     return typical, slow, below - slow
 
 
+def parts(edges: Iterable[Pair]) -> list[set[int]]:
+    """Find the connected parts of a graph, in order of their lowest members."""
+    part_of: dict[int, set[int]] = {}
+    for edge in edges:
+        small, large = sorted((part_of.setdefault(end, {end}) for end in edge), key=len)
+        if small is not large:
+            large |= small
+            part_of.update(dict.fromkeys(small, large))
+    return sorted({id(part): part for part in part_of.values()}.values(), key=min)
+
+
 def by_chance(own: Sequence[float], good: Sequence[float]) -> float:
-    """Return the probability that noise alone gives a pair samples this slow.
+    """Return the probability that noise alone gives a pair samples this slow; `good`: those of good pairs, sorted.
 
-    Args:
-        own: samples of the pair, in bytes/s.
-        good: samples of good pairs, sorted.
-
-    Returns:
-        The probability that as many samples, drawn at random from all of these, would all be at or below the pair's
-        best.
+    That is, as many samples, drawn at random from all of these, are all at or below the pair's best.
     """
     as_slow = bisect_right(good, max(own))
     return comb(len(own) + as_slow, len(own)) / comb(len(own) + len(good), len(own))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import name_ranks
 from distdiag.commands.gpu_test.types import compute_options
 from distdiag.errors import UsageError
 from distdiag.launch import types
 
+if TYPE_CHECKING:
+    from distdiag.cluster.records import PairMessage
+
 Edge = tuple[int, int]
+_SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
+"""The position in gloo's source that prefixes its error messages."""
 NODE, NET = "node", "net"
 LEVELS = {NODE: "inside nodes", NET: "between nodes"}
 
@@ -32,21 +37,37 @@ class PairStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """An all_reduce of ranks a < b. `level`: node (both on one node) or net. `wrong`: number of wrong elements."""
+    """An all_reduce of ranks a < b. `level`: node (both on one node) or net. `wrong`: number of wrong elements.
+
+    `samples`: bandwidth of each measurement in bytes/s, 0 if it failed; `busbw_bytes_per_s`: the best, None if it never
+    worked or was not tried.
+    """
 
     a: int
     b: int
     level: str
     samples: tuple[float, ...]
-    """Bandwidth of each measurement in bytes/s; 0 if it failed."""
-    failed: bool
+    busbw_bytes_per_s: float | None
+    status: PairStatus
     wrong: int
     error: str
 
-    @property
-    def busbw_bytes_per_s(self) -> float | None:
-        """The best bandwidth; None if not measured, which without `failed` is no evidence."""
-        return max(self.samples, default=0.0) or None
+    @classmethod
+    def of(cls, told: PairMessage) -> Pair:
+        """Return what rank 0 reported; the pair is compared with no other yet."""
+        best = max(told["bandwidths"], default=0.0) or None
+        status = PairStatus.OK if best else PairStatus.SKIPPED
+        status = PairStatus.FAILED if told["failed"] else PairStatus.WRONG if told["wrong"] else status
+        return cls(
+            a=told["a"],
+            b=told["b"],
+            level=told["level"],
+            samples=tuple(told["bandwidths"]),
+            busbw_bytes_per_s=best,
+            status=status,
+            wrong=told["wrong"],
+            error=_SOURCE_LINE.sub("", told["error"]),
+        )
 
 
 class Kind(StrEnum):
@@ -87,8 +108,7 @@ STAGES = ("start", "connect", "init", "compute", "pairs", "done")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A real fault to inject: dropped packets or a delay before each call in some pairs, or wrong or slow products of a
-    rank."""
+    """A real fault: one end of some pairs never answers or calls late, or a rank computes wrong or slow products."""
 
     option: str
     """As typed."""
@@ -109,15 +129,13 @@ class Fault:
 
     @property
     def words(self) -> str:
-        """Description of its effect and the affected pairs."""
-        if self.in_compute:
-            return f"{self.kind} in rank {self.first[0]}"
-        effect = "delay" if self.kind == "slow" else "dropped packets"
-        if self.kind == "split":
-            return f"{effect} between {name_ranks(self.first)} and the others"
-        if len(self.first) == 2:
-            return f"{effect} between ranks {self.first[0]} and {self.first[1]}"
-        return f"{effect} in every pair" + (f" of rank {self.first[0]}" if self.first else "")
+        """Its effect."""
+        return self.kind if self.in_compute else "delay" if self.lag_s else "no answer"
+
+    @property
+    def lag_s(self) -> float:
+        """Delay of each call; 0: one end does not answer."""
+        return 0.05 if self.kind == "slow" else 0.0
 
     def meets(self, a: int, b: int) -> bool:
         """Return whether this pair is affected."""
@@ -155,20 +173,6 @@ class Request(types.Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairResult:
-    """The result of a pair; `samples`: number of measurements; bandwidth None: it never worked, or was not tried."""
-
-    a: int
-    b: int
-    level: str
-    busbw_bytes_per_s: float | None
-    status: PairStatus
-    samples: int
-    wrong: int
-    error: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Isolated(types.RunFacts):
     """The facts of one run. `classification` is None if not all pairs were measured.
 
@@ -177,13 +181,17 @@ class Isolated(types.RunFacts):
 
     size_bytes: int
     left_out: tuple[int, ...]
-    pairs: tuple[PairResult, ...]
+    pairs: tuple[Pair, ...]
     classification: Classification | None
     measuring_s: float | None
     """From the first pair to the last; None if no pair was measured."""
 
 
 _IN_COMPUTE = ("slow-compute", "wrong-compute")
+_RANKS = r"\d{1,6}(?:-\d{1,6})?"
+_FAULT = re.compile(
+    rf"(slow):(all)|(slow|block):({_RANKS})|(split):({_RANKS}(?:,{_RANKS})*)|({'|'.join(_IN_COMPUTE)}):(\d{{1,6}})"
+)
 _HINT = (
     "use slow:RANK, slow:A-B (a link), slow:all, block:RANK, block:A-B, split:RANKS (for example split:0-3), "
     "slow-compute:RANK or wrong-compute:RANK"
@@ -192,14 +200,10 @@ _HINT = (
 
 def parse_fault(text: str) -> Fault:
     """Parse the pairs to slow down, block or split, or the rank to compute badly. Raises UsageError."""
-    kind, _, named = text.partition(":")
-    if kind not in ("slow", "block", "split", *_IN_COMPUTE):
-        raise UsageError(f"--inject {text!r}: unknown fault for --isolate", hint=_HINT)
-    if (kind, named) == ("slow", "all"):
-        return Fault(option=text, kind=kind, first=())
-    pattern = r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*" if kind == "split" else r"\d{1,6}(-\d{1,6})?"
-    ends = [list(map(int, part.split("-"))) for part in named.split(",")] if re.fullmatch(pattern, named) else []
+    found = _FAULT.fullmatch(text)
+    if not found or not found.lastindex:
+        raise UsageError(f"--inject {text!r}: no fault for --isolate, or no valid ranks", hint=_HINT)
+    kind, named = found[found.lastindex - 1], found[found.lastindex]
+    ends = [list(map(int, part.split("-"))) for part in named.split(",")] if named != "all" else []
     ranks = {rank for part in ends for rank in (range(part[0], part[-1] + 1) if kind == "split" else part)}
-    if not ranks or (kind != "split" and len(ranks) != len(ends[0])) or (kind in _IN_COMPUTE and len(ranks) > 1):
-        raise UsageError(f"--inject {text!r}: no valid ranks", hint=_HINT)
     return Fault(option=text, kind=kind, first=tuple(sorted(ranks)))
