@@ -212,6 +212,10 @@ class _Command(TyperCommand):
             for file in files:
                 if file.ignored:
                     say(f"distdiag: {file.path} is ignored: {file.ignored}")
+            of_command = defaults.of_command(name, self.params, files)
+            refused = (each.option for each in of_command if each.is_refused and each.parameter not in given)
+            if why := defaults.refusal(refused):
+                say(f"distdiag: {why}")
             return defaults.chosen(name, self.params, given, files)
         except ValueError as wrong:
             raise typer.BadParameter(str(wrong)) from wrong
