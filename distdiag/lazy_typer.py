@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import _completion_classes, _completion_shared
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
 
 _FOLDED = {"Hosts": (("hosts", "slurm_job", "kube"), "All host options: distdiag help hosts")}
 """Panels of options that -h shows in part: these options, and where the others are."""
+_ZSH = (
+    _completion_shared.COMPLETION_SCRIPT_ZSH.partition("\ncompdef ")[0]
+    + """
+if [ "$funcstack[1]" = _%(prog_name)s ]; then
+  %(complete_func)s "$@"
+else
+  compdef %(complete_func)s %(prog_name)s
+fi
+"""
+)
+"""Typer's script completes nothing at the first TAB if zsh autoloads it."""
+_completion_shared._completion_scripts["zsh"] = _completion_classes.ZshComplete.source_template = _ZSH
 
 
 @dataclass(frozen=True)
