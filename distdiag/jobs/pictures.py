@@ -36,6 +36,7 @@ class Sampling:
 
     samples: int = 2
     interval_s: float = 1.0
+    is_quick: bool = False
     sample_s: float = 5.0
     longest_s: float = LONGEST_S
     native: bool = False
@@ -129,6 +130,7 @@ def ask(wish: Wish, processes: Processes) -> dict[str, Any] | None:
             "ranks": _heads(processes, sampled),
             "samples": sampling.samples,
             "interval_s": sampling.interval_s,
+            "quick": sampling.is_quick,
             "timeout_s": min(sampling.sample_s, wish.timeout_s / 3),
             "native": sampling.native,
             "all_threads": sampling.all_threads,

@@ -32,8 +32,14 @@ def pyspy_all(
     ] = False,
     samples: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Samples per process.")] = 2,
     interval: Annotated[
-        float, typer.Option(min=0.0, max=3600.0, metavar="SECONDS", help="Time between samples.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=3600.0,
+            metavar="SECONDS",
+            help="Time between samples. [default: 1; with 15 or more samples 0.25 if the job steps that fast]",
+        ),
+    ] = None,
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
     helpers: Annotated[bool, typer.Option("--helpers", help="Also show DataLoader workers and other helpers.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Show one call tree of all ranks instead of groups.")] = False,
@@ -79,6 +85,8 @@ def pyspy_all(
     from distdiag.commands.pyspy_all.subcommand import SUBCOMMAND
 
     def request() -> Request:
+        from distdiag.diagnosis.slow_ranks import ENOUGH
+
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -87,7 +95,8 @@ def pyspy_all(
             user=user,
             native=native,
             samples=samples,
-            interval_s=interval,
+            interval_s=1.0 if interval is None else interval,
+            is_quick=interval is None and samples >= ENOUGH and not native,
             threads=threads,
             helpers=helpers,
             tree=tree,
