@@ -531,7 +531,7 @@ _STUCK = {
     "outside-the-job": ("unknown", "all collectives have ended, and no rank moves"),
     "process": ("unknown", "a process of no job, and what it waits for"),
     "not-hung": ("info", "ranks made progress between the samples"),
-    "unknown": ("unknown", "the sources do not decide, or disagree; the fix names what would decide"),
+    "unknown": ("unknown", "the sources do not decide, or disagree; the fix is the command that decides"),
 }
 """The kinds of faults of hang, pyspy-all and `trace blocked`: their levels, and what they report."""
 _LEVELS = {"info", "warn", "fail", "unknown"}

@@ -23,7 +23,7 @@ def pyspy_all(
     ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable."),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; repeatable."),
     ] = None,
     job: JobOpt = "",
     user: UserOpt = "",
@@ -49,7 +49,7 @@ def pyspy_all(
             metavar="GROUPS", help="Parallel groups, to report which of them stuck ranks share: tp=0-1/2-3;pp=0,2/1,3."
         ),
     ] = "",
-    timeout: Annotated[
+    sample_timeout: Annotated[
         float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Time limit for one sample of one process.")
     ] = 5.0,
     save: SaveOpt = "",
@@ -102,7 +102,7 @@ def pyspy_all(
             tree=tree,
             verbose=verbose,
             groups=parse_groups(groups),
-            timeout_s=timeout,
+            timeout_s=sample_timeout,
         )
 
     options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)

@@ -489,7 +489,7 @@ class _Group:
             return
         one = "rank 0" if self._of_ranks else "node rank 0"
         title = f"{waits}, but nothing listens on {head}: {one} was never started there, or exited"
-        fix = Fix(text=f"start it on {head}; if it failed, its log names the reason", commands=())
+        fix = Fix(text=f"start it on {head}; if it failed, its log has the reason", commands=())
         found = self._made(rows, level, title, "", fix)
         yield replace(found, hosts=(head,), ranks=frozenset([0] if self._of_ranks else []))
 

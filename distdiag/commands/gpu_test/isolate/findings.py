@@ -256,7 +256,7 @@ def add_unsure(case: Case) -> None:
         return
     most = max(len(case.pairs[edge].samples) for edge in case.unsure)
     how = fare(case, case.unsure, are_several=len(case.unsure) > 1)
-    sentence = f"{links(case, case.unsure)} {how}; this may be noise, so no rank or link is blamed"
+    sentence = f"{links(case, case.unsure)} {how}; this may be noise, so no rank or link is reported as slow"
     more = f"measured up to {most} times: too few, given how often good pairs look slow for a while"
     who = {"links": tuple(sorted(case.unsure))}
     case.troubles.append(trouble(case, Kind.UNDECIDABLE, sentence, case.unsure, NEXT_NOISE, more, **who))
@@ -319,7 +319,7 @@ def two_nodes(case: Case, hosts: Sequence[str], bad: set[Edge]) -> Classificatio
 def nothing_works(case: Case) -> Classification:
     """Return the undecidable case without a good pair."""
     if len(case.bad) > 1:
-        sentence = f"no pair works ({counts(case, case.bad)}), so no single rank can be blamed"
+        sentence = f"no pair works ({counts(case, case.bad)}), so no single rank can be identified"
         next_ = "check what all ranks have in common: driver, interface, firewall (distdiag ports), shared memory"
         return trouble(case, Kind.UNDECIDABLE, sentence, case.bad, next_)
     (edge,) = case.bad
@@ -334,7 +334,7 @@ def nothing_works(case: Case) -> Classification:
 def nothing_measured(case: Case) -> Classification:
     """Return the case without any evidence."""
     if case.pairs:
-        return trouble(case, Kind.UNDECIDABLE, "no pair was measured", (), "increase --timeout")
+        return trouble(case, Kind.UNDECIDABLE, "no pair was measured", (), "increase --stall")
     next_ = "use at least two ranks: --nproc 2, or --hosts"
     return trouble(case, Kind.UNDECIDABLE, "no pair to test: there is a single rank", (), next_)
 
