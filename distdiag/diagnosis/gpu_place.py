@@ -38,7 +38,7 @@ def gpu_place(places: Sequence[Places]) -> GpuPlace | None:
     if not places:
         return None
     last = places[-1].threads
-    for thread in [*last[:1], *(other for other in last[1:] if other.comm.startswith(_AUTOGRAD))]:
+    for thread in [*last[:1], *filter(_is_autograd, last[1:])]:
         seen = [_same(each, thread.tid) for each in places]
         found = [_place(each) for each in seen if each is not None]
         known = [each for each in found if each is not None]
@@ -61,7 +61,14 @@ def is_located(places: Sequence[Places]) -> bool:
 
 def autograd_runs(places: Sequence[Places]) -> bool:
     """Return whether an autograd thread was running, in any library."""
-    return any(thread.comm.startswith(_AUTOGRAD) and thread.state == "R" for each in places for thread in each.threads)
+    return any(_is_autograd(thread) and thread.state == "R" for each in places for thread in each.threads)
+
+
+def _is_autograd(thread: ThreadPlace) -> bool:
+    """Return whether a thread runs a backward; NCCL's threads inherit the name of the thread that starts them."""
+    is_of_nccl = any(kind_of_library(library) == "communication" for library in thread.libraries)
+    is_of_torch = any(library.startswith("libtorch") for library in thread.libraries)
+    return thread.comm.startswith(_AUTOGRAD) and (is_of_torch or not is_of_nccl)
 
 
 def _same(places: Places, tid: int) -> ThreadPlace | None:

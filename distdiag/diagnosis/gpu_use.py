@@ -151,7 +151,7 @@ _SAYS: dict[GpuKind, Callable[[str, int, int], str]] = {
         f"all {total} GPUs that were read are idle: their ranks wait outside of the GPU, for data, a lock or the host"
     ),
     GpuKind.COMPUTING: _computing,
-    GpuKind.MIXED: lambda _, total, __: f"the {total} GPUs that were read show no clear pattern",
+    GpuKind.MIXED: lambda _, total, __: f"the GPUs of the {total} ranks that were read show no clear pattern",
 }
 
 

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     Process = tuple[str, int, str]
 
 _MOST_RANKS = 2**20
+_NO_COMMA = re.compile(r'("nvml_dev": -?\d+)(\s+"status":)')
+"""NCCL 2.28.9 omits a comma in each rank that did not answer."""
 _IN_PROGRESS = 7  # ncclInProgress
 _ERRORS = ("", "unhandled CUDA error", "system error", "internal error", "invalid argument", "invalid usage")
+_INVALID_USAGE = 5
 _ERRORS_BY_CODE = dict(enumerate((*_ERRORS, "remote process error")))
 
 
@@ -43,10 +46,14 @@ class Member:
 
 
 class RasState(StrEnum):
-    """The state of a job. HEALTHY: no rank is behind another; `stands_still` shows whether the job moves."""
+    """The state of a job. HEALTHY: no rank is behind another; `stands_still` shows whether the job moves.
+
+    DIFFERENT: some ranks call other collectives than the rest, or with other sizes.
+    """
 
     HEALTHY = "healthy"
     LAGGING = "lagging"
+    DIFFERENT = "different"
     DEAD = "dead"
     MISSING = "missing"
     MOVING = "moving"
@@ -130,7 +137,7 @@ def parse(reading: Reading) -> Snapshot:
         raise ValueError(reading.error)
     if reading.text.lstrip().startswith("{"):
         try:
-            return _parse_json(json.loads(reading.text))
+            return _parse_json(json.loads(_NO_COMMA.sub(r"\1,\2", reading.text)))
         except (RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"unexpected JSON: {type(error).__name__}") from None
     return _Text().parse(reading.text)
@@ -165,12 +172,29 @@ class _Judgement:
             number = max(len(last.missing), last.n_missing)
             return self._make(RasState.MISSING, f"{_count(number, 'process')} did not answer RAS in time")
         for communicator in last.communicators:
+            if communicator.errors and (differing := self._differing(communicator)):
+                why = f"{communicator.errors[0]}: the calls differ; {_shown(differing)}"
+                return self._make(RasState.DIFFERENT, why, [differing])
             if communicator.errors:
                 return self._make(RasState.ABORTED, f"communicator {communicator.hash}: {communicator.errors[0]}")
             if {"ABORT", "NOCOMM", "FINALIZE"} & communicator.states.keys() and len(communicator.states) > 1:
                 shown = ", ".join(f"{number} {state}" for state, number in sorted(communicator.states.items()))
                 return self._make(RasState.ABORTED, f"ranks of communicator {communicator.hash} have left it: {shown}")
         return self._of_counts()
+
+    def _differing(self, communicator: Communicator) -> Lag | None:
+        """Return the few ranks whose count of operations differs if NCCL found that calls do not match."""
+        if self._second is None or not all(error.endswith(_ERRORS[_INVALID_USAGE]) for error in communicator.errors):
+            return None
+        before = set(_lags(self._first))
+        return next(
+            (
+                lag
+                for lag in _lags(self._last)
+                if lag.communicator == communicator.hash and lag.n_lagging < lag.n_ahead and lag in before
+            ),
+            None,
+        )
 
     def _make(self, state: RasState, why: str, lags: Iterable[Lag] = ()) -> RasVerdict:
         last = self._last

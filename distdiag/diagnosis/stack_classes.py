@@ -227,7 +227,7 @@ def _not_sampled(member: Member) -> ThreadState:
         return _bare(StackClass.UNREADABLE, "failed", reason)
     reason = "no process found: exited or never started"
     if member.process is not None:
-        reason = "exited and is a zombie, not yet reaped by its parent"
+        reason = "exited, not yet reaped by its parent"
     elif member.helpers:
         left = ", ".join(str(helper.process.pid) for helper in member.helpers[:4])
         reason = f"exited, but its children are still running (pid {left})"

@@ -108,6 +108,11 @@ def named(ranks: Sequence[int], room: int = 60) -> str:
     return f"{len(set(ranks))} ranks ({folded[:cut] if cut > 0 else folded[: room - 30]},...)"
 
 
+def three_digits(value: float) -> str:
+    """Format a number with three digits, without an exponent: 0.098, 45.2, 1410."""
+    return f"{float(f'{value:.3g}'):g}"
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Format a count: "1 pair", "2 pairs"; `plural` unless `noun` with an s."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"

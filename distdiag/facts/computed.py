@@ -5,6 +5,7 @@ Standard library only: rank 0 uses it during the test, to decide whether all ran
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from statistics import median_high, mode
 
@@ -67,7 +68,7 @@ class Computed:
     """One rank. `model`: names all that decides the bits and the speed of a product, also its size.
 
     `bandwidths`: bytes per second by name of BANDWIDTHS. `cpus`: CPUs available to a CPU rank, 0 on a GPU. `health`: of
-    its GPU during the test, if results were wrong or a rank was slow.
+    its GPU during the test, if results were wrong or a rank was slow. `device`: UUID of its GPU, "" if unknown.
     """
 
     model: str
@@ -76,6 +77,7 @@ class Computed:
     rounds: int = 1
     cpus: int = 0
     health: GpuHealth | None = None
+    device: str = ""
 
     def rates(self) -> dict[str, float]:
         """Return every measured rate by name, per second."""
@@ -89,7 +91,13 @@ class Computed:
     def summary(self) -> dict[str, Any]:
         """Return what `bad_ranks` needs, as JSON."""
         wrong = any(product.is_wrong for product in self.products)
-        return {"model": self.model, "rates": self.rates(), "digests": self.digests(), "wrong": wrong}
+        return {
+            "model": self.model,
+            "rates": self.rates(),
+            "digests": self.digests(),
+            "wrong": wrong,
+            "device": self.device,
+        }
 
 
 def slow(rates: Mapping[int, float], limit: float) -> tuple[float, list[int]]:
@@ -114,16 +122,24 @@ def by_model(ranks: Mapping[int, tuple[str, Mapping[str, Value]]]) -> dict[tuple
     return grouped
 
 
+def shared(devices: Mapping[int, str]) -> set[int]:
+    """Return the ranks that share a GPU with others, and slow each other down; `devices`: its UUID for each rank."""
+    count = Counter(devices.values())
+    return {rank for rank, device in devices.items() if device and count[device] > 1}
+
+
 def slow_by_rate(
-    ranks: Mapping[int, tuple[str, Mapping[str, float]]],
+    ranks: Mapping[int, tuple[str, Mapping[str, float]]], devices: Mapping[int, str]
 ) -> dict[tuple[str, str], tuple[float, list[int]]]:
-    """Return `slow` of each rate and model; `ranks`: rank -> its model and its rates."""
-    return {key: slow(own, SLOW_COPY if key[0] in BANDWIDTHS else SLOW) for key, own in by_model(ranks).items()}
+    """Return `slow` of each rate and model, for ranks with a GPU of their own; `ranks`: rank -> its model and rates."""
+    alone = by_model({rank: own for rank, own in ranks.items() if rank not in shared(devices)})
+    return {key: slow(own, SLOW_COPY if key[0] in BANDWIDTHS else SLOW) for key, own in alone.items()}
 
 
 def bad_ranks(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], set[int]]:
     """Return the slow ranks, and those whose results are wrong; `summaries`: of each rank its `Computed.summary`."""
-    slowly = slow_by_rate({rank: (own["model"], own["rates"]) for rank, own in summaries.items()})
+    devices = {rank: own["device"] for rank, own in summaries.items()}
+    slowly = slow_by_rate({rank: (own["model"], own["rates"]) for rank, own in summaries.items()}, devices)
     wrong = {rank for rank, own in summaries.items() if own["wrong"]}
     for digests in by_model({rank: (own["model"], own["digests"]) for rank, own in summaries.items()}).values():
         usual = majority(digests)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 _MOST_FILES = 256
+_MOST_ENDED = 64
 _BAR_BYTES = 8192
 _BAR = re.compile(
     r"(?P<name>[^\r\n|]{0,80}?):?\s*(?P<percent>\d{1,3})%\|[^|]{0,200}\|\s*(?P<done>[\d.]+\w?)/(?P<total>[\d.]+\w?)\s*"
@@ -92,6 +93,28 @@ def _file(named: tuple[str, str], pids: list[int], ranks: Mapping[int, int | Non
     except OSError:
         same = False  # deleted since, or on another file system: the descriptor still works
     return OutputFile(path, path if same else link, rank)
+
+
+def of_ended(files: Iterable[OutputFile], ended: Iterable[int], since_s: float) -> list[OutputFile]:
+    """Find the files of ranks that have no process any more, by the number in the name of a living rank's file.
+
+    Only files written after `since_s` (seconds since 1970): those of an earlier job may have the same names.
+    """
+    found: dict[str, int] = {}
+    ended = sorted(ended)[:_MOST_ENDED]
+    for file in files:
+        numbers = [match for match in re.finditer(r"\d+", file.path) if int(match[0]) == file.rank]
+        if not numbers or "/" in file.path[numbers[-1].end() :].partition("/")[2]:
+            continue
+        at, width = numbers[-1].span(), len(numbers[-1][0])
+        for rank in ended:
+            path = f"{file.path[: at[0]]}{rank:0{width}d}{file.path[at[1] :]}"
+            with contextlib.suppress(OSError):
+                status = os.stat(path)
+                if stat.S_ISREG(status.st_mode) and status.st_mtime > since_s:
+                    found[path] = rank
+    taken = {file.path for file in files}
+    return [OutputFile(path, path, rank) for path, rank in found.items() if path not in taken]
 
 
 def _readers(pipe: str) -> Iterator[int]:

@@ -123,7 +123,7 @@ class _Before:
         return not self.blocked and self.tracer is None and self.proc is not None and self.proc.state in "RS"
 
     def how_it_ended(self) -> str:
-        return "exited" if self.proc is None else "exited and is a zombie"
+        return "exited" if self.proc is None else "exited, not yet reaped by its parent"
 
     def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Sample:
         """Return a sample without stacks: the reason, and the kernel's view instead."""

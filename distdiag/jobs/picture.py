@@ -28,7 +28,7 @@ from distdiag.jobs.starts import Starts  # noqa: TC001
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 __all__ = ["facts", "more"]
@@ -38,13 +38,10 @@ _IN_INIT = ("init_process_group", "torch/distributed/distributed_c10d.py")
 _LOG_TAIL = 32 * 2**20
 _LOG_BYTES = 512 * 2**20
 _SPARE_S = 1.0
-_DUMP_VARIABLES = (
-    b"TORCH_FR_DUMP_TEMP_FILE",
-    b"TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    b"TORCH_FR_DEBUG_INFO_PIPE_FILE",
-    b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
-)
+_DUMP_FILES = (b"TORCH_FR_DUMP_TEMP_FILE", b"TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _PIPES = (b"TORCH_FR_DEBUG_INFO_PIPE_FILE", b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+_DUMP_VARIABLES = (*_DUMP_FILES, *_PIPES)
+_JOB_VARIABLES = (b"MASTER_ADDR", b"MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -112,6 +109,7 @@ class _Run:
         self._over: set[str] = set()
         self._pids: list[int] = list(ask["pids"])
         self._in_init: list[int] = []
+        self._is_alone: bool | None = None
         self._ranks: dict[int, int | None] = {int(pid): rank for pid, rank in ask["ranks"]}
 
     def read_all(self, sources: dict[str, Callable[[], None]]) -> None:
@@ -192,6 +190,7 @@ class _Run:
     def log(self) -> None:
         """Read the ends of the job's output files and of the requested files."""
         files, elsewhere = job_output.find(self._ranks, self._ask["launchers"])
+        files += job_output.of_ended(files, self._ended_ranks(), time.time() - self._age_s())
         if not files and not self._ask["logs"]:
             to = f"its output goes to {', '.join(elsewhere[:3])}" if elsewhere else "no output file was found"
             raise Unavailable(to, "keep the output in files: torchrun --log-dir logs --redirects 3 --tee 3; or --logs")
@@ -207,6 +206,16 @@ class _Run:
             reader.read(path)
         for part in reader.found().parts():
             self._send("log", Part(logs=(part,)))
+
+    def _ended_ranks(self) -> set[int]:
+        """Return the ranks of the job that started on this node and have no process any more."""
+        here: set[int] = set()
+        for pid, rank in self._ranks.items():
+            own = procs.variables_named(pid, (b"LOCAL_RANK=", b"LOCAL_WORLD_SIZE="))
+            local, size = own.get("LOCAL_RANK", ""), own.get("LOCAL_WORLD_SIZE", "")
+            if rank is not None and local.isdecimal() and size.isdecimal() and len(size) < 6:
+                here.update(range(rank - int(local), rank - int(local) + int(size)))
+        return {rank for rank in here if rank >= 0} - {rank for rank in self._ranks.values() if rank is not None}
 
     def kernel(self) -> None:
         """Read the kernel's log, OOM counters and unacknowledged data."""
@@ -248,18 +257,23 @@ class _Run:
         """Return whether a dump was written by this run of the job: earlier runs use the same file names."""
         return os.path.isfile(path) and _modified_s(path) > time.time() - self._age_s()
 
+    def _default_dumps(self, variables: Mapping[str, str]) -> list[str]:
+        """Return where torch writes dumps by default; nothing beside another job, which writes to the same files."""
+        if self._is_alone is None:
+            jobs = {pid: procs.variables_named(pid, _JOB_VARIABLES) for pid in procs.table()}
+            own = [jobs.get(pid) for pid in self._ranks]
+            self._is_alone = all(job in own for job in jobs.values() if job)
+        home = variables.get("HOME", "~")
+        return [file.replace("~", home) for file in recorder.DUMP_DEFAULTS] if self._is_alone else []
+
     def recorder(self) -> None:
         """Read flight recorder dumps, after triggering ranks that have a pipe."""
         paths, has_pipe = list(self._ask["recorder"]), False
-        variables = {pid: procs.variables_named(pid, _DUMP_VARIABLES) for pid in self._ranks}
+        variables = {pid: procs.variables_named(pid, (*_DUMP_VARIABLES, b"HOME")) for pid in self._ranks}
         for pid, own in variables.items():
-            for name in _DUMP_VARIABLES:
-                value = own.get(name.decode())
-                if value and name in _PIPES:
-                    has_pipe = True
-                elif value:
-                    path = f"{value}{self._ranks[pid]}"
-                    paths += [path] if self._is_ours(path) else []
+            has_pipe |= any(own.get(name.decode()) for name in _PIPES)
+            files = [own[name.decode()] for name in _DUMP_FILES if own.get(name.decode())] or self._default_dumps(own)
+            paths += filter(self._is_ours, (f"{file}{self._ranks[pid]}" for file in files))
         if not paths and not has_pipe:
             raise Unavailable(
                 "the job was started without a flight recorder, or it has not written a dump",

@@ -178,15 +178,13 @@ def with_job_of(hosts: Mapping[str, Processes], pids: Collection[int]) -> dict[s
 
 
 def _lacked(processes: Sequence[Process], named: set[int]) -> list[int]:
-    """List the ranks of the same program that a job lacks."""
+    """List the ranks of the same program that a job lacks, unless their own job has ranks in common with it."""
     own = [process for process in processes if process.pid in named and process.place is not None]
     ranks = {process.place.rank for process in own if process.place is not None}
     alike = {_program(process) for process in own}
-    return [
-        process.pid
-        for process in processes
-        if process.place is not None and process.place.rank not in ranks and _program(process) in alike
-    ]
+    others = [process for process in processes if process.place is not None and process.pid not in named]
+    twice = [process.job for process in others if process.place is not None and process.place.rank in ranks]
+    return [process.pid for process in others if _program(process) in alike and process.job not in twice]
 
 
 def _program(process: Process) -> tuple[object, ...]:

@@ -47,8 +47,8 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     """Sample processes and send each after its last sample; before a long pause also after the first.
 
     Sampling of an unmoved process continues until it counts as stuck, for at most `longest_s`; the kernel's age of a
-    sleep is no substitute, as tracers reset it. With "native" only the last sample has C frames, for which the process
-    is paused.
+    sleep is no substitute, as tracers reset it. With "native" another sample has C frames, for which the process is
+    paused.
 
     {"pids", "once": those that need a single sample, "ranks": those with activity measured, "samples", "interval_s",
     "quick": whether to sample faster if the job steps faster, "timeout_s" of one sample of one process, "native",
@@ -56,7 +56,7 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     """
     options = SampleOptions(timeout_s=ask["timeout_s"], all_threads=ask["all_threads"])
     look = _Look(list(ask["pids"]), set(ask["once"]), ask["ranks"], ask["libraries"], options)
-    count = ask["samples"] - ask["native"]
+    count = ask["samples"] if ask["samples"] > 1 else 1 - ask["native"]
     if count:
         look.sample(every=True)
     if ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:

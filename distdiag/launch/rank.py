@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from distdiag.agent import rendezvous
 from distdiag.agent.rank_progress import Progress
-from distdiag.facts import machine, programs
+from distdiag.facts import gpu_use, machine, programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _NAP_S, _LATE_S = 0.005, 0.01
+_MOST_USERS = 3
 
 
 class Stop(Exception):
@@ -121,8 +122,9 @@ class Rank:
             self.work()
             self.done()
         except (RuntimeError, OSError, ValueError, TypeError, ImportError) as error:
-            kind = "out-of-memory" if is_out_of_memory(error) else "exception"
-            self.fail(kind, message=first_lines(error))
+            if is_out_of_memory(error):
+                self.fail("out-of-memory", message=memory_message(error))
+            self.fail("exception", message=first_lines(error))
         finally:
             self.leave_group()
         self.progress.step("finished", finished=True)
@@ -384,10 +386,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in words or "can't allocate memory" in words
 
 
-def first_lines(error: BaseException) -> str:
+def memory_message(error: BaseException) -> str:
+    """Return an error's first line, and the GPUs that other processes use, with these processes."""
+    others = []
+    for gpu in gpu_use.read(readings=1).gpus:
+        users = [f"pid {pid} ({machine.read_text(f'/proc/{pid}/comm').strip()})" for pid in gpu.pids or ()]
+        users = [user for user in users if not user.startswith(f"pid {os.getpid()} ")][:_MOST_USERS]
+        if users and gpu.memory_used_bytes is not None:
+            used = f"{gpu.memory_used_bytes / 2**30:.1f} GiB"
+            others.append(f"; GPU {gpu.index} has {used} in use, by {', '.join(users)}")
+    return first_lines(error, 1) + "".join(others)
+
+
+def first_lines(error: BaseException, number: int = 3) -> str:
     """Return the start of an error's message, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:500] or type(error).__name__
+    return " ".join(lines[:number])[:500] or type(error).__name__
 
 
 def _end_with_stdin() -> None:

@@ -186,7 +186,7 @@ def _out_of_memory(group: list[Trouble], traces: list[RankTimeline], request: Re
         requested=format_size(details["requested_bytes"]) if sizes else "",
         message=group[0].message,
         look="free -h" if _on_cpu(traces) else "nvidia-smi",
-        again=request.again(**request.less()),
+        again=request.again(**({} if stage == "start" else request.less())),
     )
 
 

@@ -70,6 +70,14 @@ def test_a_slow_core_is_a_warning() -> None:
     assert named(core, core, slow_core) == [("slow-compute", Level.WARN, (2,))]
 
 
+def test_ranks_that_share_a_gpu_are_not_compared() -> None:
+    first, second = replace(gpu(), device="a"), replace(gpu(300), device="a")
+    assert named(first, second) == []
+    assert named(first, second, replace(gpu(), device="b"), replace(gpu(300), device="c")) == [
+        ("slow-compute", Level.FAIL, (3,))
+    ]
+
+
 def test_devices_of_other_models_are_not_compared() -> None:
     a100 = "NVIDIA A100-SXM4-80GB, 108 multiprocessors, torch 2.13.0, 13.0"
     assert named(gpu(), gpu(), gpu(240, digest="bb", model=a100), gpu(240, digest="bb", model=a100)) == []

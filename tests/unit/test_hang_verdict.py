@@ -226,6 +226,14 @@ def test_a_kernel_line_about_a_process_of_nobody_in_the_job_is_no_evidence() -> 
     assert all("segfault" not in row.says for row in report.data.sources)
 
 
+@pytest.mark.parametrize(("code", "pid", "counts"), [(43, 9, False), (43, 100, True), (79, 9, True)])
+def test_an_xid_counts_if_it_is_of_the_job_or_of_the_gpu(code: int, pid: int, counts: bool) -> None:
+    line = KernelLine("xid", f"NVRM: Xid (PCI:0000:00:06): {code}, pid={pid}, name=python3", 30.0, pid)
+    report = judge(node(waiting(), waiting(), kernel=(KernelSigns(lines=(line,)),)))
+    said = next(row.says for row in report.data.sources if row.source == "kernel")
+    assert ("Xid" in said) == counts, said
+
+
 def test_a_job_of_which_all_ranks_have_ended_is_not_called_hung_for_it() -> None:
     gone = facts.look((), status="gone", reason="it ended while it was sampled")
     report = judge(node((gone, gone), (gone, gone)))
@@ -322,7 +330,7 @@ def test_a_record_of_the_kernel_log_is_parsed() -> None:
         f"4,1200,{now_us - 5_000_000},-;NVRM: Xid (PCI:0000:65:00): 79, pid=1, GPU has fallen off", kernel
     )
     assert line is not None
-    assert (line.kind, 4.0 < line.age_s < 60.0) == ("xid", True)
+    assert (line.kind, line.pid, 4.0 < line.age_s < 60.0) == ("xid", 1, True)
     oom = kernel_signs.parse(
         f"3,7,{now_us},-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB\n DEVICE=+x", kernel
     )
@@ -460,3 +468,5 @@ def test_job_also_looks_at_the_ranks_that_it_lacks_and_that_meet_elsewhere() -> 
     assert of_job(same_host, "127.0.0.1:29611", strict=True).processes == (own,)
     again = replace(other, place=own.place)
     assert of_job(replace(same_host, processes=(own, again)), "127.0.0.1:29611").processes == (own,)
+    twin = replace(again, pid=900, job=other.job)  # the other address has ranks 0 and 1: that is another job
+    assert of_job(replace(same_host, processes=(own, other, twin)), "127.0.0.1:29611").processes == (own,)

@@ -190,7 +190,8 @@ def _raise(node: _Node, some: Sequence[ProcessSetup]) -> Fix:
     words = list(dict.fromkeys(limit.fix for limit in known))
     commands = [command for limit in known for command in limit.commands]
     limits = [(process.limits, process.memory_bytes or _LEAST_BYTES) for process in some]
-    if any(limit is not None and limit.core_hard is not None for limit, _ in limits):
+    is_hard = any(limit is not None and limit.core_hard is not None for limit, _ in limits)
+    if is_hard:
         words.append("the hard limit is too low: only root can raise it (/etc/security/limits.conf for logins)")
     if any(limit is not None and _below(limit.file, needed) for limit, needed in limits):
         words.append("raise the file size limit too")
@@ -198,7 +199,8 @@ def _raise(node: _Node, some: Sequence[ProcessSetup]) -> Fix:
     if node.facts.ranks:
         words[0] = f"for running ranks, use prlimit (as their user); for the next start: {words[0]}"
         pids = " ".join(str(process.pid) for process in some)
-        now = [f"for pid in {pids}; do prlimit --pid $pid --core=unlimited:; done"] if node.alone else []
+        raised = f"{node.sudo}prlimit --pid $pid --core=unlimited" + ("" if is_hard else ":")
+        now = [f"for pid in {pids}; do {raised}; done"] if node.alone else []
         commands = [*now, *commands]
     return Fix(text="; ".join(words), commands=tuple(dict.fromkeys(commands)))
 

@@ -112,7 +112,9 @@ class Compute:
         precisions = self._precisions()
         each_s = self.seconds * _PRODUCTS_SHARE / len(precisions)
         products = tuple(self._product(precision, each_s) for precision in precisions)
-        return Computed(self._model(), products, self._bandwidths(self.seconds * (1 - _PRODUCTS_SHARE)))
+        bandwidths = self._bandwidths(self.seconds * (1 - _PRODUCTS_SHARE))
+        has = torch.cuda.get_device_properties(self.device) if self.on_gpu else None
+        return Computed(self._model(), products, bandwidths, device=str(getattr(has, "uuid", "")))
 
     def _model(self) -> str:
         """Name all influences on the bits and the speed of a product: only devices with equal names are compared.

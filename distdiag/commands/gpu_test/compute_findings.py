@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from distdiag.diagnosis.wording import counted
-from distdiag.facts.computed import BANDWIDTHS, by_model, majority, slow_by_rate
+from distdiag.diagnosis.wording import counted, three_digits
+from distdiag.facts.computed import BANDWIDTHS, by_model, majority, shared, slow_by_rate
 from distdiag.knowledge.peaks import find_peaks
 from distdiag.launch.wording import where, who
 from distdiag.report import Finding, Fix, Level
@@ -88,7 +88,8 @@ class _Judge:
 
     def slow(self) -> list[Finding]:
         """Report ranks slower than those of the same model, one finding for products, one for copies."""
-        seen = slow_by_rate({rank: (own.model, own.rates()) for rank, own in self.computed.items()})
+        devices = {rank: own.device for rank, own in self.computed.items()}
+        seen = slow_by_rate({rank: (own.model, own.rates()) for rank, own in self.computed.items()}, devices)
         products: dict[int, list[str]] = {}
         copies: dict[int, list[str]] = {}
         for (name, model), (typical, ranks) in seen.items():
@@ -147,7 +148,10 @@ class _Judge:
     def below_peak(self) -> list[Finding]:
         """Warn if all GPUs of a model are far below the peak of its data sheet."""
         rates: dict[str, dict[int, float]] = {}
+        crowded = shared({rank: own.device for rank, own in self.computed.items()})
         for rank, own in self.computed.items():
+            if rank in crowded:
+                continue
             best = max((p.flops_per_s for p in own.products if p.precision in ("bfloat16", "float16")), default=0.0)
             if best and not own.cpus:
                 rates.setdefault(own.model.partition(",")[0], {})[rank] = best
@@ -248,5 +252,5 @@ def _short(rate: float) -> str:
     """Format a rate: 1.98 T, 45.2 G."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if rate >= size:
-            return f"{rate / size:.3g} {unit}"
-    return f"{rate:.3g} "
+            return f"{three_digits(rate / size)} {unit}"
+    return f"{three_digits(rate)} "

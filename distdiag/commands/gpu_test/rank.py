@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 
 from distdiag.commands.gpu_test import compute
-from distdiag.launch.rank import Pauses, first_lines, is_out_of_memory, load_torch, run_rank
+from distdiag.launch.rank import Pauses, is_out_of_memory, load_torch, memory_message, run_rank
 from distdiag.launch.rank import Rank as AnyRank
 
 TYPE_CHECKING = False
@@ -128,7 +128,7 @@ class Rank(AnyRank):
                 raise
             got_bytes = len(chunks) * chunk_bytes
             chunks.clear()
-            self.trouble("out-of-memory", requested_bytes=requested, got_bytes=got_bytes, message=first_lines(error))
+            self.trouble("out-of-memory", requested_bytes=requested, got_bytes=got_bytes, message=memory_message(error))
         self.progress.step("reading the memory back")
         bad = []
         for number, chunk in enumerate(chunks):

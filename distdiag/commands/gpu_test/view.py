@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from distdiag.diagnosis.wording import format_size
-from distdiag.facts.computed import BANDWIDTHS
+from distdiag.cluster.hosts import name_ranks
+from distdiag.diagnosis.wording import format_size, three_digits
+from distdiag.facts.computed import BANDWIDTHS, shared
 from distdiag.launch.view import log_lines, rank_table, run_lines
 from distdiag.output import host_table
 
@@ -45,8 +46,10 @@ def _facts(data: GpuTest) -> Iterator[str]:
                 rates.setdefault(name, []).append(rate)
         yield "products, each checked, TFLOP/s (median rank): " + _medians(rates.keys() - {*BANDWIDTHS}, rates, 1e12)
         yield "copies, GB/s (median rank): " + _medians(BANDWIDTHS, rates, 1e9)
+        if crowded := shared({rank: own.device for rank, own in data.computed.items()}):
+            yield f"{name_ranks(sorted(crowded))} share a GPU: their speeds are not compared"
 
 
 def _medians(names: Iterable[str], rates: Mapping[str, list[float]], unit: float) -> str:
     """Format the median of the ranks for each name, in units per second: "float32 0.098, bfloat16 0.21"."""
-    return ", ".join(f"{name} {median(rates[name]) / unit:.3g}" for name in rates if name in names)
+    return ", ".join(f"{name} {three_digits(median(rates[name]) / unit)}" for name in rates if name in names)

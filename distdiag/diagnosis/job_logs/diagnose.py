@@ -32,6 +32,7 @@ _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that are not the result of a Python exception."""
 _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
 """Failures that programs catch and retry; other CUDA errors leave the process unusable."""
+_LOST = "async exception: NCCL error: remote process exited"
 _IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "agents-missing", "rank-never-came")
 """Lines of a process that reached the rendezvous and waited there for others."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
@@ -154,7 +155,7 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         return [findings.ended_from_outside(job[0])]
     if suspects:
         return _choose(suspects, round_, book, doubtful)
-    if lines := round_.watchdog:
+    if lines := _of_timeouts(round_):
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
     found = _of_doubtful(doubtful, round_, book) if doubtful else _who_is_missing(round_, book)
@@ -163,6 +164,14 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     if found.level is not Level.FAIL and (best := _alone(round_)):
         return [findings.first_failure([best], round_, book, handled=doubtful)]
     return [found]
+
+
+def _of_timeouts(round_: Round) -> list[tuple[int, Event]]:
+    """Return the watchdog lines of ranks except those that only lost a connection: these stopped at any collective."""
+    lines = round_.watchdog
+    timed_out = {rank for rank, event in lines if event.id == "watchdog"}
+    lost = {failure.rank for failure in round_.failures if failure.known == "nccl-torn-down" and _LOST in failure.what}
+    return [(rank, event) for rank, event in lines if rank in timed_out or rank not in lost]
 
 
 def _alone(round_: Round) -> Failure | None:

@@ -56,7 +56,8 @@ def fix_of(joined: Joined, claim: Claim, states: Sequence[RankState], kind: Stuc
     evidence = joined.evidence
     by_kind: dict[StuckKind, Callable[[], Fix | None]] = {
         StuckKind.STOPPED: lambda: _resume(states) or claim.fix,
-        StuckKind.EXITED: lambda: claim.fix or _find_end(states, claim),
+        # An error that the log has is the line to correct.
+        StuckKind.EXITED: lambda: claim.fix or (None if claim.source is Source.LOG else _find_end(states, claim)),
         StuckKind.DEVICE: lambda: claim.fix or _device(states),
         StuckKind.NETWORK: lambda: Fix(
             text="test the network between the nodes", commands=(evidence.asked.again("ports"),)

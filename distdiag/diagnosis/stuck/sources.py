@@ -11,6 +11,7 @@ from distdiag.diagnosis.gpu_use import GpuKind
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
 from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.knowledge import xids
 from distdiag.report import Fix, Level
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.ras import Member, RasVerdict
     from distdiag.diagnosis.stuck.evidence import Evidence
+    from distdiag.facts.kernel_signs import KernelLine
     from distdiag.jobs.types import NodePicture
 
 
@@ -143,11 +145,13 @@ def of_ras(evidence: Evidence) -> Claim:
     if evidence.ras and not verdicts:
         return Claim(source=Source.RAS, says=f"the {len(evidence.ras)} nodes that answered do not agree")
     for verdict in verdicts:
-        if verdict.state is RasState.LAGGING and verdict.lags:
+        if verdict.state in (RasState.LAGGING, RasState.DIFFERENT) and verdict.lags:
             lag = verdict.lags[0]
             ranks = _global_ranks(evidence, lag.members, lag.lagging, lag.n_lagging + lag.n_ahead)
-            says = f"{name_ranks(sorted(ranks))} behind: {verdict.why}" if ranks else verdict.why
-            claim = Claim(source=Source.RAS, says=says, kind=StuckKind.NOT_IN_COLLECTIVE)
+            is_lag = verdict.state is RasState.LAGGING
+            says = f"{name_ranks(sorted(ranks))} behind: {verdict.why}" if ranks and is_lag else verdict.why
+            kind = StuckKind.NOT_IN_COLLECTIVE if is_lag else StuckKind.DIFFERENT_COLLECTIVES
+            claim = Claim(source=Source.RAS, says=says, kind=kind)
             return replace(claim, ranks=ranks, hosts=_hosts(evidence, lag.members))
         if verdict.state is RasState.DEAD and verdict.dead:
             own = tuple(member.rank for member in verdict.dead)
@@ -219,7 +223,7 @@ def of_kernel(evidence: Evidence) -> Claim:
         for node in evidence.nodes
         for signs in node.kernel
         for line in signs.lines
-        if line.pid is None or (node.host, line.pid) in by_pid or (line.kind == "oom" and gone)
+        if line.pid is None or (node.host, line.pid) in by_pid or (line.kind == "oom" and gone) or _is_of_gpu(line)
     ]
     for host, line in lines:
         rank = by_pid.get((host, line.pid))
@@ -234,9 +238,12 @@ def of_kernel(evidence: Evidence) -> Claim:
                 hosts=(host,),
                 is_sure=bool(ranks),
             )
-        if line.kind in ("xid", "nvlink", "sxid", "gpu-lost"):
-            says = f"{line.text} ({host}, {lasting(line.age_s)} ago)"
-            return Claim(source=Source.KERNEL, says=says, kind=StuckKind.DEVICE, hosts=(host,), is_sure=False)
+        if line.kind in ("nvlink", "sxid", "gpu-lost") or (line.kind == "xid" and not _is_remark(line)):
+            whose = f"{name_ranks([rank])}: " if rank is not None else ""
+            says = f"{whose}{line.text} ({host}, {lasting(line.age_s)} ago)"
+            return Claim(
+                source=Source.KERNEL, says=says, kind=StuckKind.DEVICE, hosts=(host,), is_sure=False, fix=_of_xid(line)
+            )
     lost = [(node.host, each) for node in evidence.nodes for signs in node.kernel for each in signs.unacknowledged]
     if lost:
         host, each = lost[0]
@@ -266,6 +273,28 @@ def of_kernel(evidence: Evidence) -> Claim:
     unread = f"the kernel log cannot be read ({unread}); nothing else" if unread else "nothing"
     says = says or f"{unread} stands out"
     return Claim(source=Source.KERNEL, says=says)
+
+
+def _is_of_gpu(line: KernelLine) -> bool:
+    """Return whether an Xid is a fault of the GPU, whichever process its line has."""
+    xid = xids.read_line(line.text) if line.kind == "xid" else None
+    return xid is not None and xid.blames in ("gpu", "memory")
+
+
+def _is_remark(line: KernelLine) -> bool:
+    xid = xids.read_line(line.text)
+    return xid is not None and xid.blames in ("none", "remap")
+
+
+def _of_xid(line: KernelLine) -> Fix:
+    """Return the fix for a GPU's error, by its culprit."""
+    xid = xids.read_line(line.text)
+    means = f": {xid.xid.means}" if xid is not None and xid.xid.means else ""
+    if xid is not None and xid.blames == "application":
+        text = f"a kernel of that process failed{means}; find the access in a short run"
+        return Fix(text=text, commands=("CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python3 ...",))
+    text = f"the GPU or its link failed{means}; drain the node, and read the GPU's counters"
+    return Fix(text=text, commands=("nvidia-smi -q -d ECC,ROW_REMAPPER", "dmesg -T | grep -iE 'nvrm|xid' | tail"))
 
 
 def of_versions(evidence: Evidence) -> Claim:

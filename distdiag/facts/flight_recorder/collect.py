@@ -36,7 +36,7 @@ _HEAD = struct.Struct("<cIQ")
 _PIPE_VARIABLES = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 NO_READER = "no process reads it"
-_DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_")
+DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_")
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,7 @@ def _pipes_of_processes() -> Iterator[_Asked]:
             continue
         seen.add((prefix, rank))
         home = variables.get("HOME", "~")
-        prefixes = [variables[key] for key in _DUMP_VARIABLES if variables.get(key)] or _DUMP_DEFAULTS
+        prefixes = [variables[key] for key in _DUMP_VARIABLES if variables.get(key)] or DUMP_DEFAULTS
         dumps = tuple(each.replace("~", home, 1) + rank for each in prefixes)
         yield _Asked(f"{prefix}{rank}.pipe", int(rank), dumps)
 

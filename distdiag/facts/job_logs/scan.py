@@ -97,6 +97,8 @@ _PROGRESS = re.compile(
     rb"(?im)^(?![^\n]{0,300}?(?:error|exception|wandb|fail))[^\n]{0,200}?(?:\b(?:step|iter|iteration|epoch)\b\W{0,6}\d|"
     rb"\bloss\b\W{0,6}\d|\d ?(?:it/s|s/it)\b|tokens/s|\btraining (?:is )?(?:completed?|finished|done)\b)[^\n]*"
 )
+_NCCL_ERROR_LINES = 4
+"""Length of torch's report of an NCCL error: its reason is in the lines after the first, which have no [rankN]."""
 _PROGRESS_LINES = 3
 """Lines of progress after a failure that prove that the job continued: a bar is redrawn once at exit."""
 _SUMMARY_HEAD = re.compile(r"^(?:\S.{0,300} FAILED|Failures:|Root Cause \(first observed failure\):)\s*$")
@@ -273,6 +275,15 @@ class Scan:
             if self.news is not None:
                 self.news(event)
 
+    def explain_last(self, line: int, id_: str, text: str, groups: dict[str, str]) -> bool:
+        """Give the last event, if it is of this line, the reason that a later line of its report has."""
+        if not self.events or self.events[-1].line != line:
+            return False
+        last = self.events[-1]
+        if id_ != last.id:
+            self.events[-1] = replace(last, id=id_, text=text, groups={**last.groups, **groups})
+        return True
+
 
 class FileScan:
     """Reads one file."""
@@ -292,6 +303,7 @@ class FileScan:
         self._headless = False
         self._raised: set[int] = set()
         self._before = b""
+        self._nccl_error_at = -_NCCL_ERROR_LINES
         self._like: deque[Event] = deque(maxlen=_MOST_LIKE)
         self._ignored: dict[int, int] = {}
         self._last_blocks: deque[tuple[int, bytes]] = deque(maxlen=2)
@@ -488,8 +500,13 @@ class FileScan:
             id_, groups = found
             if _HARMLESS.search(text):
                 groups["mild"] = "1"
+            is_reason = rank is None and self.lines - self._nccl_error_at <= _NCCL_ERROR_LINES
+            if is_reason and self._scan.explain_last(self._nccl_error_at, id_, _cut(text), groups):
+                return
             named = _WHO.search(text)
             at = self._when(line)
+            if rank is not None and "NCCL error" in text:
+                self._nccl_error_at = self.lines
             rank = rank if rank is not None else int(named[1]) if named else None
             self._scan.add(Event(id_, number, self.lines, _cut(text), at, self.generation, rank, groups))
         elif _LIKE.search(text) and not _HARMLESS.search(text):

@@ -111,4 +111,8 @@ def _send_lines(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[-1]))
+    complaint = main(sys.argv[-1])
+    if complaint is not None:
+        sys.exit(complaint)
+    sys.stdout.flush()
+    os._exit(0)  # the thread that reads stdin holds its lock, which aborts a normal exit
