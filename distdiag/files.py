@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,11 +55,6 @@ def make_folder(option: str, folder: str) -> None:
         private_files.make_folder(folder)
     except OSError as error:
         raise UsageError(f"{option} {folder}: {error.strerror}", hint="choose a writable folder") from error
-
-
-def write_for_host(folder: str, host: str, data: bytes) -> None:
-    """Write one host's facts into a folder. Raises DistdiagError."""
-    write_whole(os.path.join(folder, re.sub(r"[^\w.-]", "_", host) + ".json"), data)
 
 
 def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:

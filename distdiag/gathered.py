@@ -20,7 +20,7 @@ from distdiag import __version__
 from distdiag.bundle_file import is_bundle, saved_facts
 from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001 - msgspec reads the annotations
 from distdiag.cluster.pods import Pod  # noqa: TC001
-from distdiag.cluster.records import Senseless, read_json
+from distdiag.cluster.records import InvalidData, read_json
 from distdiag.errors import UsageError
 from distdiag.facts.text import printable
 from distdiag.files import named_files, write_whole
@@ -84,7 +84,7 @@ class _Saved(msgspec.Struct, Generic[Asked, Facts], frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Foreign(Generic[Facts]):
-    """How to convert another tool's files to facts: parse each (may raise Senseless), then combine all."""
+    """How to convert another tool's files to facts: parse each (may raise InvalidData), then combine all."""
 
     parse: Callable[[bytes, Path], list[Any]]
     combine: Callable[[list[Any]], list[Facts]]
@@ -210,7 +210,7 @@ class _Reader(Generic[Asked, Facts]):
         try:
             for name, data in saved_facts(path):
                 self.take_content(path / name, lambda data=data: data, named=named)  # type: ignore[misc]
-        except Senseless as error:
+        except InvalidData as error:
             self._unread[path] = (str(error), True)
 
     def take_content(self, path: Path, load: Callable[[], bytes], *, named: bool) -> None:
@@ -227,7 +227,7 @@ class _Reader(Generic[Asked, Facts]):
                     self._others.add(head.command)
                     return
                 self._runs.setdefault(path.parent, {})[path] = _decode(data, self._type)
-        except Senseless as error:
+        except InvalidData as error:
             is_dump = _PY_SPY.match(data) is not None
             self._others |= {"pyspy-all"} if is_dump else set()
             self._unread[path] = ("is a dump of py-spy" if is_dump else str(error), named)
@@ -288,21 +288,21 @@ def _is_report(data: bytes) -> bool:
 def _load(path: Path) -> bytes:
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise Senseless(f"is larger than {_MOST_BYTES >> 20} MiB")
+            raise InvalidData(f"is larger than {_MOST_BYTES >> 20} MiB")
         return path.read_bytes()
     except OSError as error:
-        raise Senseless(f"cannot be read: {error.strerror}") from error
+        raise InvalidData(f"cannot be read: {error.strerror}") from error
 
 
 def _head(data: bytes) -> _Head:
     head: _Head = _decode(data, _Head)
     if head.schema != _SCHEMA:
-        raise Senseless(f"is from {printable(head.schema[:40])}, not {_SCHEMA}")
+        raise InvalidData(f"is from {printable(head.schema[:40])}, not {_SCHEMA}")
     return head
 
 
 def _decode(data: bytes, type_: type[Any]) -> Any:  # noqa: ANN401 - what was asked for
     try:
         return read_json(data, type_)
-    except Senseless as error:
-        raise Senseless(f"was not written by --save: {error}") from error
+    except InvalidData as error:
+        raise InvalidData(f"was not written by --save: {error}") from error

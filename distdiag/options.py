@@ -46,17 +46,24 @@ def parse_duration(text: str, option: str, *, longest_s: float) -> float:
     return seconds
 
 
-_MAX_RANK = 10_000_000
+_MOST_NUMBERS = 100_000
 
 
 def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
     """Parse --rank: "3", "0-3,7". Raises UsageError."""
+    return parse_numbers(texts, "--rank", "rank", "ranks")
+
+
+def parse_numbers(texts: Iterable[str], option: str, noun: str, plural: str) -> tuple[int, ...]:
+    """Parse numbers and ranges with commas, in ascending order. Raises UsageError."""
     found: set[int] = set()
     for part in (part.strip() for text in texts for part in text.split(",")):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if last < first or last > _MAX_RANK:
-            raise UsageError(f"--rank: {part!r} is not a rank or a range of ranks", hint="--rank 0-3,7")
+        if not first <= last < first + _MOST_NUMBERS:
+            raise UsageError(
+                f"{option}: {part!r} is not a {noun} or a range of {plural}", hint=f"write {plural} as 0-3,8"
+            )
         found.update(range(first, last + 1))
     return tuple(sorted(found))
 

@@ -296,7 +296,7 @@ def gather(
     targets = find_targets(cluster, os.environ)
     local = targets.launcher is None
     with open_fleet(cluster, targets, agent) as fleet:
-        talk = _Talk(fleet, question, progress, local=local)
+        talk = _Exchange(fleet, question, progress, local=local)
         interrupted, gathered = False, None
         try:
             reach(fleet, targets, progress)
@@ -343,7 +343,7 @@ def named(nodes: Iterable[Node], *, local: bool) -> dict[str, Node]:
     """Return nodes by host: by the names used to select hosts, or the host name of this machine."""
     found: dict[str, Node] = {}
     for node in nodes:
-        host = node.told.host if local else node.host
+        host = node.reply.host if local else node.host
         found[host if host not in found else node.name] = node
     return found
 
@@ -353,7 +353,7 @@ def explain(cluster: Cluster, agent: Agent) -> list[str]:
     return start_fleet.explain(cluster, find_targets(cluster, os.environ), agent)
 
 
-class _Talk(Generic[First, Part, Facts]):
+class _Exchange(Generic[First, Part, Facts]):
     def __init__(
         self, fleet: Fleet, question: Question[First, Part, Facts], progress: Progress, *, local: bool
     ) -> None:
@@ -367,7 +367,7 @@ class _Talk(Generic[First, Part, Facts]):
     def go(self) -> None:
         machines = self._fleet.machines(local=self._local)  # raises if this machine, alone, is unusable
         self.nodes = named(self._fleet.up if self._question.each_name else machines, local=self._local)
-        self._plan = plan = self._question.plan({host: node.told for host, node in self.nodes.items()}, self._local)
+        self._plan = plan = self._question.plan({host: node.reply for host, node in self.nodes.items()}, self._local)
         asked = {host: self.nodes[host] for host in plan.by_host}
         self._question.before(asked)
         self._parts = {}
@@ -389,7 +389,7 @@ class _Talk(Generic[First, Part, Facts]):
     def gathered(self) -> Gathered[Facts]:
         missing = {host: why for host, why in self._missing.items() if why}
         each = (
-            self._question.join(host, node.told, self._parts.get(host, ()), missing.get(host, ""))
+            self._question.join(host, node.reply, self._parts.get(host, ()), missing.get(host, ""))
             for host, node in self.nodes.items()
         )
         return Gathered(facts=[facts for facts in each if facts is not None], missing=missing)

@@ -5,7 +5,7 @@ Read are the string constants of the package (f-strings with `{}` where a value 
 knowledge/*.toml that are not patterns, and README.md, CHANGELOG.md and docs/. A phrase that matches is printed as
 file:line, and the exit status is 1. ALLOWED holds what may stay, each with its reason.
 
-Docstrings and comments of the package are counted against VOICE, phrases of translated English. Each folder has a
+Docstrings and comments of the package and the tests are counted against VOICE, phrases of translated English. Each folder has a
 budget of such phrases in 10,000 words, which may only fall.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Each pattern with what to write instead.
+# Each pattern with its replacement.
 WORDS = {
     r"\b(?:this|that|such|each|every|which|another|other|own|new|first|last|only|same|wrong|right|any|no|a|the) ones?\b(?!-|\s+of\b)": "name the thing",
     r"(?<!torch\.)\bones\b|\bone (?:that|who|which|is|was|has|does|cannot|can|may|must)\b": "name the thing",
@@ -151,7 +151,7 @@ def toml_strings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """List line and text of what a user may read of this file."""
+    """List line and text of a file's user-visible texts."""
     text = path.read_text(errors="replace")
     if path.suffix == ".py":
         is_command = path.name in ("command.py", "commands.py", "cli.py")
@@ -159,7 +159,7 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     elif path.suffix == ".toml":
         yield from toml_strings(text)
     else:
-        # A name in braces is what a title of a finding fills in.
+        # A name in braces is a placeholder in a title of a finding.
         yield from ((number, re.sub(r"\{\w+\}", "{}", line)) for number, line in enumerate(text.splitlines(), 1))
 
 
@@ -185,6 +185,8 @@ BUDGETS = {
     **{"launch": 5, "pages": 0, "training": 9},
 }
 """Phrases of VOICE in 10,000 words of docstrings and comments, by folder of the package."""
+TEST_BUDGETS = {".": 40, "benchmarks": 28, "integration": 14, "programs": 15, "samples": 0, "stacks": 55, "unit": 20}
+"""The same for the tests."""
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -198,18 +200,18 @@ def sentences(text: str) -> Iterator[str]:
             yield token.string
 
 
-def over_budget(package: Path) -> Iterator[str]:
-    """List the folders of the package with more phrases of VOICE than their budget."""
-    for folder, budget in BUDGETS.items():
+def over_budget(package: Path, budgets: dict[str, int]) -> Iterator[str]:
+    """List the folders below `package` with more phrases of VOICE than their budget."""
+    for folder, budget in budgets.items():
         files = package.glob("*.py") if folder == "." else (package / folder).rglob("*.py")
         texts = [words for file in files for words in sentences(file.read_text())]
         words, hits = (sum(len(found) for found in map(each, texts)) for each in (str.split, VOICE.findall))
         if (share := round(10_000 * hits / max(1, words))) > budget:
-            yield f"{folder}: {share} phrases of translated English in 10,000 words, budget {budget}"
+            yield f"{package.name}/{folder}: {share} phrases of translated English in 10,000 words, budget {budget}"
 
 
 def problems(path: Path) -> Iterator[str]:
-    """List what this file says in words that are not the field's."""
+    """List the phrases of this file that are not field English."""
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
     for line, text in texts_of(path):
         flat = " ".join(text.split())
@@ -221,12 +223,13 @@ def problems(path: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print what is found in the paths that are named, or in all."""
+    """Print the findings for the given paths, or for all."""
     paths = [Path(name).resolve() for name in sys.argv[1:]] or [
         ROOT / name for name in ("distdiag", "README.md", "CHANGELOG.md", "docs")
     ]
     found = [problem for path in files_below(paths) for problem in problems(path)]
-    found += [] if sys.argv[1:] else over_budget(ROOT / "distdiag")
+    if not sys.argv[1:]:
+        found += [*over_budget(ROOT / "distdiag", BUDGETS), *over_budget(ROOT / "tests", TEST_BUDGETS)]
     for problem in found:
         sys.stdout.write(f"{problem}\n")
     if found:

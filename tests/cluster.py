@@ -31,7 +31,7 @@ exec nsenter $(cat "FOLDER/$host/enter") setsid "$@"
 
 
 class Names(enum.Enum):
-    """What a node's /etc/hosts says of itself and of the others."""
+    """A node's /etc/hosts entries for itself and for the others."""
 
     GOOD = "every node by its address"
     DEBIAN = "itself as 127.0.1.1, the others by their addresses"

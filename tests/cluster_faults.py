@@ -22,7 +22,7 @@ class Cable:
 
 
 class Faults:
-    """What can go wrong between a node and the switch; the node's own traffic to itself is never touched."""
+    """Faults between a node and the switch; the node's own traffic to itself is never touched."""
 
     def __init__(self, cable: Cable, pid: int) -> None:
         self.cable = cable
@@ -30,7 +30,7 @@ class Faults:
         self._hurt: set[str] = set()
 
     def drop(self, *ports: int, direction: Direction = "in") -> None:
-        """Swallow TCP packets to these ports: of this node (in), or of others when they come from here (out)."""
+        """Drop TCP packets to these ports: of this node (in), or of other nodes if sent from here (out)."""
         self.at_switch(f"tcp dport {nft_set(ports)} drop", direction)
 
     def drop_ephemeral(self, *open_ports: int) -> None:
@@ -44,11 +44,11 @@ class Faults:
         self.in_firewall("input", "type filter hook input priority 0;", f"tcp dport {nft_set(ports)} reject {answer}")
 
     def mtu_black_hole(self, over_bytes: int = 1000, *, direction: Direction = "both") -> None:
-        """Swallow longer packets, and tell nobody."""
+        """Drop longer packets silently."""
         self.at_switch(f"meta length > {over_bytes} drop", direction)
 
     def loss(self, percent: int, *, direction: Direction = "both") -> None:
-        """Lose this share of the IP packets each way; a lost ARP request would cost everybody a second."""
+        """Lose this share of the IP packets each way; a lost ARP request would delay all nodes by a second."""
         self.at_switch(f"meta protocol ip numgen random mod 100 < {percent} drop", direction)
 
     def limit_rate(self, rate: str) -> None:
@@ -78,9 +78,9 @@ class Faults:
         self._hurt.clear()
 
     def at_switch(self, rule: str, direction: Direction) -> None:
-        """Add an nft rule for what passes this node's port."""
+        """Add an nft rule for traffic through this node's port."""
         self._hurt.add("switch")
-        # Seen from the switch, what goes to the node leaves: it is egress.
+        # From the switch's side, traffic to the node is egress.
         hooks = {"in": ["egress"], "out": ["ingress"], "both": ["ingress", "egress"]}[direction]
         table = f"netdev faults_{self.cable.port}"
         lines = [f"add table {table}"]
@@ -91,7 +91,7 @@ class Faults:
         self._nft(self.cable.switch_pid, *lines)
 
     def in_firewall(self, chain: str, kind: str, rule: str) -> None:
-        """Add an nft rule of the node's own for what comes from the cable."""
+        """Add an nft rule of the node's own for traffic from the cable."""
         self._hurt.add("firewall")
         self._nft(
             self.pid,
@@ -105,7 +105,7 @@ class Faults:
         subprocess.run(command, input="\n".join([*lines, ""]), text=True, check=True, timeout=20)
 
     def _tc(self, action: str, *words: str) -> None:
-        """Change the queue at both ends of the cable: each limits what it sends."""
+        """Change the queue at both ends of the cable: each limits its own sending."""
         for pid, device in ((self.pid, "eth0"), (self.cable.switch_pid, self.cable.port)):
             command = ["nsenter", "-t", str(pid), "-n", "tc", "qdisc", action, "dev", device, *words]
             subprocess.run(command, check=True, timeout=20)

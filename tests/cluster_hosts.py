@@ -63,7 +63,7 @@ class ManyHosts:
         return f"10.78.{(number - 1) // 250}.{(number - 1) % 250 + 1}"
 
     def black_hole(self, names: Iterable[str]) -> None:
-        """Never answer whoever connects to these hosts."""
+        """Never answer connections to these hosts."""
         self.farm.at_switch(f"ip daddr {self._set(names)} drop", "in")
 
     def refuse(self, names: Iterable[str]) -> None:
@@ -72,7 +72,7 @@ class ManyHosts:
         self.farm.in_firewall("input", "type filter hook input priority 0;", f"meta l4proto tcp {rule}")
 
     def divert(self, names: Iterable[str], port: int) -> None:
-        """Let another server of `farm` answer port 22 of these hosts: a hostile sshd, or one that is no sshd."""
+        """Let another server of `farm` answer port 22 of these hosts: a hostile sshd, or another program."""
         rule = f"ip daddr {self._set(names)} tcp dport 22 redirect to :{port}"
         self.farm.in_firewall("nat", "type nat hook prerouting priority -100;", rule)
 

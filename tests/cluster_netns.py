@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cluster_faults import Cable
 
 # Arguments: folder, host name, address, and whether to mount a /proc of one's own process ids. The shell reads its
-# stat file itself, before that: so the pid is the one that the test knows it by.
+# stat file itself, before that: so the pid is the one known to the test.
 _HOLDER = r"""
 set -e
 read -r pid rest </proc/self/stat
@@ -81,7 +81,7 @@ class Node(Faults):
         return ["nsenter", *self.enter_options(), *argv]
 
     def enter_options(self) -> list[str]:
-        """Give nsenter's options, and this node's home for what it starts."""
+        """Return nsenter's options, and this node's home for its programs."""
         kinds = ["-n", "-m", "-u", *(["-p"] if self._own_pids else [])]
         return ["-t", str(self.pid), *kinds, "--", "env", f"HOME={self.home}"]
 
@@ -123,7 +123,7 @@ class Node(Faults):
         self.run("kill", f"-{number.value}", str(pid))
 
     def processes(self) -> dict[int, str]:
-        """Give the command lines of what runs here, by the pids that the test sees; not what was overlooked."""
+        """Return the command lines of this node's processes, by the pids visible to the test."""
         found = {}
         for pid in self._all_pids() - self._holders - self._machinery:
             with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class Node(Faults):
         return {pid: line for pid, line in found.items() if line}
 
     def overlook(self, text: str) -> None:
-        """Count what has this text in its command line as part of the machine: no longer in `processes`."""
+        """Count processes with this text in their command line as part of the machine: no longer in `processes`."""
         self._machinery |= {pid for pid, line in self.processes().items() if text in line}
 
     def listens_on(self, port: int) -> bool:
@@ -159,7 +159,7 @@ class Node(Faults):
         (self.folder / "shadow").write_text("root:*:19000:0:99999:7:::\n")  # no password, and not locked
 
     def close(self) -> None:
-        """End what was started here, then the node."""
+        """End the processes started here, then the node."""
         # What runs here goes before the nsenter that waits for it: an orphan waits for the machine's init instead,
         # which may take seconds, and the node ends no sooner.
         for child in self._children:
@@ -178,7 +178,7 @@ class Node(Faults):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.001)  # then again, for those who forked meanwhile
+            time.sleep(0.001)  # then again, for processes forked meanwhile
 
     def _write_name_service(self) -> None:
         # An unknown name is refused at once, as by a DNS server that answers.

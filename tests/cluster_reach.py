@@ -22,12 +22,12 @@ _PROGRAM = str(Path(__file__).parent / "programs" / "reach_hosts.py")
 class Reached:
     """What became of the hosts."""
 
-    told: dict[str, Any]
+    report: dict[str, Any]
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
         """One row for each host, in the order in which they were named."""
-        return {row["host"]: row for row in self.told["rows"]}
+        return {row["host"]: row for row in self.report["rows"]}
 
     @property
     def states(self) -> dict[str, str]:
@@ -41,7 +41,7 @@ class Reached:
 
     def finding(self, host: str) -> dict[str, Any]:
         """Give the one finding that is about a host."""
-        (found,) = [one for one in self.told["findings"] if host in one["where"]["hosts"]]
+        (found,) = [one for one in self.report["findings"] if host in one["where"]["hosts"]]
         return dict(found)
 
 

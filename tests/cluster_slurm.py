@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _HEAD = "head"
-# Daemons change their directory, so every path is absolute. The short timeouts are for what a launch waits for; the
+# Daemons change their directory, so every path is absolute. The short timeouts are for the waits of a launch; the
 # controller itself gives a silent node 300 s, as on a real site: its jobs live on until then.
 _CONF = """\
 ClusterName=distdiag
@@ -86,10 +86,10 @@ class Slurm:
         return self.client.run(*argv, timeout=timeout, check=check, env=self.env())
 
     def allocate(self, nodes: int | str, *options: str) -> int:
-        """Hold so many whole nodes, or these ("mn[1-2]"), with no step in them; gives the job's id."""
+        """Hold this many whole nodes, or these ("mn[1-2]"), with no step in them; return the job's id."""
         where = f"--nodes={nodes}" if isinstance(nodes, int) else f"--nodelist={nodes}"
-        told = self.run("salloc", "--no-shell", "--immediate=10", "--exclusive", where, *options).stderr
-        return _job_in(told)
+        reported = self.run("salloc", "--no-shell", "--immediate=10", "--exclusive", where, *options).stderr
+        return _job_in(reported)
 
     def submit(self, script: Path, *options: str) -> int:
         """Submit a batch script and wait until it runs; gives the job's id."""
@@ -98,7 +98,7 @@ class Slurm:
         return job
 
     def start_step(self, job: int, *argv: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        """Start a step in the job, as its user would: it holds the CPUs of its tasks. Returns once it is there."""
+        """Start a step in the job, like its user: it holds the CPUs of its tasks. Returns once it runs."""
         before = self.steps(job)
         log = self.folder / f"job-{job}-step-{len(before)}.log"
         command = ("srun", f"--jobid={job}", "--input=none", *options, *argv)
@@ -126,7 +126,7 @@ class Slurm:
         self._daemons[name] = self.network[name].start(*command)
 
     def kill_slurmd(self, name: str) -> None:
-        """Kill the daemon of a compute node; what it started lives on."""
+        """Kill the daemon of a compute node; its children live on."""
         self._signal_slurmd(name, signal.SIGKILL)
 
     def freeze_slurmd(self, name: str) -> None:
@@ -138,7 +138,7 @@ class Slurm:
         self._signal_slurmd(name, signal.SIGCONT)
 
     def wait_for_idle(self, count: int, timeout: float = 60) -> None:
-        """Wait until the controller has heard from so many free nodes."""
+        """Wait until this many free nodes are registered with the controller."""
 
         def idle() -> int:
             listed = self.run("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N %t", check=False).stdout

@@ -120,7 +120,7 @@ def give_user_keys(client: Node, known: dict[str, str], *, config: str = "") -> 
 
 
 def known_hosts_line(names: str, owner: str) -> str:
-    """Say that these hosts have the key that `key_pair(owner)` gives."""
+    """Give these hosts the key of `key_pair(owner)`."""
     kind, key = key_pair(owner).public.split()[:2]
     return f"{names} {kind} {key}\n"
 

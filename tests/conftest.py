@@ -1,10 +1,11 @@
-"""What holds for all tests, whoever starts them."""
+"""Shared by all tests."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,11 +14,13 @@ from support import close_all
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A shell's background job and nohup have these ignored, and so would all that the tests start and then signal.
+    from _pytest.terminal import TerminalReporter
+
+# A shell's background job and nohup ignore these, and so would every process started and then signalled by a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The kubectl that `make test` fetches goes before the system's, which may be older than what the tests speak.
+# The kubectl fetched by `make test` precedes the system's, which may be too old for the tests.
 os.environ["PATH"] = f"{sys.prefix}/kubectl:{os.environ['PATH']}"
 
 
@@ -25,3 +28,12 @@ os.environ["PATH"] = f"{sys.prefix}/kubectl:{os.environ['PATH']}"
 def _no_test_leaves_what_it_started() -> Iterator[None]:
     yield
     close_all()
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Append the reason of each skipped test to the file that `make test` counts in its last line."""
+    path = os.environ.get("DISTDIAG_TESTS_SKIPPED")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        skipped = terminalreporter.stats.get("skipped", [])
+        with Path(path).open("a") as file:
+            file.writelines(f"{report.longrepr[2].removeprefix('Skipped: ')}\n" for report in skipped)

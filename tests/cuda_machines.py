@@ -128,7 +128,7 @@ int nvmlDeviceGetCudaComputeCapability(void *d, int *a, int *b) { char t[96]; gp
 int nvmlDeviceGetMigMode(void *d, unsigned *now, unsigned *later) { *now = number("FAKE_MIG", 0); return 0; }
 """
 
-# Of one CUDA version: the newest gcc and the first clang that its header refuses, and what its nvcc compiles for.
+# Of one CUDA version: the newest gcc and the first clang refused by its header, and the targets of its nvcc.
 _LIMITS = {
     "11.0": (9, 10, "35 50 60 70 75 80"),
     "11.8": (11, 15, "35 50 60 70 75 80 86 89 90"),
@@ -249,7 +249,7 @@ class Machine:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("libcuda", "libnvidia-ml"):
             shutil.copy(_driver_library(name), folder / f"{name}.so.{version}")
-        # What is loaded already wins over any search by the same soname: no LD_LIBRARY_PATH is needed.
+        # A library already loaded takes precedence over any search by the same soname: no LD_LIBRARY_PATH is needed.
         self.env["LD_PRELOAD"] = f"{folder}/libcuda.so.{version} {folder}/libnvidia-ml.so.{version}"
         return folder
 

@@ -1,4 +1,4 @@
-"""One fact of one node changed for real, and what doctor has to say of it: for the test and the benchmark of doctor."""
+"""One fact of one node changed for real, and doctor's expected report: for the test and the benchmark of doctor."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ def _skewed(network: Network, node: Node) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dead_disk(_: Network, node: Node) -> Iterator[None]:
-    folder, told = node.folder / "dead", node.folder / "told"
+    folder, reported = node.folder / "dead", node.folder / "told"
     folder.mkdir(exist_ok=True)
-    with told.open("w") as output:
+    with reported.open("w") as output:
         server = node.start(sys.executable, str(PROGRAMS / "blocked_on_dead_disk.py"), str(folder), output=output)
-    wait_until(lambda: "tids" in told.read_text(), 20, told.read_text)
+    wait_until(lambda: "tids" in reported.read_text(), 20, reported.read_text)
     try:
         yield
     finally:
         for pid, line in node.processes().items():
             if "blocked_on_dead_disk" in line:
-                os.kill(pid, 9)  # its end closes /dev/fuse, and whoever waits gets an error
+                os.kill(pid, 9)  # its end closes /dev/fuse, and waiting processes get an error
         server.wait(10)
         node.run("umount", "-l", str(folder), check=False)
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PER_READER = int(os.environ.get("DISTDIAG_FUZZ", "150"))
-"""Damaged inputs for each reader: 150 in CI, always the same; set DISTDIAG_FUZZ=5000 for a long run by hand."""
+PER_READER = int(os.environ.get("DISTDIAG_FUZZ", "60"))
+"""Damaged inputs per reader, always the same; set DISTDIAG_FUZZ=5000 for a long run by hand."""
 SECONDS = 30
 MEMORY_BYTES = 512 * 2**20
 """How much more memory than before a reader may have needed, whatever it was given."""
@@ -230,7 +230,7 @@ def run_each(cases: Iterator[tuple[str, list[str], Callable[[], None]]]) -> list
 
 
 def run_calls(cases: Iterator[tuple[str, Callable[[], None]]]) -> list[Outcome]:
-    """Call each (name, call) in one forked child; what it prints, raises or exits with is looked at as a command's."""
+    """Call each (name, call) in one forked child; its output, exception or exit status is judged like a command's."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:

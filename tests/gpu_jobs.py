@@ -96,6 +96,9 @@ SITUATIONS: dict[str, Situation] = {
     "backward-pipe": hung(2, "reads-a-pipe", "train-backward"),
     "init-sleeps": hung(3, "sleeps", "init", waits_in="libnccl.so.2"),
     "init-usleep-pipe": hung(1, "reads-a-pipe", "init", waits_in="libnccl.so.2", env={"NCCL_BOOTSTRAP": "usleep"}),
+    "init-two-sleep": Situation("hung", (0, 3), "init", "sleeps", waits_in="libnccl.so.2"),
+    "init-loads": busy(2, "tokenizes", "init", waits_in="libnccl.so.2"),
+    "init-network": hung(None, "", "init-of-more-ranks", waits_in="libnccl.so.2"),
     "init-exited": hung(1, "exits", "init", waits_in="libnccl.so.2"),
     # The others ran ahead until their launch queues were full, and wait at different lines.
     "ahead-sleeps": hung(2, "sleeps", "run-ahead"),

@@ -45,7 +45,7 @@ def node(*stacks: Sequence[Sample], **more: Any) -> NodePicture:  # noqa: ANN401
     )
 
 
-def told(picture: NodePicture, of: Thread, activity: Activity | None = None, **more: Any) -> NodePicture:  # noqa: ANN401
+def with_blocked(picture: NodePicture, of: Thread, activity: Activity | None = None, **more: Any) -> NodePicture:  # noqa: ANN401
     """Add what /proc shows of all ranks: one main thread as given, the others in a futex."""
     watched = [replace(each, activity=activity) if each.pid == of.tid else each for each in picture.watched]
     threads = [of if each.pid == of.tid else at_futex(each.pid) for each in picture.processes.processes]

@@ -1,4 +1,4 @@
-"""Small jobs of real processes that stand still in one named way; they end with the test, whatever happens."""
+"""Small jobs of real processes that hang in one named way; they end with the test in any case."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _ports = itertools.count(step=2)  # waits_on_another_rank takes the port after i
 
 
 def free_port() -> int:
-    """Return a port that nobody takes before it is used.
+    """Return a port that stays free until its use.
 
-    It is below those that the kernel hands out, and in a range of this checkout's and this worker's own: a job is
+    It is below the kernel's ephemeral ports, and in a range private to this checkout and this worker: a job is
     chosen by its port, so a job of others at the same port would be looked at, too.
     """
     first = 12_000 + 4000 * (zlib.crc32(str(PROGRAMS).encode()) % 5)
@@ -90,7 +90,7 @@ class Job:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)  # it leaves when its ranks have
             _end_group(process.pid)
-        self._end_ranks()  # again, those who were being made
+        self._end_ranks()  # again, for processes being created
         for process in self._started():
             process.wait(20)
         self._folder.cleanup()
@@ -105,7 +105,7 @@ class Job:
         return int((self.folder / f"pid-{rank}").read_text()) if self._forked else self.processes[rank].pid
 
     def wait_ended(self, rank: int) -> None:
-        """Wait until a rank has ended, and whoever started it knows."""
+        """Wait until a rank has ended and its parent has reaped it."""
         if self._forked:
             pid = self.pid(rank)
             wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 20, lambda: f"rank {rank} lives on")
@@ -113,7 +113,7 @@ class Job:
             self.processes[rank].wait(20)
 
     def wait_ready(self, names: Iterable[object] | None = None, timeout: float = 60) -> None:
-        """Wait until these (all ranks) have said that they are there."""
+        """Wait until these (all ranks) have reported readiness."""
         wanted = set(map(str, range(self.size) if names is None else names))
         wait_until(
             lambda: not wanted - self._ready(),
@@ -194,7 +194,7 @@ class Launcher:
 class JobServer:
     """Starts jobs of one program and one size, one after another, which pay for one import of torch."""
 
-    def __init__(self, program: str, size: int) -> None:
+    def __init__(self, program: str, size: int, python: str = sys.executable) -> None:
         place = {
             **{"JOB_SERVES": "1", "JOB_FORKS": str(size), "rANK": "0", "LOCAL_rANK": "0"},
             **{"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)},
@@ -202,7 +202,7 @@ class JobServer:
             "JOB_FOLDER": "/".join([tempfile.gettempdir(), "distdiag-job-" + "0" * 8]),
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / f"{program}.py")],
+            [python, str(PROGRAMS / f"{program}.py")],
             env={**os.environ, **place},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -251,9 +251,9 @@ def _turns(folder: Path) -> dict[str, str]:
 
 def _turns_of(thread: Path) -> str:
     with contextlib.suppress(OSError):
-        told = (thread / "status").read_text().splitlines()
-        if told[0] != "Name:\tgloo_tcp_loop":
-            return "; ".join(line for line in told if "ctxt_switches" in line or "State" in line)
+        reported = (thread / "status").read_text().splitlines()
+        if reported[0] != "Name:\tgloo_tcp_loop":
+            return "; ".join(line for line in reported if "ctxt_switches" in line or "State" in line)
     return ""
 
 
@@ -271,7 +271,7 @@ def outliers(result: Result) -> list[tuple[list[int], str]]:
 
 
 def states(pids: Iterable[int]) -> dict[int, str]:
-    """Read the states of processes; S is for running as well: whoever sleeps wakes up now and then."""
+    """Read the states of processes; S includes running: sleepers wake up now and then."""
     found = {}
     for pid in pids:
         try:

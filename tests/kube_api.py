@@ -1,6 +1,6 @@
 """A small API server of Kubernetes for the real kubectl: pods, their logs, exec, and debug containers.
 
-What it starts "in a container" runs on this machine, behind the words that enter the container. It speaks HTTP, and for
+Programs started "in a container" run on this machine, behind the words that enter the container. It uses HTTP, and for
 exec and attach WebSockets (RFC 6455) with the subprotocol v5.channel.k8s.io: byte 0 of a message is the channel.
 """
 

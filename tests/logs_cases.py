@@ -80,7 +80,7 @@ _RECORDED: dict[str, tuple[str, tuple[int, ...], str]] = {
     "hydra-hang": ("missing-rank", (2,), ""),
     "hydra-size": ("size-mismatch", (), ""),
     "tree-console": (*_FIRST, "SIGABRT"),
-    # Recorded by record_logs.py; what is expected was written before the recordings were read.
+    # Recorded by record_logs.py; the expectations were written before the recordings were read.
     "torchrun-memory": (*_FIRST, "out of memory"),
     "torchrun-save": (*_FIRST, ""),
     "torchrun-handled": (*_FIRST, "ValueError: label 1000"),

@@ -1,4 +1,4 @@
-"""Runs distdiag on small real faults and writes what it prints into README.md and docs/: `make samples`.
+"""Runs distdiag on small real faults and writes its output into README.md and docs/: `make samples`.
 
     python tests/make_samples.py            all samples
     python tests/make_samples.py NAME ...   these

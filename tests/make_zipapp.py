@@ -91,7 +91,7 @@ def installed() -> dict[str, tuple[bytes, int]]:
 
 
 def downloaded(found: dict[str, list[Path]]) -> dict[str, tuple[bytes, int]]:
-    """List what is in the wheels; modules of each Python and machine are side by side."""
+    """List the contents of the wheels; modules of each Python and machine are side by side."""
     files: dict[str, tuple[bytes, int]] = {}
     for machine, paths in found.items():
         for path in paths:

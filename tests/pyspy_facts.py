@@ -1,4 +1,4 @@
-"""Facts as nodes tell them, for tests of what is concluded from them."""
+"""Facts in the form sent by nodes, for tests of conclusions from them."""
 
 from __future__ import annotations
 

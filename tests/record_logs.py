@@ -105,7 +105,7 @@ def _srun(slurm: Slurm, program: Path, kind: str, env: dict[str, str]) -> bytes:
 
 
 def _wait(job: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Wait for the end of a job; one that hangs is ended, as its user would."""
+    """Wait for the end of a job; a hung job is ended, as by its user."""
     try:
         job.wait(90)
     except subprocess.TimeoutExpired:

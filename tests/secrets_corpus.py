@@ -1,4 +1,4 @@
-"""Secrets as they stand in logs and command lines, and strings that look like secrets and are none; all made up.
+"""Secrets in the forms of logs and command lines, and harmless look-alikes; all made up.
 
 Values are drawn anew from a seed, so that no service takes one for a leaked key.
 """

@@ -77,5 +77,5 @@ def config(tmp_path: Path, text: str) -> str:
 
 
 def settings(tmp_path: Path, text: str, name: str = "n1") -> SshSettings:
-    """What such a configuration says of a host."""
+    """The resolved configuration of a host."""
     return resolve(Host(name=name), config_file=config(tmp_path, text))

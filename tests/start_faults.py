@@ -165,7 +165,7 @@ FAULTS = {
     "port-taken": StartFault(
         _runs(c10d("node1:29400"), c10d("node1:29400")),
         (0,),
-        "port 29400 on node1 & another program & http.server",
+        "port 29400 on node1 & another program & http.server|does not answer",
         server=tuple(serves(29400)),
     ),
     "port-accelerate": _other_port(accelerate("node1", 29500, 0), accelerate("node1", 29501, 1)),

@@ -1,7 +1,8 @@
-"""Runs the real distdiag as a user does, and finds what it left behind."""
+"""Runs the real distdiag like a user, and finds its leftovers."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,12 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
@@ -61,7 +63,7 @@ class Result:
     code: int
     out: str
     err: str
-    told_at: list[tuple[float, str]]
+    stderr_lines: list[tuple[float, str]]
     ended_at: float
 
     @property
@@ -73,7 +75,7 @@ class Result:
 
     @property
     def findings(self) -> dict[str, dict[str, Any]]:
-        """Findings by the last part of their id, but the remarks on what was not tested."""
+        """Findings by the last part of their id, without the remarks on untested parts."""
         found = self.report["findings"]
         return {one["id"].partition(".")[2]: one for one in found if one["level"] != "info"}
 
@@ -85,7 +87,7 @@ class Result:
     @property
     def seconds_after_last_news(self) -> float:
         """Time from the last stage that all ranks reached to the end of the program."""
-        return self.ended_at - max(at for at, line in self.told_at if "all ranks" in line)
+        return self.ended_at - max(at for at, line in self.stderr_lines if "all ranks" in line)
 
 
 class Running:
@@ -103,7 +105,7 @@ class Running:
             start_new_session=True,
         )
         _running.append(self)
-        self.told_at: list[tuple[float, str]] = []
+        self.stderr_lines: list[tuple[float, str]] = []
         self._news = threading.Condition()
         self._over = False
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -114,13 +116,13 @@ class Running:
         deadline = time.monotonic() + timeout
         with self._news:
             while time.monotonic() < deadline:
-                for _, line in self.told_at:
+                for _, line in self.stderr_lines:
                     if text in line:
                         return line
                 if self._over:
                     break
                 self._news.wait(0.2)
-        raise AssertionError(f"{text!r} was never said; it said {self.told_at}")
+        raise AssertionError(f"{text!r} was never said; it said {self.stderr_lines}")
 
     def pid_of_rank(self, rank: int) -> int:
         """Read a rank's process id from the progress lines."""
@@ -141,7 +143,7 @@ class Running:
             wait_until(lambda: not self.left_behind(), 15, lambda: f"left behind: {self.left_behind()}")
         finally:
             self.close()
-        return Result(code, out, "".join(line for _, line in self.told_at), self.told_at, ended)
+        return Result(code, out, "".join(line for _, line in self.stderr_lines), self.stderr_lines, ended)
 
     def left_behind(self) -> list[str]:
         """List processes, other than distdiag itself, that carry this run's mark."""
@@ -167,7 +169,7 @@ class Running:
         self.process.stdout.close()
 
     def kill_all(self) -> None:
-        """End what is left, whatever happened."""
+        """End all remaining processes."""
         for pid in [self.process.pid, *(int(line.partition(":")[0]) for line in self.left_behind())]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -180,7 +182,7 @@ class Running:
         with self.process.stderr:
             for line in self.process.stderr:
                 with self._news:
-                    self.told_at.append((time.monotonic(), line))
+                    self.stderr_lines.append((time.monotonic(), line))
                     self._news.notify_all()
         with self._news:
             self._over = True
@@ -203,8 +205,14 @@ def gpu_test(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str
     return distdiag("gpu-test", "--json", "--size", "4MiB", *arguments, env=env, wrap=wrap)
 
 
+def unread(pipe: IO[bytes] | None) -> int:
+    """Return the number of bytes in a pipe."""
+    assert pipe is not None
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def wait_until(met: Callable[[], bool], timeout: float, otherwise: Callable[[], str]) -> None:
-    """Wait for a condition, or fail with what is there instead."""
+    """Wait for a condition, or fail with the current state."""
     deadline = time.monotonic() + timeout
     while not met():
         assert time.monotonic() < deadline, otherwise()

@@ -1,4 +1,4 @@
-"""Facts as nodes tell them to `trace blocked` and `trace fds`, for tests of what is concluded from them."""
+"""Facts in the form sent by nodes to `trace blocked` and `trace fds`, for tests of conclusions from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distdiag.commands.trace.blocked.diagnose import diagnose
 from distdiag.commands.trace.blocked.types import Request, Threads
 from distdiag.facts.blocked_threads import Blocked, Futex, Lock, Target, Thread
 from distdiag.facts.descriptors import Descriptor, End
-from distdiag.facts.socket_owners import Network, Owned, Person
+from distdiag.facts.socket_owners import Network, Owned, PeerProcess
 from distdiag.facts.sockets import Socket
 from distdiag.gathered import Gathered
 from distdiag.jobs.picture import SourceEnd
@@ -43,7 +43,7 @@ def connection(pid: int, remote: str, *, local: str = "", state: str = "ESTABLIS
 def receives(
     pid: int, from_pid: int, *, since_s: float = 60.0, call: str = "recvfrom", tid: int | None = None
 ) -> Thread:
-    """Wait for data of another process, on a connection that `owned` tells of."""
+    """Wait for data of another process, on a connection listed in `owned`."""
     target = connection(pid, f"10.0.0.1:{from_pid}")
     return thread(tid or pid, call, since_s=since_s, targets=(target,))
 
@@ -81,7 +81,7 @@ def judge(
     threads: Mapping[int, Sequence[Thread] | Thread],
     *,
     sockets: Sequence[Owned] = (),
-    people: Sequence[Person] = (),
+    peer_processes: Sequence[PeerProcess] = (),
     others: Sequence[Process] = (),
     moved: Sequence[int] = (),
     states: Mapping[int, str] | None = None,
@@ -101,7 +101,7 @@ def judge(
         state = (states or {}).get(pid, them[0].state)
         looked.append(Blocked(pid, state, None, them, tuple(one.tid for one in them if one.tid in moved)))
     networks = (Network(NET, ("10.0.0.1",), tuple(sockets)),)
-    read = replace(facts, blocked=tuple(looked), networks=networks, people=tuple(people), ended=BOTH)
+    read = replace(facts, blocked=tuple(looked), networks=networks, peer_processes=tuple(peer_processes), ended=BOTH)
     return judge_nodes([read], request)
 
 

@@ -50,16 +50,16 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
 
     config: {"collect": module with facts(ask), returning a dataclass or an equivalent dictionary, and more(ask, report)
     for Collect orders; "ask": argument of facts; "env": variables to set; "silence_s": exit after this silence of the
-    parent, None: never; "guest": the parent is unauthenticated}
+    parent, None: never; "untrusted": the parent is unauthenticated}
     """
     os.environ.update(config["env"])
     inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        # A guest is a process of the launcher, which signals all of them; the parent then sends the exit status.
-        signal.signal(number, signal.SIG_IGN if config["guest"] else _leave)
-    dispatcher = Dispatcher(wire, config["collect"], guest=config["guest"])
+        # A untrusted is a process of the launcher, which signals all of them; the parent then sends the exit status.
+        signal.signal(number, signal.SIG_IGN if config["untrusted"] else _leave)
+    dispatcher = Dispatcher(wire, config["collect"], untrusted=config["untrusted"])
     try:
-        wire.send(host_info.who_is_here())
+        wire.send(host_info.hello())
         facts = importlib.import_module(config["collect"]).facts(config["ask"])
         wire.send(protocol.Facts(facts=_as_dict(facts)))
         return _obey(inbox, dispatcher)
@@ -149,10 +149,10 @@ def _obey(inbox: MessageReader, dispatcher: Dispatcher) -> int:
 class Dispatcher:
     """Carries out orders. Handlers are imported on demand: most agents only report facts."""
 
-    def __init__(self, wire: Writer, collect: str, *, guest: bool) -> None:
+    def __init__(self, wire: Writer, collect: str, *, untrusted: bool) -> None:
         self._wire = wire
         self._collect = collect
-        self._guest = guest
+        self._untrusted = untrusted
         self._ranks: Ranks | None = None
         self._reach: Connectivity | None = None
         self._tools: Tools | None = None
@@ -199,7 +199,7 @@ class Dispatcher:
         self._wire.send(protocol.MoreEnd())
 
     def _take_tool(self, order: protocol.SendTool) -> None:
-        if self._guest:
+        if self._untrusted:
             return
         from distdiag.agent.tools import Tools
 
@@ -210,7 +210,7 @@ class Dispatcher:
         if self._ranks is None:
             # Imported by name: only commands that start ranks send it, see distdiag.cluster.start_fleet.Agent.
             module = importlib.import_module("distdiag.agent.ranks")
-            self._ranks = module.Ranks(self._wire, boot.carried, guest=self._guest)
+            self._ranks = module.Ranks(self._wire, boot.carried, untrusted=self._untrusted)
         ranks: Ranks = self._ranks
         return ranks
 

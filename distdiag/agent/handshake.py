@@ -62,7 +62,7 @@ class Handshake:
         self._key, self._is_server, self._words = key.encode(), is_server, words
         self._nonce, self._peer_nonce = os.urandom(16).hex().encode(), b""
         self._first = b""
-        self._heard = b""
+        self._received = b""
         self.greeting = PROTOCOL.encode() + b" " + self._nonce + b"\n"
         self.words: bytes | None = None
         """The peer's own words; None until it is authenticated."""
@@ -70,13 +70,13 @@ class Handshake:
     @property
     def said(self) -> str:
         """The first line of the peer, printable."""
-        line = (self._first or self._heard).strip().split(b"\n")[0][:80]
+        line = (self._first or self._received).strip().split(b"\n")[0][:80]
         return printable(line.decode("ascii", "replace").strip())
 
     @property
     def rest(self) -> bytes:
         """Data received after the peer's proof."""
-        return self._heard
+        return self._received
 
     @property
     def session_key(self) -> str:
@@ -89,23 +89,23 @@ class Handshake:
         Raises:
             Refused: the peer does not know the key.
         """
-        self._heard += data
+        self._received += data
         to_send = b""
-        while self.words is None and b"\n" in self._heard:
-            line, _, self._heard = self._heard.partition(b"\n")
+        while self.words is None and b"\n" in self._received:
+            line, _, self._received = self._received.partition(b"\n")
             if not line:
                 continue
             if self._peer_nonce:
                 self._check(line)
             else:
                 to_send += self._take_greeting(line)
-        if self.words is None and (len(self._heard) > _MAX_LINE_BYTES or self._is_stranger()):
+        if self.words is None and (len(self._received) > _MAX_LINE_BYTES or self._is_stranger()):
             raise Refused(self.said)
         return to_send
 
     def _is_stranger(self) -> bool:
         """Whether an incomplete first line cannot become a greeting."""
-        begun = self._heard[: len(PROTOCOL)]
+        begun = self._received[: len(PROTOCOL)]
         return not self._peer_nonce and not PROTOCOL.encode().startswith(begun)
 
     def _take_greeting(self, line: bytes) -> bytes:

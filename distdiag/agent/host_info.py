@@ -8,7 +8,7 @@ from distdiag.agent.protocol import Hello
 from distdiag.facts import carried_tools, machine
 
 
-def who_is_here() -> Hello:
+def hello() -> Hello:
     """Return host name, machine identity, system, processor, and the path of py-spy, if found."""
     system = os.uname()
     return Hello(

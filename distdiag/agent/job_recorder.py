@@ -247,7 +247,7 @@ class Recorder:
             if self._listener.fileno() in ready:
                 self._accept()
             if self._control in ready:
-                self._hear()
+                self._receive()
             if self._held_until and time.monotonic() > self._held_until:
                 self._release()
 
@@ -269,7 +269,7 @@ class Recorder:
             self._tell("drained", {"pid": 0})
         return now - self._silent_since >= _SILENT_S
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Obey distdiag's commands: the launcher's pid, "release", "ending", "ended"; the pipe ends with distdiag."""
         data = os.read(self._control, 4096)
         if not data:

@@ -30,7 +30,7 @@ _STACKS = 16
 _STUCK = 32
 """Limit of connections per rank: each may be to a different node."""
 _MAX_EVENT_BYTES = 2**20
-_GUEST_VARIABLES = (
+_UNTRUSTED_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"),
 )
@@ -40,7 +40,7 @@ _NEEDED = (
         f"distdiag.agent.{name}"
         for name in ("boot", "forkserver", "handshake", "protocol", "rank_progress", "rendezvous")
     ),
-    *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text", "computed", "gpu_health")),
+    *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text", "computed", "gpu_health", "gpu_use")),
     "distdiag.agent.wire",
 )
 """The agent's modules that ranks import. Sending all would exceed a pipe's capacity and block each start."""
@@ -73,10 +73,10 @@ class Rank:
 class Ranks:
     """All ranks of this node."""
 
-    def __init__(self, wire: Writer, sources: dict[str, str], *, guest: bool = False) -> None:
+    def __init__(self, wire: Writer, sources: dict[str, str], *, untrusted: bool = False) -> None:
         self._wire = wire
         self._sources = carried_by_ranks(sources)
-        self._guest = guest
+        self._untrusted = untrusted
         self.listener: socket.socket | None = None
         self._oom_kills = machine.oom_kills()
         self._log_folder: str | None = None
@@ -270,7 +270,9 @@ class Ranks:
 
     def _environment(self, order: protocol.StartRank) -> dict[str, str]:
         """Return this process's environment with the rank's own; another launcher's variables would mislead torch."""
-        changes = {name: value for name, value in order.env.items() if not self._guest or name in _GUEST_VARIABLES}
+        changes = {
+            name: value for name, value in order.env.items() if not self._untrusted or name in _UNTRUSTED_VARIABLES
+        }
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
         # One thread per rank, as under torchrun: all ranks of a node at full width would only slow each other down.
         return {"OMP_NUM_THREADS": "1", **kept, **changes}
@@ -330,7 +332,7 @@ class Ranks:
 
 def _who_has(port: int, error: OSError) -> dict[str, Any]:
     holder = machine.port_holder(port)
-    answer = rendezvous.who_answers("127.0.0.1", port, timeout_s=3.0) if holder and holder.listening else None
+    answer = rendezvous.identify_server("127.0.0.1", port, timeout_s=3.0) if holder and holder.listening else None
     return {
         "error": error.strerror or str(error),
         "listening": holder.listening if holder else None,

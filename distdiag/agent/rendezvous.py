@@ -21,7 +21,7 @@ _RETRY_S = 0.05
 _GO = b"go\n"
 
 
-class Stranger(Exception):
+class ForeignServer(Exception):
     """Another program than rank 0 of this run answers at the address; `said`: the start of its answer, printable."""
 
     def __init__(self, said: str) -> None:
@@ -69,7 +69,7 @@ def greet(address: str, port: int, key: str, rank: int, answered: Callable[[], N
     """As another rank, connect to rank 0, call `answered`, and wait for release.
 
     Raises:
-        Stranger: another program answers at the address.
+        ForeignServer: another program answers at the address.
         OSError: the name does not resolve, or rank 0 hung up before all ranks had connected. A refused connection is
             retried without limit.
     """
@@ -77,7 +77,7 @@ def greet(address: str, port: int, key: str, rank: int, answered: Callable[[], N
         try:
             exchange = handshake.introduce(connection, key, str(rank).encode())
         except handshake.Refused as stranger:
-            raise Stranger(stranger.said) from None
+            raise ForeignServer(stranger.said) from None
         answered()
         received = exchange.rest
         while len(received) < len(_GO):
@@ -87,7 +87,7 @@ def greet(address: str, port: int, key: str, rank: int, answered: Callable[[], N
             received += data
 
 
-def who_answers(address: str, port: int, *, timeout_s: float) -> str | None:
+def identify_server(address: str, port: int, *, timeout_s: float) -> str | None:
     """Return a program's answer to a foreign greeting; None if it does not answer in time."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:

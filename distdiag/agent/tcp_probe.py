@@ -124,7 +124,7 @@ class TcpProbe:
             return self._result(*_why_not_connected(error))
         while True:
             with connection:
-                verdict, complaint = self._talk(connection)
+                verdict, complaint = self._exchange(connection)
                 if verdict not in ("silent", "busy"):
                     return self._result(verdict, complaint, connection)
                 silent = self._result(verdict, complaint, connection)
@@ -175,7 +175,7 @@ class TcpProbe:
         selector.register(connection, selectors.EVENT_WRITE, connection)
         return connection
 
-    def _talk(self, connection: socket.socket) -> tuple[str, str]:
+    def _exchange(self, connection: socket.socket) -> tuple[str, str]:
         began = time.monotonic()
         first_word_by = min(self._deadline, began + _FIRST_WORD_S)
         try:

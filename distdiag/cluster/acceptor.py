@@ -54,7 +54,7 @@ class Acceptor(threading.Thread):
             if self._bell in ready:
                 return
             for caller in ready:
-                self._hear(caller)
+                self._receive(caller)
             for peer in peers:
                 self._welcome(peer)
 
@@ -83,7 +83,7 @@ class Acceptor(threading.Thread):
         self._callers.add(caller)
         self._acceptor.selector.register(caller.connection, selectors.EVENT_READ, caller)
 
-    def _hear(self, caller: _Caller) -> None:
+    def _receive(self, caller: _Caller) -> None:
         try:
             # Read no more than the word that selects this connection: the rest belongs to the link.
             data = caller.connection.recv(len(connect_back.IN) - len(caller.heard))

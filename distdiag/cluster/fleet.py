@@ -16,7 +16,7 @@ from distdiag import interrupts
 from distdiag.cluster import links, records
 from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.node import Node, NodeStage
-from distdiag.cluster.records import Down, Senseless
+from distdiag.cluster.records import Down, InvalidData
 from distdiag.cluster.transports import Arrivals
 from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for
@@ -199,7 +199,7 @@ class Fleet:
                 if isinstance(record, records.More):
                     try:
                         facts = records.read_json(record.facts, type_)
-                    except Senseless as error:
+                    except InvalidData as error:
                         self.distrust(node, f"it sent invalid facts: {error}")
                     else:
                         yield node, facts, None
@@ -210,7 +210,7 @@ class Fleet:
                 yield node, None, "" if isinstance(record, records.MoreEnd) else _why_down(node)
             watch(list(busy))
         for node in busy.values():
-            node.deaf = True
+            node.unresponsive = True
             yield node, None, "no answer in time"
 
     def distrust(self, node: Node, why: str) -> None:
@@ -220,7 +220,7 @@ class Fleet:
 
     def no_answer(self, node: Node) -> NodeFailed:
         """Return the error for an unresponsive node in stage UP, which close() will kill at once."""
-        node.deaf = True
+        node.unresponsive = True
         return NodeFailed(node.why_no_answer(), hint=node.last_words() or "check what stops processes there")
 
     def refuse(self, name: str, refusal: HostError, began: float, ended: float | None = None) -> None:
@@ -237,13 +237,13 @@ class Fleet:
             return
         self._over.set()
         all_links = [node.link for node in self.nodes.values()]
-        deaf = [node.link for node in self.nodes.values() if node.deaf]
+        unresponsive = [node.link for node in self.nodes.values() if node.unresponsive]
         for node in self.nodes.values():
             if node.stage is NodeStage.STARTING:
                 node.link.hang_up()
-        for link in deaf:
+        for link in unresponsive:
             link.kill()
-        links.close_all([link for link in all_links if link not in deaf], GOODBYE_S)
+        links.close_all([link for link in all_links if link not in unresponsive], GOODBYE_S)
         self.transport.close()
         self._selector.close()
         self._arrivals.close()
@@ -314,7 +314,7 @@ class Fleet:
             self._selector.register(fd, selectors.EVENT_READ, node)
 
     def _read(self, node: Node) -> Iterator[tuple[Node, Said | Down]]:
-        found, ended, refusal = node.hear()
+        found, ended, refusal = node.receive()
         self._watch_only(node, () if ended else node.link.fds())
         for record in found:
             if node.stage is not NodeStage.DOWN:  # an earlier record may have dropped it

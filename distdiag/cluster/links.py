@@ -22,7 +22,7 @@ UNKNOWN_SIGNAL = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Received:
     """The data since the last read; `ended`: end of file."""
 
     out: bytes
@@ -55,7 +55,7 @@ class Link(ABC):
         """Return the descriptors to poll for reading."""
 
     @abstractmethod
-    def read(self) -> Heard:
+    def read(self) -> Received:
         """Return the available data."""
 
     @abstractmethod
@@ -122,11 +122,11 @@ class ProcessLink(Link):
     def fds(self) -> tuple[int, ...]:
         return tuple(stream.fileno() for stream in self._open.values() if stream is not None)
 
-    def read(self) -> Heard:
+    def read(self) -> Received:
         out, err = self._take(1), self._take(2)
         self.settled.set()
         # Child programs may keep stderr open forever: only stdout decides.
-        return Heard(out, err, 1 not in self._open)
+        return Received(out, err, 1 not in self._open)
 
     def how_it_ended(self) -> tuple[int | None, str]:
         _wait(self.process, 0.5)
@@ -185,15 +185,15 @@ class SocketLink(Link):
     def fds(self) -> tuple[int, ...]:
         return () if self._ended else (self._connection.fileno(),)
 
-    def read(self) -> Heard:
+    def read(self) -> Received:
         try:
             data = self._connection.recv(2**18)
         except BlockingIOError:
-            return Heard(b"", b"", False)
+            return Received(b"", b"", False)
         except OSError:
             data = b""
         self._ended = self._ended or not data
-        return Heard(data, b"", self._ended)
+        return Received(data, b"", self._ended)
 
     def how_it_ended(self) -> tuple[int | None, str]:
         return None, "because its connection was closed"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distdiag.agent import wire
 from distdiag.cluster import records
 from distdiag.cluster.host_results import HostError, HostState
-from distdiag.cluster.records import Senseless
+from distdiag.cluster.records import InvalidData
 from distdiag.facts import machine
 from distdiag.facts.text import printable
 
@@ -52,11 +52,11 @@ class Node:
         self.entered = self.heard_at = time.monotonic()
         self.stage = NodeStage.TELLING if link.loaded else NodeStage.STARTING
         self.hello = records.Hello()
-        self.told: Any = None
+        self.reply: Any = None
         """Its facts, of the requested type."""
         self._facts_type = facts
         self.refusal: HostError | None = None
-        self.deaf = False
+        self.unresponsive = False
         self.watched: set[int] = set()
         """Descriptors polled by the fleet."""
         self._payload = payload
@@ -68,7 +68,7 @@ class Node:
         """Send one order to the agent."""
         self.link.write(order.to_json() + b"\n")
 
-    def hear(self) -> tuple[list[Said], bool, HostError | None]:
+    def receive(self) -> tuple[list[Said], bool, HostError | None]:
         """Read available data: (records in order, whether the stream ended, the error of an invalid one).
 
         All other output is kept as noise.
@@ -86,7 +86,7 @@ class Node:
                     self._bytes -= len(frame)  # sent repeatedly, and only the last is kept
                 if not isinstance(record, records.Alive):
                     found.append(record)
-        except Senseless as error:
+        except InvalidData as error:
             return found, heard.ended, self.protocol_error(f"it sent an invalid record: {error}")
         except wire.TooLong:
             return (
@@ -117,8 +117,8 @@ class Node:
                 self.host = record.host
         elif isinstance(record, records.Facts) and self.stage is not NodeStage.UP:
             try:
-                self.told = records.read_json(record.facts, self._facts_type)
-            except Senseless as error:
+                self.reply = records.read_json(record.facts, self._facts_type)
+            except InvalidData as error:
                 return self.protocol_error(f"it sent invalid facts: {error}")
             self._enter(NodeStage.UP)
         return None

@@ -99,7 +99,7 @@ def _by_pmi(me: Identity, environ: Mapping[str, str], timeout_s: float) -> tuple
 def _key(me: Identity, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return two values common to this job's processes and different in other jobs: (for ports, for proof).
 
-    Few launchers provide a secret. Without one, an agent takes no orders that could load code (`guest` in
+    Few launchers provide a secret. Without one, an agent takes no orders that could load code (`untrusted` in
     distdiag.agent.agent).
     """
     names = {
@@ -124,7 +124,7 @@ def _addresses(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
         return ("127.0.0.1",)
     # MASTER_ADDR may be left over from another job: if the launcher knows an address, both are tried.
     given = environ.get("MASTER_ADDR", "")
-    found = tuple(address for address in dict.fromkeys((given, *_told_by_launcher(me, environ))) if address)
+    found = tuple(address for address in dict.fromkeys((given, *_from_launcher(me, environ))) if address)
     if found:
         return found
     if me.launcher == "Open MPI":
@@ -144,7 +144,7 @@ def _addresses(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _told_by_launcher(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
+def _from_launcher(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
     if me.launcher == "srun" and (nodes := environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")):
         return (expand(nodes)[0],)
     return _open_mpi_addresses(environ) if me.launcher == "Open MPI" else ()

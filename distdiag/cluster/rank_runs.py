@@ -256,7 +256,7 @@ class Run:
         if isinstance(record, RankStarted):
             trace.pid = record.pid
         elif isinstance(record, RankEvent):
-            if why := self._what_is_wrong(trace, record):
+            if why := self._why_rejected(trace, record):
                 self._fleet.distrust(node, f"rank {trace.rank} sent an invalid report: {why}")
                 self._lose(node)
                 return
@@ -276,7 +276,7 @@ class Run:
             trace.over_at = time.monotonic()
         self._gave_up = self._gave_up or trace.gave_up
 
-    def _what_is_wrong(self, trace: RankTimeline, event: Event) -> str:
+    def _why_rejected(self, trace: RankTimeline, event: Event) -> str:
         """Return why a rank cannot have taken this step in this run; empty if it can."""
         if event.stage not in self._stages:
             return f"unknown stage {event.stage[:30]!r}"

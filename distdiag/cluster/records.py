@@ -37,7 +37,7 @@ _BY_UNIT = {"_s": (-1e11, 1e11), "_ns": (-1e18, 1e18), "_bytes": (-1, 2**63)}
 _ANY_FLOAT = (-1e300, 1e300)
 
 
-class Senseless(DistdiagError):
+class InvalidData(DistdiagError):
     """Invalid data; the message has the reason, not the sender."""
 
 
@@ -57,7 +57,7 @@ class Started(TypedDict, total=False):
     nccl: str | None
 
 
-class TroubleTold(TypedDict, total=False):
+class TroubleMessage(TypedDict, total=False):
     """A rank's error report; the fields depend on its kind, see distdiag.launch.rank."""
 
     kind: Required[str]
@@ -94,7 +94,7 @@ _DETAILS = {
 """The required fields of each kind of trouble."""
 
 
-class PairTold(TypedDict):
+class PairMessage(TypedDict):
     """Rank 0's report on two ranks measured together."""
 
     a: int
@@ -106,7 +106,7 @@ class PairTold(TypedDict):
     error: str
 
 
-class PausedTold(TypedDict):
+class PausedMessage(TypedDict):
     """How long a rank did not run, the parts due to a lack of cores and to its CPU quota, and the total time."""
 
     paused_ns: int
@@ -115,7 +115,7 @@ class PausedTold(TypedDict):
     of_ns: Annotated[int, msgspec.Meta(ge=1)]
 
 
-class RowTold(TypedDict, total=False):
+class RowMessage(TypedDict, total=False):
     """One collective at one size, as timed by a rank."""
 
     number: Required[int]
@@ -125,22 +125,22 @@ class RowTold(TypedDict, total=False):
     times_ns: list[Annotated[int, msgspec.Meta(ge=1)]]
     wrong: int | None
     skipped: str
-    paused: PausedTold
+    paused: PausedMessage
 
 
 class Payload(TypedDict, total=False):
     """Facts attached to a step."""
 
     started: Started
-    trouble: TroubleTold
+    trouble: TroubleMessage
     fatal: bool
     finished: bool
     held: bool
     memory_bytes: int
     computed: Computed
-    pairs: list[PairTold]
-    row: RowTold
-    paused: PausedTold
+    pairs: list[PairMessage]
+    row: RowMessage
+    paused: PausedMessage
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -345,7 +345,7 @@ _DECODER: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
 
 
 def read_record(frame: bytes) -> Said:
-    """Decode one frame of an agent. Raises Senseless."""
+    """Decode one frame of an agent. Raises InvalidData."""
     with _one_error(frame):
         record = _DECODER.decode(frame)
         check(record)
@@ -353,7 +353,7 @@ def read_record(frame: bytes) -> Said:
 
 
 def read_json(data: bytes | msgspec.Raw, type_: type[T]) -> T:
-    """Decode JSON as facts of a type. Raises Senseless."""
+    """Decode JSON as facts of a type. Raises InvalidData."""
     with _one_error(data):
         facts = msgspec.json.decode(data, type=type_)
         check(facts)
@@ -403,4 +403,4 @@ def _one_error(data: bytes | msgspec.Raw) -> Iterator[None]:
     else:
         return
     start = printable(bytes(data)[:_QUOTED_BYTES].decode("utf-8", "replace"))
-    raise Senseless(f'{reason}, in "{start}"')
+    raise InvalidData(f'{reason}, in "{start}"')

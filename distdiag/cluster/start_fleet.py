@@ -58,9 +58,9 @@ class Agent:
         """Read the sources to send."""
         return bundle.sources(bundle.AGENT, self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
 
-    def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
+    def config_for_untrusted_parent(self, *, silence_s: float) -> dict[str, Any]:
         """Return the orders of an agent whose parent may be a stranger."""
-        return {"collect": self.collect, "ask": self.ask, "env": {}, "silence_s": silence_s, "guest": True}
+        return {"collect": self.collect, "ask": self.ask, "env": {}, "silence_s": silence_s, "untrusted": True}
 
     def config(self, cluster: Cluster, *, silence_s: float | None) -> dict[str, Any]:
         """Return the agent's orders, see distdiag.agent.agent.serve."""
@@ -69,7 +69,7 @@ class Agent:
             "ask": self.ask,
             "env": chosen_env(cluster),
             "silence_s": silence_s,
-            "guest": False,
+            "untrusted": False,
         }
 
 

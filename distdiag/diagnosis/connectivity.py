@@ -175,11 +175,11 @@ def _verdict(path: NetworkPath) -> str:
     return "loopback" if leads_home and not path.is_open and path.source != path.target else path.probe.verdict
 
 
-def _nothing_works(case: Case, everybody: Culprit, paths: Sequence[NetworkPath]) -> Finding:
+def _nothing_works(case: Case, all_nodes: Culprit, paths: Sequence[NetworkPath]) -> Finding:
     """Report that all paths are closed, for whatever mix of reasons."""
     verdict = Counter(_verdict(path) for path in paths).most_common(1)[0][0]
     purposes = tuple(purpose for purpose in (PORT, RANKS) if any(path.purpose == purpose for path in paths))
-    return _closed_finding(case, verdict, everybody, purposes)
+    return _closed_finding(case, verdict, all_nodes, purposes)
 
 
 def _is_flaky(case: Case, path: NetworkPath) -> bool:
@@ -540,7 +540,7 @@ def _foreign(case: Case) -> list[Finding]:
 def _large_packets(case: Case) -> list[Finding]:
     """Report paths that drop large packets: a link on the path has a smaller MTU than the interfaces."""
     bad = [path for path in case.test.paths if _is_swallowed(path)]
-    if not bad or _some_comes_through(case):
+    if not bad or _some_large_packets_arrive(case):
         return []
     directed = {_edge(path) if path.probe.verdict == "swallowed-up" else _edge(path)[::-1] for path in bad}
     tried = {_edge(path) for path in case.test.paths if path.is_open or path in bad}
@@ -624,7 +624,7 @@ def _is_swallowed(path: NetworkPath) -> bool:
     return path.probe.verdict.startswith("swallowed")
 
 
-def _some_comes_through(case: Case) -> bool:
+def _some_large_packets_arrive(case: Case) -> bool:
     """Return whether a few large packets arrive, as with loss: too small an MTU drops all of them.
 
     Proof is a path with partial success, the way back between the same nodes, or loss on another path of the node
@@ -643,7 +643,7 @@ def _some_comes_through(case: Case) -> bool:
 def _lossy(case: Case) -> list[Finding]:
     """Name the nodes whose paths had many retransmissions, or transferred too little in time."""
     paths = case.test.paths
-    some = _some_comes_through(case)
+    some = _some_large_packets_arrive(case)
     if any(map(_is_swallowed, paths)) and not some:
         return []  # large packets that vanish are sent again as well
     hopeless = [
@@ -655,7 +655,7 @@ def _lossy(case: Case) -> list[Finding]:
     lost = [path for path in hopeless if path not in slow]
     lossy = [*lost, *(path for path in paths if path not in hopeless and _loses(case, path))]
     found = [_bad_link(case, "link-slow", Level.FAIL, "very low throughput", slow)] if slow else []
-    if lost or _is_much(lossy):
+    if lost or _is_heavy_loss(lossy):
         level = Level.FAIL if lost else Level.WARN
         found.append(_bad_link(case, "link-lossy", level, "packet loss", lossy))
     return found
@@ -676,7 +676,7 @@ def _loses(case: Case, path: NetworkPath) -> bool:
     return probe.bulk_bytes > 0 and sum(small) >= _FEW_RETRANSMITS
 
 
-def _is_much(lossy: Sequence[NetworkPath]) -> bool:
+def _is_heavy_loss(lossy: Sequence[NetworkPath]) -> bool:
     worst = max((path.probe.retransmits for path in lossy), default=0)
     small = [path for path in lossy if path.probe.bulk_bytes <= BULK_BYTES]
     return bool(small) or len(lossy) >= _ENOUGH_PATHS or worst >= _MANY_PACKETS

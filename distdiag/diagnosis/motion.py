@@ -75,13 +75,13 @@ def works_beside(watched: Watched) -> bool:
     if watched.activity is None:
         return False
     still = watched.samples[-1].standstill[0] if watched.samples[-1].standstill else None
-    is_alone = still is not None and still.syscall not in ("", *MAY_WAIT_FOR_OWN) and _slept_through(watched.samples)
+    is_alone = still is not None and still.syscall not in ("", *MAY_WAIT_FOR_OWN) and _slept_throughout(watched.samples)
     return any(moved.role != "self" or not is_alone for moved in watched.activity.moved)
 
 
 def has_moved(samples: Sequence[Sample], *, waits: bool) -> bool:
     """Return whether the judged thread's Python frames changed between two samples."""
-    if len(samples) < 2 or not samples[0].threads or not samples[-1].threads or _slept_through(samples):
+    if len(samples) < 2 or not samples[0].threads or not samples[-1].threads or _slept_throughout(samples):
         return False
     # A sample in the middle may lack frames.
     return any(
@@ -89,7 +89,7 @@ def has_moved(samples: Sequence[Sample], *, waits: bool) -> bool:
     )
 
 
-def _slept_through(samples: Sequence[Sample]) -> bool:
+def _slept_throughout(samples: Sequence[Sample]) -> bool:
     """Return whether the thread did not run between the first and last sample, even if frames are missing."""
     first, last = samples[0], samples[-1]
     still = last.standstill[0] if last.standstill else None

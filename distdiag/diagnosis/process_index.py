@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from distdiag.facts.descriptors import Descriptor
-    from distdiag.facts.socket_owners import Network, Person
+    from distdiag.facts.socket_owners import Network, PeerProcess
     from distdiag.jobs.collect import Process
     from distdiag.jobs.types import Job, Member, NodeStacks
 
@@ -46,13 +46,13 @@ class ProcessIndex:
     """All known processes of all nodes, by host and pid."""
 
     def __init__(
-        self, nodes: Sequence[NodeStacks], ends: Mapping[str, tuple[Sequence[Network], Sequence[Person]]]
+        self, nodes: Sequence[NodeStacks], ends: Mapping[str, tuple[Sequence[Network], Sequence[PeerProcess]]]
     ) -> None:
         self.processes: dict[Key, Process] = {
             (node.host, process.pid): process for node in nodes for process in node.processes.processes
         }
-        self.persons: dict[Key, Person] = {
-            (host, person.pid): person for host, (_, persons) in ends.items() for person in persons
+        self.peer_processes: dict[Key, PeerProcess] = {
+            (host, person.pid): person for host, (_, peer_processes) in ends.items() for person in peer_processes
         }
         self.places: dict[Key, Place] = {}
         for job in find_jobs(nodes, whole=False):
@@ -140,7 +140,7 @@ class ProcessIndex:
 
     def _stranger(self, key: Key) -> str:
         _, pid = key
-        process, person = self.processes.get(key), self.persons.get(key)
+        process, person = self.processes.get(key), self.peer_processes.get(key)
         if process is not None and process.kind == "launcher":
             return f"launcher {pid} ({_script(process.command)})"
         command = process.command if process is not None else person.command if person is not None else ""
@@ -148,7 +148,7 @@ class ProcessIndex:
 
 
 def _matched(
-    ends: Mapping[str, tuple[Sequence[Network], Sequence[Person]]],
+    ends: Mapping[str, tuple[Sequence[Network], Sequence[PeerProcess]]],
 ) -> dict[tuple[str, int, int], tuple[Endpoint, ...]]:
     endpoints = [
         Endpoint(

@@ -295,16 +295,16 @@ def _owner(process: _Process, call: _Call) -> int | None:
 
 def _children(pid: int, call: _Call) -> tuple[procs.Proc, ...]:
     """List the children that wait4 or waitid may be waiting for, by their pids in its namespace."""
-    everybody = [child for child in procs.table().values() if child.parent == pid]
+    children = [child for child in procs.table().values() if child.parent == pid]
     kind, number = _signed(call.arguments[0]), _signed(call.arguments[1])
     if call.name == "waitid" and kind == _P_PIDFD:
         own = re.search(r"^Pid:\s*(\d+)", machine.read_text(f"/proc/{pid}/fdinfo/{number}"), re.MULTILINE)
-        return tuple(child for child in everybody if own and child.pid == int(own[1]))
+        return tuple(child for child in children if own and child.pid == int(own[1]))
     wanted = kind if call.name == "wait4" else number if kind == _P_PID else -1
     if wanted <= 0:  # any, or those of a process group
-        return tuple(everybody)
+        return tuple(children)
     depth = len(_numbers(f"/proc/{pid}", pid))
-    return tuple(child for child in everybody if _numbers(f"/proc/{child.pid}", child.pid)[:depth][-1] == wanted)
+    return tuple(child for child in children if _numbers(f"/proc/{child.pid}", child.pid)[:depth][-1] == wanted)
 
 
 def _numbers(folder: str, number: int) -> list[int]:

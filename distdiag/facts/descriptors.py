@@ -97,15 +97,15 @@ class Look:
 
     def ends(self, link: str) -> tuple[End, ...]:
         """List the descriptors with this target in /proc/PID/fd/N."""
-        return tuple(End(pid, fd, _mode(f"/proc/{pid}/fd/{fd}")) for pid, fd in self._everybody[0].get(link, ()))
+        return tuple(End(pid, fd, _mode(f"/proc/{pid}/fd/{fd}")) for pid, fd in self._all_descriptors[0].get(link, ()))
 
     @property
     def hidden(self) -> int | None:
         """The number of processes with unreadable descriptors; None if not counted."""
-        return self._everybody[1] if "_everybody" in vars(self) else None
+        return self._all_descriptors[1] if "_all_descriptors" in vars(self) else None
 
     @cached_property
-    def _everybody(self) -> tuple[dict[str, list[tuple[int, int]]], int]:
+    def _all_descriptors(self) -> tuple[dict[str, list[tuple[int, int]]], int]:
         found: dict[str, list[tuple[int, int]]] = {}
         hidden = 0
         for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -165,8 +165,8 @@ def _ask_files(
     for fd, link in links.items():
         if link.startswith("/"):
             mounts.setdefault(_field(infos[fd], "mnt_id"), []).append(fd)
-    told, mute = deadlines.each(mounts, lambda mount: _stat_all(pid, mounts[mount]), patience_s=patience_s)
-    answers = {fd: answer for answered in told.values() for fd, answer in answered.items()}
+    by_mount, mute = deadlines.each(mounts, lambda mount: _stat_all(pid, mounts[mount]), patience_s=patience_s)
+    answers = {fd: answer for answered in by_mount.values() for fd, answer in answered.items()}
     return answers, {fd for mount in mute for fd in mounts[mount]}
 
 
@@ -242,8 +242,8 @@ def _protocol(pid: int, fd: int) -> str:
 
 def _inode(link: str, info: str, answer: os.stat_result | None) -> int | None:
     inside = re.search(r"^(?:pipe|socket):\[(\d+)\]$", link)
-    told = inside[1] if inside else _field(info, "ino")  # in fdinfo since Linux 5.14
-    return int(told) if told else answer.st_ino if answer else None
+    inode = inside[1] if inside else _field(info, "ino")  # in fdinfo since Linux 5.14
+    return int(inode) if inode else answer.st_ino if answer else None
 
 
 def _mode(link: str) -> str:

@@ -264,8 +264,8 @@ def with_links(health: Health, status: str, errors: str) -> Health:
     for gpu in health.gpus:
         own = links.get(gpu.index, {})
         down = tuple(number for number, words in own.items() if "inactive" in words.lower())
-        told = {"links": len(own), "inactive_links": down, "link_errors": counts.get(gpu.index, {})}
-        gpus.append(GpuHealth(**{**vars(gpu), **told}))
+        readings = {"links": len(own), "inactive_links": down, "link_errors": counts.get(gpu.index, {})}
+        gpus.append(GpuHealth(**{**vars(gpu), **readings}))
     return Health(tuple(gpus), health.driver, health.error)
 
 

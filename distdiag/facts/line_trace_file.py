@@ -19,7 +19,7 @@ import json
 import os
 import stat
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from distdiag.facts import procs
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Container
     from typing import Any, BinaryIO
 
-MAGIC = b"DDLINES2"
+MAGIC = b"DDLINES3"
 SUFFIX = ".lines"
 NAMES_SUFFIX = ".names"
 PAGE = 4096
@@ -44,6 +44,37 @@ _MOST_LINES = 2**20
 _NO_PLACE = 2.0**62
 """Larger numbers are not places, nor are infinity and NaN."""
 LIVE, ENDED = 1, 2
+
+
+@dataclass(frozen=True)
+class About:
+    """What the traced process writes about itself, as JSON. `rings`: one per thread, each of `lines` blocks.
+
+    `began_s` and `monotonic_s`: wall and monotonic clock when the file was made. `started`: as in /proc/PID/stat.
+    `ancestors`: the processes above the parent. `error`: an uncaught exception, raised in the user's code at
+    `raised_at`: file, function and line.
+    """
+
+    host: str
+    boot: str
+    pid: int
+    parent: int
+    ancestors: tuple[int, ...]
+    started: int
+    began_s: float
+    monotonic_s: float
+    python: str
+    command: str
+    rings: int
+    lines: int
+    include: tuple[str, ...]
+    rank: int | None
+    local_rank: int | None
+    world_size: int | None
+    launcher: str
+    job: dict[str, str]
+    error: str
+    raised_at: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -81,12 +112,12 @@ class Thread:
 
 @dataclass(frozen=True)
 class RingFile:
-    """One process. `about`: its own description; `ended_s`: None unless it exited normally.
+    """One process. `ended_s`: None unless it exited normally.
 
     `owner`: the file owner's user id.
     """
 
-    about: dict[str, Any]
+    about: About
     threads: tuple[Thread, ...]
     untold_threads: int
     ended_s: float | None
@@ -118,6 +149,11 @@ def size_of(threads: int, lines: int) -> int:
     return PAGE + threads * (THREAD.size + lines * BLOCK_BYTES)
 
 
+def thread_offset(thread: int) -> int:
+    """Return the offset of a thread's entry in the table of threads."""
+    return PAGE + thread * THREAD.size
+
+
 def ring_offset(threads: int, lines: int, thread: int) -> int:
     """Return the offset of a thread's blocks."""
     return PAGE + threads * THREAD.size + thread * lines * BLOCK_BYTES
@@ -145,7 +181,7 @@ def read(path: str, owners: Container[int] | None = None) -> RingFile:
         if owners is not None and status.st_uid not in owners and not _is_of_its_process(status.st_uid, about):
             raise NotOurs(f"owned by another user (uid {status.st_uid})")
         codes = _codes(f"{path[: -len(SUFFIX)] if path.endswith(SUFFIX) else path}{NAMES_SUFFIX}", status.st_uid)
-        threads, lines = about["threads"], about["lines"]
+        threads, lines = about.rings, about.lines
         if status.st_size < size_of(threads, lines):
             raise NotARing(f"{path} is truncated")
         untold, ended = struct.unpack_from("<Qd", head, TAIL)
@@ -157,30 +193,44 @@ def read(path: str, owners: Container[int] | None = None) -> RingFile:
     return RingFile(about, tuple(ring for ring in found if ring is not None), untold, ended or None, status.st_uid)
 
 
-def _is_of_its_process(owner: int, about: dict[str, Any]) -> bool:
+def _is_of_its_process(owner: int, about: About) -> bool:
     """Return whether the file's process lives, and runs as the file's owner."""
-    pid = about.get("pid")
-    proc = procs.read(pid) if isinstance(pid, int) else None
-    return proc is not None and proc.started == about.get("started") and procs.owner(proc.pid) == owner
+    proc = procs.read(about.pid)
+    return proc is not None and proc.started == about.started and procs.owner(proc.pid) == owner
 
 
-def _about(data: bytes) -> dict[str, Any]:
+_TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
+    "str": ((str,), ()),
+    "int": ((int,), ()),
+    "float": ((int, float), ()),
+    "int | None": ((int, type(None)), ()),
+    "tuple[int, ...]": ((list,), (int,)),
+    "tuple[str, ...]": ((list,), (str,)),
+    "dict[str, str]": ((dict,), (str,)),
+}
+"""By annotation of About: types of the JSON value, and of its items."""
+
+
+def _about(data: bytes) -> About:
     if len(data) < PAGE or data[:8] != MAGIC:
         raise NotARing("not a recording of trace py")
     (length,) = struct.unpack_from("<I", data, 8)
     try:
-        about = json.loads(data[12 : 12 + min(length, TEXT_BYTES)])
-        threads, lines = about["threads"], about["lines"]
-        if (
-            not isinstance(threads, int)
-            or not 0 < threads <= 4096
-            or not isinstance(lines, int)
-            or not 0 < lines <= _MOST_LINES
-        ):
-            raise ValueError
+        given = json.loads(data[12 : 12 + min(length, TEXT_BYTES)])
+        about = About(**{each.name: _checked(str(each.type), given[each.name]) for each in fields(About)})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise NotARing("its header cannot be read") from error
-    return dict(about)
+    if not (0 < about.rings <= 4096 and 0 < about.lines <= _MOST_LINES):
+        raise NotARing("its header cannot be read")
+    return about
+
+
+def _checked(kind: str, value: Any) -> Any:  # noqa: ANN401 - as JSON has it
+    outer, inner = _TYPES[kind]
+    items = (value.values() if isinstance(value, dict) else value) if inner else ()
+    if not isinstance(value, outer) or not all(isinstance(item, inner) for item in items):
+        raise TypeError
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _codes(path: str, owner: int) -> dict[int, Code]:

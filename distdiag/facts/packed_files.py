@@ -103,7 +103,7 @@ def _by_program(path: str, packing: Packing, deadline: float) -> Generator[bytes
     try:
         programs.say(process, b"")
         yield from _output(process, deadline)
-        done = programs.hear(process, timeout_s=max(0.0, deadline - time.monotonic()))
+        done = programs.collect_output(process, timeout_s=max(0.0, deadline - time.monotonic()))
     except BaseException:
         programs.end_group(process)
         raise

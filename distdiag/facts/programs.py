@@ -126,7 +126,7 @@ def run(
     began = time.monotonic()
     process = start(argv, env=env)
     say(process, b"")
-    return hear(process, timeout_s=timeout_s, began=began, most_bytes=most_bytes)
+    return collect_output(process, timeout_s=timeout_s, began=began, most_bytes=most_bytes)
 
 
 def say(process: subprocess.Popen[bytes] | Adopted, words: bytes, *, is_all: bool = True) -> None:
@@ -138,7 +138,7 @@ def say(process: subprocess.Popen[bytes] | Adopted, words: bytes, *, is_all: boo
         process.stdin.close()
 
 
-def hear(
+def collect_output(
     process: subprocess.Popen[bytes] | Adopted,
     *,
     timeout_s: float,

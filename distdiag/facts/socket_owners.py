@@ -39,7 +39,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Person:
+class PeerProcess:
     """A process mentioned in the report. `state` as in proc(5)."""
 
     pid: int
@@ -56,11 +56,11 @@ def networks(pids: Iterable[int], look: Look) -> tuple[Network, ...]:
     return tuple(_network(name, members, look) for name, members in by_name.items())
 
 
-def people(pids: Iterable[int]) -> tuple[Person, ...]:
+def peer_processes(pids: Iterable[int]) -> tuple[PeerProcess, ...]:
     """Describe the processes that are still alive."""
     found = ((pid, procs.read(pid)) for pid in sorted(set(pids)))
     return tuple(
-        Person(pid, proc.comm, machine.command_line(pid) or proc.comm, proc.state)
+        PeerProcess(pid, proc.comm, machine.command_line(pid) or proc.comm, proc.state)
         for pid, proc in found
         if proc is not None
     )

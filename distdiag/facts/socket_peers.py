@@ -50,16 +50,16 @@ def match(
         endpoints: the sockets of all processes examined.
         addresses: by (host, network namespace), its own addresses, see sockets.Namespace.
     """
-    everybody = list(endpoints)
+    targets = list(endpoints)
     connected: dict[tuple[str, str, str], list[Endpoint]] = {}
     bound: dict[tuple[str, str], list[Endpoint]] = {}
-    for endpoint in everybody:
+    for endpoint in targets:
         if endpoint.remote:
             connected.setdefault((_family(endpoint), endpoint.local, endpoint.remote), []).append(endpoint)
         elif endpoint.local:
             bound.setdefault((_family(endpoint), _split(endpoint.local)[1]), []).append(endpoint)
     own = {place: frozenset(known) for place, known in addresses.items()}
-    return {endpoint.key: tuple(_others(endpoint, connected, bound, own)) for endpoint in everybody}
+    return {endpoint.key: tuple(_others(endpoint, connected, bound, own)) for endpoint in targets}
 
 
 def _others(

@@ -40,6 +40,8 @@ MAIN = "MainThread"
 _FOR_A_THREAD = re.compile(
     r"/(threading|selectors|queue|concurrent/futures/\w+|asyncio/\w+)\.py$|/(trio|anyio|uvloop|gevent)/"
 )
+_RAY_LOOP = ("/ray/_private/worker.py", "main_loop")
+"""Innermost frame of the main thread of a Ray actor; Ray Train runs the training function in another thread."""
 _FOR_OTHERS = re.compile(r"/torch/(distributed|utils/data|autograd)/")
 _INNER = 8
 
@@ -189,7 +191,9 @@ def process_groups(tasks: Iterable[procs.Task]) -> int:
 
 
 def leaves_work_to_threads(frames: Sequence[Frame]) -> bool:
-    """Return whether a main thread waits in Python's threading code, so that another may do the job's work."""
+    """Return whether a main thread waits in Python's threading code or Ray's loop, so that another may do the work."""
     inner = frames[:_INNER]
     files = [frame.file for frame in inner]
+    if files and files[0].endswith(_RAY_LOOP[0]) and inner[0].function.endswith(_RAY_LOOP[1]):
+        return True
     return any(map(_FOR_A_THREAD.search, files)) and not any(map(_FOR_OTHERS.search, files))

@@ -21,7 +21,7 @@ from distdiag.facts.kernel_signs import KernelSigns  # noqa: TC001
 from distdiag.facts.line_patterns import Patterns
 from distdiag.facts.mapped_versions import MappedVersions  # noqa: TC001
 from distdiag.facts.nccl_ras import RasFacts  # noqa: TC001
-from distdiag.facts.socket_owners import Network, Person  # noqa: TC001
+from distdiag.facts.socket_owners import Network, PeerProcess  # noqa: TC001
 from distdiag.jobs import sample_stacks, sample_waits, starts
 from distdiag.jobs.collect import Watched, facts
 from distdiag.jobs.starts import Starts  # noqa: TC001
@@ -65,7 +65,7 @@ class Part:
     watched: tuple[Watched, ...] = ()
     blocked: tuple[Blocked, ...] = ()
     networks: tuple[Network, ...] = ()
-    people: tuple[Person, ...] = ()
+    peer_processes: tuple[PeerProcess, ...] = ()
     logs: tuple[NodeLogs, ...] = ()
     bars: tuple[Bar, ...] = ()
     dumps: tuple[NodeDumps, ...] = ()
@@ -176,7 +176,7 @@ class _Run:
         sample_waits.more(
             ask,
             lambda reply: self._send(
-                "waits", Part(blocked=reply.processes, networks=reply.networks, people=reply.people)
+                "waits", Part(blocked=reply.processes, networks=reply.networks, peer_processes=reply.peer_processes)
             ),
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distdiag.facts import blocked_threads, machine, procs
 from distdiag.facts.blocked_threads import Blocked, Thread
 from distdiag.facts.descriptors import Look
-from distdiag.facts.socket_owners import Network, Person, networks, people
+from distdiag.facts.socket_owners import Network, PeerProcess, networks, peer_processes
 from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
@@ -30,7 +30,7 @@ class Reply:
 
     processes: tuple[Blocked, ...] = ()
     networks: tuple[Network, ...] = ()
-    people: tuple[Person, ...] = ()
+    peer_processes: tuple[PeerProcess, ...] = ()
 
 
 def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
@@ -46,7 +46,7 @@ def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
         tell(Reply(processes=(process,)))
     found = networks(pids, reader)
     mentioned.update(owned.pid for network in found for owned in network.sockets)
-    tell(Reply(networks=found, people=people(mentioned.difference(pids))))
+    tell(Reply(networks=found, peer_processes=peer_processes(mentioned.difference(pids))))
 
 
 def _process(pid: int, first: dict[int, tuple[str, ...]], reader: Look) -> Blocked:

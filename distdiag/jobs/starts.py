@@ -23,6 +23,7 @@ from distdiag.facts import (
     procs,
     programs,
     sockets,
+    tcp_bytes,
 )
 from distdiag.facts.launch_options import Launch
 
@@ -94,7 +95,8 @@ class Start:
     started by the mpirun or srun above it; `hosts`: their nodes, by mpirun's options. `above`: of a rank, the launcher
     on its node that chooses the rendezvous. `command`: the command line of that launcher, or of mpirun or srun with the
     variables it passes on, quoted for a shell and without secrets; empty if very long. `joined`: it has a connection to
-    the rendezvous port.
+    the rendezvous port. `answered`: the other end of that connection has sent data, as any store does at once; None if
+    unknown.
     """
 
     pid: int
@@ -110,6 +112,7 @@ class Start:
     above: Launch | None = None
     command: str = ""
     joined: bool | None = None
+    answered: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,10 @@ def _start(
 ) -> Start:
     proc = procs.read(pid)
     started_s = proc.started / os.sysconf("SC_CLK_TCK") if proc is not None else 0.0
-    own = [namespace.sockets[inode] for inode in sockets.inodes(pid) if inode in namespace.sockets]
+    own = {inode: namespace.sockets[inode] for inode in sockets.inodes(pid) if inode in namespace.sockets}
+    joined = [
+        inode for inode, sock in own.items() if sock.state == "ESTABLISHED" and sock.remote.endswith(f":{launch.port}")
+    ]
     starter = _starter_of(pid, srun) if launch.program == "environment" else pid
     words = procs.command_words(starter) if starter is not None else []
     above = launch_options.read(words, {}) if starter != pid else None
@@ -190,14 +196,24 @@ def _start(
         meeting=met.get((launch.host, launch.port)),
         rank=launch_options.number(environment.get("RANK", "")),
         world_size=launch_options.number(environment.get("WORLD_SIZE", "")),
-        knocks=tuple(sorted(sock.remote for sock in own if sock.state == "SYN_SENT")),
+        knocks=tuple(sorted(sock.remote for sock in own.values() if sock.state == "SYN_SENT")),
         interfaces={name: environment[name] for name in _INTERFACES if name in environment},
         tasks=next((number for name in _TASKS if (number := launch_options.number(environment.get(name, "")))), None),
         hosts=launch_options.mpi_hosts(words, f"/proc/{starter}/cwd") if launch_options.is_mpirun(words) else (),
         above=above,
         command=command if len(command) <= _LONGEST_COMMAND else "",
-        joined=any(sock.state == "ESTABLISHED" and sock.remote.endswith(f":{launch.port}") for sock in own),
+        joined=bool(joined),
+        answered=_answered(pid, joined) if joined else None,
     )
+
+
+def _answered(pid: int, connections: Iterable[int]) -> bool | None:
+    try:
+        known = tcp_bytes.tcp_bytes(pid)
+    except OSError:
+        return None
+    taken = [known[inode].taken for inode in connections if inode in known]
+    return any(taken) if taken else None
 
 
 def _starter_of(pid: int, srun: int | None) -> int | None:

@@ -84,7 +84,7 @@ class Pauses(threading.Thread):
         self._began = (time.monotonic(), self._paused_s, self._no_core_s(), machine.throttled_s())
 
     def since_begin(self) -> dict[str, int]:
-        """Return the pauses since `begin`, in nanoseconds: records.PausedTold."""
+        """Return the pauses since `begin`, in nanoseconds: records.PausedMessage."""
         time.sleep(2 * _NAP_S)  # a pause is noted only at the end of its nap
         at, paused_s, no_core_s, throttled_s = self._began
         paused_s = self._paused_s - paused_s
@@ -219,7 +219,7 @@ class Rank:
             self.progress.step(f"looking for rank 0 at {address} port {port}", waiting=True)
             try:
                 rendezvous.greet(address, port, self.config["key"], self.rank, self._report_answer)
-            except rendezvous.Stranger as stranger:
+            except rendezvous.ForeignServer as stranger:
                 self.fail("port-foreign", message=stranger.said, address=address, port=port)
         self.progress.step("all ranks connected")
 

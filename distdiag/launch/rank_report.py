@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.cluster.rank_runs import RankTimeline
-    from distdiag.cluster.records import PausedTold
+    from distdiag.cluster.records import PausedMessage
     from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.launch.attribution import Attribution
     from distdiag.launch.record import Asked, Data, Job, Plan, RunRecord, SavedRun
@@ -225,7 +225,7 @@ _OTHERS = 0.5
 
 
 def paused(
-    request: Request, traces: Sequence[RankTimeline], pauses: Mapping[int, Sequence[PausedTold]]
+    request: Request, traces: Sequence[RankTimeline], pauses: Mapping[int, Sequence[PausedMessage]]
 ) -> list[Finding]:
     """Return ranks that were stopped, throttled or without a core; `pauses`: measurements by rank."""
     shares = {rank: _share(own, "paused_ns") for rank, own in pauses.items() if own}
@@ -263,7 +263,7 @@ def paused(
     ]
 
 
-def without_core(pauses: Mapping[int, Sequence[PausedTold]]) -> float:
+def without_core(pauses: Mapping[int, Sequence[PausedMessage]]) -> float:
     """Return the share of time that the median rank waited for a core."""
     return median([_share(own, "no_core_ns") for own in pauses.values() if own] or [0.0])
 
@@ -275,7 +275,7 @@ def _outliers(shares: Mapping[int, float]) -> list[int]:
     return found if found and others and max(others) < _OTHERS * min(shares[rank] for rank in found) else []
 
 
-def _share(pauses: Sequence[PausedTold], key: Literal["paused_ns", "no_core_ns", "throttled_ns"]) -> float:
+def _share(pauses: Sequence[PausedMessage], key: Literal["paused_ns", "no_core_ns", "throttled_ns"]) -> float:
     return sum(int(pause[key]) for pause in pauses) / max(1, sum(pause["of_ns"] for pause in pauses))
 
 

@@ -175,7 +175,7 @@ def _run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, plan: Plan, prog
     log_dirs = _keep_logs(fleet, plan, request) if request.nccl_debug else {}
     key = handshake.new_key()
     specs = {share.node: _specs(job, plan, share, (port, key), meeting) for share in plan.shares}
-    narrator = _Narrator(job, plan, progress)
+    narrator = _ProgressReporter(job, plan, progress)
     ranks = rank_runs.Run(fleet, specs, job.rank, request.stages, narrator.report)
     outcome = ranks.wait(request.timeout_s)
     course = RunRecord(outcome, list(ranks.traces.values()), log_dirs, ranks.stalled_s, meeting, ranks.lost)
@@ -204,7 +204,7 @@ def _scene(fleet: Fleet, targets: Targets) -> Inventory:
         if same != node.name:
             twins.append((node.name, same))
             continue
-        places.append(NodeSlot(node=node.name, host=node.host, slots=slots[node.name], facts=node.told))
+        places.append(NodeSlot(node=node.name, host=node.host, slots=slots[node.name], facts=node.reply))
     if targets.launcher is None and fleet.refusals:
         refusal = next(iter(fleet.refusals.values()))
         raise NodeFailed(
@@ -239,7 +239,7 @@ def _check_working_directory() -> None:
         ) from None
 
 
-class _Narrator:
+class _ProgressReporter:
     """Reports on stderr when all ranks have reached a stage, and which ranks the others are waiting for."""
 
     def __init__(self, job: Job[Asked, Data], plan: Plan, progress: Progress) -> None:

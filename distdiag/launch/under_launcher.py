@@ -140,7 +140,7 @@ def _serve(me: Identity, home: Home, agent: Agent, timeout_s: float) -> int:
         )
     boot.carried.update(agent.sources())
     fd = connection.detach()
-    config = agent.config_for_guest(silence_s=silence_s(me.world_size))
+    config = agent.config_for_untrusted_parent(silence_s=silence_s(me.world_size))
     return node_agent.serve(config, fd, Writer(fd), _left_alone)
 
 
@@ -215,7 +215,7 @@ def _scene(me: Identity, transport: JoinTransport, fleet: Fleet) -> Inventory:
             identity = {"local_rank": me.local_rank, "local_world_size": me.local_world_size}
         local = (_number(identity.get("local_rank"), 0), max(1, _number(identity.get("local_world_size"), 1)))
         door = doors.setdefault(node.hello.machine, node.name)
-        places.append(NodeSlot(node=node.name, host=node.host, slots=None, facts=node.told, local=local, door=door))
+        places.append(NodeSlot(node=node.name, host=node.host, slots=None, facts=node.reply, local=local, door=door))
     return Inventory(places=tuple(places))
 
 

@@ -114,7 +114,7 @@ def pairs() -> None:
 
 
 def situations() -> None:
-    """Print what is said of faults that are made for real among six ranks."""
+    """Print the findings for real faults among six ranks."""
     faults = {
         "slow:2": "bad-rank",
         "block:1-4": "bad-link",

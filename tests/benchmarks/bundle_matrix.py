@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bundle_matrix.py [--launcher torchrun] [--faults sleeps,exits] [--out FILE]
 
-Secrets lie in the environment, in an argument, in a path, in a log and in a local variable that a traceback shows.
+Secrets are in the environment, in an argument, in a path, in a log and in a local variable shown by a traceback.
 "same" compares class, ranks, verdict and finding ids of `hang --from BUNDLE` with those of the facts that the bundle
 was made of; "beside" with a `hang` that was run just before; "leaks" counts secrets in the unpacked bytes of the
 bundle, in plain, URL, hex and base64 form.
@@ -63,7 +63,7 @@ def leaks(bundle: Path) -> int:
 
 
 def essence(report: dict[str, Any], *, ids: bool = True) -> list[Any]:
-    """Return what has to be the same."""
+    """Return the parts that must be equal."""
     found = [report["verdict"], report["data"]["class_name"], report["data"]["ranks"]]
     return [*found, sorted(finding["id"] for finding in report["findings"])] if ids else found
 

@@ -1,6 +1,6 @@
 """core-bt beside pystack and gdb on the same core of a program that had torch loaded, interleaved; medians.
 
-Times are of whole commands; "first facts" is what reading the notes takes inside core-bt. Peak memory is of the largest
+Times are of whole commands; "first facts" is the time to read the notes inside core-bt. Peak memory is of the largest
 process of each, from the kernel (wait4): pages of mapped files that anybody had read before count. Each command is
 run in a memory cgroup (version 1) of 100 MB as well, with nothing of any file in memory before: what needs more ends by
 the kernel's hand.
@@ -40,8 +40,10 @@ print(time.perf_counter() - began, usage.ru_maxrss / 1000)
 
 def run(command: list[str]) -> tuple[float, float]:
     """Run a command; its seconds, and the peak memory of its largest process in MB."""
-    told = subprocess.run([sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True, check=True)
-    seconds, memory = map(float, told.stdout.split())
+    reported = subprocess.run(
+        [sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True, check=True
+    )
+    seconds, memory = map(float, reported.stdout.split())
     return seconds, memory
 
 
@@ -75,7 +77,7 @@ def in_100_mb(command: list[str]) -> str:
 
 
 def merged(core: str, executable: str) -> float:
-    """Give the seconds of what core-bt does: notes, then one stack from both tools, gdb where it is needed."""
+    """Return the seconds of core-bt's parts: notes, then one stack from both tools, gdb if needed."""
     began = time.perf_counter()
     notes = core_file.read(core)
     crashed = notes.threads[0].tid

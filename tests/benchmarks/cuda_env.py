@@ -1,6 +1,6 @@
-"""cuda-env beside torch.utils.collect_env and DeepSpeed's ds_report: its time, and what each says of broken set-ups.
+"""cuda-env beside torch.utils.collect_env and DeepSpeed's ds_report: its time, and their reports on broken set-ups.
 
-Whole commands, start to exit, interleaved; then one table: does a tool name what is wrong, does its command mend it.
+Whole commands, start to exit, interleaved; then one table: does a tool name the fault, does its command fix it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toolkit import nvcc  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
 CACHE = Path(tempfile.gettempdir(), f"distdiag-bench-{os.getuid()}")
-# DeepSpeed and what it needs beside torch. --no-deps: its "torch" without a number would fetch another torch.
+# DeepSpeed and its dependencies beside torch. --no-deps: its "torch" without a number would fetch another torch.
 DEEPSPEED = (
     *("deepspeed", "einops", "hjson", "msgpack", "ninja"),
     *("numpy", "psutil", "py-cpuinfo", "pydantic", "tqdm"),
@@ -62,9 +62,9 @@ exec {gcc} -U__GNUC__ -D__GNUC__={number} "$@"
 
 @dataclass(frozen=True)
 class Setup:
-    """A set-up, and what is looked for in all that a tool prints, blanks folded.
+    """A set-up, and the text searched in a tool's whole output, blanks folded.
 
-    `names`: it says that this is wrong. `shows`: it prints the value, for those who know what to make of it.
+    `names`: it reports the fault. `shows`: it prints the value, for readers able to judge it.
     `command`: a line that may mend it; only lines of exports are tried. None: as it is where nothing is wrong.
     """
 
@@ -98,8 +98,8 @@ class Bench:
 
     def __init__(self, python: Path, folder: Path, toolkit: Path) -> None:
         self.python, self.folder, self.toolkit = python, folder, toolkit
-        told = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True, check=True)
-        self.release = re.findall(r"release (\d+\.\d+)", told.stdout)[0]
+        reported = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True, check=True)
+        self.release = re.findall(r"release (\d+\.\d+)", reported.stdout)[0]
         self.torch = torch_for(folder, self.release)
 
     def environment(self, setup: Setup) -> dict[str, str]:
@@ -166,11 +166,11 @@ def with_deepspeed() -> tuple[Path, str]:
         place = next(python.parents[1].glob("lib/python*/site-packages"))
         (place / "ours.pth").write_text(f"import site; site.addsitedir({str(torch_folder().parent)!r})\n")
         version = "import deepspeed, torch; print(deepspeed.__version__, torch.__file__)"
-        told = subprocess.run([python, "-c", version], check=True, capture_output=True, text=True, timeout=120)
+        reported = subprocess.run([python, "-c", version], check=True, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
         return Path(sys.executable), f"cannot be had, and is left out: {lines[-1]}"
-    number, used = told.stdout.split()[-2:]
+    number, used = reported.stdout.split()[-2:]
     assert Path(used).parent == torch_folder(), f"another torch: {used}"
     return python, number
 
@@ -278,7 +278,7 @@ def _new_gcc(bench: Bench) -> Setup:
     gcc = _program(bench.folder / "new/gcc", script)
     return Setup(
         f"nvcc calls gcc {most + 1}; its header allows {most}",
-        # A headline that says something else does not count, whatever is quoted below it.
+        # A headline about something else does not count, even with the right lines quoted below it.
         rf"^(?!.*finds no host compiler).*(unsupported GNU version|it allows gcc <= {most}|later than {most})",
         rf"\b{most + 1}\.1\.0\b",
         r"export .*CCBIN=",
@@ -332,16 +332,16 @@ def complaint(bench: Bench, build: Said) -> str:
     return f"`{words[:90].replace('|', '/').replace('`', '')}`"
 
 
-def judged(bench: Bench, setup: Setup, told: Said, calm: str) -> str:
-    """Write a cell: what a tool found, what its command does, its exit status; `calm`: what it says if healthy."""
+def judged(bench: Bench, setup: Setup, reported: Said, calm: str) -> str:
+    """Format a cell: a tool's finding, the effect of its command, its exit status; `calm`: its text if healthy."""
     patterns = [one for one in (setup.names, setup.shows) if one]
     said_of_all = [one for one in patterns if re.search(one, calm)]
     assert setup is HEALTHY or not said_of_all, f"{setup.title}: proves nothing: {said_of_all}"
-    found = next((word for one, word in zip(patterns, WORDS, strict=False) if re.search(one, told.words)), "-")
-    lines = [line for line in told.lines if setup.command and re.search(setup.command, line)]
+    found = next((word for one, word in zip(patterns, WORDS, strict=False) if re.search(one, reported.words)), "-")
+    lines = [line for line in reported.lines if setup.command and re.search(setup.command, line)]
     if found == WORDS[0] and lines:
         found += ", " + mended(bench, setup, lines)
-    return f"{found}; exit {told.status}"
+    return f"{found}; exit {reported.status}"
 
 
 def mended(bench: Bench, setup: Setup, lines: list[str]) -> str:
@@ -353,7 +353,7 @@ def mended(bench: Bench, setup: Setup, lines: list[str]) -> str:
 
 
 def findings(python: Path, tools: tuple[str, ...]) -> None:
-    """Print what a build says of each set-up, and what the tools say."""
+    """Print a build's message for each set-up, and the tools' reports."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         bench = Bench(python, Path(folder), toolkit_in(Path(folder)))
         calm = dict(zip(tools, pool.map(lambda tool: bench.ask(tool, HEALTHY).words, tools), strict=True))

@@ -1,4 +1,4 @@
-"""Whether doctor names the node and the fact that was changed, and nobody where nothing was; and how long it takes.
+"""Whether doctor names the changed node and fact, and no node if nothing was changed; and its run time.
 
     python tests/benchmarks/doctor_matrix.py [--changes memlock,mtu] [--unchanged 10] [--nodes 4] [--slurm 64]
 
@@ -65,7 +65,7 @@ def matrix(nodes: int, names: list[str], unchanged: int) -> bool:
 
 
 def on_slurm(count: int) -> None:
-    """Time doctor on a SLURM of so many nodes, then with one of them dead."""
+    """Time doctor on a SLURM cluster of N nodes, then with one node dead."""
     with Slurm(count, cpus=1) as slurm:
         job = slurm.allocate(count)
         for dead in (False, True):
@@ -87,7 +87,7 @@ def on_slurm(count: int) -> None:
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--changes", default="all")
     parser.add_argument("--unchanged", type=int, default=10)

@@ -46,9 +46,9 @@ def ours(names: list[str], connect_s: float) -> int:
                 if isinstance(what, HostError):
                     left -= 1
                 elif not isinstance(what, str):
-                    told: tuple[Any, list[bytes], set[int]] = (what, [], set(what.fds()))
+                    reported: tuple[Any, list[bytes], set[int]] = (what, [], set(what.fds()))
                     for fd in what.fds():
-                        selector.register(fd, selectors.EVENT_READ, told)
+                        selector.register(fd, selectors.EVENT_READ, reported)
     transport.close()
     return good
 
@@ -90,13 +90,13 @@ def main() -> None:
     good = method(names, float(sys.argv[3]))
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert peak is not None
-    told = {
+    reported = {
         "ok": good,
         "seconds": time.monotonic() - began,
         "cpu_s": time.process_time(),
         "rss_mib": int(peak[1]) >> 10,
     }
-    json.dump(told, sys.stdout)
+    json.dump(reported, sys.stdout)
 
 
 main()

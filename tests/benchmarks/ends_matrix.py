@@ -1,4 +1,4 @@
-"""How ranks end, and what `run` and `logs` make of it: each end in three consoles, Gloo jobs of 3 ranks below torchrun.
+"""How ranks end, as judged by `run` and `logs`: each end in three consoles, Gloo jobs of 3 ranks below torchrun.
 
     python tests/benchmarks/ends_matrix.py [--ends value-error,sigkill] [--consoles bar,plain,json] [--keep DIR]
 
@@ -118,7 +118,7 @@ def start(end: str, console: str, log: Path, before: list[str]) -> None:
 
 
 def judge(truth: Truth, words: tuple[str, ...], document: dict[str, Any]) -> tuple[str, str]:
-    """Compare a report with the truth; return the score and what was reported."""
+    """Compare a report with the truth; return the score and the reported text."""
     findings = document["findings"]
     first = findings[0] if findings else {"level": "", "where": {}, "title": document.get("summary", ""), "detail": ""}
     text = f"{first['title']} {first.get('detail', '')}"

@@ -35,7 +35,7 @@ STOCK = "clush, key exchange as ssh comes"
 
 
 def run(node: Node, *argv: str, env: dict[str, str] | None = None) -> dict[str, Any]:
-    """Run a command on a node to its end; seconds, processor time and peak memory of it and what it waited for."""
+    """Run a command on a node to its end; return seconds, and processor time and peak memory including children."""
     began = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -56,8 +56,8 @@ def echo_by(method: str, many: ManyHosts, file: Path, connect_s: int) -> dict[st
     if method in ("distdiag", "asyncssh"):
         done = run(many.client, sys.executable, ECHO, method, str(file), str(connect_s))
         assert done["out"], done["err"]
-        told = json.loads(done["out"])
-        return {**told, "seconds": done["seconds"], "cpu_s": done["cpu_s"]}
+        reported = json.loads(done["out"])
+        return {**reported, "seconds": done["seconds"], "cpu_s": done["cpu_s"]}
     argv = {
         "clush": ["clush", "-f", "64", "-t", str(connect_s), "-w", names, "echo ok"],
         STOCK: ["clush", "-f", "64", "-t", str(connect_s), "-w", names, "echo ok"],
@@ -140,8 +140,8 @@ def a_large_job() -> None:
                 done = run(slurm.client, *argv, env=slurm.env())
                 assert done["out"].count("mn") >= 64, done
                 seconds[name].append(done["seconds"])
-            told = json.loads(done["out"])
-            seconds["facts"].append(done["seconds"] - told["seconds_to_close"])
+            reported = json.loads(done["out"])
+            seconds["facts"].append(done["seconds"] - reported["seconds_to_close"])
     middle = {name: statistics.median(found) for name, found in seconds.items()}
     print(
         f"\n64-node SLURM job: srun hostname {middle['hostname']:.2f} s, srun of a Python that prints its host name "
@@ -153,7 +153,7 @@ def a_large_job() -> None:
 
 
 def orphans() -> None:
-    """What is left on 32 hosts 3 s after the program in front was ended."""
+    """The processes left on 32 hosts 3 s after the program in front was ended."""
     print("\n| left on 32 hosts after | Ctrl-C | SIGKILL |\n|---|---|---|")
     for name in ("distdiag", "pdsh", "clush"):
         left = [_left_after(name, number) for number in (signal.SIGINT, signal.SIGKILL)]

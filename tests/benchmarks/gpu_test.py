@@ -19,7 +19,7 @@ PROGRAM = str(Path(sys.executable).with_name("distdiag"))
 
 
 def seconds(command: list[str], said: str) -> float:
-    """Time one command; it has to succeed and to say that it did."""
+    """Time one command; it must succeed and report success."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)

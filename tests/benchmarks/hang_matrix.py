@@ -112,7 +112,7 @@ def environment(folder: Path, fault: str) -> dict[str, str]:
 
 
 def launch(launcher: str, folder: Path, fault: str) -> subprocess.Popen[Any]:
-    """Start the job; its output goes to a file, as a user's does."""
+    """Start the job; its output goes to a file, as usual for users."""
     if launcher == "srun":
         return SLURMS.start(folder, fault)
     port = str(20_000 + hash((launcher, str(folder), os.getpid())) % 9000)

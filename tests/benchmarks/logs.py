@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - lines of logs are as long as they are
-"""What `distdiag logs` is worth beside torchrun's root cause, and what a log of a gigabyte costs.
+"""The value of `distdiag logs` beside torchrun's root cause, and the cost of a log of a gigabyte.
 
 `logs.py` prints the table of right, unknown and wrong over tests/logs_cases.py; `logs.py --cost` writes 1 GB of mixed log
 and measures CPU seconds and peak memory beside `grep` and a plain Python loop.
@@ -73,7 +73,7 @@ def _own(case: Case) -> str:
 
 
 def _torchruns(case: Case) -> str:
-    """Judge the rank in the first summary of torchrun, whatever its reason."""
+    """Judge the rank in the first summary of torchrun, ignoring its reason."""
     match = _ROOT.search(case.text)
     if match is None:
         return "silent"
@@ -95,7 +95,7 @@ def cost() -> None:
 
 
 def write(path: Path, size: int) -> None:
-    """Write a mixed log of so many bytes, of 512 ranks; rank 300 fails first."""
+    """Write a mixed log of this size in bytes, of 512 ranks; rank 300 fails first."""
     info = "[default{1}]:node{2}:{0}:{0} [{1}] NCCL INFO Channel {3:02}/0 : {0}[{1}] -> {0}[{1}] [send] via NET/IB/0/GDRDMA\n"
     line = (
         "[default{1}]:[rank{0}]: 2026-11-23 10:00:00 step {3} loss 2.{0} grad_norm 1.{3} tokens/s 31{2}.7 lr 0.0003\n"

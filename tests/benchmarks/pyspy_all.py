@@ -31,7 +31,7 @@ FRAMES, CLASSES = 25, 40
 
 
 def timed(command: list[str], *, limit: float = 300) -> tuple[float, int, int | None]:
-    """Run a command; give its seconds, its peak memory in KiB, and its status (None: it did not come back)."""
+    """Run a command; return its seconds, its peak memory in KiB, and its status (None: it did not end)."""
     began = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     while True:
@@ -62,9 +62,9 @@ def light_ranks() -> None:
         job.wait_ready()
         ours = [PROGRAM, "pyspy-all", "--job", job.name, "--samples", "1"]
         recipe = f"pgrep -f programs/stands_still.py | xargs -P4 -I{{}} {PY_SPY} dump --pid {{}}"
-        told = median({"ours": ours, "recipe": ["sh", "-c", recipe]})
-        print(f"| {LIGHT} light ranks, captured and reported | xargs -P4 py-spy, captured | {told['recipe']:.2f} s "
-              f"| {told['ours']:.2f} s | {told['ours'] / told['recipe']:.2f} |", flush=True)  # fmt: skip
+        reported = median({"ours": ours, "recipe": ["sh", "-c", recipe]})
+        print(f"| {LIGHT} light ranks, captured and reported | xargs -P4 py-spy, captured | {reported['recipe']:.2f} s "
+              f"| {reported['ours']:.2f} s | {reported['ours'] / reported['recipe']:.2f} |", flush=True)  # fmt: skip
         os.kill(job.pid(42), signal.SIGSTOP)
         (job.folder / "go").touch()
         wait_for_state(job.pid(42), "T")
@@ -115,19 +115,19 @@ def folding() -> None:
             commands = {"ours": ours}
             if shutil.which("clubak") and ranks <= 16_384:
                 commands["clubak"] = ["sh", "-c", f"exec clubak -b <{path}"]
-            told = median(commands, rounds=3)
+            reported = median(commands, rounds=3)
             memory = timed(ours)[1] / 1024
-            peer = f"{told['clubak']:.2f} s" if "clubak" in told else "-"
-            ratio = f"{told['ours'] / told['clubak']:.3f}" if "clubak" in told else "-"
+            peer = f"{reported['clubak']:.2f} s" if "clubak" in reported else "-"
+            ratio = f"{reported['ours'] / reported['clubak']:.3f}" if "clubak" in reported else "-"
             print(f"| folding {ranks} ranks x {FRAMES} frames | clubak -b | {peer} "
-                  f"| {told['ours']:.2f} s, {memory:.0f} MiB | {ratio} |", flush=True)  # fmt: skip
+                  f"| {reported['ours']:.2f} s, {memory:.0f} MiB | {ratio} |", flush=True)  # fmt: skip
             path.unlink()
 
 
 def no_harm() -> None:
     """Look 200 times at a training job: its losses and its steps are as without."""
     steps, looks = 4000, 200
-    told: dict[str, tuple[str, float]] = {}
+    reported: dict[str, tuple[str, float]] = {}
     for name in ("alone", "looked at"):
         with Job("trains_well", 2, env={"STEPS": str(steps)}) as job:
             job.wait_ready()
@@ -142,11 +142,12 @@ def no_harm() -> None:
                 else:
                     time.sleep(0.01)
             assert name == "alone" or seen == looks, f"only {seen} looks: more steps are needed"
-            told[name] = ((job.folder / "losses-0").read_text(), float((job.folder / "seconds").read_text()))
-    same = told["alone"][0] == told["looked at"][0] and told["alone"][0].count("\n") == steps
+            reported[name] = ((job.folder / "losses-0").read_text(), float((job.folder / "seconds").read_text()))
+    same = reported["alone"][0] == reported["looked at"][0] and reported["alone"][0].count("\n") == steps
     print(
         f"\n{looks} looks at each rank of a job of {steps} steps, {read} with a stack: losses "
-        f"{'equal' if same else 'DIFFERENT'}; {told['alone'][1]:.1f} s without, {told['looked at'][1]:.1f} s with"
+        f"{'equal' if same else 'DIFFERENT'}; {reported['alone'][1]:.1f} s without, "
+        f"{reported['looked at'][1]:.1f} s with"
     )
     if not same:
         sys.exit("the looks changed the job")

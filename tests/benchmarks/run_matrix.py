@@ -36,7 +36,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Fault:
-    """`ranks`: those at fault, none if it came from outside; `word`: what the finding has to say."""
+    """`ranks`: at fault, none for a cause outside; `word`: required in the finding."""
 
     kind: str
     ranks: tuple[int, ...] = (2,)
@@ -131,7 +131,7 @@ def disturb(name: str, job: subprocess.Popen[Any], folder: Path) -> None:
 
 
 def end(folder: Path) -> None:
-    """End what is left of the ranks."""
+    """End the remaining ranks."""
     for file in folder.glob("kept/output.*/events.jsonl"):
         for line in file.read_text().splitlines():
             with contextlib.suppress(OSError, ValueError):

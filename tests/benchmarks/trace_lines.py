@@ -81,7 +81,7 @@ class Flushing(trace.Trace):
 
 
 class Both(io.StringIO):
-    """Stands for stdout, and keeps what is written in a file as well, which is flushed at once."""
+    """Replaces stdout, and also writes to a file, which is flushed at once."""
 
     def __init__(self, stdout: TextIO, file: TextIO) -> None:
         super().__init__()

@@ -137,7 +137,7 @@ WAITS = {
 
 @contextlib.contextmanager
 def running(text: str, folder: Path, name: str = "rank.py") -> Iterator[int]:
-    """Run a program until it is ready; end it and what it started."""
+    """Run a program until it is ready; end it and its children."""
     (folder / name).write_text(text)
     data = folder / "shard.bin"
     data.write_bytes(bytes(1_000_000))
@@ -244,7 +244,7 @@ def window(pids: list[int]) -> list[Activity]:
 
 
 def assert_still(pids: list[int]) -> None:
-    """Nothing moves in some second: whatever always moves would be seen in all of them."""
+    """There is a second without any movement: constant movement would be seen in every sample."""
     seen: list[list[Activity]] = []
 
     def still() -> bool:

@@ -123,7 +123,7 @@ def test_one_rank_alone_and_facts_that_cannot_be_kept(tmp_path: Path) -> None:
     (tmp_path / f"allreduce-bench.{machine.host_name()}.json").mkdir()
     result = bench("--nproc", "1", "--op", "all_reduce,sendrecv", "--sizes", "1KiB", "--save", str(tmp_path))
     assert (rows(result)[0]["busbw_bytes_per_s"], rows(result)[1]["time_s"]) == (0.0, None)
-    # What was measured is reported all the same; that it is not kept is a finding.
+    # The measured rows are still reported; the failure to save them is a finding.
     assert (result.code, result.findings["not-saved"]["level"]) == (3, "unknown")
     assert rows(result)[0]["time_s"]
 
@@ -159,7 +159,7 @@ def test_the_table_and_the_curve_fit_into_80_columns() -> None:
     assert max(len(line) for line in result.out.splitlines() if " allreduce-bench --nproc" not in line) <= 80
     assert "reduce_scatter" in result.out
     assert "350" in result.out.replace("0.35e9", "350")
-    # In a pipe each row is a line on stderr as soon as it is there.
+    # In a pipe each row is a line on stderr as soon as it is measured.
     assert sum("busbw" in line for line in result.err.splitlines()) == 7 * 3
 
 

@@ -1,4 +1,4 @@
-"""Who is blocked on what: real processes, read while they are blocked."""
+"""Blocked threads and their waits: real processes, read while blocked."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ CALLS = {
 
 @dataclass
 class Target:
-    """A program that is blocked, and what it told of itself."""
+    """A blocked program, and its own description of its set-up."""
 
     pid: int
-    told: dict[str, Any]
+    setup: dict[str, Any]
 
     def thread(self, way: str, look: Look | None = None) -> Thread:
         """Read the thread that is blocked in this way."""
-        return next(one for one in blocked(self.pid, look) if one.tid == self.told["tids"][way])
+        return next(one for one in blocked(self.pid, look) if one.tid == self.setup["tids"][way])
 
 
 @contextlib.contextmanager
 def running(
     program: str, *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()
 ) -> Iterator[Target]:
-    """Start it, read the line in which it says that it is ready, and end it with all its children."""
+    """Start it, read its line of readiness, and end it with all its children."""
     process = subprocess.Popen(
         [*wrap, sys.executable, str(PROGRAMS / f"{program}.py"), *arguments],
         env={**os.environ, **(env or {})},
@@ -66,7 +66,7 @@ def running(
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     with running("blocked_in_many_ways", str(tmp_path_factory.mktemp("blocked"))) as target:
-        ways = {tid: way for way, tid in target.told["tids"].items()}
+        ways = {tid: way for way, tid in target.setup["tids"].items()}
 
         def astray() -> list[Thread]:
             return [one for one in blocked(target.pid) if one.syscall not in CALLS[ways[one.tid]] or one.state != "S"]
@@ -83,10 +83,10 @@ def test_every_thread_is_told_with_how_long_it_has_not_run(many: Target) -> None
     at.append(time.monotonic())
     later = {one.tid: one for one in blocked(many.pid)}
     at.append(time.monotonic())
-    assert first.keys() == later.keys() == set(many.told["tids"].values())
+    assert first.keys() == later.keys() == set(many.setup["tids"].values())
     for tid, one in first.items():
         assert not one.hidden
-        assert one.unread == ("unmapped" if tid == many.told["tids"]["unmapped"] else "")
+        assert one.unread == ("unmapped" if tid == many.setup["tids"]["unmapped"] else "")
         assert one.wait_channel
         assert one.comm
         assert one.since_s is not None
@@ -98,13 +98,13 @@ def test_every_thread_is_told_with_how_long_it_has_not_run(many: Target) -> None
 
 def test_recv_on_a_connection_to_another_process(many: Target) -> None:
     (target,) = many.thread("recv").targets
-    assert (target.fd, target.wants) == (many.told["fds"]["connection"], "r")
+    assert (target.fd, target.wants) == (many.setup["fds"]["connection"], "r")
     assert target.descriptor is not None
     found = target.descriptor.socket
     assert found is not None
-    assert (found.protocol, found.state, found.local) == ("tcp", "ESTABLISHED", f"127.0.0.1:{many.told['port']}")
+    assert (found.protocol, found.state, found.local) == ("tcp", "ESTABLISHED", f"127.0.0.1:{many.setup['port']}")
     assert (found.send_queue_bytes, found.receive_queue_bytes, found.retransmits) == (0, 0, 0)
-    child = descriptors(many.told["child"]).descriptors
+    child = descriptors(many.setup["child"]).descriptors
     assert found.remote in [one.socket.local for one in child if one.socket]
 
 
@@ -112,7 +112,7 @@ def test_read_of_an_empty_pipe_whose_writer_lives(many: Target) -> None:
     (target,) = many.thread("pipe").targets
     assert target.descriptor is not None
     (end,) = target.descriptor.ends
-    assert (end.pid, end.mode) == (many.told["child"], "w")
+    assert (end.pid, end.mode) == (many.setup["child"], "w")
 
 
 def test_open_of_a_fifo_without_a_reader(many: Target) -> None:
@@ -122,14 +122,14 @@ def test_open_of_a_fifo_without_a_reader(many: Target) -> None:
 
 def test_a_lock_on_a_file_is_held_by(many: Target) -> None:
     one = many.thread("flock")
-    comm = Path(f"/proc/{many.told['child']}/comm").read_text().strip()
-    assert one.locks == (Lock("FLOCK", "WRITE", many.told["child"], comm),)
+    comm = Path(f"/proc/{many.setup['child']}/comm").read_text().strip()
+    assert one.locks == (Lock("FLOCK", "WRITE", many.setup["child"], comm),)
     assert one.targets[0].descriptor is not None
     assert one.targets[0].descriptor.target.endswith("/lock")
 
 
 def test_poll_on_three_descriptors(many: Target) -> None:
-    fds = many.told["fds"]
+    fds = many.setup["fds"]
     watched = [(target.fd, target.wants) for target in many.thread("poll").targets]
     assert watched == [(fds["pipe"], "r"), (fds["connection"], "r"), (fds["server"], "r")]
     assert all(target.descriptor is not None for target in many.thread("poll").targets)
@@ -142,18 +142,18 @@ def test_what_poll_was_asked_is_not_there_any_more(many: Target) -> None:
 
 
 def test_select(many: Target) -> None:
-    assert [(one.fd, one.wants) for one in many.thread("select").targets] == [(many.told["fds"]["pipe"], "r")]
+    assert [(one.fd, one.wants) for one in many.thread("select").targets] == [(many.setup["fds"]["pipe"], "r")]
 
 
 def test_epoll_on_a_connection(many: Target) -> None:
     (target,) = many.thread("epoll").targets
-    assert (target.fd, target.wants) == (many.told["fds"]["connection"], "r")
+    assert (target.fd, target.wants) == (many.setup["fds"]["connection"], "r")
 
 
 def test_a_lock_of_python_that_two_threads_wait_for(many: Target) -> None:
     futex = many.thread("lock").futex
     assert futex is not None
-    assert set(futex.waiters) == {many.told["tids"]["lock"], many.told["tids"]["same lock"]}
+    assert set(futex.waiters) == {many.setup["tids"]["lock"], many.setup["tids"]["same lock"]}
     assert futex.owner is None, "a semaphore has no owner"
 
 
@@ -167,7 +167,7 @@ def test_a_wait_with_a_timeout_ends_in(many: Target) -> None:
 def test_a_mutex_is_held_by(many: Target) -> None:
     futex = many.thread("mutex").futex
     assert futex is not None
-    assert futex.waiters == (many.told["tids"]["mutex"],)
+    assert futex.waiters == (many.setup["tids"]["mutex"],)
     assert futex.owner == many.pid
 
 
@@ -178,7 +178,7 @@ def test_sleep(many: Target) -> None:
 
 def test_wait_for_a_child(many: Target) -> None:
     (child,) = many.thread("wait").children
-    assert (child.pid, child.state) == (many.told["child"], "S")
+    assert (child.pid, child.state) == (many.setup["child"], "S")
 
 
 def test_accept(many: Target) -> None:
@@ -190,14 +190,14 @@ def test_accept(many: Target) -> None:
 
 def test_a_deleted_file_of_another_process(many: Target) -> None:
     found = {one.fd: one for one in descriptors(many.pid).descriptors}
-    gone = found[many.told["fds"]["gone"]]
+    gone = found[many.setup["fds"]["gone"]]
     assert (gone.kind, gone.size_bytes, gone.position, gone.mode) == ("deleted file", 5, 5, "w")
 
 
 def test_several_processes_share_a_look(many: Target) -> None:
     look = Look()
     assert many.thread("pipe", look).targets == many.thread("pipe", look).targets
-    child = {one.target: one for one in descriptors(many.told["child"], look).descriptors}
+    child = {one.target: one for one in descriptors(many.setup["child"], look).descriptors}
     ours = many.thread("pipe", look).targets[0].descriptor
     assert ours is not None
     assert child[ours.target].ends == (End(many.pid, ours.fd, "r"),)
@@ -222,7 +222,7 @@ def test_without_the_right_what_everybody_may_read_is_told(tmp_path: Path) -> No
         )
         threads, unread = json.loads(done.stdout)
         assert unread == "denied"
-        assert {one["tid"] for one in threads} == set(target.told["tids"].values())
+        assert {one["tid"] for one in threads} == set(target.setup["tids"].values())
         for one in threads:
             assert one["hidden"]
             assert (one["syscall"], one["arguments"], one["targets"]) == ("", [], [])
@@ -257,7 +257,7 @@ def test_a_file_system_that_does_not_answer_costs_its_patience_and_is_told(tmp_p
         began = time.monotonic()
         found = {one.fd: one for one in descriptors(target.pid, patience_s=0.2).descriptors}
         assert time.monotonic() - began < 10, "without patience it waits for ever"
-        folder, file = found[target.told["fds"]["dead"]], found[target.told["fds"]["alive"]]
+        folder, file = found[target.setup["fds"]["dead"]], found[target.setup["fds"]["alive"]]
         assert (folder.kind, folder.target, folder.silent) == ("unknown", str(tmp_path), True)
         assert (file.kind, file.size_bytes, file.silent) == ("file", 5, False)
 

@@ -1,4 +1,4 @@
-"""bundle on a real hung job: no secret and no name is in it, what it says elsewhere is what hang says here."""
+"""bundle on a real hung job: no secret and no name inside, and the same verdict elsewhere as hang's here."""
 
 from __future__ import annotations
 

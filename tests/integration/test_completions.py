@@ -29,7 +29,7 @@ def shell_home(tmp_path: Path) -> dict[str, str]:
 
 
 def press_tab(command: list[str], environment: dict[str, str], prepare: str, typed: str, expected: str) -> None:
-    """Start a shell, type, press TAB once, and wait for what the completion should insert."""
+    """Start a shell, type, press TAB once, and wait for the text to be inserted."""
     shell = pexpect.spawn(command[0], command[1:], env=environment, encoding="utf-8", timeout=20)
     try:
         shell.sendline(prepare + "; echo RE''ADY")

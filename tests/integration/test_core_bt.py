@@ -50,7 +50,7 @@ def test_a_segfault_in_ctypes(segv: Path) -> None:
     result = core_bt(str(segv))
     core = only(result)
     assert (result.code, core["signal_name"], core["truncated"]) == (1, "SIGSEGV", False)
-    # The kernel keeps 80 bytes of it, and this may lie in a deep directory.
+    # The kernel keeps 80 bytes of it, and this may be a deep directory.
     assert core["cmdline"][:79] == f"{sys.executable} {PROGRAMS / 'dies_by_segv.py'}"[:79]
     assert core["crash_thread"]["frames"][0]["language"] == "c"
     frames = python_frames(core)
@@ -151,7 +151,7 @@ def test_tools_that_are_not_there(segv: Path, tmp_path: Path) -> None:
     without_gdb = core_bt(path, "--gdb", env={"PATH": str(empty)})
     assert python_frames(only(without_gdb))
     assert any("gdb" in words and "not installed" in words for words in only(without_gdb)["tools"])
-    # A module of that name that cannot be imported stands for a pystack that is not there.
+    # An unimportable module of that name simulates a missing pystack.
     (tmp_path / "pystack.py").write_text("raise ModuleNotFoundError(\"No module named 'pystack'\", name='pystack')")
     without_pystack = only(core_bt(path, env={"PYTHONPATH": str(tmp_path)}))
     assert any("pystack" in words and "pip install" in words for words in without_pystack["tools"])

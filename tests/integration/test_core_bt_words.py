@@ -1,4 +1,4 @@
-"""What a process said last stands in its core: assertions, exceptions, the C library's checks; and whose they are."""
+"""The last message of a process in its core: assertions, exceptions, checks of the C library; and their source."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NAMES = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CC", "CXX", "NVCC_CCBIN",
 
 
 def cuda_env(*arguments: str, path: str = "", env: Mapping[str, str] | None = None) -> Result:
-    """Run it with nothing of CUDA in the environment but what is given."""
+    """Run it with only the given CUDA variables in the environment."""
     paths = [path] if path else []
     others = [one for one in os.environ["PATH"].split(":") if not (Path(one) / "nvcc").exists()]
     clean = [word for name in NAMES if name not in (env or {}) for word in ("-u", name)]
@@ -91,7 +91,7 @@ def test_the_page_ends_with_what_will_work(wrapper: Path) -> None:
     assert lines[0] == "distdiag cuda-env: FAIL"
     assert lines[-1] == "Build: NOT READY · Run: NOT READY"
     assert "\x1b" not in result.out
-    # Only evidence, what is to be pasted, and paths are longer.
+    # Only evidence, commands to paste, and paths are longer.
     wide = [line for line in lines if len(line) > 80 and not line.startswith(" " * 10)]
     assert all(max(map(len, line.split())) > 50 for line in wide), wide
 
@@ -364,12 +364,12 @@ def test_the_page_holds_what_torchs_own_report_says_of_this_machine() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"], capture_output=True, text=True, check=True
     )
-    told = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    reported = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
     page = " ".join(cuda_env("-v").out.split())
-    libc = told["Libc version"].replace("-", " ")
-    system = told["OS"].rpartition(" (")[0]
-    wanted = [system, libc, told["PyTorch version"], told["Python version"].split()[0], os.uname().release]
-    wanted += [told[name].split()[-1] for name in ("GCC version", "CMake version") if told[name][0] != "C"]
+    libc = reported["Libc version"].replace("-", " ")
+    system = reported["OS"].rpartition(" (")[0]
+    wanted = [system, libc, reported["PyTorch version"], reported["Python version"].split()[0], os.uname().release]
+    wanted += [reported[name].split()[-1] for name in ("GCC version", "CMake version") if reported[name][0] != "C"]
     wanted += [
         " ".join(line.split()[1].split("==")) for line in done.stdout.splitlines() if line.startswith("[pip3] n")
     ]

@@ -44,7 +44,7 @@ def node(box: Machine) -> Machine:
 
 
 def paths_of_fixes_exist(report: Report[CudaEnv]) -> None:
-    """Every absolute path in a command that we print is there, but what the command itself makes."""
+    """Every absolute path in a printed command exists, except paths created by the command itself."""
     for finding in report.findings:
         for command in finding.fix.commands if finding.fix else ():
             for word in re.split(r"[\s:=]+", command.replace('"', "")):
@@ -762,7 +762,7 @@ def test_findings_can_be_chosen_and_ignored(node: Machine, monkeypatch: pytest.M
 def test_the_compiler_is_judged_for_the_toolkit_that_will_be_used(
     node: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An old toolkit comes first; what it thinks of the compilers does not matter once the fix is applied."""
+    """An old toolkit is first; its view of the compilers is irrelevant once the fix is applied."""
     node.path = [f"{node.toolkit('11.0')}/bin"]
     report = node.report(monkeypatch, "build")
     assert "toolkit.torch-mismatch" in found(report)
@@ -836,7 +836,7 @@ def test_an_nvcc_that_torch_does_not_use_is_only_worth_a_warning(
 def test_an_nvcc_that_never_answers(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     from distdiag.commands.cuda_env import collect
 
-    monkeypatch.setattr(collect, "_QUICK_S", 1.0)  # how long a person would wait is not what is tested
+    monkeypatch.setattr(collect, "_QUICK_S", 1.0)  # the timeout itself is not under test
     node.write(node.root / "usr/local/cuda-12.8/bin/nvcc", "#!/bin/sh\nexec sleep 100\n", mode=0o755)
     node.path = [*node.path, "/usr/bin", "/bin"]
     finding = found(node.report(monkeypatch, "build"))["toolkit.nvcc-broken"]
@@ -844,7 +844,7 @@ def test_an_nvcc_that_never_answers(node: Machine, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_long_form_of_gccs_refusal_is_no_missing_compiler(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its advice speaks of "an unsupported host compiler"."""
+    """Its hint mentions "an unsupported host compiler"."""
     node.compiler("gcc", "15.1.0")
     header = node.root / "usr/local/cuda-12.8/include/crt/host_config.h"
     header.write_text(

@@ -1,4 +1,4 @@
-"""A log and the machine that it is explained on: whose it is, how it ended, and what is unknown."""
+"""A log and the machine it is explained on: its origin, its end, and unknown parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROCM = "/opt/rocm-6.3.4/bin/hipcc -I/opt/rocm-6.3.4/include -D__HIP_PLATFORM_AMD
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> CudaFacts:
-    """A machine whose torch has CUDA, and whose toolkit nobody finds."""
+    """A machine with a CUDA torch, and a toolkit outside all search paths."""
     machine = Machine(tmp_path_factory.mktemp("explain") / "box")
     machine.compiler("gcc", "12.2.0")
     machine.torch("2.9.1+cu128", "12.8")

@@ -1,4 +1,4 @@
-"""Every fix that is printed is pasted into a real shell, and the machine examined again: what it was for is gone."""
+"""Every printed fix is pasted into a real shell, and the machine examined again: the problem is gone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def node(tmp_path: Path) -> Machine:
     return machine
 
 
-def mended(machine: Machine, monkeypatch: pytest.MonkeyPatch, id_: str) -> Finding:
+def fixed(machine: Machine, monkeypatch: pytest.MonkeyPatch, id_: str) -> Finding:
     """Give the finding, after its fix was pasted and it is gone."""
     first = found(machine.report(monkeypatch))
     finding = first[id_]
@@ -56,7 +56,7 @@ def test_an_nvcc_that_is_too_old_for_the_gpu_is_given_what_it_compiles(
     node.path = [f"{node.toolkit('12.4')}/bin"]
     if archs is not None:
         node.env["TORCH_CUDA_ARCH_LIST"] = archs
-    finding = mended(node, monkeypatch, "archlist.nvcc")
+    finding = fixed(node, monkeypatch, "archlist.nvcc")
     assert "nvcc 12.4 cannot compile for 12.0" in finding.title
     assert finding.fix is not None
     assert finding.fix.commands[0].endswith('9.0+PTX"')
@@ -65,16 +65,16 @@ def test_an_nvcc_that_is_too_old_for_the_gpu_is_given_what_it_compiles(
 def test_an_nvcc_that_is_too_old_beside_one_that_is_not(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     new = node.toolkit("12.8")
     node.path = [f"{node.toolkit('12.4')}/bin"]
-    finding = mended(node, monkeypatch, "archlist.nvcc")
+    finding = fixed(node, monkeypatch, "archlist.nvcc")
     assert finding.fix is not None
     assert finding.fix.commands == (f"export CUDA_HOME={new} PATH={new}/bin:$PATH",)
 
 
 def test_no_list_is_printed_that_this_nvcc_compiles_nothing_of(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that leaves the GPU out is not answered with one that nvcc refuses."""
+    """A list without the local GPU is never replaced by one nvcc refuses."""
     node.path = [f"{node.toolkit('12.4')}/bin"]
     node.env["TORCH_CUDA_ARCH_LIST"] = "8.0;9.0"
-    finding = mended(node, monkeypatch, "archlist.gpus")
+    finding = fixed(node, monkeypatch, "archlist.gpus")
     assert finding.fix is not None
     assert finding.fix.commands == ('export TORCH_CUDA_ARCH_LIST="8.0;9.0;9.0+PTX"',)
 
@@ -95,7 +95,7 @@ def test_an_nvcc_that_hangs_is_not_chosen_again(
     assert finding.fix is not None
     assert f"CUDA_HOME={hung}" not in str(finding.fix.commands)
     assert (f"CUDA_HOME={whole}" in str(finding.fix.commands)) == another
-    assert took < 9  # twice the time that was given, and what a busy machine takes for the rest
+    assert took < 9  # twice the given time, and a busy machine's overhead
 
 
 def test_the_toolkit_of_the_wheels_works_after_one_run_of_export(
@@ -121,13 +121,13 @@ def test_condas_headers_once_shown_are_no_fault(node: Machine, monkeypatch: pyte
     (prefix / "include").rename(prefix / "targets/x86_64-linux/include")
     node.env["CONDA_PREFIX"] = str(prefix)
     node.path = [f"{prefix}/bin"]
-    mended(node, monkeypatch, "toolkit.headers")
+    fixed(node, monkeypatch, "toolkit.headers")
 
 
 def test_a_cmake_that_was_told_of_another_toolkit(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     node.path = [f"{node.toolkit('12.8')}/bin"]
     node.env["CUDACXX"] = f"{node.toolkit('12.4')}/bin/nvcc"
-    mended(node, monkeypatch, "toolkit.multiple")
+    fixed(node, monkeypatch, "toolkit.multiple")
 
 
 @pytest.mark.parametrize(

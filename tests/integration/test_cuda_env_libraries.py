@@ -106,7 +106,7 @@ def test_a_file_for_one_kind_of_gpu_is_no_fault_of_its_package(node: Machine, mo
 
 
 def nccl(node: Machine, preloaded: Path) -> None:
-    """Install NCCL's wheel, let torch load it, and put another one, whatever its file is called, before it."""
+    """Install NCCL's wheel, let torch load it, and put another library, under any file name, before it."""
     package = "nvidia/nccl/lib/libnccl.so.2"
     library(node.python() / package, "libnccl.so.2", functions="ncclGetVersion ncclCommResume")
     node.package("nvidia-nccl-cu13", "2.28.3", (package,))
@@ -182,8 +182,8 @@ def test_what_torch_and_others_ask_of_each_other_is_read(node: Machine, monkeypa
     requires("torchvision", "0.27.1", "torch==2.12.1", "numpy")
     requires("xformers", "0.0.35", "torch>=2.10")
     facts = node.examine(monkeypatch, "run")
-    told = {(one.package, one.name, one.wants, one.has) for one in facts.unmet}
-    assert told == {
+    reported = {(one.package, one.name, one.wants, one.has) for one in facts.unmet}
+    assert reported == {
         ("torch 2.13.0+cu130", "nvidia-cudnn-cu13", "==9.20.0.48", "9.10.2"),
         ("cuda-toolkit 13.0.3", "nvidia-cublas", "==13.1.*", "13.0.9"),
         ("torchvision 0.27.1", "torch", "==2.12.1", "2.13.0+cu130"),

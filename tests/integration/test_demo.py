@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +94,7 @@ def test_nothing_is_left_when_the_terminal_is_closed(place: dict[str, str]) -> N
 def test_an_interrupt_while_the_ranks_start_leaves_nothing(place: dict[str, str]) -> None:
     running = Running("demo", "hang", env=place)
     running.wait_for("starting 4 ranks")
-    time.sleep(0.3)
+    wait_until(lambda: bool(running.left_behind()), 20, lambda: "no rank was started")
     running.process.send_signal(signal.SIGTERM)
     assert running.finish().code == 130
 

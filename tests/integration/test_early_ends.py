@@ -37,17 +37,17 @@ def test_whoever_ends_us_while_we_load_leaves_nothing(number: signal.Signals) ->
 
 
 def test_an_early_end_is_told_as_that_of_the_command() -> None:
-    told, after_s = 0, 0.03
-    while after_s < 0.4 or (not told and after_s < 10):  # a busy machine takes longer until the command is there
+    reported, after_s = 0, 0.03
+    while after_s < 0.4 or (not reported and after_s < 10):  # a busy machine takes longer to load the command
         run = Running("trace", "blocked", "--json")
         time.sleep(after_s)
         run.process.send_signal(signal.SIGTERM)
         done = run.finish()
         if done.out:  # before that it is Python that loads
-            told += done.code == 130
+            reported += done.code == 130
             assert (done.report["command"], done.report["exit_code"]) == ("trace blocked", done.code)
         after_s *= 1.3
-    assert told
+    assert reported
 
 
 def test_without_standard_streams_it_is_done_as_ever() -> None:

@@ -1,4 +1,4 @@
-"""The GPUs that a file was compiled for, read from what a real nvcc made: always what nvcc was asked for."""
+"""GPU architectures of a compiled file, read from real nvcc output: always equal to nvcc's targets."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_library_does_not_run_where_only_the_parts_it_was_linked_from_would(fo
     # GIVEN a library whose kernel starts a kernel: linked from NVIDIA's objects, which are for every GPU
     path = compiled(folder / "linked.so", _LAUNCHING, "-rdc=true", *code_for(["80"]))
     assert "__nv_relfatbin" in {section.name for section in (elf.read(str(path)) or pytest.fail("no ELF")).sections}
-    # THEN it runs only on what it was linked for
+    # THEN it runs only on the targets of the link
     assert read(path) == Archs(cubins=("80",), ptx=(), complete=True)
 
 
@@ -159,7 +159,7 @@ class Copy:
         self.second = self.first + header + code
 
     def read_with(self, form: str, at: int, value: int) -> Archs:
-        """What is found when one number is another; the number is put back."""
+        """The result with one number changed; the number is restored."""
         damaged = bytearray(self.data)
         struct.pack_into(form, damaged, at, value)
         self.path.write_bytes(damaged)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cluster_netns import Node
 
 PORT, OTHER_PORT = 29500, 29501
-# A server that sends this much to whoever connects, and one who connects and says how that went.
+# A server that sends this much to each client, and a client that prints the result.
 SERVER = """
 import socket, sys
 listener = socket.create_server(("", int(sys.argv[1])), backlog=64)
@@ -68,12 +68,12 @@ def call(caller: Node, host: str, port: int = PORT, *, patience: float = 20) -> 
 
 
 def patience_for(met: str) -> float:
-    """Give an answer that must come its time, and do not wait long for one that must not."""
+    """Allow an expected answer its time, and wait only briefly for a forbidden one."""
     return 0.7 if met == SILENCE else 20
 
 
 def unwanted_datagrams(node: Node) -> int:
-    """Count what came to UDP ports on which nobody listens."""
+    """Count datagrams sent to closed UDP ports."""
     names, values = [
         line.split() for line in Path(f"/proc/{node.pid}/net/snmp").read_text().splitlines() if "Udp:" in line
     ]
@@ -104,7 +104,7 @@ def test_nodes_are_machines_of_their_own_and_reach_each_other_by_name(network: N
 
 
 FAULTS: dict[str, tuple[Callable[[Node], None], str, str]] = {
-    # How node1 is hurt, what a call to it then meets, and what a call to its other port meets.
+    # The damage to node1, the result of a call to it, and the result of a call to its other port.
     "drop": (lambda node: node.drop(PORT), SILENCE, "ok"),
     "rst": (lambda node: node.reject(PORT), "ConnectionRefusedError 111", "ok"),
     "prohibited": (lambda node: node.reject(PORT, how="admin-prohibited"), "OSError 113", "ok"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fuzz import assert_survived, damaged, run_each
 from support import distdiag, need
+from torch_builds import BUILDS, PYTHONS, environment
 
 from distdiag import output
 from distdiag.cluster.targets import Cluster
@@ -59,13 +60,12 @@ TRUTH: dict[str, tuple[str, str, set[int]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all jobs, once."""
+@pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
+def sets(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Run all jobs, once for each build of torch."""
     folder = tmp_path_factory.mktemp("sets")
-    done = subprocess.run(
-        [sys.executable, str(RECORDER), str(folder), "4", *TRUTH], stdout=subprocess.PIPE, timeout=110, check=True
-    )
+    command = [request.param, str(RECORDER), str(folder), "4", *TRUTH]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=110, check=True, env=environment())
     assert done.stdout.decode().split() == list(TRUTH)
     for name in TRUTH:
         if name.startswith("clog_"):
@@ -80,8 +80,8 @@ def read(*paths: Path) -> NodeDumps:
     import msgspec
 
     dumps = [dump for part in parts if isinstance(part, dict) for dump in part["dumps"]]
-    told = msgspec.convert({"host": "node1", "dumps": dumps}, NodeDumps)
-    return replace(told, unread=parts[-1].unread)
+    reported = msgspec.convert({"host": "node1", "dumps": dumps}, NodeDumps)
+    return replace(reported, unread=parts[-1].unread)
 
 
 def judge(node: NodeDumps) -> Report[FlightRecorder]:
@@ -175,7 +175,7 @@ class Evil:
 
 
 def hostile(folder: Path) -> Iterator[tuple[str, bytes, str]]:
-    """Yield (name, bytes, what is said of them)."""
+    """Yield (name, bytes, expected text)."""
     touch = Evil(os.system, f"touch {folder}/ran")
     for protocol in range(5):
         yield f"code{protocol}_rank_1", pickle.dumps({"entries": [touch]}, protocol), "would run code: posix.system"
@@ -338,7 +338,7 @@ def test_entries_of_nccl2_which_reports_only_what_has_completed_are_read(sets: P
 
 
 def calls_of(rank: int, ended: int, *waiting: str) -> dict[str, Any]:
-    """A dump of NCCL: so many all_reduces of the world have ended, then one of each of these groups has not."""
+    """A dump of NCCL: N all_reduces of the world have ended, then one of each of these groups has not."""
     groups = {"0": [0, 1, 2], "a": [0, 1], "b": [1, 2], "c": [0, 2]}
     called = [("0", "completed")] * ended + [(name, "started") for name in waiting]
     entries = [
@@ -382,7 +382,7 @@ def test_three_groups_called_in_a_round_are_a_deadlock(tmp_path: Path) -> None:
 
 
 def test_a_dump_of_an_earlier_run_is_no_proof(tmp_path: Path) -> None:
-    """The peers of rank 2 have finished what it must have called, and its dump ends before."""
+    """The peers of rank 2 finished a collective that needs its call, and its dump ends before."""
     for ended, waiting in ((5, ("0",)), (5, ()), (60, ("0",))):
         report = judged(tmp_path, calls_of(0, 90, "0"), calls_of(1, 90, "0"), calls_of(2, ended, *waiting))
         assert blamed(report) == ("no-dump", "unknown", {2})

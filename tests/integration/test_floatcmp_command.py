@@ -1,4 +1,4 @@
-"""floatcmp on files as they are written by torch, numpy and safetensors; damaged ones, and one that would run code."""
+"""floatcmp on files written by torch, numpy and safetensors; damaged files, and a file that would run code."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_death_is_reported_within_a_second() -> None:
 
 @pytest.fixture(scope="module")
 def held_up() -> Iterator[dict[tuple[str, int, str], Result]]:
-    """One run for each of HELD_UP; the next starts when the one before has come to its fault, so they wait together."""
+    """One run for each of HELD_UP; the next starts once the previous has reached its fault, so they wait together."""
     runs: dict[tuple[str, int, str], Running] = {}
     try:
         for kind, rank, stage in HELD_UP:

@@ -52,3 +52,14 @@ def test_steps_of_five_seconds_are_no_hang(tmp_path: Path) -> None:
 def test_a_rank_that_evaluates_while_the_others_wait_is_named_as_busy(tmp_path: Path) -> None:
     answer = answer_to("evaluates", tmp_path=tmp_path)
     assert (answer["verdict"], answer["accused"]) == ("warn", [0]), answer
+
+
+def test_ranks_that_do_not_reach_the_bootstrap_of_nccl_are_named(tmp_path: Path) -> None:
+    answer = answer_to("init-two-sleep", tmp_path=tmp_path)
+    assert (answer["verdict"], answer["accused"]) == ("fail", [0, 3]), answer
+
+
+def test_where_all_ranks_wait_in_the_bootstrap_of_nccl_none_is_blamed(tmp_path: Path) -> None:
+    answer = answer_to("init-network", tmp_path=tmp_path)
+    assert (answer["verdict"], answer["accused"]) == ("unknown", []), answer
+    assert "all 4 ranks wait in `ncclCommInitRank`" in answer["titles"][0]

@@ -135,8 +135,8 @@ def test_nccl_ras_is_asked_and_only_a_rank_behind_the_others_is_blamed(tmp_path:
     assert found == {
         "job_healthy": ("unknown", [], "cannot tell"),
         "job_lagging": ("not-in-collective", [2], "agrees"),
-        "job_ahead": ("unknown", [], "cannot tell"),  # the smaller group is ahead: it waits for nobody
-        "job_dead": ("unknown", [], "cannot tell"),  # its process is there: NCCL cannot reach it
+        "job_ahead": ("unknown", [], "cannot tell"),  # the smaller group is ahead and waits for no rank
+        "job_dead": ("unknown", [], "cannot tell"),  # its process exists, but NCCL cannot reach it
         "none": ("unknown", [], "not available"),
     }, {scenario: result.report["data"]["sources"][2] for scenario, result in answers.items()}
 

@@ -1,4 +1,4 @@
-"""Damaged files of estimate and sync-check, and of what squeue prints: each ends in time and keeps the contract."""
+"""Damaged files of estimate and sync-check, and damaged squeue output: each run ends in time with a valid status."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def results() -> bytes:
 
 
 def lies(original: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield damaged bytes and, of JSON, by turns also what is well formed and not true."""
+    """Yield damaged bytes and, for JSON, alternately well-formed false facts."""
     dice = random.Random(20)
     for number, (how, data) in enumerate(damaged(original)):
         if number % 2 and original.startswith((b"{", b"[")) and b"\n" not in original.strip():
@@ -126,7 +126,7 @@ def test_a_damaged_file_of_doctor_s_facts_is_its_own_row(tmp_path: Path) -> None
     distdiag("doctor", "--save", str(kept))
     (file,) = kept.iterdir()
     outcomes = run_each(files(tmp_path, "other.json", file.read_bytes(), "doctor", "--from", str(file), "--from"))
-    # A file may come to say that its run was interrupted: the status is 130 then, as of that run.
+    # A damaged file may claim that its run was interrupted: the status is then 130, as for that run.
     assert_survived([replace(outcome, code=3) if outcome.code == 130 else outcome for outcome in outcomes])
     assert 2 not in {outcome.code for outcome in outcomes}, "the good file was not judged"
     (tmp_path / "bad.json").write_bytes(b"")

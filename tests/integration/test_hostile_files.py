@@ -1,4 +1,4 @@
-"""Damaged files: whatever a reader is given, it answers in time, and what is wrong costs that file alone."""
+"""Damaged files: a reader always answers in time, and only the damaged file is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ END_TO_END = 12
 
 
 def survives(read: Callable[[], object], *refuses: type[Exception]) -> str:
-    """Say what is wrong with how it ended; empty if it gave something, or refused as it says it does."""
+    """Return the violation in its end; empty if it returned a result, or refused with its documented error."""
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         read()

@@ -1,4 +1,4 @@
-"""A node that lies, beside one that does not: whatever it sends costs its own row, and the other is judged.
+"""A lying node beside an honest one: it only loses its own row, and the other node is still judged.
 
 The streams are recorded from real agents on two hosts of other names, damaged, and played back: most of them into the
 fleet and the diagnosis of each command (a process for each would take hours), some of them to the whole program.
@@ -63,8 +63,8 @@ _JOB = "import os, sys, time; print(os.getpid(), flush=True); held = open(__file
 class Replay(Transport):
     """Plays streams of agents back, each over a connection of its own.
 
-    The liar hangs up at once where his stream does not come to this `end`; he would only be waited for. Where it does,
-    one of four liars keeps the connection, and costs the deadline if his end is not understood.
+    The liar hangs up at once if its stream lacks this `end`, to save the wait. If it has the end,
+    one of four liars keeps the connection, and costs the deadline if its end is not decoded.
     """
 
     remote = False
@@ -76,7 +76,7 @@ class Replay(Transport):
             ours, theirs = socket.socketpair()
             theirs.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                sent = theirs.send(self.streams[host.name])  # mostly all of it: nobody waits for a thread
+                sent = theirs.send(self.streams[host.name])  # mostly complete: no wait for a thread
             theirs.setblocking(True)
             threading.Thread(target=self._play, args=(theirs, host.name, sent), daemon=True).start()
             arrivals.link(host.name, SocketLink(ours))
@@ -95,8 +95,8 @@ class Replay(Transport):
 
 
 @dataclass
-class Told:
-    """What came from the two nodes, as every command has it in the end."""
+class Replies:
+    """The replies of the two nodes, in the form used by every command."""
 
     fleet: Fleet
     missing: dict[str, str] = field(default_factory=dict)
@@ -118,28 +118,28 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """What one command asks, the types of what it is told, and what it makes of that."""
+    """The arguments of one command, the types of its replies, and its diagnosis and view."""
 
     arguments: tuple[str, ...]
     facts: type[Any]
     more: type[Any] | None
-    judge: Callable[[Told], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]
+    judge: Callable[[Replies], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]
 
 
-def play(streams: Mapping[str, bytes], reader: Reader) -> Told:
+def play(streams: Mapping[str, bytes], reader: Reader) -> Replies:
     """Take what two nodes say through the fleet."""
     transport = Replay(streams, b'"facts", "facts"' if reader.more is None else b'"more-end"')
-    told = Told(Fleet([Host(name=GOOD), Host(name=LIAR)], transport, b"", reader.facts, _LIMITS))
-    with told.fleet as fleet:
+    reported = Replies(Fleet([Host(name=GOOD), Host(name=LIAR)], transport, b"", reader.facts, _LIMITS))
+    with reported.fleet as fleet:
         fleet.gather(lambda now: None)
-        told.machines = fleet.machines(local=False)
+        reported.machines = fleet.machines(local=False)
         if reader.more is not None:
-            for node, facts, why in fleet.more_from(told.machines, reader.more, 1.0, lambda names: None):
+            for node, facts, why in fleet.more_from(reported.machines, reader.more, 1.0, lambda names: None):
                 if facts is not None:
-                    told.more.setdefault(node.name, []).append(facts)
+                    reported.more.setdefault(node.name, []).append(facts)
                 elif why:
-                    told.missing[node.name] = why
-    return told
+                    reported.missing[node.name] = why
+    return reported
 
 
 def show(report: Report[Any], view: Callable[[Any], Iterable[RenderableType]]) -> None:
@@ -149,17 +149,17 @@ def show(report: Report[Any], view: Callable[[Any], Iterable[RenderableType]]) -
     raise SystemExit(report.exit_code())
 
 
-def judge_ports(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_ports(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.ports.diagnose import diagnose
     from distdiag.commands.ports.types import PortsFacts, Request
     from distdiag.commands.ports.view import ports_view
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
-    rows, refusals, _ = told.reached
-    up = told.machines
+    rows, refusals, _ = reported.reached
+    up = reported.machines
     seen = PortsFacts(rows=rows, refusals=refusals, local=False)
-    seen.nodes, seen.hosts = {node.name: node.told for node in up}, {node.name: node.host for node in up}
-    for node, record in told.fleet._pending:
+    seen.nodes, seen.hosts = {node.name: node.reply for node in up}, {node.name: node.host for node in up}
+    for node, record in reported.fleet._pending:
         if node.name not in seen.nodes:
             continue
         if isinstance(record, records.ReachListening):
@@ -174,48 +174,49 @@ def judge_ports(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
     return diagnose(request, seen), lambda report: ports_view(report, request)
 
 
-def judge_tried(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_tried(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.ports.diagnose import diagnose
     from distdiag.commands.ports.types import PortsFacts, Request
     from distdiag.commands.ports.view import ports_view
 
     request = Request(program="distdiag", cluster=CLUSTER, targets=(("127.0.0.1", 1),))
-    rows, refusals, _ = told.reached
-    up = told.machines
+    rows, refusals, _ = reported.reached
+    up = reported.machines
     seen = PortsFacts(rows=rows, refusals=refusals, local=False)
-    seen.nodes, seen.hosts = {node.name: node.told for node in up}, {node.name: node.host for node in up}
-    seen.scanned = {name: [one for part in parts for one in part.results] for name, parts in told.more.items()}
+    seen.nodes, seen.hosts = {node.name: node.reply for node in up}, {node.name: node.host for node in up}
+    seen.scanned = {name: [one for part in parts for one in part.results] for name, parts in reported.more.items()}
     return diagnose(request, seen), lambda report: ports_view(report, request)
 
 
-def judge_cuda(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_cuda(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.cuda_env.diagnose import diagnose
     from distdiag.commands.cuda_env.types import Request
     from distdiag.commands.cuda_env.view import cuda_env_view
 
     request = Request(cluster=CLUSTER, verbose=True)
-    return diagnose(request, told.gathered()), lambda report: cuda_env_view(report, request)
+    return diagnose(request, reported.gathered()), lambda report: cuda_env_view(report, request)
 
 
-def pictures_of(told: Told) -> Gathered[NodePicture]:
+def pictures_of(reported: Replies) -> Gathered[NodePicture]:
     """Join what each node sent of its ranks."""
-    rows, refusals, missing = told.reached
+    rows, refusals, missing = reported.reached
     nodes = [
-        merge(node.host, node.told, told.more.get(node.name, ()), missing.get(node.name, "")) for node in told.machines
+        merge(node.host, node.reply, reported.more.get(node.name, ()), missing.get(node.name, ""))
+        for node in reported.machines
     ]
     return Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals)
 
 
-def judge_stacks(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_stacks(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.pyspy_all.diagnose import diagnose
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.commands.pyspy_all.view import pyspy_all_view
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True, tree=True)
-    return diagnose(request, pictures_of(told)), lambda report: pyspy_all_view(report, request)
+    return diagnose(request, pictures_of(reported)), lambda report: pyspy_all_view(report, request)
 
 
-def judge_hang(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_hang(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.hang.diagnose import diagnose
     from distdiag.commands.hang.page import content
     from distdiag.commands.hang.types import Request
@@ -223,65 +224,67 @@ def judge_hang(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Render
     from distdiag.pages import make_page
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
-    report = diagnose(request, pictures_of(told))
+    report = diagnose(request, pictures_of(reported))
     assert make_page(output.document(report), content).isascii()
     return report, lambda report: hang_view(report, request)
 
 
-def judge_blocked(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_blocked(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.trace.blocked.diagnose import diagnose
     from distdiag.commands.trace.blocked.types import Request
     from distdiag.commands.trace.blocked.view import trace_blocked_view
 
-    report = diagnose(Request(program="distdiag", cluster=CLUSTER, wanted=ALL), pictures_of(told))
+    report = diagnose(Request(program="distdiag", cluster=CLUSTER, wanted=ALL), pictures_of(reported))
     return report, lambda report: trace_blocked_view(report.data)
 
 
-def judge_doctor(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_doctor(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.doctor.diagnose import diagnose
     from distdiag.commands.doctor.subcommand import join
     from distdiag.commands.doctor.types import Request
     from distdiag.commands.doctor.view import doctor_view, metrics
 
-    rows, refusals, missing = told.reached
-    nodes = [join(node.host, told.more.get(node.name, ()), missing.get(node.name, "")) for node in told.machines]
+    rows, refusals, missing = reported.reached
+    nodes = [
+        join(node.host, reported.more.get(node.name, ()), missing.get(node.name, "")) for node in reported.machines
+    ]
     request = Request(program="distdiag", cluster=CLUSTER)
     report = diagnose(request, Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals))
     assert metrics(report, 0.0).endswith(b"\n")
     return report, lambda made: doctor_view(made, verbose=True)
 
 
-def judge_cores(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_cores(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.core_bt.diagnose import diagnose
     from distdiag.commands.core_bt.types import Request
     from distdiag.commands.core_bt.view import core_bt_view
 
-    return diagnose(Request(), told.gathered()), lambda report: core_bt_view(report, all_threads=True)
+    return diagnose(Request(), reported.gathered()), lambda report: core_bt_view(report, all_threads=True)
 
 
-def judge_lines(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+def judge_lines(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.trace.show.diagnose import diagnose
     from distdiag.commands.trace.show.types import Request
     from distdiag.commands.trace.show.view import trace_show_view
 
     request = Request(program="distdiag", cluster=CLUSTER, paths=(), all_runs=True, verbose=True)
-    gathered = told.gathered()
+    gathered = reported.gathered()
     return diagnose(request, gathered), lambda report: trace_show_view(request, gathered.facts)
 
 
 def judge_trace(
     command: str, modules: tuple[str, str, str]
-) -> Callable[[Told], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]:
-    def judge(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+) -> Callable[[Replies], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]:
+    def judge(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
         from importlib import import_module
 
         from distdiag.commands.trace import ranks
         from distdiag.commands.trace.nodes import Answers
 
         folder = f"distdiag.commands.trace.{command}"
-        answers = Answers[Any](replies=told.more)
-        answers.rows, answers.refusals, answers.missing = told.reached
-        answers.nodes = [NodeStacks(node.host, node.told, ()) for node in told.machines]
+        answers = Answers[Any](replies=reported.more)
+        answers.rows, answers.refusals, answers.missing = reported.reached
+        answers.nodes = [NodeStacks(node.host, node.reply, ()) for node in reported.machines]
         types, diagnose, view = (import_module(f"{folder}.{name}") for name in modules)
         request = types.Request(program="distdiag", cluster=CLUSTER, wanted=ALL)
         found = diagnose.diagnose(request, answers, ranks.choose(answers.nodes, ALL))
@@ -304,7 +307,7 @@ def readers() -> dict[str, Reader]:
     from distdiag.jobs.picture import Part
 
     def trace(command: str, more: type[Any], modules: tuple[str, str, str], *options: str) -> Reader:
-        arguments = ("trace", command, *(options or ("--rank", "0,1")))
+        arguments = ("trace", command, *(options or ("--job", "{job}", "--rank", "0,1")))
         return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command, modules))
 
     # By pid: both hosts are this machine, and of ranks that are there twice strace attaches to none.
@@ -314,13 +317,18 @@ def readers() -> dict[str, Reader]:
         "ports": Reader(arguments=("ports",), facts=NodePorts, more=None, judge=judge_ports),
         "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=judge_tried),
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
-        "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Part, judge=judge_stacks),
-        "hang": Reader(arguments=("hang", "--timeout", "10"), facts=Processes, more=Part, judge=judge_hang),
+        "pyspy-all": Reader(arguments=("pyspy-all", "--job", "{job}"), facts=Processes, more=Part, judge=judge_stacks),
+        "hang": Reader(
+            arguments=("hang", "--job", "{job}", "--timeout", "10"), facts=Processes, more=Part, judge=judge_hang
+        ),
         "doctor": Reader(arguments=("doctor",), facts=DoctorArrived, more=DoctorPart, judge=judge_doctor),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
         "blocked": Reader(
-            arguments=("trace", "blocked", "--rank", "0,1"), facts=Processes, more=Part, judge=judge_blocked
+            arguments=("trace", "blocked", "--job", "{job}", "--rank", "0,1"),
+            facts=Processes,
+            more=Part,
+            judge=judge_blocked,
         ),
         "fds": trace("fds", fds.Reply, ("command", "command", "command")),
         "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), *attach),
@@ -376,7 +384,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
     with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--")) as job:
         job.wait_still()
         pids = {f"rank_{rank}": str(process.pid) for rank, process in enumerate(job.processes)}
-        yield Recorder(folder, {"core": str(core), "lines": str(lines), **pids})
+        yield Recorder(folder, {"core": str(core), "lines": str(lines), "job": job.name, **pids})
 
 
 def streams_of_a_liar(stream: bytes) -> Iterator[tuple[str, bytes]]:
@@ -395,10 +403,10 @@ def streams_of_a_liar(stream: bytes) -> Iterator[tuple[str, bytes]]:
 def judge_damaged(reader: Reader, streams: dict[str, bytes]) -> Iterator[tuple[str, Callable[[], None]]]:
     def call(stream: bytes) -> Callable[[], None]:
         def work() -> None:
-            told = play({**streams, LIAR: stream}, reader)
-            assert GOOD not in {**told.fleet.refusals, **told.missing}
-            assert reader.more is None or told.more[GOOD], "nothing of the good node came"
-            show(*reader.judge(told))
+            reported = play({**streams, LIAR: stream}, reader)
+            assert GOOD not in {**reported.fleet.refusals, **reported.missing}
+            assert reader.more is None or reported.more[GOOD], "nothing of the good node came"
+            show(*reader.judge(reported))
 
         return work
 
@@ -440,11 +448,11 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
     hosts = [Host(name=LIAR), Host(name=GOOD)]
     with Fleet(hosts, Replay(streams, b"never"), b"", NodeFacts, _LIMITS) as fleet:
         fleet.gather(lambda now: None)
-        up = [node for node in fleet.nodes.values() if node.told is not None]
+        up = [node for node in fleet.nodes.values() if node.reply is not None]
         assert GOOD in {node.name for node in up}
         if len(up) < 2:
             raise SystemExit(3)  # what the other node recorded is of a run of both
-        places = tuple(NodeSlot(node=node.name, host=node.host, slots=None, facts=node.told) for node in up)
+        places = tuple(NodeSlot(node=node.name, host=node.host, slots=None, facts=node.reply) for node in up)
         plan = make_plan(job.request, places)
         if isinstance(plan, Finding):
             raise SystemExit(3)
@@ -467,7 +475,7 @@ def specs_of(first: int, count: int) -> list[rank_runs.RankSpec]:
 
 
 def meeting_of(fleet: Fleet) -> RendezvousTest:
-    """Put together what the nodes said of the paths between them."""
+    """Assemble the nodes' messages about the paths between them."""
     found = RendezvousTest(head=LIAR, hosts={name: name for name in fleet.nodes}, address="10.0.0.1", port=29500)
     for node, record in fleet._pending:
         if isinstance(record, records.ReachListening):

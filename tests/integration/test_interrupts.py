@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, once and again, at any moment: what is known by then, status 130, and nothing left."""
+"""Ctrl-C and SIGTERM, once and twice, at any moment: a partial report, status 130, and no process left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpu-test --isolate: rank, link, groups, all slow, and what cannot be told, each made for real."""
+"""gpu-test --isolate: rank, link, groups, all slow, and undecidable cases, each with a real fault."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def network() -> Iterator[Network]:
 
 @contextmanager
 def busy(cores: int) -> Iterator[None]:
-    """Have a program that never rests on each core, of so many at most."""
+    """Run a busy program on each core, up to a number."""
     programs = [
         subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
         for core in sorted(os.sched_getaffinity(0))[:cores]
@@ -62,7 +62,7 @@ def busy(cores: int) -> Iterator[None]:
 @pytest.mark.parametrize("run", range(2))
 @pytest.mark.parametrize("cores", [0, 64], ids=["quiet", "busy"])
 def test_healthy_pairs(cores: int, run: int) -> None:
-    # Four ranks share few cores with whatever else this machine does: each look at a pair may see a slow one.
+    # Four ranks share few cores with the rest of the machine: each sample of a pair may see a slow pair.
     with busy(cores):
         result = isolate(*FOUR)
     assert (result.code, classified(result)["kind"]) == (0, "healthy"), result.out

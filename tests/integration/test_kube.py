@@ -1,4 +1,4 @@
-"""Pods as hosts, with a real kubectl: the answer of --via, a row for each pod, and what Kubernetes itself knows."""
+"""Pods as hosts, with a real kubectl: the answer of --via, a row for each pod, and Kubernetes' own knowledge."""
 
 from __future__ import annotations
 
@@ -309,15 +309,15 @@ def test_the_container_is_the_one_with_torch(tmp_path: Path) -> None:
         process.communicate()
 
 
-def test_two_hundred_pods_and_one_that_never_answers(tmp_path: Path) -> None:
+def test_sixty_pods_and_one_that_never_answers(tmp_path: Path) -> None:
     pods = [
         FakePod(pod_manifest(f"train-{i}", labels=LABELS, node=f"gpu{i // 8}"), enter=named(f"train-{i}"))
-        for i in range(200)
+        for i in range(60)
     ]
-    pods[77].silent = True
+    pods[37].silent = True
     with case(tmp_path, pods) as api:
         result = blocked("--kube", "job-name=train", api=api)
-        assert states(result) == {"train-77": "timeout"}, result.out + result.err
+        assert states(result) == {"train-37": "timeout"}, result.out + result.err
 
 
 def manifests() -> Iterator[tuple[str, dict[str, Any]]]:

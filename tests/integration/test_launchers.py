@@ -101,7 +101,7 @@ def test_ports_and_cuda_env_among_the_nodes_of_a_slurm_job(slurm: Slurm, job: in
 
 
 def test_inside_an_allocation_its_nodes_are_found(slurm: Slurm, job: int, tmp_path: Path) -> None:
-    """A real batch script with eight tasks to a node: one agent comes to each node, and the script is no rank."""
+    """A real batch script with eight tasks per node: each node gets one agent, and the script is not a rank."""
     log = tmp_path / "report.json"
     script = tmp_path / "job.sh"
     program = Path(sys.executable).with_name("distdiag")
@@ -253,9 +253,9 @@ def test_ranks_of_two_torchrun_agents_with_a_fault(network: Network) -> None:
     for thread in threads:
         thread.join()
     assert [result.code for result in results] == [1, 1]
-    (told,) = [result for result in results if result.out]
-    assert list(told.findings) == ["wrong-result"]
-    assert told.findings["wrong-result"]["where"]["ranks"] == [1]
+    (reported,) = [result for result in results if result.out]
+    assert list(reported.findings) == ["wrong-result"]
+    assert reported.findings["wrong-result"]["where"]["ranks"] == [1]
 
 
 def test_ranks_that_never_come_are_named() -> None:
@@ -308,7 +308,7 @@ def test_variables_that_are_left_over_from_another_job_are_told_of_the_ranks_tha
     wrap = (*MPIRUN, "-np", "2", "bash", "-c", stale, "bash")
     result = Running("gpu-test", *SMALL, "--stall", "60", wrap=wrap).finish()
     assert (result.code, result.report["verdict"]) == (0, "warn")
-    told = result.findings["rank-variables"]["title"]
-    assert "WORLD_SIZE=7 in rank 1" in told
-    assert "MASTER_ADDR=10.99.0.1 in rank 0" in told
+    reported = result.findings["rank-variables"]["title"]
+    assert "WORLD_SIZE=7 in rank 1" in reported
+    assert "MASTER_ADDR=10.99.0.1 in rank 0" in reported
     assert any("NCCL_ALGO: " in one["title"] for one in result.report["findings"])

@@ -55,7 +55,7 @@ def test_a_node_that_resets_connections_after_8_mb_is_accused_by_the_two_others(
     assert result.code == 1
     (found,) = result.findings.values()
     assert found["id"] == "gpu-test.connections-cut"
-    # Whoever loses node3 first leaves, and the other may then lose him and not node3: both ends of that way are named.
+    # The first node to lose node3 leaves, and the other may lose that node instead: both ends of the path are named.
     assert "node3" in found["where"]["hosts"]
     assert len(found["where"]["hosts"]) < 3
     assert set(found["where"]["hosts"]) | set(found["witnesses"]["hosts"]) <= {"node1", "node2", "node3"}
@@ -75,7 +75,7 @@ def test_a_route_that_a_node_itself_refuses_is_its_own(
     finally:
         third.run("ip", "route", "del", route, "10.77.0.1/32")
     assert result.code == 1
-    # On a busy machine some process may answer too late, which accuses nobody.
+    # On a busy machine some process may answer too late; that accuses no rank.
     (found,) = [finding for finding in result.findings.values() if finding["level"] != "unknown"]
     assert found["id"].endswith("-no-route")
     assert (found["where"]["hosts"], found["witnesses"]["hosts"]) == (["node3"], ["node1"])
@@ -100,8 +100,8 @@ def test_what_stops_after_some_data_is_told_from_what_loses_packets(
     network["node1"].wait_for_port(29500)
     network[at].in_firewall("input", INPUT, f"meta l4proto tcp {rule}")
     try:
-        told = network["node3"].run(sys.executable, "-c", PROBE).stdout.split(maxsplit=1)
+        reported = network["node3"].run(sys.executable, "-c", PROBE).stdout.split(maxsplit=1)
     finally:
         network[at].heal()
         server.kill()
-    assert told[0] in verdicts, told
+    assert reported[0] in verdicts, reported

@@ -1,4 +1,4 @@
-"""The versions of what a process has mapped: of a real one with torch, and of one with made-up libraries."""
+"""Versions of a process's mapped libraries: a real process with torch, and one with made-up libraries."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def job(*communicators: str) -> RasFacts:
 
 
 def test_a_rank_that_waits_in_another_communicator_is_not_blamed() -> None:
-    """Process 3 has not come to its pair's AllReduce; process 2 waits there, and is behind in the world for that."""
+    """Process 3 has not reached its pair's AllReduce; process 2 waits there, so it is behind in the world group."""
     world = communicator("world", {pid: {"AllReduce": 10 - (pid in (2, 3))} for pid in range(1, 9)})
     pair = communicator("pair", {2: {"AllGather": 5}, 3: {"AllGather": 4}})
     verdict = judge(job(world, pair))

@@ -1,4 +1,4 @@
-"""However distdiag ends, nothing of it runs on any node a few seconds later, and what is known is printed."""
+"""However distdiag ends, its processes are gone from all nodes seconds later, and partial results are printed."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_ctrl_c_while_hosts_are_reached_prints_the_rows_so_far_at_once(as_json: 
 
 
 def user_whose_login_hangs(net: Network, home: Path) -> None:
-    """Let somebody who is not root log in on node1, whose ~/.bashrc waits."""
+    """Let a user other than root log in on node1, with a ~/.bashrc that waits."""
     home.chmod(0o755)
     (home / "keys").write_text(key_pair("user").public)
     (home / ".bashrc").write_text("sleep 1000\n")

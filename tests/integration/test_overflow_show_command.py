@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import PROGRAM, distdiag
+from support import PROGRAM, distdiag, unread, wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -226,11 +225,8 @@ def test_a_pipe_is_read_and_ctrl_c_tells_what_is_known(folder: Path, tmp_path: P
         with pipe.open("wb") as file:
             file.write((folder / "near.jsonl").read_bytes())
             file.flush()
-            deadline = time.monotonic() + 20
-            # It has read all there is when it sleeps in the next read.
-            while "pipe_read" not in Path(f"/proc/{process.pid}/wchan").read_text() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            time.sleep(0.1)
+            wchan = Path(f"/proc/{process.pid}/wchan")
+            wait_until(lambda: not unread(file) and "pipe_read" in wchan.read_text(), 20, wchan.read_text)
             process.send_signal(signal.SIGINT)
             said, _ = process.communicate(timeout=20)
     finally:

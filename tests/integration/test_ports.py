@@ -22,7 +22,7 @@ WEB = ("-c", "import http.server as h; h.HTTPServer(('', 29500), h.BaseHTTPReque
 
 @pytest.fixture(scope="module")
 def wide() -> Iterator[Network]:
-    """Four nodes and a client; every test heals what it broke."""
+    """Four nodes and a client; every test repairs its own damage."""
     need_network()
     with Network(4) as network:
         yield network
@@ -318,7 +318,7 @@ def test_sixteen_nodes_and_one_block_in_five_seconds() -> None:
             result = pairs(network)
             (finding,) = faults(result).values()
             assert finding["title"].startswith("node7 gets no answer from node12 "), finding["title"]
-            times.append(float(result.ended_at - result.told_at[0][0]))
+            times.append(float(result.ended_at - result.stderr_lines[0][0]))
         assert len(result.report["data"]["pairs"]) == 240 * 3
         assert sum(one < 5.0 for one in times) == 2, times
 

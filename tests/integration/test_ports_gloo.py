@@ -24,7 +24,7 @@ WANTED = [
     (Names.GOOD, "eth0 "),
 ]
 # Gloo's device listens at the address that it has chosen as soon as it is made. Each choice is made in a process of its
-# own, forked from one that has imported torch.
+# own, forked from a process with torch imported.
 REALLY = """
 import json, os, re, socket, struct, sys, warnings
 warnings.simplefilter("ignore")
@@ -72,8 +72,8 @@ def chosen(networks: dict[Names, Network]) -> dict[tuple[Names, str | None], lis
     for names, network in networks.items():
         asked = json.dumps([wanted for its, wanted in WANTED if its is names])
         env = {"OMP_NUM_THREADS": "1"}  # NumPy's threads would be there before the fork
-        told = network.nodes[0].run(sys.executable, "-c", REALLY, asked, env=env).stdout
-        found |= {(names, wanted): choice for wanted, choice in map(json.loads, told.splitlines())}
+        reported = network.nodes[0].run(sys.executable, "-c", REALLY, asked, env=env).stdout
+        found |= {(names, wanted): choice for wanted, choice in map(json.loads, reported.splitlines())}
     return found
 
 

@@ -46,7 +46,7 @@ def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path:
         assert [row["counters"] for row in rows] == [{"step": 3}] * 4
         assert states(pids) == before
 
-        # The same verdict from what was kept, and from what people have in tickets; no local but counters anywhere.
+        # The same verdict from saved facts and from py-spy's text in tickets; no local but counters in any of them.
         again = distdiag("pyspy-all", "--from", str(kept), "--json")
         assert (again.code, again.report["summary"]) == (1, result.report["summary"])
         assert again.report["data"] == result.report["data"]
@@ -118,7 +118,7 @@ def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
         result = job.look(*SOON)
         assert (result.code, outliers(result)) == (1, [([2], "train")])
         assert "is at step 1, ranks 0-1,3 at step 2" in result.findings["behind"]["title"]
-        # With equal counters nobody is blamed, and what would decide is said.
+        # With equal counters no rank is blamed, and the deciding command is printed.
         result = equal.look(*SOON)
         assert (result.code, outliers(result), result.report["verdict"]) == (3, [], "unknown")
         found = result.findings["unknown"]

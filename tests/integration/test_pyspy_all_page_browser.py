@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from selenium.webdriver.remote.webelement import WebElement
 
 SIZE = 16_384
-pytestmark = pytest.mark.xdist_group("browser")  # one worker, so one browser, but for what runs alone
+pytestmark = pytest.mark.xdist_group("browser")  # one worker, so one browser, except for tests marked alone
 
 
 class Page:
-    """One page in the browser, by what a person sees in it."""
+    """One page in the browser, by its visible content."""
 
     def __init__(self, browser: webdriver.Chrome, folder: Path) -> None:
         self.browser = browser
@@ -44,7 +44,7 @@ class Page:
         return self.browser.find_elements(By.CSS_SELECTOR, selector)
 
     def texts(self, selector: str) -> list[str]:
-        """Read what is visible, in one round trip for all of it."""
+        """Read all visible text in one round trip."""
         texts = self.browser.execute_script(
             "const visible = (one) => one.checkVisibility({contentVisibilityAuto: true, visibilityProperty: true});"
             "const found = [...document.querySelectorAll(arguments[0])].filter(visible);"
@@ -68,7 +68,7 @@ class Page:
             self.browser.switch_to.active_element.send_keys(key)
 
     def filter(self, text: str) -> str:
-        """Type into the filter as a person does; return what the page says to it."""
+        """Type into the filter like a user; return the page's message."""
         field = self.browser.find_element(By.ID, "filter")
         field.send_keys(Keys.CONTROL + "a" + Keys.NULL + text)
         return self.text("#message")
@@ -101,7 +101,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture
 def page(browser: webdriver.Chrome, tmp_path: Path) -> Iterator[Page]:
-    """Open pages; whatever a test does there, no page may ask for anything, and none may have an error."""
+    """Open pages; in every test, no page may request a resource or have an error."""
     page = Page(browser, tmp_path)
     yield page
     assert page.complaints() == []

@@ -228,8 +228,8 @@ def test_a_rank_killed_in_the_debugger_is_missed(ranks: Callable[..., Ranks], st
     job.end()
     assert time.monotonic() - began < 2 * SOON_S
     # No answer: rank 1 has just been about to connect.
-    told = r"waiting for rank 0 .* (store is gone|no sign of life for)"
-    assert re.search(f"ended by DebuggerQuit {told}", job.own(1)[-1])
+    reported = r"waiting for rank 0 .* (store is gone|no sign of life for)"
+    assert re.search(f"ended by DebuggerQuit {reported}", job.own(1)[-1])
 
 
 @pytest.mark.parametrize("command", ["c", "q"])
@@ -327,7 +327,7 @@ def test_a_connection_that_breaks_while_the_rank_runs_quits(ranks: Callable[...,
         person.connect(path[1])
         person.sendall(b"n\n")
         job.until("sleeping")
-        assert person.recv(1)  # what was not read makes a reset of the end
+        assert person.recv(1)  # unread data turns the end into a reset
     job.end()
     assert job.own(0)[-1].startswith("ended by BdbQuit")
     assert " quit the debugger at " in job.own(1)[-1]
@@ -342,7 +342,7 @@ def test_without_a_terminal_and_a_socket_it_says_why(ranks: Callable[..., Ranks]
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a program without torch and without a terminal, that has a breakpoint with these options."""
+    """Start a program without torch and without a terminal, with a breakpoint with these options."""
     started = []
 
     def start(options: str, **env: str) -> subprocess.Popen[str]:
@@ -376,7 +376,7 @@ def test_a_connection_that_is_lost_quits(plain: Callable[..., subprocess.Popen[s
     with socket.socket(socket.AF_UNIX) as person:
         person.connect(job.stdout.readline().split()[-1])
         assert person.recv(10)
-        # What was not read makes a reset of the end.
+        # Unread data turns the end into a reset.
     said = job.communicate(timeout=20)[0]
     assert "bdb.BdbQuit" in said
     assert "made 42" not in said

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HOST_TIMEOUT_S = 4.0
 MUTE_SSHD = Path(__file__).parents[1] / "programs" / "mute_sshd.py"
-# Takes connections, says the first argument and nothing more, whatever it hears.
+# Accepts connections and sends only the first argument, regardless of its input.
 TALKER = """
 import socket, sys
 listener, taken = socket.create_server(("", 22)), []
@@ -33,7 +33,7 @@ while True:
 
 @dataclass(frozen=True)
 class Case:
-    """How a host is, and what its row and its finding have to say."""
+    """The state of a host, and the expected row and finding."""
 
     make: Callable[[Node], Sshd | None]
     state: str
@@ -139,7 +139,7 @@ def test_each_host_has_its_own_row_and_finding(troubled: tuple[Reached, float], 
     assert (row["state"], row["stage"]) == (case.state, case.stage), row["message"]
     assert case.says in row["message"]
     if case.state == "ok":
-        assert not any(name in finding["where"]["hosts"] for finding in reached.told["findings"])
+        assert not any(name in finding["where"]["hosts"] for finding in reached.report["findings"])
         return
     finding = reached.finding(name)
     assert finding["id"] == f"hosts.{case.state}"
@@ -179,7 +179,7 @@ def test_the_same_trouble_of_several_hosts_is_one_finding(troubled: tuple[Reache
 
 @pytest.fixture
 def pair() -> Iterator[Network]:
-    """Two nodes; a test starts what it needs."""
+    """Two nodes; a test starts the services it needs."""
     need_network()
     need("ssh", "ssh-keygen", SSHD)
     with Network(2) as network:
@@ -196,7 +196,7 @@ def test_a_flood_costs_little_memory_and_time_and_the_other_host_is_reached(pair
     reached = reach(pair.client, "node[1-2]", host_timeout_s=10)
     assert reached.states == {"node1": "protocol-error", "node2": "ok"}
     assert reached.rows["node1"]["stage"] == "start"
-    assert reached.told["rss_mib"] < 80, "45 MiB without the flood"
+    assert reached.report["rss_mib"] < 80, "45 MiB without the flood"
     assert len(reached.finding("node1")["title"]) < 300
 
 
@@ -204,7 +204,7 @@ def test_waiting_for_the_rest_of_a_greeting_burns_no_processor(pair: Network) ->
     talker(pair["node1"], "who?")
     reached = reach(pair.client, "node1", host_timeout_s=3)
     assert reached.rows["node1"]["seconds"] > 2.9
-    assert reached.told["cpu_s"] < 2
+    assert reached.report["cpu_s"] < 2
 
 
 def test_a_python_that_is_not_there_is_one_finding_for_all(pair: Network) -> None:

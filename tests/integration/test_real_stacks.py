@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from jobs import Job, JobServer
 from support import distdiag
+from torch_builds import BUILDS, PYTHONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,9 +42,9 @@ OF_A_MODULE = ("module", "pause")
 """Loops outside of functions: the variables of a module are not compared, so that progress may not be seen."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[JobServer]:
-    with JobServer("trains_on_a_stack", 4) as server:
+@pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
+def server(request: pytest.FixtureRequest) -> Iterator[JobServer]:
+    with JobServer("trains_on_a_stack", 4, request.param) as server:
         yield server
 
 
@@ -62,7 +63,7 @@ def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case, ser
     assert (result.report["verdict"], named(result)) == (case.verdict, set(case.ranks)), result.out
     first = result.report["findings"][0]
     assert case.words in "\n".join([first["title"], first["detail"], *first["evidence"]])
-    # By /proc alone it is often unknown; it may not be somebody else.
+    # By /proc alone it is often unknown, but never another rank.
     assert named(blocked) <= set(case.ranks), blocked.out
 
 

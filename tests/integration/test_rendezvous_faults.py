@@ -100,7 +100,7 @@ def test_a_closed_path_is_named_before_ranks_start(
 
 
 def assert_closed(network: Network, id_: str, words: str) -> dict[str, Any]:
-    """Run it: this finding is there, and nothing else."""
+    """Run it: this is the only finding."""
     began = time.monotonic()
     result = run(network, "--master-port", PORT)
     assert time.monotonic() - began < BOUND_S
@@ -123,7 +123,7 @@ def test_only_the_port_is_blamed_when_others_are_open(network: Network, nodes: l
 
 
 def test_a_stranger_on_the_given_address_is_quoted(network: Network, nodes: list[Node]) -> None:
-    # node1 listens on the port; on the address of the client somebody else does.
+    # node1 listens on the port; at the client's address another program does.
     server = (
         "import socket\ns = socket.create_server(('', 29500))\nprint('up', flush=True)\nwhile True:\n"
         " c = s.accept()[0]\n c.sendall(b'220 mail ready\\r\\n')\n"
@@ -210,7 +210,7 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
         assert result.code == 1
         assert list(result.findings) == ["node-lost"]
         assert "lost contact with node2 during the test: no message for" in result.findings["node-lost"]["title"]
-        # sshd itself cannot know yet that nobody is there any more.
+        # sshd itself cannot know yet that the peer is gone.
         left = [command for command in own.nodes[1].processes().values() if not command.startswith("sshd:")]
         assert left == []
 

@@ -1,4 +1,4 @@
-"""distdiag run around real jobs below torchrun: what is the job's stays so, and the first failure is named."""
+"""distdiag run around real jobs under torchrun: the job's behaviour is unchanged, and the first failure is named."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _environment(place: Path) -> dict[str, str]:
 
 
 def _in_terminal(argv: list[str], place: Path, act: Callable[[int, int], None] | None = None) -> tuple[int, bytes]:
-    """Run a program as the leader of a session with a terminal of its own: its status, and what it wrote."""
+    """Run a program as the leader of a session with its own terminal; return its status and output."""
     child, terminal = pty.fork()
     if not child:
         os.chdir(place)

@@ -1,4 +1,4 @@
-"""What docs/explanation/safety.md promises: each sentence there names its test, and those that had none are here."""
+"""Promises of docs/explanation/safety.md: each sentence there names its test; those without another test are here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_looking_writes_no_file_opens_no_port_and_signals_nobody(
 ) -> None:
     need("strace")
     words = [word.format(pid=job.pid(0)) for word in command]
-    distdiag(*words)  # now Python has compiled what it had not
+    distdiag(*words)  # Python has now compiled the remaining modules
     calls = "network,open,openat,openat2,creat,mkdir,mkdirat,unlink,unlinkat,rename,renameat2,kill,tgkill,ptrace"
     log = tmp_path / "calls"
     subprocess.run(

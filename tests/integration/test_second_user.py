@@ -1,4 +1,4 @@
-"""What another user of the same machine can do to us: a real one, whose files lie where everybody may write."""
+"""Attacks by another user of the same machine: a real user, with files in a world-writable folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _as_root() -> None:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder as /tmp is: everybody may make files in it, and remove only their own."""
+    """A folder like /tmp: all users can create files, and remove only their own."""
     folder = Path(tempfile.mkdtemp(prefix="shared-"))
     folder.chmod(0o1777)
     yield folder
@@ -75,7 +75,7 @@ def as_rank(rank: int) -> dict[str, str]:
 
 
 def forged(folder: Path, made_in: Path, rank: int) -> str:
-    """Have the other user put a file into `folder` that tells of a rank of our job; gives its path."""
+    """Let the other user write a file into `folder` that claims a rank of our job; return its path."""
     made_in.mkdir()
     trace("--dir", str(made_in), "--", LINES, "turns", env=as_rank(rank))
     for path in made_in.iterdir():
@@ -141,7 +141,7 @@ def test_root_sees_the_job_of_another_user(shared: Path, tmp_path: Path) -> None
         "def step(folder, wait):\n"
         "    with trace_lines(folder):\n"
         "        wait()\n"
-        f"step({str(tmp_path)!r}, int)\n"  # what it imports may lie where the other user cannot go
+        f"step({str(tmp_path)!r}, int)\n"  # its imports may be in a folder closed to the other user
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         f"step({str(shared)!r} + '/his', lambda: input('ready\\n'))\n"
     )
@@ -159,7 +159,7 @@ def test_root_sees_the_job_of_another_user(shared: Path, tmp_path: Path) -> None
     result = distdiag("trace", "show", "--json", str(shared / "his"))
     assert [ring["state"] for ring in result.report["data"]["rings"]] == ["died"]
     assert result.report["data"]["run"] == f"pid {job.pid} of user nobody"
-    # Where everybody may write, the file of a process that is gone may be anybody's, unless it is named.
+    # In a world-writable folder, the file of an ended process may be any user's, unless it is named.
     (path,) = (shared / "his").glob("*.lines")
     assert not distdiag("trace", "show", "--json", str(shared)).report["data"]["rings"]
     assert distdiag("trace", "show", "--json", str(path)).report["data"]["rings"]
@@ -194,7 +194,7 @@ def test_ranks_of_another_user_are_below_their_launcher_though_they_cannot_be_re
     ]
 
 
-# What is kept: --save, --html, --plot, --report.
+# Written files: --save, --html, --plot, --report.
 
 OVERFLOWS = "import torch; torch.nn.Linear(2, 2)(torch.full((1, 2), float('inf')))"
 SAVES = {

@@ -1,4 +1,4 @@
-"""A series of batch jobs on a real SLURM: it goes on whatever the command does, and its end is noticed."""
+"""A series of batch jobs on a real SLURM: it continues after any result of the command, and its end is noticed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_series_goes_on_after_a_failure_cleans_up_and_stops(slurm: Slurm, tmp_
     ((_, begins, reason),) = pending(slurm, "clean")
     assert abs(datetime.fromisoformat(begins).timestamp() - int(began) - 3600) <= 2, "an hour after the first, exactly"
     assert reason in ("BeginTime", "Dependency")
-    # What is no log of a run is left alone.
+    # Files other than logs of a run are kept.
     (folder / "logs" / "notes.txt").write_text("mine")
     assert on(slurm, "watch", "clean").code == 0
 

@@ -1,4 +1,4 @@
-"""Host keys: nothing is trusted that was not known before or accepted by --accept-new, and what to do is said."""
+"""Host keys: only known keys or keys accepted by --accept-new are trusted, and the fix is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes to hosts: bastions, many at once, two names of one machine, what is set and run there first."""
+"""Routes to hosts: bastions, many at once, two names of one machine, variables and commands set before the start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_all_hosts_behind_one_bastion_with_default_limits_are_reached() -> None:
     need_network()
     need("ssh", "ssh-keygen", SSHD)
     with ManyHosts(MANY, bastion=True, own_names=False) as many:
-        # The shell there says that there is no such Python: all but the cost of 150 Pythons on this machine.
+        # The shell there reports a missing Python: all but the cost of 150 Pythons on this machine.
         reached = reach(many.client, f"h[0001-{MANY:04}]", python="/nowhere")
         assert reached.count() == {"no-python": MANY}
         assert reach(many.client, "h[0001-0008]").count() == {"ok": 8}
@@ -117,7 +117,7 @@ def test_among_many_each_has_its_own_trouble_and_nobody_a_false_one() -> None:
         }
         assert list(reached.states)[:4] == names[:4]
         assert [reached.states[name] for name in names[:4]] == list(hostile)
-        assert len(reached.told["findings"]) == len(reached.count())
+        assert len(reached.report["findings"]) == len(reached.count())
 
 
 def test_two_names_of_one_machine_are_told_and_a_host_named_twice_is_used_once(net: Network) -> None:

@@ -81,7 +81,7 @@ def jobs() -> Iterator[dict[str, Job]]:
 
 @dataclass
 class Seen:
-    """What one run says of one of several jobs."""
+    """The report of one run about one of several jobs."""
 
     findings: list[dict[str, Any]]
     threads: list[dict[str, Any]]
@@ -96,7 +96,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(jobs: dict[str, Job]) -> dict[str, Seen]:
-    """Look once at all jobs of this machine, and see that nobody is in another state than before."""
+    """Sample all jobs of this machine once, and check that their states are unchanged."""
     pids = [job.pid(rank) for job in jobs.values() for rank in range(2)]
     before = states(pids)
     result = distdiag("trace", "blocked", "--json")

@@ -55,7 +55,7 @@ def run(
 
 def kept(folder: Path) -> list[line_trace_file.RingFile]:
     found = [line_trace_file.read(str(path)) for path in folder.glob("*.lines")]
-    return sorted(found, key=lambda one: float(one.about["wall_s"]))
+    return sorted(found, key=lambda one: one.about.began_s)
 
 
 def place(record: line_trace_file.Record) -> tuple[str, int]:
@@ -175,7 +175,7 @@ def test_threads_do_not_see_how_tracing_begins_and_ends(tmp_path: Path, python: 
 def test_a_fork_writes_into_a_file_of_its_own(tmp_path: Path, python: str) -> None:
     run(tmp_path, python, "-W", "ignore", LINES, "forks")
     parent, child = kept(tmp_path)
-    assert child.about["parent"] == parent.about["pid"]
+    assert child.about.parent == parent.about.pid
     assert place(lines_of(parent)[-1])[1] == marked("PARENT")
     assert place(lines_of(child)[-1])[1] == marked("CHILD")
     assert "count" in {record.code.function for record in child.threads[0].records}
@@ -254,7 +254,7 @@ def test_an_exception_that_comes_out_of_the_tracer_does_no_harm(tmp_path: Path, 
     done = run(tmp_path, python, LINES, how, options=("--lines", "100000"))  # what is done once per ring lasts long
     assert (done.returncode, done.stderr.count(b"Traceback")) == (-signal.SIGKILL, 0), done.stderr
     (ring,) = kept(tmp_path)
-    (main,) = (thread for thread in ring.threads if thread.tid == ring.about["pid"])
+    (main,) = (thread for thread in ring.threads if thread.tid == ring.about.pid)
     assert main.records[-1].line == marked("END")
 
 
@@ -435,5 +435,5 @@ def test_under_torchrun(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert sorted(ring.about["rank"] for ring in kept(tmp_path)) == [0, 1]
+    assert sorted(ring.about.rank for ring in kept(tmp_path)) == [0, 1]
     assert json.loads(distdiag("trace", "show", "--json", str(tmp_path)).out)["exit_code"] == 0

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +38,10 @@ def counting() -> Iterator[Job]:
     with Job("counts_on", 1) as job:
         job.wait_ready()
         yield job
+
+
+def last_lines(logs: Path) -> list[str]:
+    return [path.read_text(errors="replace").rpartition("\n")[2] for path in logs.iterdir()]
 
 
 def trace(job: Job, *arguments: str, env: dict[str, str] | None = None) -> Result:
@@ -121,7 +124,8 @@ def test_ctrl_c_detaches_and_tells_what_was_seen(counting: Job) -> None:
     running = Running("trace", "sys", "--json", "--job", counting.name, "--for", "60s")
     running.wait_for("tracing 1 process")
     wait_until(lambda: procs.tracer(counting.pid(0)) is not None, 30, lambda: "nobody traces it")
-    time.sleep(0.3)
+    before = count(counting)
+    wait_until(lambda: count(counting) > before + 50, 30, lambda: f"at {count(counting)}, from {before}")
     os.killpg(running.process.pid, signal.SIGINT)
     result = running.finish(20)
     assert result.code == 130
@@ -198,7 +202,13 @@ def test_ranks_that_run_under_strace_are_judged_together(tmp_path: Path) -> None
     script = 'exec strace -f -ff -ttt -T -yy -o "$0/rank-$RANK" -- "$@"'
     with Job("waits_on_another_rank", 2, env={"HOW": "sleep"}, wrap=("sh", "-c", script, str(tmp_path))) as started:
         started.wait_ready()
-        time.sleep(0.3)
+        # The last line of a blocked thread has no result yet.
+        calls = ("recvfrom(", "clock_nanosleep(")
+        wait_until(
+            lambda: all(any(call in last and " = " not in last for last in last_lines(tmp_path)) for call in calls),
+            20,
+            lambda: f"not blocked: {last_lines(tmp_path)}",
+        )
         result = distdiag("trace", "sys", "--json", str(tmp_path))
     threads = {one["rank"]: one for one in result.report["data"]["threads"] if one["main"]}
     assert threads[0]["state"] == "blocked"
@@ -249,7 +259,7 @@ def test_what_a_job_reads_and_sends_is_in_no_report(tmp_path: Path) -> None:
     assert any(SECRET in log.read_text(errors="replace") for log in logs.iterdir())
     judged = distdiag("trace", "sys", "--json", str(logs))
     assert SECRET not in judged.out + judged.err
-    # What the verdicts rest on is there all the same.
+    # The basis of the verdicts is still there.
     titles = {one["id"]: one["title"] for one in judged.report["findings"]}
     assert "got ENOSPC 2 times: write on /dev/full" in titles["trace.error-enospc"]
     assert "got ECONNREFUSED 4 times: connect on 127.0.0.1:1" in titles["trace.error-econnrefused"]
@@ -293,7 +303,7 @@ os.write(writes, b"{SECRET} " * 20)
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as strace:
         assert strace.stdout is not None
         assert strace.stdout.readline() == b"ready\n"
-        # The last argument is its length: a line may come in two pieces.
+        # The last argument is its length: a line may arrive in two pieces.
         end = f", {20 * (len(SECRET) + 1)}"
         wait_until(lambda: end in log.read_text().rpartition("\n")[2], 30, lambda: log.read_text()[-80:])
         os.killpg(strace.pid, signal.SIGKILL)

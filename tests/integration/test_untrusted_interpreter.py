@@ -14,7 +14,7 @@ from support import distdiag, need, need_mounts, need_root
 from distdiag.cluster import bootstrap
 
 NOBODY = 65534
-# Like a rank until it is started with arguments, as an interpreter would be: then it writes down as whom it ran.
+# Like a rank until it is started with arguments, like an interpreter: then it records its user.
 POSES_AS_PYTHON = """
 #include <stdio.h>
 #include <unistd.h>
@@ -81,7 +81,7 @@ def test_a_program_is_trusted_if_nobody_else_could_have_put_it_there(shell: str,
         os.chown(path, NOBODY, -1)
         assert not trusted(shell, program), path
         os.chown(path, 0, -1)
-    tmp_path.chmod(0o1777)  # in /tmp nobody can replace what is ours
+    tmp_path.chmod(0o1777)  # in /tmp no other user can replace our files
     assert trusted(shell, program)
     spaced = tmp_path / "a b" / "python3"
     spaced.parent.mkdir(mode=0o755)

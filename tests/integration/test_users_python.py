@@ -29,7 +29,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def head(python: Path, **env: str) -> dict[str, str]:
-    """Ask this Python's distdiag; what its report says of the Python that it examined."""
+    """Run this Python's distdiag; return the examined Python of its report."""
     done = subprocess.run(
         [str(python / "bin/python"), "-m", "distdiag", "cuda-env", "--goal", "build", "--json"],
         env={"HOME": os.devnull, "PATH": "/usr/bin:/bin", **env},

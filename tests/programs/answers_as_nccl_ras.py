@@ -57,7 +57,7 @@ def lagging(count: int, operation: str = "AllReduce", version: str = "2.27.5") -
 
 
 def ahead(count: int) -> str:
-    """The smaller group, which is the one that is listed, is ahead."""
+    """The smaller group, the group listed, is ahead."""
     listed = "".join(member(rank) for rank in range(6))
     groups = f"  26 ranks have launched up to operation {count}\n  6 ranks have launched up to operation {count + 1}\n"
     return text("MISMATCH", warning_block=mismatch(count, "AllReduce", groups + listed))

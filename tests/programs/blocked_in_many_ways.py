@@ -1,4 +1,4 @@
-"""Each thread is blocked in a way of its own; told is which, {way: tid}, and what a test has to know beside.
+"""Each thread is blocked in a different call; prints {call: tid}, and further facts for the test.
 
 A child has the other ends: of the connection and of the pipe, and the lock on the file. HOW=other-user: both run as
 another user than they were started by.
@@ -92,7 +92,7 @@ for way, block in WAYS.items():
     tids[way] = thread.native_id
 while "poll" not in Path(f"/proc/self/task/{tids['unmapped']}/wchan").read_text():
     time.sleep(0.005)
-libc.munmap(page, mmap.PAGESIZE)  # the kernel has its own copy by now; nobody else has
+libc.munmap(page, mmap.PAGESIZE)  # only the kernel's copy is left now
 fds = {"pipe": reads, "connection": connection.fileno(), "server": server.fileno(), "gone": gone.fileno()}
 print(json.dumps({"tids": tids, "child": child, "port": port, "fds": fds}), flush=True)
 os.waitpid(child, 0)

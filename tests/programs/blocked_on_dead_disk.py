@@ -1,4 +1,4 @@
-"""A thread asks a file system that answers nothing for a file: FUSE, of which nobody reads what it is asked."""
+"""A thread opens a file on a dead file system: FUSE, without a process serving its requests."""
 
 from __future__ import annotations
 

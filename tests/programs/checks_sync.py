@@ -1,6 +1,6 @@
 """Three ranks that train two steps and then compare their state, once for each fault: FOLDER FAULT...
 
-The fault is planted on the last rank. Each rank writes what it found as lines. "pair": only ranks 0 and 1 compare.
+The fault is planted on the last rank. Each rank writes its findings as lines. "pair": only ranks 0 and 1 compare.
 "zero-...", "fsdp-...": weights or optimizer state are sharded; "...-broken": a value that two ranks hold differs.
 """
 

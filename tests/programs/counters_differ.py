@@ -1,6 +1,6 @@
 """All wait at the same line: rank 2 one step behind, because it did one all_reduce too many; or all in the same step.
 
-The two groups stand for what NCCL does by itself: calls of different steps never meet. With EQUAL=1 rank 2 takes the
+The two groups simulate NCCL: calls of different steps never match. With EQUAL=1 rank 2 takes the
 wrong group in step 2, and the loop counters say nothing.
 """
 

@@ -1,4 +1,4 @@
-"""C++ throws where nothing may be thrown: std::terminate, which says what was thrown and calls abort()."""
+"""C++ throws in a noexcept function: std::terminate prints the exception and calls abort()."""
 
 from native import library
 

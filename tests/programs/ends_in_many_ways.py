@@ -1,7 +1,7 @@
 """Trains for four steps on Gloo, and ends in one way: ends_in_many_ways.py END CONSOLE; rank 1 is the guilty one.
 
 CONSOLE: `bar` draws a progress bar without newlines on stderr, `plain` prints lines, `json` logs one object per line,
-with the traceback of what nothing caught in "msg".
+with the traceback of an uncaught exception in "msg".
 """
 
 from __future__ import annotations

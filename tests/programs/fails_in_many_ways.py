@@ -1,4 +1,4 @@
-"""Trains for six steps and fails in one way: fails_in_many_ways.py KIND; tests/recorded/logs is what came of it."""
+"""Trains for six steps and fails in one way: fails_in_many_ways.py KIND; its logs are in tests/recorded/logs."""
 
 import logging
 import os

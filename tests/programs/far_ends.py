@@ -1,4 +1,4 @@
-"""A process outside the job, at the far end of what a rank waits for: far_ends.py HOW FOLDER.
+"""A process outside the job, at the far end of a rank's wait: far_ends.py HOW FOLDER.
 
 Writes FOLDER/far-HOW, with its port or pid, once it serves.
 """

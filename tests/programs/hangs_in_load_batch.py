@@ -1,4 +1,4 @@
-"""Rank 2 does not come back from load_batch in step 3; the others wait for it in all_reduce."""
+"""Rank 2 never returns from load_batch in step 3; the others wait for it in all_reduce."""
 
 from __future__ import annotations
 

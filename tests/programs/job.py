@@ -20,7 +20,7 @@ from pathlib import Path
 
 def _become_launchers() -> None:
     """Return in the launcher of each job that is asked for; the server itself leaves at the end of its stdin."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to wait for a launcher that has ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended launchers need no wait
     for line in sys.stdin.buffer:
         environment: dict[str, str] = json.loads(line)
         pid = os.fork()
@@ -45,7 +45,7 @@ def _redirect(log: Path) -> None:
 
 
 def _show(changes: dict[str, tuple[str, str]]) -> None:
-    """Change variables, given as (old, new) values of one length, in what /proc shows."""
+    """Change variables, given as (old, new) values of one length, in /proc."""
     first, end = _environment_memory()
     shown = b"\0" + ctypes.string_at(first, end - first)
     for name, (old, new) in changes.items():
@@ -69,7 +69,7 @@ def _become_ranks(count: int) -> None:
             folder = Path(os.environ["JOB_FOLDER"])
             new = folder / f".pid-{rank}"
             new.write_text(str(os.getpid()))
-            new.replace(folder / f"pid-{rank}")  # whoever sees it sees all of it
+            new.replace(folder / f"pid-{rank}")  # visible only when complete
             return
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -78,7 +78,7 @@ def _become_ranks(count: int) -> None:
 
 
 def _show_rank(rank: int) -> None:
-    """Name the variables as a rank has them: in what /proc shows, which is this very memory, and in Python's."""
+    """Name the variables like a rank's: in /proc, which shows this very memory, and in Python's copy."""
     first, end = _environment_memory()
     shown = ctypes.string_at(first, end - first)
     own = shown.replace(b"rANK=0\0", b"RANK=%d\0" % rank).replace(b"\0mASTER_", b"\0MASTER_")
@@ -107,5 +107,5 @@ def join() -> None:
 
 
 def ready(name: object = RANK) -> None:
-    """Tell the test that this process is there."""
+    """Report this process's readiness to the test."""
     Path(os.environ["JOB_FOLDER"], f"ready-{name}").touch()

@@ -1,4 +1,4 @@
-"""A rank with secrets where programs have them: in its environment, in a local variable, and in what it reads."""
+"""A rank with secrets in the usual places: in its environment, in a local variable, and in its input."""
 
 from __future__ import annotations
 

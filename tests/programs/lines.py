@@ -71,7 +71,7 @@ def threads() -> None:
 
     _thread.start_new_thread(raw, ())
     done.wait()
-    while os.path.exists(f"/proc/self/task/{tids[0]}"):  # nobody can join it
+    while os.path.exists(f"/proc/self/task/{tids[0]}"):  # it cannot be joined
         time.sleep(0.001)
     for number in range(6):
         thread = threading.Thread(target=count, args=(number,), name=f"counts {number}")
@@ -203,7 +203,7 @@ def is_alarmed() -> None:
 
 
 def is_traced_now_and_then() -> None:
-    """Begin and end tracing while other threads run code that is new to it; tell what they saw of that."""
+    """Begin and end tracing while other threads run new code; print the lines they were seen at."""
     from distdiag import trace_lines
 
     seen: list[str] = []

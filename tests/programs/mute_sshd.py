@@ -1,4 +1,4 @@
-"""An ssh server that lets everybody in and never answers when it is to run something. Argument: its host key."""
+"""An ssh server that accepts every login and never answers a command. Argument: its host key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two ranks of DistributedDataParallel without an optimizer step; rank 1's forward makes inf in batch 1."""
+"""Two ranks of DistributedDataParallel without an optimizer step; rank 1's forward makes inf in batch 1.
+
+`overflows_without_steps.py STORE HOW BATCHES`. The ranks are forked after the import of torch.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ class Net(nn.Module):
         return found
 
 
-def main(how: str, batches: int) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def main(store: str, how: str, batches: int) -> None:
+    rank = int(os.fork() == 0)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     net = Net()
     DebugUnderflowOverflow(net)
     model = DistributedDataParallel(net)
@@ -41,4 +45,4 @@ def main(how: str, batches: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

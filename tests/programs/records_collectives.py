@@ -74,7 +74,7 @@ def skip(me: Rank, by: int = 2) -> None:
 
 
 def left_out(me: Rank) -> None:
-    """Rank 1 leaves one all_reduce out, and comes to the broadcast."""
+    """Rank 1 skips one all_reduce, and calls the broadcast."""
     for step in range(STEPS):
         if not (me.rank == 1 and step == FAULT_AT):
             dist.all_reduce(me.data)
@@ -329,7 +329,7 @@ def run(case: str, size: int) -> None:
 
 
 def is_final(folder: Path, rank: int) -> bool:
-    """Return whether the dump of a rank has its last call: it is so much younger that the call was recorded."""
+    """Return whether the dump of a rank includes its last call: the dump is young enough for that."""
     with contextlib.suppress(FileNotFoundError):
         return (folder / f"rank_{rank}").stat().st_mtime > (folder / f".called_{rank}").stat().st_mtime + 0.3
     return False

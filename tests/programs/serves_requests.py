@@ -1,6 +1,6 @@
 """An inference server: processes that are named by titles alone, as setproctitle writes them, and no RANK anywhere.
 
-TREE: JSON, [[TITLE, [children of the same form]], ...], of what this program starts. A title may end with a mark: "!"
+TREE: JSON, [[TITLE, [children of the same form]], ...], the processes to start. A title may end with a mark: "!"
 sleeps in load_batch, "=" waits in all_reduce, and both meet at PORT; all others wait for a request.
 """
 

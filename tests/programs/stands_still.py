@@ -1,7 +1,7 @@
 """A rank without torch that sleeps in load_batch.
 
-HOW=vfork: its only thread waits for a vfork child, in D state, as one that waits for a dead disk.
-LATER=1: when the file "go" is there.
+HOW=vfork: its only thread waits for a vfork child, in D state, like a thread waiting for a dead disk.
+LATER=1: once the file "go" exists.
 HOW=other-user: it runs as another user than it was started by.
 """
 

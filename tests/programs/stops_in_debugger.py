@@ -1,4 +1,4 @@
-"""Ranks that come to breakpoints, as many jobs as are asked for, all forked from this process: it has torch already.
+"""Ranks that reach breakpoints, any number of jobs, all forked from this process with torch imported.
 
 Each line of stdin is a job as JSON: `what` functions of this file, `size`, `store` (a file, or host:port that rank 0
 then serves), the `terminal` that they run on, `as_terminal`: False if it only is to show what they say, `listen`,
@@ -77,7 +77,7 @@ def sleep() -> None:
 
 
 def leaves() -> None:
-    """Stop for a while; rank 0 ends right after it, before rank 2 comes to its breakpoint."""
+    """Stop for a while; rank 0 ends right after it, before rank 2 reaches its breakpoint."""
     if dist.get_rank() == 2:
         time.sleep(1)
     breakpoint(0)

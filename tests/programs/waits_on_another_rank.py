@@ -1,8 +1,8 @@
 """Rank 0 waits in recv() for rank 1, which does what HOW says; no torch: a rank is who has RANK in its environment.
 
-HOW: sleep, fifo (reads one that nobody writes), flock (waits for a lock that a third process has), recv (waits for rank
+HOW: sleep, fifo (reads a FIFO without a writer), flock (waits for a third process's lock), recv (waits for rank
 0 in turn), turns (sleeps 0.05 s again and again), pin (rank 0's main thread waits for a thread that receives). Each
-says that it is there when it is about to be blocked.
+reports readiness when it is about to be blocked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A DataLoader worker of the last rank does not come back from a file. START=fork or spawn, WORKERS for each rank."""
+"""A DataLoader worker of the last rank never returns from a file. START=fork or spawn, WORKERS for each rank."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 It is a training program as people write it. In STACKS_DIR every rank keeps READY.<rank> (holding its pid; written once the
 fault, or for the others the loop, is reached) and STEP.<rank> (its progress: 8 bytes, little endian).
-What is hung or healthy, and who the culprit is, stands in table.py.
+The expected verdict and the culprit of each job are in table.py.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def update_shared_cache() -> None:
 
 class FifoHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        with open(f"{DIR}/log.fifo", "w") as file:  # nobody reads
+        with open(f"{DIR}/log.fifo", "w") as file:  # no reader
             file.write(record.getMessage())
 
 
@@ -736,7 +736,7 @@ def train_thread() -> None:
 
 
 def train_threadexc() -> None:
-    """The trainer thread of one rank dies of an exception that nobody sees; its main thread goes on to the last barrier."""
+    """The trainer thread of one rank dies of a hidden exception; its main thread goes on to the last barrier."""
     init()
 
     def loop() -> None:
@@ -908,7 +908,7 @@ def train_exit() -> None:
         if step == 0 and RANK != JOB.rank:
             ready()
         if step == FAULT_AT and JOB.fault == "store":
-            # everybody tells the store that it has saved its part, and waits for all
+            # every rank reports to the store that it has saved its part, and waits for all
             if RANK == JOB.rank:
                 ready()
                 os._exit(1)

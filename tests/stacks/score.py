@@ -1,11 +1,11 @@
 #!/usr/bin/env python3.11
-"""How often distdiag names the right rank of a hung job, on many training stacks, and nobody in a healthy one.
+"""How often distdiag names the right rank of a hung job, on many training stacks, and no rank in a healthy job.
 
     python tests/stacks/score.py                      # all jobs of table.py, one round, 3 jobs at a time
     python tests/stacks/score.py ddp-sleep 'p2p-*'    # these; a name that ends in * is a pattern
     python tests/stacks/score.py --rounds 10 --out r.jsonl --parallel 4
     python tests/stacks/score.py --real               # no forks: each rank imports torch itself (about 4 times as long)
-    python tests/stacks/score.py --list               # the jobs with what is true of them
+    python tests/stacks/score.py --list               # the jobs with their expected verdicts
     python tests/stacks/score.py --table r.jsonl      # only the table of results that are there
 
 The virtual environments are made once, some gigabytes (or name others with --venv 311=PATH):
@@ -189,7 +189,7 @@ class Inside:
         return False
 
     def rested(self) -> bool:
-        """True once nobody but the culprits does anything for REST_S."""
+        """True once only the culprits have been active for REST_S."""
         end, since, before = time.monotonic() + SETTLE_S, time.monotonic(), None
         while time.monotonic() < end:
             others = {rank: pid for rank, pid in self.pids().items() if rank not in self.job.culprits}
@@ -278,7 +278,7 @@ class Inside:
                 slow = set(steps) - {1}
 
             def busy() -> float:
-                """CPU seconds of the slow ranks and what they started."""
+                """CPU seconds of the slow ranks and their children."""
                 ranks = {pid: rank for rank, pid in self.pids().items()}
                 live = [int(name) for name in os.listdir("/proc") if name.isdigit()]
                 return sum(cpu_seconds(pid) or 0 for pid in live if self.rank_of(pid, ranks) in slow)
@@ -304,7 +304,7 @@ class Inside:
 def inside(arguments: list[str]) -> None:
     name, folder, python, tool, order = arguments
     os.nice(max(0, NICE - os.nice(0)))
-    # The children of the dead come to us: the kernel reaps them.
+    # The children of dead processes are reparented to us: the kernel reaps them.
     result = Inside(JOBS[name], Path(folder), python, tool).go(order.split(","))
     (Path(folder) / "result.json").write_text(json.dumps(result))
 
@@ -350,7 +350,7 @@ LIMIT_S = READY_S + SETTLE_S + len(COMMANDS) * ANSWER_S + 60
 
 
 def unshared(folder: Path, mark: str, inside_: list[str]) -> None:
-    """Everything really started: python for every rank, or torchrun and what it starts."""
+    """All real processes: python for every rank, or torchrun and its children."""
     with (folder / "inside.log").open("wb") as log:
         process = subprocess.Popen(
             ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child=SIGKILL", *inside_],
@@ -413,7 +413,7 @@ class Zygotes:
 
     def end(self) -> None:
         for zygote in self.running.values():
-            zygote.kill()  # its containers die with it, and what is in them with these
+            zygote.kill()  # its containers die with it, and their processes with these
             zygote.wait()
 
 

@@ -1,4 +1,4 @@
-"""The jobs, and what is true of each. Written from what the faults are, not from what any tool says of them."""
+"""The jobs with their truth, written from the definition of the faults, not from any tool's report."""
 
 from __future__ import annotations
 

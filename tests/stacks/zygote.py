@@ -1,7 +1,7 @@
 """Imports torch once, and forks from itself the ranks of jobs that a plain environment starts (score.py without --real).
 
 Lines of JSON on stdin: {name, folder, world, feed, python, port, environment, inside}. Each job gets its own pid namespace
-and /proc; what its ranks show in /proc/PID/environ and cmdline is what they would show if they had been started.
+and /proc; its ranks have the same /proc/PID/environ and cmdline as if they had been started.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def contain(job: dict) -> None:
 def main() -> None:
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the containers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no wait for the containers
     reading = os.fdopen(os.dup(0), "rb", buffering=0)
     while line := reading.readline():
         if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Published bandwidths, the arithmetic on them, and what is said of a measured one."""
+"""Published bandwidths, arithmetic on them, and the judgement of a measured bandwidth."""
 
 from __future__ import annotations
 
@@ -409,7 +409,7 @@ PLACES = [
 
 @pytest.mark.parametrize("name", [*NAMES, None])
 def test_more_is_never_worse(name: str | None) -> None:
-    """As long as the links can carry it: what they cannot is unknown, and so is all above."""
+    """Up to the capacity of the links; above it the expectation is unknown."""
     order = [Judgement.BAD, Judgement.LOW, Judgement.GOOD, Judgement.UNKNOWN]
     for ranks, nodes, nic in PLACES:
         steps = [judge(1.15**step, name, ranks, nodes=nodes, nic_gb=nic) for step in range(54)]

@@ -1,4 +1,4 @@
-"""allreduce-bench's arithmetic and judgement on what the ranks told; what cannot be had on two CPU cores."""
+"""allreduce-bench's arithmetic and judgement on recorded rank messages, for cases beyond two CPU cores."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def plan_of(ranks: int, nodes: int = 1, device: Device = Device.CPU) -> Plan:
     )
 
 
-def told(
+def reported(
     request: Request, times_s: dict[int, list[float]], plan: Plan, late_s: dict[int, float] | None = None
 ) -> Report[Bench]:
     """Judge a run in which row k took times_s[k], and rank r came late_s[r] later than the first."""
@@ -207,7 +207,7 @@ THREE = Request(device=Device.CPU, sizes=(MIB, 4 * MIB, 16 * MIB))
 
 def test_a_rank_that_is_late_in_most_rows_is_named() -> None:
     times = {1: [0.010] * 20, 2: [0.020] * 20, 3: [0.030] * 20}
-    report = told(THREE, times, plan_of(4), {2: 0.008})
+    report = reported(THREE, times, plan_of(4), {2: 0.008})
     late = next(finding for finding in report.findings if finding.id.endswith(".late-rank"))
     assert late.where.ranks == (2,)
     assert report.verdict == "warn"
@@ -221,20 +221,20 @@ def test_a_rank_that_is_late_in_most_rows_is_named() -> None:
 )
 def test_nobody_is_called_late_without_being_clearly_so(late: dict[int, float]) -> None:
     times = {1: [0.010] * 20, 2: [0.020] * 20, 3: [0.030] * 20}
-    assert "late-rank" not in ids(told(THREE, times, plan_of(4), late))
+    assert "late-rank" not in ids(reported(THREE, times, plan_of(4), late))
 
 
 def test_what_the_times_show_is_named() -> None:
     rising = {1: [0.001] * 100, 2: [0.004] * 100, 3: [0.016] * 100}
-    assert ids(told(THREE, rising, plan_of(2))) == set()
-    assert ids(told(THREE, {**rising, 3: [0.040] * 100}, plan_of(2))) == {"falls"}
-    assert ids(told(THREE, {**rising, 2: [0.004] * 96 + [0.050] * 4}, plan_of(2))) == {"outliers"}
+    assert ids(reported(THREE, rising, plan_of(2))) == set()
+    assert ids(reported(THREE, {**rising, 3: [0.040] * 100}, plan_of(2))) == {"falls"}
+    assert ids(reported(THREE, {**rising, 2: [0.004] * 96 + [0.050] * 4}, plan_of(2))) == {"outliers"}
     drifting = {**rising, 2: [0.004] * 50 + [0.006] * 50, 3: [0.016] * 60 + [0.022] * 40}
-    assert ids(told(THREE, drifting, plan_of(2))) == {"drift"}
+    assert ids(reported(THREE, drifting, plan_of(2))) == {"drift"}
 
 
 def test_one_rank_has_no_bandwidth() -> None:
-    report = told(THREE, {1: [0.001] * 20}, plan_of(1))
+    report = reported(THREE, {1: [0.001] * 20}, plan_of(1))
     assert report.data.results[0].busbw_bytes_per_s == 0
     assert "it sends nothing" in report.summary
 
@@ -249,14 +249,14 @@ def test_one_rank_has_no_bandwidth() -> None:
 )
 def test_known_hardware_gets_a_verdict(seconds: float, nodes: int, verdict: str, finding: set[str]) -> None:
     request = Request(sizes=(4 * GIB,))
-    report = told(request, {1: [seconds] * 20}, plan_of(8, nodes, Device.CUDA))
+    report = reported(request, {1: [seconds] * 20}, plan_of(8, nodes, Device.CUDA))
     assert (report.verdict, ids(report)) == (verdict, finding)
     assert report.data.verdict is not None
     assert report.data.verdict.lines
 
 
 def test_a_small_message_is_not_judged_by() -> None:
-    report = told(Request(sizes=(64 * MIB,)), {1: [1.0] * 20}, plan_of(8, 1, Device.CUDA))
+    report = reported(Request(sizes=(64 * MIB,)), {1: [1.0] * 20}, plan_of(8, 1, Device.CUDA))
     assert report.verdict == "ok"
     assert report.data.verdict is not None
     assert (report.data.verdict.judgement, "too small" in report.data.verdict.lines[0]) == ("unknown", True)
@@ -305,12 +305,12 @@ def earlier(*seconds: float, world_size: int = 2, spread: float | None = 0.02, d
 )
 def test_a_run_beside_an_earlier_one(baseline: Baseline, finding: set[str], verdict: str) -> None:
     request = Request(device=Device.CPU, sizes=THREE.sizes, baseline=baseline)
-    report = told(request, {1: [0.001] * 20, 2: [0.004] * 20, 3: [0.016] * 20}, plan_of(2))
+    report = reported(request, {1: [0.001] * 20, 2: [0.004] * 20, 3: [0.016] * 20}, plan_of(2))
     assert (ids(report), report.verdict) == (finding, verdict)
 
 
 def test_gradients_of_a_model() -> None:
     request = Request(sizes=(4 * GIB,), params=7e9, dtype="bfloat16")
-    report = told(request, {1: [0.010] * 20}, plan_of(8, 1, Device.CUDA))
+    report = reported(request, {1: [0.010] * 20}, plan_of(8, 1, Device.CUDA))
     algbw = 4 * GIB / 0.010
     assert f"{14e9 / algbw:.3g} s" in " ".join(report.data.training)

@@ -225,7 +225,7 @@ ONE_GPU = "#  Rank  0 Group  0 Pid  4100 on     node0 device  0 [0x19] NVIDIA H1
     [
         ("", None, None),
         (ONE_GPU, 1, "NVIDIA H100 80GB HBM3"),
-        # Built without MPI: each process is alone, and tells so.
+        # Built without MPI: each process runs alone, and prints that.
         (ONE_GPU + ONE_GPU, 1, "NVIDIA H100 80GB HBM3"),
         (
             ONE_GPU + ONE_GPU.replace("Rank  0", "Rank  1").replace("H100", "H200"),
@@ -366,7 +366,7 @@ def test_rows_that_were_not_measured_are_counted(tmp_path: Path) -> None:
     assert (len(baseline.rows), baseline.notes) == (1, ("skipped 1 result: not measured",))
 
 
-# ---- what is refused
+# ---- refused arguments
 
 
 @pytest.mark.parametrize(

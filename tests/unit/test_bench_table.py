@@ -1,4 +1,4 @@
-"""A table of nccl-tests alone: judged beside its GPUs and NICs without a run, or what would allow that."""
+"""A table of nccl-tests alone: judged by its GPUs and NICs without a run, or the options required for that."""
 
 from __future__ import annotations
 

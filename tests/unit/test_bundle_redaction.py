@@ -1,4 +1,4 @@
-"""What bundle puts in the place of names and secrets, and what it leaves alone."""
+"""Placeholders of bundle for names and secrets, and text left unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is concluded about hosts and the paths between them, from facts alone."""
+"""Conclusions about hosts and the paths between them, from facts alone."""
 
 from __future__ import annotations
 
@@ -220,8 +220,8 @@ def test_rank_variables_that_contradict_the_launcher(
     environ: dict[str, str], expected: tuple[int, int, int, int] | None
 ) -> None:
     found = contradiction(environ)
-    told = found and (found[0].rank, found[0].world_size, found[1].rank, found[1].world_size)
-    assert told == expected
+    reported = found and (found[0].rank, found[0].world_size, found[1].rank, found[1].world_size)
+    assert reported == expected
 
 
 @pytest.mark.parametrize(

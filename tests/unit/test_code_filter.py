@@ -1,4 +1,4 @@
-"""Which code the line tracer traces, and what a line of source waits for."""
+"""Code selected by the line tracer, and the wait recognised in a line of source."""
 
 from __future__ import annotations
 

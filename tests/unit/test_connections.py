@@ -1,4 +1,4 @@
-"""Whom broken connections accuse, and who only saw it; from facts, and one real socket that nobody answers."""
+"""Ranks accused by broken connections, and mere witnesses; from facts, and one real unanswered socket."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_what_a_nodes_own_kernel_refuses_is_its_own_and_no_firewall(verdict: str
 
 
 def test_a_node_that_is_too_busy_to_answer_is_no_firewall() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # its kernel accepts, and nobody reads
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # its kernel accepts, but no process reads
         port = listener.getsockname()[1]
         asked = TcpProbe(Target("port", "127.0.0.1", port), "key", time.monotonic() + 0.2).run()
         late = TcpProbe(Target("port", "127.0.0.1", port), "key", time.monotonic() - 1).run()

@@ -1,4 +1,4 @@
-"""Call frame information: beside readelf's reading of real libraries, and that none of what is damaged is believed."""
+"""Call frame information compared with readelf on real libraries; damaged entries are rejected."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rows_of(path: str) -> Iterator[Row]:
             yield Row(begin, end, int(words[0], 16), words[1], dict(zip(columns, words[2:], strict=True)))
 
 
-def told(row: Row) -> dict[int, int] | None:
+def reported(row: Row) -> dict[int, int] | None:
     """Say what a row makes of REGISTERS; None where it wants an expression, which readelf does not show."""
     if "exp" in (row.cfa, *row.rules.values()) or "vexp" in row.rules.values():
         return None
@@ -103,7 +103,7 @@ def test_every_row_is_as_readelf_reads_it(name: str) -> None:
         function = binary.function(row.address)
         assert (function.begin, function.end) == (row.begin, row.end)
         rules = function.rules(row.address)
-        expected = told(row)
+        expected = reported(row)
         outermost = row.rules.get("ra") == "u"
         assert rules.outermost == outermost, row
         if expected is not None and not outermost and not function.cie.signal:
@@ -132,12 +132,12 @@ def test_a_function_is_found_by_where_it_lies_from_its_description() -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        # A state that was kept comes back whole, also that of the CFA.
+        # A remembered state is restored completely, including the CFA.
         (b"\x0e\x10\x86\x02\x0a\x0e\x20\x83\x04\x0b", {7: 0x8010, 6: word(0x8000), 3: 0x4000}),
         # An epilogue: what the function has saved is its caller's again.
         (b"\x86\x02\xc6", {7: 0x8008, 6: 0x7000}),
         (b"\x05\x06\x02\x06\x06", {7: 0x8008, 6: 0x7000}),
-        # r12 has moved to rbx; rbx lies at rsp itself; r13 is CFA-16.
+        # r12 has moved to rbx; rbx is saved at rsp itself; r13 is CFA-16.
         (b"\x09\x0c\x03", {7: 0x8008, 12: 0x4000}),
         (b"\x10\x03\x02\x77\x00", {7: 0x8008, 3: word(0x8000)}),
         (b"\x14\x0d\x02", {7: 0x8008, 13: 0x7FF8}),
@@ -155,7 +155,7 @@ def test_a_function_is_found_by_where_it_lies_from_its_description() -> None:
         (b"\x0f\x09\x77\x00\x31\x25\x09\xff\x22\x30\x21", {7: 0x3FFF}),
         (b"\x0f\x04\x09\xff\x30\x2d", {7: 1}),
         (b"\x0f\x04\x09\xff\x30\x2a", {7: 0}),
-        # Only what is before the place counts: 5 bytes on rsp+32, then rsp+48 from 0x20 on.
+        # Only instructions before the place count: 5 bytes on rsp+32, then rsp+48 from 0x20 on.
         (b"\x45\x0e\x20\x02\x1b\x0e\x30", {7: 0x8020}),
         (b"\x45\x0e\x20\x03\x0b\x00\x0e\x30", {7: 0x8030}),
         (b"\x04\x10\x00\x00\x00\x0e\x20", {7: 0x8020}),
@@ -173,7 +173,7 @@ def test_registers_that_a_call_may_use_are_not_the_callers_but_after_a_signal_th
     by_signal = common(letters=b"zRS")
     assert by_signal.signal
     assert set(function(b"", by_signal).rules(0x6000).caller_registers(REGISTERS, word)) == set(range(17))
-    with pytest.raises(CannotUnwind):  # what is not known cannot be counted from
+    with pytest.raises(CannotUnwind):  # an unknown register is no base
         function(b"\x0d\x00").rules(0x6000).caller_registers({7: 0x8000, 16: 0x6000}, word)
 
 
@@ -294,7 +294,7 @@ def test_functions_are_named_by_their_symbols(built: Path, tmp_path: Path) -> No
     at = symbols(built)
     names = ("square", "hidden", "often", "twice", "untyped")
     found = Binary(str(built)).names({at[name] for name in names} | {at["square"] + 1, 0xFFFF_FFFF_FFFF})
-    # Of two names the one that a library may not replace.
+    # Of two names, the symbol protected from interposition.
     assert found == {at[name]: name for name in ("square", "hidden", "twice", "untyped")} | {at["often"]: "public_name"}
     stripped = tmp_path / "stripped.so"
     subprocess.run(["strip", "-o", stripped, built], check=True)

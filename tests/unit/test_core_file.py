@@ -193,7 +193,7 @@ def test_a_core_that_was_cut_off_tells_as_much(core: Path, copy: Path, percent: 
 
 
 def test_wherever_its_notes_are_cut_off_what_is_told_is_right(core: Path, copy: Path) -> None:
-    whole, told = core_file.read(str(core)), 0
+    whole, reported = core_file.read(str(core)), 0
     reasons = set()
     for size in range(notes_end(core), 0, -11):
         os.truncate(copy, size)
@@ -202,11 +202,11 @@ def test_wherever_its_notes_are_cut_off_what_is_told_is_right(core: Path, copy: 
         except NotACore as refusal:
             reasons.add(str(refusal).partition(":")[0])
             continue
-        told += 1
+        reported += 1
         assert found.truncated
         assert (found.pid, found.signal, found.threads) == (whole.pid, whole.signal, whole.threads)
         assert found.files in ((), whole.files)
-    assert told > 10
+    assert reported > 10
     assert reasons == {
         "damaged, or truncated before the end of its notes",
         "damaged or truncated in its first 20 bytes",
@@ -271,7 +271,7 @@ def test_a_core_of_aarch64_has_its_program_counter_elsewhere() -> None:
     found = core_file.read(small_core(183, note(1, state) + note(3, about)))
     assert (found.machine, found.pid, found.uid, found.arguments) == ("aarch64", 41, 1000, "python train.py")
     assert found.threads == (core_file.CoreThread(42, 11, 0x4444),)
-    # one that gdb's gcore wrote has no siginfo
+    # gdb's gcore writes no siginfo
     assert (found.signal, found.code, found.address, found.files, found.execfn) == (11, None, None, (), "")
 
 
@@ -285,7 +285,7 @@ def test_an_address_that_the_processor_does_not_tell_is_none(copy: Path) -> None
 
 
 def test_more_mappings_than_the_header_can_count_are_counted_elsewhere(core: Path, copy: Path) -> None:
-    # GIVEN a core as the kernel writes it for 65,535 mappings and more: their number stands in a section at its end
+    # GIVEN a core in the kernel's form for 65,535 mappings and more: their number is in a section at its end
     whole = core_file.read(str(core))
     (count,) = struct.unpack_from("<H", core.read_bytes(), _SEGMENT_COUNT)
     with copy.open("ab") as file:

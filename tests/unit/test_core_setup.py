@@ -1,4 +1,4 @@
-"""Where cores go, which files are cores, and whether a crash would leave one: what is said is what then happens."""
+"""Where cores go, what counts as a core file, and whether a crash leaves one: checked against real crashes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_files_of_others_are_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start a program that waits, as somebody and somewhere, with limits on its core."""
+    """Start a waiting program with a user, a directory and core limits."""
     running = []
 
     def start(folder: Path, core: tuple[int, int], user: int = 0, **env: str) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Names, lines and inlined calls of what was just compiled."""
+"""Names, lines and inlined calls of freshly compiled code."""
 
 from __future__ import annotations
 

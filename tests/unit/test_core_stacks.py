@@ -45,7 +45,7 @@ FAIL = "void abort(void); void fail(void) { abort(); }"
 LIBRARIES = {
     "ends_in_a_call": (GUILTY, FAIL),
     "dies_at_its_end": ("void abort(void); __attribute__((destructor)) static void at_end(void) { abort(); }", ""),
-    # What it says of its caller's stack is that nobody knows it.
+    # Its unwind information marks the caller's frame as undefined.
     "without_a_stack": (
         '__asm__(".globl outer\\nouter: .cfi_startproc\\nsub $8,%rsp\\n.cfi_adjust_cfa_offset 8\\n"'
         '".cfi_undefined %rsp\\ncall abort@PLT\\n.cfi_endproc");',
@@ -65,7 +65,7 @@ LIBRARIES = {
         "void start(void) { pthread_t t; pthread_create(&t, 0, run, 0); }",
         "",
     ),
-    # The handler runs on memory that outer has: above what it interrupts, as no callee's stack ever is.
+    # The handler runs on memory of outer: above the interrupted frame, unlike any callee's stack.
     "on_a_stack_above": (
         "#define _GNU_SOURCE\n#include <signal.h>\n#include <stdlib.h>\nstatic void handle(int n) { abort(); }\n"
         "__attribute__((noinline)) static int work(void) { return raise(SIGUSR1) + 1; }\n"
@@ -187,7 +187,7 @@ def by_pystack(core: str, executable: str = PROGRAM, *, python: str = "", all_by
 
 
 def read_core(core: Path, *, asker: str = "") -> tuple[stacks.Merged, ...]:
-    """Read a core as the command does: gdb is asked only for what pystack does not know."""
+    """Read a core like the command: gdb only fills the gaps of pystack."""
     crashed = core_file.read(str(core)).threads[0].tid
     first = by_pystack(str(core), python=asker)
     second = (
@@ -430,7 +430,7 @@ def test_the_crashed_thread_comes_first_with_what_gdb_knows_of_it() -> None:
     assert (first.thread.tid, first.crashed, second.crashed) == (crashed, True, False)
     assert [f for f in shown(first.thread.frames) if f != "??"] == ["ffi_call", "[jump]", "[main]", "[<module>]"]
     assert not stacks.merge(pystack, None, crashed)[0].thread.aligned
-    # Nobody has it: it is said all the same who crashed.
+    # The thread is unknown to both readers; the crashed function is still named.
     unknown = stacks.merge(pystack, gdb, 4711)[0]
     assert (unknown.crashed, unknown.tools, unknown.thread) == (True, (), ThreadStack(4711, "", (), None))
 
@@ -450,7 +450,7 @@ def test_gdb_frames_with_and_without_symbols_are_read() -> None:
     assert [one.name for one in read_gdb("process").threads] == ["python3", "python3"]
     only = read_gdb("process_static").threads[0]
     assert (only.tid, only.name, [one.function for one in only.frames]) == (6807, "sleeper", ["pause", "main"])
-    # The callers that gdb makes up where the stack is not in the core are left out, but for what it is sure of.
+    # Callers invented by gdb for a stack missing in the core are dropped, except certain frames.
     assert [one.frames[-1].function for one in read_gdb("core_cut").threads] == ["<signal handler called>", "??"]
 
 
@@ -470,7 +470,7 @@ EVAL = "_PyEval_EvalFrameDefault"
         ([["f", "g"], ["m"]], ["x", EVAL, "y", EVAL, "_start"], "x [f] [g] y [m] _start", True),
         # The innermost Python function is gone already, or not there yet.
         ([["m"]], ["x", EVAL, "y", EVAL, "_start"], f"x {EVAL} y [m] _start", False),
-        # More Python than C: what is left over is nearest to where the thread is.
+        # More Python than C frames: the excess is innermost.
         ([["f"], ["g"], ["m"]], ["x", EVAL, "y", EVAL, "_start"], "x [f] [g] y [m] _start", False),
         # The C frames are lost on the way out.
         ([["f"], ["m"]], ["x", EVAL, "y"], "x [f] y [m]", False),
@@ -491,7 +491,7 @@ def test_calls_of_the_interpreter_are_left_out_but_not_where_it_crashed() -> Non
         "cfunction_call",
         "list_sort",
     ]
-    # The same name elsewhere is somebody's own function.
+    # The same name in another module is a user's own function.
     assert not stacks.is_interpreter(Frame("c", "main", "", None, "/srv/job/server"))
     assert stacks.is_interpreter(Frame("c", "main", "", None, "/usr/bin/python3.11"))
 
@@ -572,7 +572,7 @@ if libc.vfork() == 0:
 
 @pytest.fixture
 def start(needs_both: None) -> Iterator[Callable[[str], int]]:
-    """Start programs that say that they are ready; they end with the test."""
+    """Start programs that report readiness; they end with the test."""
     with contextlib.ExitStack() as ended:
 
         def begin(code: str) -> int:
@@ -622,7 +622,7 @@ def test_nobody_attaches_to_a_process_that_would_not_bear_it(
     start: Callable[[str], int], read: Callable[..., Stacks]
 ) -> None:
     in_the_kernel, traced = start(IN_THE_KERNEL), start(WAITS)
-    # It says that it is ready before it forks.
+    # It reports readiness before it forks.
     wait_until(lambda: states(in_the_kernel)[0] == ["D"], 5, lambda: str(states(in_the_kernel)))
     assert "stuck in the kernel (D)" in read(in_the_kernel, timeout_s=5).error
     assert states(in_the_kernel) == (["D"], None)

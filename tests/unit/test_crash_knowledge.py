@@ -245,7 +245,7 @@ int main(int count, char **words) {
 
 @pytest.fixture(scope="module")
 def fault(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, int, int, int]]:
-    """Make one real fault; give what was printed, and signal, si_code and si_addr as the kernel tells them."""
+    """Inject one real fault; return its output, and signal, si_code and si_addr of the kernel."""
     need("gcc")
     folder = tmp_path_factory.mktemp("faults")
     program = folder / "faults"

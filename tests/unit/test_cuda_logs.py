@@ -17,7 +17,7 @@ from distdiag.knowledge.logs import read_log
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded" / "cuda_logs").glob("*.txt"))
 
-# Said where nothing is wrong, or a part of a text that says so elsewhere.
+# Printed in healthy runs too, or part of a text with another line for the fault.
 HARMLESS = [
     "c++ -DKilled -c x.cpp",
     "x.cpp:3:5: warning: unused variable 'Killed' [-Wunused-variable]",
@@ -95,7 +95,7 @@ def test_a_known_failure_fills_in_only_what_its_pattern_has(known: KnownLine) ->
 
 @pytest.mark.parametrize("known", known_builds().values(), ids=lambda known: known.id)
 def test_a_pattern_repeats_nothing_without_a_bound(known: KnownLine) -> None:
-    # What may: digits, and the white space that a space stands for. Each ends where the next character is.
+    # Allowed repetition: digits, and white space for a space. Each ends at the start of the next character.
     unbounded = re.sub(r"\\[sd][*+]|\[\\d\.\][*+]", "", known.pattern)
     assert not re.search(r"(?<!\\)[*+](?![^\[]*\])", unbounded), unbounded
 

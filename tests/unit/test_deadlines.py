@@ -1,4 +1,4 @@
-"""Work that does not come back costs its own deadline, and nothing else."""
+"""Work that never returns only loses its own deadline."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def opened(*fds: int) -> Iterator[tuple[int, ...]]:
 
 
 def test_a_file_has_a_size_and_a_position(tmp_path: Path) -> None:
-    path = tmp_path / "data (deleted)"  # a name that looks like what the kernel says of deleted files
+    path = tmp_path / "data (deleted)"  # a name resembling the kernel's suffix of deleted files
     path.write_bytes(b"0123456789")
     with opened(os.open(path, os.O_RDONLY)) as (fd,):
         os.lseek(fd, 4, os.SEEK_SET)

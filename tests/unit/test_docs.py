@@ -1,4 +1,4 @@
-"""README and docs: what can be typed is understood by the program, what is generated is fresh, and no link is dead."""
+"""README and docs: every command line parses, generated parts are fresh, and no link is dead."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
 
 
 def parse(words: list[str]) -> None:
-    """Parse a command line as distdiag does. Raises what Typer raises for one that it does not understand."""
+    """Parse a command line like distdiag. Raises Typer's error for an invalid line."""
     if words[0].startswith("-"):
         return
     if words[0] == "help":

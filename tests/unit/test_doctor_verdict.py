@@ -330,7 +330,7 @@ def test_an_inactive_nvlink_is_judged_beside_the_other_gpus() -> None:
     assert "GPU 3 (0000:13:00.0, local rank 3): NVLink 3, 5: inactive" in finding.title
     alone = gpu_health.with_links(v100, own.replace("GPU 3", "GPU 0"), "")
     assert "gpu.nvlink" not in found(judged(node(gpus=gpus(Health(alone.gpus[:1])))))
-    # Cards that have no bridge say so too: nothing is wrong where no GPU has a link.
+    # Cards without a bridge print this too: no fault unless some GPU has a link.
     b200 = Health(v100.gpus[:3])
     assert not found(judged(node(gpus=gpus(gpu_health.with_links(b200, text("nvlink_b200.txt"), "")))))
 
@@ -604,7 +604,7 @@ def test_the_clock_that_is_off_is_named_and_not_those_beside_an_asker_who_is() -
     assert (found(off)["clock"].where.hosts, found(off)["clock"].level) == (("c",), "warn")
     assert "3.0 s behind" in found(off)["clock"].title
     assert found(judged(node("a"), node("b"), node("c", clock=Clock(40.0, 0.01))))["clock"].level == "fail"
-    assert not found(judged(node("a"), node("b", clock=Clock(1.5, 0.9)), node("c")))  # within what is uncertain
+    assert not found(judged(node("a"), node("b", clock=Clock(1.5, 0.9)), node("c")))  # within the uncertainty
 
 
 def test_half_the_round_trip_is_the_uncertainty() -> None:
@@ -626,7 +626,7 @@ def test_nodes_to_leave_out_are_folded_as_slurm_takes_them() -> None:
     report = judged(*(node(f"node{number}") for number in range(1, 6)), full("node7"), full("node8"))
     assert report.data.exclude == "node[7-8]"
     assert report.summary.endswith("start without: --exclude=node[7-8]")
-    assert judged(full("a"), full("b")).data.exclude == ""  # nobody would be left
+    assert judged(full("a"), full("b")).data.exclude == ""  # no node would be left
 
 
 def test_many_nodes_with_the_same_fault_are_one_finding_of_bounded_length() -> None:

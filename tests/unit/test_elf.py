@@ -1,4 +1,4 @@
-"""An ELF file is read as readelf reads it, whatever its size, and whatever it claims."""
+"""An ELF file is read like readelf, regardless of its size and claims."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_file_of_debug_information_has_the_build_id_of_its_library(library: Pa
 
 
 def test_so_has_one_whose_program_headers_are_those_of_its_library(library: Path, tmp_path: Path) -> None:
-    # GIVEN a file of debug information as eu-strip makes it (Fedora, RHEL): the bytes they tell of are not in it
+    # GIVEN a debug file made by eu-strip (Fedora, RHEL): its sections have no bytes
     need("objcopy")
     path = tmp_path / "libanswer.debug"
     subprocess.run(["objcopy", "--only-keep-debug", str(library), str(path)], check=True)
@@ -220,7 +220,7 @@ def test_no_number_in_a_file_makes_us_fail_or_wait(library: Path, tmp_path: Path
 
 
 def test_sections_that_share_one_long_name_do_not_fill_the_memory(tmp_path: Path) -> None:
-    # GIVEN 20,000 sections, each of which says that its name is the same 60,000 letters
+    # GIVEN 20,000 sections that all claim the same name of 60,000 letters
     count, name = 20_000, b"x" * 60_000 + b"\0"
     header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 1, 62, 1, 0, 0, 64, 0, 64, 56, 0, 64, 0, 1)
     first = struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, count, 0, 0, 0, 0)

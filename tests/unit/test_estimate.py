@@ -115,7 +115,7 @@ def test_computation_of_idefics_80b_as_published() -> None:
 
 
 def test_the_400_gbps_rule_follows_from_traffic_and_computation() -> None:
-    # Whatever the size of the model: a V100 at 40 TFLOPS with 600 tokens in a micro-batch, 0.75 x 40e12 / 600 bytes/s.
+    # Independent of the model size: a V100 at 40 TFLOPS with 600 tokens in a micro-batch, 0.75 x 40e12 / 600 bytes/s.
     v100 = Run(params=176e9, batch=384, seq=600, step_s=21, gpus=384, zero=3, recompute=True)
     card = Peak(name="", tflops=80, source="")
     for run in (v100, replace(v100, params=8e9), replace(v100, batch=4 * 384, accumulate=4)):

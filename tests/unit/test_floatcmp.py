@@ -1,4 +1,4 @@
-"""floatcmp: distances in ulp in every dtype, what is counted apart, who is nearer, in any shape and nesting."""
+"""floatcmp: distances in ulp in every dtype, separate counts, the nearer side, in any shape and nesting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""floatcmp --op: the error of an operation is put down to its dtype, or to what makes it coarser."""
+"""floatcmp --op: the error of an operation is attributed to its dtype, or to a coarser setting."""
 
 from __future__ import annotations
 

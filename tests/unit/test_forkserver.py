@@ -1,4 +1,4 @@
-"""Ranks made by fork: what they are given is theirs alone, and any trouble leads to ranks that start alone."""
+"""Forked ranks: private environments and descriptors; on any trouble ranks start separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU libraries are known by name, and their functions by what they do to the caller."""
+"""GPU libraries are recognised by name, and their functions by their effect on the caller."""
 
 from __future__ import annotations
 

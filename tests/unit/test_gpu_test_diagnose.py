@@ -367,14 +367,14 @@ def test_limits_that_differ_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "level", "told"),
+    ("facts", "level", "reported"),
     [
         ({"nvidia_driver": "535.54.03"}, "warn", "NVIDIA driver: 535.54.03 on n2; none on node1"),
         ({"rdma_ports": {"InfiniBand, 400 Gb/s": 7}}, "warn", "active RDMA ports: 7 x InfiniBand, 400 Gb/s on n2"),
         ({"machine": "p5e.48xlarge"}, "info", "machine: p5e.48xlarge on n2"),
     ],
 )
-def test_nodes_that_are_not_alike_are_told_apart(facts: dict[str, Any], level: str, told: str) -> None:
+def test_nodes_that_are_not_alike_are_told_apart(facts: dict[str, Any], level: str, reported: str) -> None:
     (found,) = nodes_that_differ(Request(), [place(node()), place(replace(node(), **facts), "n2")], [])
     assert found.level == level
-    assert told in found.title
+    assert reported in found.title

@@ -316,7 +316,7 @@ def test_gpus_that_all_spin_are_all_idle_or_compute_accuse_no_rank() -> None:
     assert (judged(*[SPINS] * 8).kind, judged(*[SPINS] * 8).named) == (GpuKind.ALL_BUSY_LOW_POWER, ())
     assert (judged(*[IDLE] * 8).kind, judged(*[IDLE] * 8).named) == (GpuKind.ALL_IDLE, ())
     assert (judged(*[COMPUTES] * 8).kind, judged(*[COMPUTES] * 8).named) == (GpuKind.COMPUTING, ())
-    # one that spins among idle ones may itself have gone on
+    # a single busy GPU among idle GPUs may itself have progressed
     assert (judged(SPINS, *[IDLE] * 3).kind, judged(SPINS, *[IDLE] * 3).named) == (GpuKind.MIXED, ())
 
 

@@ -135,7 +135,7 @@ def test_backward_on_a_processor_is_no_wait() -> None:
 
 
 def test_a_rank_that_joins_no_communicator_is_missed_by_those_that_wait_in_its_init() -> None:
-    """NCCL sleeps in a loop there: no Python frame says so, nor does the state of the thread."""
+    """NCCL sleeps in a loop here, visible neither in Python frames nor in the thread's state."""
     first = frames(("train_step", "/home/me/train.py", 27))
     inits = place("ncclCommInitRankConfig", library=NCCL, state="S")
     report = judge(

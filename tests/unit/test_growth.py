@@ -1,4 +1,4 @@
-"""Twice the input takes about twice the time, whatever is in it: nobody's log may keep a reader busy for ever."""
+"""Twice the input takes about twice the time for any content: no log may keep a reader busy for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may speak to whom: the key is proved, never sent; a recording, a slow stranger and a full house are of no use."""
+"""Authentication of peers: the key is proved, never sent; replays, slow peers and full backlogs gain no access."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_another_key_is_refused_on_both_sides(listener: socket.socket) -> None:
 
 
 def test_what_follows_the_proof_is_left_for_whoever_takes_the_connection(listener: socket.socket) -> None:
-    """An agent says more at once, and all of that may come in one piece."""
+    """An agent sends further data at once, possibly in the same packet."""
     acceptor = Acceptor([listener], KEY)
     with socket.create_connection(address(listener), timeout=60) as client:
         mine = Handshake(KEY, words=b"me")

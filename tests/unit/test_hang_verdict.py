@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyspy_facts as facts
 import pytest
-from hang_facts import ASLEEP, LONG, REQUEST, fix_of, judge, node, told, waiting
+from hang_facts import ASLEEP, LONG, REQUEST, fix_of, judge, node, waiting, with_blocked
 from pyspy_facts import loads, process, twice, waits
 from trace_facts import at_futex, connection, sleeps, thread
 
@@ -174,7 +174,9 @@ def test_a_rank_whose_child_computes_is_busy(moves: bool) -> None:
     stack = twice(runs, still=replace(LONG, syscall="wait4", wait_channel="do_wait"))
     moved = (Moved("cpu", 900, "python", "child", "score.py", 5.4),) if moves else ()
     report = judge(
-        told(node(waiting(), waiting(), stack), thread(102, "wait4", children=(child,)), Activity(102, 6.0, moved))
+        with_blocked(
+            node(waiting(), waiting(), stack), thread(102, "wait4", children=(child,)), Activity(102, 6.0, moved)
+        )
     )
     assert report.data.ranks == (2,)
     if moves:
@@ -278,7 +280,7 @@ def test_ras_decides_where_all_stacks_are_alike() -> None:
 
 
 def test_sure_sources_that_accuse_different_ranks_blame_nobody_and_name_both() -> None:
-    """The rank that sleeps may be late for a collective of another group than the one that RAS speaks of."""
+    """The sleeping rank may be late for a collective of a different group from RAS's."""
     report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=(ras("n1", 0),)))
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
     assert len(report.data.candidates) == 2
@@ -454,7 +456,7 @@ def test_a_rank_that_waits_at_a_socket_is_shown_with_the_command_for_its_other_e
     at_socket = replace(ASLEEP, syscall="recvfrom", wait_channel="wait_woken", path="TCP 127.0.0.1:44869")
     uploads = facts.frames(("upload", "/home/me/train.py", 8))
     at_its_end = thread(101, "recvfrom", targets=(connection(101, "127.0.0.1:44869"),))
-    report = judge(told(node(waiting(), twice(uploads, still=at_socket), waiting()), at_its_end))
+    report = judge(with_blocked(node(waiting(), twice(uploads, still=at_socket), waiting()), at_its_end))
     assert (report.data.class_name, report.data.ranks) == (StuckKind.NOT_IN_COLLECTIVE, (1,))
     text = "give the call a timeout; next: see which process is at the other end"
     assert fix_of(report) == (text, ("distdiag trace fds --rank 1",))

@@ -1,4 +1,4 @@
-"""Who meets whom in gpu-test --isolate, and which rank, node or link the pairs tell against."""
+"""Pairings of gpu-test --isolate, and the rank, node or link incriminated by the pairs."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def split_nodes(cluster: Cluster, fare: str) -> Verdict:
     return Kind.SPLIT, {"groups": tuple(sorted((tuple(sorted(group)), tuple(sorted(set(cluster.host_of) - group)))))}
 
 
-# What is made, and on how many nodes and ranks of each it can be told at least.
+# The injected fault, and the smallest number of nodes and ranks that identifies it.
 SEVERAL_NODES = [
     (healthy, 2, 1),
     (bad_gpu, 3, 1),
@@ -691,7 +691,7 @@ class Machine(Cluster):
     """Measured as ranks do it. `strays`: of the samples at pairs of a node, how many its other programs make slow."""
 
     def measure(self, strays: dict[str, float]) -> tuple[Classification, int]:
-        """Give what is found, and how often a pair was looked at in all."""
+        """Return the findings, and the total number of measurements of pairs."""
         coordinator = Coordinator(self.nodes, 1, (1.5, 3.0), 0.0)
         done = 0
         for _, pairs in coordinator.plan():

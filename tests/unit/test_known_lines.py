@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - lines of logs are as long as they are
-"""Known lines of jobs and kernels, each with a text of our own in the wording of its source; and what is no failure."""
+"""Known lines of jobs and kernels, each with our own text in the wording of its source; and harmless lines."""
 
 from __future__ import annotations
 

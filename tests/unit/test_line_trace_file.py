@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import struct
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,28 @@ from distdiag.facts import line_trace_file
 from distdiag.training.line_trace import recorder
 
 THREADS, LINES = 2, 4
-ABOUT = {"threads": THREADS, "lines": LINES, "pid": 7, "rank": 3}
+ABOUT = line_trace_file.About(
+    host="node1",
+    boot="b",
+    pid=7,
+    parent=1,
+    ancestors=(),
+    started=5,
+    began_s=1e9,
+    monotonic_s=0.5,
+    python="3.11.7",
+    command="python train.py",
+    rings=THREADS,
+    lines=LINES,
+    include=(),
+    rank=3,
+    local_rank=3,
+    world_size=4,
+    launcher="torchrun",
+    job={},
+    error="",
+    raised_at=(),
+)
 
 
 def place(code: int, line: int) -> float:
@@ -24,7 +46,7 @@ def place(code: int, line: int) -> float:
 def write(folder: Path, blocks: list[tuple[float, ...]], *, names: str = '[1, "/a/train.py", "step", "user"]\n') -> str:
     """Lay a file of one thread down as a process leaves it: (time, place, place...) in the order of the blocks."""
     data = bytearray(line_trace_file.size_of(THREADS, LINES))
-    text = json.dumps(ABOUT).encode()
+    text = json.dumps(asdict(ABOUT)).encode()
     data[:12] = line_trace_file.MAGIC + struct.pack("<I", len(text))
     data[12 : 12 + len(text)] = text
     line_trace_file.THREAD.pack_into(data, line_trace_file.PAGE, 7, line_trace_file.LIVE, 1.0, 0.0, b"MainThread")

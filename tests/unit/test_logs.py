@@ -273,6 +273,17 @@ def test_a_node_that_could_not_connect_explains_why_the_others_waited_in_vain(tm
     assert report.findings[0].fix.commands[0] == "distdiag ports node1:29501"
 
 
+def test_a_rank_that_waits_for_more_ranks_explains_why_a_smaller_world_could_not_connect(
+    tmp_path: Path,
+) -> None:
+    first, second = tmp_path / "node1.log", tmp_path / "node2.log"
+    first.write_text("RuntimeError: Gloo connectFullMesh failed with [/p/gloo/pair.h:311] Connect timeout [none]\n")
+    second.write_text("torch.distributed.DistStoreError: wait timeout after 20000ms, keys: /default_pg/0//cpu//0/2\n")
+    report = judged(first, second)
+    assert report.findings[0].id == "logs.rank-never-came"
+    assert "WORLD_SIZE" in report.summary
+
+
 _BAR = "\r 30%|███       | 60/200 [00:01<00:03, 44.1it/s]"
 _RAISED = 'Traceback (most recent call last):\n  File "/app/train.py", line 9, in main\n    step()\n{}\n'
 _FAILED = "E1123 10:20:30.1 77 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {}) local_rank: 1 (pid: 79) of binary: /usr/bin/python3\n"  # noqa: E501

@@ -1,4 +1,4 @@
-"""--markdown: what a ticket shows is what the report says."""
+"""--markdown: the ticket's text equals the report."""
 
 from __future__ import annotations
 

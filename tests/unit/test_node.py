@@ -55,7 +55,7 @@ def test_a_line_that_grows_in_small_pieces_costs_time_in_proportion() -> None:
 
 
 def first_number(process: subprocess.Popen[bytes]) -> int:
-    """Read the line by which a program says that it is under way."""
+    """Read the line with which a program reports readiness."""
     assert process.stdout is not None
     return int(process.stdout.readline())
 
@@ -64,19 +64,19 @@ def test_run_ends_a_program_with_all_its_children_at_the_deadline() -> None:
     process = programs.start(["sh", "-c", "sleep 60 & echo $!; sleep 60"])
     child = first_number(process)
     began = time.monotonic()
-    done = programs.hear(process, timeout_s=0.3)
+    done = programs.collect_output(process, timeout_s=0.3)
     assert time.monotonic() - began < 10
     assert (done.timed_out, done.status) == (True, -signal.SIGKILL)
     wait_until(lambda: machine.process_state(child).letter in ("", "Z"), 10, lambda: f"{child} lives")
 
 
 def test_run_is_not_held_up_by_a_grandchild_that_keeps_the_pipe() -> None:
-    # In one write: what follows the number is there when the number is.
+    # In one write: the text after the number is complete when the number is.
     process = programs.start(["sh", "-c", r"setsid sleep 60 & printf '%s\nstarted\n' $!"])
     grandchild = first_number(process)
     try:
         began = time.monotonic()
-        done = programs.hear(process, timeout_s=0.5)
+        done = programs.collect_output(process, timeout_s=0.5)
         assert time.monotonic() - began < 10
         assert done.stdout == b"started\n"
     finally:
@@ -145,7 +145,7 @@ def greeted(nonce_of_others: str) -> list[BaseException | None]:
     def other(rank: int) -> None:
         try:
             rendezvous.greet("127.0.0.1", port, nonce_of_others, rank)
-        except (rendezvous.Stranger, ConnectionError) as error:
+        except (rendezvous.ForeignServer, ConnectionError) as error:
             outcomes[rank] = error
 
     threads = [threading.Thread(target=other, args=(rank,), daemon=True) for rank in (1, 2)]
@@ -175,8 +175,8 @@ def test_ranks_with_the_nonce_meet() -> None:
 
 def test_ranks_of_another_run_are_not_let_in() -> None:
     _, one, two = greeted("another")
-    assert isinstance(one, rendezvous.Stranger)
-    assert isinstance(two, rendezvous.Stranger)
+    assert isinstance(one, rendezvous.ForeignServer)
+    assert isinstance(two, rendezvous.ForeignServer)
 
 
 def test_the_holder_of_a_port_is_found() -> None:
@@ -252,7 +252,7 @@ def test_a_process_that_is_gone_has_a_reason_instead_of_a_stack() -> None:
 def _pythons() -> list[str]:
     """List every Python from 3.9 on, ours first: what travels to a node has to run on it.
 
-    A name on PATH may stand for a Python that is not installed, as with pyenv: it gives way to the interpreter itself.
+    A name on PATH may be a shim for an uninstalled Python, as with pyenv; the interpreter itself is then used.
     """
     found = {}
     for minor in range(9, 20):
@@ -266,7 +266,7 @@ def _pythons() -> list[str]:
 
 
 def _order(collect: str) -> dict[str, Any]:
-    return {"collect": collect, "ask": {"gpus": True}, "env": {}, "silence_s": None, "guest": False}
+    return {"collect": collect, "ask": {"gpus": True}, "env": {}, "silence_s": None, "untrusted": False}
 
 
 @pytest.mark.parametrize("python", _pythons())

@@ -1,4 +1,4 @@
-"""For how long a thread has not run: the same on whatever processor it ran last, and whoever asks."""
+"""Time since a thread last ran: independent of its last processor and of the reader's."""
 
 from __future__ import annotations
 

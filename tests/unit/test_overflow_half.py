@@ -169,26 +169,6 @@ def test_what_grows_towards_the_greatest_number_of_float16_is_told_with_its_modu
         assert model.by(torch.ones(1, dtype=HALF)).dtype is torch.float32
 
 
-@pytest.mark.parametrize(
-    ("dtype", "backwards", "is_noted"),
-    [(torch.bfloat16, 4, True), (torch.bfloat16, 2, False), (torch.float32, 8, False)],
-)
-def test_gradients_that_add_up_many_backwards_in_16_bits_are_noted_once(
-    dtype: torch.dtype, backwards: int, *, is_noted: bool
-) -> None:
-    model = mlp().to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with DebugUnderflowOverflow(model) as detector:
-        for _ in range(3):
-            for _ in range(backwards):
-                mean_square(model(torch.randn(8, 16, dtype=dtype))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert detector.counts.off == ""
-        noted = ["add up 4 backwards in bfloat16" in said for said in detector.counts.warnings if "add up" in said]
-        assert noted == [True] * is_noted
-
-
 def test_a_forward_that_fails_in_a_look_leaves_no_hooks() -> None:
     model = mlp().half()
     with DebugUnderflowOverflow(model):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distdiag import DebugUnderflowOverflow
-from distdiag.training.overflow.lost_updates import LostUpdates
+from distdiag.training.overflow.advice import LostUpdates
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,33 +5,38 @@ from __future__ import annotations
 import pytest
 
 from distdiag.cluster.rank_runs import RankTimeline
-from distdiag.cluster.records import PausedTold
+from distdiag.cluster.records import PausedMessage
 from distdiag.commands.gpu_test.types import Request
 from distdiag.launch.rank_report import paused
 
 
-def told(paused: int, no_core: int = 0, throttled: int = 0) -> PausedTold:
-    return PausedTold(paused_ns=paused, no_core_ns=no_core, throttled_ns=throttled, of_ns=100)
+def pause(paused: int, no_core: int = 0, throttled: int = 0) -> PausedMessage:
+    return PausedMessage(paused_ns=paused, no_core_ns=no_core, throttled_ns=throttled, of_ns=100)
 
 
 @pytest.mark.parametrize(
     ("ranks", "named", "level", "words"),
     [
-        ([told(2), told(60), told(1)], (1,), "fail", "60% of the time: it was stopped"),
-        ([told(2), told(90, 5, 80)], (1,), "fail", "its CPU quota was used up"),
-        ([told(5, 5), told(60, 60), told(5, 5)], (1,), "warn", "other programs used its cores"),
+        ([pause(2), pause(60), pause(1)], (1,), "fail", "60% of the time: it was stopped"),
+        ([pause(2), pause(90, 5, 80)], (1,), "fail", "its CPU quota was used up"),
+        ([pause(5, 5), pause(60, 60), pause(5, 5)], (1,), "warn", "other programs used its cores"),
         # The machine is busy for all; one of them is stopped beside that.
-        ([told(50, 50), told(70, 20)], (1,), "fail", "it was stopped"),
+        ([pause(50, 50), pause(70, 20)], (1,), "fail", "it was stopped"),
     ],
 )
-def test_a_rank_that_did_not_run_is_named(ranks: list[PausedTold], named: tuple[int], level: str, words: str) -> None:
+def test_a_rank_that_did_not_run_is_named(
+    ranks: list[PausedMessage], named: tuple[int], level: str, words: str
+) -> None:
     traces = [RankTimeline(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
     (found,) = paused(Request(), traces, {rank: [one] for rank, one in enumerate(ranks)})
     assert (found.where.ranks, found.level) == (named, level)
     assert words in found.title
 
 
-@pytest.mark.parametrize("ranks", [[told(60, 60), told(40, 40)], [told(60), told(50)], [told(15), told(0)], [told(90)]])
-def test_where_all_were_held_up_or_nobody_was_none_is_named(ranks: list[PausedTold]) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [[pause(60, 60), pause(40, 40)], [pause(60), pause(50)], [pause(15), pause(0)], [pause(90)]],
+)
+def test_where_all_were_held_up_or_nobody_was_none_is_named(ranks: list[PausedMessage]) -> None:
     traces = [RankTimeline(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
     assert paused(Request(), traces, {rank: [one] for rank, one in enumerate(ranks)}) == []

@@ -29,7 +29,7 @@ ABOVE = ("0000:40:03.1", "0000:60:03.1")
 
 
 def bridge_config(control: int) -> bytes:
-    """Write the configuration space of an AMD GPP bridge: its extended capabilities lie at 100, 270 and 2a0."""
+    """Write the configuration space of an AMD GPP bridge: its extended capabilities are at 100, 270 and 2a0."""
     config = bytearray(4096)
     for place, id_, after in ((0x100, 0x000B, 0x270), (0x270, 0x0019, 0x2A0), (0x2A0, 0x000D, 0)):
         config[place : place + 4] = (after << 20 | 1 << 16 | id_).to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""What is typed for ports."""
+"""Arguments of ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ports: what is concluded of one node and of single ports, from facts alone."""
+"""ports: conclusions about one node and single ports, from facts alone."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ LAUNCHED = ("gpu-test", "allreduce-bench")
 
 
 def problem(command: str, rest: str, *, is_certain: bool) -> str:
-    """Say what is wrong with a printed command line; empty if nothing is. `is_certain`: "distdiag" stands before it."""
+    """Return the error in a printed command line, or an empty string. `is_certain`: "distdiag" precedes it."""
     subcommand = BY_NAME.get(command)
     if subcommand is None:
         return f"no command {command!r}" if is_certain and looks_typed(command, rest) else ""
@@ -73,7 +73,7 @@ def misfit(subcommand: Sub, words: list[str]) -> str:
 
 
 def problems_in(text: str) -> list[str]:
-    """List what is wrong with the commands in a text."""
+    """List the errors of the commands in a text."""
     found = [
         problem(match["command"], match["rest"], is_certain=not match[0].startswith(VALUE))
         for match in START.finditer(text)
@@ -106,7 +106,7 @@ def printed(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def repeated(path: Path, call: ast.Call) -> list[str]:
-    """Return the commands that a call of again() writes: of its own command, or of those that launch/ serves."""
+    """Return the commands written by a call of again(): its own command, or those served by launch/."""
     if isinstance(call.func, ast.Name):  # again(request, "pyspy-all", "--native")
         return [" ".join(["distdiag", *(text_of(word) for word in call.args[1:] if not isinstance(word, ast.Starred))])]
     home = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)

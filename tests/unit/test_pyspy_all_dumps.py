@@ -90,7 +90,7 @@ def test_a_dump_that_failed_is_a_rank_that_could_not_be_read() -> None:
 def test_json_that_is_no_dump_is_passed_over() -> None:
     for text in ("[]", "[1]", '[{"pid": 1}]', "[", "{}", "hello"):
         assert parse(text, "x") == []
-    told = [
+    reported = [
         {
             "pid": 3,
             "thread_name": None,
@@ -98,7 +98,7 @@ def test_json_that_is_no_dump_is_passed_over() -> None:
             "frames": [{"name": "f", "filename": "a.py", "line": 1, "locals": None}],
         }
     ]
-    assert [one.pid for one in parse(json.dumps(told), "x")] == [3]
+    assert [one.pid for one in parse(json.dumps(reported), "x")] == [3]
 
 
 def test_groups_are_read() -> None:

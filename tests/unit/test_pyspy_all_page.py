@@ -1,4 +1,4 @@
-"""The page of pyspy-all: what is embedded, how often, and that nothing in it can break out."""
+"""The page of pyspy-all: embedded data, its size, and no escape from it."""
 
 from __future__ import annotations
 

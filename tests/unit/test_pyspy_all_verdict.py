@@ -210,7 +210,7 @@ def test_a_rank_that_imports_while_the_others_wait_for_it_stands_out() -> None:
 
 
 def test_who_waits_for_its_gpu_may_wait_for_a_collective_on_it() -> None:
-    """NCCL's calls return at once: the others stand at the next line that needs the result."""
+    """NCCL's calls return at once: the other ranks are at the next line that needs the result."""
     stands = twice(frames(("train_step", "/home/me/train.py", 27)), state="R", cpu=1.0)
     nodes = job(stands, stands, stands, twice(loads()))
     hinted = tuple(
@@ -569,7 +569,7 @@ def test_a_rank_that_sleeps_and_looks_again_may_be_slow_for_five_minutes() -> No
 
 
 def test_being_paused_is_no_progress() -> None:
-    """Reading C frames stops a process for a moment, and it goes to wait again: it hangs all the same."""
+    """Reading C frames stops a process briefly before it resumes its wait: it is still hung."""
     paused = [
         tuple(replace(one, native=True) for one in woken(twice(stack)))
         for stack in (waits(), waits(), loads(), waits())
@@ -619,10 +619,16 @@ JOINS = frames(
 )
 
 
-def with_thread(stack: Sequence[Frame], name: str = "trainer") -> tuple[Sample, ...]:
+RAY_LOOP = frames(
+    ("Worker.main_loop", SITE + "ray/_private/worker.py", 1069),
+    ("<module>", SITE + "ray/_private/workers/default_worker.py", 323),
+)
+
+
+def with_thread(stack: Sequence[Frame], name: str = "trainer", main: Sequence[Frame] = JOINS) -> tuple[Sample, ...]:
     """Let a main thread join another one that has this stack."""
     trains = Thread(7, name, False, False, "S", (*stack[:-1], Frame("train", "/home/me/train.py", 70)), ())
-    return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(JOINS))
+    return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(main))
 
 
 def test_where_the_main_thread_waits_for_the_one_that_trains_that_one_is_judged() -> None:
@@ -630,6 +636,13 @@ def test_where_the_main_thread_waits_for_the_one_that_trains_that_one_is_judged(
     assert (report.verdict, outlier_ranks(report)) == (Verdict.FAIL, [[1]])
     assert "`load_batch` train.py:26 (thread trainer)" in report.summary
     assert report.findings[0].detail.startswith("Ranks 0,2 have waited for 6.0 s in `all_reduce`")
+
+
+def test_the_training_thread_of_a_ray_actor_is_judged_and_not_its_loop() -> None:
+    ranks = [with_thread(stack, "Thread-2", RAY_LOOP) for stack in (waits(), loads(), waits())]
+    report = judge(job(*ranks))
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.FAIL, [[1]])
+    assert "`load_batch` train.py:26 (thread Thread-2)" in report.summary
 
 
 def test_of_several_threads_the_one_that_began_as_those_of_the_other_ranks_is_judged() -> None:

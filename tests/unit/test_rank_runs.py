@@ -1,4 +1,4 @@
-"""A run of ranks that a node told of: what counts as a standstill."""
+"""A run of ranks reconstructed from a node's messages: the definition of a standstill."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stand(Transport):
     def _answer(self) -> None:
         with self._theirs, self._theirs.makefile() as orders:
             self._wire = Writer(self._theirs.fileno())
-            self._wire.send(host_info.who_is_here())
+            self._wire.send(host_info.hello())
             self._wire.send(protocol.Facts(facts={}))
             for line in filter(str.strip, orders):
                 order = protocol.read_order(line.encode())
@@ -56,7 +56,7 @@ class Stand(Transport):
 
     def _inspect(self, ranks: list[int]) -> None:
         self.looked_at.append(ranks)
-        if len(self.looked_at) == self.looks:  # one of them comes out of it just now, and is at the next step
+        if len(self.looked_at) == self.looks:  # one rank leaves it now, and is at the next step
             self._step(1, "done", waiting=False)
         for rank in ranks:
             self._wire.send(protocol.RankInspected(rank=rank, **SEEN))

@@ -1,4 +1,4 @@
-"""A process that is about to stop, because whoever attached to it was ended, runs on."""
+"""A process about to be stopped because its tracer was killed continues."""
 
 from __future__ import annotations
 

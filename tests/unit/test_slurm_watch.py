@@ -1,4 +1,4 @@
-"""What squeue shows, judged: a job that runs or waits is silent, one that never starts or is gone is named."""
+"""Judgement of squeue's output: running and pending jobs are silent, missing and never starting jobs are named."""
 
 from __future__ import annotations
 

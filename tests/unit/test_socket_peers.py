@@ -1,4 +1,4 @@
-"""Who is at the other end: what matches across processes, namespaces and hosts, and what must not."""
+"""The process at the other end: required and forbidden matches across processes, namespaces and hosts."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_container_addresses_that_every_host_has_match_on_the_nearest() -> None:
 
 
 def test_a_connection_to_an_own_address_stays_at_home() -> None:
-    """What is 172.17.0.2 in the container of n1 is another one in that of n2."""
+    """172.17.0.2 in a container of n1 differs from 172.17.0.2 in a container of n2."""
     alone = end("n1", 1, "172.17.0.2:40000", "172.17.0.2:29500", network=INSIDE)
     elsewhere = end("n2", 2, "172.17.0.2:29500", "172.17.0.2:40000", network=INSIDE)
     assert pids(alone, elsewhere)["n1", 1] == []

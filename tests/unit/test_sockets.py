@@ -1,4 +1,4 @@
-"""Sockets, as the kernel's tables tell of them; the recorded ones are described in recorded/proc_net/README.md."""
+"""Sockets from the kernel's tables; the recordings are described in recorded/proc_net/README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ssh's configuration against the real ssh: what it says of itself with -G, and which keys it tries."""
+"""Ssh's configuration compared with the real ssh: the output of -G, and the keys it tries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left to OpenSSH's own client, by real keys and a real shared connection's socket."""
+"""Hosts that need OpenSSH's own client, with real keys and the socket of a real shared connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judgement on jobs that do not start, from what each node sees of their rendezvous."""
+"""Judgement of jobs that do not start, from each node's view of the rendezvous."""
 
 from __future__ import annotations
 
@@ -171,6 +171,14 @@ def test_a_store_of_another_job_is_named_with_its_process() -> None:
     found = judge(node(1, old), node(2, launcher(node_rank=1, script="new.py")))
     assert found[0].title == "n2 meets at n1:29500, the store of another job: old.py (pid 5 on n1)"
     assert [each.where.hosts for each in found] == [("n1",), ()]
+
+
+def test_a_port_that_accepts_but_does_not_answer_is_no_store() -> None:
+    (found,) = judge(node(2, replace(launcher(), joined=True, answered=False)))
+    assert (found.level, found.where.hosts) == (Level.WARN, ())
+    assert found.title.startswith("port 29500 on n1 accepts the connection of n2, but does not answer")
+    (found,) = judge(node(2, replace(launcher(), joined=True, answered=True)))
+    assert found.title == "n2 is connected to n1:29500 and waits for more of its 2 nodes"
 
 
 def test_a_launcher_that_still_imports_is_not_missing() -> None:

@@ -1,4 +1,4 @@
-"""A step of srun or mpirun that cannot even be prepared: each host hears of it, and nobody waits."""
+"""A step of srun or mpirun that cannot be prepared: each host gets the error at once."""
 
 from __future__ import annotations
 

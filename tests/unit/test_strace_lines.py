@@ -1,4 +1,4 @@
-"""One line of strace: whatever stands in it, and wherever it ends."""
+"""One line of strace, with any content and any end."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_what_was_not_found_is_folded_and_what_was_found_elsewhere_is_no_trouble
     assert counts["write"] == (2, 0)
     assert counts["read"] == (2, 0)
     assert sum(count for count, _ in counts.values()) == thread.n_calls
-    # read(3, ...) of three different files, by what 3 was at the time.
+    # read(3, ...) of three different files, by the target of 3 at the time.
     places = {one.name: one.count for one in thread.places}
     assert places["/etc"] == 4
     assert places["/dev"] == 3
@@ -294,8 +294,8 @@ def test_a_connection_that_fails_after_connect_came_back_is_refused_all_the_same
     text = "".join(
         f"17954301{n}.0 connect(4<TCP:[{n}]>, {{sa_family=AF_INET, sin_port=htons(29500), "
         f'sin_addr=inet_addr("10.0.0.{n}")}}, 16) = -1 EINPROGRESS (Operation now in progress) <0.000068>\n'
-        f"17954301{n}.1 getsockopt(4<TCP:[{n}]>, SOL_SOCKET, SO_ERROR, [{told}], [4]) = 0 <0.000037>\n"
-        for n, told in ((10, "ECONNREFUSED"), (11, "0"), (12, "ECONNREFUSED"))
+        f"17954301{n}.1 getsockopt(4<TCP:[{n}]>, SOL_SOCKET, SO_ERROR, [{reported}], [4]) = 0 <0.000037>\n"
+        for n, reported in ((10, "ECONNREFUSED"), (11, "0"), (12, "ECONNREFUSED"))
     )
     found = [(one.name, one.error, one.target, one.count) for one in only(read(text, tmp_path)).errors]
     assert sorted(found) == [

@@ -1,4 +1,4 @@
-"""What to do about a stuck rank follows from what it waits for, as the kernel shows it."""
+"""The fix for a stuck rank follows from its wait, as shown by the kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from hang_facts import ASLEEP, LONG, fix_of, judge, node, told, waiting
+from hang_facts import ASLEEP, LONG, fix_of, judge, node, waiting, with_blocked
 from pyspy_facts import SITE, frames, loads, process, twice
 from trace_facts import at_lock, connection, thread
 
@@ -14,7 +14,7 @@ from distdiag.diagnosis.stuck.types import StuckKind
 from distdiag.facts.blocked_threads import Target
 from distdiag.facts.descriptors import Descriptor, End
 from distdiag.facts.procs import Proc
-from distdiag.facts.socket_owners import Network, Owned, Person
+from distdiag.facts.socket_owners import Network, Owned, PeerProcess
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ INPUT = thread(
     ids=["reads a fifo", "writes to a fifo", "opens a fifo", "a terminal", "stdin"],
 )
 def test_a_rank_at_a_file_needs_its_other_end(of: Thread, text: str) -> None:
-    report = judge(told(node(waiting(), waiting(), stuck(of.syscall)), of))
+    report = judge(with_blocked(node(waiting(), waiting(), stuck(of.syscall)), of))
     assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
     assert fix_of(report) == (text, ())
 
@@ -60,11 +60,11 @@ def test_a_process_that_is_stopped_at_the_other_end_is_resumed() -> None:
         Owned(900, 9000, "tcp", "ESTABLISHED", *reversed(ends)),
     )
     report = judge(
-        told(
+        with_blocked(
             node(waiting(), waiting(), stuck("recvfrom")),
             thread(102, "recvfrom", targets=(connection(102, "10.0.0.1:900"),)),
             networks=(Network("", ("10.0.0.1",), sockets),),
-            people=(Person(900, "feeder", "feeder", "T"),),
+            peer_processes=(PeerProcess(900, "feeder", "feeder", "T"),),
         )
     )
     assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
@@ -73,13 +73,15 @@ def test_a_process_that_is_stopped_at_the_other_end_is_resumed() -> None:
 
 def test_a_child_that_is_stopped_is_resumed() -> None:
     child = Proc(pid=900, parent=102, state="T", comm="tar", cpu_s=1.0, started=1)
-    report = judge(told(node(waiting(), waiting(), stuck("wait4")), thread(102, "wait4", children=(child,))))
+    report = judge(with_blocked(node(waiting(), waiting(), stuck("wait4")), thread(102, "wait4", children=(child,))))
     assert fix_of(report) == ("on n1, resume it and find out what stopped it", ("kill -CONT 900",))
 
 
 def test_the_holder_of_a_lock_on_a_file_is_named() -> None:
-    holder = Person(900, "tokenize", "tokenize", "S")
-    report = judge(told(node(waiting(), waiting(), stuck("flock")), at_lock(102, 900), people=(holder,)))
+    holder = PeerProcess(900, "tokenize", "tokenize", "S")
+    report = judge(
+        with_blocked(node(waiting(), waiting(), stuck("flock")), at_lock(102, 900), peer_processes=(holder,))
+    )
     assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.FAIL, StuckKind.LOCK, (2,))
     text, commands = fix_of(report)
     assert text == "next: see what pid 900 (tokenize) does, which holds the lock on /data/lock"
@@ -91,11 +93,11 @@ def test_the_lock_of_a_build_that_was_killed_is_removed() -> None:
     seen = twice(baton, still=replace(ASLEEP, since_s=0.1), apart_s=31.0)
     seen = tuple(replace(each, switches=7 + 300 * number) for number, each in enumerate(seen))
     picture = node(waiting(), waiting(), seen)
-    report = judge(told(picture, thread(102, "clock_nanosleep", since_s=0.1)))
+    report = judge(with_blocked(picture, thread(102, "clock_nanosleep", since_s=0.1)))
     assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.WARN, StuckKind.SLOW, (2,))
     assert fix_of(report)[0].endswith("in its folder of TORCH_EXTENSIONS_DIR")
     watched = [replace(each, build_locks=("/tmp/a b/lock",)) if each.pid == 102 else each for each in picture.watched]
-    report = judge(told(replace(picture, watched=tuple(watched)), thread(102, "clock_nanosleep", since_s=0.1)))
+    report = judge(with_blocked(replace(picture, watched=tuple(watched)), thread(102, "clock_nanosleep", since_s=0.1)))
     assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.FAIL, StuckKind.LOCK, (2,))
     assert report.summary == (
         "rank 2 (n1, pid 102) is not in the collective: `load` train.py:3 (in `FileBaton.wait`), waiting for a lock, "
@@ -107,7 +109,7 @@ def test_the_lock_of_a_build_that_was_killed_is_removed() -> None:
 def test_of_a_rank_that_looks_again_and_again_the_calls_are_shown() -> None:
     seen = twice(loads(), still=replace(ASLEEP, since_s=0.1), apart_s=31.0)
     seen = tuple(replace(each, switches=7 + 300 * number) for number, each in enumerate(seen))
-    report = judge(told(node(waiting(), waiting(), seen), thread(102, "clock_nanosleep", since_s=0.1)))
+    report = judge(with_blocked(node(waiting(), waiting(), seen), thread(102, "clock_nanosleep", since_s=0.1)))
     assert (report.verdict, report.data.ranks) == (Verdict.WARN, (2,))
     text = "next: see which file or address it looks for again and again"
     assert fix_of(report) == (text, ("distdiag trace sys --rank 2 --for 5s",))

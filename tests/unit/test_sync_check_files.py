@@ -1,4 +1,4 @@
-"""sync-check on files: those of an earlier run, names below torch.compile, and the fix by what differs."""
+"""sync-check on files: of an earlier run, names below torch.compile, and fixes by kind of difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts a command works on: from what was typed, from the allocation it runs in, or this machine."""
+"""Hosts of a command: from its arguments, from the surrounding allocation, or this machine."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_the_slurm_script_asks_for_what_the_ranks_need() -> None:
     assert on_gpus[-1] == "srun --kill-on-bad-exit=0 --cpus-per-task=4 distdiag gpu-test"
     on_cpu = lines(Recipe.SLURM, hosts, 2, "distdiag gpu-test", gpus=False)
     assert not any("gpus" in line for line in on_cpu)
-    (told,) = (line for line in lines(Recipe.SLURM, hosts, 2, "distdiag gpu-test", gpus=None) if "gpus" in line)
-    assert told.startswith("# ")
+    (reported,) = (line for line in lines(Recipe.SLURM, hosts, 2, "distdiag gpu-test", gpus=None) if "gpus" in line)
+    assert reported.startswith("# ")
 
 
 @pytest.mark.parametrize("recipe", [Recipe.TORCHRUN, Recipe.PDSH])

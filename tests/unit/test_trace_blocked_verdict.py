@@ -1,4 +1,4 @@
-"""trace blocked: who is blamed, from constructed facts; and what must not be concluded."""
+"""trace blocked: accused ranks from constructed facts; and conclusions to avoid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from distdiag.commands.trace.ranks import Wanted, choose, none_found
 from distdiag.errors import UsageError
 from distdiag.facts.blocked_threads import Blocked, Target, Thread
 from distdiag.facts.descriptors import Descriptor
-from distdiag.facts.socket_owners import Network, Owned, Person
+from distdiag.facts.socket_owners import Network, Owned, PeerProcess
 from distdiag.options import parse_ranks
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def test_what_has_not_stood_for_long_accuses_none() -> None:
 def test_a_chain_is_followed_to_its_end() -> None:
     ranks = {100: receives(100, 101), 101: receives(101, 102), 102: sleeps(102)}
     sockets = (*owned((100, 101)), *(one for one in owned((101, 102)) if one.pid == 102))
-    # Rank 1 has two connections here; that to rank 2 is the one that it reads.
+    # Rank 1 has two connections here; it reads the connection to rank 2.
     sockets = (*(one for one in sockets if one.pid != 101), Owned(101, 1010, "tcp", "", "10.0.0.1:101", "10.0.0.1:102"))
     sockets = (*sockets, Owned(101, 1011, "tcp", "ESTABLISHED", "10.0.0.1:101", "10.0.0.1:100"))
     report = judge(ranks, sockets=sockets)
@@ -128,7 +128,7 @@ def test_a_rank_that_computes_is_not_blamed_while_the_others_wait_for_a_moment()
     waits = receives(100, 101, since_s=3.0)
     report = judge({100: waits, 101: thread(101, state="R")}, sockets=owned((100, 101)))
     assert_accuses_none(report, "rank 0 waits for rank 1 (recvfrom, 3.0 s); rank 1 runs")
-    # One that sleeps and wakes up again may only ask for something that never comes.
+    # A rank that sleeps and wakes up may be polling for a condition that never becomes true.
     assert_accuses_none(judge({100: waits, 101: sleeps(101)}, sockets=owned((100, 101)), moved=(101,)))
 
 
@@ -178,7 +178,7 @@ def test_who_stands_elsewhere_is_not_blamed_where_it_may_wait_for_the_job_as_wel
 
 
 def test_an_event_loop_may_be_the_wait_for_a_thread_that_trains() -> None:
-    """Its own socket wakes it up: what another thread of this rank does, nobody knows."""
+    """Its own socket wakes it up: the action of another thread of this rank is unknown."""
     own = Descriptor(6, "socket", "socket:[77]", "rw", 2)
     serves = thread(101, "epoll_wait", targets=(Target(6, "r", own),))
     report = judge({100: at_futex(100), 101: serves, 102: at_futex(102)})
@@ -222,7 +222,7 @@ def test_the_thread_that_receives_tells_for_whom_the_main_thread_waits() -> None
     report = judge({100: rank_0, 101: sleeps(101)}, sockets=owned((100, 101)))
     assert report.findings[0].id == "hang.not-in-collective"
     assert report.findings[0].title.endswith("recvfrom on 10.0.0.1:101 in its thread 7")
-    # One that watches connections does so all the time.
+    # A watcher of connections polls all the time.
     rank_0 = (at_futex(100), receives(100, 101, tid=7, call="epoll_wait"))
     (found,) = judge({100: rank_0, 101: sleeps(101)}, sockets=owned((100, 101))).findings
     assert found.id == "hang.not-in-collective"
@@ -230,7 +230,7 @@ def test_the_thread_that_receives_tells_for_whom_the_main_thread_waits() -> None
 
 
 def test_the_store_is_not_rank_0() -> None:
-    """Who waits for a key waits for whoever sets it."""
+    """A rank waiting for a key waits for the rank that sets it."""
     asks = thread(101, "poll", targets=(connection(101, "10.0.0.1:29500"),))
     sockets = (
         Owned(101, 1010, "tcp", "ESTABLISHED", "10.0.0.1:101", "10.0.0.1:29500"),
@@ -239,13 +239,25 @@ def test_the_store_is_not_rank_0() -> None:
     report = judge({100: sleeps(100), 101: asks}, sockets=sockets)
     assert report.data.threads[1].kind == "store"
     assert report.data.threads[1].on == "10.0.0.1:29500 = the job's store, at rank 0"
-    # It is the only one that is not in the job: rank 0 itself sleeps, not its store.
+    # It is the only process outside the job: rank 0 itself sleeps, not its store.
     assert [(one.id, one.where.ranks) for one in report.findings] == [("hang.not-in-collective", (0,))]
 
 
+def test_a_rank_that_runs_while_the_others_wait_for_the_store_may_still_be_starting() -> None:
+    asks = thread(101, "poll", targets=(connection(101, "10.0.0.1:29500"),))
+    sockets = (
+        Owned(101, 1010, "tcp", "ESTABLISHED", "10.0.0.1:101", "10.0.0.1:29500"),
+        Owned(100, 1000, "tcp", "ESTABLISHED", "10.0.0.1:29500", "10.0.0.1:101"),
+    )
+    assert_accuses_none(
+        judge({100: thread(100, state="R"), 101: asks}, sockets=sockets),
+        "rank 0 (n1, pid 100) runs; rank 1 waits for a key in the job's store (poll, 60 s)",
+    )
+
+
 def test_the_holder_of_a_lock_is_named() -> None:
-    holder = Person(900, "python", "python /home/me/keeps.py", "S")
-    report = judge({100: at_lock(100, 900)}, people=(holder,))
+    holder = PeerProcess(900, "python", "python /home/me/keeps.py", "S")
+    report = judge({100: at_lock(100, 900)}, peer_processes=(holder,))
     (found,) = report.findings
     assert (found.id, found.level) == ("hang.lock", "fail")
     assert found.title == "pid 900 (keeps.py) holds the lock on /data/lock; rank 0 waits for it (flock, 60 s)"
@@ -269,7 +281,7 @@ def test_the_worker_that_a_rank_waits_for_is_shown_and_named() -> None:
     assert report.data.threads[0].on == "a pipe = DataLoader worker 200 or 201 of rank 0"
     assert found.title.endswith("rank 0 waits for its data: read on a pipe")
     assert [(row.role, row.pid) for row in report.data.threads] == [("rank", 100), ("helper", 200), ("helper", 201)]
-    # Two that both wait for work hold nobody up.
+    # Two processes that both wait for work block no other.
     threads[200] = reads_pipe(200, 100, target="pipe:[7]")
     assert_accuses_none(judge(threads, others=workers))
 

@@ -1,4 +1,4 @@
-"""trace fds: what is told of descriptors, how equal ones fold, and what is warned of; from constructed facts."""
+"""trace fds: reported descriptors, folding of equal entries, and warnings; from constructed facts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distdiag.commands.trace.fds.collect import Opened, Reply
 from distdiag.commands.trace.fds.command import Request, diagnose, trace_fds_view
 from distdiag.commands.trace.nodes import Answers
 from distdiag.facts.descriptors import Descriptor, End
-from distdiag.facts.socket_owners import Network, Person
+from distdiag.facts.socket_owners import Network, PeerProcess
 from distdiag.facts.sockets import Socket
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def judge(*descriptors: Descriptor, limit: int | None = 1024, unread: str = "", 
     """Judge rank 0 (pid 100) beside rank 1 (pid 101), which is connected to it."""
     processes = [replace(process(100 + rank, rank, 2), network=NET) for rank in range(2)]
     sockets = Network(NET, ("10.0.0.1",), owned((100, 101)))
-    told = Reply((Opened(100, limit, descriptors, unread),), (sockets,), (Person(900, "sh", "sh -c x", "S"),))
-    answers = Answers[Reply](nodes=[node(processes, {}, user=user).stacks], replies={"n1": [told]})
+    reported = Reply((Opened(100, limit, descriptors, unread),), (sockets,), (PeerProcess(900, "sh", "sh -c x", "S"),))
+    answers = Answers[Reply](nodes=[node(processes, {}, user=user).stacks], replies={"n1": [reported]})
     return diagnose(REQUEST, answers, ranks.choose(answers.nodes, REQUEST.wanted))
 
 
@@ -133,5 +133,5 @@ def test_what_may_not_be_read() -> None:
         report = judge(unread=unread, user=user)
         (found,) = report.findings
         assert report.exit_code() == 3
-        told = found.fix.text + " ".join(found.fix.commands) if found.fix is not None else ""
-        assert words in told
+        reported = found.fix.text + " ".join(found.fix.commands) if found.fix is not None else ""
+        assert words in reported

@@ -35,6 +35,13 @@ def process(rank: int | None, at: tuple[str, int], *more: Line, **changes: objec
     last = (own, *more)
     given: dict[str, Any] = {
         "path": f"/t/{rank}.lines",
+        "host": "node1",
+        "boot": "b",
+        "started": 5,
+        "monotonic_s": 0.5,
+        "rings": 32,
+        "ancestors": (),
+        "raised_at": (),
         "pid": 1000 + (rank or 0),
         "parent": 1,
         "rank": rank,

@@ -1,4 +1,4 @@
-"""What is concluded from logs of strace: recorded ones, and small ones written here where one thing is to be seen."""
+"""Conclusions from strace logs: recorded logs, and small ones written here for single cases."""
 
 from __future__ import annotations
 
@@ -266,10 +266,10 @@ def seen(pid: int, threads: Sequence[Thread], logs: Sequence[ThreadLog], **more:
     return Reply(attached=(before,), traced=(replace(one, **more),))  # type: ignore[arg-type]
 
 
-def two_ranks(*told: Reply, **more: object) -> Report[TraceSys]:
+def two_ranks(*reported: Reply, **more: object) -> Report[TraceSys]:
     nodes = [node([process(100, 0, 2), process(101, 1, 2)], {}).stacks]
     network = Network(NET, ("10.0.0.1",), owned((100, 101)))
-    answers = Answers[Reply](nodes=nodes, replies={"n1": [Reply(networks=(network,)), *told]}, **more)  # type: ignore[arg-type]
+    answers = Answers[Reply](nodes=nodes, replies={"n1": [Reply(networks=(network,)), *reported]}, **more)  # type: ignore[arg-type]
     return diagnose(REQUEST, answers, ranks.choose(nodes, ranks.Wanted()))
 
 

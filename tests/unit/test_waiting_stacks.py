@@ -1,4 +1,4 @@
-"""Stacks that are read from memory are those that py-spy reads, or there are none."""
+"""Stacks read from memory equal py-spy's, or are omitted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KNOWN = ("3.11", "3.12", "3.13")
 
 
 def _pythons() -> list[str]:
-    """List the interpreters of this machine, each once; the one that runs the tests is the first."""
+    """List the interpreters of this machine, each once; the tests' own is first."""
     places = ["/usr/bin/python3.*", "/usr/local/bin/python3.*", os.path.expanduser("~/.pyenv/versions/3.*/bin/python3")]
     found = [os.path.realpath(path) for place in places for path in sorted(glob.glob(place)) if path[-1].isdigit()]
     return list(dict.fromkeys([os.path.realpath(sys.executable), *found]))
@@ -112,8 +112,8 @@ def test_it_is_what_py_spy_reads(python: str) -> None:
         assert main.frames[0].function == "last.<locals>.é_ü日本"
         numbers = [(one.function, *pair) for one in main.frames for pair in one.whole_numbers]
         # More than 12 digits are no count.
-        told = [(one.function, one.name, one.value) for one in reversed(theirs.counters)]
-        assert sorted(one for one in numbers if one[2] < 10**12) == sorted(told)
+        reported = [(one.function, one.name, one.value) for one in reversed(theirs.counters)]
+        assert sorted(one for one in numbers if one[2] < 10**12) == sorted(reported)
         assert {
             ("within", "batch", -5),
             ("within", "it", 7),

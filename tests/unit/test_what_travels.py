@@ -1,4 +1,4 @@
-"""What is sent to the nodes: all that it imports, over the connection; a command line has what connects back."""
+"""Code sent to nodes: includes all its imports, over the connection; a command line has the connect-back modules."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_is_no_payload_is_refused(message: bytes, why: bytes) -> None:
 
 
 def answered(message: bytes, *, timeout_s: float) -> tuple[bytes, bytes]:
-    """Be the parent of one process that connects back; what it answers to a message, and what it complains of."""
+    """Act as the parent of one process that connects back; return its answer to a message, and its complaint."""
     key = handshake.new_key()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1], "find_s": timeout_s}
@@ -102,7 +102,7 @@ def answered(message: bytes, *, timeout_s: float) -> tuple[bytes, bytes]:
             connection.settimeout(timeout_s)
             assert connection.recv(len(connect_back.IN)) == connect_back.IN
             answer = b""
-            with contextlib.suppress(OSError):  # whoever refuses it may have hung up by now
+            with contextlib.suppress(OSError):  # the refusing peer may have hung up by now
                 connection.sendall(message)
                 connection.shutdown(socket.SHUT_WR)
                 answer = b"".join(iter(lambda: connection.recv(4096), b""))
@@ -150,7 +150,7 @@ def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> No
         f"sys.meta_path.insert(0, CarriedFinder({sources!r}))\n"
         "from distdiag.agent import connect_back, handshake, host_info\n"
         "from distdiag.launch import collect\n"
-        "handshake.Handshake('key'), host_info.who_is_here(), collect.facts({'gpus': False})\n"
+        "handshake.Handshake('key'), host_info.hello(), collect.facts({'gpus': False})\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-S", "-"], input=order, capture_output=True, text=True, check=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
 
 _KNOCKERS = 32
-_KNOCK_S = 3.0
+_CHECK_S = 3.0
 _SSH_SAYS = re.compile(r"connect to host (\S+) port \d+: (.+)|Could not resolve hostname (\S+?): (.+)")
 
 
@@ -63,7 +63,7 @@ class MpiTransport(StepTransport):
     def unreachable(self, hosts: Sequence[Host]) -> dict[str, HostError]:
         """Probe the ssh ports: mpirun waits for its ssh, whose own timeout is minutes."""
         with ThreadPoolExecutor(_KNOCKERS) as pool:
-            found = dict(zip([host.name for host in hosts], pool.map(_knock, hosts), strict=True))
+            found = dict(zip([host.name for host in hosts], pool.map(_check_ssh_port, hosts), strict=True))
         return {name: refusal for name, refusal in found.items() if refusal is not None}
 
     def why_it_ended(self, said: list[str]) -> tuple[HostState, str, str]:
@@ -79,7 +79,7 @@ class MpiTransport(StepTransport):
         return super().why_it_ended(said)
 
 
-def _knock(host: Host) -> HostError | None:
+def _check_ssh_port(host: Host) -> HostError | None:
     """Try the host's ssh port; only an unreachable one is reported."""
     try:
         settings = ssh_config.resolve(host)
@@ -89,12 +89,12 @@ def _knock(host: Host) -> HostError | None:
         return None
     where = f"{settings.hostname} port {settings.port}"
     try:
-        socket.create_connection((settings.hostname, settings.port), timeout=_KNOCK_S).close()
+        socket.create_connection((settings.hostname, settings.port), timeout=_CHECK_S).close()
     except socket.gaierror as error:
         words = f"cannot resolve {settings.hostname}: {error.strerror}"
         return HostError(state=HostState.UNKNOWN_NAME, stage="resolve", message=words)
     except TimeoutError:
-        words = f"no answer from {where} within {_KNOCK_S:g} s"
+        words = f"no answer from {where} within {_CHECK_S:g} s"
         return HostError(state=HostState.FILTERED, stage="connect", message=words)
     except ConnectionRefusedError:
         return HostError(state=HostState.REFUSED, stage="connect", message=f"nothing listens on {where}")

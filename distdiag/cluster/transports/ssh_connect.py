@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BYTES = 65536
 _GREETING_BYTES = 4096
 _KNOCK = b"SSH-2.0-distdiag\r\n\r\n"
-_KNOCK_S = 1.0
+_CHECK_S = 1.0
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6, "any": socket.AF_UNSPEC}
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 _DROPPED = (
@@ -104,7 +104,7 @@ def await_greeting(connection: socket.socket, port: int, patience_s: float) -> N
 
     Servers of other protocols wait for the client to begin: shortly before the deadline we do, to see what it is.
     """
-    knock_s = min(_KNOCK_S, patience_s / 2)
+    knock_s = min(_CHECK_S, patience_s / 2)
     deadline, knocked, said = time.monotonic() + patience_s - knock_s, False, b""
     poll = select.poll()
     poll.register(connection, select.POLLIN)

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.host_results import HostError, HostState
-from distdiag.cluster.links import UNKNOWN_SIGNAL, Heard, Link
+from distdiag.cluster.links import UNKNOWN_SIGNAL, Link, Received
 from distdiag.cluster.transports import known_hosts
 from distdiag.cluster.transports.known_hosts import KeyVerdict, KnownHosts
 from distdiag.cluster.transports.threads import Limits
@@ -169,7 +169,7 @@ class ChannelLink(Link):
     def fds(self) -> tuple[int, ...]:
         return (self._fd,)
 
-    def read(self) -> Heard:
+    def read(self) -> Received:
         out = err = b""
         if self._channel.recv_ready():
             out = self._channel.recv(2**18)
@@ -178,7 +178,7 @@ class ChannelLink(Link):
         over = (self._channel.eof_received or self._channel.closed) and not (
             self._channel.recv_ready() or self._channel.recv_stderr_ready()
         )
-        return Heard(out, err, over)
+        return Received(out, err, over)
 
     def how_it_ended(self) -> tuple[int | None, str]:
         deadline = time.monotonic() + 0.3

@@ -21,7 +21,7 @@ from distdiag.cluster import bootstrap, bundle
 from distdiag.cluster.acceptor import Acceptor
 from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.hosts import fold_ranks
-from distdiag.cluster.links import Heard, Link, ProcessLink
+from distdiag.cluster.links import Link, ProcessLink, Received
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.errors import DistdiagError
 from distdiag.facts import programs
@@ -223,7 +223,7 @@ class StepTransport(Transport):
             time.sleep(_TICK_S)
         return {}
 
-    def _complaints(self, heard: Heard) -> list[str]:
+    def _complaints(self, heard: Received) -> list[str]:
         """Return the lines that are no records: complaints of the launcher or the agents' shells."""
         lines = []
         for data in (heard.out, heard.err):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.cluster.rank_runs import RankTimeline
-    from distdiag.cluster.records import PausedTold, RowTold
+    from distdiag.cluster.records import PausedMessage, RowMessage
     from distdiag.commands.allreduce_bench.types import Request, Stat
     from distdiag.launch.record import Inventory, NotStarted, Plan, RunRecord
 
@@ -85,14 +85,14 @@ def chosen(times: Times, stat: Stat) -> float:
     return float(getattr(times, stat))
 
 
-def _reported_rows(trace: RankTimeline) -> dict[int, RowTold]:
+def _reported_rows(trace: RankTimeline) -> dict[int, RowMessage]:
     return {event.payload["row"]["number"]: event.payload["row"] for event in trace.events if "row" in event.payload}
 
 
 def _row(
-    request: Request, op: str, size_bytes: int, world_size: int, told: tuple[RowTold, list[RowTold]]
+    request: Request, op: str, size_bytes: int, world_size: int, rows: tuple[RowMessage, list[RowMessage]]
 ) -> SizeResult:
-    first, all_ranks = told
+    first, all_ranks = rows
     shape = shape_of(op, size_bytes, request.dtype, world_size)
     seconds = [time_ns * 1e-9 for time_ns in first.get("times_ns", ())]
     times = times_of(seconds) if seconds else None
@@ -194,7 +194,7 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     return replace(report, data=data, findings=tuple(found), summary=words)
 
 
-def _pauses(course: RunRecord) -> dict[int, list[PausedTold]]:
+def _pauses(course: RunRecord) -> dict[int, list[PausedMessage]]:
     return {
         trace.rank: [row["paused"] for row in rank_report.payloads([trace], "row") if "paused" in row]
         for trace in course.traces

@@ -113,13 +113,13 @@ def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
     logs}
     """
     ranks = {int(pid): rank for pid, rank in ask["ranks"]}
-    everybody = [*ranks, *ask["launchers"]]
-    read, late = deadlines.each(everybody, lambda pid: _process(pid, ranks.get(pid)), patience_s=_WORTH_S)
-    processes = [read[pid][0] for pid in everybody if pid in read]
+    pids = [*ranks, *ask["launchers"]]
+    read, late = deadlines.each(pids, lambda pid: _process(pid, ranks.get(pid)), patience_s=_WORTH_S)
+    processes = [read[pid][0] for pid in pids if pid in read]
     processes += [RankProcess(pid, ranks.get(pid), error="/proc did not answer in time") for pid in late]
     secrets = {secret for _, own in read.values() for secret in own}
     paths = [word for process in processes for word in (*process.argv, process.folder, *process.environment.values())]
-    tell(Part(names=_names(everybody, secrets, [*paths, *ask["logs"]]), ranks=tuple(processes)))
+    tell(Part(names=_names(pids, secrets, [*paths, *ask["logs"]]), ranks=tuple(processes)))
     tell(Part(machine=_machine()))
     _logs(ask, ranks, tell)
 

@@ -61,7 +61,7 @@ class Imported:
     """The result of importing torch. `error`: empty on success; `stage`: the step that timed out, if any.
 
     `count`: None if unknown; `libraries`: the CUDA libraries actually loaded, `loaded`: the same with sonames.
-    `mended_without`: a variable that makes the import fail, or empty.
+    `fixed_without`: a variable that makes the import fail, or empty.
     """
 
     version: str = ""
@@ -75,7 +75,7 @@ class Imported:
     warnings: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
     loaded: tuple[Library, ...] = ()
-    mended_without: str = ""
+    fixed_without: str = ""
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _import_torch(executable: str, timeout_s: float) -> Imported | None:
             others = {key: value for key, value in os.environ.items() if key != name}
             again = _try_to_import(executable, max(1.0, until - time.monotonic()), others)
             if again is not None and again.came_in:
-                return replace(imported, mended_without=name)
+                return replace(imported, fixed_without=name)
     return imported
 
 
@@ -295,7 +295,7 @@ def _try_to_import(executable: str, timeout_s: float, env: dict[str, str]) -> Im
         done = programs.run([executable, "-B", "-c", source], timeout_s=timeout_s, env=env)
     except programs.CannotRun:
         return None
-    records = {record["about"]: record for record in driver.told_in(done.stdout)}
+    records = {record["about"]: record for record in driver.records_in(done.stdout)}
     failed, torch, devices, end = (records.get(name, {}) for name in ("failed", "torch", "devices", "end"))
     if "No module named 'torch'" in failed.get("error", ""):
         return None

@@ -12,7 +12,7 @@ from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.about.gpus import torch_archs
 from distdiag.commands.cuda_env.about.toolkits import who_uses
 from distdiag.commands.cuda_env.archs import as_list
-from distdiag.commands.cuda_env.sections import is_ready, mended_by, sections_of
+from distdiag.commands.cuda_env.sections import apply_fixes, is_ready, sections_of
 from distdiag.commands.cuda_env.types import (
     COMMAND,
     CudaEnv,
@@ -86,7 +86,7 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
     first = shown[0] if shown else _NOBODY
     # For the first node only, as others need their own.
     exports, left = (
-        mended_by(nodes[0], request.goal, lambda problem: not _left_out(request, problem.id)) if nodes else ({}, ())
+        apply_fixes(nodes[0], request.goal, lambda problem: not _left_out(request, problem.id)) if nodes else ({}, ())
     )
     data = CudaEnv(
         goal=request.goal,

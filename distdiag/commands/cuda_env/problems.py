@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from distdiag.commands.cuda_env.types import Goal, Mend, Problem
+from distdiag.commands.cuda_env.types import Goal, Problem, Remedy
 from distdiag.diagnosis.verdicts import Verdict, filled, read_table, rows
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distdiag.report import Level
 
 _TABLE = "cuda_problems"
-_NO_MEND = Mend()
+_NO_REMEDY = Remedy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ def problem(
     *,
     level: Level | None = None,
     evidence: Iterable[str] = (),
-    mend: Mend = _NO_MEND,
+    remedy: Remedy = _NO_REMEDY,
     **given: object,
 ) -> Problem:
     """Make the problem of a row; fill non-empty `words` and `given` into its texts.
 
     Args:
-        mend: the check's own fix; empty parts default to the row's.
+        remedy: the check's own fix; empty parts default to the row's.
     """
     text = filled(_rows()[row], {**(words or {}), **given})
     return Problem(
@@ -49,10 +49,10 @@ def problem(
         cause=text.cause,
         breaks=text.breaks,
         evidence=tuple(filter(None, evidence)),
-        fix=mend.text or text.fix,
-        exports=mend.exports,
-        unset=mend.unset,
-        commands=mend.commands or text.commands,
+        fix=remedy.text or text.fix,
+        exports=remedy.exports,
+        unset=remedy.unset,
+        commands=remedy.commands or text.commands,
     )
 
 

@@ -61,7 +61,7 @@ def _counted(sections: Iterable[Section]) -> Counter[tuple[str, Level]]:
     return Counter((problem.id, problem.level) for section in sections for problem in section.problems)
 
 
-def mended_by(
+def apply_fixes(
     facts: CudaFacts, goal: Goal, chosen: Callable[[Problem], bool]
 ) -> tuple[dict[str, str], tuple[Problem, ...]]:
     """Apply fixes of variables repeatedly, including those for problems uncovered by earlier fixes.
@@ -216,7 +216,7 @@ def _imported(facts: CudaFacts, changed: set[str], gone: set[str]) -> CudaFacts:
     imported = facts.imported
     if imported is None or not changed & {"LD_PRELOAD", "LD_LIBRARY_PATH"}:
         return facts
-    if imported.mended_without in changed:
-        imported = replace(imported, error="", mended_without="")
+    if imported.fixed_without in changed:
+        imported = replace(imported, error="", fixed_without="")
     imported = replace(imported, loaded=tuple(library for library in imported.loaded if library.path not in gone))
     return replace(facts, imported=imported)

@@ -68,7 +68,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mend:
+class Remedy:
     """A fix: text, variables to set and to unset, and commands."""
 
     text: str = ""

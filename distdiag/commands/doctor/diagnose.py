@@ -11,8 +11,8 @@ from distdiag.cluster.hosts import fold, fold_within
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.doctor import paths
 from distdiag.commands.doctor.gpu_symptoms import gpu_symptoms
+from distdiag.commands.doctor.node_differences import difference_findings
 from distdiag.commands.doctor.node_symptoms import node_symptoms, versions_of
-from distdiag.commands.doctor.odd_node import odd_findings
 from distdiag.commands.doctor.settings_symptoms import overloaded, rebooted, settings_symptoms
 from distdiag.commands.doctor.symptoms import symptom
 from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced
@@ -42,7 +42,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
     nodes = gathered.facts
     several = len(nodes) > 1
     own = _folded(nodes, several=several)
-    odd, rows = odd_findings(nodes, _said(own)) if several else ([], [])
+    odd, rows = difference_findings(nodes, _said(own)) if several else ([], [])
     all_findings = [
         *host_findings(gathered.refusals, gathered.rows),
         *_incomplete(gathered),

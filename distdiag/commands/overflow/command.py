@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from difflib import get_close_matches
 from shutil import which
 from typing import TYPE_CHECKING, Annotated
@@ -11,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, called_as
+from distdiag.options import JsonOpt, called_as, parse_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_MOST_BATCHES = 100_000
 
 
 def overflow(
@@ -86,9 +83,9 @@ def overflow(
         _check(unit, grads)
         settings = Settings(
             folder="",
-            frames=frames,
-            trace=parse_batches(trace),
-            abort_after=abort_after,
+            max_frames_to_save=frames,
+            trace_batch_nums=parse_numbers([trace] if trace.strip() else [], "--trace-batches", "batch", "batches"),
+            abort_after_batch_num=abort_after,
             mode="full" if full else "step",
             unit=unit,
             gradients=grads,
@@ -117,20 +114,6 @@ def parse_command(command: Sequence[str], nproc: int | None, program: str) -> li
         raise UsageError(f"--nproc needs a script or -m MODULE; {argv[0]} is neither", hint="remove --nproc")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc))
     return [argv[0], *torchrun, *argv[1:]]
-
-
-def parse_batches(text: str) -> tuple[int, ...]:
-    """Parse numbers and ranges of batches with commas; none for an empty text. Raises UsageError."""
-    found: set[int] = set()
-    for word in text.split(",") if text.strip() else []:
-        match = re.fullmatch(r"\s*(\d{1,12})(?:-(\d{1,12}))?\s*", word)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < first + _MOST_BATCHES:
-            raise UsageError(
-                f"--trace-batches {text!r}: {word!r} is not a batch number", hint="use 3, or 0,3, or 149-150"
-            )
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
 
 
 def _check(unit: str, grads: str) -> None:

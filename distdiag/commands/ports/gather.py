@@ -88,7 +88,7 @@ def gather(request: Request, progress: Progress) -> PortsFacts:
 
 def _take_facts(nodes: Sequence[Node], targets: Targets, facts: PortsFacts) -> None:
     for node in nodes:
-        facts.nodes[node.name] = node.told
+        facts.nodes[node.name] = node.reply
         facts.hosts[node.name] = facts.nodes[node.name].host if targets.launcher is None else node.host
 
 

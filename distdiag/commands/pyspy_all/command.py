@@ -10,10 +10,9 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.pyspy_all.types import Request, Threads
 from distdiag.errors import UsageError
-from distdiag.options import HtmlOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, UserOpt, called_as, on_hosts
+from distdiag.options import HtmlOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, UserOpt, called_as, on_hosts, parse_numbers
 
 _GROUP = re.compile(r"\s*([A-Za-z][\w-]*)\s*=\s*([0-9,\-/ ]+)\s*")
-_MAX_RANK = 10_000_000
 
 
 @on_hosts
@@ -118,16 +117,5 @@ def parse_groups(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
             raise UsageError(
                 f"--groups: {entry.strip()!r} is not NAME=RANKS/RANKS", hint="--groups 'tp=0-1/2-3;pp=0,2/1,3'"
             )
-        found += [(match[1], _parse_ranks(part)) for part in match[2].split("/")]
+        found += [(match[1], parse_numbers([part], "--groups", "rank", "ranks")) for part in match[2].split("/")]
     return tuple(found)
-
-
-def _parse_ranks(text: str) -> tuple[int, ...]:
-    """Parse "0-3,8". Raises UsageError."""
-    ranks: list[int] = []
-    for part in text.replace(" ", "").split(","):
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
-        if match is None or int(match[2] or match[1]) > _MAX_RANK or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f"--groups: {text!r} is not a list of ranks", hint="write ranks as 0-3,8")
-        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(ranks)

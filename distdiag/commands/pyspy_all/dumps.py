@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from distdiag.cluster.records import Senseless, read_json
+from distdiag.cluster.records import InvalidData, read_json
 from distdiag.facts.rank_identity import Identity
 from distdiag.facts.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
 from distdiag.facts.text import printable
@@ -68,10 +68,10 @@ class Dump:
 
 
 def of_file(data: bytes, path: Path) -> list[Dump]:
-    """Parse a file. Raises Senseless."""
+    """Parse a file. Raises InvalidData."""
     found = parse(as_text(data), path.name)
     if not found:
-        raise Senseless("contains no py-spy dump")
+        raise InvalidData("contains no py-spy dump")
     return found
 
 
@@ -213,7 +213,7 @@ def _frame(line: str) -> Frame:
 def _json(text: str, name: str) -> list[Dump]:
     try:
         answer = read_json(text.encode("utf-8", "replace"), list[_DumpedThread])
-    except Senseless:
+    except InvalidData:
         return []
     by_pid: dict[int, list[_DumpedThread]] = {}
     for thread in answer:

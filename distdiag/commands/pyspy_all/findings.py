@@ -48,6 +48,7 @@ def straggler_findings(verdict: JobVerdict, request: Request) -> Iterator[Findin
 
 def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
     is_alone = len(slow.slow) == 1
+    others = briefly(slow.others)
     pronoun = "it" if is_alone else "them"
     place = f", in {spot(slow.frame)} in {slow.at_frame} of {slow.samples} samples" if slow.frame is not None else ""
     busy = min((state.thread.busy or 0.0 for state in slow.slow), default=0.0)
@@ -56,7 +57,7 @@ def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
         id=f"{COMMAND}.straggler",
         level=Level.WARN,
         title=f"{who(slow.slow)} {'is' if is_alone else 'are'} slower than the others{place}",
-        detail=f"{briefly(slow.others).capitalize()} {'waits' if len(slow.others) == 1 else 'wait'} for {pronoun} in "
+        detail=f"{others[:1].upper()}{others[1:]} {'waits' if len(slow.others) == 1 else 'wait'} for {pronoun} in "
         f"{often} "
         f"{slow.samples} samples; {briefly(slow.slow)} {'waits' if is_alone else 'wait'} for others "
         f"{f'in at most {slow.slow_wait}' if slow.slow_wait else 'in none'}. "

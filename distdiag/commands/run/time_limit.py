@@ -23,8 +23,8 @@ def look_at(now: float) -> float | None:
 
 def _end(now: float) -> float | None:
     """Return the end of the job: from SLURM's environment since 23.02, else from squeue."""
-    if (told := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
-        return float(told)
+    if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
+        return float(end)
     job = os.environ.get("SLURM_JOB_ID", "")
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
     if not (job.isdigit() and nodes.isdigit() and int(nodes) <= _MANY_NODES) or shutil.which("squeue") is None:

@@ -126,11 +126,11 @@ def about_processes(
 
 
 def index_of(answers: Answers[Any]) -> ProcessIndex:
-    """Index all processes and their descriptors' ends, from the `networks` and `people` of each host's replies."""
+    """Index all processes and the ends of their descriptors, from the replies of each host."""
     ends = {
         host: (
             [network for reply in replies for network in reply.networks],
-            [person for reply in replies for person in reply.people],
+            [person for reply in replies for person in reply.peer_processes],
         )
         for host, replies in answers.replies.items()
     }

@@ -197,9 +197,9 @@ def match(dumps: Iterable[Dump], world_size: int) -> Job:
 def _match(found: dict[int, Dump], world_size: int) -> Job:
     job = Job(found)
     tops = {ranks: _top(ranks) for dump in found.values() for _, _, ranks in dump.groups}
-    told = max([world_size, *(dump.world_size for dump in found.values()), *tops.values()]) if found else world_size
-    job.size_is_certain = told > 0
-    job.world_size = min(_MOST_RANKS, max(told, max(found, default=-1) + 1))
+    declared = max([world_size, *(dump.world_size for dump in found.values()), *tops.values()]) if found else world_size
+    job.size_is_certain = declared > 0
+    job.world_size = min(_MOST_RANKS, max(declared, max(found, default=-1) + 1))
     numbers: dict[Any, int] = {}
     for rank in sorted(found):
         _Reader(job, rank, numbers).read()
@@ -296,8 +296,8 @@ def _elements(sizes: Iterable[Sequence[int]]) -> int:
     return sum(math.prod(size) for size in sizes)
 
 
-def _operation(told: Sequence[Any]) -> Operation:
-    name, backend, inputs, outputs, input_types, output_types = told[:6]
+def _operation(declared: Sequence[Any]) -> Operation:
+    name, backend, inputs, outputs, input_types, output_types = declared[:6]
     side = _MUST_AGREE.get(name) or ("" if backend.startswith("nccl") else _MUST_AGREE_IN_GLOO.get(name, ""))
     sizes = {"in": inputs, "out": outputs}.get(side)
     dtypes = output_types if side == "out" else input_types
@@ -311,13 +311,13 @@ class _Reader:
     def __init__(self, job: Job, rank: int, numbers: dict[Any, int]) -> None:
         self._job, self._rank, self._dump = job, rank, job.dumps[rank]
         self._names = [name for name, _, _ in self._dump.groups]
-        self._operations = [self._number(told, numbers) for told in self._dump.operations]
+        self._operations = [self._number(declared, numbers) for declared in self._dump.operations]
 
-    def _number(self, told: Sequence[Any], numbers: dict[Any, int]) -> int:
-        key = tuple(told[:6])
+    def _number(self, declared: Sequence[Any], numbers: dict[Any, int]) -> int:
+        key = tuple(declared[:6])
         if key not in numbers:
             numbers[key] = len(self._job.operations)
-            self._job.operations.append(_operation(told))
+            self._job.operations.append(_operation(declared))
         return numbers[key]
 
     def read(self) -> None:
@@ -474,26 +474,26 @@ def _use_status(job: Job, group: Group) -> None:
     Dumps of active operations alone lack all ended entries: there the counters are the only source.
     """
     name = group.key[0]
-    told = {
+    declared = {
         rank: (enqueued, ended)
         for rank, dump in job.dumps.items()
         for of, enqueued, ended in dump.status
         if of == name and enqueued >= 0
     }
     only = sum(key[0] == name for key in job.groups) == 1
-    for rank, (enqueued, ended) in told.items():
+    for rank, (enqueued, ended) in declared.items():
         seen = job.part(rank, group.key).issued or 0
         whole = not job.dumps[rank].is_partial
         if group.has_p2p or not only or seen > enqueued or (whole and enqueued > ended and seen not in (enqueued, 0)):
-            told = {}
+            declared = {}
             break
     for rank in job.dumps:
         part = job.parts[rank].get(group.key)
-        if rank in told:
+        if rank in declared:
             part = job.parts[rank].setdefault(group.key, Part())
-            part.issued = max(part.issued or 0, told[rank][0])
-            if told[rank][1] > part.ended and not any(seq <= told[rank][1] for seq in part.pending):
-                part.ended = told[rank][1]
+            part.issued = max(part.issued or 0, declared[rank][0])
+            if declared[rank][1] > part.ended and not any(seq <= declared[rank][1] for seq in part.pending):
+                part.ended = declared[rank][1]
         elif part is not None and job.dumps[rank].is_partial:
             part.issued = None
 
@@ -520,8 +520,8 @@ def times(job: Job, rank: int, group: GroupKey) -> dict[int, int]:
     mine = {
         (place, number)
         for place, (name, _, _) in enumerate(dump.groups)
-        for number, told in enumerate(dump.operations)
-        if (name, told[1]) == group
+        for number, declared in enumerate(dump.operations)
+        if (name, declared[1]) == group
     }
     found: dict[int, int] = {}
     newest = 0

@@ -35,6 +35,8 @@ _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loade
 _LOST = "async exception: NCCL error: remote process exited"
 _IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "agents-missing", "rank-never-came")
 """Lines of a process that reached the rendezvous and waited there for others."""
+_LATER = {"rank-never-came": 1, "gloo-connect": 2}
+"""Lines that explain less than others of the same round."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NEAR = 5
 """Maximum lines between an exception and the one raised from it."""
@@ -158,7 +160,7 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     if lines := _of_timeouts(round_):
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
-    found = _of_doubtful(doubtful, round_, book) if doubtful else _who_is_missing(round_, book)
+    found = _of_doubtful(doubtful, round_, book) if doubtful else _missing_rank(round_, book)
     if found.level is not Level.FAIL and (apart := findings.of_rendezvous(round_.failures)):
         return [apart]
     if found.level is not Level.FAIL and (best := _alone(round_)):
@@ -180,7 +182,10 @@ def _alone(round_: Round) -> Failure | None:
     # A node that cannot connect explains why the others waited for it.
     vain = {failure.file for failure in alone if failure.known in _IN_VAIN}
     # Without all ranks at its store, rank 0 counts them; for the others its own key is the one that never appears.
-    alone.sort(key=lambda failure: (failure.file in vain, failure.known == "rank-never-came"))
+    # A rank whose WORLD_SIZE is smaller than the others' does not wait for that key, and fails to connect instead.
+    alone.sort(
+        key=lambda failure: (failure.file in vain or failure.known == "gloo-connect", _LATER.get(failure.known, 0))
+    )
     return next((failure for failure in alone if failure.role == "confirmation"), alone[0] if alone else None)
 
 
@@ -299,7 +304,7 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
     went_on = not round_.exits and all(one.groups.get("went_on") or one.job_went_on for one in doubtful)
     if raised and not (alive or others_silent or cut_off or went_on) and len(ranks) == 1:
         return findings.first_failure(doubtful, round_, book)
-    missing = _who_is_missing(round_, book)
+    missing = _missing_rank(round_, book)
     if cut_off and missing.level is not Level.FAIL:
         return missing
     if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
@@ -460,7 +465,7 @@ def _time_of_exit(failure: Failure, round_: Round) -> float | None:
     return next((exit_.at for exit_ in round_.exits_of(failure.rank) if exit_.at is not None), None)
 
 
-def _who_is_missing(round_: Round, book: Book) -> Finding:
+def _missing_rank(round_: Round, book: Book) -> Finding:
     """Judge a round without any cause: blame a silent rank, or one that waits in a different collective."""
     waiting = {
         failure.rank: failure
@@ -473,7 +478,7 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
         return findings.different_collectives(collectives, round_)
     silent = [rank for rank in range(book.world) if rank not in waiting]
     if at and len(silent) == 1 and _is_certain(silent[0], at, round_) and not _has_failed(silent[0], round_):
-        return findings.never_came(silent[0], at, round_)
+        return findings.never_joined(silent[0], at, round_)
     gone = [rank for rank in silent if not any(exit_.by_launcher for exit_ in round_.exits_of(rank))]
     lost = [failure for failure in waiting.values() if not findings.timed_out(failure)]
     if (
@@ -531,12 +536,12 @@ def _ends(round_: Round) -> list[RankEnd]:
     causes = {failure.rank: failure for failure in _causes(round_)}
     for rank in sorted(round_.book.ranks):
         own = round_.of(rank)
-        told = causes.get(rank) or next((failure for failure in own if failure.role == "consequence"), None)
+        failure_shown = causes.get(rank) or next((failure for failure in own if failure.role == "consequence"), None)
         exits = [exit_ for exit_ in round_.exits_of(rank) if exit_.is_bad]
         exit_ = exits[-1] if exits else None
         watching = [event for who, event in round_.book.watchdog if who == rank]
-        what = told.what if told else watching[0].text[:200] if watching else ""
-        role = told.role if told else "consequence" if watching else ""
+        what = failure_shown.what if failure_shown else watching[0].text[:200] if watching else ""
+        role = failure_shown.role if failure_shown else "consequence" if watching else ""
         status = (exit_.signal or f"exit {exit_.code}") if exit_ else ""
         if not role and status and exit_:
             role = "ended" if exit_.by_launcher else "cause"

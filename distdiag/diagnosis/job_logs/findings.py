@@ -306,7 +306,7 @@ def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Ro
     )
 
 
-def never_came(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
+def never_joined(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
     """Report a rank that the others timed out waiting for."""
     places = sorted({one.place or one.collective for one in waiting.values()})
     wrote = _wrote(rank, round_.book)

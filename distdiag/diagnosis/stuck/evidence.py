@@ -103,7 +103,7 @@ _NO_RANKS = ("launcher", "tracker", "compile-worker")
 
 def wait_graph(nodes: Sequence[NodePicture]) -> WaitGraph:
     """Build the wait graph from the system calls of all threads of ranks and their helpers."""
-    ends = {node.host: (node.networks, node.people) for node in nodes}
+    ends = {node.host: (node.networks, node.peer_processes) for node in nodes}
     index = ProcessIndex([node.stacks for node in nodes], ends)
     found: dict[Key, tuple[Wait, ...]] = {}
     for node in nodes:

@@ -191,7 +191,8 @@ def _waiting(joined: Joined, kind: StuckKind) -> str:
     is_one = len(group) == 1
     verb = ("waits" if is_one else "wait") if seconds is None else ("has waited" if is_one else "have waited")
     since = f" for {lasting(seconds)}" if seconds is not None else ""
-    return f"{briefly(group).capitalize()} {verb}{since} {waits(group[0], alone=is_one)}{_counted(joined, group)}."
+    name = briefly(group)
+    return f"{name[:1].upper()}{name[1:]} {verb}{since} {waits(group[0], alone=is_one)}{_counted(joined, group)}."
 
 
 def _also_gone(joined: Joined) -> str:
@@ -266,12 +267,12 @@ def _why(joined: Joined) -> str:
 
 
 def _proof(rows: Sequence[SourceRow], title: str) -> tuple[str, ...]:
-    chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES) and not _is_said(row.says, title)]
+    chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES) and not _is_in_title(row.says, title)]
     disagrees = {Stand.DISAGREES: " disagrees"}
     return tuple(f"{row.source}{disagrees.get(row.stand, '')}: {row.says}" for row in chosen)
 
 
-def _is_said(says: str, title: str) -> bool:
+def _is_in_title(says: str, title: str) -> bool:
     """Return whether a title already contains a claim: both its ranks and their place."""
     return all(part in title for part in says.split(": "))
 

@@ -151,7 +151,7 @@ def _of_wait(state: RankState, evidence: Evidence) -> Fix | None:
 
 def _state(key: Key, evidence: Evidence) -> str:
     index = evidence.graph.index
-    person, process = index.persons.get(key), index.processes.get(key)
+    person, process = index.peer_processes.get(key), index.processes.get(key)
     return person.state if person is not None else process.state if process is not None else ""
 
 

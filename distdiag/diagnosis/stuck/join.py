@@ -106,7 +106,7 @@ def join(evidence: Evidence) -> Joined:
         return _accused(evidence, claims, accusing, moves=moves)
     if moves:
         return _made(evidence, claims, StuckKind.NOT_HUNG, Level.INFO, claims[Source.STACKS])
-    return _nobody(evidence, claims)
+    return _no_rank_accused(evidence, claims)
 
 
 def _in_order(claims: Mapping[Source, Claim]) -> list[Claim]:
@@ -175,7 +175,7 @@ def _crossed(first: Claim, holder: Claim) -> Claim:
     )
 
 
-def _nobody(evidence: Evidence, claims: Mapping[Source, Claim]) -> Joined:
+def _no_rank_accused(evidence: Evidence, claims: Mapping[Source, Claim]) -> Joined:
     """Judge a job without accused ranks: all wait in one place, none waits, or the evidence is thin."""
     recorder, kernel = claims.get(Source.RECORDER), claims.get(Source.KERNEL)
     in_flight = recorder is not None and recorder.kind is StuckKind.NETWORK

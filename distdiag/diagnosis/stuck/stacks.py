@@ -43,7 +43,7 @@ def of_stacks(evidence: Evidence) -> Claim:
         why = next(iter(reasons), "not all ranks were seen")
         return replace(claim, says=f"not all stacks could be read: {why}")
     if outcome is Outcome.RENDEZVOUS:
-        is_sure = _listens_where_told(evidence)
+        is_sure = _rank_0_listens(evidence)
         return replace(claim, kind=StuckKind.RENDEZVOUS, says=rendezvous_in_words(evidence.job), is_sure=is_sure)
     if outcome is Outcome.NOT_HUNG:
         moving = [state for state in verdict.states if state.thread.moving] or list(verdict.states)
@@ -57,7 +57,7 @@ def of_stacks(evidence: Evidence) -> Claim:
     return replace(claim, says=f"no rank stands out: {words}")
 
 
-def _listens_where_told(evidence: Evidence) -> bool:
+def _rank_0_listens(evidence: Evidence) -> bool:
     """Return whether rank 0 listens at its MASTER_PORT while others try another port of its host.
 
     A script may change the port after the start, but then those ranks would have found rank 0. Ranks that try another

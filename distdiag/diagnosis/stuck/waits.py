@@ -73,7 +73,7 @@ def root_wait(graph: WaitGraph, key: Key) -> Wait:
     wait = graph.main(key)
     if wait is not None:
         return wait
-    person, process = graph.index.persons.get(key), graph.index.processes.get(key)
+    person, process = graph.index.peer_processes.get(key), graph.index.processes.get(key)
     state = person.state if person is not None else process.state if process is not None else ""
     kind = Kind.STOPPED if state in STOPPED else Kind.RUNS if state == "R" else Kind.NETWORK
     kind = Kind.ENDED if state in ENDED else Kind.KERNEL if state == "D" else kind
@@ -93,7 +93,7 @@ class _Case:
         return root_wait(self._graph, key)
 
     def _words(self, keys: Sequence[Key], *, whole: bool = False) -> str:
-        return what_they_do(keys, [self._wait(key) for key in keys], self._index, whole=whole)
+        return describe_waits(keys, [self._wait(key) for key in keys], self._index, whole=whole)
 
     def says(self) -> Claim:
         """Return a claim without a kind, for undecided jobs: a summary of the waits."""
@@ -196,9 +196,12 @@ class _Case:
         kind = StuckKind.BUSY if runs and not still else StuckKind.NOT_IN_COLLECTIVE
         if still and all(_is_at_device(self._wait(key)) for key in still):
             kind = StuckKind.DEVICE
+        # Ranks in init_process_group wait for the store, perhaps for a rank that still imports.
+        may_start = kind is StuckKind.BUSY and all(self._wait(key).kind is Kind.STORE for key in inside)
         says = f"{self._words(chosen, whole=True)}; {self._words(inside)}"
         fix = self._fix(chosen, self._wait(chosen[0]))
-        return [replace(self._claim(kind, chosen, says, is_sure=bool(still or runs), fix=fix), by_exclusion=True)]
+        is_sure = bool(still or runs) and not may_start
+        return [replace(self._claim(kind, chosen, says, is_sure=is_sure, fix=fix), by_exclusion=True)]
 
     def _may_wait_for_gpu(self, key: Key) -> bool:
         """Return whether a running thread may wait for its GPU: CUDA's waits spin."""
@@ -315,7 +318,7 @@ def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
     return f"{who} {verb} for {whom}: {first.wait.call} on {first.wait.end}{more}{via}"
 
 
-def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
+def describe_waits(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
     """Format and fold activities: "ranks 0-1,3 wait for another thread of the process (futex, 60 s)"."""
     groups: dict[tuple[Kind, str], list[tuple[Key, Wait]]] = {}
     for key, wait in zip(keys, waits, strict=True):

@@ -51,7 +51,7 @@ def of_core(
     if own is not None and own.whole:
         first = _ask([*target, "python"], functions, timeout_s, python, own)
         timeout_s -= first.seconds
-        if timeout_s <= 0 or not _may_do_better(first):
+        if timeout_s <= 0 or not _is_retry_useful(first):
             return first
     everything = _ask([*target, "all"], functions, timeout_s, python)
     return everything if everything.threads or first is None else first
@@ -116,7 +116,7 @@ def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[
     return tuple(found), printable("; ".join(errors))[:300]
 
 
-def _may_do_better(found: Stacks) -> bool:
+def _is_retry_useful(found: Stacks) -> bool:
     """Return whether to retry with C frames: pystack died, or its Python frames do not fit our C frames."""
     if not found.threads:
         return found.error.startswith(_DIED)

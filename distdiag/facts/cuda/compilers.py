@@ -95,16 +95,16 @@ def _versions(paths: list[str], *, timeout_s: float) -> list[Compiler]:
         **{(real, "version"): [real, "--version"] for real in dict.fromkeys(names.values())},
         **{(real, "number"): [real, "-dumpfullversion", "-dumpversion"] for real in dict.fromkeys(names.values())},
     }
-    told = {
+    answers = {
         key: done.stdout.decode("utf-8", "replace").strip()
         for key, done in programs.run_many(asked, timeout_s)
         if done is not None and not done.timed_out and done.status == 0
     }
     found = []
     for path, real in names.items():
-        words = told.get((real, "version"), "")
+        words = answers.get((real, "version"), "")
         family = "clang" if "clang" in words else "gcc" if re.search(r"GCC|g\+\+|gcc|Free Software", words) else ""
         number = re.search(r"clang version (\d[\d.]*)", words) if family == "clang" else None
-        version = number[1] if number else told.get((real, "number"), "")
+        version = number[1] if number else answers.get((real, "number"), "")
         found.append(Compiler(path, real, family, version.splitlines()[0] if version else ""))
     return found

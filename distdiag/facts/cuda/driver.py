@@ -115,19 +115,19 @@ def look(places: Places, *, ask: bool, timeout_s: float) -> Driver:
 def _ask(timeout_s: float) -> Answer:
     source = source_of("distdiag.facts.cuda.ask_driver")
     done = programs.run([sys.executable, "-B", "-S", "-c", source], timeout_s=timeout_s)
-    return _read_answer(told_in(done.stdout), done)
+    return _read_answer(records_in(done.stdout), done)
 
 
-def told_in(output: bytes) -> list[dict[str, Any]]:
+def records_in(output: bytes) -> list[dict[str, Any]]:
     """Extract our records {"about": ...} from a child's output."""
     found = []
     for line in output.decode("utf-8", "replace").splitlines():
         try:
-            told = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(told, dict) and isinstance(told.get("about"), str):
-            found.append(told)
+        if isinstance(record, dict) and isinstance(record.get("about"), str):
+            found.append(record)
     return found
 
 
@@ -162,9 +162,9 @@ def _read_answer(said: list[dict[str, Any]], done: programs.Done) -> Answer:
     )
 
 
-def _gpu(told: dict[str, Any]) -> Gpu:
-    major, minor = told["capability"]
-    return Gpu(told["index"], told["name"], f"{major}.{minor}" if major else "", bool(told.get("mig")))
+def _gpu(record: dict[str, Any]) -> Gpu:
+    major, minor = record["capability"]
+    return Gpu(record["index"], record["name"], f"{major}.{minor}" if major else "", bool(record.get("mig")))
 
 
 def _call_after(said: list[dict[str, Any]]) -> str:

@@ -21,11 +21,11 @@ out = os.dup(1); os.dup2(2, 1)
 sys.path[:1] = [] if not sys.path[0] else sys.path[:1]
 import json, platform, importlib.util, sysconfig
 spec = lambda name: getattr(importlib.util.find_spec(name), "origin", None)
-told = {"executable": sys.executable, "version": platform.python_version(), "prefix": sys.prefix,
+answer = {"executable": sys.executable, "version": platform.python_version(), "prefix": sys.prefix,
   "paths": [p for p in sys.path if os.path.isdir(p)], "include": sysconfig.get_path("include"),
   "cxx": sysconfig.get_config_var("CXX"), "torch": spec("torch"), "deepspeed": spec("deepspeed"),
   "pip": spec("pip") is not None, "ninja": spec("ninja")}
-os.write(out, json.dumps(told).encode())
+os.write(out, json.dumps(answer).encode())
 """
 _DIST = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(?:dist|egg)-info$")
 
@@ -64,22 +64,22 @@ def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
         done = programs.run([executable, "-B", "-c", _PROBE], timeout_s=timeout_s)
     except programs.CannotRun as error:
         return Interpreter(executable, error=str(error))
-    told = _answer(done.stdout)
-    if told is None:
+    answer = _answer(done.stdout)
+    if answer is None:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()
         why = f"it did not answer within {timeout_s:g} s" if done.timed_out else (last[-1] if last else "no answer")
         return Interpreter(executable, error=why[:120])
     return Interpreter(
-        executable=told["executable"] or executable,
-        version=told["version"],
-        prefix=told["prefix"],
-        paths=tuple(told["paths"]),
-        include=told["include"] or "",
-        pip=told["pip"],
-        ninja=told["ninja"] is not None,
-        cxx=(told["cxx"] or "").split(" ")[0],
-        torch_origin=told["torch"] or "",
-        deepspeed_origin=told["deepspeed"] or "",
+        executable=answer["executable"] or executable,
+        version=answer["version"],
+        prefix=answer["prefix"],
+        paths=tuple(answer["paths"]),
+        include=answer["include"] or "",
+        pip=answer["pip"],
+        ninja=answer["ninja"] is not None,
+        cxx=(answer["cxx"] or "").split(" ")[0],
+        torch_origin=answer["torch"] or "",
+        deepspeed_origin=answer["deepspeed"] or "",
     )
 
 
@@ -87,11 +87,11 @@ def _answer(output: bytes) -> dict[str, Any] | None:
     """Find our line among output of others (sitecustomize, a wrapper)."""
     for line in reversed(output.decode("utf-8", "replace").splitlines()):
         try:
-            told = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
             continue
-        if isinstance(told, dict) and "executable" in told:
-            return told
+        if isinstance(answer, dict) and "executable" in answer:
+            return answer
     return None
 
 

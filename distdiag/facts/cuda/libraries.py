@@ -130,10 +130,10 @@ def _nccl_version(path: str) -> str:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             at = data.find(b"NCCL version 2.")
-            told = re.match(rb"NCCL version (\d+\.\d+\.\d+)", data[at : at + 40]) if at >= 0 else None
+            match = re.match(rb"NCCL version (\d+\.\d+\.\d+)", data[at : at + 40]) if at >= 0 else None
     except (OSError, ValueError):  # empty, or removed since
         return ""
-    return told[1].decode() if told else ""
+    return match[1].decode() if match else ""
 
 
 def _wheel_version(path: str) -> str:

@@ -95,8 +95,8 @@ def fits(version: str, wants: str) -> bool | None:
     parts = [part for part in _PART.findall(wants) if part[1]]
     if have is None or (wants and not parts):
         return None
-    told = [_fits_one(have, operator, value) for operator, value in parts]
-    return False if False in told else None if None in told else True
+    results = [_fits_one(have, operator, value) for operator, value in parts]
+    return False if False in results else None if None in results else True
 
 
 def _fits_one(have: tuple[int, ...], operator: str, value: str) -> bool | None:

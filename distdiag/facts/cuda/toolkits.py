@@ -155,8 +155,8 @@ def _includes(root: str) -> list[str]:
 def _versions(root: str) -> Iterator[tuple[str, str]]:
     """Yield (file, version) from the files of a toolkit, in order of trust."""
     try:
-        told = json.loads(machine.read_text(f"{root}/version.json") or "{}")["cuda"]["version"]
-        yield f"{root}/version.json", str(told)
+        version = json.loads(machine.read_text(f"{root}/version.json") or "{}")["cuda"]["version"]
+        yield f"{root}/version.json", str(version)
     except (ValueError, KeyError, TypeError):
         pass
     if found := re.search(r"CUDA Version ([\d.]+)", machine.read_text(f"{root}/version.txt")):

@@ -170,7 +170,7 @@ def _read_all(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             ready, _, _ = select.select([child.pipe for child in children], [], [], 1.0)
             for child in list(children):
                 if child.pipe in ready:
-                    yield from child.hear()
+                    yield from child.replies()
                 elif child.is_late():
                     child.kill()
                 if child.done:
@@ -219,7 +219,7 @@ class _Child:
         with contextlib.suppress(OSError):
             os.waitpid(self._pid, 0)
 
-    def hear(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def replies(self) -> Iterator[tuple[str, dict[str, Any]]]:
         data = os.read(self.pipe, 2**20)
         self._data += data
         while len(self._data) >= _HEAD.size:

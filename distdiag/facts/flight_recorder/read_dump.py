@@ -114,7 +114,7 @@ class _Plain(pickle.Unpickler):
         raise Unreadable("it refers to objects outside the file")
 
 
-class _AsFarAsItGoes(pickle._Unpickler):  # the Python implementation exposes its stack
+class _PartialUnpickler(pickle._Unpickler):  # the Python implementation exposes its stack
     def find_class(self, module: str, name: str) -> NoReturn:
         _refuse(module, name)
 
@@ -137,7 +137,7 @@ def _unpickle(data: bytes) -> tuple[Any, bool]:
 
 def _salvaged(data: bytes) -> dict[Any, Any]:
     """Return the contents of a truncated pickle: a dictionary up to its last complete entry."""
-    reader = _AsFarAsItGoes(io.BytesIO(data))
+    reader = _PartialUnpickler(io.BytesIO(data))
     try:
         reader.load()
     except Unreadable:
@@ -406,9 +406,9 @@ class _Document:
 
     def _rank(self, configured: dict[str, tuple[str, list[int]]]) -> tuple[int, str]:
         """Return the rank, or -1 and the ranks consistent with the groups: it is in all of its groups."""
-        told = _whole(self._document.get("distdiag_rank", self._document.get("rank")))
-        if 0 <= told < _MOST_RANKS:
-            return told, ""
+        rank = _whole(self._document.get("distdiag_rank", self._document.get("rank")))
+        if 0 <= rank < _MOST_RANKS:
+            return rank, ""
         for name, local in self._local.items():
             ranks = configured.get(name, ("", []))[1]
             if local < len(ranks):

@@ -402,7 +402,7 @@ class FileScan:
         key = (label, rank)
         found = self._streams.get(key)
         if found is None:
-            told = self._demux.labels[label]
+            labelled = self._demux.labels[label]
             own = self._own
             found = len(self._scan.streams)
             if found >= _MOST_STREAMS:
@@ -411,11 +411,11 @@ class FileScan:
             self._scan.streams.append(
                 Stream(
                     file=self.number,
-                    label=told.text,
-                    rank=rank if rank is not None else told.rank if label else own.rank,
-                    local=told.local if label else own.local,
-                    host=told.host or own.host,
-                    pid=told.pid,
+                    label=labelled.text,
+                    rank=rank if rank is not None else labelled.rank if label else own.rank,
+                    local=labelled.local if label else own.local,
+                    host=labelled.host or own.host,
+                    pid=labelled.pid,
                     generation=own.generation,
                     by_path=rank is None and not label and own.rank is not None,
                 )

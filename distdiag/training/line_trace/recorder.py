@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+from dataclasses import asdict
 
 from distdiag.facts import line_trace_file, machine, private_files, procs, rank_identity
 from distdiag.training.line_trace.code_filter import CodeFilter
@@ -22,9 +23,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
-    from typing import Any
+    from typing import Any, TypeVar
 
     from distdiag.training.line_trace.session import Settings
+
+    Result = TypeVar("Result")
 
 _MOST_CODE = 200_000
 _ERROR = 300
@@ -64,23 +67,28 @@ class Recorder:
 
     def base_of(self, frame: FrameType) -> float | None:
         """Return the base of places in this frame's code, None if not traced. Called once per code object."""
+        return self._unless_broken(lambda: self._base_of(frame))
+
+    def _unless_broken(self, act: Callable[[], Result | None]) -> Result | None:
+        """Run our own code; at an error of it stop recording and return None, never fail a line of the job."""
         try:
-            return self._base_of(frame)
+            return act()
         except RecursionError:
             raise  # the job's own: callers skip this call
         except Exception as error:
             if not _is_ours(error):
                 raise
-            self._give_up(error)
+            if not self._broken:
+                complain(f"recording of process {os.getpid()} stopped: {type(error).__name__} {error}")
+            self._broken = True
+            self._trace_file = None
             return None
 
     def _base_of(self, frame: FrameType) -> float | None:
         code = frame.f_code
         name = getattr(code, "co_qualname", code.co_name)
         kind = self._filter.kind_of(code.co_filename, name, str(frame.f_globals.get("__name__", "")))
-        if kind is None:
-            return None
-        trace_file = self._file()
+        trace_file = None if kind is None else self._file()
         if trace_file is None or len(self._kept) >= _MOST_CODE:
             return None
         file = code.co_filename
@@ -113,21 +121,8 @@ class Recorder:
 
     def lease(self) -> tuple[Callable[[], Iterator[Any]], Callable[[], None]]:
         """Return a ring for the calling thread, see `TraceFile.lease`; without one, writes are discarded."""
-        try:
-            trace_file = self._file()
-            leased = trace_file.lease() if trace_file is not None else None
-        except Exception as error:
-            if not _is_ours(error):
-                raise
-            self._give_up(error)
-            leased = None
+        leased = self._unless_broken(lambda: trace_file.lease() if (trace_file := self._file()) is not None else None)
         return leased if leased is not None else (_nowhere, lambda: None)
-
-    def _give_up(self, error: Exception) -> None:
-        if not self._broken:
-            complain(f"recording of process {os.getpid()} stopped: {type(error).__name__} {error}")
-        self._broken = True
-        self._trace_file = None
 
     def forget_file(self) -> None:
         """In a forked child: drop the parent's file; the child's first line creates a new one with all names."""
@@ -139,17 +134,18 @@ class Recorder:
         """Record a normal exit, and the uncaught exception if any."""
         if self._trace_file is not None:
             error = getattr(sys, "last_value", None)  # Python sets it for an uncaught exception
-            self._trace_file.close({} if error is None else self._about_error(error))
+            text = "" if error is None else f"{type(error).__name__}: {error}"[:_ERROR]
+            self._trace_file.close(text, self._raised_at(error))
 
-    def _about_error(self, error: BaseException) -> dict[str, Any]:
-        """Return the exception, and the innermost line of the user's own code in its traceback."""
-        found: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:_ERROR]}
-        trace = error.__traceback__
+    def _raised_at(self, error: BaseException | None) -> tuple[str, ...]:
+        """Return the innermost line of the user's own code in a traceback: file, function, line."""
+        found: tuple[str, ...] = ()
+        trace = None if error is None else error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
             module = str(trace.tb_frame.f_globals.get("__name__", ""))
             if self._filter.kind_of(code.co_filename, code.co_name, module) == "user":
-                found["at"] = [code.co_filename, trace.tb_lineno, getattr(code, "co_qualname", code.co_name)]
+                found = code.co_filename, getattr(code, "co_qualname", code.co_name), str(trace.tb_lineno)
             trace = trace.tb_next
         return found
 
@@ -224,7 +220,6 @@ class TraceFile:
         self._settings = settings
         self._lock = threading.Lock()
         self._names_left = _NAMES_BYTES
-        self._notes: dict[str, Any] = {}
         folder = private_files.open_folder(
             settings.folder, own=os.path.basename(settings.folder) == line_trace_file.folder_name()
         )
@@ -238,8 +233,6 @@ class TraceFile:
 
     def _make(self, folder: int) -> None:
         settings = self._settings
-        proc = procs.read(self.pid)
-        started = proc.started if proc is not None else int(time.time())
         # Always a new name: truncating a file still mapped by another process would kill it by SIGBUS.
         stem = f"{machine.host_name()}-{self.pid}-{time.time_ns()}"
         self.path = os.path.join(settings.folder, stem + line_trace_file.SUFFIX)
@@ -257,15 +250,37 @@ class TraceFile:
             raise
         finally:
             os.close(fd)
-        self._about = _about(settings, started)
+        self._proc, self._began = procs.read(self.pid), (time.time(), time.monotonic())
 
-    def describe(self) -> None:
-        """Write the description of this process; again once its rank is known."""
-        self._about.update(_place(), notes=self._notes)
-        text = json.dumps(self._about).encode()[: line_trace_file.TEXT_BYTES]
+    def describe(self, error: str = "", raised_at: tuple[str, ...] = ()) -> None:
+        """Write the description of this process; again once its rank is known, and at an uncaught exception."""
+        place = rank_identity.identify(os.environ)
+        self.rank_known = place is not None and place.rank is not None
+        about = line_trace_file.About(
+            host=machine.host_name(),
+            boot=machine.read_text("/proc/sys/kernel/random/boot_id").strip(),
+            pid=self.pid,
+            parent=os.getppid(),
+            ancestors=_ancestors(),
+            started=self._proc.started if self._proc is not None else int(self._began[0]),
+            began_s=self._began[0],
+            monotonic_s=self._began[1],
+            python=".".join(map(str, sys.version_info[:3])),
+            command=machine.command_line(self.pid)[:_COMMAND],
+            rings=self._settings.threads,
+            lines=self._settings.lines,
+            include=self._settings.include[:20],
+            rank=None if place is None else place.rank,
+            local_rank=None if place is None else place.local_rank,
+            world_size=None if place is None else place.world_size,
+            launcher="" if place is None else place.launcher,
+            job={name: os.environ[name][:80] for name in _JOB if name in os.environ},
+            error=error,
+            raised_at=raised_at,
+        )
+        text = json.dumps(asdict(about)).encode()[: line_trace_file.TEXT_BYTES]
         self._map[12 : 12 + len(text)] = text
         self._map[0:12] = line_trace_file.MAGIC + struct.pack("<I", len(text))
-        self.rank_known = self._about["rank"] is not None
 
     def write_names(self, lines: bytes) -> bool:
         """Write names of code objects, before any place in them; return False at the limit."""
@@ -300,21 +315,18 @@ class TraceFile:
         blocks = self._doubles[first // 8 : first // 8 + settings.lines * (1 + line_trace_file.PLACES)]
         return lambda: itertools.chain.from_iterable(_turns(blocks)), lambda: self._end_thread(number)
 
-    def close(self, notes: dict[str, Any]) -> None:
-        """Record the normal exit of the process, with notes about it."""
+    def close(self, error: str, raised_at: tuple[str, ...]) -> None:
+        """Record the normal exit of the process, and the uncaught exception that ended it, if any."""
         if os.getpid() == self.pid:
-            if notes:
-                self._notes = notes
-                self.describe()
+            if error:
+                self.describe(error, raised_at)
             struct.pack_into("<d", self._map, line_trace_file.TAIL + 8, time.monotonic())
 
     def _free_slot(self) -> int | None:
         """Return an unused slot, else that of the thread that ended first."""
         ended = []
         for number in range(self._settings.threads):
-            _, state, _, end, _ = line_trace_file.THREAD.unpack_from(
-                self._map, line_trace_file.PAGE + number * line_trace_file.THREAD.size
-            )
+            _, state, _, end, _ = line_trace_file.THREAD.unpack_from(self._map, line_trace_file.thread_offset(number))
             if state == 0:
                 return number
             if state == line_trace_file.ENDED:
@@ -323,16 +335,14 @@ class TraceFile:
 
     def _describe_thread(self, number: int, state: int, began: float, ended: float) -> None:
         name = _thread_name().encode()[:96]
-        offset = line_trace_file.PAGE + number * line_trace_file.THREAD.size
+        offset = line_trace_file.thread_offset(number)
         line_trace_file.THREAD.pack_into(self._map, offset, threading.get_native_id(), state, began, ended, name)
 
     def _end_thread(self, number: int) -> None:
         if os.getpid() == self.pid:
-            offset = line_trace_file.PAGE + number * line_trace_file.THREAD.size
-            tid, _, began, _, name = line_trace_file.THREAD.unpack_from(self._map, offset)
-            line_trace_file.THREAD.pack_into(
-                self._map, offset, tid, line_trace_file.ENDED, began, time.monotonic(), name
-            )
+            offset, slot = line_trace_file.thread_offset(number), line_trace_file.THREAD
+            tid, _, began, _, name = slot.unpack_from(self._map, offset)
+            slot.pack_into(self._map, offset, tid, line_trace_file.ENDED, began, time.monotonic(), name)
 
 
 def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
@@ -372,40 +382,14 @@ def _take_space(fd: int, size: int) -> None:
         os.pwrite(fd, bytes(size), 0)
 
 
-def _about(settings: Settings, started: int) -> dict[str, Any]:
-    return {
-        "host": machine.host_name(),
-        "pid": os.getpid(),
-        "parent": os.getppid(),
-        "ancestors": _ancestors(),
-        "started": started,
-        "boot": machine.read_text("/proc/sys/kernel/random/boot_id").strip(),
-        "wall_s": time.time(),
-        "monotonic_s": time.monotonic(),
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "command": machine.command_line(os.getpid())[:_COMMAND],
-        "threads": settings.threads,
-        "lines": settings.lines,
-        "include": list(settings.include)[:20],
-    }
-
-
-def _ancestors() -> list[int]:
+def _ancestors() -> tuple[int, ...]:
     """Return pids above the parent: a fork server or shell may lie between a rank and its worker."""
     found: list[int] = []
     above = procs.read(os.getppid())
     while above is not None and above.parent > 1 and len(found) < _MOST_ANCESTORS:
         found.append(above.parent)
         above = procs.read(above.parent)
-    return found
-
-
-def _place() -> dict[str, Any]:
-    """Return the rank of this process from its current environment."""
-    place = rank_identity.identify(os.environ)
-    names = {name: os.environ[name][:80] for name in _JOB if name in os.environ}
-    numbers = {name: getattr(place, name, None) for name in ("rank", "local_rank", "world_size")}
-    return {**numbers, "launcher": "" if place is None else place.launcher, "job": names}
+    return tuple(found)
 
 
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")

@@ -46,13 +46,7 @@ class Settings:
 def _from_text(text: str) -> Settings:
     """Parse the variable. Raises ValueError, KeyError, TypeError."""
     given = json.loads(text)
-    return Settings(
-        folder=str(given["folder"]),
-        lines=int(given["lines"]),
-        threads=int(given["threads"]),
-        include=tuple(given["include"]),
-        exclude=tuple(given["exclude"]),
-    )
+    return Settings(**{**given, "include": tuple(given["include"]), "exclude": tuple(given["exclude"])})
 
 
 _running: Session | None = None

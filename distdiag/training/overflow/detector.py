@@ -24,7 +24,6 @@ from distdiag.training.overflow.cause import diverges
 from distdiag.training.overflow.frames import TracedBatches
 from distdiag.training.overflow.gradients import NO_GRADIENTS, GradientReader, listen, stop
 from distdiag.training.overflow.judge import Forward, Judge, Pending, Seen, losses_of, outputs_of
-from distdiag.training.overflow.lost_updates import LostUpdates
 from distdiag.training.overflow.modules import Hook
 from distdiag.training.overflow.replay import Call, State
 from distdiag.training.overflow.report import (
@@ -148,7 +147,6 @@ class DebugUnderflowOverflow:
         self._gradients = GradientReader(self._model, each=gradients == "each")
         self._checks_gradients = gradients != "off"
         self._advice = Advice(self._model, reads_frames=not self._is_compiled)
-        self._lost_updates = LostUpdates()
         self._handles: list[RemovableHandle] = []
         self._recent: deque[Tensor] = deque(maxlen=8)
         """The last losses."""
@@ -223,12 +221,11 @@ class DebugUnderflowOverflow:
             return
         found = None
         with self._harmless(), torch.no_grad():
-            self._advice.before_backward()
             losses = losses_of(tensors, self._pending.last.when)
             self._recent += [loss.output.extrema[1] for loss in losses if loss.tensor.dim() == 0]
             if self._pending.is_alone:
                 last = self._pending.last
-                found = self._judge.alone(Seen(last.when, last, losses=losses))
+                found = self._judge.judge(Seen(last.when, last, losses=losses))
             else:
                 self._pending.add_losses(losses)
         self._settle(found)
@@ -247,7 +244,7 @@ class DebugUnderflowOverflow:
         self._skipped = self._skipped + 1 if skips else 0
         if self._skipped and self._skipped % _MOST_SKIPPED == 0:
             with self._harmless(), torch.no_grad():
-                found = self._judge.alone(self._pending.take(self._when_pending(), self._gradients.now()))
+                found = self._judge.judge(self._pending.take(self._when_pending(), self._gradients.now()))
                 if found is not None:
                     hint = f"The GradScaler skipped {self._skipped} steps in a row."
                     found = found.but(hints=(*found.detection.hints, hint))
@@ -331,9 +328,9 @@ class DebugUnderflowOverflow:
                 found, warning = self._judge.inference(forward)
                 self._warn(warning)
             elif group is None:
-                found = self._judge.alone(Seen(forward.when, forward, [forward]))
+                found = self._judge.judge(Seen(forward.when, forward, [forward]))
             elif self._pending.wait(forward, group, any_step=self.counts.steps > 0):
-                found = self._judge.alone(self._pending.take(self._when_pending()))
+                found = self._judge.judge(self._pending.take(self._when_pending()))
         self._settle(found)
         self._maybe_abort("forward", self.counts.batches)
 
@@ -388,18 +385,16 @@ class DebugUnderflowOverflow:
             self._pending.begin_step(optimizer)
             group = self._pending.group
             seen = self._pending.take(self._when_pending(), made)
-            found = self._judge.alone(seen) if group is None else self._judge.together(seen, group)
+            found = self._judge.judge(seen, group)
             if found is None and not self._is_off:
-                for warning in self._advice.before_step(made.now, self.counts.steps):
-                    self._warn(warning)
-                self._lost_updates.before_step(optimizer)
+                self._warn(self._advice.before_step(made.now, self.counts.steps, optimizer))
         self._settle(found)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._is_not_the_scripts() or not self._gradients.are_stepped_by(optimizer):
             return
         with self._harmless(), torch.no_grad():
-            self._warn(self._lost_updates.after_step(optimizer, self.counts.steps))
+            self._warn(self._advice.after_step(optimizer, self.counts.steps))
         self._state.steps += 1
         self._pending.end_step()
         # With several optimizers per model, a training step has one step of each.
@@ -413,7 +408,7 @@ class DebugUnderflowOverflow:
         found = None
         with self._harmless(), torch.no_grad():
             if self._pending.forwards or self._pending.losses:
-                found = self._judge.alone(self._pending.take(self._when_pending()))
+                found = self._judge.judge(self._pending.take(self._when_pending()))
         self._settle(found, at_end=at_end)
 
     def _when(self, batch: int) -> When:

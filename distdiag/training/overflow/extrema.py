@@ -38,25 +38,13 @@ def readable(tensor: Tensor) -> Tensor | str:
         if tensor.is_mkldnn:
             return readable(tensor.to_dense())
         return readable(tensor._values() if tensor.layout is torch.sparse_coo else tensor.values())
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "meta"
     if tensor.dtype not in _FLOATS and tensor.dtype not in _WHOLE:
         tensor = _converted(tensor)
     if tensor.numel() == 0:
         return "empty"
     return tensor if tensor.is_contiguous() else _in_order(tensor)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        (type(tensor) is Tensor or type(tensor) is Parameter)
-        and tensor.dtype in _FLOATS
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and tensor.is_contiguous()
-        and tensor.numel() > 0
-    )
 
 
 def _converted(tensor: Tensor) -> Tensor:
@@ -83,7 +71,7 @@ def start(tensor: Tensor) -> Started | str:
     if the tensor cannot be read; never raises.
     """
     try:
-        plain = tensor if _is_plain(tensor) else readable(tensor)
+        plain = readable(tensor)
         return plain if isinstance(plain, str) else (plain, tuple(torch.aminmax(plain)))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # a dtype or a subclass of tomorrow
         return "unread"

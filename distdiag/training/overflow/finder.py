@@ -91,18 +91,9 @@ class Finder:
         settings, process, number = self._settings, self._process, len(self._process.models)
         rank = own_rank()
         whose = [*([] if rank is None else [rank]), process.host, process.pid, *([number] if number else [])]
-        return DebugUnderflowOverflow(
-            module,
-            settings.frames,
-            settings.trace,
-            settings.abort_after,
-            mode=settings.mode,  # type: ignore[arg-type]
-            unit=settings.unit,  # type: ignore[arg-type]
-            gradients=settings.gradients,  # type: ignore[arg-type]
-            ignore=settings.ignore,
-            on_detect=settings.on_detect,  # type: ignore[arg-type]
-            save=os.path.join(settings.folder, f"frames-{'-'.join(map(str, whose))}.jsonl"),
-        )
+        given = {name: value for name, value in vars(settings).items() if name not in ("folder", "quiet")}
+        path = os.path.join(settings.folder, f"frames-{'-'.join(map(str, whose))}.jsonl")
+        return DebugUnderflowOverflow(module, **given, save=path)
 
     def _leave_out(self, why: str) -> None:
         if why not in self._process.left_out:

@@ -181,7 +181,7 @@ class Replayed(NamedTuple):
     masked: str = ""
 
 
-_GONE = Replayed(why="the model no longer exists")
+_GONE = "the model no longer exists"
 
 
 @dataclass(frozen=True)
@@ -202,24 +202,13 @@ class Judge:
         """Return a new recorder for the model."""
         return Recorder(self.model, self.keep, self.ignore, exact=exact)
 
-    def alone(self, seen: Seen) -> Found | None:
-        """Judge without other ranks; synchronizes with the device once."""
-        values = extrema.fetch([value for value, _ in seen.weighted()])
-        if not any(forward.found for forward in seen.forwards) and not extrema.any_bad(values):
-            return None
-        bad = next((forward for forward in seen.forwards if self._is_bad(forward)), None)
-        if bad is not None:
-            return self._of_forward(bad, self._replay(bad), asked=True)
-        found = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
-        return None if found is None else self._unless_in_forward(found, seen, self._replay(seen.last))
-
     def inference(self, forward: Forward) -> tuple[Found | None, str]:
         """Judge a forward without loss and backward; or return a warning of -inf in its outputs."""
         values = extrema.fetch([value for output in forward.outputs for value in output.extrema])
         if forward.found is None and not extrema.any_bad(values):
             return None, ""
         if self._is_bad(forward):
-            return self._of_forward(forward, self._replay(forward), asked=True), ""
+            return self._of_forward(forward, self._replay(forward, 0, None), asked=True), ""
         bad = (output for output in forward.outputs if extrema.any_bad(extrema.fetch(output.extrema)))
         new = [output.label for output in bad if output.label not in self.known_masks and not self._is_ignored(output)]
         self.known_masks.update(new)
@@ -233,7 +222,9 @@ class Judge:
         recorder = self.recorder(exact=True)
         origins = Origins(recorder)
         with self.alone_in_it() as crowded:
-            why = crowded or forward.call.again(recorder, self._terms(None), origins)
+            why = crowded or forward.call.again(
+                recorder, Terms(is_shared=self.sharing.is_shared, goes_on=self.goes_on), origins
+            )
         if why:
             unknown = "it is unknown whether it is intended, as in masks: the forward cannot be replayed"
             return f"{where.format(labels[0])}: {unknown} ({why})."
@@ -244,8 +235,8 @@ class Judge:
                 return f"{text} {_INSTEAD.get(maker.operation, '')}".rstrip()
         return ""
 
-    def together(self, seen: Seen, group: Any) -> Found | None:  # noqa: ANN401
-        """Judge with all ranks of a group, which must all call this; returns the same on all."""
+    def judge(self, seen: Seen, group: Any = None) -> Found | None:  # noqa: ANN401
+        """Judge alone, or with all ranks of a group, which must all call this; returns the same on all."""
         known = max((_FIRST - number for number, forward in enumerate(seen.forwards) if forward.found), default=0)
         if not ranks.agree(seen.weighted(), known, group):
             return None
@@ -260,10 +251,10 @@ class Judge:
         if worst > _IN_LOSS:
             number = _FIRST - worst
             forward = seen.forwards[number] if number < len(seen.forwards) else None
-            replayed = self._replay_together(forward, number, group)
+            replayed = self._replay(forward, number, group)
             found = None if forward is None else self._of_forward(forward, replayed, asked=mine == worst)
         else:
-            replayed = self._replay_together(seen.last, len(seen.forwards), group)
+            replayed = self._replay(seen.last, len(seen.forwards), group)
             if found is not None or replayed.found is not None:
                 found = self._unless_in_forward(found, seen, replayed)
         return _first_of(found, group, replicas=not self.sharing.is_shared)
@@ -274,25 +265,17 @@ class Judge:
             return None
         return from_frames(recorder.bad, recorder.frames, recorder.masks, when, origins)
 
-    def _terms(self, group: Any) -> Terms:  # noqa: ANN401
-        return Terms(ranks.members(group), self.sharing.is_shared, self.goes_on)
-
-    def _replay_together(self, forward: Forward | None, number: int, group: Any) -> Replayed:  # noqa: ANN401
-        """Replay a forward if all ranks can: it may contain collectives."""
-        terms = self._terms(group)
-        why = _GONE.why if forward is None or forward.call is None else forward.call.why_not(terms)
+    def _replay(self, forward: Forward | None, number: int, group: Any) -> Replayed:  # noqa: ANN401
+        """Replay a forward if all ranks of the group can, since it may contain collectives."""
+        terms = Terms(ranks.members(group), self.sharing.is_shared, self.goes_on)
+        why = _GONE if forward is None or forward.call is None else forward.call.why_not(terms)
         cannot, most, least = ranks.greatest([int(bool(why)), number, -number], group)
-        if cannot or most != -least:
+        if forward is None or forward.call is None or cannot or most != -least:
             return Replayed(why=why or "another rank cannot replay its forward")
-        return self._replay(forward, terms)
-
-    def _replay(self, forward: Forward | None, terms: Terms | None = None) -> Replayed:
-        if forward is None or forward.call is None:
-            return _GONE
         recorder = self.recorder(exact=True)
         origins = Origins(recorder)
         with self.alone_in_it() as crowded:
-            why = crowded or forward.call.again(recorder, terms or self._terms(None), origins)
+            why = crowded or forward.call.again(recorder, terms, origins)
         if why:
             return Replayed(why=why)
         found = self.of_recorder(recorder, forward.when, origins)
@@ -377,6 +360,8 @@ class Judge:
 
 def _first_of(mine: Found | None, group: Any, *, replicas: bool) -> Found | None:  # noqa: ANN401
     """Return the earliest detection, the lowest rank's among equals. `replicas`: ranks hold equal weights."""
+    if group is None:
+        return mine
     rank = own_rank()
     answers = ranks.gather(None if mine is None else replace(mine.detection, rank=rank, host=host_name()), group)
     found: list[Detection] = [answer for answer in answers if answer is not None]

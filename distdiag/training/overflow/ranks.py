@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distdiag.facts.rank_identity import torch_distributed
+from distdiag.training.overflow import extrema
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,22 +109,28 @@ def members(group: Any) -> frozenset[int]:  # noqa: ANN401
 def agree(weighted: Sequence[tuple[Tensor, int]], known: int, group: Any) -> int:  # noqa: ANN401
     """Return the maximum over ranks of `known` and the weights of non-finite 0-d tensors; 0 if all are finite.
 
-    Collective over the group. Synchronizes with the device once.
+    Collective over the group, if there is one. Synchronizes with the device once.
     """
+    if group is None:
+        values = extrema.fetch([value for value, _ in weighted])
+        bad = [weight for value, (_, weight) in zip(values, weighted) if not math.isfinite(value)]
+        return max([known, *bad])
     dist = torch_distributed()
     assert dist is not None
     device = _device(group)
     worst = torch.tensor([known], dtype=torch.float64).to(device)
     if weighted:
-        bad = ~torch.isfinite(_on_one_device([value for value, _ in weighted], device))
+        are_bad = ~torch.isfinite(_on_one_device([value for value, _ in weighted], device))
         weights = torch.tensor([weight for _, weight in weighted], dtype=torch.float64).to(device)
-        worst = torch.maximum(worst, (bad * weights).max())
+        worst = torch.maximum(worst, (are_bad * weights).max())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     return int(worst.item())
 
 
 def greatest(numbers: Sequence[int], group: Any) -> list[int]:  # noqa: ANN401
-    """Return the element-wise maximum over the ranks of the group. Collective."""
+    """Return the element-wise maximum over the ranks of the group, if there is one. Collective."""
+    if group is None:
+        return list(numbers)
     dist = torch_distributed()
     assert dist is not None
     values = torch.tensor(numbers, device=_device(group))

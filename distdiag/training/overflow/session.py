@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.abc import Loader, MetaPathFinder
 
 TYPE_CHECKING = False
@@ -22,15 +22,15 @@ VARIABLE = "DISTDIAG_OVERFLOW"
 
 @dataclass(frozen=True)
 class Settings:
-    """Detector arguments, and `folder` for the record of each process.
+    """Arguments of DebugUnderflowOverflow by name, and `folder` for the record of each process.
 
     `quiet`: the command reports detections, instead of an error with traceback.
     """
 
     folder: str
-    frames: int = 21
-    trace: tuple[int, ...] = ()
-    abort_after: int | None = None
+    max_frames_to_save: int = 21
+    trace_batch_nums: tuple[int, ...] = ()
+    abort_after_batch_num: int | None = None
     mode: str = "step"
     unit: str = "forward"
     gradients: str = "each"
@@ -45,8 +45,8 @@ class Settings:
 
 def from_text(text: str) -> Settings:
     """Read the variable. Raises ValueError, TypeError."""
-    given = json.loads(text)
-    return Settings(**{**given, "trace": tuple(given["trace"]), "ignore": tuple(given["ignore"])})
+    settings = Settings(**json.loads(text))
+    return replace(settings, trace_batch_nums=tuple(settings.trace_batch_nums), ignore=tuple(settings.ignore))
 
 
 def begin_from_environment() -> None:

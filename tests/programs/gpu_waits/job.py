@@ -59,7 +59,7 @@ def set_up(rank: int, size: int) -> None:
     gpu.members(0, (1 << size) - 1)
     gpu.members(1, (1 << size // 2) - 1)
     (FOLDER / f"ready-{rank}").touch()
-    if JOB != "init":
+    if not JOB.startswith("init"):
         gpu.comm_init(0, size)
 
 
@@ -348,6 +348,11 @@ def init() -> None:
     gpu.comm_init(0, SIZE)
 
 
+def init_of_more_ranks() -> None:
+    """Wait in the bootstrap with all other ranks: one more is expected than there are."""
+    gpu.comm_init(0, SIZE + 1)
+
+
 def aborts() -> None:
     """Give up after a timeout: the communicator is destroyed, which waits for its stream."""
     gpu.network_down()
@@ -383,7 +388,7 @@ def train_backward() -> None:
     from torch.autograd import graph
 
     weight = torch.ones(1, requires_grad=True)
-    # A C function stands in for torch's C++ engine, whose device threads do the work.
+    # A C function replaces torch's C++ engine, whose device threads do the work.
     graph.Variable._execution_engine = gpu
     for step in range(1_000_000):
         load_batch(step)
@@ -442,6 +447,7 @@ JOBS: dict[str, Callable[[], None]] = {
             launch_bound,
             straggle,
             init,
+            init_of_more_ranks,
             aborts,
         ),
         *(train_with_metrics, first_steps_compile, train_backward, train_to_barriers, train_on_loader),

@@ -17,7 +17,7 @@ from distdiag.commands.cuda_env.archs import (
     read_list,
 )
 from distdiag.commands.cuda_env.problems import problem
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.knowledge.cuda import compiles, minor, tables, version
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
         return Section(name="Arch list", line=shown, skipped="the driver did not respond: the GPUs are unknown")
     wanted = recommended(facts)
     count = len(wanted.split(";")) if wanted else ""
-    found = problem("archlist.unset-nogpu", shown=shown, count=count, mend=_set_to(wanted))
+    found = problem("archlist.unset-nogpu", shown=shown, count=count, remedy=_set_to(wanted))
     return Section(name="Arch list", line=f"{shown}, no GPU visible", problems=(found,))
 
 
@@ -69,7 +69,7 @@ def _for_gpus_here(facts: CudaFacts, gpus: Sequence[Arch], shown: str) -> Sectio
         what = f"{shown}, so torch targets the architecture of the GPUs"
         found = (_refused(facts, refused, [], gpus, what),)
     elif facts.meant:
-        found = (problem("archlist.not-asked", shown=shown, kinds=kinds, mend=_set_to(kinds)),)
+        found = (problem("archlist.not-asked", shown=shown, kinds=kinds, remedy=_set_to(kinds)),)
     elif several:
         line = f"{shown}: torch builds for the local GPUs; for all GPUs here: {kinds}"
     else:
@@ -77,8 +77,8 @@ def _for_gpus_here(facts: CudaFacts, gpus: Sequence[Arch], shown: str) -> Sectio
     return Section(name="Arch list", line=line, problems=found)
 
 
-def _set_to(archs: str, text: str = "") -> Mend:
-    return Mend(text=text, exports=((_NAME, f'"{archs}"'),) if archs else ())
+def _set_to(archs: str, text: str = "") -> Remedy:
+    return Remedy(text=text, exports=((_NAME, f'"{archs}"'),) if archs else ())
 
 
 def recommended(facts: CudaFacts) -> str:
@@ -114,7 +114,7 @@ def _syntax(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -
     known = facts.torch.known_archs if facts.torch is not None else ()
     better = corrected(text, known) or as_list(gpus) or recommended(facts)
     shown = ", ".join(repr(word) for word in read.wrong[:4])
-    return problem("archlist.syntax", rejected=shown, text=repr(text), mend=_set_to(better))
+    return problem("archlist.syntax", rejected=shown, text=repr(text), remedy=_set_to(better))
 
 
 def _nvcc(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem | None:
@@ -137,11 +137,11 @@ def _refused(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpu
         archs=", ".join(arch.torch for arch in refused),
         why=why,
         evidence=(f"nvcc --list-gpu-arch: {' '.join(archs)}",) if archs else (),
-        mend=_remedy(facts, refused, kept, gpus),
+        remedy=_remedy(facts, refused, kept, gpus),
     )
 
 
-def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch]) -> Mend:
+def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch]) -> Remedy:
     """Remove architectures unused here; else suggest another toolkit, older code that also runs, or an install."""
     read = read_list(";".join(kept), (), {}) if kept else None
     names = ", ".join(arch.torch for arch in refused)
@@ -151,7 +151,7 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
     for other in fixes.toolkits_for(facts, fixes.torch_cuda(facts)):
         if other is not used and all(compiles(arch.nvcc, other.version) for arch in refused):
             text = f"use the toolkit in {other.root} ({other.version}), which supports it"
-            return Mend(text=text, exports=fixes.choose_toolkit(facts, other))
+            return Remedy(text=text, exports=fixes.choose_toolkit(facts, other))
     older = _older_code(facts, gpus)
     if older:
         ptx = ", which the driver compiles at first use" if any("PTX" in arch for arch in older) else ""
@@ -161,7 +161,7 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
     newer = f"use a toolkit that supports {names}" + (f": {first} or newer" if first else "")
     if not gpus and (better := recommended(facts)):
         return _set_to(better, f"list only supported architectures; or {newer}")
-    return Mend(text=newer, commands=fixes.install_toolkit(facts, first) if first else ())
+    return Remedy(text=newer, commands=fixes.install_toolkit(facts, first) if first else ())
 
 
 def _older_code(facts: CudaFacts, gpus: Sequence[Arch]) -> list[str]:
@@ -190,10 +190,10 @@ def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> 
     refused = [gpu for gpu in more if _is_compiled(facts, gpu.nvcc) is False]
     if refused and not missing:
         return None  # this nvcc cannot build better code
-    mend = _set_to(_with(read, more), f"add {names} to {_NAME}")
+    remedy = _set_to(_with(read, more), f"add {names} to {_NAME}")
     if refused:
-        mend = _remedy(facts, refused, [_named(arch, ptx=ptx) for arch, ptx in read.wanted], gpus)
-    return problem("archlist.gpus" if missing else "archlist.gpus-ptx", text=text, archs=names, mend=mend)
+        remedy = _remedy(facts, refused, [_named(arch, ptx=ptx) for arch, ptx in read.wanted], gpus)
+    return problem("archlist.gpus" if missing else "archlist.gpus-ptx", text=text, archs=names, remedy=remedy)
 
 
 def _with(read: ArchList, more: Iterable[Arch]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.problems import problem
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.knowledge.cuda import minor
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def _header(facts: CudaFacts) -> Problem | None:
         return None
     number = minor(python.version)
     names = {"apt": f"python{number}-dev", "dnf": f"python{number}-devel", "zypper": "python3-devel"}
-    return problem("build.python-h", include=python.include, mend=Mend(commands=fixes.install_system(facts, **names)))
+    return problem(
+        "build.python-h", include=python.include, remedy=Remedy(commands=fixes.install_system(facts, **names))
+    )
 
 
 def libaio(facts: CudaFacts) -> Problem | None:
@@ -59,7 +61,7 @@ def libaio(facts: CudaFacts) -> Problem | None:
     if build.aio_header and build.aio_library:
         return None
     names = {"apt": "libaio-dev", "dnf": "libaio-devel", "zypper": "libaio-devel", "pacman": "libaio"}
-    return problem("build.libaio", mend=Mend(commands=fixes.install_system(facts, **names)))
+    return problem("build.libaio", remedy=Remedy(commands=fixes.install_system(facts, **names)))
 
 
 def jobs(facts: CudaFacts) -> int:
@@ -71,10 +73,10 @@ def jobs(facts: CudaFacts) -> int:
 
 def _jobs(facts: CudaFacts) -> Problem | None:
     """Warn if ninja would start more compilers than fit in memory: the kernel would kill one of them."""
-    memory, told = facts.building.memory_available_bytes, facts.variables.get("MAX_JOBS", "")
+    memory, limit = facts.building.memory_available_bytes, facts.variables.get("MAX_JOBS", "")
     if memory is None or not fixes.usable_toolkits(facts):
         return None
-    started = int(told) if told.isdigit() else facts.building.processors + 2  # ninja's own default
+    started = int(limit) if limit.isdigit() else facts.building.processors + 2  # ninja's own default
     if started * _JOB_BYTES <= memory or started <= jobs(facts) + 2:
         return None
     return problem(
@@ -82,8 +84,8 @@ def _jobs(facts: CudaFacts) -> Problem | None:
         started=started,
         free=f"{memory / 2**30:.0f} GiB",
         jobs=jobs(facts),
-        evidence=(f"MAX_JOBS={told}" if told else f"MAX_JOBS is not set, {facts.building.processors} CPUs",),
-        mend=Mend(exports=(("MAX_JOBS", str(jobs(facts))),)),
+        evidence=(f"MAX_JOBS={limit}" if limit else f"MAX_JOBS is not set, {facts.building.processors} CPUs",),
+        remedy=Remedy(exports=(("MAX_JOBS", str(jobs(facts))),)),
     )
 
 
@@ -92,8 +94,8 @@ def _cache(facts: CudaFacts) -> Problem | None:
     other = [cache for cache in facts.building.caches if cache not in stale and _is_of_another(facts, cache)]
     if stale:
         first, paths = stale[0], [shlex.quote(cache.path) for cache in stale]
-        mend = Mend(commands=tuple(f"rm -rf {path}" for path in paths))
-        return problem("build.cache-stale", path=first.path, built=", ".join(first.built[:4]), mend=mend)
+        remedy = Remedy(commands=tuple(f"rm -rf {path}" for path in paths))
+        return problem("build.cache-stale", path=first.path, built=", ".join(first.built[:4]), remedy=remedy)
     names = ", ".join(cache.name for cache in other)
     return problem("build.cache-other", names=names, evidence=(cache.path for cache in other)) if other else None
 
@@ -135,7 +137,7 @@ def about_deepspeed(facts: CudaFacts) -> Section | None:
                 cuda=torch.cuda or "none",
                 ops=", ".join(deepspeed.built_ops[:4]),
                 evidence=(f"{deepspeed.folder}/git_version_info_installed.py",),
-                mend=Mend(commands=(fixes.rebuild(facts, "deepspeed", deepspeed.version),)),
+                remedy=Remedy(commands=(fixes.rebuild(facts, "deepspeed", deepspeed.version),)),
             )
     return Section(name="DeepSpeed", line=f"{deepspeed.version}, {ops}", problems=(found,) if found else ())
 
@@ -148,7 +150,7 @@ def about_system(facts: CudaFacts) -> Section:
     if total >= _SHM_BYTES:
         return Section(name="System", line=f"/dev/shm has {total / 2**30:.1f} GiB")
     size = f"{total / 2**20:.0f} MiB"
-    mend = Mend(text="remount it with a larger size", commands=("sudo mount -o remount,size=8G /dev/shm",))
+    remedy = Remedy(text="remount it with a larger size", commands=("sudo mount -o remount,size=8G /dev/shm",))
     if facts.driver.container:
-        mend = Mend(text="docker run --shm-size 8g, or --ipc host")
-    return Section(name="System", line=f"/dev/shm has {size}", problems=(problem("sys.shm", size=size, mend=mend),))
+        remedy = Remedy(text="docker run --shm-size 8g, or --ipc host")
+    return Section(name="System", line=f"/dev/shm has {size}", problems=(problem("sys.shm", size=size, remedy=remedy),))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.problems import problem
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.facts.cuda.nvcc_variables import FLAGS
 from distdiag.knowledge.cuda import minor, version
 from distdiag.knowledge.logs import shortened
@@ -106,7 +106,7 @@ def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, too
         most=most,
         other=_named(own) if differ else "",
         evidence=evidence,
-        mend=_mend(facts, toolkit),
+        remedy=_remedy(facts, toolkit),
     )
 
 
@@ -119,20 +119,20 @@ def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
     name = next((variable for variable in ("CC", "NVCC_CCBIN") if facts.variables.get(variable)), "")
     compiler = f"{name}={facts.variables[name]}" if name else os.path.basename(nvcc.compiler or "gcc")
     evidence = (f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",)
-    return problem("cc.nvcc-none", compiler=compiler, evidence=evidence, mend=_mend(facts, toolkit))
+    return problem("cc.nvcc-none", compiler=compiler, evidence=evidence, remedy=_remedy(facts, toolkit))
 
 
-def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> Mend:
+def _remedy(facts: CudaFacts, toolkit: Toolkit | None) -> Remedy:
     """Use the newest installed compiler allowed; else install one."""
     most = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     pair = fixes.allowed_pair(facts, most or 99)
     if pair is not None:
         gcc, gxx = (shlex.quote(compiler.path) for compiler in pair)
         exports = (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx))
-        return Mend(text=f"use the installed gcc {pair[0].version}", exports=exports)
+        return Remedy(text=f"use the installed gcc {pair[0].version}", exports=exports)
     known = [number for number in facts.compilers.installable if number <= (most or 99)]
     apt = f"gcc-{max(known)} g++-{max(known)}" if known else ""
-    return Mend(
+    return Remedy(
         text=f"install a supported gcc{f' ({most} or older)' if most else ''}, with its g++",
         commands=fixes.install_system(facts, apt=apt, dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
     )
@@ -146,11 +146,11 @@ def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
     own, cxx = facts.compilers.cxx, facts.compilers.cxx_asked
     if own is None:
         where = f"CXX={facts.variables['CXX']}" if "CXX" in facts.variables else "CXX is not set; no c++ on PATH"
-        return problem("cc.torch-none", asked=cxx, evidence=(where,), mend=_mend(facts, toolkit))
+        return problem("cc.torch-none", asked=cxx, evidence=(where,), remedy=_remedy(facts, toolkit))
     if len(cxx.split()) > 1 and not own.family:
         evidence = (f"CXX={facts.variables.get('CXX', '')}",)
         first = os.path.basename(cxx.split()[0])
-        return problem("cc.torch-wrapped", first=first, evidence=evidence, mend=_mend(facts, toolkit))
+        return problem("cc.torch-wrapped", first=first, evidence=evidence, remedy=_remedy(facts, toolkit))
     bounds = _bounds(facts, toolkit, own)
     by_setup = None if "CXX" in facts.variables else fixes.compiler_called(facts, facts.python.cxx)
     wrong = [compiler for compiler in (own, by_setup) if compiler is not None and not _is_within(compiler, bounds)]
@@ -189,7 +189,7 @@ def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *
         allowed=allowed,
         breaks=_NOT_BUILT if everywhere else only,
         evidence=(f"{torch.folder}/utils/cpp_extension.py: compiler version table", f"called: {wrong.path}"),
-        mend=_mend(facts, toolkit),
+        remedy=_remedy(facts, toolkit),
     )
 
 
@@ -229,7 +229,7 @@ def _broken(facts: CudaFacts, nvcc: Nvcc) -> Problem:
             f"{nvcc.path} -c -x cu: {nvcc.broken_how}",
             *(f"set in {origin}" for origin in origins),
         ),
-        mend=Mend(unset=names),
+        remedy=Remedy(unset=names),
     )
 
 
@@ -243,12 +243,12 @@ def _for_cmake(facts: CudaFacts) -> Problem | None:
 def _unchecked(facts: CudaFacts, toolkit: Toolkit | None, name: str, value: str) -> Problem:
     """Report that the check is disabled; if the compiler is too new, name an allowed one."""
     needed = _is_too_new(_host(facts, _nvcc_of(facts, toolkit)), toolkit)
-    mend = replace(_mend(facts, toolkit) if needed else Mend(), text="", unset=(name,))
+    remedy = replace(_remedy(facts, toolkit) if needed else Remedy(), text="", unset=(name,))
     return problem(
         "cc.unchecked",
         level=Level.FAIL if needed else Level.WARN,
         variable=name,
         breaks=_NOT_BUILT if needed else "possibly building CUDA extensions",
         evidence=(f"{name}={value}",),
-        mend=mend,
+        remedy=remedy,
     )

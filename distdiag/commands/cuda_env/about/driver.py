@@ -14,7 +14,7 @@ from distdiag.commands.cuda_env.fixes import (
     loader_path_without,
 )
 from distdiag.commands.cuda_env.problems import problem, with_gpus
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.knowledge.cuda import major, tables, version
 from distdiag.report import Level
 
@@ -94,17 +94,17 @@ def _why_absent(driver: Driver) -> str:
     return "driver.not-loaded" if driver.hardware else "driver.present"
 
 
-def _without(facts: CudaFacts, entries: Iterable[str], text: str = "") -> Mend:
+def _without(facts: CudaFacts, entries: Iterable[str], text: str = "") -> Remedy:
     entries = list(entries)
-    return Mend(text=text, exports=(("LD_LIBRARY_PATH", loader_path_without(facts, entries)),) if entries else ())
+    return Remedy(text=text, exports=(("LD_LIBRARY_PATH", loader_path_without(facts, entries)),) if entries else ())
 
 
 def _stub(facts: CudaFacts) -> Problem | None:
     driver = facts.driver
     if "/stubs/" not in driver.library_path and driver.answer.cuda_status != 34:
         return None
-    mend = _without(facts, (entry.text for entry in facts.loader_path if entry.stubs))
-    return problem("driver.stub", evidence=(driver.library_path,), mend=mend)
+    remedy = _without(facts, (entry.text for entry in facts.loader_path if entry.stubs))
+    return problem("driver.stub", evidence=(driver.library_path,), remedy=remedy)
 
 
 def _parts(facts: CudaFacts) -> Problem | None:
@@ -147,7 +147,7 @@ def _compat(facts: CudaFacts) -> Problem | None:
         words,
         gpu=excluded[0] if excluded else "this GPU",
         evidence=(driver.library_path, driver.kernel_file, ", ".join(names)),
-        mend=_without(facts, entries, text),
+        remedy=_without(facts, entries, text),
     )
 
 
@@ -180,7 +180,7 @@ def _age(facts: CudaFacts) -> Problem | None:
         torch=torch.version,
         least=least,
         evidence=(facts.driver.kernel_file, f"{torch.source}: cuda = {torch.cuda}"),
-        mend=Mend(
+        remedy=Remedy(
             text="upgrade the driver, or install a torch build for this driver" if commands else text,
             commands=commands,
         ),
@@ -198,5 +198,5 @@ def _wsl(facts: CudaFacts) -> Problem | None:
         level=Level.FAIL if loaded else Level.WARN,
         breaks="running on GPUs" if loaded else "",
         evidence=linux,
-        mend=Mend(commands=(f"dpkg -S {shlex.quote(linux[0])}",) if apt else ()),
+        remedy=Remedy(commands=(f"dpkg -S {shlex.quote(linux[0])}",) if apt else ()),
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import from_nvcc, how_it_runs
 from distdiag.commands.cuda_env.problems import problem
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.knowledge.cuda import major, version
 from distdiag.report import Level
 
@@ -107,7 +107,7 @@ def _code(facts: CudaFacts) -> Problem | None:
         extension=_name(first),
         archs=", ".join(gpu.torch for gpu in missing),
         evidence=(_described(extension) for extension, _ in lacking),
-        mend=Mend(text=_how_again(first, "these GPUs"), commands=(command,) if command else ()),
+        remedy=Remedy(text=_how_again(first, "these GPUs"), commands=(command,) if command else ()),
     )
 
 
@@ -167,7 +167,7 @@ def _soname(facts: CudaFacts) -> Problem | None:
         torch=torch.version,
         own=f"libcudart.so.{major(torch.cuda)}",
         evidence=(_described(extension) for extension, _ in wrong),
-        mend=Mend(text=_how_again(first, "this torch"), commands=(command,) if command else ()),
+        remedy=Remedy(text=_how_again(first, "this torch"), commands=(command,) if command else ()),
     )
 
 
@@ -176,6 +176,8 @@ def _no_variant(facts: CudaFacts, torch: Torch, first: Extension, need: str) -> 
     chosen, name = facts.variables.get("BNB_CUDA_VERSION", ""), first.package.partition(" ")[0]
     words = {"chosen": chosen, "extension": _name(first), "need": need, "name": name, "torch": torch.version}
     if chosen and first.package.startswith("bitsandbytes"):
-        return problem("libs.ext-chosen", words, evidence=(_described(first),), mend=Mend(unset=("BNB_CUDA_VERSION",)))
-    mend = Mend(commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if name else ())
-    return problem("libs.ext-no-variant", words, cuda=major(torch.cuda), evidence=(_described(first),), mend=mend)
+        return problem(
+            "libs.ext-chosen", words, evidence=(_described(first),), remedy=Remedy(unset=("BNB_CUDA_VERSION",))
+        )
+    remedy = Remedy(commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if name else ())
+    return problem("libs.ext-no-variant", words, cuda=major(torch.cuda), evidence=(_described(first),), remedy=remedy)

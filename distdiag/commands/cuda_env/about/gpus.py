@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from distdiag.commands.cuda_env.archs import from_capability, how_it_runs
 from distdiag.commands.cuda_env.fixes import as_code, driver_carries, gpu_archs, install_torch
 from distdiag.commands.cuda_env.problems import problem
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def _fewer(facts: CudaFacts, count: int) -> Problem | None:
 def _misread(chosen: str) -> Problem:
     first, last = (int(number) for number in re.findall(r"\d+", chosen)[:2])
     several = range(first, last + 1) if "-" in chosen and last > first else (first, last)
-    mend = Mend(exports=(("CUDA_VISIBLE_DEVICES", ",".join(map(str, several))),))
-    return problem("gpu.misread", chosen=repr(chosen), first=re.findall("[0-9]+", chosen)[0], mend=mend)
+    remedy = Remedy(exports=(("CUDA_VISIBLE_DEVICES", ",".join(map(str, several))),))
+    return problem("gpu.misread", chosen=repr(chosen), first=re.findall("[0-9]+", chosen)[0], remedy=remedy)
 
 
 def _lost(facts: CudaFacts) -> Problem | None:
@@ -124,18 +124,18 @@ def _torch_sees(facts: CudaFacts) -> Problem | None:
 def _blocked(facts: CudaFacts) -> Problem:
     answer = facts.driver.answer
     chosen = facts.variables.get("CUDA_VISIBLE_DEVICES")
-    row, mend = "gpu.visible", Mend(commands=("nvidia-smi -L",))
+    row, remedy = "gpu.visible", Remedy(commands=("nvidia-smi -L",))
     if chosen is not None and re.match("GPU-|MIG-", chosen):
         row = "gpu.hidden-uuid"
     elif chosen is not None:
-        row, mend = "gpu.hidden", replace(mend, unset=("CUDA_VISIBLE_DEVICES",))
+        row, remedy = "gpu.hidden", replace(remedy, unset=("CUDA_VISIBLE_DEVICES",))
     elif any(gpu.mig for gpu in answer.present):
-        row, mend = "gpu.mig-empty", Mend(commands=("sudo nvidia-smi mig -lgip", "nvidia-smi -L"))
+        row, remedy = "gpu.mig-empty", Remedy(commands=("sudo nvidia-smi mig -lgip", "nvidia-smi -L"))
     return problem(
         row,
         chosen=repr(chosen),
         evidence=(f"{len(answer.present)} GPUs present", f"cuInit: {answer.cuda_status}"),
-        mend=mend if answer.present else replace(mend, commands=()),
+        remedy=remedy if answer.present else replace(remedy, commands=()),
     )
 
 
@@ -157,7 +157,7 @@ def _torch_code(facts: CudaFacts) -> Problem | None:
             gpus=", ".join(kinds) or "the GPU",
             archs=", ".join(gpu.torch for gpu in without),
             evidence=(f"compiled for: {' '.join(as_code(arch) for arch in cubins)}",),
-            mend=Mend(text="install a build that has code for it" if commands else another, commands=commands),
+            remedy=Remedy(text="install a build that has code for it" if commands else another, commands=commands),
         )
     compiled = [gpu for gpu, way in how.items() if way == "ptx"]
     if not compiled:
@@ -167,7 +167,7 @@ def _torch_code(facts: CudaFacts) -> Problem | None:
         level=Level.WARN if driver_carries(facts, facts.torch.cuda) is not False else Level.FAIL,
         archs=", ".join(gpu.torch for gpu in compiled),
         evidence=(f"PTX for: {' '.join(as_code(arch) for arch in ptx)}",),
-        mend=Mend(commands=install_torch(facts, archs=gpu_archs(facts))),
+        remedy=Remedy(commands=install_torch(facts, archs=gpu_archs(facts))),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.problems import problem
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.knowledge.cuda import major, minor, version
 from distdiag.report import Level
 
@@ -60,7 +60,7 @@ def _shadow(facts: CudaFacts) -> Problem | None:
     folders = list(dict.fromkeys(os.path.dirname(other.path) for other, _ in pairs))
     gone = [entry.text for entry in facts.loader_path if entry.text.rstrip("/") in folders]
     rest = fixes.loader_path_without(facts, gone)
-    mend = Mend(unset=("LD_LIBRARY_PATH",)) if rest == "''" else Mend(exports=(("LD_LIBRARY_PATH", rest),))
+    remedy = Remedy(unset=("LD_LIBRARY_PATH",)) if rest == "''" else Remedy(exports=(("LD_LIBRARY_PATH", rest),))
     names = ", ".join(f"{other.soname} {other.version} for {own.version}" for other, own in shown[:3])
     return problem(
         "libs.shadow",
@@ -70,7 +70,7 @@ def _shadow(facts: CudaFacts) -> Problem | None:
         breaks='importing torch, or its first use ("undefined symbol", cuDNN version mismatch)' if bad else "",
         folders=", ".join(folders),
         evidence=(f"{other.path} ({other.version or '?'}) before {own.path} ({own.version})" for other, own in shown),
-        mend=mend,
+        remedy=remedy,
     )
 
 
@@ -137,7 +137,7 @@ def _preloaded(facts: CudaFacts, before: list[Library]) -> Problem:
             f"LD_PRELOAD={facts.variables.get('LD_PRELOAD', '')}",
             *(f"loaded: {library.path} ({library.version or '?'})" for library in twice),
         ),
-        mend=Mend(exports=others) if rest else Mend(unset=("LD_PRELOAD",)),
+        remedy=Remedy(exports=others) if rest else Remedy(unset=("LD_PRELOAD",)),
     )
 
 
@@ -158,9 +158,9 @@ def _versions(facts: CudaFacts) -> Problem | None:
         package=first.package,
         wanted=f"{first.name}{first.wants}",
         has=first.has,
-        breaks="" if newer else _what_breaks(first),
+        breaks="" if newer else _affected_by(first),
         evidence=(f"{unmet.package}: {unmet.name}{unmet.wants}, installed: {unmet.has}" for _, unmet in judged[:6]),
-        mend=Mend() if newer else Mend(commands=(_fitting(facts, first),)),
+        remedy=Remedy() if newer else Remedy(commands=(_fitting(facts, first),)),
     )
 
 
@@ -178,7 +178,7 @@ def _level_of(facts: CudaFacts, unmet: Unmet) -> Level:
     return Level.FAIL if "cudnn" in unmet.name or (_DELICATE.search(unmet.name) and not came_in) else Level.WARN
 
 
-def _what_breaks(unmet: Unmet) -> str:
+def _affected_by(unmet: Unmet) -> str:
     if unmet.name == "torch":
         return (
             f"{unmet.package.partition(' ')[0]} (its compiled code was built for another torch)"
@@ -219,19 +219,19 @@ def _doubles(facts: CudaFacts) -> Problem | None:
         packages=" and ".join(first.packages),
         file=first.file,
         evidence=(f"{conflict.file}: {', '.join(conflict.packages)}" for conflict in facts.conflicts[:4]),
-        mend=Mend(text=both if commands else "keep the package that your torch requires", commands=commands),
+        remedy=Remedy(text=both if commands else "keep the package that your torch requires", commands=commands),
     )
 
 
-def _without(facts: CudaFacts, gone: list[str]) -> Mend:
-    return Mend(exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, gone)),))
+def _without(facts: CudaFacts, gone: list[str]) -> Remedy:
+    return Remedy(exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, gone)),))
 
 
 def _empty(facts: CudaFacts) -> Problem | None:
     if all(entry.text for entry in facts.loader_path):
         return None
     evidence = (f"LD_LIBRARY_PATH={facts.variables.get('LD_LIBRARY_PATH', '')}",)
-    return problem("libs.path-empty", evidence=evidence, mend=_without(facts, []))
+    return problem("libs.path-empty", evidence=evidence, remedy=_without(facts, []))
 
 
 def _missing(facts: CudaFacts) -> Problem | None:
@@ -242,4 +242,4 @@ def _missing(facts: CudaFacts) -> Problem | None:
     roots = [toolkit for toolkit in facts.toolkits if toolkit.libraries]
     twins = {f"{toolkit.root}/{name}": toolkit.libraries for toolkit in roots for name in ("lib", "lib64")}
     meant = next((twins[text.rstrip("/")] for text in gone if text.rstrip("/") in twins), "")
-    return problem("libs.path-missing", folders=", ".join(gone[:3]), meant=meant, mend=_without(facts, gone))
+    return problem("libs.path-missing", folders=", ".join(gone[:3]), meant=meant, remedy=_without(facts, gone))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.problems import problem
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.knowledge.cuda import major, minor, version
 from distdiag.report import Level
 
@@ -62,16 +62,20 @@ def _details(facts: CudaFacts) -> list[str]:
     return [*lines, *(f"on PATH but missing: {folder}" for folder in facts.no_path)]
 
 
-def _mend(facts: CudaFacts) -> Mend:
+def _remedy(facts: CudaFacts) -> Remedy:
     """Return the fix that selects the best toolkit here, or installs one."""
     best = fixes.best_toolkit(facts)
     if best is not None:
-        return Mend(text=f"use the toolkit in {best.root} ({best.version})", exports=fixes.choose_toolkit(facts, best))
+        return Remedy(
+            text=f"use the toolkit in {best.root} ({best.version})", exports=fixes.choose_toolkit(facts, best)
+        )
     if facts.driver.container and "singularity" not in facts.driver.container:
-        return Mend(text="use the -devel variant of the image (nvidia/cuda, pytorch/pytorch): it has nvcc and headers")
+        return Remedy(
+            text="use the -devel variant of the image (nvidia/cuda, pytorch/pytorch): it has nvcc and headers"
+        )
     wanted = fixes.torch_cuda(facts)
     source = fixes.from_repository(facts)
-    return Mend(
+    return Remedy(
         text=f"install a toolkit of version {wanted or 'that your torch was built for'}{source}",
         commands=fixes.install_toolkit(facts, wanted),
     )
@@ -88,7 +92,7 @@ def _variable(facts: CudaFacts) -> Problem | None:
     if not wrong:
         return None
     words = {"variable": name, "value": repr(value), "wrong": wrong}
-    return problem("toolkit.variable", words, evidence=_set_in(facts, name), mend=_mend(facts))
+    return problem("toolkit.variable", words, evidence=_set_in(facts, name), remedy=_remedy(facts))
 
 
 def _why_wrong(value: str) -> str:
@@ -111,12 +115,12 @@ def _broken(facts: CudaFacts) -> Problem | None:
             return _no_room(facts, nvcc.complaint)
         if not fixes.is_broken(nvcc):
             continue
-        used, mend = nvcc.path == facts.uses["torch"].nvcc, _mend(facts)
+        used, remedy = nvcc.path == facts.uses["torch"].nvcc, _remedy(facts)
         lost = nvcc.kind == "symlink" and "cuda_runtime.h" in (nvcc.complaint or "")
         evidence = f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}" if nvcc.complaint else f"{nvcc.path} --version"
         if lost:
-            first = f"put {os.path.dirname(nvcc.real)} before it on PATH, and " if mend.exports else ""
-            mend = replace(mend, text=f"{first}remove the symlink", commands=(f"rm {shlex.quote(nvcc.path)}",))
+            first = f"put {os.path.dirname(nvcc.real)} before it on PATH, and " if remedy.exports else ""
+            remedy = replace(remedy, text=f"{first}remove the symlink", commands=(f"rm {shlex.quote(nvcc.path)}",))
         return problem(
             "toolkit.nvcc-broken",
             level=Level.FAIL if used else Level.WARN,
@@ -125,15 +129,15 @@ def _broken(facts: CudaFacts) -> Problem | None:
             link="symlink" if lost else "",
             breaks=_NOT_BUILT if used else _BY_OTHERS,
             evidence=(evidence, f"{nvcc.path} -> {nvcc.real}" if lost else ""),
-            mend=mend,
+            remedy=remedy,
         )
     return None
 
 
 def _no_room(facts: CudaFacts, complaint: str) -> Problem:
     place = facts.variables.get("TMPDIR", "/tmp")
-    mend = Mend(commands=("df -h /tmp",)) if place == "/tmp" else Mend(exports=(("TMPDIR", "/tmp"),))
-    return problem("toolkit.no-room", place=place, evidence=(complaint,), mend=mend)
+    remedy = Remedy(commands=("df -h /tmp",)) if place == "/tmp" else Remedy(exports=(("TMPDIR", "/tmp"),))
+    return problem("toolkit.no-room", place=place, evidence=(complaint,), remedy=remedy)
 
 
 def _found(facts: CudaFacts) -> Problem | None:
@@ -156,7 +160,7 @@ def _found(facts: CudaFacts) -> Problem | None:
         row, root = "toolkit.unused", whole[0].root
     else:
         row = "toolkit.found"
-    return problem(row, root=root, home=use.home, evidence=evidence, mend=_mend(facts))
+    return problem(row, root=root, home=use.home, evidence=evidence, remedy=_remedy(facts))
 
 
 def _home(facts: CudaFacts) -> Problem | None:
@@ -166,9 +170,9 @@ def _home(facts: CudaFacts) -> Problem | None:
     if home is None or home.headers or nvcc is None or _conda_headers(home):
         return None
     real = fixes.toolkit_at(facts, nvcc.top) if nvcc.top else None
-    mend = _mend(facts)
+    remedy = _remedy(facts)
     if real is not None and real.headers:
-        mend = Mend(text="set CUDA_HOME to the toolkit itself", exports=(("CUDA_HOME", shlex.quote(real.root)),))
+        remedy = Remedy(text="set CUDA_HOME to the toolkit itself", exports=(("CUDA_HOME", shlex.quote(real.root)),))
     # A torch without CUDA uses no toolkit, so the trap is not in effect yet.
     caught = facts.torch is not None and bool(facts.torch.cuda)
     uses = f"{nvcc.path} uses {nvcc.top}" if nvcc.top else ""
@@ -180,7 +184,7 @@ def _home(facts: CudaFacts) -> Problem | None:
         nvcc=nvcc.path,
         kind={"script": "a wrapper script", "symlink": "a symlink"}.get(nvcc.kind, "not part of a toolkit"),
         evidence=(uses, f"no {use.home}/include/cuda_runtime_api.h"),
-        mend=mend,
+        remedy=remedy,
     )
 
 
@@ -202,12 +206,12 @@ def _headers(facts: CudaFacts) -> Problem | None:
         )
         evidence = (f"{home.headers}/cuda_runtime_api.h",)
         words = {"root": home.root, "headers": home.headers}
-        return problem("toolkit.headers-conda", words, evidence=evidence, mend=Mend(exports=exports))
+        return problem("toolkit.headers-conda", words, evidence=evidence, remedy=Remedy(exports=exports))
     nvcc = fixes.nvcc_at(facts, use.nvcc)
     if home.headers or nvcc is None or nvcc.kind != "binary" or not home.version:
         return None
     sources = [f"{file}: {value}" for file, value in home.sources[:2]]
-    return problem("toolkit.headers", root=home.root, evidence=sources, mend=_mend(facts))
+    return problem("toolkit.headers", root=home.root, evidence=sources, remedy=_remedy(facts))
 
 
 def _sources(facts: CudaFacts) -> Problem | None:
@@ -291,7 +295,7 @@ def _mismatch(facts: CudaFacts, have: str, wanted: str) -> Problem:
             f"{torch.source}: cuda = {torch.cuda}",
             *_set_in(facts, use.rule if use.rule.startswith("CUDA_") else "PATH"),
         ),
-        mend=_mend(facts) if fixes.best_toolkit(facts) else Mend(text=other, commands=install),
+        remedy=_remedy(facts) if fixes.best_toolkit(facts) else Remedy(text=other, commands=install),
     )
 
 
@@ -309,8 +313,8 @@ def _for_deepspeed(facts: CudaFacts, have: str, wanted: str) -> Problem | None:
     if have in same and wanted in same:
         return None
     row = "deepspeed.cuda13" if major(have) >= 13 else "deepspeed.cuda-minor"
-    mend = Mend(exports=(("DS_SKIP_CUDA_CHECK", "1"),))
-    return problem(row, version=deepspeed.version, nvcc=have, cuda=wanted, mend=mend)
+    remedy = Remedy(exports=(("DS_SKIP_CUDA_CHECK", "1"),))
+    return problem(row, version=deepspeed.version, nvcc=have, cuda=wanted, remedy=remedy)
 
 
 def _with_each_other(facts: CudaFacts) -> Problem | None:
@@ -324,7 +328,7 @@ def _with_each_other(facts: CudaFacts) -> Problem | None:
             "toolkit.multiple",
             versions=", ".join(f"{_SHOWN.get(name, name)} {number}" for name, number in versions.items()),
             evidence=(f"{name} -> {home}" for name, home in users.items()),
-            mend=Mend(exports=fixes.choose_toolkit(facts, best) if best else ()),
+            remedy=Remedy(exports=fixes.choose_toolkit(facts, best) if best else ()),
         )
     whole = fixes.usable_toolkits(facts)
     contradiction = _variables_differ(facts)
@@ -340,5 +344,5 @@ def _variables_differ(facts: CudaFacts) -> Problem | None:
     named = [fixes.toolkit_at(facts, home), fixes.toolkit_at(facts, path)]
     if named[0] is not None and named[1] is not None and named[0].real == named[1].real:
         return None
-    mend = Mend(exports=(("CUDA_PATH", '"$CUDA_HOME"'),))
-    return problem("toolkit.variables-differ", home=home, path=path, mend=mend)
+    remedy = Remedy(exports=(("CUDA_PATH", '"$CUDA_HOME"'),))
+    return problem("toolkit.variables-differ", home=home, path=path, remedy=remedy)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.fixes import install_torch
 from distdiag.commands.cuda_env.problems import problem
-from distdiag.commands.cuda_env.types import Mend, Problem, Section
+from distdiag.commands.cuda_env.types import Problem, Remedy, Section
 from distdiag.knowledge.logs import shortened
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def about_torch(facts: CudaFacts) -> Section:
             "torch.missing",
             python=python.executable,
             evidence=(f"searched: {', '.join(python.paths[-4:])}",),
-            mend=Mend(commands=install_torch(facts)),
+            remedy=Remedy(commands=install_torch(facts)),
         )
         return Section(name="PyTorch", line="none", problems=(missing,))
     if not torch.version:
@@ -54,7 +54,7 @@ def _without_cuda(facts: CudaFacts, torch: Torch) -> Problem:
         version=torch.version,
         home=facts.variables.get("CUDA_HOME"),
         evidence=(f"{torch.source}: cuda = None",),
-        mend=Mend(text=text, commands=commands),
+        remedy=Remedy(text=text, commands=commands),
     )
 
 
@@ -62,7 +62,7 @@ def _import(facts: CudaFacts) -> Problem | None:
     imported = facts.imported
     if imported is None or not (imported.error or imported.stage):
         return None
-    name, libraries = imported.mended_without, imported.libraries[:8]
+    name, libraries = imported.fixed_without, imported.libraries[:8]
     words = {"error": shortened(imported.error), "python": shlex.quote(facts.python.executable)}
     if imported.stage:
         return problem("torch.import-slow", words, stage=imported.stage)
@@ -70,11 +70,11 @@ def _import(facts: CudaFacts) -> Problem | None:
         return problem("torch.import-gpus", words, evidence=libraries)
     if name:
         set_to = f"{name}={facts.variables.get(name, '')}"
-        return problem("torch.import-variable", words, variable=name, evidence=(set_to,), mend=Mend(unset=(name,)))
+        return problem("torch.import-variable", words, variable=name, evidence=(set_to,), remedy=Remedy(unset=(name,)))
     return problem(
         "torch.import",
         words,
         cause="The libraries loaded before the failure are listed below." if libraries else "",
         evidence=libraries,
-        mend=Mend(commands=install_torch(facts, prefer=facts.torch.cuda if facts.torch else "")),
+        remedy=Remedy(commands=install_torch(facts, prefer=facts.torch.cuda if facts.torch else "")),
     )

@@ -6,20 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, StrictOpt, called_as
+from distdiag.options import JsonOpt, StrictOpt, called_as, parse_numbers
 
 if TYPE_CHECKING:
     from distdiag.commands.overflow.show.diagnose import OverflowShow
     from distdiag.report import Report
-
-
-def parse_batches(text: str) -> tuple[int, ...]:
-    """Parse numbers of batches with commas; none for an empty text. Raises UsageError."""
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdecimal() and len(word) < 16 for word in words):
-        raise UsageError(f"--batch {text!r} is not a batch number", hint="use 3, or 0,3 to compare two batches")
-    return tuple(dict.fromkeys(map(int, words)))
 
 
 def overflow_show(
@@ -68,7 +59,7 @@ def overflow_show(
             program=called_as(),
             paths=tuple(files),
             module=module,
-            batches=parse_batches(batch),
+            batches=parse_numbers([batch] if batch.strip() else [], "--batch", "batch", "batches"),
             factor=factor,
             everything=all_,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from distdiag.commands.overflow.show.forwards import (
     COMMAND,
     FEW,
     MOST_ROWS,
-    Difference,
     Divergence,
     Growth,
     Mismatch,
@@ -25,6 +23,7 @@ from distdiag.commands.overflow.show.forwards import (
     ratio,
 )
 from distdiag.commands.overflow.show.recording import INPUT, NEAR, NotFrames, Reader, Row
+from distdiag.diagnosis.wording import counted
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.report import Finding, Fix, Level, Report, Where
 from distdiag.training.overflow.report import MODEL, Detection
@@ -129,7 +128,7 @@ def diagnose(
     request: Request, recordings: Sequence[Recording], unread: Mapping[str, str], *, interrupted: bool = False
 ) -> Report[OverflowShow]:
     """Diagnose frames; `unread` has the files that could not be read, with the reasons. Pure."""
-    selection = select(request, recordings)
+    selection = Selection(request, recordings)
     sides = [[forward for owner, forward in selection.owned if owner is each] for each in selection.recordings]
     compared = compare(request, sides, [selection.name_of(each) for each in selection.recordings])
     findings = (
@@ -149,7 +148,7 @@ def diagnose(
             answer=tuple(answer(selection, compared)),
             files=tuple(files),
             detections=tuple(found for recording in selection.recordings for found in recording.detections),
-            growth=selection.growth,
+            growth=tuple(selection.growth),
             divergence=compared if isinstance(compared, Divergence) else None,
             rows=tuple(selection.rows()),
         ),
@@ -237,7 +236,7 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     if not ordered:
         return
     lines = [f"{of_limit(row)} {selection.names.within(row.of)}" for row, _ in ordered[:_SHOWN]]
-    more = f"; {count(len(ordered) - 1, 'other module')} above {percent(NEAR)}"
+    more = f"; {counted(len(ordered) - 1, 'other module')} above {percent(NEAR)}"
     small = all(row.dtype == "float16" or row.dtype.startswith("float8") for row, _ in ordered)
     wider = "run these modules in bfloat16 or float32, or scale down their inputs"
     yield Finding(
@@ -257,11 +256,9 @@ def _diverges(found: Divergence | str | None) -> Iterator[Finding]:
     if isinstance(found, str):
         yield Finding(id="overflow.not-compared", level=Level.UNKNOWN, title=found)
         return
-    first = [difference for difference in (found.first, found.in_numbers) if difference is not None]
     evidence = tuple(_only_in(found))
-    serious = any(each.what in (Mismatch.NOT_FINITE, Mismatch.DTYPE, Mismatch.KIND) for each in first)
-    if first or evidence:
-        level = Level.WARN if serious else Level.INFO
+    if found.first or evidence:
+        level = Level.WARN if found.first and found.first.what is not Mismatch.NUMBERS else Level.INFO
         yield Finding(id="overflow.diverges", level=level, title=diverged(found), evidence=evidence)
 
 
@@ -277,7 +274,7 @@ def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted:
         yield Finding(
             id="overflow.unreadable",
             level=Level.UNKNOWN,
-            title=f"{count(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
+            title=f"{counted(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
             evidence=tuple(list(unread.values())[1:_SHOWN]),
         )
     for recording in selection.recordings:
@@ -309,20 +306,33 @@ def _where(recordings: Sequence[Recording]) -> Where:
     return Where(hosts=tuple(hosts), ranks=tuple(ranks))
 
 
-@dataclass(frozen=True)
 class Selection:
-    """The selected forwards. `main`: the subject of the answer; `detections`: the earliest first, each once.
+    """The forwards selected by --batch, with their recordings, in the order of ranks.
 
-    `growth`: paths of the forwards with the largest values among modules selected by --module, in file order.
+    `detections`: the earliest first, each once. `highest`: the forwards to describe, of the first detection, then those
+    nearest to a limit; `main`: the first of them. `growth`: their paths that end in modules selected by --module, in
+    file order.
     """
 
-    request: Request
-    recordings: tuple[Recording, ...]
-    owned: tuple[tuple[Recording, Forward], ...]
-    main: Forward | None
-    growth: tuple[Growth, ...]
-    detections: tuple[tuple[Recording, Detection], ...]
-    names: Names
+    def __init__(self, request: Request, recordings: Iterable[Recording]) -> None:
+        self.request = request
+        self.recordings = sorted(recordings, key=lambda recording: (recording.rank is None, recording.rank or 0))
+        every = ((recording, forward) for recording in self.recordings for forward in recording.forwards)
+        self.owned = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
+        self.names = Names([forward.id for _, forward in self.owned])
+        self.detections = _distinct(self.recordings)
+        detected = [
+            forward
+            for owner, found in self.detections
+            for recording, forward in self.owned
+            if owner is recording and found.batch == forward.id.batch
+        ]
+        by_peak = sorted((forward for _, forward in self.owned), key=lambda forward: -forward.peak())
+        highest = [*detected[:1], *by_peak[:_MOST_GROWTH]]
+        self.main = next(iter(highest), None)
+        wanted = set(map(id, highest))
+        growth = (growth_of(forward) for _, forward in self.owned if id(forward) in wanted)
+        self.growth = [each for each in growth if each is not None and request.fits(each.through[-1].module)]
 
     def growth_of(self, forward: Forward | None) -> Growth | None:
         """Return the growth path of a forward."""
@@ -340,32 +350,6 @@ class Selection:
             if len(rows) < MOST_ROWS:
                 rows += rows_that_matter(self.request, forward, self.growth_of(forward))
         return rows[:MOST_ROWS]
-
-
-def select(request: Request, recordings: Sequence[Recording]) -> Selection:
-    """Choose forwards by --batch, and the main one: of the detection, else the nearest to a limit."""
-    ordered = sorted(recordings, key=lambda recording: (recording.rank is None, recording.rank or 0))
-    every = [(recording, forward) for recording in ordered for forward in recording.forwards]
-    owned = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
-    highest = sorted((forward for _, forward in owned), key=lambda forward: -forward.peak())[:_MOST_GROWTH]
-    detections = _distinct(ordered)
-    detected = [
-        forward
-        for owner, found in detections
-        for recording, forward in owned
-        if owner is recording and found.batch == forward.id.batch
-    ]
-    wanted = {id(forward) for forward in (*highest, *detected[:1])}
-    growth = (growth_of(forward) for _, forward in owned if id(forward) in wanted)
-    return Selection(
-        request=request,
-        recordings=tuple(ordered),
-        owned=tuple(owned),
-        main=next(iter((*detected, *highest)), None),
-        growth=tuple(each for each in growth if each is not None and request.fits(each.through[-1].module)),
-        detections=tuple(detections),
-        names=Names([forward.id for _, forward in owned]),
-    )
 
 
 def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detection]]:
@@ -401,11 +385,6 @@ def rows_that_matter(request: Request, forward: Forward, growth: Growth | None) 
 def named(module: str) -> str:
     """Name a module in a sentence."""
     return f"`{module}`" if module else MODEL
-
-
-def count(number: int, thing: str) -> str:
-    """Format a number of things: "1 call", "2,000 calls"."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def magnitude(value: float | str | None) -> str:
@@ -481,7 +460,7 @@ def lacks(recording: Recording) -> str:
     if recording.truncated:
         why.append("the last line is incomplete: the job was killed or is still writing; the lines before it were read")
     if recording.torn:
-        torn = f"{count(recording.torn, 'line')} cannot be read, first line {recording.first_torn}"
+        torn = f"{counted(recording.torn, 'line')} cannot be read, first line {recording.first_torn}"
         why.append(f'{torn}: if several ranks write to this file, give each its own: save="frames-{{rank}}.jsonl"')
     if recording.left_out:
         why.append(
@@ -492,30 +471,24 @@ def lacks(recording: Recording) -> str:
 
 def diverged(found: Divergence) -> str:
     """Describe where two forwards begin to diverge."""
-    first, numbers, names = found.first, found.in_numbers, f"{found.names[0]} and {found.names[1]}"
+    first, names = found.first, f"{found.names[0]} and {found.names[1]}"
     if first is None:
         batches = f" in {found.batches:,} batches" if found.batches > 1 else ""
-        compared = count(found.compared, "call")
+        compared = counted(found.compared, "call")
         return f"{names} do not diverge{batches}: {compared} compared, values within {found.factor:g}x"
     of_one_file = (found.a.path, found.a.rank) == (found.b.path, found.b.rank)
     batch = f" in batch {found.a.batch}" if found.a.batch == found.b.batch and not of_one_file else ""
-    text = f"{names} diverge{batch} starting at {_differ(found, first)}"
-    if numbers is None:
-        return f"{text}. Their values stay within {found.factor:g}x"
-    return text if numbers is first else f"{text}. Their values diverge starting at {_differ(found, numbers)}"
-
-
-def _differ(found: Divergence, at: Difference) -> str:
-    a, b, names = at.a, at.b, found.names
+    a, b = first.a, first.b
     text = f"abs max {magnitude(a.abs_max)} vs {magnitude(b.abs_max)}"
-    if at.what in (Mismatch.KIND, Mismatch.DTYPE, Mismatch.SHAPE):
+    if first.what in (Mismatch.KIND, Mismatch.DTYPE):
         text = f"{_like(a)} vs {_like(b)}"
-    elif at.what == Mismatch.NOT_FINITE:
-        text = f"{magnitude(a.abs_max)} in {names[0]}, {magnitude(b.abs_max)} in {names[1]}"
-    if at.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE) and at.given_a is not None and at.given_b is not None:
-        how = "were similar" if ratio(at.given_a, at.given_b) <= found.factor else "already differed"
-        text += f"; their inputs {how} ({magnitude(at.given_a)} vs {magnitude(at.given_b)})"
-    return f"{named(a.module)} ({a.class_}), `{a.tensor}`: {text}"
+    elif first.what is Mismatch.NOT_FINITE:
+        text = f"{magnitude(a.abs_max)} in {found.names[0]}, {magnitude(b.abs_max)} in {found.names[1]}"
+    has_numbers = first.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE)
+    if has_numbers and first.given_a is not None and first.given_b is not None:
+        how = "were similar" if ratio(first.given_a, first.given_b) <= found.factor else "already differed"
+        text += f"; their inputs {how} ({magnitude(first.given_a)} vs {magnitude(first.given_b)})"
+    return f"{names} diverge{batch} starting at {named(a.module)} ({a.class_}), `{a.tensor}`: {text}"
 
 
 def _like(row: Row) -> str:

@@ -201,12 +201,11 @@ class _Dataflow:
 
 
 class Mismatch(StrEnum):
-    """Difference of two outputs; `kind`: a tensor on one side only."""
+    """Difference of two outputs; `kind`: a tensor on one side only. Other shapes are none: other data explains them."""
 
     KIND = "kind"
     NOT_FINITE = "not-finite"
     DTYPE = "dtype"
-    SHAPE = "shape"
     NUMBERS = "numbers"
 
 
@@ -222,10 +221,9 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """Two forwards. `first`: the first difference, or None; `in_numbers`: the first with equal shape and dtype.
+    """Two forwards, `compared` calls of both, of `batches` batches. `first`: the first difference, or None.
 
-    `only_a` and `only_b`: calls of one side alone. `around`: outputs of both near the divergence, all with --all.
-    `batches`: the number of batches compared.
+    `only_a` and `only_b`: calls of one side alone. `around`: outputs of both near the divergence, all with --verbose.
     """
 
     names: tuple[str, str]
@@ -234,7 +232,6 @@ class Divergence(msgspec.Struct, frozen=True):
     factor: float
     compared: int
     first: Difference | None
-    in_numbers: Difference | None
     only_a: tuple[Row, ...]
     only_b: tuple[Row, ...]
     around: tuple[tuple[Row, Row], ...]
@@ -261,7 +258,7 @@ def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequenc
         why = f"no frames of {empty[0]}" if empty else "no batch in common"
         return f"{names[0]} and {names[1]} cannot be compared: {why}"
     found = [compare_forwards(request, *pair) for pair in pairs]
-    first = next((each for each in found if each.first), next((each for each in found if each.compared), found[0]))
+    first = next((each for each in found if each.first), max(found, key=lambda each: each.compared > 0))
     if not first.compared:
         return f"{first.names[0]} and {first.names[1]} cannot be compared: no module call in common"
     if first.first is None and len(pairs) > 1:
@@ -277,10 +274,12 @@ def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
     """
     keyed_a, keyed_b = _keyed(a.calls, b.calls)
     pairs = [(call, keyed_b[key]) for key, call in keyed_a.items() if key in keyed_b and request.fits(call.module)]
-    found = list(_differences(pairs, request.factor))
-    first = next(iter(found), None)
-    in_numbers = next((each for each in found if each.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE)), None)
+    first = next(_differences(pairs, request.factor), None)
     names = Names([a.id, b.id])
+    both = [rows for pair in pairs for rows in _rows(pair)]
+    if not request.everything and len(both) > FEW:
+        at = next((at for at, (row, _) in enumerate(both) if first is not None and row is first.a), -_AFTER - 1)
+        both = both[max(0, at - _BEFORE) : at + _AFTER + 1]
     return Divergence(
         names=(names.of(a.id), names.of(b.id)),
         a=a.id,
@@ -288,25 +287,15 @@ def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
         factor=request.factor,
         compared=len(pairs),
         first=first,
-        in_numbers=in_numbers,
         only_a=tuple(row for row in _only(keyed_a, keyed_b, b.calls) if request.fits(row.module)),
         only_b=tuple(row for row in _only(keyed_b, keyed_a, a.calls) if request.fits(row.module)),
-        around=tuple(_around(request, pairs, [each.a for each in (first, in_numbers) if each is not None])),
+        around=tuple(both[:MOST_ROWS]),
     )
 
 
 def _rows(pair: tuple[Call, Call]) -> list[tuple[Row, Row]]:
     others = {row.tensor: row for row in pair[1].rows}
     return [(row, others[row.tensor]) for row in pair[0].rows if row.tensor in others]
-
-
-def _around(request: Request, pairs: Sequence[tuple[Call, Call]], found: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Choose the outputs of both near the divergence; all of them if few or requested."""
-    both = [rows for pair in pairs for rows in _rows(pair)]
-    if request.everything or len(both) <= FEW:
-        return both[:MOST_ROWS]
-    centers = [at for at, (row, _) in enumerate(both) if any(row is each for each in found)]
-    return [rows for at, rows in enumerate(both) if any(-_BEFORE <= at - center <= _AFTER for center in centers)]
 
 
 def ratio(a: float, b: float) -> float:
@@ -321,13 +310,16 @@ def _keyed(*sides: Sequence[Call]) -> list[Keyed]:
     shared = a.keys() & b.keys()
     if shared and all(a[number] == b[number] for number in shared):
         return [{(call.module, call.number): call for call in side} for side in sides]
-    keyed: list[Keyed] = [{}, {}]
-    for side, found in zip(sides, keyed, strict=True):
-        seen: Counter[str] = Counter()
-        for call in side:
-            found[call.module, seen[call.module]] = call
-            seen[call.module] += 1
-    return keyed
+    return [_by_count(side) for side in sides]
+
+
+def _by_count(side: Sequence[Call]) -> Keyed:
+    seen: Counter[str] = Counter()
+    found = {}
+    for call in side:
+        found[call.module, seen[call.module]] = call
+        seen[call.module] += 1
+    return found
 
 
 def _only(own: Keyed, other: Keyed, others: Sequence[Call]) -> list[Row]:
@@ -343,13 +335,11 @@ def _differences(pairs: Sequence[tuple[Call, Call]], factor: float) -> Iterator[
     for pair in pairs:
         given_a, given_b = (None if call.given is None else call.given.most for call in pair)
         for a, b in _rows(pair):
-            what = _unlike(a, b)
-            if what is not None:
-                yield Difference(what, a, b, given_a, given_b)
             times = 1.0 if a.most is None or b.most is None else ratio(a.most, b.most)
-            if times > factor:
-                known = times if math.isfinite(times) else None
-                yield Difference(Mismatch.NUMBERS, a, b, given_a, given_b, known)
+            what = _unlike(a, b) or (Mismatch.NUMBERS if times > factor else None)
+            if what is not None:
+                known = times if what is Mismatch.NUMBERS and math.isfinite(times) else None
+                yield Difference(what, a, b, given_a, given_b, known)
 
 
 def _unlike(a: Row, b: Row) -> Mismatch | None:
@@ -357,6 +347,4 @@ def _unlike(a: Row, b: Row) -> Mismatch | None:
         return Mismatch.KIND
     if a.is_bad != b.is_bad:
         return Mismatch.NOT_FINITE
-    if a.dtype != b.dtype:
-        return Mismatch.DTYPE
-    return Mismatch.SHAPE if a.shape != b.shape else None
+    return Mismatch.DTYPE if a.dtype != b.dtype else None

@@ -6,9 +6,10 @@ import math
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from distdiag.commands.overflow.show.diagnose import count, magnitude, named, percent, times
+from distdiag.commands.overflow.show.diagnose import magnitude, named, percent, times
 from distdiag.commands.overflow.show.forwards import Names, ratio
 from distdiag.commands.overflow.show.recording import NEAR
+from distdiag.diagnosis.wording import counted
 from distdiag.output import Whole, Wrapped
 from distdiag.training.overflow.report import MODEL
 
@@ -95,7 +96,7 @@ def _gap(before: Row | None, row: Row) -> Iterator[Whole]:
     """Mark calls between two rows not shown or not kept."""
     left_out = row.number - (before.number + 1 if before is not None else 0)
     if left_out > 0:
-        yield Whole(f"{'...':>8}  {count(left_out, 'call')} not shown")
+        yield Whole(f"{'...':>8}  {counted(left_out, 'call')} not shown")
 
 
 def _name(row: Row) -> str:

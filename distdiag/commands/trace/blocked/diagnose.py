@@ -47,7 +47,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[TraceB
     stacks = [node.stacks for node in nodes]
     chosen = ranks.choose(stacks, request.wanted)
     sampled = {(node.host, process.pid): process for node in nodes for process in node.blocked}
-    index = ProcessIndex(stacks, {node.host: (node.networks, node.people) for node in nodes})
+    index = ProcessIndex(stacks, {node.host: (node.networks, node.peer_processes) for node in nodes})
     graph = WaitGraph({key: _waits_of(process, key, index) for key, process in sampled.items()}, index)
     keys = tuple((choice.host, choice.process.pid) for choice in chosen if choice.process is not None)
     jobs = list({id(choice.job): choice.job for choice in chosen if choice.job is not None}.values())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distdiag.facts import machine
 from distdiag.facts.descriptors import Descriptor, Look, descriptors
-from distdiag.facts.socket_owners import Network, Person, networks, people
+from distdiag.facts.socket_owners import Network, PeerProcess, networks, peer_processes
 from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
@@ -37,7 +37,7 @@ class Reply:
 
     processes: tuple[Opened, ...] = ()
     networks: tuple[Network, ...] = ()
-    people: tuple[Person, ...] = ()
+    peer_processes: tuple[PeerProcess, ...] = ()
 
 
 def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
@@ -54,7 +54,7 @@ def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
     known = [*ask["pids"], *ask["others"]]
     sockets = networks(known, reader)
     mentioned.update(owned.pid for network in sockets for owned in network.sockets)
-    tell(Reply(networks=sockets, people=people(mentioned.union(ask["pids"]))))
+    tell(Reply(networks=sockets, peer_processes=peer_processes(mentioned.union(ask["pids"]))))
 
 
 def _limit(pid: int) -> int | None:

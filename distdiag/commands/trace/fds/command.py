@@ -206,7 +206,7 @@ def _summary(rows: Sequence[ProcessRow]) -> str:
 
 def _row(opened: Opened, key: Key, index: ProcessIndex, job: str) -> ProcessRow:
     host, pid = key
-    place, process, person = index.places.get(key), index.processes.get(key), index.persons.get(key)
+    place, process, person = index.places.get(key), index.processes.get(key), index.peer_processes.get(key)
     counts = Counter(descriptor.kind for descriptor in opened.descriptors)
     return ProcessRow(
         host=host,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from functools import cached_property
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple
 
 from distdiag.diagnosis.outliers import minority_of, stuck_of
 from distdiag.knowledge.calls import call_in
@@ -26,10 +28,26 @@ FRESH_S = 2.0
 LONG_S = 10.0
 """A line that takes longer than this counts as stuck, if the others wait."""
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
-_STATES = ("running", "ended", "raised", "died")
 
 
-@dataclass(frozen=True, kw_only=True)
+class Place(NamedTuple):
+    """Where a main thread is, or was when it ended. `kind` and `operation`: the wait there and the call it is in.
+
+    `user`: the last line of the user's own code, `library`: the last line, if from a library.
+    """
+
+    kind: str = ""
+    operation: str = ""
+    user: Line | None = None
+    library: Line | None = None
+
+    @property
+    def line(self) -> Line | None:
+        """The user's line, else the library's."""
+        return self.user or self.library
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Member:
     """One rank of a run. `helpers` are processes it started: data workers."""
 
@@ -42,6 +60,26 @@ class Member:
         """The rank; None if unknown."""
         return self.process.rank
 
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """The rank's own process and its helpers."""
+        return (self.process, *self.helpers)
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Sort key: by rank, unknown ranks last."""
+        return self.rank is None, self.rank or 0
+
+    @cached_property
+    def place(self) -> Place:
+        """Where its main thread is."""
+        return _place_of(self.process)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its last line is fresh."""
+        return self.process.state == "running" and self.process.age_s is not None and self.process.age_s < FRESH_S
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -53,31 +91,6 @@ class Run:
     began_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a member's main thread is, or was when it ended.
-
-    `kind` and `operation`: the wait there and the call it is in. `user`: the last line of the user's own code,
-    `library`: the last line, if from a library.
-    """
-
-    member: Member
-    kind: str = ""
-    operation: str = ""
-    user: Line | None = None
-    library: Line | None = None
-
-    @property
-    def line(self) -> Line | None:
-        """The user's line, else the library's."""
-        return self.user or self.library
-
-    @property
-    def state(self) -> str:
-        """Of its process: "running", "ended", "raised" or "died"."""
-        return self.member.process.state
-
-
 class Outcome(StrEnum):
     """The classification of a run by its last lines."""
 
@@ -86,7 +99,7 @@ class Outcome(StrEnum):
     STUCK = "stuck-rank"
     STRAGGLER = "straggler"
     GONE = "exited"
-    LEFT_FIRST = "left-first"
+    LEFT_FIRST = "exited-first"
     ELSEWHERE = "elsewhere"
     SAME = "same-place"
     APART = "undecided"
@@ -94,139 +107,111 @@ class Outcome(StrEnum):
     NOTHING = "no-lines"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunVerdict:
+class RunVerdict(NamedTuple):
     """`outliers`: the suspects; `others`: the ranks waiting for them, or all remaining ranks."""
 
     run: Run
-    positions: tuple[Position, ...]
     outcome: Outcome
-    outliers: tuple[Position, ...]
-    others: tuple[Position, ...]
+    outliers: Sequence[Member] = ()
+    others: Sequence[Member] = ()
 
 
 def classify_run(run: Run) -> RunVerdict:
     """Classify a run, and find its outliers if the lines show any."""
-    positions = tuple(map(position_of, run.members))
-    outcome, outliers, others = _classify([position for position in positions if position.line is not None])
-    return RunVerdict(run=run, positions=positions, outcome=outcome, outliers=tuple(outliers), others=tuple(others))
+    members = [member for member in run.members if member.place.line is not None]
+    ended, raised, died, running = (
+        [member for member in members if member.process.state == state]
+        for state in ("ended", "raised", "died", "running")
+    )
+    if not members:
+        return RunVerdict(run, Outcome.NOTHING)
+    if len(ended) == len(members):
+        return RunVerdict(run, Outcome.ENDED)
+    first = _first_to_leave(ended, raised, died)
+    if running and len(running) < len(members):
+        return RunVerdict(run, Outcome.GONE, first or [*ended, *raised, *died], running)
+    if running and all(member.goes_on for member in running):
+        return RunVerdict(run, Outcome.GOES_ON, (), running)
+    if len(members) == 1:
+        return RunVerdict(run, Outcome.ALONE, (), members)
+    if first and len(died) < len(members):
+        return RunVerdict(run, Outcome.LEFT_FIRST, first, [member for member in members if member not in first])
+    return RunVerdict(run, *_compare(members))
 
 
-def _classify(positions: Sequence[Position]) -> tuple[Outcome, Sequence[Position], Sequence[Position]]:
-    if not positions:
-        return Outcome.NOTHING, [], []
-    by_state = {state: [position for position in positions if position.state == state] for state in _STATES}
-    running, gone = by_state["running"], [position for position in positions if position.state != "running"]
-    if len(by_state["ended"]) == len(positions):
-        return Outcome.ENDED, [], []
-    if running and gone:
-        return Outcome.GONE, _first_to_leave(by_state) or gone, running
-    if running and all(map(_goes_on, running)):
-        return Outcome.GOES_ON, [], running
-    if len(positions) == 1:
-        return Outcome.ALONE, [], positions
-    first = _first_to_leave(by_state)
-    if first and len(by_state["died"]) < len(positions):
-        left_first = set(map(id, first))
-        return Outcome.LEFT_FIRST, first, [position for position in positions if id(position) not in left_first]
-    return _compare(positions)
-
-
-def _first_to_leave(by_state: Mapping[str, list[Position]]) -> list[Position]:
+def _first_to_leave(ended: list[Member], raised: list[Member], died: list[Member]) -> list[Member]:
     """Find the rank whose end caused the others': an exception in a collective usually means another rank exited."""
-    causes = [position for position in by_state["raised"] if position.kind != COMM]
+    causes = [member for member in raised if member.place.kind != COMM]
     if causes:
         return [min(causes, key=_ended_s)]
-    if by_state["died"] and (by_state["raised"] or not by_state["ended"]):
-        return by_state["died"]
-    return [min(by_state["ended"], key=_ended_s)] if by_state["ended"] else []
+    if died and (raised or not ended):
+        return died
+    return [min(ended, key=_ended_s)] if ended else []
 
 
-def _ended_s(position: Position) -> float:
-    ended_s = position.member.process.ended_s
-    return float("inf") if ended_s is None else ended_s
+def _ended_s(member: Member) -> float:
+    return float("inf") if member.process.ended_s is None else member.process.ended_s
 
 
-def _compare(positions: Sequence[Position]) -> tuple[Outcome, Sequence[Position], Sequence[Position]]:
-    waiting = [position for position in positions if position.kind == COMM]
-    others = [position for position in positions if position.kind != COMM]
+def _compare(members: Sequence[Member]) -> tuple[Outcome, Sequence[Member], Sequence[Member]]:
+    waiting = [member for member in members if member.place.kind == COMM]
+    others = [member for member in members if member.place.kind != COMM]
     if waiting and others:
         # Stricter than for stacks, where half is enough: these are the lines of one moment, not two samples.
-        if len(others) > len(waiting) and all(map(_goes_on, others)):
-            return Outcome.GOES_ON, [], positions
-        outliers = stuck_of(others, _goes_on)
+        if len(others) > len(waiting) and all(member.goes_on for member in others):
+            return Outcome.GOES_ON, (), members
+        outliers = stuck_of(others, lambda member: member.goes_on)
         return Outcome.STRAGGLER if are_young(outliers) else Outcome.STUCK, outliers, waiting
-    groups = by_place(positions)
+    groups = by_place(members)
     if len(groups) == 1:
-        return Outcome.SAME, [], positions
+        return Outcome.SAME, (), members
     if few := minority_of(groups):
         return Outcome.ELSEWHERE, few, groups[1]
-    return Outcome.APART, [], positions
+    return Outcome.APART, (), members
 
 
-def _goes_on(position: Position) -> bool:
-    age_s = position.member.process.age_s
-    return position.state == "running" and age_s is not None and age_s < FRESH_S
-
-
-def are_young(positions: Iterable[Position]) -> bool:
+def are_young(members: Iterable[Member]) -> bool:
     """Return whether all may only be slow."""
-    return all(position.state == "running" and (position.member.process.age_s or 0) < LONG_S for position in positions)
+    return all(member.process.state == "running" and (member.process.age_s or 0) < LONG_S for member in members)
 
 
-def by_place(positions: Iterable[Position]) -> list[list[Position]]:
-    """Group positions by place, the smallest group first."""
-    groups: dict[Hashable, list[Position]] = {}
-    for position in positions:
-        line = position.line
-        place = (position.kind, position.operation, line.file, line.line) if line is not None else None
-        groups.setdefault((place, position.state), []).append(position)
-    return sorted(groups.values(), key=lambda group: (len(group), *_rank_order(group[0].member)))
+def by_place(members: Iterable[Member]) -> list[list[Member]]:
+    """Group members by place, the smallest group first."""
+    groups: dict[Hashable, list[Member]] = {}
+    for member in members:
+        line, place = member.place.line, member.place
+        where = (place.kind, place.operation, line.file, line.line) if line is not None else None
+        groups.setdefault((where, member.process.state), []).append(member)
+    return sorted(groups.values(), key=lambda group: (len(group), group[0].order))
 
 
-def _rank_order(member: Member) -> tuple[bool, int]:
-    return member.rank is None, member.rank or 0
-
-
-def position_of(member: Member) -> Position:
+def _place_of(process: Process) -> Place:
     """Classify where a process's main thread is, by the source of its last line and the library function it is in."""
-    raised_at = member.process.error_at
-    if raised_at is not None:
-        kind, operation = call_in(raised_at.source)
-        return Position(member=member, kind=kind, operation=operation, user=raised_at)
-    thread = next((thread for thread in member.process.threads if thread.main), None)
-    if thread is None or not thread.last:
-        return Position(member=member)
+    if process.error_at is not None:
+        return Place(*call_in(process.error_at.source), process.error_at)
+    thread = next((thread for thread in process.threads if thread.main and thread.last), None)
+    if thread is None:
+        return Place()
     last = thread.last[-1]
-    library = last if last.kind != "user" else None
-    user = last if library is None else thread.user
-    kind, operation = call_in(user.source) if user is not None else ("", "")
-    if library is not None:
-        found = (kind_of(line.function, line.file) for line in _library_lines(thread.last))
-        inner = next((inner for inner in found if inner[0]), None)
-        if inner is not None and not inner[1]:
-            kind, operation = inner[0], operation if operation and kind == inner[0] else library.function
-    return Position(member=member, kind=kind, operation=operation, user=user, library=library)
+    if last.kind == "user":
+        return Place(*call_in(last.source), last)
+    kind, operation = call_in(thread.user.source) if thread.user is not None else ("", "")
+    inside = takewhile(lambda line: line.kind != "user", reversed(thread.last))  # since the user's last line
+    inner, is_weak = next((found for line in inside if (found := kind_of(line.function, line.file))[0]), ("", True))
+    if inner and not is_weak:
+        kind, operation = inner, operation if operation and kind == inner else last.function
+    return Place(kind, operation, thread.user, last)
 
 
-def _library_lines(lines: Sequence[Line]) -> Iterable[Line]:
-    """List the library lines since the user's last one, the newest first."""
-    for line in reversed(lines):
-        if line.kind == "user":
-            return
-        yield line
-
-
-def latest_helper(position: Position) -> tuple[Process, Line] | None:
+def latest_helper(member: Member) -> tuple[Process, Line] | None:
     """For a rank waiting for data, find the helper process idle for the longest, with its last line."""
-    if position.kind != "data loading":
-        return None
     helpers = [
-        (helper, line)
-        for helper in position.member.helpers
-        for line in [thread.last[-1] for thread in helper.threads if thread.main and thread.last][:1]
+        (helper, thread.last[-1])
+        for helper in (member.helpers if member.place.kind == "data loading" else ())
+        for thread in helper.threads
         # Multiprocessing's servers, which fork workers or clean up after a job, have a single line.
-        if helper.state != "ended" and helper.age_s is not None and line.file != "<string>"
+        if thread.main and thread.last and thread.last[-1].file != "<string>"
+        if helper.state != "ended" and helper.age_s is not None
     ]
     return max(helpers, key=lambda item: item[0].age_s or 0.0, default=None)
 
@@ -236,7 +221,7 @@ def find_runs(nodes: Iterable[NodeLines]) -> list[Run]:
 
     Jobs can share an identity (the same port every day): a second process with the same rank starts a new run.
     """
-    jobs: dict[tuple[object, ...], list[list[Member]]] = {}
+    jobs: dict[Hashable, list[list[Member]]] = {}
     members = [member for node in nodes for member in _members(node)]
     for member in sorted(members, key=_began_s):
         runs = jobs.setdefault(_job(member), [])
@@ -248,11 +233,15 @@ def find_runs(nodes: Iterable[NodeLines]) -> list[Run]:
         Run(
             name=_name(group[0].process),
             world_size=group[0].process.world_size,
-            members=tuple(sorted(group, key=lambda member: (*_rank_order(member), member.host))),
+            members=tuple(sorted(group, key=lambda member: (member.order, member.host))),
             began_s=_began_s(group[0]),
         )
         for group in groups
     ]
+
+
+def _began_s(member: Member) -> float:
+    return member.process.began_s
 
 
 def newest(runs: Sequence[Run]) -> list[Run]:
@@ -261,22 +250,18 @@ def newest(runs: Sequence[Run]) -> list[Run]:
     return [*alive, *runs[-1:]]
 
 
-def _began_s(member: Member) -> float:
-    return member.process.began_s
-
-
 def _members(node: NodeLines) -> list[Member]:
     """Separate ranks from their child processes, which inherit the rank in their environment."""
     by_pid = {process.pid: process for process in sorted(node.processes, key=lambda process: process.began_s)}
+    heads = {id(process): _head(process, by_pid) for process in node.processes}
     helpers: dict[int, list[Process]] = {}
-    heads = []
     for process in node.processes:
-        head = _head(process, by_pid)
-        if head is process:
-            heads.append(process)
-        else:
-            helpers.setdefault(id(head), []).append(process)
-    return [Member(host=node.host, process=head, helpers=tuple(helpers.get(id(head), ()))) for head in heads]
+        helpers.setdefault(id(heads[id(process)]), []).append(process)
+    return [
+        Member(host=node.host, process=head, helpers=tuple(one for one in helpers[id(head)] if one is not head))
+        for head in node.processes
+        if heads[id(head)] is head
+    ]
 
 
 def _head(process: Process, by_pid: Mapping[int, Process]) -> Process:
@@ -293,7 +278,7 @@ def _head(process: Process, by_pid: Mapping[int, Process]) -> Process:
         head = parent
 
 
-def _job(member: Member) -> tuple[object, ...]:
+def _job(member: Member) -> Hashable:
     process = member.process
     if process.rank is None:
         return ("", process.owner, member.host, process.pid)

@@ -58,35 +58,20 @@ class Thread:
 
 
 @dataclass(frozen=True)
-class Process:
+class Process(line_trace_file.About):
     """One process. `state`: "running", "ended", "raised" (`error`, at `error_at`) or "died"; `age_s` of its last line.
 
-    `began_s` and `ended_s` are wall-clock times. `untold` threads had no room in the file. `owner`: the file's owner,
-    if another user. `ancestors`: the processes above the parent.
+    `ended_s` is a wall-clock time. `untold` threads had no room in the file. `owner`: the file's, if another user.
     """
 
     path: str
-    pid: int
-    parent: int
-    rank: int | None
-    local_rank: int | None
-    world_size: int | None
-    launcher: str
-    job: dict[str, str]
-    command: str
-    python: str
-    include: tuple[str, ...]
-    lines: int
     state: str
-    error: str
     error_at: Line | None
-    began_s: float
     ended_s: float | None
     age_s: float | None
     threads: tuple[Thread, ...]
     untold: int
     owner: str = ""
-    ancestors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,65 +178,38 @@ def _modified(path: str) -> float:
         return 0.0
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("pid", "parent", "started"), (int,)),
-    **dict.fromkeys(("wall_s", "monotonic_s"), (int, float)),
-    **dict.fromkeys(("rank", "local_rank", "world_size"), (int, type(None))),
-    **dict.fromkeys(("host", "boot", "python", "command", "launcher"), (str,)),
-    **{"include": (list,), "job": (dict,)},
-}
-"""The fields of a description, and their types; the traced process writes it, so it is checked."""
-
-
-def _check(about: dict[str, Any]) -> None:
-    """Raises NotARing for an unusable description."""
-    wrong = [name for name, kinds in _KINDS.items() if not isinstance(about.get(name), kinds)]
-    above = about.get("ancestors", [])  # files of earlier versions have none
-    wrong += [] if isinstance(above, list) and all(isinstance(pid, int) for pid in above) else ["ancestors"]
-    if wrong or not all(isinstance(text, str) for text in (*about["job"].values(), *about["include"])):
-        raise line_trace_file.NotARing(f"invalid header: {', '.join(wrong) or 'job, include'}")
-
-
 class _Reader:
     """Reads one process's file, with the offset of its monotonic clock, and the source of its lines."""
 
     def __init__(self, ring: line_trace_file.RingFile, ask: dict[str, Any]) -> None:
-        """Raises NotARing."""
-        _check(ring.about)
         self._ring, self._about, self._last = ring, ring.about, ask["last"]
         self._grep = re.compile(ask["grep"]) if ask["grep"] else None
         self._count = re.compile(ask["count"]) if ask["count"] else None
-        self._to_wall = self._about["wall_s"] - self._about["monotonic_s"]
+        self._to_wall = ring.about.began_s - ring.about.monotonic_s
         self._modified_at: dict[str, float] = {}
 
     def process(self, path: str) -> Process:
-        ring, about = self._ring, self._about
+        ring = self._ring
         threads = sorted(map(self._thread, ring.threads), key=lambda thread: not thread.main)
         newest = max((thread.last[-1].at_s for thread in threads if thread.last), default=0.0)
-        notes = about.get("notes", {})
-        own = ("pid", "parent", "rank", "local_rank", "world_size", "launcher", "job", "command", "python", "lines")
         return Process(
+            **vars(self._about),
             path=path,
-            **{name: about[name] for name in own},
-            include=tuple(about["include"]),
             state=self._state(),
-            error=str(notes.get("error", "")),
-            error_at=self._error_at(notes),
-            began_s=about["wall_s"],
+            error_at=self._error_at(),
             ended_s=None if ring.ended_s is None else ring.ended_s + self._to_wall,
             age_s=max(0.0, time.time() - newest) if newest else None,
             threads=tuple(threads),
             untold=ring.untold_threads,
-            ancestors=tuple(about.get("ancestors", ())),
             owner="" if ring.owner == os.geteuid() else machine.user_name(ring.owner),
         )
 
     def _state(self) -> str:
         about = self._about
         if self._ring.ended_s is not None:
-            return "raised" if about.get("notes", {}).get("error") else "ended"
-        proc = procs.read(about["pid"]) if about["boot"] == _boot() else None
-        alive = proc is not None and proc.started == about["started"] and proc.state not in ("Z", "X")
+            return "raised" if about.error else "ended"
+        proc = procs.read(about.pid) if about.boot == _boot() else None
+        alive = proc is not None and proc.started == about.started and proc.state not in ("Z", "X")
         return "running" if alive else "died"
 
     def _thread(self, thread: line_trace_file.Thread) -> Thread:
@@ -264,7 +222,7 @@ class _Reader:
         return Thread(
             tid=thread.tid,
             name=thread.name,
-            main=thread.tid == self._about["pid"],
+            main=thread.tid == self._about.pid,
             ended=thread.ended_s is not None,
             kept=len(records),
             last=tuple(self._line(record) for record in records[-self._last :]),
@@ -273,12 +231,12 @@ class _Reader:
             count=sum(1 for line in begun if self._count is not None and self._count.search(_text(line))),
         )
 
-    def _error_at(self, notes: dict[str, Any]) -> Line | None:
+    def _error_at(self) -> Line | None:
         """Return the line where an uncaught exception was raised."""
-        if "at" not in notes or self._ring.ended_s is None:
+        if not self._about.raised_at or self._ring.ended_s is None:
             return None
-        file, line, function = notes["at"]
-        code = line_trace_file.Code(str(file), str(function), "user")
+        file, function, line = self._about.raised_at
+        code = line_trace_file.Code(file, function, "user")
         return self._line(line_trace_file.Record(self._ring.ended_s, code, int(line), False))
 
     def _line(self, record: line_trace_file.Record) -> Line:
@@ -291,7 +249,7 @@ class _Reader:
             kind=record.code.kind,
             source=linecache.getline(file, record.line).strip()[:_SOURCE] if _is_file(file) else "",
             returned=record.back,
-            changed=self._modified(file) > self._about["wall_s"],
+            changed=self._modified(file) > self._about.began_s,
         )
 
     def _modified(self, file: str) -> float:

@@ -28,9 +28,6 @@ def trace_show(
         ),
     ] = "",
     count: Annotated[str, typer.Option(metavar="PATTERN", help="Count the recorded lines that match, per rank.")] = "",
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Keep printing the new last lines of a running job.")
-    ] = False,
     all_: Annotated[bool, typer.Option("--all", help="Show all runs, not only the newest.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank and every thread.")] = False,
     save: SaveOpt = "",
@@ -69,11 +66,8 @@ def trace_show(
             count=_pattern("--count", count),
             all_runs=all_,
             verbose=verbose,
-            follow=follow,
         )
 
-    if follow and (as_json or from_):
-        raise typer.BadParameter("--follow cannot be combined with --json or --from", param_hint="--follow")
     runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain))
 
 

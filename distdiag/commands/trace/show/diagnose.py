@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
@@ -11,13 +12,14 @@ from distdiag.commands.trace.show.classify import COMM, Outcome, are_young, by_p
 from distdiag.commands.trace.show.types import COMMAND, Group, Ring, TraceShow
 from distdiag.commands.trace.show.wording import briefly, does, end_of, spot, waits, who
 from distdiag.diagnosis import remedies
+from distdiag.diagnosis.wording import counted
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from distdiag.commands.trace.show.classify import Member, Position, Run, RunVerdict
-    from distdiag.commands.trace.show.collect import NodeLines, Process, Thread
+    from distdiag.commands.trace.show.classify import Member, Run, RunVerdict
+    from distdiag.commands.trace.show.collect import NodeLines
     from distdiag.commands.trace.show.types import Request
     from distdiag.gathered import Gathered
 
@@ -35,17 +37,17 @@ def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceSho
     findings = [finding for verdict in verdicts for finding in _of_run(request, verdict)]
     if not runs and nodes and not any(node.unread for node in nodes):
         findings.append(_nothing_recorded(request, nodes))
-    findings += [*_unread(nodes), *_of_other_users(request, nodes)]
-    findings += host_findings(gathered.refusals, gathered.rows)
+    findings += [*_unread(request, nodes), *host_findings(gathered.refusals, gathered.rows)]
     findings += [
         Finding(id="trace.no-answer", level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
         for host, why in gathered.missing.items()
     ]
+    outliers = (member for verdict in verdicts for member in verdict.outliers)
     data = TraceShow(
         run="; ".join(run.name for run in shown),
         rings=tuple(ring for run in shown for ring in _rings(request, run)),
-        groups=tuple(_group(group) for verdict in verdicts for group in by_place(verdict.positions)),
-        outliers=tuple(_number(position.member) for verdict in verdicts for position in verdict.outliers),
+        groups=tuple(_group(group) for run in shown for group in by_place(run.members)),
+        outliers=tuple(-member.process.pid if member.rank is None else member.rank for member in outliers),
         older_runs=len(runs) - len(shown),
         unread=tuple((node.host, path, why) for node in nodes for path, why in (*node.unread, *node.not_ours)),
     )
@@ -58,14 +60,10 @@ def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceSho
     )
 
 
-def _number(member: Member) -> int:
-    return member.rank if member.rank is not None else -member.process.pid
-
-
 def _of_run(request: Request, verdict: RunVerdict) -> Iterator[Finding]:
-    maker = _MAKERS.get(verdict.outcome)
-    if maker is not None:
-        yield maker(request, verdict)
+    if verdict.outcome in _FINDINGS:
+        finding = _FINDINGS[verdict.outcome](request, verdict)
+        yield replace(finding, where=_where(verdict.outliers or verdict.others))
     yield from _not_traced(verdict.run)
 
 
@@ -74,125 +72,71 @@ def _outside(request: Request, verdict: RunVerdict) -> Finding:
     parts = [f"{who(group)} {_are(group)} not in the collective: {does(group[0])}" for group in groups[:3]]
     if len(groups) > 3:
         parts.append(f"{sum(map(len, groups[3:]))} more are elsewhere")
-    is_slow = verdict.outcome is Outcome.STRAGGLER
-    return Finding(
-        id=f"trace.{verdict.outcome}",
-        level=Level.WARN if is_slow else Level.FAIL,
-        title="; ".join([*parts, _wait(verdict.others)]),
-        detail="It may only be slower than the others: run this again in a minute." if is_slow else "",
-        where=_where(verdict.outliers),
-        fix=_stacks(request, verdict.outliers),
-    )
+    title, fix = "; ".join([*parts, _wait(verdict.others)]), _stacks(request, verdict.outliers)
+    if verdict.outcome is Outcome.STUCK:
+        return Finding(id="trace.stuck-rank", level=Level.FAIL, title=title, fix=fix)
+    detail = "It may only be slower than the others: run this again in a minute."
+    return Finding(id="trace.straggler", level=Level.WARN, title=title, detail=detail, fix=fix)
 
 
 def _gone(request: Request, verdict: RunVerdict) -> Finding:
     first = verdict.outliers[0]
-    what = "have exited" if len(verdict.outliers) > 1 else _ended(first)
-    return Finding(
-        id="trace.exited",
-        level=Level.FAIL,
-        title=f"{who(verdict.outliers)} {what}, last {does(first)}; {_wait(verdict.others)}",
-        where=_where(verdict.outliers),
-        fix=_end_of_log(request, verdict.outliers),
-    )
+    ended = "have exited" if len(verdict.outliers) > 1 else _ended(first)
+    title = f"{who(verdict.outliers)} {ended}, last {does(first)}; {_wait(verdict.others)}"
+    return Finding(id="trace.exited", level=Level.FAIL, title=title, fix=_end_of_log(request, verdict.outliers))
 
 
 def _left_first(request: Request, verdict: RunVerdict) -> Finding:
-    parts = [
-        f"{who(group)} {_ended_first(group[0])}, last {does(group[0])}" for group in by_place(verdict.outliers)[:3]
-    ]
-    largest = by_place(verdict.others)[-1:]
+    groups, largest = by_place(verdict.outliers)[:3], by_place(verdict.others)[-1:]
+    parts = [f"{who(group)} {_ended_first(group[0])}, last {does(group[0])}" for group in groups]
     parts += [f"then {who(group)} {_ended(group[0])}" for group in largest]
-    return Finding(
-        id="trace.exited-first",
-        level=Level.FAIL,
-        title="; ".join(parts),
-        where=_where(verdict.outliers),
-        fix=_end_of_log(request, verdict.outliers),
-    )
-
-
-def _end_of_log(request: Request, positions: Sequence[Position]) -> Fix:
-    log = "its log" if len(positions) == 1 else "their logs"
-    if all(position.state == "raised" for position in positions):
-        return Fix(text=f"read the traceback at the end of {log}")
-    return Fix(
-        text=f"read the end of {log}; if there is a core, find out what crashed",
-        commands=(f"{request.program} core-bt",),
-    )
-
-
-def _again(request: Request, *words: str) -> str:
-    return remedies.again(request.program, request.cluster, *words)
-
-
-def _ended(position: Position) -> str:
-    return f"was {end_of(position)}" if position.state == "died" else end_of(position)
-
-
-def _ended_first(position: Position) -> str:
-    if position.state == "raised":
-        return end_of(position).replace("raised", "was the first to exit: it raised", 1)
-    return f"{_ended(position)} first"
+    fix = _end_of_log(request, verdict.outliers)
+    return Finding(id="trace.exited-first", level=Level.FAIL, title="; ".join(parts), fix=fix)
 
 
 def _elsewhere(request: Request, verdict: RunVerdict) -> Finding:
     outliers, others = verdict.outliers, verdict.others
-    may_be_fine = outliers[0].kind == others[0].kind == "" or are_young(outliers)
+    may_be_fine = outliers[0].place.kind == others[0].place.kind == "" or are_young(outliers)
     place = f"{who(outliers)} {_are(outliers)} at a different line than the others"
-    return Finding(
-        id="trace.elsewhere",
-        level=Level.WARN if may_be_fine else Level.FAIL,
-        title=f"{place}: {does(outliers[0])}; {_wait(others)}",
-        where=_where(outliers),
-        fix=_stacks(request, verdict.outliers),
-    )
+    level, title = Level.WARN if may_be_fine else Level.FAIL, f"{place}: {does(outliers[0])}; {_wait(others)}"
+    return Finding(id="trace.elsewhere", level=level, title=title, fix=_stacks(request, outliers))
 
 
 def _same_place(request: Request, verdict: RunVerdict) -> Finding:
     first = verdict.others[0]
-    if first.kind == COMM:
+    if first.place.kind == COMM:
         title = f"the last lines cannot decide: all ranks are {waits(first)}"
         detail = "No rank is elsewhere: a message was lost, an earlier collective differs, or a link or a GPU is stuck."
         fix: Fix | None = Fix(
             text="count how often each rank called it; in the next run, record the lines of torch too",
             commands=(
-                _again(request, "trace", "show", "--count", shlex.quote(first.operation)),
+                _again(request, "trace", "show", "--count", shlex.quote(first.place.operation)),
                 f"{request.program} trace py --include torch -- train.py",
             ),
         )
     else:
         title = f"all ranks are {waits(first)}, which is not a collective"
-        detail = "" if first.state == "died" else "It may just be a slow line: run this again in a minute."
+        detail = "" if first.process.state == "died" else "It may just be a slow line: run this again in a minute."
         fix = _stacks(request, verdict.others)
-    where = _where(verdict.others)
-    return Finding(id="trace.same-place", level=Level.UNKNOWN, title=title, detail=detail, where=where, fix=fix)
+    return Finding(id="trace.same-place", level=Level.UNKNOWN, title=title, detail=detail, fix=fix)
 
 
 def _undecided(request: Request, verdict: RunVerdict) -> Finding:
     groups = by_place(verdict.others)
     parts = [f"{briefly(group)} {does(group[0])}" for group in groups[:4]]
     more = f"; {len(groups) - 4} more places" if len(groups) > 4 else ""
-    return Finding(
-        id="trace.undecided",
-        level=Level.UNKNOWN,
-        title="the last lines cannot decide which rank is stuck: " + "; ".join(parts) + more,
-        where=_where(verdict.others),
-        fix=_stacks(request, verdict.others),
-    )
+    title = "the last lines cannot decide which rank is stuck: " + "; ".join(parts) + more
+    return Finding(id="trace.undecided", level=Level.UNKNOWN, title=title, fix=_stacks(request, verdict.others))
 
 
 def _last_line(request: Request, verdict: RunVerdict) -> Finding:
-    (position,) = verdict.others
-    is_gone = position.state != "running"
-    return Finding(
-        id="trace.last-line",
-        level=Level.FAIL if is_gone else Level.UNKNOWN,
-        title=f"{who([position])} {f'{_ended(position)}, last' if is_gone else 'is'} {does(position)}",
-        detail="" if is_gone else "It is the only process: no other to compare it with.",
-        where=_where([position]),
-        fix=_end_of_log(request, verdict.others) if is_gone else _stacks(request, verdict.others),
-    )
+    (member,) = verdict.others
+    level, title, detail = Level.UNKNOWN, "is", "It is the only process: no other to compare it with."
+    if member.process.state != "running":
+        level, title, detail = Level.FAIL, f"{_ended(member)}, last", ""
+    fix = (_end_of_log if level is Level.FAIL else _stacks)(request, verdict.others)
+    title = f"{who(verdict.others)} {title} {does(member)}"
+    return Finding(id="trace.last-line", level=level, title=title, detail=detail, fix=fix)
 
 
 def _no_lines(request: Request, verdict: RunVerdict) -> Finding:
@@ -205,7 +149,7 @@ def _no_lines(request: Request, verdict: RunVerdict) -> Finding:
     )
 
 
-_MAKERS = {
+_FINDINGS = {
     Outcome.STUCK: _outside,
     Outcome.STRAGGLER: _outside,
     Outcome.GONE: _gone,
@@ -218,16 +162,44 @@ _MAKERS = {
 }
 
 
-def _are(positions: Sequence[Position]) -> str:
-    return "is" if len(positions) == 1 else "are"
+def _end_of_log(request: Request, members: Sequence[Member]) -> Fix:
+    log = "its log" if len(members) == 1 else "their logs"
+    if all(member.process.state == "raised" for member in members):
+        return Fix(text=f"read the traceback at the end of {log}")
+    text = f"read the end of {log}; if there is a core, find out what crashed"
+    return Fix(text=text, commands=(f"{request.program} core-bt",))
 
 
-def _wait(positions: Sequence[Position]) -> str:
+def _stacks(request: Request, members: Sequence[Member]) -> Fix | None:
+    if all(member.process.state == "running" for member in members):
+        return Fix(text="the job is still running: show the whole stacks", commands=(_again(request, "pyspy-all"),))
+    return None
+
+
+def _again(request: Request, *words: str) -> str:
+    return remedies.again(request.program, request.cluster, *words)
+
+
+def _ended(member: Member) -> str:
+    return f"{'was ' * (member.process.state == 'died')}{end_of(member.process.state, member.process.error)}"
+
+
+def _ended_first(member: Member) -> str:
+    if member.process.state == "raised":
+        return _ended(member).replace("raised", "was the first to exit: it raised", 1)
+    return f"{_ended(member)} first"
+
+
+def _are(members: Sequence[Member]) -> str:
+    return "is" if len(members) == 1 else "are"
+
+
+def _wait(members: Sequence[Member]) -> str:
     """Format the places where the others wait, the most common first."""
-    groups = by_place(positions)[::-1]
+    groups = by_place(members)[::-1]
     parts = [
         f"{briefly(group)} {'waits' if len(group) == 1 else 'wait'} {waits(group[0])}"
-        if group[0].operation
+        if group[0].place.operation
         else f"{briefly(group)} {_are(group)} {waits(group[0])}"
         for group in groups[:2]
     ]
@@ -258,65 +230,47 @@ def _not_traced(run: Run) -> Iterator[Finding]:
 
 def _nothing_recorded(request: Request, nodes: Sequence[NodeLines]) -> Finding:
     searched = tuple(dict.fromkeys(path for node in nodes for path in node.searched)) or request.paths
+    again = (f"{request.program} trace py -- train.py", "torchrun --nproc-per-node 8 -m distdiag trace py -- train.py")
     return Finding(
         id="trace.no-recording",
         level=Level.UNKNOWN,
         title=f"no recorded lines in {', '.join(searched[:_PATHS])}",
         where=Where(hosts=tuple(node.host for node in nodes)),
-        fix=Fix(
-            text="run the job with trace py, which records its lines",
-            commands=(
-                f"{request.program} trace py -- train.py",
-                "torchrun --nproc-per-node 8 -m distdiag trace py -- train.py",
-            ),
-        ),
+        fix=Fix(text="run the job with trace py, which records its lines", commands=again),
     )
 
 
-def _unread(nodes: Sequence[NodeLines]) -> Iterator[Finding]:
-    files = [(node.host, path, why) for node in nodes for path, why in node.unread]
-    if files:
-        _, path, why = files[0]
-        yield Finding(
-            id="trace.unread",
-            level=Level.UNKNOWN,
-            title=f"{len(files)} file{'s' if len(files) > 1 else ''} could not be read: {path}: {why}",
-            where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files))),
-            evidence=tuple(map(": ".join, files[1:_PATHS])),
-        )
+def _unread(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
+    """Report unreadable files, those left out, and other users' files, which are untrusted and so not read."""
+    unread = [(node.host, path, why) for node in nodes for path, why in node.unread]
+    if unread:
+        title = f"{counted(len(unread), 'file')} could not be read: {': '.join(unread[0][1:])}"
+        where, evidence = _hosts_of(unread), tuple(map(": ".join, unread[1:_PATHS]))
+        yield Finding(id="trace.unread", level=Level.UNKNOWN, title=title, where=where, evidence=evidence)
     left_out = sum(node.left_out for node in nodes)
     if left_out:
         yield Finding(id="trace.too-many", level=Level.INFO, title=f"{left_out} older files were not read")
-
-
-def _of_other_users(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
-    """Report other users' files: untrusted, so not read."""
-    files = [(node.host, path, why) for node in nodes for path, why in node.not_ours]
-    if files:
-        _, path, why = files[0]
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    foreign = [(node.host, path, why) for node in nodes for path, why in node.not_ours]
+    if foreign:
+        _, path, why = foreign[0]
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        named = f"{request.program} trace show {shlex.quote(path)}"
         yield Finding(
             id="trace.other-user",
             level=Level.WARN,
             title=f"{path}{more} not read: {why}",
             detail="Only files of the user who runs the job are read.",
-            where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files))),
-            evidence=tuple(map(": ".join, files[1:_PATHS])),
-            fix=Fix(
-                text="if that user runs the job, name the file or folder",
-                commands=(f"{request.program} trace show {shlex.quote(path)}",),
-            ),
+            where=_hosts_of(foreign),
+            evidence=tuple(map(": ".join, foreign[1:_PATHS])),
+            fix=Fix(text="if that user runs the job, name the file or folder", commands=(named,)),
         )
 
 
-def _stacks(request: Request, positions: Sequence[Position]) -> Fix | None:
-    if all(position.state == "running" for position in positions):
-        return Fix(text="the job is still running: show the whole stacks", commands=(_again(request, "pyspy-all"),))
-    return None
+def _hosts_of(files: Sequence[tuple[str, str, str]]) -> Where:
+    return Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files)))
 
 
-def _where(positions: Sequence[Position]) -> Where:
-    members = [position.member for position in positions]
+def _where(members: Sequence[Member]) -> Where:
     return Where(
         hosts=tuple(dict.fromkeys(member.host for member in members)),
         ranks=tuple(member.rank for member in members if member.rank is not None),
@@ -326,45 +280,40 @@ def _where(positions: Sequence[Position]) -> Where:
 
 def _rings(request: Request, run: Run) -> Iterator[Ring]:
     for member in run.members:
-        for process in (member.process, *member.helpers):
+        for process in member.processes:
+            helper = "" if process is member.process else f"pid {process.pid} "
             for thread in process.threads:
-                yield _ring(request, member, process, thread)
+                yield Ring(
+                    host=member.host,
+                    rank=member.rank,
+                    pid=process.pid,
+                    thread=f"{helper}{thread.name}",
+                    state=process.state,
+                    age_s=process.age_s,
+                    last=thread.last[-request.last :],
+                    matches=thread.matches,
+                    count=thread.count if request.count else None,
+                    kept=thread.kept,
+                    full=thread.kept >= process.lines,
+                )
 
 
-def _ring(request: Request, member: Member, process: Process, thread: Thread) -> Ring:
-    helper = "" if process is member.process else f"pid {process.pid} "
-    return Ring(
-        host=member.host,
-        rank=member.rank,
-        pid=process.pid,
-        thread=f"{helper}{thread.name}",
-        state=process.state,
-        age_s=process.age_s,
-        last=thread.last[-request.last :],
-        matches=thread.matches,
-        count=thread.count if request.count else None,
-        kept=thread.kept,
-        full=thread.kept >= process.lines,
-    )
-
-
-def _group(group: Sequence[Position]) -> Group:
-    first, where = group[0], _where(group)
-    line = first.line
-    ages_s = [position.member.process.age_s for position in group]
+def _group(group: Sequence[Member]) -> Group:
+    where, place = _where(group), group[0].place
+    ages_s = [member.process.age_s for member in group if member.process.age_s is not None]
     return Group(
         ranks=where.ranks,
         pids=where.pids,
         hosts=where.hosts,
-        kind=first.kind,
-        operation=first.operation,
-        file=line.file if line is not None else "",
-        line=line.line if line is not None else 0,
-        function=line.function if line is not None else "",
-        source=first.user.source if first.user is not None else "",
-        library=spot(first.library) if first.library is not None else "",
-        state=first.state,
-        oldest_age_s=max((age_s for age_s in ages_s if age_s is not None), default=None),
+        kind=place.kind,
+        operation=place.operation,
+        file=place.line.file if place.line is not None else "",
+        line=place.line.line if place.line is not None else 0,
+        function=place.line.function if place.line is not None else "",
+        source=place.user.source if place.user is not None else "",
+        library=spot(place.library) if place.library is not None else "",
+        state=group[0].process.state,
+        oldest_age_s=max(ages_s, default=None),
     )
 
 
@@ -375,9 +324,8 @@ def _summary(verdicts: Sequence[RunVerdict], findings: Sequence[Finding]) -> str
                 return finding.title
     if not verdicts:
         return "no recorded lines"
-    newest_run = verdicts[-1]
-    if newest_run.outcome is Outcome.GOES_ON:
-        return f"{newest_run.run.name}: all ranks are making progress"
-    number = len(newest_run.positions)
-    ended = "the process finished" if number == 1 else f"all {number} processes finished"
-    return f"{newest_run.run.name}: {ended}"
+    run = verdicts[-1].run
+    if verdicts[-1].outcome is Outcome.GOES_ON:
+        return f"{run.name}: all ranks are making progress"
+    number = len(run.members)
+    return f"{run.name}: {'the process finished' if number == 1 else f'all {number} processes finished'}"

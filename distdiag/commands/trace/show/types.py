@@ -25,7 +25,6 @@ class Request:
     count: str = ""
     all_runs: bool = False
     verbose: bool = False
-    follow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,14 @@ import time
 from typing import TYPE_CHECKING
 
 from distdiag.commands.trace.show.classify import COMM, latest_helper
-from distdiag.diagnosis.wording import format_members
+from distdiag.diagnosis.wording import format_age, format_members
 from distdiag.knowledge.frames import library_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.trace.show.classify import Position
+    from distdiag.commands.trace.show.classify import Member
     from distdiag.commands.trace.show.collect import Line
-
-_SHORT = 60
 
 
 def spot(line: Line) -> str:
@@ -25,69 +23,60 @@ def spot(line: Line) -> str:
     return f"`{line.function}` {file}:{line.line}"
 
 
-def who(positions: Sequence[Position]) -> str:
+def who(members: Sequence[Member]) -> str:
     """Format members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
-    return format_members([(of.member.rank, of.member.process.pid, of.member.host) for of in positions])
+    return format_members([(member.rank, member.process.pid, member.host) for member in members])
 
 
-def briefly(positions: Sequence[Position]) -> str:
+def briefly(members: Sequence[Member]) -> str:
     """Format members without hosts: "ranks 0-1,3"."""
-    return format_members(
-        [(of.member.rank, None if of.member.rank is not None else of.member.process.pid, "") for of in positions]
-    )
+    return format_members([(at.rank, at.process.pid if at.rank is None else None, "") for at in members])
 
 
-def does(position: Position) -> str:
+def does(member: Member) -> str:
     """Format a member's last line: its place, its source, how long ago; and the worker that it waits for."""
-    line = position.line
+    place, line = member.place, member.place.line
     if line is None:
         return "without a recorded line"
-    inside = f", inside {spot(position.library)}" if position.library is not None and position.user is not None else ""
-    latest = latest_helper(position)
+    inside = f", inside {spot(place.library)}" if place.library is not None and place.user is not None else ""
+    latest = latest_helper(member)
     worker = "" if latest is None else f"; its worker, pid {latest[0].pid}, is at {spot(latest[1])}{_source(latest[1])}"
-    return f"at {spot(line)}{_source(position.user)}{inside}{_since(position)}{worker}"
+    return f"at {spot(line)}{_source(place.user)}{inside}{_since(member)}{worker}"
 
 
-def waits(position: Position) -> str:
+def waits(member: Member) -> str:
     """Format where a waiting member is: "in `all_reduce` called from `train_step train.py:25`"."""
-    if position.line is None:
+    place = member.place
+    if place.line is None:
         return "at an unknown location"
-    name = f"in `{position.operation}` called from " if position.operation and position.kind == COMM else "at "
-    return f"{name}{spot(position.line)}{_since(position)}"
+    name = f"in `{place.operation}` called from " if place.operation and place.kind == COMM else "at "
+    return f"{name}{spot(place.line)}{_since(member)}"
 
 
 def _source(line: Line | None) -> str:
     return f" (`{shortened(line.source)}`)" if line is not None and line.source else ""
 
 
-def _since(position: Position) -> str:
-    age_s = position.member.process.age_s
-    return f", for {seconds(age_s)}" if position.state == "running" and age_s is not None and age_s >= 1 else ""
+def _since(member: Member) -> str:
+    age_s = member.process.age_s
+    return f", for {format_age(age_s)}" if member.process.state == "running" and age_s and age_s >= 1 else ""
 
 
-def state_of(position: Position) -> str:
+def state_of(member: Member) -> str:
     """Format a process's state: "running, last line 35 s ago", "killed or crashed, last line at 14:02:11.300"."""
-    process = position.member.process
+    process = member.process
     if process.state == "running":
-        return f"running, last line {seconds(process.age_s)} ago" if process.age_s is not None else "running"
+        return f"running, last line {format_age(process.age_s)} ago" if process.age_s is not None else "running"
     newest = max((thread.last[-1].at_s for thread in process.threads if thread.last), default=0.0)
-    return f"{end_of(position)}, {f'last line at {clock(newest)}' if newest else 'no line recorded'}"
+    return f"{end_of(process.state, process.error)}, " + (
+        f"last line at {clock(newest)}" if newest else "no line recorded"
+    )
 
 
-def end_of(position: Position) -> str:
-    """Format how its process ended: "finished", "raised ValueError: no", "killed or crashed"."""
-    if position.state == "raised":
-        return f"raised {shortened(position.member.process.error.splitlines()[0], 70)}"
-    return "finished" if position.state == "ended" else "killed or crashed"
-
-
-def seconds(value: float) -> str:
-    """Format a time: "0.4 s", "35 s", "12 min", "3.1 h"."""
-    if value < 10:
-        return f"{value:.1f} s"
-    if value < 120:
-        return f"{value:.0f} s"
-    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+def end_of(state: str, error: str) -> str:
+    """Format how a process ended: "finished", "raised ValueError: no", "killed or crashed"."""
+    ends = {"raised": f"raised {shortened(error.partition(chr(10))[0], 70)}", "ended": "finished"}
+    return ends.get(state, "killed or crashed")
 
 
 def clock(at_s: float) -> str:
@@ -95,6 +84,6 @@ def clock(at_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at_s)) + f".{int(at_s % 1 * 1000):03d}"
 
 
-def shortened(source: str, room: int = _SHORT) -> str:
+def shortened(source: str, room: int = 60) -> str:
     """Cut a line of source."""
     return source if len(source) <= room else source[: room - 3] + "..."

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from distdiag.facts import blocked_threads, carried_tools, machine, private_files, procs, programs
 from distdiag.facts.blocked_threads import Thread  # noqa: TC001 - decoded by its annotations
 from distdiag.facts.descriptors import Look
-from distdiag.facts.socket_owners import Network, Person, networks, people
+from distdiag.facts.socket_owners import Network, PeerProcess, networks, peer_processes
 from distdiag.facts.strace.log import read_logs
 from distdiag.facts.strace.types import Logs, ThreadLog
 from distdiag.jobs.collect import facts
@@ -95,7 +95,7 @@ class Reply:
     attached: tuple[Attached, ...] = ()
     traced: tuple[Traced, ...] = ()
     networks: tuple[Network, ...] = ()
-    people: tuple[Person, ...] = ()
+    peer_processes: tuple[PeerProcess, ...] = ()
 
 
 def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
@@ -114,7 +114,7 @@ def _attach(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
     look = Look()
     found = networks(ask["near"], look)
     mentioned = {socket.pid for network in found for socket in network.sockets}
-    tell(Reply(networks=found, people=people(mentioned.difference(ask["near"]))))
+    tell(Reply(networks=found, peer_processes=peer_processes(mentioned.difference(ask["near"]))))
     before = [_before(pid, look) for pid in ask["pids"]]
     straces = [_Strace(process, ask) for process in before]
     deadline = time.monotonic() + _ATTACH_S

@@ -97,7 +97,7 @@ def trace_sys(
         attaches = chooses or bool(keep_logs or save) or bool(cluster.typed())
         output = Output(json=as_json, strict=strict)
         deliver(
-            COMMAND, lambda: _judge_logs(request(), paths, attaches), lambda told: trace_sys_view(told.data), output
+            COMMAND, lambda: _judge_logs(request(), paths, attaches), lambda report: trace_sys_view(report.data), output
         )
 
     def asked() -> Request:

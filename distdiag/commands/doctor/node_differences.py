@@ -136,7 +136,7 @@ _SAID_BY = {
 """Findings about a single node that cover the same difference."""
 
 
-def odd_findings(
+def difference_findings(
     nodes: Sequence[NodeDoctor], said: Mapping[str, Collection[str]]
 ) -> tuple[list[Finding], list[DifferenceRow]]:
     """Compare the nodes: findings, the most harmful first, and a row for each differing fact.
@@ -151,14 +151,14 @@ def odd_findings(
     groups: dict[tuple[str, Level, tuple[str, ...]], list[Difference]] = {}
     for kind, difference in found:
         level = _level(kind, difference)
-        if _is_said(difference, said):
+        if _is_reported(difference, said):
             continue
-        groups.setdefault((kind, level, _odd(difference)), []).append(difference)
+        groups.setdefault((kind, level, _outliers(difference)), []).append(difference)
     findings = [_finding(kind, level, odd, group) for (kind, level, odd), group in groups.items()]
     return findings, [_row(kind, difference) for kind, difference in found]
 
 
-def _is_said(difference: Difference, said: Mapping[str, Collection[str]]) -> bool:
+def _is_reported(difference: Difference, said: Mapping[str, Collection[str]]) -> bool:
     label = difference.fact.lstrip("~")
     ids = ("nic-down", "no-network") if label.startswith("state of ") else _SAID_BY.get(label, ())
     hosts = {host for id_ in ids for host in said.get(f"{COMMAND}.{id_}", ())}
@@ -343,7 +343,7 @@ def _level(kind: str, difference: Difference) -> Level:
     return _KINDS[kind].level
 
 
-def _odd(difference: Difference) -> tuple[str, ...]:
+def _outliers(difference: Difference) -> tuple[str, ...]:
     """Return the hosts without the majority value; () without a majority."""
     most = len(difference.common_hosts)
     return () if any(len(hosts) >= most for _, hosts in difference.others) else difference.odd_hosts
@@ -380,5 +380,5 @@ def _line(difference: Difference) -> str:
 def _row(kind: str, difference: Difference) -> DifferenceRow:
     values = {difference.common: difference.common_hosts, **dict(difference.others)}
     return DifferenceRow(
-        id=f"{COMMAND}.differs.{kind}", fact=difference.fact.lstrip("~"), values=values, outliers=_odd(difference)
+        id=f"{COMMAND}.differs.{kind}", fact=difference.fact.lstrip("~"), values=values, outliers=_outliers(difference)
     )
