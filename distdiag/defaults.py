@@ -1,8 +1,9 @@
 """Defaults for options from DISTDIAG_* variables, ./distdiag.toml and ~/.config/distdiag/config.toml, in this order.
 
 Top-level options of a file apply to every command that has them, options in a table ([hang], [trace.blocked]) to that
-command. A file is read only if no user but this one and root can have written it: `setup`, `via` and `python` run
-programs.
+command. A file is read only if no user but this one and root can have written it. The folder's file may be part of a
+cloned repository: its options that run programs, log in elsewhere or write files apply only if the user's file lists
+the folder under `trust`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 PREFIX = "DISTDIAG_"
 INTERNAL = {"DISTDIAG_LINES", "DISTDIAG_OVERFLOW", "DISTDIAG_RUN", "DISTDIAG_TOKEN", "DISTDIAG_NONCE"}
@@ -24,16 +25,27 @@ _NEEDS = {"via": ("hosts", "hostfile"), "launcher": ("hosts", "hostfile")} | dic
     ("namespace", "context", "container", "kube_debug"), ("kube",)
 )
 """Options invalid without one of these selectors; defaults for these apply only with one."""
+TRUST = "trust"
+"""In the user's file: folders whose distdiag.toml may set any option."""
+_HARMLESS_ON_HOSTS = ("fanout", "host_timeout")
+_ACTS = ("exe", "inject", "master_addr", "native", "on_stall", "sanitizer", "sbatch", "trigger")
+"""Options that run a program, connect elsewhere, or stop, pause or write to processes."""
 
 
 @dataclass(frozen=True)
 class Default:
-    """The value of one option, and the variable or file that sets it. `parameter`: its name in the command."""
+    """The value of one option, and the variable or file that sets it.
+
+    Attributes:
+        parameter: its name in the command.
+        is_refused: it needs trust, and the user's file does not trust the folder.
+    """
 
     option: str
     parameter: str
     value: Any
     origin: str
+    is_refused: bool = False
 
     @property
     def shown(self) -> str:
@@ -49,6 +61,7 @@ class File:
     path: str
     values: Mapping[str, Any]
     ignored: str = ""
+    is_trusted: bool = True
 
 
 def paths() -> tuple[str, str]:
@@ -68,7 +81,15 @@ def exist() -> bool:
 
 def files() -> tuple[File, ...]:
     """Read the existing files, highest priority first. Raises ValueError for invalid TOML."""
-    return tuple(_read(path) for path in paths() if os.path.exists(path))
+    here, own = (_read(path) if os.path.exists(path) else None for path in paths())
+    if here:
+        trusted = own.values.get(TRUST, []) if own else []
+        if not isinstance(trusted, list) or not all(isinstance(folder, str) for folder in trusted):
+            raise ValueError(f"{paths()[1]}: {TRUST} takes a list of folders")
+        folder = os.path.realpath(os.path.dirname(here.path))
+        is_trusted = folder in [os.path.realpath(os.path.expanduser(each)) for each in trusted]
+        here = replace(here, is_trusted=is_trusted)
+    return tuple(file for file in (here, own) if file)
 
 
 def chosen(command: str, parameters: Sequence[Any], given: Container[str], read: Sequence[File]) -> tuple[Default, ...]:
@@ -89,7 +110,7 @@ def chosen(command: str, parameters: Sequence[Any], given: Container[str], read:
 
     found: dict[str, Default] = {}
     for default in of_command(command, parameters, read):
-        if default.parameter not in given:
+        if default.parameter not in given and not default.is_refused:
             found.setdefault(default.parameter, default)
     is_decided = "from_" in given or identify(os.environ) is not None
     hosts = {each.name for each in parameters if getattr(each, "rich_help_panel", "") == "Hosts"} if is_decided else ()
@@ -101,6 +122,14 @@ def chosen(command: str, parameters: Sequence[Any], given: Container[str], read:
         return name not in _NEEDS or not selectors.isdisjoint(_NEEDS[name])
 
     return tuple(default for name, default in found.items() if name not in hosts and is_used(name))
+
+
+def refusal(options: Iterable[str]) -> str:
+    """Return the line about options that need trust; "" without any."""
+    names = sorted(set(options))
+    here, own = paths()
+    how = f'to allow: {TRUST} = ["{os.path.dirname(here)}"] in {own}'
+    return f"{here}: {', '.join(names)} ignored; {how}" if names else ""
 
 
 def of_command(command: str, parameters: Sequence[Any], read: Sequence[File]) -> Iterator[Default]:
@@ -120,7 +149,14 @@ def of_command(command: str, parameters: Sequence[Any], read: Sequence[File]) ->
         for name, parameter in options.items():
             value = own.get(name, file.values.get(name))
             if value is not None and not isinstance(value, dict):
-                yield Default(f"--{name}", parameter.name, _fit(value, parameter, file.path), file.path)
+                is_refused = not file.is_trusted and _needs_trust(parameter)
+                yield Default(f"--{name}", parameter.name, _fit(value, parameter, file.path), file.path, is_refused)
+
+
+def _needs_trust(parameter: Any) -> bool:  # noqa: ANN401 - Typer's option is private
+    """Return whether an option runs programs, logs in elsewhere or writes files."""
+    is_for_hosts = getattr(parameter, "rich_help_panel", "") == "Hosts" and parameter.name not in _HARMLESS_ON_HOSTS
+    return is_for_hosts or parameter.name in _ACTS or parameter.metavar in ("DIR", "FILE")
 
 
 def _table(values: Mapping[str, Any], command: str) -> Mapping[str, Any]:

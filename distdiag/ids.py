@@ -211,7 +211,7 @@ class Id(StrEnum):
     HANG_SLOW = "hang.slow", "warn", "a rank is outside of the collective, and the others have not waited for long"
     HANG_STOPPED = "hang.stopped", "fail", "a rank is stopped: by a signal, a debugger or a frozen cgroup"
     HANG_STORAGE = "hang.storage", "fail", "a rank waits for a file system that does not answer"
-    HANG_UNKNOWN = "hang.unknown", "unknown", "the sources do not decide, or disagree; the fix names what would decide"
+    HANG_UNKNOWN = "hang.unknown", "unknown", "the sources do not decide, or disagree; the fix has the command that decides"
     HANG_UNREADABLE = "hang.unreadable", "unknown", "a process cannot be read: permission denied"
     HANG_UNSEEN = "hang.unseen", "unknown", "ranks of the job were not found: exited, or on other hosts"
     HOSTS_AUTH = "hosts.auth", "unknown", "a host refused the login"

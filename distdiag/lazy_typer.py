@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import _completion_classes, _completion_shared
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
 
 _FOLDED = {"Hosts": (("hosts", "slurm_job", "kube"), "All host options: distdiag help hosts")}
 """Panels of options that -h shows in part: these options, and where the others are."""
+_ZSH = (
+    _completion_shared.COMPLETION_SCRIPT_ZSH.partition("\ncompdef ")[0]
+    + """
+if [ "$funcstack[1]" = _%(prog_name)s ]; then
+  %(complete_func)s "$@"
+else
+  compdef %(complete_func)s %(prog_name)s
+fi
+"""
+)
+"""Typer's script completes nothing at the first TAB if zsh autoloads it."""
+_completion_shared._completion_scripts["zsh"] = _completion_classes.ZshComplete.source_template = _ZSH
 
 
 @dataclass(frozen=True)
@@ -244,6 +257,10 @@ class _Command(TyperCommand):
             for file in files:
                 if file.ignored:
                     say(f"distdiag: {file.path} is ignored: {file.ignored}")
+            of_command = defaults.of_command(name, self.params, files)
+            refused = (each.option for each in of_command if each.is_refused and each.parameter not in given)
+            if why := defaults.refusal(refused):
+                say(f"distdiag: {why}")
             return defaults.chosen(name, self.params, given, files)
         except ValueError as wrong:
             raise typer.BadParameter(str(wrong)) from wrong

@@ -68,6 +68,13 @@ def parse_numbers(texts: Iterable[str], option: str, noun: str, plural: str) -> 
     return tuple(sorted(found))
 
 
+def split_pids(words: Iterable[str]) -> tuple[list[str], list[int]]:
+    """Separate names of files from process ids; an existing file wins."""
+    words = list(words)
+    paths = [word for word in words if not re.fullmatch(r"[1-9][0-9]{0,9}", word) or os.path.lexists(word)]
+    return paths, [int(word) for word in words if word not in paths]
+
+
 _output_option = functools.partial(typer.Option, rich_help_panel="Output")
 JsonOpt = Annotated[bool, _output_option("--json", help="Print a single JSON document to stdout.")]
 StrictOpt = Annotated[bool, _output_option("--strict", help="Treat warnings as failures (exit 1).")]
@@ -92,7 +99,7 @@ JobOpt = Annotated[
 UserOpt = Annotated[
     str, typer.Option("--user", metavar="NAME", help="Only this user's processes. [default: all visible]")
 ]
-TimeoutOpt = Annotated[
+StallOpt = Annotated[
     float,
     typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Fail when no rank makes progress for this long."),
 ]

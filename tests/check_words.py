@@ -62,6 +62,11 @@ WORDS = {
     r"\bmay not be\b(?= (?:read|used|opened|traced|seen))": "permission denied",
     r"\bunasked\b|\bunwished\b|\bwished\b|\bwish(?:es)?\b": "requested",
     r"\bfor good\b": "permanently",
+    r"\bnames (?:the|which|what|who|its|their)\b": "shows, finds, has",
+    r"\b(?:accus(?:e|es|ed|ing)|blam(?:e|es|ed|ing)|guilty)\b": "at fault, reported, identified",
+    r"(?:^|[.;:] )(?-i:Of) (?:a|an|each|all|the|two|several|its|these|those) ": "subject first",
+    r"\b(?:listed|shown|printed|put|look\w*) beside\b|\bbeside (?:it|them|that|this|these|those|each)\b": "next to, with",
+    r"\bthat (?:\w+ ){1,5}that (?:is|are|has|have|was|were|do|does|may|can)\b": "one fact per sentence",
     r"\bat an end\b|\bcame to (?:its|an) end\b|\bcomes to (?:its|an) end\b": "ended",
 }
 COMPILED = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in WORDS.items()]
@@ -73,6 +78,7 @@ NOT_TEXTS = {"pattern", "words", "source", "example", "name", "names"}
 ALLOWED: dict[tuple[str, str], str] = {
     ("diagnosis/stuck/types.py", "cannot tell"): "one of the four verdicts of a source",
     ("docs/commands/hang.md", "cannot tell"): "one of the four verdicts of a source",
+    ("docs/reference/json-data.md", "accused"): "a field of the JSON document",
 }
 
 

@@ -8,15 +8,6 @@ import sys
 from pathlib import Path
 
 NAMES = {"bash": "distdiag.bash", "zsh": "_distdiag", "fish": "distdiag.fish"}
-# Typer's file defines a function of another name than the file, so the first TAB of an autoloaded file does nothing.
-# Named like the file and called at the end, it completes at once; when sourced it registers itself.
-ZSH_END = """
-if [ "$funcstack[1]" = "_distdiag" ]; then
-  _distdiag "$@"
-else
-  compdef _distdiag distdiag
-fi
-"""
 
 
 def stub(shell: str) -> str:
@@ -24,11 +15,7 @@ def stub(shell: str) -> str:
     program = Path(sys.executable).with_name("distdiag")
     environment = {**os.environ, "_DISTDIAG_COMPLETE": f"source_{shell}"}
     done = subprocess.run([program], env=environment, capture_output=True, text=True, check=True, timeout=30)
-    text = done.stdout.strip() + "\n"
-    if shell != "zsh":
-        return text
-    lines = [line for line in text.splitlines() if not line.startswith("compdef ")]
-    return "\n".join(lines).replace("_distdiag_completion", "_distdiag").rstrip() + "\n" + ZSH_END
+    return done.stdout.strip() + "\n"
 
 
 def main() -> None:

@@ -230,7 +230,7 @@ def picture(folder: Path, command: str, *, without: str = "(?!)") -> None:
 @sample
 def gpu_test(folder: Path) -> str:
     """One of four ranks is stopped."""
-    return run(folder, "distdiag gpu-test --nproc 4 --timeout 5 --inject stop:2")
+    return run(folder, "distdiag gpu-test --nproc 4 --stall 5 --inject stop:2")
 
 
 @sample

@@ -21,12 +21,13 @@ COMMAND = "config"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A default: `commands` are those that take the option."""
+    """A default. `commands` take the option; `is_refused`: the folder's file needs trust for it."""
 
     option: str
     value: str
     origin: str
     commands: tuple[str, ...]
+    is_refused: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,11 @@ def config(ctx: typer.Context, as_json: JsonOpt = False) -> None:
         [trace.blocked]
         threads = "all"
 
-    A file that another user can write is ignored.
+    A file that another user can write is ignored. ./distdiag.toml may be part of a cloned repository: options that run
+    programs, log in elsewhere or write files apply only if ~/.config/distdiag/config.toml trusts the folder:
+
+    \b
+        trust = ["~/train"]
 
     Exit status: 0 nothing wrong, 2 a file is not TOML or has an option of no command.
 
@@ -83,15 +88,22 @@ def _report(ctx: typer.Context) -> Report[Config]:
     names = {name.split()[0] for name in commands}
     for file in read.values():
         for name, value in file.values.items():
-            if name not in (names if isinstance(value, dict) else options):
+            if name not in (names if isinstance(value, dict) else {*options, defaults.TRUST}):
                 what = "command" if isinstance(value, dict) else "option"
                 raise UsageError(f"{file.path}: there is no {what} {name}", hint="distdiag --help, distdiag help hosts")
     settings = [
-        Setting(option=each.option, value=each.shown, origin=each.origin, commands=tuple(names))
+        Setting(
+            option=each.option,
+            value=each.shown,
+            origin=each.origin,
+            commands=tuple(names),
+            is_refused=each.is_refused,
+        )
         for each, names in found.items()
     ]
     states = {path: (read[path].ignored or "read") if path in read else "absent" for path in defaults.paths()}
-    summary = counted(len(settings), "default")
+    refused = sum(each.is_refused for each in settings)
+    summary = counted(len(settings), "default") + f", {refused} of them ignored" * bool(refused)
     return Report(command=COMMAND, data=Config(settings=tuple(settings), files=states), findings=(), summary=summary)
 
 
@@ -110,14 +122,17 @@ def _commands(ctx: typer.Context) -> Iterator[tuple[str, list[Any]]]:
 def _view(report: Report[Config]) -> Iterator[RenderableType]:
     from rich.table import Column
 
+    from distdiag.defaults import refusal
     from distdiag.output import Whole, plain_table
 
     if report.data.settings:
         table = plain_table(*(Column(name, overflow="fold") for name in ("option", "value", "from", "commands")))
         for each in report.data.settings:
             few = ", ".join(each.commands) if len(each.commands) < 4 else f"{len(each.commands)} commands"
-            table.add_row(each.option, each.value, each.origin, few)
+            table.add_row(each.option, each.value, each.origin + " (ignored)" * each.is_refused, few)
         yield table
         yield ""
+    if why := refusal(each.option for each in report.data.settings if each.is_refused):
+        yield Whole(why)
     for path, state in report.data.files.items():
         yield Whole(f"{path}: {state}")

@@ -1,7 +1,7 @@
 """Ranks that slow down a running job, from how often each was sampled waiting. Pure.
 
 Ranks with equal work wait about equally often. A slow rank arrives last at each collective: it rarely waits, and the
-others wait in nearly all samples. A share needs many samples.
+others wait in nearly all samples. A share needs many samples; those of one step of training count once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.stack_classes import StackClass, classify_stack, user_frame
+from distdiag.facts.stack_types import steps_seen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,8 @@ _GAP = 0.3
 """Minimum difference of the shares of waiting samples."""
 _SURE = 3.2
 """Minimum difference in standard errors: equal ranks exceed it once in 1,400 comparisons."""
+_STEPS = 10
+"""Minimum steps to count steps in place of samples; fewer are seen in samples that are far apart."""
 _MINORITY = 1 / 3
 _WAITS = (StackClass.COMM, StackClass.GPU)
 _HINTS = ("comm", "gpu")
@@ -56,7 +59,8 @@ def find_slow(states: Sequence[RankState]) -> SlowRanks | None:
     gaps = [_share(waits[order[count]]) - _share(waits[order[count - 1]]) for count in range(1, most + 1)]
     count = gaps.index(max(gaps)) + 1
     slow, others = order[:count], order[count:]
-    if not _differ(waits[slow[-1]], waits[others[0]]):
+    steps = max(steps_seen(state.member.watched.samples) if state.member.watched else 0 for state in states)
+    if not _differ(waits[slow[-1]], waits[others[0]], steps if steps >= _STEPS else max(map(len, waits))):
         return None
     frame, at_frame = _usual_place(states[slow[0]], waits[slow[0]])
     return SlowRanks(
@@ -70,11 +74,11 @@ def find_slow(states: Sequence[RankState]) -> SlowRanks | None:
     )
 
 
-def _differ(fewer: Sequence[bool], more: Sequence[bool]) -> bool:
-    """Compare two shares with the two-proportion z-test."""
+def _differ(fewer: Sequence[bool], more: Sequence[bool], most: int) -> bool:
+    """Compare two shares with the two-proportion z-test; `most`: independent samples of each."""
     gap = _share(more) - _share(fewer)
     pooled = (sum(fewer) + sum(more)) / (len(fewer) + len(more))
-    error = math.sqrt(pooled * (1 - pooled) * (1 / len(fewer) + 1 / len(more)))
+    error = math.sqrt(pooled * (1 - pooled) * (1 / min(most, len(fewer)) + 1 / min(most, len(more))))
     return gap >= _GAP and gap >= _SURE * error
 
 

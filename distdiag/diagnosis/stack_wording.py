@@ -42,7 +42,7 @@ def place(frames: Sequence[Frame]) -> str:
 
 def samples_in_words(samples: int, interval_s: float) -> str:
     """Format the number of samples: "2 samples 1 s apart"."""
-    return "1 sample" if samples == 1 else f"{samples} samples {interval_s:g} s apart"
+    return "1 sample" if samples == 1 else f"{samples} samples {round(interval_s, 2):g} s apart"
 
 
 def who(members: Sequence[RankState]) -> str:

@@ -25,6 +25,8 @@ COUNTERS = re.compile(
 
 No other variables of a job's own code are kept, and these only if they are whole numbers.
 """
+_STEP = re.compile(r"step|iter|^batch")
+"""Of these, the names that count steps, not layers or micro-batches."""
 _PEER = ("src", "dst")
 _P2P_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 _P2P_FILE = "/torch/distributed/distributed_c10d.py"
@@ -173,6 +175,13 @@ def counters_and_peer(frames: Sequence[tuple[str, str, Numbers]]) -> tuple[tuple
             elif is_p2p and value >= 0:
                 peer = value
     return tuple(counters), peer
+
+
+def steps_seen(samples: Iterable[Sample]) -> int:
+    """Return in how many different training steps a process was sampled, by its loop counters; 0 without a counter."""
+    main = [sample.threads[0] for sample in samples if sample.threads]
+    seen = {tuple(each.value for each in thread.counters if _STEP.search(each.name)) for thread in main}
+    return len(seen - {()})
 
 
 def process_groups(tasks: Iterable[procs.Task]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from distdiag.facts import deadlines, polled_path, procs, stack_sampler, thread_places
 from distdiag.facts.activity import Meter
 from distdiag.facts.stack_sampler import SampleOptions
+from distdiag.facts.stack_types import steps_seen
 from distdiag.facts.syscall_names import MAY_WAIT_FOR_OWN
 from distdiag.jobs.collect import Watched
 
@@ -31,6 +32,8 @@ _SPINS_S = 10.5
 _BESIDE_S = 10.5
 """The same for threads that may wait for children or other threads, which may pause between downloads."""
 _STEP_S = 2.5
+_QUICK_S, _GLANCE_S, _STEPS = 0.25, 5.0, 10
+"""Pause between quick samples, how long to try them, and the different steps that make them as good as slow ones."""
 _BATON = "/torch/utils/file_baton.py"
 """torch's wait for another process that builds the same C++ extension."""
 _COLLECTIVE, _INNER = "/torch/distributed/", 8
@@ -47,11 +50,12 @@ class Sampling:
 
     Sampling of an unmoved process continues until it counts as stuck, for at most `longest_s`; the kernel's age of a
     sleep is no substitute, as tracers reset it. With `native` another sample has C frames, for which the process
-    is paused. `helpers`: also of the ranks' helper processes.
+    is paused. `is_quick`: sample faster if the job steps faster. `helpers`: also of the ranks' helper processes.
     """
 
     samples: int = 2
     interval_s: float = 1.0
+    is_quick: bool = False
     sample_s: float = 5.0
     longest_s: float = LONGEST_S
     native: bool = False
@@ -87,13 +91,15 @@ def sample(chosen: Sampled, how: Sampling, left_s: float, tell: Callable[[Watche
     """
     options = SampleOptions(timeout_s=how.sample_s, all_threads=how.all_threads)
     look = _Look(chosen, options)
-    for number in range(how.samples if how.samples > 1 else 1 - how.native):
-        if number:
-            time.sleep(max(0.0, look.began_s + number * how.interval_s - time.monotonic()))
-        look.sample(every=number == 0)
-        if number == 0 and how.samples > 1 and how.interval_s >= _LONG_S:
-            for watched in look.watched():  # keeps these if interrupted during a long pause
-                tell(watched)
+    count = how.samples if how.samples > 1 else 1 - how.native
+    if count:
+        look.sample(every=True)
+    if how.samples > 1 and how.interval_s >= _LONG_S:
+        for watched in look.watched():  # keeps these if interrupted during a long pause
+            tell(watched)
+    for number in range(look.sample_quickly(count) if how.is_quick else 1, count):
+        time.sleep(max(0.0, look.began_s + number * how.interval_s - time.monotonic()))
+        look.sample()
     if how.samples > 1:
         until = look.began_s + min(how.longest_s, left_s)
         while (pause_s := min(look.missing_s(how.longest_s), until - time.monotonic())) > 0:
@@ -131,6 +137,20 @@ class _Look:
             self._taken[pid].append(sample)
         if every:
             self._locate()
+
+    def sample_quickly(self, count: int) -> int:
+        """Take all samples quickly if each rank steps quickly, as samples of one step are not independent.
+
+        Otherwise keep one sample per second. Returns the number of samples.
+        """
+        for number in range(1, count):
+            time.sleep(max(0.0, self.began_s + number * _QUICK_S - time.monotonic()))
+            self.sample()
+            is_over = time.monotonic() - self.began_s > _GLANCE_S or number + 1 == count
+            if is_over and min((steps_seen(self._taken[pid]) for pid in self._ranks), default=0) < _STEPS:
+                self._taken = {pid: _a_second_apart(samples) for pid, samples in self._taken.items()}
+                return max(map(len, self._taken.values()))
+        return count
 
     def end(self) -> None:
         """Take the last readings; after long sampling also of helpers, as age is measured at its end."""
@@ -195,6 +215,14 @@ class _Look:
             )
             for pid, samples in self._taken.items()
         ]
+
+
+def _a_second_apart(samples: list[Sample]) -> list[Sample]:
+    kept = samples[:1]
+    for sample in samples:
+        if sample.at_s - kept[-1].at_s > 1.0 - _QUICK_S / 2:
+            kept.append(sample)
+    return kept
 
 
 def _has_moved(samples: list[Sample], *, waits: bool) -> bool:

@@ -142,7 +142,7 @@ def _still_at_work(late: list[RankTimeline], slow: list[RankTimeline], request: 
         detail="The timeout does not decide: other programs on the same cores are enough to cause this.",
         where=where(late),
         evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
-        fix=Fix(text="increase --timeout to decide", commands=(_longer(request),)),
+        fix=Fix(text="increase --stall to decide", commands=(_longer(request),)),
     )
 
 
@@ -208,7 +208,7 @@ def _fix_for_stuck(late: list[RankTimeline]) -> Fix:
 def _fix_for_starved(late: list[RankTimeline], request: Request) -> Fix:
     return Fix(
         text=f"it waits for data that other ranks have received: check the links of {late[0].host}; if they are only "
-        "slow, increase --timeout",
+        "slow, increase --stall",
         commands=(_longer(request), request.again(**request.less(), nccl_debug=""), request.pairs()),
     )
 
@@ -216,11 +216,11 @@ def _fix_for_starved(late: list[RankTimeline], request: Request) -> Fix:
 def _fix_for_late(late: list[RankTimeline], request: Request) -> Fix:
     has_stack = any(trace.inspection and trace.inspection.frames for trace in late)
     stack = "the stack above shows what it was doing" if has_stack else "see above why its stack could not be read"
-    return Fix(text=f"{stack}; if it was only slow, increase --timeout", commands=(_longer(request),))
+    return Fix(text=f"{stack}; if it was only slow, increase --stall", commands=(_longer(request),))
 
 
 def _longer(request: Request) -> str:
-    return request.again(timeout=f"{min(86400, request.timeout_s * 4):g}")
+    return request.again(stall=f"{min(86400, request.timeout_s * 4):g}")
 
 
 def standstill(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
@@ -237,7 +237,7 @@ def standstill(parts: Attribution, traces: list[RankTimeline], request: Request,
         title = f"all ranks are waiting in stage {stage} ({doing}): no progress for {course.stalled_s:.0f} s"
         detail = "No rank is behind the others: the data apparently does not get through."
         fix = Fix(
-            text="if the system is only slow, increase --timeout or send less; otherwise check which transport is used",
+            text="if the system is only slow, increase --stall or send less; otherwise check which transport is used",
             commands=(longer, request.again(**request.less(), nccl_debug=""), request.pairs()),
         )
         if busy:
@@ -247,7 +247,7 @@ def standstill(parts: Attribution, traces: list[RankTimeline], request: Request,
         detail = "They do not wait for each other there; each is held up on its own."
         if busy:
             detail += " Some compute or read files, so they may only be slow."
-        fix = Fix(text="the stack shows where; if it is only slow, increase --timeout", commands=(longer,))
+        fix = Fix(text="the stack shows where; if it is only slow, increase --stall", commands=(longer,))
     return [
         Finding(
             id=Shared.ALL_WAITING.of(request.command) if waiting else Shared.ALL_BUSY.of(request.command),

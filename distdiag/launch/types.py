@@ -129,12 +129,12 @@ class Request:
         return " ".join([self.program, "gpu-test", "--isolate", *where, *number])
 
     def again(self, *, extra: str = "", **changes: str) -> str:
-        """Return the command that repeats this with other options: again(timeout="120")."""
+        """Return the command that repeats this with other options: again(stall="120")."""
         typed: dict[str, object] = {
             "nproc": self.nproc,
             "backend": self.backend if self.backend is not Backend.AUTO else None,
             "device": self.device if self.device is not Device.AUTO else None,
-            "timeout": f"{self.timeout_s:g}" if self.timeout_s != Request.timeout_s else None,
+            "stall": f"{self.timeout_s:g}" if self.timeout_s != Request.timeout_s else None,
             "master-addr": self.master_addr or None,
             "master-port": self.master_port or None,
             "ifname": self.ifname or None,

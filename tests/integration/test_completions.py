@@ -24,6 +24,7 @@ def shell_home(tmp_path: Path) -> dict[str, str]:
         "XDG_DATA_HOME": str(tmp_path / "data"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "TERM": "dumb",
+        "PYTHONPATH": str(ROOT),
     }
 
 
@@ -72,7 +73,7 @@ def test_fish(shell_home: dict[str, str]) -> None:
 def documented(shell: str) -> str:
     """Return the line for the start file of a shell, from the page."""
     page = (ROOT / "docs" / "reference" / "completion.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith(f"| {shell} |"))
+    row = next(line for line in page.splitlines() if line.startswith(f"| {shell} |") and "_DISTDIAG_COMPLETE" in line)
     return row.split("`")[-2].replace("\\|", "|")
 
 
@@ -99,6 +100,19 @@ def test_the_documented_line_completes_in_fish(shell_home: dict[str, str]) -> No
         timeout=30,
     )
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["gpu-test"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_install_completion_completes_in_an_environment_activated_later(shell_home: dict[str, str], shell: str) -> None:
+    need(shell)
+    (Path(shell_home["HOME"]) / ".zshrc").write_text("")  # or zsh asks its questions for new users
+    environment = {**shell_home, "XDG_CONFIG_HOME": shell_home["HOME"] + "/.config"}
+    install = [shell, "-c", "distdiag --install-completion; true"]
+    subprocess.run(install, env=environment, check=True, capture_output=True, timeout=30)
+    folder = Path(sys.executable).parent
+    activate = f"set PATH {folder} $PATH" if shell == "fish" else f"PATH={folder}:$PATH"
+    inserted = "distdiag gpu-test" if shell == "bash" else "-test"
+    press_tab([shell, "-i"], environment | {"PATH": "/usr/bin:/bin"}, activate, "distdiag gpu", inserted)
 
 
 def test_the_files_are_what_the_program_generates(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_secrets_among_the_arguments_of_a_process_are_not_shown() -> None:
     with subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE) as process:
         wait_until(lambda: "token" in machine.command_line(process.pid), 10, lambda: "it is not started")
         assert machine.command_line(process.pid).endswith(" - --token *** ...")
-        assert "sesame" not in core_bt("--pid", str(process.pid)).out
+        assert "sesame" not in core_bt(str(process.pid)).out
         process.kill()
 
 

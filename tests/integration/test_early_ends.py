@@ -101,7 +101,7 @@ def test_a_module_in_the_working_directory_is_not_taken_for_pythons(tmp_path: Pa
         (["trace", "--json"], "trace"),
         (["trace", "blocked", "--json", "--no-such-option"], "trace blocked"),
         (["overflow", "show", "--no-such-option", "--json"], "overflow show"),
-        (["ports", "--timeout", "x", "--json"], "ports"),
+        (["ports", "--connect-timeout", "x", "--json"], "ports"),
     ],
 )
 def test_a_wrong_command_line_is_one_document_where_json_is_wanted(words: list[str], command: str) -> None:

@@ -41,7 +41,7 @@ def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
 
 @pytest.mark.alone
 def test_a_rank_that_does_not_come_is_named_alone_and_in_time() -> None:
-    result = gpu_test("--nproc", "3", "--timeout", "12", "--inject", "stop:1")
+    result = gpu_test("--nproc", "3", "--stall", "12", "--inject", "stop:1")
     assert result.code == 1
     assert list(result.findings) == ["rank-missing"]
     finding = result.findings["rank-missing"]
@@ -59,7 +59,7 @@ def test_a_torch_that_loads_and_loads_is_slow_and_one_that_does_nothing_is_stuck
 ) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(f"import time\nwhile True:\n    {works_by}\n    time.sleep(0.1)\n")
-    result = gpu_test("--nproc", "2", "--timeout", "2", env={"PYTHONPATH": str(tmp_path)})
+    result = gpu_test("--nproc", "2", "--stall", "2", env={"PYTHONPATH": str(tmp_path)})
     assert result.code == code
     assert {one: finding["level"] for one, finding in result.findings.items()} == {"all-busy": level}
 
@@ -81,7 +81,7 @@ def test_nccl_debug_keeps_what_each_rank_prints_also_one_that_is_killed() -> Non
 
 def assert_killed(stage: str, *arguments: str) -> Result:
     """Kill rank 1 in this stage: that is found, and nothing else."""
-    result = gpu_test("--nproc", "2", "--timeout", "20", "--inject", f"kill:1@{stage}", *arguments)
+    result = gpu_test("--nproc", "2", "--stall", "20", "--inject", f"kill:1@{stage}", *arguments)
     assert result.code == 1
     assert list(result.findings) == ["rank-died"]
     finding = result.findings["rank-died"]
@@ -119,7 +119,7 @@ def held_up() -> Iterator[dict[tuple[str, int, str], Result]]:
     try:
         for kind, rank, stage in HELD_UP:
             run = runs[kind, rank, stage] = Running(
-                "gpu-test", "--json", "--size", "4MiB", "--nproc", "2", "--timeout", "15", "--no-compute",
+                "gpu-test", "--json", "--size", "4MiB", "--nproc", "2", "--stall", "15", "--no-compute",
                 "--inject", f"{kind}:{rank}@{stage}",
             )  # fmt: skip
             run.wait_for(f"{stage}: all ranks")
@@ -155,7 +155,7 @@ def test_a_signal_from_another_program_gives_the_same_answer(
     number: signal.Signals, stage: str, finding: str, status: str
 ) -> None:
     # The buffer is large so that the reduction is still under way when the signal comes.
-    run = Running("gpu-test", "--nproc", "3", "--timeout", "15", "--size", "768MiB", "--json")
+    run = Running("gpu-test", "--nproc", "3", "--stall", "15", "--size", "768MiB", "--json")
     run.wait_for(f"{stage}: all ranks")
     os.kill(run.pid_of_rank(2), number)
     result = run.finish()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         ("--backend", "nccl", "--device", "cpu"),
         ("--size", "a lot"),
         ("--memory", "1.5"),
-        ("--timeout", "0"),
+        ("--stall", "0"),
         ("--inject", "burn:1"),
         ("--inject", "corrupt:1@memory"),
         ("--inject", "kill:2", "--nproc", "2"),
@@ -217,7 +217,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
 
 
 def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks() -> None:
-    run = Running("gpu-test", "--nproc", "2", "--json", "--timeout", "15", "--inject", "late:1@memory")
+    run = Running("gpu-test", "--nproc", "2", "--json", "--stall", "15", "--inject", "late:1@memory")
     run.wait_for("memory: all ranks")
     (agent,) = (line for line in run.left_behind() if "distdiag-agent" in line)
     os.kill(int(agent.partition(":")[0]), signal.SIGSTOP)
@@ -245,7 +245,7 @@ def test_too_few_descriptors_is_no_fault_of_the_job() -> None:
 
 def test_a_machine_without_loopback_is_told_so() -> None:
     need_mounts()
-    result = gpu_test("--timeout", "20", wrap=("unshare", "-n"))
+    result = gpu_test("--stall", "20", wrap=("unshare", "-n"))
     assert result.code == 1
     (finding,) = result.findings.values()
     assert finding["fix"]["commands"] == ["ip route show", "ip link set lo up"]

@@ -186,7 +186,7 @@ def test_cores_as_the_command_reads_them(core: Path, tmp_path: Path) -> None:
         for name, data in damaged(original[: 2**16], END_TO_END):
             yield (
                 name,
-                ["core-bt", "--timeout", "10", str(path)],
+                ["core-bt", "--tool-timeout", "10", str(path)],
                 lambda data=data: path.write_bytes(data[: 2**16] + original[2**16 :]),  # type: ignore[misc]
             )
 

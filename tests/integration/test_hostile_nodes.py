@@ -359,7 +359,7 @@ class Recorder:
         """Write the command line."""
         options = ["--hosts", f"{LIAR},{GOOD}", *self.via(script)]
         if "--nproc" in arguments:
-            options += ["--timeout", "20" if script == _RECORD else "1"]
+            options += ["--stall", "20" if script == _RECORD else "1"]
         return [*(one.format(**self.places) for one in arguments), *options]
 
     def streams(self, arguments: Sequence[str]) -> dict[str, bytes]:

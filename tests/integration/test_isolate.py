@@ -130,7 +130,7 @@ def test_two_ranks_cannot_be_told_apart() -> None:
 
 
 def test_a_rank_that_dies_meanwhile_is_named() -> None:
-    arguments = ("--nproc", "3", "--size", "256MiB", "--timeout", "20")
+    arguments = ("--nproc", "3", "--size", "256MiB", "--stall", "20")
     run = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *arguments)
     run.wait_for("pairs: all ranks")
     os.kill(run.pid_of_rank(2), signal.SIGKILL)
@@ -183,7 +183,7 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
 
 def test_a_rank_that_is_stopped_for_40_of_every_60_ms_is_named() -> None:
     """Its best times are as good as the others'."""
-    running = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *FOUR, "--timeout", "60")
+    running = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *FOUR, "--stall", "60")
     stopper = (
         "import os, signal, sys, time\n"
         "while True:\n"

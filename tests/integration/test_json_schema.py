@@ -81,8 +81,8 @@ def test_reports_on_a_hung_job(hung: Job, words: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "gpu-test --nproc 2 --timeout 20 --size 1MiB",
-        "gpu-test --nproc 2 --timeout 3 --inject kill:1@reduce --size 1MiB",
+        "gpu-test --nproc 2 --stall 20 --size 1MiB",
+        "gpu-test --nproc 2 --stall 3 --inject kill:1@reduce --size 1MiB",
         "gpu-test --isolate --nproc 2 --size 64KiB",
         "gpu-test --print-command slurm",
         "allreduce-bench --nproc 2 --sizes 1KiB",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from support import Result
 
-SMALL = ("--json", "--size", "1MiB", "--timeout", "20")
+SMALL = ("--json", "--size", "1MiB", "--stall", "20")
 MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
@@ -130,7 +130,7 @@ def test_ranks_started_by_srun(slurm: Slurm, job: int) -> None:
 
 
 def test_one_task_per_node_starts_its_own_ranks_and_names_the_stopped_one(slurm: Slurm, job: int) -> None:
-    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--timeout", "15", "--inject", "stop:3")
+    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--stall", "15", "--inject", "stop:3")
     assert result.code == 1
     assert result.findings["rank-missing"]["where"] == {
         "hosts": ["mn2"],
@@ -260,14 +260,14 @@ def test_ranks_of_two_torchrun_agents_with_a_fault(network: Network) -> None:
 
 def test_ranks_that_never_come_are_named() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 9999)}
-    result = Running("gpu-test", "--json", "--timeout", "2", env=alone).finish()
+    result = Running("gpu-test", "--json", "--stall", "2", env=alone).finish()
     assert result.code == 1
     assert result.findings["rank-missing"]["where"]["ranks"] == [1, 2]
 
 
 def test_a_master_addr_that_leads_elsewhere_is_at_fault_and_not_those_whom_it_misled() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "10.99.0.1"}
-    result = Running("gpu-test", "--json", "--timeout", "2", env=alone).finish()
+    result = Running("gpu-test", "--json", "--stall", "2", env=alone).finish()
     assert result.code == 1
     (finding,) = result.findings.values()
     assert "MASTER_ADDR=10.99.0.1 is not" in finding["title"]
@@ -276,7 +276,7 @@ def test_a_master_addr_that_leads_elsewhere_is_at_fault_and_not_those_whom_it_mi
 
 def test_a_rank_without_its_rank_0_says_so_and_ends() -> None:
     alone = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 9999)}
-    result = Running("gpu-test", "--timeout", "2", env=alone).finish()
+    result = Running("gpu-test", "--stall", "2", env=alone).finish()
     assert result.code == 3
     assert "did not find rank 0 at 127.0.0.1" in result.err
 
@@ -284,7 +284,7 @@ def test_a_rank_without_its_rank_0_says_so_and_ends() -> None:
 def test_a_rank_0_that_is_long_silent_is_not_taken_for_a_lost_node() -> None:
     need("mpirun.openmpi")
     mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2")
-    result = Running("gpu-test", *SMALL, "--timeout", "15", "--inject", "late:0@reduce", wrap=mpirun).finish()
+    result = Running("gpu-test", *SMALL, "--stall", "15", "--inject", "late:0@reduce", wrap=mpirun).finish()
     assert list(result.findings) == ["rank-missing"]
     assert result.findings["rank-missing"]["where"]["ranks"] == [0]
 
@@ -293,7 +293,7 @@ def test_ranks_that_a_launcher_ends_leave_one_document() -> None:
     """Of all that share stdout, rank 0 alone speaks."""
     need("mpirun.openmpi")
     # Rank 0 waits for the others: they are held up before they can find it.
-    running = Running("gpu-test", *SMALL, "--inject", "late:1@connect", "--timeout", "60", wrap=(*MPIRUN, "-np", "4"))
+    running = Running("gpu-test", *SMALL, "--inject", "late:1@connect", "--stall", "60", wrap=(*MPIRUN, "-np", "4"))
     running.wait_for("start: all ranks")
     running.process.terminate()
     result = running.finish()
@@ -306,7 +306,7 @@ def test_variables_that_are_left_over_from_another_job_are_told_of_the_ranks_tha
         '[ $OMPI_COMM_WORLD_RANK = 1 ] && export WORLD_SIZE=7 NCCL_ALGO=Ring || export MASTER_ADDR=10.99.0.1; exec "$@"'
     )
     wrap = (*MPIRUN, "-np", "2", "bash", "-c", stale, "bash")
-    result = Running("gpu-test", *SMALL, "--timeout", "60", wrap=wrap).finish()
+    result = Running("gpu-test", *SMALL, "--stall", "60", wrap=wrap).finish()
     assert (result.code, result.report["verdict"]) == (0, "warn")
     reported = result.findings["rank-variables"]["title"]
     assert "WORLD_SIZE=7 in rank 1" in reported

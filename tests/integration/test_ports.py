@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from support import Result
 
-SOON = ("--timeout", "1")  # no packet is lost by chance: who does not answer in a second never does
+SOON = ("--connect-timeout", "1")  # no packet is lost by chance: who does not answer in a second never does
 WEB = ("-c", "import http.server as h; h.HTTPServer(('', 29500), h.BaseHTTPRequestHandler).serve_forever()")
 
 

@@ -60,7 +60,7 @@ def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path:
         assert (
             next(line for line in shown if line.startswith("rank")) == "rank 2: python, no progress, step 3  <- stuck"
         )
-        native = job.look("--samples", "1", "--native", "--timeout", "60")
+        native = job.look("--samples", "1", "--native", "--sample-timeout", "60")
         assert outliers(native)[0][0] == [2]
         frames = next(one["frames"] for one in native.report["data"]["groups"] if 0 in one["ranks"])
         assert any("Work::wait" in frame["function"] for frame in frames)

@@ -39,7 +39,7 @@ def test_stopped_blocked_traced_dead_and_foreign_ranks_are_reported_in_time_and_
                 pids = [job.pid(rank) for rank in range(6)]
                 before = states(pids)
                 began = time.monotonic()
-                result = job.look("--timeout", str(TIMEOUT_S), "--interval", "0.1")
+                result = job.look("--sample-timeout", str(TIMEOUT_S), "--interval", "0.1")
                 assert time.monotonic() - began < TIMEOUT_S + 10
                 assert states(pids) == before
             finally:

@@ -39,7 +39,7 @@ def nodes(network: Network) -> Iterator[list[Node]]:
 
 def start(network: Network, *arguments: str) -> Running:
     where = ("--hosts", network.hosts, "--via", network.via)
-    small = ("--nproc", "1", "--size", "1MiB", "--timeout", "20", "--json")
+    small = ("--nproc", "1", "--size", "1MiB", "--stall", "20", "--json")
     client = tuple(network.client.command())
     return Running("gpu-test", *where, *small, *arguments, env=network.client_env(), wrap=client)
 
@@ -172,7 +172,7 @@ def test_lost_packets_are_seen_and_the_ranks_still_talk(network: Network, nodes:
     for node in nodes:  # else 64 KiB are two packets, not 45 as on a real card
         node.run("ip", "link", "set", "eth0", "gso_max_segs", "1")
     nodes[1].loss(8)
-    result = run(network, "--size", "64KiB", "--timeout", "60")
+    result = run(network, "--size", "64KiB", "--stall", "60")
     assert result.statuses == ["ok", "ok"], result.out
     assert sorted(result.findings["link-lossy"]["where"]["hosts"]) == ["node1", "node2"]
 
@@ -199,7 +199,7 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
     need("ssh", SSHD)
     with Network(2) as own:
         serve_ssh(own)
-        small = ("--nproc", "1", "--size", "1MiB", "--timeout", "30", "--json", "--inject", "late:0@memory")
+        small = ("--nproc", "1", "--size", "1MiB", "--stall", "30", "--json", "--inject", "late:0@memory")
         client = tuple(own.client.command())
         running = Running("gpu-test", "--hosts", own.hosts, *small, env=own.client_env(), wrap=client)
         running.wait_for("memory: all ranks")
@@ -216,7 +216,7 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
 
 
 def test_a_stopped_rank_on_the_other_node_is_named_with_its_host(network: Network, nodes: list[Node]) -> None:
-    result = run(network, "--timeout", "15", "--inject", "stop:1")
+    result = run(network, "--stall", "15", "--inject", "stop:1")
     assert result.code == 1
     assert result.findings["rank-missing"]["where"]["hosts"] == ["node2"]
     assert result.findings["rank-missing"]["where"]["ranks"] == [1]

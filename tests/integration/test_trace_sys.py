@@ -277,7 +277,7 @@ while True: os.write(out, b"{SECRET}"); time.sleep(0.01)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        arguments = ("--pid", str(process.pid), "--for", "300ms", "--keep-logs", str(tmp_path / "logs"))
+        arguments = (str(process.pid), "--for", "300ms", "--keep-logs", str(tmp_path / "logs"))
         result = distdiag("trace", "sys", "--json", *arguments)
         process.kill()
     (log,) = (tmp_path / "logs").iterdir()

@@ -79,7 +79,7 @@ def test_a_printed_command_can_be_pasted(archive: Path, bare: Path, tmp_path: Pa
 
 
 def test_without_torch_a_rank_says_what_is_missing(archive: Path, bare: Path, tmp_path: Path) -> None:
-    done = run(bare, archive, tmp_path / "home", "gpu-test", "--json", "--timeout", "10")
+    done = run(bare, archive, tmp_path / "home", "gpu-test", "--json", "--stall", "10")
     assert [each["id"] for each in json.loads(done.stdout)["findings"] if each["level"] == "fail"] == [
         "gpu-test.no-torch"
     ]

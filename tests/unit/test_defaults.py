@@ -48,11 +48,11 @@ def used(words: Sequence[str], sub: Sub = HANG) -> dict[str, tuple[object, str]]
 def test_a_variable_goes_before_the_folder_and_the_folder_before_the_user(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(home, own='python = "a"\nsetup = "a"\nfanout = 1', work='python = "b"\nsetup = "b"')
-    monkeypatch.setenv("DISTDIAG_PYTHON", "c")
+    write(home, own='job = "a"\nuser = "a"\nfanout = 1', work='job = "b"\nuser = "b"')
+    monkeypatch.setenv("DISTDIAG_JOB", "c")
     assert used([]) == {
-        "python": ("c", "DISTDIAG_PYTHON"),
-        "setup": ("b", "distdiag.toml"),
+        "job": ("c", "DISTDIAG_JOB"),
+        "user": ("b", "distdiag.toml"),
         "fanout": (1, "config.toml"),
     }
 
@@ -130,6 +130,48 @@ def test_a_file_that_others_can_write_is_ignored(home: Path) -> None:
     (file,) = defaults.files()
     assert file.ignored.startswith("other users can write it: chmod go-w")
     assert "is ignored: other users can write it" in distdiag("hang", "--from", "nothing").err
+
+
+def test_a_cloned_repository_runs_no_program_and_logs_in_nowhere(home: Path) -> None:
+    write(home, own='python = "a"', work=f'python = "{home}/evil"\nhosts = "evil"\n[hang]\nhtml = "out"\nquick = true')
+    assert used([]) == {"python": ("a", "config.toml"), "quick": (True, "distdiag.toml")}
+    folder = home / "work"
+    line = f"distdiag: {folder}/distdiag.toml: --hosts, --html, --python ignored; to allow: "
+    line += f'trust = ["{folder}"] in {home}/config/distdiag/config.toml\n'
+    done = distdiag("hang", "--from", "nothing")
+    assert done.err.count(line) == 1
+    assert "--html" not in distdiag("hang", "--html", "page", "--from", "nothing").err.partition("ignored")[0]
+    config = distdiag("config", "--json").report["data"]["settings"]
+    assert {each["option"] for each in config if each["is_refused"]} == {"--python", "--hosts", "--html"}
+    shown = distdiag("config").out
+    assert line.removeprefix("distdiag: ") in shown
+    assert shown.endswith("OK: 5 defaults, 3 of them ignored\n")
+
+
+def test_a_trusted_folder_sets_every_option(home: Path) -> None:
+    (home / "link").symlink_to(home / "work")
+    write(home, own=f'trust = ["/nowhere", "{home}/link"]', work='python = "b"')
+    assert used([]) == {"python": ("b", "distdiag.toml")}
+    assert distdiag("config").code == 0
+    write(home, own=f'trust = ["{home}"]', work=f'trust = ["{home}/work"]\npython = "b"')
+    assert used([]) == {}
+
+
+def test_trust_is_a_list(home: Path) -> None:
+    write(home, own=f'trust = "{home}/work"', work="quick = true")
+    assert "config.toml: trust takes a list of folders" in distdiag("hang", "--from", "nothing").err.replace("\n", "")
+
+
+def test_every_option_of_hosts_and_files_needs_trust() -> None:
+    names = {
+        each.name
+        for sub in (HANG, Sub("core-bt", "core_bt.command:core_bt", ""), Sub("run", "run.command:run", ""))
+        for each in load(sub, [], Invocation([])).params
+        if defaults._needs_trust(each)
+    }
+    assert {"via", "setup", "env", "python", "kube_debug", "accept_new", "hostfile", "save", "html", "text"} <= names
+    assert {"exe", "on_stall", "sanitizer"} <= names
+    assert not {"fanout", "quick", "timeout", "job", "stall", "rank"} & names
 
 
 @pytest.mark.parametrize("whose", ["file", "folder", "link"])

@@ -167,9 +167,7 @@ def test_an_interrupted_hang_names_who_is_behind_without_calling_it_a_fault() ->
 
 def test_commands_that_repeat_the_test_keep_what_was_typed() -> None:
     request = Request(program="/opt/distdiag", nproc=16, size_bytes=2**30, device=Device.CPU)
-    assert (
-        request.again(timeout="120") == "/opt/distdiag gpu-test --nproc 16 --device cpu --timeout 120 --size 1073741824"
-    )
+    assert request.again(stall="120") == "/opt/distdiag gpu-test --nproc 16 --device cpu --stall 120 --size 1073741824"
 
 
 def test_words_of_survivors_are_no_cause() -> None:

@@ -662,7 +662,7 @@ def test_what_was_slow_once_is_not_called_slow() -> None:
     assert status[0, 3] is PairStatus.UNSURE
     assert found.sentence == (
         "the link between rank 0 (node0) and rank 3 (node0) looks slow: 0.2 GB/s (others 1.4 GB/s); "
-        "this may be noise, so no rank or link is blamed"
+        "this may be noise, so no rank or link is reported as slow"
     )
     assert found.reason[:2] == (
         "inside nodes: 0 of 5 pairs bad, 1 unsure; good pairs: 1.4 GB/s",

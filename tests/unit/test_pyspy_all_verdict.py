@@ -173,6 +173,20 @@ def test_the_rank_of_a_running_job_that_hardly_waits_holds_up_the_others(
         assert "Ranks 0,2-3 wait for it in " in report.findings[0].detail
 
 
+def test_samples_of_one_step_count_once() -> None:
+    """What twenty samples of twenty steps show, twenty samples of ten steps do not."""
+    ranks = [sampled(each) for each in ("w" * 20, "w" * 11 + "c" * 9, "w" * 15 + "b" * 5, "wb" * 10)]
+    halved = [
+        tuple(
+            look(one.threads[0].frames, state=one.state, at_s=one.at_s, counters={"step": number // 2})
+            for number, one in enumerate(samples)
+        )
+        for samples in ranks
+    ]
+    for samples, slow in ((ranks, [[1]]), (halved, [])):
+        assert outlier_ranks(judge(job(*samples), samples=20, interval_s=0.25)) == slow
+
+
 def test_of_ranks_that_are_all_still_importing_nobody_stands_out() -> None:
     importing = frames(
         ("<module>", SITE + "torch/nn/modules/rnn.py", 3),

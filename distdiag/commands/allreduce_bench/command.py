@@ -23,7 +23,7 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     PrintCommandOpt,
 )
 from distdiag.launch.types import Backend, Device
-from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
+from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StallOpt, StrictOpt, called_as, on_hosts
 
 COMMAND = "allreduce-bench"
 
@@ -139,7 +139,7 @@ def allreduce_bench(
     ] = "",
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,
-    timeout: TimeoutOpt = 30.0,
+    stall: StallOpt = 30.0,
     master_port: MasterPortOpt = 0,
     master_addr: MasterAddrOpt = "",
     ifname: IfnameOpt = "",
@@ -196,7 +196,7 @@ def allreduce_bench(
             params=parse_params(params) if params else None,
             backend=backend,
             device=device,
-            timeout_s=timeout,
+            timeout_s=stall,
             master_port=master_port,
             master_addr=master_addr,
             ifname=ifname,

@@ -10,7 +10,7 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.core_bt.types import COMMAND, Request, Threads
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts, split_pids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ def core_bt(
     cores: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CORE|DIR]...",
-            help="Core files or directories, also .gz .xz .zst .lz4. [default: the newest core]",
+            metavar="[CORE|DIR|PID]...",
+            help="Core files (also .gz .xz .zst .lz4) or directories, or live processes. [default: the newest core]",
         ),
     ] = None,
     exe: Annotated[str, typer.Option(metavar="PATH", help="The program that crashed. [default: from the core]")] = "",
@@ -41,9 +41,7 @@ def core_bt(
     ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option(
-            "--pid", "-p", min=1, metavar="PID", help="Read this live process instead; it keeps running; repeatable."
-        ),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; it keeps running; repeatable."),
     ] = None,
     check_setup: Annotated[
         bool,
@@ -54,7 +52,7 @@ def core_bt(
     ] = "",
     save: SaveOpt = "",
     from_: FromOpt = None,
-    timeout: Annotated[
+    tool_timeout: Annotated[
         float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Time limit for each tool and core.")
     ] = 60.0,
     as_json: JsonOpt = False,
@@ -75,21 +73,24 @@ def core_bt(
     from distdiag import runner
     from distdiag.cluster.targets import check_paths
 
+    paths, own = split_pids(cores or ())
+    pids = (*own, *(pid or ()))
+
     def request() -> Request:
-        if sum((bool(cores), bool(pid), check_setup)) > 1:
-            raise UsageError("CORE, --pid and --check-setup are mutually exclusive", hint="pass one of them")
+        if sum((bool(paths), bool(pids), check_setup)) > 1:
+            raise UsageError("CORE, PID and --check-setup are mutually exclusive", hint="pass one of them")
         if not from_:
-            check_paths(cluster, cores or (), hint="give a core file, or its folder")
+            check_paths(cluster, paths, hint="give a core file, or its folder")
         return Request(
             program=called_as(),
             cluster=cluster,
-            paths=tuple(cores or ()),
+            paths=tuple(paths),
             exe=exe,
             all_threads=threads is Threads.ALL,
             gdb=gdb,
-            pids=tuple(pid or ()),
+            pids=pids,
             setup=check_setup,
-            timeout_s=timeout,
+            timeout_s=tool_timeout,
         )
 
     def write_text(report: Report[CoreBt]) -> Report[CoreBt]:

@@ -139,7 +139,7 @@ def _handler(node: _Node) -> Iterator[Finding]:
     elif pattern.kind in (PatternKind.PROGRAM, PatternKind.SOCKET) and facts.container:
         kept = f"on the host, they are in {' and '.join(pattern.folders)}" if pattern.folders else ""
         if pattern.handler == "WSL":
-            kept = "they are in %LOCALAPPDATA%\\Temp\\wsl-crashes of Windows (here below /mnt/c/Users)"
+            kept = "they are in %LOCALAPPDATA%\\Temp\\wsl-crashes of Windows (here in /mnt/c/Users)"
         yield node.finding("handler-on-host", container=facts.container, goes=_goes_to(node), kept=kept)
     elif systemd is not None and not systemd.keeps:
         yield node.finding("handler-keeps-none")

@@ -47,10 +47,10 @@ def cuda_env(
     ops: Annotated[
         str, typer.Option(metavar="LIST", help="DeepSpeed ops to build with --prebuild: cpu_adam,aio or all.")
     ] = "",
-    timeout: Annotated[
+    read_timeout: Annotated[
         float,
         typer.Option(
-            min=1.0, max=3600.0, metavar="SECONDS", help="Timeout for querying the driver, and for importing torch."
+            min=1.0, max=3600.0, metavar="SECONDS", help="Time limit for querying the driver, and for importing torch."
         ),
     ] = 20.0,
     save: SaveOpt = "",
@@ -99,7 +99,7 @@ def cuda_env(
             python=cluster.python,
             only=tuple(chosen(id_, COMMAND, checks()) for id_ in only or ()),
             ignore=tuple((chosen(id_, COMMAND, checks()), reason.strip()) for id_, _, reason in pairs),
-            timeout_s=timeout,
+            timeout_s=read_timeout,
             verbose=verbose,
             program=called_as(),
             gpus=tuple(capability(name) for name in gpu or ()),

@@ -218,7 +218,7 @@ def _missing(host: str, why: str) -> Finding:
         level=Level.UNKNOWN,
         title=f"no facts from {host}: {why}",
         where=Where(hosts=(host,)),
-        fix=Fix(text="increase --timeout"),
+        fix=Fix(text="increase --read-timeout"),
     )
 
 

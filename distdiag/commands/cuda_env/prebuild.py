@@ -73,7 +73,7 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     log = "2>&1 | tee build.log"
     return [
         *lines,
-        "# what DeepSpeed's build and import need beside torch",
+        "# what DeepSpeed's build and import need besides torch",
         f"{pip} {shlex.join(needs)}",
         f"# into this environment ({of}); the output also goes to build.log",
         f"{skip}{start} {pip} {fixes.reinstall(here)} --no-deps {flags} deepspeed=={version} {log}",

@@ -35,7 +35,7 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="ID[=REASON]", help="Ignore a finding, with an optional reason. Repeatable."),
     ] = None,
-    timeout: Annotated[
+    read_timeout: Annotated[
         float, typer.Option(min=2.0, max=600.0, metavar="SECONDS", help="Time limit for reading a node.")
     ] = 20.0,
     verbose: Annotated[
@@ -83,7 +83,7 @@ def doctor(
             paths=tuple(path or ()),
             only=tuple(chosen(id_, COMMAND, checks(COMMAND)) for id_ in only or ()),
             ignore=tuple((chosen(id_, COMMAND, checks(COMMAND)), reason.strip()) for id_, _, reason in pairs),
-            timeout_s=timeout,
+            timeout_s=read_timeout,
             verbose=verbose,
         )
 

@@ -47,7 +47,7 @@ def floatcmp(
     ] = "",
     size: Annotated[int, typer.Option(min=1, max=2**20, metavar="N", help="With --op: terms in each sum.")] = 1024,
     timeout: Annotated[
-        float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Give up after this time.")
+        float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Overall time limit.")
     ] = 600.0,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,

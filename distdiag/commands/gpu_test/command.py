@@ -24,8 +24,8 @@ from distdiag.options import (
     FromOpt,
     JsonOpt,
     SaveOpt,
+    StallOpt,
     StrictOpt,
-    TimeoutOpt,
     called_as,
     on_hosts,
     parse_duration,
@@ -115,7 +115,7 @@ def gpu_test(
     nproc: NprocOpt = None,
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,
-    timeout: TimeoutOpt = 30.0,
+    stall: StallOpt = 30.0,
     size: Annotated[
         str,
         typer.Option(
@@ -194,7 +194,7 @@ def gpu_test(
             "nproc": nproc,
             "backend": backend,
             "device": device,
-            "timeout_s": timeout,
+            "timeout_s": stall,
             "master_port": master_port,
             "master_addr": master_addr,
             "ifname": ifname,

@@ -29,7 +29,7 @@ def hang(
         typer.Argument(min=1, metavar="PID", help="Only the job of this process: its launcher, a rank or a helper."),
     ] = None,
     pid: Annotated[
-        list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable.")
+        list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; repeatable.")
     ] = None,
     job: JobOpt = "",
     user: UserOpt = "",

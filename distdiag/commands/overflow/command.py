@@ -42,7 +42,7 @@ def overflow(
         str,
         typer.Option(
             metavar="each|step|off",
-            help="When to check gradients: each as it is computed (names the first bad gradient), before each "
+            help="When to check gradients: each as it is computed (finds the first bad gradient), before each "
             "step, or never.",
         ),
     ] = "each",

@@ -40,7 +40,7 @@ def ports(
         int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to test on each path between nodes.")
     ] = 2,
     data: Annotated[str, typer.Option(metavar="SIZE", help="Data to send over each path between nodes.")] = "1MiB",
-    timeout: Annotated[
+    connect_timeout: Annotated[
         float, typer.Option(min=0.1, max=120.0, metavar="SECONDS", help="Give up on a port after this long.")
     ] = 3.2,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every path, listener and interface.")] = False,
@@ -79,7 +79,7 @@ def ports(
             named=bool(given) or _names_ports(words),
             sample=sample,
             bulk_bytes=_bulk_bytes(data),
-            timeout_s=timeout,
+            timeout_s=connect_timeout,
             verbose=verbose,
         )
 

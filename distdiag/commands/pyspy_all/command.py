@@ -22,7 +22,7 @@ def pyspy_all(
     ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable."),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; repeatable."),
     ] = None,
     job: JobOpt = "",
     user: UserOpt = "",
@@ -31,8 +31,14 @@ def pyspy_all(
     ] = False,
     samples: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Samples per process.")] = 2,
     interval: Annotated[
-        float, typer.Option(min=0.0, max=3600.0, metavar="SECONDS", help="Time between samples.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=3600.0,
+            metavar="SECONDS",
+            help="Time between samples. [default: 1; with 15 or more samples 0.25 if the job steps that fast]",
+        ),
+    ] = None,
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
     helpers: Annotated[bool, typer.Option("--helpers", help="Also show DataLoader workers and other helpers.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Show one call tree of all ranks instead of groups.")] = False,
@@ -42,7 +48,7 @@ def pyspy_all(
             metavar="GROUPS", help="Parallel groups, to report which of them stuck ranks share: tp=0-1/2-3;pp=0,2/1,3."
         ),
     ] = "",
-    timeout: Annotated[
+    sample_timeout: Annotated[
         float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Time limit for one sample of one process.")
     ] = 5.0,
     save: SaveOpt = "",
@@ -78,6 +84,8 @@ def pyspy_all(
     from distdiag.commands.pyspy_all.subcommand import SUBCOMMAND
 
     def request() -> Request:
+        from distdiag.diagnosis.slow_ranks import ENOUGH
+
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -86,13 +94,14 @@ def pyspy_all(
             user=user,
             native=native,
             samples=samples,
-            interval_s=interval,
+            interval_s=1.0 if interval is None else interval,
+            is_quick=interval is None and samples >= ENOUGH and not native,
             threads=threads,
             helpers=helpers,
             tree=tree,
             verbose=verbose,
             groups=parse_groups(groups),
-            timeout_s=timeout,
+            timeout_s=sample_timeout,
         )
 
     options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)

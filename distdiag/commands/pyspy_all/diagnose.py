@@ -48,7 +48,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
     found = [*slow, *job_findings(asked, judged, nodes, gathered)]
     data = PySpyAll(
         samples=request.samples,
-        interval_s=request.interval_s,
+        interval_s=_interval_s(request, verdicts),
         jobs=tuple(summarize(joined.evidence.job) for joined in judged),
         processes=tuple(row for verdict in verdicts for row in _process_rows(verdict)),
         groups=tuple(group for verdict in verdicts for group in _groups(verdict)),
@@ -56,6 +56,13 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
     )
     summary = found[0].title if found else "no rank process found"
     return Report(command=COMMAND, data=data, findings=tuple(found), summary=summary, interrupted=gathered.interrupted)
+
+
+def _interval_s(request: Request, verdicts: Sequence[JobVerdict]) -> float:
+    """Return the time between samples, measured where the node chose it."""
+    taken = [state.member.watched.samples for each in verdicts for state in each.states if state.member.watched]
+    full = [samples for samples in taken if len(samples) == request.samples] if request.is_quick else []
+    return min(((own[-1].at_s - own[0].at_s) / (len(own) - 1) for own in full), default=request.interval_s)
 
 
 def asked_of(request: Request) -> Asked:

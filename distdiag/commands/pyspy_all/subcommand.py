@@ -43,6 +43,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
     sampling = Sampling(
         samples=request.samples,
         interval_s=request.interval_s,
+        is_quick=request.is_quick,
         sample_s=request.timeout_s,
         longest_s=_LONGEST_S,
         native=request.native,

@@ -36,6 +36,8 @@ class Request:
     native: bool = False
     samples: int = 2
     interval_s: float = 1.0
+    is_quick: bool = False
+    """Whether to sample faster if the job steps faster."""
     threads: Threads = Threads.MAIN
     helpers: bool = False
     tree: bool = False

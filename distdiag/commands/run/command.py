@@ -132,7 +132,7 @@ def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoRetur
         nccl = _version("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
         beside = [("PyTorch", _version("torch")), ("NCCL", nccl)]
         names = [f"{name} {version[0]}.{version[1]}" if version else f"no {name}" for name, version in beside]
-        return [f"# beside this Python: {', '.join(names)}"] + [
+        return [f"# next to this Python: {', '.join(names)}"] + [
             f"export {each.name}={shlex.quote(each.value)}  # {each.why}{of_ranks}" for each in chosen
         ]
 
@@ -140,7 +140,7 @@ def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoRetur
 
 
 def _version(*packages: str) -> tuple[int, int] | None:
-    """Return (major, minor) of the first of these packages beside this Python, without importing it."""
+    """Return (major, minor) of the first of these packages for this Python, without importing it."""
     import re
     from importlib import metadata
 

@@ -61,7 +61,7 @@ def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) ->
     """
     found: list[Variable] = []
     if switches.sync:
-        why = "each CUDA call waits for its kernel: tracebacks name the right line; slow, and it hides races"
+        why = "each CUDA call waits for its kernel: tracebacks show the right line. Slow; hides races"
         found.append(Variable(name="CUDA_LAUNCH_BLOCKING", value="1", why=why))
     if switches.gpus:
         value = "" if switches.gpus == "none" else switches.gpus

@@ -42,7 +42,7 @@ def trace_py(
     ] = THREADS,
     dir_: Annotated[
         str,
-        typer.Option("--dir", metavar="DIR", help="Directory for the lines, on a local disk. [default: below /tmp]"),
+        typer.Option("--dir", metavar="DIR", help="Directory for the lines, on a local disk. [default: in /tmp]"),
     ] = "",
 ) -> None:
     """Run a job and keep the last lines of Python that each thread of each process executed.

@@ -160,7 +160,7 @@ def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> Distd
         return DistdiagError(
             f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) has not started any rank: torchrun waits in its "
             "rendezvous until all nodes have joined; srun and mpirun wait for resources",
-            hint="check that it runs on all nodes and that they can reach the rendezvous endpoint: "
+            hint="check whether it runs on all nodes, and whether they reach the rendezvous endpoint: "
             "distdiag ports --hosts NODES",
         )
     options = job_options(of_interest(find_jobs(nodes, whole=False))) if wanted.job else []

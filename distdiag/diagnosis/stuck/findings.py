@@ -348,7 +348,10 @@ def _why_none(evidence: Evidence) -> str:
     if len(split(waiting)) == 1 or evidence.stacks.outcome is not Outcome.ALL_WAITING:
         return ""
     if any(state.thread.kind is StackClass.GPU for state in waiting):
-        return "Kernels are launched ahead, and each rank stops where it first needs a result: their lines accuse none."
+        return (
+            "Kernels are launched ahead, and each rank stops where it first needs a result: their lines do not show "
+            "the rank at fault."
+        )
     most = max(state.thread.groups for state in waiting)
     if most <= 1:
         return ""

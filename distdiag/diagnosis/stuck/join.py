@@ -228,7 +228,7 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
         return ("mismatched calls (another collective, group or size on some ranks)", between)
     if any(state.thread.kind is StackClass.GIL for state in evidence.stacks.states):
         return (
-            "a deadlock between that thread and a thread that needs the GIL",
+            "a deadlock between that thread and one waiting for the GIL",
             "a long call into C++ that keeps the GIL",
         )
     if evidence.stacks.outcome in (Outcome.STANDSTILL, Outcome.ALONE):

@@ -47,7 +47,7 @@ _SHOWN = 4
 _PLACES = 3
 _REMEDIES = {
     "not-python": "pass the pid of its Python child: --pid",
-    "timeout": "increase the limit: --timeout 30; or run py-spy dump --nonblocking on it",
+    "timeout": "increase the limit: pyspy-all --sample-timeout 30; or run py-spy dump --nonblocking on it",
     "failed": "try again: a process that is starting or exiting cannot be read",
 }
 

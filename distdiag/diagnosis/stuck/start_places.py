@@ -229,7 +229,7 @@ def nobody_listens(group: Group) -> Iterable[Claim]:
         return
     one = "rank 0" if group.of_ranks else "node rank 0"
     title = f"{waits}, but nothing listens on {head}: {one} was never started there, or exited"
-    fix = Fix(text=f"start it on {head}; if it failed, its log names the reason", commands=())
+    fix = Fix(text=f"start it on {head}; if it failed, its log has the reason", commands=())
     found = group.claim(rows, level, title, "", fix)
     yield replace(found, hosts=(head,), ranks=frozenset([0] if group.of_ranks else []))
 

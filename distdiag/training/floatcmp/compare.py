@@ -49,7 +49,7 @@ def floatcmp(
 
     Differences are counted in ulp: adjacent values of a dtype are 1 ulp apart, also across zero; 0.0 and -0.0 are 0 ulp
     apart. nan against nan is equal; nan or an infinity against anything else is counted apart and in no maximum.
-    Integers and booleans are compared exactly. Of two dtypes the finer is rounded to the coarser; they are never
+    Integers and booleans are compared exactly. The finer of two dtypes is rounded to the coarser; they are never
     reported as identical.
 
     A sum of numbers near 1 that yields 1e-6 by cancellation is accurate to about 1e-7 only. So in a tensor with values

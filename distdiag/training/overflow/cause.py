@@ -52,7 +52,7 @@ _BY_ORIGIN = {
     GIVEN: "check the batch: the data, or the code before the model",
     WEIGHTS: "check the previous step: clip gradients, lower the learning rate, skip steps whose gradients are bad",
     LOSS: "check the loss: a log of 0, a division by 0, an exp of large values?",
-    BACKWARD: "check the loss and its scale; gradients='each' names the first bad gradient",
+    BACKWARD: "check the loss and its scale; gradients='each' finds the first bad gradient",
 }
 
 

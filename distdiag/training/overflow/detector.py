@@ -76,7 +76,7 @@ class DebugUnderflowOverflow:
         mode: "step": as described above. "full": read every tensor of every module in each forward, for forwards that
             cannot be replayed.
         unit: what counts as a batch: a "forward" of the model or a "step" of the optimizer.
-        gradients: "step": check them before the optimizer uses them. "each": check each as it is computed, which names
+        gradients: "step": check them before the optimizer uses them. "each": check each as it is computed, which finds
             the first bad gradient, before clipping. "off": do not check them.
         ignore: patterns of modules, or module:tensor, that may contain nan and inf: "lm_head", "*.attn:input*".
         on_detect: "raise": raise OverflowDetected, a ValueError, but not before the last batch to trace. "report":

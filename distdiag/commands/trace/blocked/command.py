@@ -18,7 +18,7 @@ def blocked(
     ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="The same as an option; repeatable."),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; repeatable."),
     ] = None,
     rank: Annotated[
         list[str] | None, typer.Option(metavar="RANKS", help="Only these ranks: 3, or 0-3,7; repeatable.")

@@ -14,7 +14,7 @@ from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the
 from distdiag.commands.trace.ranks import Wanted, choose, wanted
 from distdiag.diagnosis import remedies
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -110,15 +110,9 @@ def fds(
         list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; repeatable.")
     ] = None,
     rank: Annotated[
-        list[str] | None, typer.Option(metavar="RANKS", help="Ranks to read: 3, or 0-3,7; repeatable.")
+        list[str] | None, typer.Option(metavar="RANKS", help="Only these ranks: 3, or 0-3,7; repeatable.")
     ] = None,
-    job: Annotated[
-        str,
-        typer.Option(
-            metavar="ID",
-            help="All ranks of this job, or its --rank: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.",
-        ),
-    ] = "",
+    job: JobOpt = "",
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,

@@ -8,7 +8,17 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts, parse_duration
+from distdiag.options import (
+    FromOpt,
+    JobOpt,
+    JsonOpt,
+    SaveOpt,
+    StrictOpt,
+    called_as,
+    on_hosts,
+    parse_duration,
+    split_pids,
+)
 
 if TYPE_CHECKING:
     from distdiag.commands.trace.sys.types import Request, TraceSys
@@ -21,20 +31,16 @@ _LONGEST_S = 600.0
 def trace_sys(
     log: Annotated[
         list[str] | None,
-        typer.Argument(metavar="LOG", help="Read these strace logs, files or directories, instead of attaching."),
+        typer.Argument(metavar="PID|LOG", help="Attach to this process; or read strace logs, files or directories."),
     ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="Attach to this process; repeatable."),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; repeatable."),
     ] = None,
     rank: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANKS", help="Attach to these ranks: 3, or 0-3,7; of several jobs, name one by --job."),
+        list[str] | None, typer.Option(metavar="RANKS", help="Only these ranks: 3, or 0-3,7; repeatable.")
     ] = None,
-    job: Annotated[
-        str,
-        typer.Option(metavar="ID", help="Attach to this job: torchrun's run id, MASTER_ADDR:MASTER_PORT, a SLURM id."),
-    ] = "",
+    job: JobOpt = "",
     for_: Annotated[str, typer.Option("--for", metavar="TIME", help="How long to trace: 5s, 500ms, 2m.")] = "5s",
     keep_logs: Annotated[
         str, typer.Option(metavar="DIR", help="Keep strace's logs in this directory on each node, named by rank.")
@@ -73,17 +79,20 @@ def trace_sys(
     from distdiag.gathered import are_facts
     from distdiag.output import Output, deliver
 
+    logs, own = split_pids(log or ())
+    pids = (*own, *(pid or ()))
+
     def request() -> Request:
         return Request(
             program=called_as(),
             cluster=cluster,
-            wanted=wanted(tuple(pid or ()), tuple(rank or ()), job, ""),
+            wanted=wanted(pids, tuple(rank or ()), job, ""),
             for_s=parse_duration(for_, "--for", longest_s=_LONGEST_S),
             logs=keep_logs,
         )
 
-    chooses = bool(pid or rank or job)
-    paths = [*(log or ()), *(from_ or ())]
+    chooses = bool(pids or rank or job)
+    paths = [*logs, *(from_ or ())]
     if paths and not are_facts(paths):
         attaches = chooses or bool(keep_logs or save) or bool(cluster.typed())
         output = Output(json=as_json, strict=strict)
@@ -95,7 +104,7 @@ def trace_sys(
         if not chooses and not from_:
             raise UsageError(
                 "no process selected: strace slows processes down, so name the ranks or pids to trace",
-                hint=f"{called_as()} trace sys --rank 0   (or --pid PID, --job ID, or the logs of strace)",
+                hint=f"{called_as()} trace sys --rank 0   (or PID, --job ID, or the logs of strace)",
             )
         return request()
 
