@@ -206,6 +206,7 @@ def _gather(entries: Sequence[Entry], dist: Any, group: Any) -> dict[int, Sequen
     """Return the entries of every rank; empty if a digest from each rank shows that all agree."""
     from distdiag.training.overflow.ranks import gather, greatest
 
+    group = group if group is not None else dist.group.WORLD
     replicated = [entry for entry in entries if entry.shard == ""]
     digest = hashlib.blake2b(repr(replicated).encode(), digest_size=7).digest()
     number, shards = int.from_bytes(digest, "little"), int(any(entry.shard not in ("", "-") for entry in entries))
@@ -213,7 +214,7 @@ def _gather(entries: Sequence[Entry], dist: Any, group: Any) -> dict[int, Sequen
     high, low, any_shards = greatest([number, -number, shards], group)
     if high == -low and (not any_shards or _shards_agree(gather(_by_shard(entries), group))):
         return {}
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    ranks = dist.get_process_group_ranks(group)
     return dict(zip(ranks, gather(list(entries), group)))
 
 

@@ -131,7 +131,7 @@ def test_this_machine_alone_and_a_folder_that_it_lacks() -> None:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (("--only", "nothing"), "one of: memlock"),
+        (("--only", "nothing"), "one of: acs, "),
         (("--brief", "--json"), "--json has the line"),
         (("--path", "here"), "--path /scratch"),
         (("--prom", "/nonexistent/x.prom"), "choose a writable folder"),

@@ -58,6 +58,8 @@ LINES = {
     "triton-image": "RuntimeError: Triton Error [CUDA]: device kernel image is invalid",
     "cudnn-cublas": "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
     "ib-async-event": "n3:88:91 [4] transport/net_ib.cc:134 NCCL WARN NET/IB : mlx5_4:1 Got async event : port error",
+    "nccl-sizes-differ": "NET/Socket : peer 10.0.0.7<40668> message truncated : receiving 87424 bytes instead of 65536. "
+    "If you believe your socket network is in a healthy state, there may be a mismatch in collective sizes",
     "nccl-truncated": "n3:88:91 [4] bootstrap.cc:77 NCCL WARN Message truncated : received 1024 bytes instead of 256",
     "nccl-no-net-plugin": "n3:88:91 [4] plugin/net.cc:317 NCCL WARN Failed to initialize any NET plugin",
     "nccl-address-family": "n3:88:91 [4] misc/socket.cc:432 NCCL WARN Net : address of family 17 is neither AF_INET(2) nor AF_INET6(10)",
