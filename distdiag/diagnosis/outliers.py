@@ -100,6 +100,19 @@ def _of(states: Iterable[RankState], *kinds: StackClass) -> list[RankState]:
     return [state for state in states if state.thread.kind in kinds]
 
 
+def in_init(state: RankState) -> bool:
+    """Return whether a rank's stack is in init_process_group."""
+    return any(
+        frame.function == "init_process_group" and frame.file.endswith("distributed_c10d.py")
+        for frame in state.thread.frames
+    )
+
+
+def _left_just_now(state: RankState) -> bool:
+    """Return whether an exited rank still ran when the processes were listed."""
+    return state.member.process is not None and state.member.process.state != "Z"
+
+
 def _decide(
     job: Job, known: list[RankState], unreadable: Sequence[RankState], awaits: Mapping[Key, Key]
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
@@ -115,7 +128,9 @@ def _decide(
     stepping = [state for state in waiting if state.thread.moving]
     if not still and stepping:
         return _some_step(stepping, without(waiting, stepping), outside)
-    if live and not waiting and still and len(_of(still, StackClass.EXITED)) == len(still):
+    # Ranks leave one after the other, and the sample of one in init_process_group may be older than that exit.
+    is_ending = all(in_init(state) and all(map(_left_just_now, still)) for state in waiting)
+    if live and still and is_ending and len(_of(still, StackClass.EXITED)) == len(still):
         return Outcome.LEFT, [], live
     if still:
         return Outcome.OUTLIERS, [*still, *([] if len(outside) > len(waiting) else outside)], waiting

@@ -741,6 +741,14 @@ def test_what_outlived_its_job_is_no_job() -> None:
     assert (ids(report), report.verdict) == (["not-hung"], Verdict.OK)
 
 
+def test_a_rank_that_exits_during_the_look_is_not_at_fault_for_a_wait_in_init() -> None:
+    gone = look((), status="gone", reason="exited")
+    report = judge(job(twice(waits("init_process_group", "main", 3)), (gone, gone)))
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.UNKNOWN, [])
+    report = judge(job(twice(waits("all_reduce", "main", 3)), (gone, gone)))
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.FAIL, [[1]])
+
+
 def test_a_zombie_is_a_rank_that_is_gone_only_if_it_was_started_among_the_ranks() -> None:
     ranks = [process(100 + rank, rank, 4, started_s=50.0 + rank / 10) for rank in (0, 1, 3)]
     dead = process(102, state="Z", python=False, torch=False, comm="python", started_s=50.2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.diagnosis.activity_wording import moves_in_words
 from distdiag.diagnosis.data_workers import stuck_worker
 from distdiag.diagnosis.motion import Motion
-from distdiag.diagnosis.outliers import Outcome, split, without
+from distdiag.diagnosis.outliers import Outcome, in_init, split, without
 from distdiag.diagnosis.stack_classes import StackClass, helper_frames
 from distdiag.diagnosis.stack_wording import briefly, does, spot, waits, who
 from distdiag.diagnosis.stuck.evidence import has_gpu
@@ -383,6 +383,8 @@ def _situation(evidence: Evidence) -> str:
         return "no rank stands out"
     if stacks.outcome is Outcome.LEFT:
         gone = [state for state in stacks.states if state.thread.kind is StackClass.EXITED]
+        if any(map(in_init, stacks.states)):
+            return f"{who(gone)} exited just now"
         return f"{who(gone)} exited, and no rank waits for {'it' if len(gone) == 1 else 'them'}"
     if stacks.outcome in (Outcome.STANDSTILL, Outcome.ALONE):
         waits_for_others = any(state.thread.kind in (StackClass.COMM, StackClass.GPU) for state in stacks.waiting)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from distdiag.diagnosis.outliers import in_init
 from distdiag.diagnosis.stack_wording import briefly
 from distdiag.diagnosis.stuck import start_members as members
 from distdiag.diagnosis.stuck import start_places as places
@@ -65,14 +66,6 @@ def start_claims(
     jobs = [job for rows in groups.values() for job in _jobs(rows, owner)]
     found = (Group(asked, nodes, rows, [job for job in jobs if job is not rows], states) for rows in jobs)
     return sorted((claim for group in found for claim in _claims(group)), key=lambda claim: not claim.is_sure)
-
-
-def in_init(state: RankState) -> bool:
-    """Return whether a rank's stack is in init_process_group."""
-    return any(
-        frame.function == "init_process_group" and frame.file.endswith("distributed_c10d.py")
-        for frame in state.thread.frames
-    )
 
 
 def without_place(asked: Asked, states: Sequence[RankState]) -> Claim | None:
