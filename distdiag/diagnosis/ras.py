@@ -173,7 +173,7 @@ class _Judgement:
             return self._make(RasState.MISSING, f"{_count(number, 'process')} did not answer RAS in time")
         for communicator in last.communicators:
             if communicator.errors and (differing := self._differing(communicator)):
-                why = f"{communicator.errors[0]}: the calls differ; {_shown(differing)}"
+                why = f"{_shown(differing)}; {communicator.errors[0]}"
                 return self._make(RasState.DIFFERENT, why, [differing])
             if communicator.errors:
                 return self._make(RasState.ABORTED, f"communicator {communicator.hash}: {communicator.errors[0]}")

@@ -96,25 +96,26 @@ def _file(named: tuple[str, str], pids: list[int], ranks: Mapping[int, int | Non
 
 
 def of_ended(files: Iterable[OutputFile], ended: Iterable[int], since_s: float) -> list[OutputFile]:
-    """Find the files of ranks that have no process any more, by the number in the name of a living rank's file.
+    """Find the files of ranks that have no process any more, by the number in the names of all living ranks' files.
 
     Only files written after `since_s` (seconds since 1970): those of an earlier job may have the same names.
     """
-    found: dict[str, int] = {}
-    ended = sorted(ended)[:_MOST_ENDED]
-    for file in files:
-        numbers = [match for match in re.finditer(r"\d+", file.path) if int(match[0]) == file.rank]
-        if not numbers or "/" in file.path[numbers[-1].end() :].partition("/")[2]:
-            continue
-        at, width = numbers[-1].span(), len(numbers[-1][0])
-        for rank in ended:
-            path = f"{file.path[: at[0]]}{rank:0{width}d}{file.path[at[1] :]}"
-            with contextlib.suppress(OSError):
-                status = os.stat(path)
-                if stat.S_ISREG(status.st_mode) and status.st_mtime > since_s:
-                    found[path] = rank
-    taken = {file.path for file in files}
-    return [OutputFile(path, path, rank) for path, rank in found.items() if path not in taken]
+    known = {file.rank: file.path for file in files if file.rank is not None}
+    first, path = next(iter(known.items()), (0, ""))
+    numbers = [match for match in re.finditer(r"\d+", path) if int(match[0]) == first]
+    if not numbers or "/" in path[numbers[-1].end() :].partition("/")[2]:
+        return []
+    before, width, after = path[: numbers[-1].start()], len(numbers[-1][0]), path[numbers[-1].end() :]
+    if any(own != f"{before}{rank:0{width}d}{after}" for rank, own in known.items()):
+        return []
+    found = []
+    for rank in sorted(ended)[:_MOST_ENDED]:
+        name = f"{before}{rank:0{width}d}{after}"
+        with contextlib.suppress(OSError):
+            status = os.stat(name)
+            if stat.S_ISREG(status.st_mode) and status.st_mtime > since_s:
+                found.append(OutputFile(name, name, rank))
+    return found
 
 
 def _readers(pipe: str) -> Iterator[int]:

@@ -123,7 +123,7 @@ class Rank:
             self.done()
         except (RuntimeError, OSError, ValueError, TypeError, ImportError) as error:
             if is_out_of_memory(error):
-                self.fail("out-of-memory", message=memory_message(error))
+                self.fail("out-of-memory", message=memory_message(error, getattr(self, "device", None)))
             self.fail("exception", message=first_lines(error))
         finally:
             self.leave_group()
@@ -386,10 +386,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in words or "can't allocate memory" in words
 
 
-def memory_message(error: BaseException) -> str:
-    """Return an error's first line, and the GPUs that other processes use, with these processes."""
+def memory_message(error: BaseException, device: torch.device | None) -> str:
+    """Return an error's first line, and the other processes on this GPU."""
+    if device is None or device.type != "cuda":
+        return first_lines(error, 1)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    chosen = visible.split(",")[device.index] if visible else str(device.index)
     others = []
     for gpu in gpu_use.read(readings=1).gpus:
+        if chosen != str(gpu.index) and not (gpu.uuid and gpu.uuid.startswith(chosen)):
+            continue
         users = [f"pid {pid} ({machine.read_text(f'/proc/{pid}/comm').strip()})" for pid in gpu.pids or ()]
         users = [user for user in users if not user.startswith(f"pid {os.getpid()} ")][:_MOST_USERS]
         if users and gpu.memory_used_bytes is not None:

@@ -34,3 +34,5 @@ def test_the_file_of_a_rank_that_ended_is_found_by_its_neighbours_name(tmp_path:
     living = [OutputFile(own, own, 1)]
     assert of_ended(living, [2, 3, 4], time.time() - 60.0) == [OutputFile(other, other, 2)]
     assert of_ended([OutputFile(own, own, None), OutputFile(own, own, 12)], [2], 0.0) == []
+    unlike = str(tmp_path / "run-12" / "other-05.log")
+    assert of_ended([*living, OutputFile(unlike, unlike, 5)], [2], 0.0) == []

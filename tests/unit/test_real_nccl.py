@@ -75,6 +75,17 @@ def test_the_last_error_of_nccl_explains_an_invalid_usage() -> None:
     assert "received 87424 bytes of a collective where it expected 65536" in " ".join(out.split())
 
 
+def test_a_rank_that_lost_its_peer_is_not_given_the_reason_of_another_rank(tmp_path: Path) -> None:
+    log = (RECORDED / "logs" / "other-branch" / "rank-2.log").read_text()
+    lost = "[rank0]:[E1126 08:15:11.18 ProcessGroupNCCL.cpp:612] [Rank 0] Collective WorkNCCL(SeqNum=29) raised the "
+    lost += "following async exception: NCCL error: remote process exited or there was a network error"
+    lines = log.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("ncclInvalidUsage"))
+    (tmp_path / "all.log").write_text("\n".join([*lines[:at], lost, *lines[at:]]))
+    first = distdiag("logs", "--json", str(tmp_path)).report["findings"][0]
+    assert first["where"]["ranks"] == [2], first
+
+
 def test_a_recorder_dump_of_nccl_shows_the_call_of_another_size() -> None:
     first = distdiag("flight-recorder", "--json", str(RECORDED / "dumps")).report["findings"][0]
     assert (first["id"], first["where"]["ranks"]) == ("flight-recorder.size-mismatch", [2])

@@ -128,7 +128,12 @@ class Rank(AnyRank):
                 raise
             got_bytes = len(chunks) * chunk_bytes
             chunks.clear()
-            self.trouble("out-of-memory", requested_bytes=requested, got_bytes=got_bytes, message=memory_message(error))
+            self.trouble(
+                "out-of-memory",
+                requested_bytes=requested,
+                got_bytes=got_bytes,
+                message=memory_message(error, self.device),
+            )
         self.progress.step("reading the memory back")
         bad = []
         for number, chunk in enumerate(chunks):

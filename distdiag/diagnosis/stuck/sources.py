@@ -149,7 +149,8 @@ def of_ras(evidence: Evidence) -> Claim:
             lag = verdict.lags[0]
             ranks = _global_ranks(evidence, lag.members, lag.lagging, lag.n_lagging + lag.n_ahead)
             is_lag = verdict.state is RasState.LAGGING
-            says = f"{name_ranks(sorted(ranks))} behind: {verdict.why}" if ranks and is_lag else verdict.why
+            is_what = "behind" if is_lag else f"{'is' if len(ranks) == 1 else 'are'} in other collectives than the rest"
+            says = f"{name_ranks(sorted(ranks))} {is_what}: {verdict.why}" if ranks else verdict.why
             kind = StuckKind.NOT_IN_COLLECTIVE if is_lag else StuckKind.DIFFERENT_COLLECTIVES
             claim = Claim(source=Source.RAS, says=says, kind=kind)
             return replace(claim, ranks=ranks, hosts=_hosts(evidence, lag.members))
@@ -291,8 +292,8 @@ def _of_xid(line: KernelLine) -> Fix:
     xid = xids.read_line(line.text)
     means = f": {xid.xid.means}" if xid is not None and xid.xid.means else ""
     if xid is not None and xid.blames == "application":
-        text = f"a kernel of that process failed{means}; find the access in a short run"
-        return Fix(text=text, commands=("CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python3 ...",))
+        text = f"a kernel of that process failed{means}; the next run then stops at its line"
+        return Fix(text=text, commands=("export CUDA_LAUNCH_BLOCKING=1",))
     text = f"the GPU or its link failed{means}; drain the node, and read the GPU's counters"
     return Fix(text=text, commands=("nvidia-smi -q -d ECC,ROW_REMAPPER", "dmesg -T | grep -iE 'nvrm|xid' | tail"))
 

@@ -507,7 +507,9 @@ class FileScan:
             named = _WHO.search(text)
             at = self._when(line)
             if rank is not None and "NCCL error" in text:
-                self._nccl_error_at = self.lines
+                # A rank that lost its peer has no reason of its own: the next lines may be of that peer.
+                is_own = "remote process exited" not in text
+                self._nccl_error_at = self.lines if is_own else -_NCCL_ERROR_LINES
             rank = rank if rank is not None else int(named[1]) if named else None
             self._scan.add(Event(id_, number, self.lines, _cut(text), at, self.generation, rank, groups))
         elif _LIKE.search(text) and not _HARMLESS.search(text):
