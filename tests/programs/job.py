@@ -37,7 +37,7 @@ def _become_launchers() -> None:
 
 
 def _redirect(log: Path) -> None:
-    """Give a launcher the streams that it has when it is started by itself."""
+    """Give a process the streams that it has when it is started by itself."""
     for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, os.devnull, os.O_WRONLY), (2, log, os.O_WRONLY)):
         fd = os.open(path, flags | os.O_CREAT, 0o600)
         os.dup2(fd, number)
@@ -67,6 +67,8 @@ def _become_ranks(count: int) -> None:
             os.setsid()
             _show_rank(rank)
             folder = Path(os.environ["JOB_FOLDER"])
+            if rank:
+                _redirect(folder / f"stderr-{rank}")
             new = folder / f".pid-{rank}"
             new.write_text(str(os.getpid()))
             new.replace(folder / f"pid-{rank}")  # visible only when complete
