@@ -27,6 +27,7 @@ def _become_launchers() -> None:
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
+            _end_with_parent()
             _show({name: (os.environ[name], new) for name, new in environment.items() if name in os.environ})
             os.environ.update(environment)
             _redirect(Path(environment["JOB_FOLDER"], "stderr-0"))
@@ -34,6 +35,11 @@ def _become_launchers() -> None:
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process with its parent: a test run that is killed leaves no launcher or rank."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _redirect(log: Path) -> None:
@@ -65,6 +71,7 @@ def _become_ranks(count: int) -> None:
     for rank in range(count):
         if os.fork() == 0:
             os.setsid()
+            _end_with_parent()
             _show_rank(rank)
             folder = Path(os.environ["JOB_FOLDER"])
             if rank:
@@ -73,6 +80,7 @@ def _become_ranks(count: int) -> None:
             new.write_text(str(os.getpid()))
             new.replace(folder / f"pid-{rank}")  # visible only when complete
             return
+    _end_with_parent()
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
