@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,7 +104,8 @@ def test_a_link_that_drops_everything_is_found_without_computing() -> None:
     assert classified(result)["links"] == [[1, 3]]
     failed = [one for one in result.report["data"]["pairs"] if one["status"] == "failed"]
     assert [(one["a"], one["b"]) for one in failed] == [(1, 3)]
-    assert "imed out" in failed[0]["error"]
+    # Whichever end gives up first closes the connection of the other.
+    assert re.search("imed out|onnection closed by peer", failed[0]["error"])
 
 
 @pytest.mark.alone
