@@ -89,7 +89,9 @@ def _static(group: Group, row: StartRow, store: Store) -> Iterable[Claim]:
         number = missing[0]
         title = f"{connected} nodes have connected to {row.place}, but none was started with --node-rank {number}"
         ranks = listed(list(map(str, sorted(joined))))
-        detail = f"Two of them have the same --node-rank, or one was started twice. The store has node rank {ranks}."
+        detail = (
+            f"Two of them have the same --node-rank, or a launcher was started twice. The store has node rank {ranks}."
+        )
         line = corrected(row.start, [f"--node-rank={number}"])
         text = f"give each node its own: 0 to {least - 1}; {row.host}, if another node is {launch.node_rank} too:"
         yield _warn(group, title, detail, Fix(text=text, commands=(line,) if line and len(missing) == 1 else ()))
@@ -114,7 +116,7 @@ def _ranks(group: Group, row: StartRow, store: Store) -> Iterable[Claim]:
     elif ready and missing:
         title = f"{connected} ranks have connected to {row.place}, but none of them is {name_ranks(missing)} of {size}"
         places = [f"{rank} on {host}" if host else str(rank) for rank, host in sorted(ready.items())]
-        detail = f"Two have the same RANK, or one was started twice. The store has rank {listed(places[:8])}."
+        detail = f"Two have the same RANK, or a rank was started twice. The store has rank {listed(places[:8])}."
         yield _warn(group, title, detail, Fix(text=f"give each process its own RANK: 0 to {size - 1}"))
 
 
