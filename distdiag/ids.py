@@ -102,8 +102,6 @@ class Shared(StrEnum):
     SLOW_COMPUTE = "slow-compute", "fail warn", "a rank multiplies matrices slowly", "gpu-test"
     SLOW_MEMORY = "slow-memory", "fail warn", "a rank copies memory slowly", "gpu-test"
     SPLIT = "split", "fail", "--isolate: groups of ranks that work inside and not across", "gpu-test"
-    TABLE_UNJUDGED = "table-unjudged", "unknown", "a table of nccl-tests lacks what is needed to judge it", "allreduce-bench"
-    TABLE_WRONG = "table-wrong", "fail", "a table of nccl-tests has wrong data (#wrong)", "allreduce-bench"
     TOO_FEW_GPUS = "too-few-gpus", "fail", "a node has fewer GPUs than ranks"
     TOO_LARGE = "too-large", "info", "a row does not fit into the memory: not measured", "allreduce-bench"
     UNDECIDABLE = "undecidable", "fail unknown", "--isolate: the pairs do not decide what is at fault", "gpu-test"

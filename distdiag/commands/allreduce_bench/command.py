@@ -53,23 +53,10 @@ def parse_fault(text: str) -> Fault:
 
 def parse_dtype(text: str) -> str:
     """Parse a dtype by torch's name. Raises UsageError."""
-    other = {"float": "float32", "half": "float16", "double": "float64", "fp32": "float32", "fp16": "float16"}
-    name = {**other, "bf16": "bfloat16", "int": "int32"}.get(text, text.removeprefix("torch."))
+    name = text.removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise UsageError(f"--dtype {text!r}: unknown type", hint=f"choose from {', '.join(ITEM_BYTES)}")
     return name
-
-
-def parse_params(text: str) -> float:
-    """Parse a number of parameters: 7B, 350M, 1.3e9. Raises UsageError."""
-    unit = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
-    try:
-        value = float(text[:-1] if unit > 1 else text) * unit
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < 1e16:
-        raise UsageError(f"--params {text!r} is not a number of parameters", hint="write 7B, 350M or 1.3e9")
-    return value
 
 
 def parse_nics(text: str) -> float:
@@ -131,12 +118,6 @@ def allreduce_bench(
         str,
         typer.Option(metavar="FILE", help="Plot busbw against size, to FILE.svg or FILE.png; - draws in the terminal."),
     ] = "",
-    params: Annotated[
-        str,
-        typer.Option(
-            metavar="N", help="Estimate the all_reduce time of the gradients of a model with N parameters: 7B."
-        ),
-    ] = "",
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,
     stall: StallOpt = 30.0,
@@ -193,7 +174,6 @@ def allreduce_bench(
             in_place=in_place,
             check=check,
             stat=stat,
-            params=parse_params(params) if params else None,
             backend=backend,
             device=device,
             timeout_s=stall,

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distdiag.commands.allreduce_bench.earlier import Baseline  # noqa: TC001 - msgspec reads the annotations
 from distdiag.errors import UsageError
 from distdiag.launch import types
 from distdiag.options import parse_size
@@ -48,6 +47,54 @@ class Stat(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Times:
+    """Times of one iteration, each on its slowest rank. p50 and p99 as in nccl-tests; iqr = p75 - p25.
+
+    A table of nccl-tests has means only.
+    """
+
+    p50: float
+    p99: float
+    min: float
+    max: float
+    mean: float
+    iqr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeResult:
+    """A row. Bandwidths use the median time (or --stat). `wrong` None: not checked."""
+
+    op: str
+    size_bytes: int
+    count: int = 0
+    dtype: str
+    in_place: bool
+    iterations: int = 0
+    time_s: Times | None
+    """None: not measured, `skipped` is the reason."""
+    algbw_bytes_per_s: float | None
+    busbw_bytes_per_s: float | None
+    wrong: int | None
+    skipped: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The rows of an earlier run; `made_by` is distdiag, nccl-tests or rccl-tests, with the version if known."""
+
+    rows: tuple[SizeResult, ...]
+    made_by: str
+    world_size: int | None
+    device: str | None
+    notes: tuple[str, ...]
+    nodes: int | None = None
+    """Number of hosts; None if not in the file."""
+    wrong: int = 0
+    """Results with wrong data."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request(types.Request):
     """The options of one run; `iterations` None: determined by `min_time_s`. `in_place` None: torch's usual form."""
 
@@ -63,7 +110,6 @@ class Request(types.Request):
     in_place: bool | None = None
     check: bool = True
     stat: Stat = Stat.P50
-    params: float | None = None
     files: tuple[tuple[str, str], ...] = ()
     """--save, --compare and --plot, as typed."""
     baseline: Baseline | None = None
@@ -89,43 +135,12 @@ class Request(types.Request):
             "in-place": "" if self.in_place else None,
             "no-check": None if self.check else "",
             "stat": self.stat if self.stat is not Stat.P50 else None,
-            "params": f"{self.params:g}" if self.params is not None else None,
             **{name: path or None for name, path in self.files},
         }
 
     def less(self) -> dict[str, str]:
         """Options that send less data."""
         return {"sizes": "1KiB:1MiB"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Times of one iteration, each on its slowest rank. p50 and p99 as in nccl-tests; iqr = p75 - p25."""
-
-    p50: float
-    p99: float
-    min: float
-    max: float
-    mean: float
-    iqr: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeResult:
-    """A row. Bandwidths use the median time (or --stat). `wrong` None: not checked."""
-
-    op: str
-    size_bytes: int
-    count: int
-    dtype: str
-    in_place: bool
-    iterations: int
-    time_s: Times | None
-    """None: not measured, `skipped` is the reason."""
-    algbw_bytes_per_s: float | None
-    busbw_bytes_per_s: float | None
-    wrong: int | None
-    skipped: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,16 +188,14 @@ class Bench(types.RunFacts):
     """The facts of a run."""
 
     device_name: str | None = None
-    nodes: int
-    stat: str
+    nodes: int = 0
+    stat: str = Stat.P50
     results: tuple[SizeResult, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
     verdict: Expectation | None = None
     compared: tuple[Compared, ...] = ()
     no_core_share: float = 0.0
     """Share of time that the median rank waited for a core: if other programs use the cores, times mean little."""
-    training: tuple[str, ...] = ()
-    """Implications for a model of --params, in lines."""
 
 
 USUAL = {"cpu": "1KiB:64MiB:x4", "cuda": "1KiB:4GiB:x4"}

@@ -5,21 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import fold_within
-from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test import compute_findings
-from distdiag.commands.gpu_test.types import STAGES, GpuTest, Request, compute_config
+from distdiag.commands.gpu_test.types import GpuTest, Request, compute_config
 from distdiag.commands.gpu_test.view import gpu_test_view
 from distdiag.errors import UsageError
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job
 from distdiag.launch.types import Device
-from distdiag.report import Level, Report
+from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.cluster.launch_commands import Recipe
-    from distdiag.launch.record import Allocation, Inventory, NotStarted, Plan, RunRecord, SavedRun
-    from distdiag.report import Finding
+    from distdiag.launch.record import Allocation, Inventory, Plan, RunRecord, SavedRun
+    from distdiag.report import Finding, Report
     from distdiag.runner import Subcommand
 
 _MEMORY_ON_CPU_BYTES = 64 * 2**20
@@ -36,7 +34,7 @@ def job_of(request: Request) -> Job[Request, GpuTest]:
         rank="distdiag.commands.gpu_test.rank",
         config=_config,
         diagnose=diagnose,
-        no_data=no_data,
+        data=GpuTest,
     )
 
 
@@ -85,41 +83,18 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
         arch_list=tuple(rank_report.started(course.traces).get("arch_list") or ()),
         computed=computed,
     )
-    interrupted = course.outcome is Outcome.INTERRUPTED
-    return Report(
-        command="gpu-test",
-        data=data,
-        findings=tuple(found),
-        summary=_interrupted(data, found) if interrupted else _summary(found, scene, plan, computed=bool(computed)),
-        interrupted=interrupted,
-    )
-
-
-def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> GpuTest:
-    """Return the facts of a run that started no ranks."""
-    return GpuTest(**facts, size_bytes=request.size_bytes, memory_bytes=None, arch_list=(), computed={})
+    return rank_report.concluded(request, scene, course.outcome, data, found, passed=lambda hosts: _passed(data, hosts))
 
 
 def _paused(request: Request, course: RunRecord) -> list[Finding]:
     """Report ranks that waited for a core while computing; in a test of seconds this is a remark."""
-    pauses = {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
-    found = rank_report.paused(request, course.traces, pauses)
+    found = rank_report.paused(request, course.traces)
     return [replace(each, level=Level.INFO) if each.level is Level.WARN else each for each in found]
 
 
-def _summary(found: list[Finding], scene: Inventory, plan: Plan, *, computed: bool) -> str:
-    if wrong := rank_report.worst_of(found):
-        return wrong
-    on = rank_report.ran_on(plan.backend, "GPU" if plan.device is Device.CUDA else plan.device)
+def _passed(data: GpuTest, hosts: str) -> str:
+    on = rank_report.ran_on(data.backend, "GPU" if data.device is Device.CUDA else data.device)
     who, tested = ("1 rank", "startup, memory")
-    if plan.nproc > 1:
-        who, tested = (f"{plan.nproc} ranks", "communication, all_reduce, memory")
-    tested += ", computing" if computed else ""
-    warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
-    where = fold_within((place.host for place in scene.places), 160)
-    return f"{who} on {where} passed: {tested} ({on}){warnings}"
-
-
-def _interrupted(data: GpuTest, found: list[Finding]) -> str:
-    wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
-    return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}"
+    if data.world_size > 1:
+        who, tested = (f"{data.world_size} ranks", "communication, all_reduce, memory")
+    return f"{who} on {hosts} passed: {tested}{', computing' if data.computed else ''} ({on})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -93,9 +93,9 @@ class Request(types.Request):
 class GpuTest(types.RunFacts):
     """The facts of one run; `arch_list`: the GPU architectures torch was compiled for, empty on the CPU."""
 
-    size_bytes: int
-    memory_bytes: int | None
+    size_bytes: int = 0
+    memory_bytes: int | None = None
     """Smallest amount of memory written and read back by a rank; None if no rank completed it."""
-    arch_list: tuple[str, ...]
-    computed: dict[int, Computed]
+    arch_list: tuple[str, ...] = ()
+    computed: dict[int, Computed] = field(default_factory=dict)
     """By rank, for ranks that completed the stage compute."""

@@ -179,11 +179,11 @@ class Isolated(types.RunFacts):
     `left_out`: ranks excluded from pairs for computing wrongly or slowly.
     """
 
-    size_bytes: int
-    left_out: tuple[int, ...]
-    pairs: tuple[Pair, ...]
-    classification: Classification | None
-    measuring_s: float | None
+    size_bytes: int = 0
+    left_out: tuple[int, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    classification: Classification | None = None
+    measuring_s: float | None = None
     """From the first pair to the last; None if no pair was measured."""
 
 
