@@ -40,16 +40,12 @@ class Shared(StrEnum):
     ALL_BUSY = "all-busy", "fail unknown", "all ranks are still busy in one stage: no progress"
     ALL_WAITING = "all-waiting", "fail unknown", "all ranks are waiting in one stage: no progress"
     ALONE = "alone", "info", "a collective needs a second rank: not measured", "allreduce-bench"
-    ARCH_UNSUPPORTED = "arch-unsupported", "fail", "torch has no code for a GPU"
     BAD_LINK = "bad-link", "fail", "--isolate: a link between two ranks or nodes is slow or broken", "gpu-test"
     BAD_NODE = "bad-node", "fail", "--isolate: a node is slow or broken", "gpu-test"
     BAD_RANK = "bad-rank", "fail", "--isolate: a rank, with its GPU, is slow or broken", "gpu-test"
     COMPUTE_BELOW_PEAK = "compute-below-peak", "warn", "all GPUs of a model are far below its peak", "gpu-test"
     COMPUTE_DIFFERS = "compute-differs", "fail unknown", "a rank's products differ from those of equal GPUs", "gpu-test"
-    CONNECTIONS_CUT = "connections-cut", "fail", "connections were cut after data had been exchanged"
     CPU_ONLY = "cpu-only", "info", "no GPU is visible: tested gloo on the CPU, not GPUs or NCCL"
-    CUDA_UNAVAILABLE = "cuda-unavailable", "fail", "the NVIDIA driver of a node does not work, or a rank cannot use a GPU"
-    DEBUG_DIFFERS = "debug-differs", "fail", "TORCH_DISTRIBUTED_DEBUG=DETAIL on some ranks only: torch hangs"
     INJECTED = "injected", "info", "a fault was injected (--inject)"
     IOMMU = "iommu", "info warn", "the IOMMU translates GPU addresses", f"{_RANKS} doctor"
     LINK_LOSSY = "link-lossy", "fail warn", "a path between nodes loses packets", _NODES
@@ -57,12 +53,8 @@ class Shared(StrEnum):
     MTU_BLACK_HOLE = "mtu-black-hole", "fail", "large packets between nodes are lost, small packets arrive", _NODES
     NAME_LOOPBACK = "name-loopback", "warn", "the own host name resolves to a loopback address", _NODES
     NAME_UNRESOLVED = "name-unresolved", "warn", "a node cannot resolve its own host name or that of rank 0's node", _NODES
-    NESTED_LAUNCHERS = "nested-launchers", "fail", "mpirun runs in each task of an srun step: several copies of the job"
-    NETWORKS_DIFFER = "networks-differ", "info", "nodes are in different networks"
     NO_ANSWER = "no-answer", "unknown", "a node did not answer in time, but no packet was lost", _NODES
-    NODE_LOST = "node-lost", "fail", "lost contact with a node during the test"
     NODES_DIFFER = "nodes-differ", "info warn", "nodes or their environments differ"
-    NOT_STARTED = "not-started", "unknown", "no rank was started"
     NOTHING_MEASURED = "nothing-measured", "unknown", "nothing could be measured", "allreduce-bench"
     PATH_BROKEN = "path-broken", "fail", "a path: connected, then the connection is cut", _PATHS
     PATH_CUT_OFF = "path-cut-off", "fail", "a path: data stops midway", _PATHS
@@ -83,10 +75,7 @@ class Shared(StrEnum):
     PORT_REJECTED = "port-rejected", "fail", "a requested port: connections are rejected", _PATHS
     PORT_SILENT = "port-silent", "fail", "a requested port: connected, then no data comes through", _PATHS
     PORT_TAKEN = "port-taken", "fail unknown warn", "a port is in use, so ranks cannot meet at it, or it was not tested", _PATHS
-    RANK_DIED = "rank-died", "fail", "a rank exited or was killed, and in which stage"
-    RANK_DOUBLE = "rank-double", "fail", "several processes claim to be one rank"
     RANK_MISSING = "rank-missing", "fail unknown", "a rank never connected, or made no progress"
-    RANK_PAUSED = "rank-paused", "fail info warn", "a rank did not run for a part of the time"
     RANK_PORTS_BROKEN = "rank-ports-broken", "fail", "the ephemeral ports of ranks: connected, then the connection is cut", _NODES
     RANK_PORTS_CUT_OFF = "rank-ports-cut-off", "fail", "the ephemeral ports of ranks: data stops midway", _NODES
     RANK_PORTS_FILTERED = "rank-ports-filtered", "fail", "the ephemeral ports of ranks: no answer: packets are dropped", _NODES
@@ -95,14 +84,11 @@ class Shared(StrEnum):
     RANK_PORTS_REFUSED = "rank-ports-refused", "fail", "the ephemeral ports of ranks: a firewall resets connections", _NODES
     RANK_PORTS_REJECTED = "rank-ports-rejected", "fail", "the ephemeral ports of ranks: connections are rejected", _NODES
     RANK_PORTS_SILENT = "rank-ports-silent", "fail", "the ephemeral ports of ranks: connected, then no data comes through", _NODES
-    RANK_VARIABLES = "rank-variables", "fail warn", "the variables of a rank contradict its launcher or the other ranks"
     SEVERAL = "several", "fail", "--isolate: several independent faults", "gpu-test"
-    SHM_SMALL = "shm-small", "warn", "/dev/shm has little room left"
     SINGLE_RANK = "single-rank", "info", "a single rank: nothing was sent, so links between GPUs were not tested"
     SLOW_COMPUTE = "slow-compute", "fail warn", "a rank multiplies matrices slowly", "gpu-test"
     SLOW_MEMORY = "slow-memory", "fail warn", "a rank copies memory slowly", "gpu-test"
     SPLIT = "split", "fail", "--isolate: groups of ranks that work inside and not across", "gpu-test"
-    TOO_FEW_GPUS = "too-few-gpus", "fail", "a node has fewer GPUs than ranks"
     TOO_LARGE = "too-large", "info", "a row does not fit into the memory: not measured", "allreduce-bench"
     UNDECIDABLE = "undecidable", "fail unknown", "--isolate: the pairs do not decide what is at fault", "gpu-test"
     UNIFORMLY_SLOW = "uniformly-slow", "fail", "--isolate: all pairs are slower than this hardware should be", "gpu-test"
