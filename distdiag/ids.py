@@ -43,8 +43,6 @@ class Shared(StrEnum):
     BAD_LINK = "bad-link", "fail", "--isolate: a link between two ranks or nodes is slow or broken", "gpu-test"
     BAD_NODE = "bad-node", "fail", "--isolate: a node is slow or broken", "gpu-test"
     BAD_RANK = "bad-rank", "fail", "--isolate: a rank, with its GPU, is slow or broken", "gpu-test"
-    COMPUTE_BELOW_PEAK = "compute-below-peak", "warn", "all GPUs of a model are far below its peak", "gpu-test"
-    COMPUTE_DIFFERS = "compute-differs", "fail unknown", "a rank's products differ from those of equal GPUs", "gpu-test"
     CPU_ONLY = "cpu-only", "info", "no GPU is visible: tested gloo on the CPU, not GPUs or NCCL"
     INJECTED = "injected", "info", "a fault was injected (--inject)"
     IOMMU = "iommu", "info warn", "the IOMMU translates GPU addresses", f"{_RANKS} doctor"
@@ -74,7 +72,6 @@ class Shared(StrEnum):
     PORT_REFUSED = "port-refused", "fail", "a requested port: a firewall resets connections", _PATHS
     PORT_REJECTED = "port-rejected", "fail", "a requested port: connections are rejected", _PATHS
     PORT_SILENT = "port-silent", "fail", "a requested port: connected, then no data comes through", _PATHS
-    PORT_TAKEN = "port-taken", "fail unknown warn", "a port is in use, so ranks cannot meet at it, or it was not tested", _PATHS
     RANK_MISSING = "rank-missing", "fail unknown", "a rank never connected, or made no progress"
     RANK_PORTS_BROKEN = "rank-ports-broken", "fail", "the ephemeral ports of ranks: connected, then the connection is cut", _NODES
     RANK_PORTS_CUT_OFF = "rank-ports-cut-off", "fail", "the ephemeral ports of ranks: data stops midway", _NODES
@@ -86,14 +83,11 @@ class Shared(StrEnum):
     RANK_PORTS_SILENT = "rank-ports-silent", "fail", "the ephemeral ports of ranks: connected, then no data comes through", _NODES
     SEVERAL = "several", "fail", "--isolate: several independent faults", "gpu-test"
     SINGLE_RANK = "single-rank", "info", "a single rank: nothing was sent, so links between GPUs were not tested"
-    SLOW_COMPUTE = "slow-compute", "fail warn", "a rank multiplies matrices slowly", "gpu-test"
-    SLOW_MEMORY = "slow-memory", "fail warn", "a rank copies memory slowly", "gpu-test"
     SPLIT = "split", "fail", "--isolate: groups of ranks that work inside and not across", "gpu-test"
     TOO_LARGE = "too-large", "info", "a row does not fit into the memory: not measured", "allreduce-bench"
     UNDECIDABLE = "undecidable", "fail unknown", "--isolate: the pairs do not decide what is at fault", "gpu-test"
     UNIFORMLY_SLOW = "uniformly-slow", "fail", "--isolate: all pairs are slower than this hardware should be", "gpu-test"
     UNSUPPORTED = "unsupported", "warn", "a backend lacks a collective: not measured", "allreduce-bench"
-    WRONG_COMPUTE = "wrong-compute", "fail", "a rank computes wrongly", "gpu-test"
 
 
 class Id(StrEnum):
@@ -242,20 +236,6 @@ class Id(StrEnum):
     OVERFLOW_OUTPUTS_UNREADABLE = "overflow.outputs-unreadable", "unknown warn", "the output of a model cannot be read"
     OVERFLOW_UNREADABLE = "overflow.unreadable", "unknown", "a file could not be read"
     OVERFLOW_WARNING = "overflow.warning", "warn", "a warning of the detector"
-    PORTS_CLOSED = "ports.closed", "fail warn", "a host is reachable, but nothing listens on a port"
-    PORTS_CONTAINER_NETWORK = "ports.container-network", "warn", "this container is behind a Docker bridge"
-    PORTS_DENIED = "ports.denied", "fail", "this machine blocks outgoing connections"
-    PORTS_FIREWALL = "ports.firewall", "info", "a firewall is active: ranks need the rendezvous port and the ephemeral ports"
-    PORTS_GLOO_IFNAME = "ports.gloo-ifname", "fail info warn", "Gloo would use a wrong interface"
-    PORTS_HTTP = "ports.http", "warn", "a web server or proxy answers"
-    PORTS_MASTER_ADDR = "ports.master-addr", "fail warn", "MASTER_ADDR does not resolve, or leads to a wrong address"
-    PORTS_MASTER_ADDR_DIFFERS = "ports.master-addr-differs", "warn", "MASTER_ADDR differs between nodes"
-    PORTS_MASTER_PORT = "ports.master-port", "fail", "MASTER_PORT is not a valid port"
-    PORTS_NCCL_DEAD_INTERFACE = "ports.nccl-dead-interface", "fail", "NCCL would also use an interface with closed paths"
-    PORTS_NCCL_IFNAME = "ports.nccl-ifname", "fail warn", "NCCL would use a wrong interface"
-    PORTS_NODES_DIFFER = "ports.nodes-differ", "warn", "a node is configured differently from the others"
-    PORTS_PORT_RANGE = "ports.port-range", "warn", "MASTER_PORT is in the ephemeral port range"
-    PORTS_RDMA_DOWN = "ports.rdma-down", "warn", "RDMA ports are not active"
     PYSPY_ALL_STRAGGLER = "pyspy-all.straggler", "warn", "a rank is slower than the others"
     RUN_DIED_FIRST = "run.died-first", "unknown", "the rank that ended first; the log does not show why"
     RUN_LAUNCHER_FAILED = "run.launcher-failed", "unknown", "the launcher failed, and no rank did"

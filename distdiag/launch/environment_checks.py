@@ -53,9 +53,8 @@ def about_hosts(scene: Inventory) -> list[Finding]:
 def surroundings(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list[Finding]:
     """Return the limits of this test, and settings that will hurt the real job."""
     limits = []
-    if (fault := request.injected) is not None:
-        injected = f"injected fault: {fault.words} (--inject {fault.option})"
-        limits.append(_info(Shared.INJECTED.of(request.command), injected))
+    if request.fault is not None:
+        limits.append(_info(Shared.INJECTED.of(request.command), f"injected fault: --inject {request.fault.option}"))
     if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
         driver = any(place.facts.gpus.driver_present for place in places)
         hidden = " (CUDA_VISIBLE_DEVICES hides them)" if driver else ""

@@ -47,7 +47,7 @@ def make_plan(request: Request, places: Sequence[NodeSlot]) -> Plan | Finding:
             return _too_few_gpus(request, place, places, max(share.nproc, 1))
         shares.append(share)
     plan = Plan(shares=tuple(shares), backend=backend, device=device)
-    highest = request.injected.highest_rank if request.injected is not None else None
+    highest = max(request.fault.ranks, default=None) if request.fault is not None else None
     if highest is not None and highest >= plan.nproc:
         raise UsageError(
             f"--inject names rank {highest}, but the ranks are 0 to {plan.nproc - 1}",

@@ -62,11 +62,12 @@ def _check_forms(request: Request) -> None:
 def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
     fault = request.fault
     rows = rows_for(request, plan.device)
-    if fault is not None and fault.row > len(rows):
+    row = int(fault.place or 1) if fault is not None else 1
+    if row > len(rows):
         raise UsageError(
-            f"--inject names row {fault.row}, but there are {counted(len(rows), 'row')}", hint=f"use 1 to {len(rows)}"
+            f"--inject names row {row}, but there are {counted(len(rows), 'row')}", hint=f"use 1 to {len(rows)}"
         )
-    mine = fault is not None and fault.rank == rank
+    mine = fault is not None and rank in fault.ranks
     return {
         "rows": [{"op": op, "size_bytes": size} for op, size in rows],
         "dtype": request.dtype,
@@ -77,7 +78,7 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
         "check": request.check,
         "sharing": share.sharing,
         "local_world_size": share.local_world_size,
-        "fault": {"kind": fault.kind, "row": fault.row} if fault is not None and mine else None,
+        "fault": {"kind": fault.kind, "row": row} if fault is not None and mine else None,
     }
 
 
@@ -153,7 +154,7 @@ def _slower(request: Request, report: Report[Bench]) -> Request | None:
     slower = [row for row in report.data.compared if row.slower]
     if not slower or report.interrupted:
         return None
-    again = request.fault if request.fault is not None and request.fault.kind is FaultKind.SLOW else None
+    again = request.fault if request.fault is not None and request.fault.kind == FaultKind.SLOW else None
     ops = tuple(dict.fromkeys(row.op for row in slower))
     sizes = tuple(dict.fromkeys(row.size_bytes for row in slower))
     return replace(request, ops=ops, sizes=sizes, fault=again)

@@ -10,7 +10,7 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
-from distdiag.commands.allreduce_bench.types import Fault, FaultKind, Request, Stat
+from distdiag.commands.allreduce_bench.types import FaultKind, Request, Stat
 from distdiag.errors import UsageError
 from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
@@ -22,7 +22,7 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     NprocOpt,
     PrintCommandOpt,
 )
-from distdiag.launch.types import Backend, Device
+from distdiag.launch.types import Backend, Device, Fault
 from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StallOpt, StrictOpt, called_as, on_hosts
 
 COMMAND = "allreduce-bench"
@@ -48,7 +48,7 @@ def parse_fault(text: str) -> Fault:
         raise UsageError(f"--inject {text!r}: expected FAULT:RANK[@ROW]", hint=f"faults: {kinds}; for example kill:1@3")
     if at and kind not in (FaultKind.KILL, FaultKind.STOP):
         raise UsageError(f"--inject {text!r}: {kind} affects all rows", hint="only kill and stop take @ROW")
-    return Fault(kind=FaultKind(kind), rank=int(rank), row=int(row or 1))
+    return Fault(option=text, kind=kind, ranks=(int(rank),), place=row)
 
 
 def parse_dtype(text: str) -> str:

@@ -24,18 +24,6 @@ class FaultKind(StrEnum):
     STOP = "stop"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault(types.RankFault):
-    """A fault to inject into one rank; kill and stop happen in row number `row`, from 1."""
-
-    row: int = 1
-
-    @property
-    def at(self) -> tuple[str, str]:
-        """The row, for kinds that take one."""
-        return (str(self.row), f"row {self.row}") if self.kind in (FaultKind.KILL, FaultKind.STOP) else ("", "")
-
-
 class Stat(StrEnum):
     """The time of an iteration that represents a size."""
 
@@ -116,12 +104,6 @@ class Request(types.Request):
     """The earlier run to compare with."""
     nics_bytes_per_s: float | None = None
     """From --nics: the line rate of a node, to judge a table of nccl-tests alone."""
-    fault: Fault | None = None
-
-    @property
-    def injected(self) -> Fault | None:
-        """The fault to inject."""
-        return self.fault
 
     def own_options(self) -> dict[str, object]:
         """Options of allreduce-bench alone that differ from their defaults."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.gpu_test import compute_findings
-from distdiag.commands.gpu_test.types import GpuTest, Request, compute_config
+from distdiag.commands.gpu_test.types import SIZE_BYTES, GpuTest, Request, compute_config
 from distdiag.commands.gpu_test.view import gpu_test_view
 from distdiag.errors import UsageError
 from distdiag.launch import rank_report, runner
@@ -27,7 +27,7 @@ _FLOAT_BYTES = 4
 
 def job_of(request: Request) -> Job[Request, GpuTest]:
     """Return the job of the ranks and its diagnosis. Raises UsageError for contradictory options."""
-    if request.size_bytes < _FLOAT_BYTES:
+    if request.size_bytes is not None and request.size_bytes < _FLOAT_BYTES:
         raise UsageError("--size is smaller than one float32 element", hint="use at least 4 bytes")
     return Job(
         request=request,
@@ -43,7 +43,7 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
     if request.memory_fraction is not None and share.memory_available_bytes is not None:
         memory = int(share.memory_available_bytes * request.memory_fraction / share.local_world_size)
     return {
-        "size_bytes": request.size_bytes,
+        "size_bytes": request.size_bytes or SIZE_BYTES,
         "memory_bytes": memory,
         "memory_fraction": request.memory_fraction or _MEMORY_FRACTION,
         **compute_config(request.compute_s, plan, share),
@@ -53,9 +53,9 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
 
 def _fault_for(request: Request, rank: int) -> dict[str, object] | None:
     fault = request.fault
-    if fault is None or fault.rank != rank:
+    if fault is None or rank not in fault.ranks:
         return None
-    return {"kind": fault.kind, "stage": fault.stage, "seconds": 2 * request.timeout_s + 5}
+    return {"kind": fault.kind, "stage": fault.place, "seconds": 2 * request.timeout_s + 5}
 
 
 def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, GpuTest]:
@@ -78,7 +78,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     ]
     data = GpuTest(
         **rank_report.facts_of(request, scene, plan, course),
-        size_bytes=request.size_bytes,
+        size_bytes=request.size_bytes or SIZE_BYTES,
         memory_bytes=min(rank_report.payloads(course.traces, "memory_bytes"), default=None),
         arch_list=tuple(rank_report.started(course.traces).get("arch_list") or ()),
         computed=computed,

@@ -91,13 +91,13 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
 
 def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, Any]:
     if fault.in_compute:
-        return {"kind": fault.kind if rank in fault.first else ""}
+        return {"kind": fault.kind if rank in fault.ranks else ""}
     hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
     if not hit and nproc > 1:
         raise UsageError(
             f"--inject {fault.option} affects no pair of {nproc} ranks", hint="name some of the ranks, not all"
         )
-    return {"pairs": hit, "ranks": list(fault.first) or list(range(nproc)), "lag_s": fault.lag_s}
+    return {"pairs": hit, "ranks": list(fault.ranks) or list(range(nproc)), "lag_s": fault.lag_s}
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Isolated]:
@@ -122,7 +122,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     found = rank_report.findings_of(request, scene, plan, course)
     found += compute_findings.findings_of(computed, course.traces, request)
     if finished and len(host_of) > 1:
-        found += _finding(request, classification, data)
+        found += [_finding(request, classification, data)] if classification.kind is not Kind.HEALTHY else []
         found += rank_report.paused(request, course.traces)
     measured = sum(pair.busbw_bytes_per_s is not None or pair.status is PairStatus.FAILED for pair in data.pairs)
     return rank_report.concluded(
@@ -136,27 +136,23 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     )
 
 
-def _finding(request: Request, found: Classification, data: Isolated) -> list[Finding]:
-    if found.kind is Kind.HEALTHY:
-        return []
+def _finding(request: Request, found: Classification, data: Isolated) -> Finding:
     host_of = {rank.rank: rank.host for rank in data.ranks}
     # A failed pair is a fault even if the culprit is unknown; a slow pair may be as it should be.
     broken = any(pair.status in (PairStatus.FAILED, PairStatus.WRONG) for pair in data.pairs)
-    errors = dict.fromkeys(pair.error for pair in data.pairs if pair.error)
+    errors = list(dict.fromkeys(pair.error for pair in data.pairs if pair.error))
     # The first line counts pairs slower than the others: zero here.
     reason = found.reason[1:] if found.kind is Kind.UNIFORMLY_SLOW else found.reason
     ranks = sorted({*found.ranks, *(end for link in found.links for end in link)})
     hosts = tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)]))
-    return [
-        Finding(
-            id=Shared(found.kind).of(request.command),
-            level=Level.UNKNOWN if found.kind is Kind.UNDECIDABLE and not broken else Level.FAIL,
-            title=found.sentence,
-            where=Where(hosts=hosts, ranks=tuple(ranks)),
-            evidence=(*reason, *(f"torch: {error}" for error in list(errors)[:2])),
-            fix=Fix(text=found.next) if found.next else None,
-        )
-    ]
+    return Finding(
+        id=Shared(found.kind).of(request.command),
+        level=Level.UNKNOWN if found.kind is Kind.UNDECIDABLE and not broken else Level.FAIL,
+        title=found.sentence,
+        where=Where(hosts=hosts, ranks=tuple(ranks)),
+        evidence=(*reason, *(f"torch: {error}" for error in errors[:2])),
+        fix=Fix(text=found.next) if found.next else None,
+    )
 
 
 def _passed(data: Isolated, found: Classification, hosts: str) -> str:
