@@ -46,12 +46,6 @@ class Shared(StrEnum):
     CPU_ONLY = "cpu-only", "info", "no GPU is visible: tested gloo on the CPU, not GPUs or NCCL"
     INJECTED = "injected", "info", "a fault was injected (--inject)"
     IOMMU = "iommu", "info warn", "the IOMMU translates GPU addresses", f"{_RANKS} doctor"
-    LINK_LOSSY = "link-lossy", "fail warn", "a path between nodes loses packets", _NODES
-    LINK_SLOW = "link-slow", "fail warn", "a path between nodes has much less throughput than the others", _NODES
-    MTU_BLACK_HOLE = "mtu-black-hole", "fail", "large packets between nodes are lost, small packets arrive", _NODES
-    NAME_LOOPBACK = "name-loopback", "warn", "the own host name resolves to a loopback address", _NODES
-    NAME_UNRESOLVED = "name-unresolved", "warn", "a node cannot resolve its own host name or that of rank 0's node", _NODES
-    NO_ANSWER = "no-answer", "unknown", "a node did not answer in time, but no packet was lost", _NODES
     NODES_DIFFER = "nodes-differ", "info warn", "nodes or their environments differ"
     NOTHING_MEASURED = "nothing-measured", "unknown", "nothing could be measured", "allreduce-bench"
     PATH_BROKEN = "path-broken", "fail", "a path: connected, then the connection is cut", _PATHS
@@ -66,7 +60,6 @@ class Shared(StrEnum):
     PORT_BROKEN = "port-broken", "fail", "a requested port: connected, then the connection is cut", _PATHS
     PORT_CUT_OFF = "port-cut-off", "fail", "a requested port: data stops midway", _PATHS
     PORT_FILTERED = "port-filtered", "fail", "a requested port: no answer: packets are dropped", _PATHS
-    PORT_FOREIGN = "port-foreign", "fail unknown", "another program answers at, or holds, a port", _NODES
     PORT_NO_PORT = "port-no-port", "fail", "a requested port: no free local port", _PATHS
     PORT_NO_ROUTE = "port-no-route", "fail", "a requested port: the node's own kernel has no route", _PATHS
     PORT_REFUSED = "port-refused", "fail", "a requested port: a firewall resets connections", _PATHS

@@ -119,7 +119,7 @@ def _own_name(node: NodePorts, several: bool) -> Finding | None:
     names = node.network.names
     if names.host_addresses:
         return None
-    words = {"name": names.host_name, "error": names.host_error, "address": address_of(node) or "10.0.0.1"}
+    words = {"named": names.host_name, "error": names.host_error, "address": address_of(node) or "10.0.0.1"}
     return finding("ports.name-unresolved", words)
 
 
@@ -130,7 +130,7 @@ def _master_addr(node: NodePorts, several: bool) -> Finding | None:
         return None
     odd = ":" in name or name != name.strip()
     detail = "MASTER_ADDR takes a name or an address only: no port, no spaces." if odd else ""
-    words = {"value": repr(name), "detail": detail, "name": shlex.quote(name)}
+    words = {"value": repr(name), "detail": detail, "named": shlex.quote(name)}
     return finding("ports.master-addr-unresolved", words)
 
 
@@ -241,7 +241,7 @@ def _name(facts: PortsFacts, name: str, leads_to: str, hosts: list[str]) -> Find
     first = next(iter(facts.nodes))
     master = any(_value_of_master_addr(facts, node) == name for node in facts.nodes)
     what = "MASTER_ADDR" if master else f"the name of {facts.hosts[first]}"
-    words = {"what": what, "name": repr(name), "to": leads_to, "hosts": fold(hosts)}
+    words = {"what": what, "named": repr(name), "to": leads_to, "hosts": fold(hosts)}
     return finding(
         "ports.master-addr" if leads_to else "ports.master-addr-unknown",
         {**words, "address": address_of(facts.nodes[first])},

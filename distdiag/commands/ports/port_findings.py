@@ -97,7 +97,7 @@ def _judged(facts: PortsFacts, source: str, host: str, state: str, tried: list[P
     else:
         known = ""
     words = {"where": where, "ports": ports, "plural": plural, "host": host, "error": first.error, "known": known}
-    words |= {"reason": first.error.lower(), "address": first.address, "name": shlex.quote(host)}
+    words |= {"reason": first.error.lower(), "address": first.address, "named": shlex.quote(host)}
     return finding(row, words, where=at, evidence=evidence)
 
 
@@ -142,7 +142,7 @@ def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
         if is_loopback(result.address) and not is_loopback(result.host) and result.host != "localhost"
     ]
     if home:
-        words = {"host": home[0].host, "address": home[0].address, "name": shlex.quote(home[0].host)}
+        words = {"host": home[0].host, "address": home[0].address, "named": shlex.quote(home[0].host)}
         return finding("ports.address-loopback", words, where=at)
     strangers = [result for result in tried if known_as(result) == "http"]
     if not strangers:
