@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import struct
 from dataclasses import dataclass
 
-from distdiag.facts import machine, off_cpu, syscall_names
+from distdiag.facts import machine, off_cpu, sockets, syscall_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ _POLLS = ("poll", "ppoll")
 _ON_PATH = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
 """Index of the path argument."""
 _LONGEST_PATH = 4096
-_LISTENS = "0A"  # include/net/tcp_states.h
 
 
 @dataclass(frozen=True)
@@ -244,42 +242,14 @@ def uses_gpu(pid: int, mapped: str | None = None) -> bool:
 
 def has_connection(pid: int, ports: set[int]) -> bool:
     """Return whether a process has a TCP socket with one of these ports at either end, or listens on one."""
-    wanted = {f":{port:04X}" for port in ports}
-    tables = [machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    inodes = {row[9] for row in rows if row[1][-5:] in wanted or row[2][-5:] in wanted} - {"0"}
-    try:
-        entries = os.listdir(f"/proc/{pid}/fd") if inodes else []
-    except OSError:  # exited or unreadable
-        return False
-    return any(_inode_of(f"/proc/{pid}/fd/{fd}") in inodes for fd in entries)
+    ends = tuple(f":{port}" for port in ports)
+    return any(sock.local.endswith(ends) or sock.remote.endswith(ends) for sock in sockets.tcp_sockets(pid))
 
 
 def connections(pid: int) -> tuple[str, ...]:
-    """List the TCP connections of a process by both ends, in the same form at each end.
-
-    Addresses are in the kernel's notation, identical on all machines of one byte order.
-    """
-    rows = []
-    for name in ("tcp", "tcp6"):
-        lines = machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]
-        rows += [line.split(None, 10) for line in lines]
-    pairs = {row[9]: ">".join(sorted(row[1:3])) for row in rows if row[3] == "01" and row[9] != "0"}
-    try:
-        entries = os.listdir(f"/proc/{pid}/fd") if pairs else []
-    except OSError:  # exited or unreadable
-        return ()
-    own = {_inode_of(f"/proc/{pid}/fd/{entry}") for entry in entries}
-    return tuple(sorted(pairs[inode] for inode in own & pairs.keys()))[:_MOST_CONNECTIONS]
-
-
-def _inode_of(descriptor: str) -> str:
-    """Return a socket's inode; empty for any other file, or if closed since listed."""
-    try:
-        target = os.readlink(descriptor)
-    except OSError:
-        return ""
-    return target[8:-1] if target.startswith("socket:[") else ""
+    """List the TCP connections of a process by both ends, in the same form at each end."""
+    found = (sock for sock in sockets.tcp_sockets(pid) if sock.state == "ESTABLISHED")
+    return tuple(sorted(">".join(sorted((sock.local, sock.remote))) for sock in found))[:_MOST_CONNECTIONS]
 
 
 def standstill(pid: int, tid: int, clocks: dict[int, float]) -> Standstill:
@@ -360,20 +330,11 @@ def _open_file(pid: int, fd: int) -> str:
 def _socket(pid: int, inode: str) -> str:
     """Name a TCP socket by the peer's address, a listening one by its own."""
     for name in ("tcp", "tcp6"):
-        for line in machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
-            row = line.split(None, 10)
-            if row[9] == inode:
-                return f"TCP {_address(row[1] if row[3] == _LISTENS else row[2])}"
+        lines = machine.read_text(f"/proc/{pid}/net/{name}").splitlines()
+        row = next((line for line in lines if f" {inode} " in line), "")
+        for sock in sockets.parse_inet(f"\n{row}", name).values():
+            return f"TCP {sock.remote or sock.local}"
     return "a socket"
-
-
-def _address(text: str) -> str:
-    """Format an address of /proc/net/tcp: words of 4 bytes in this machine's byte order."""
-    place, port = text.split(":")
-    words = [bytes.fromhex(place[at : at + 8])[::-1] for at in range(0, len(place), 8)]
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    host = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")
-    return f"{f'[{host}]' if ':' in host else host}:{int(port, 16)}"
 
 
 def _children(pid: int) -> list[int]:
