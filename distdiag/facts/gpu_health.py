@@ -7,7 +7,7 @@ Reasons" became "Clocks Event Reasons"). Values missing in a driver or a GPU are
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distdiag.facts import programs
 from distdiag.facts.machine import user_name
@@ -249,12 +249,10 @@ def _with_users(health: Health) -> Health:
         return "" if number is None else user_name(number)
 
     gpus = (
-        GpuHealth(
-            **{**vars(gpu), "processes": tuple(GpuProcess(**{**vars(p), "user": user(p.pid)}) for p in gpu.processes)}
-        )
+        replace(gpu, processes=tuple(replace(each, user=user(each.pid)) for each in gpu.processes))
         for gpu in health.gpus
     )
-    return Health(tuple(gpus), health.driver)
+    return replace(health, gpus=tuple(gpus))
 
 
 def with_links(health: Health, status: str, errors: str) -> Health:
@@ -264,9 +262,8 @@ def with_links(health: Health, status: str, errors: str) -> Health:
     for gpu in health.gpus:
         own = links.get(gpu.index, {})
         down = tuple(number for number, words in own.items() if "inactive" in words.lower())
-        readings = {"links": len(own), "inactive_links": down, "link_errors": counts.get(gpu.index, {})}
-        gpus.append(GpuHealth(**{**vars(gpu), **readings}))
-    return Health(tuple(gpus), health.driver, health.error)
+        gpus.append(replace(gpu, links=len(own), inactive_links=down, link_errors=counts.get(gpu.index, {})))
+    return replace(health, gpus=tuple(gpus))
 
 
 def _links(text: str) -> dict[int, dict[int, str]]:

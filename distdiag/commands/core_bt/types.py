@@ -29,7 +29,6 @@ class Request:
     exe: str = ""
     all_threads: bool = False
     gdb: bool | None = None
-    pids: tuple[int, ...] = ()
     setup: bool = False
     timeout_s: float = 60.0
 
@@ -51,7 +50,7 @@ class Thread:
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """One core, or a live process (then `path` is empty). None: not in the core.
+    """One core. None: not in the core.
 
     `time`: modification time, seconds since 1970. `message`: why it aborted: the last message of the C library, or the
     uncaught exception. `mapped`: the file mapped at the address. `role`: cause, or consequence of a failure elsewhere.
@@ -59,7 +58,7 @@ class Core:
     why none could.
     """
 
-    path: str = ""
+    path: str
     host: str
     exe: str
     cmdline: str

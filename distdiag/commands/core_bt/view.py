@@ -23,17 +23,13 @@ _MAX_FRAMES, _LAST_FRAMES, _MAX_MESSAGE_LINES = 40, 12, 6
 def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[RenderableType]:
     """Format every core: the process, the crashed thread with its stack, the other threads."""
     for core in report.data.cores:
-        if not (core.meaning or core.path):  # process not found
-            continue
         yield ""
         yield Wrapped(who(core), margin=0, hang=2, style="bold")
-        if core.meaning:
-            yield Wrapped(f"{core.signal_name}: {core.meaning}" if core.signal else core.meaning, margin=2)
+        yield Wrapped(f"{core.signal_name}: {core.meaning}", margin=2)
         yield from (
             Wrapped(f"message: {line.strip()}", margin=2) for line in core.message.splitlines()[:_MAX_MESSAGE_LINES]
         )
-        if core.path:
-            yield Whole(f"  core {core.path}")
+        yield Whole(f"  core {core.path}")
         if core.exe:
             yield Whole(f"  exe {core.exe}")
         yield from map(Whole, _threads(core, all_threads=all_threads))
@@ -52,10 +48,9 @@ def plain_lines(report: Report[CoreBt]) -> Iterator[str]:
 
 def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
     if core.crash_thread is not None:
-        mark = "crashed thread" if core.signal else "main thread"
-        yield f"  {mark}: {_named(core.crash_thread)}"
+        yield f"  crashed thread: {_named(core.crash_thread)}"
         yield from _stack(core.crash_thread, _MAX_FRAMES)
-    elif core.signal:
+    else:
         yield "  the stack of the crashed thread could not be read"
     groups: dict[tuple[str, ...], list[Thread]] = {}
     for thread in core.threads:

@@ -1,7 +1,7 @@
 """Standalone program that reads stacks with pystack and prints JSON; it imports nothing from distdiag.
 
-Run by a Python that has pystack, with the arguments "core", its path, the program's path, and "python" (Python frames
-only) or "all"; or "process" and its pid. For the output format see `pystack.parse`.
+Run by a Python that has pystack, with the path of a core, the program's path, and "python" (Python frames only) or
+"all". For the output format see `pystack.parse`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Read the core or process in the arguments, and print its stacks."""
+    """Read the core in the arguments, and print its stacks."""
     os.environ.pop("DEBUGINFOD_URLS", None)  # stops libdw from querying the network
     from pystack import engine
 
@@ -39,32 +39,27 @@ def main() -> None:
     os._exit(0)
 
 
-def _read(engine: ModuleType, kind: str, *target: str) -> dict[str, Any]:
+def _read(engine: ModuleType, core: str, executable: str, frames: str) -> dict[str, Any]:
     """Read all threads with C frames, else only threads with Python, else those without C frames."""
     modes = engine.NativeReportingMode
-    is_process = kind == "process"
     threads: Sequence[Any] = []
     errors: list[str] = []
-    for mode in (modes.OFF,) if target[-1] == "python" else (modes.ALL, modes.PYTHON, modes.OFF):
+    for mode in (modes.OFF,) if frames == "python" else (modes.ALL, modes.PYTHON, modes.OFF):
         try:
-            threads = _process(engine, target, mode) if is_process else _core(engine, target, mode)
+            threads = _core(engine, core, executable, mode)
             break
         except Exception as error:  # noqa: BLE001 - whatever it is, less may be readable
             if str(error) in errors:
                 break
             errors.append(str(error))
-    return {**_packed(threads), "errors": errors, "live": is_process}
+    return {**_packed(threads), "errors": errors}
 
 
-def _process(engine: ModuleType, target: Sequence[str], mode: object) -> Sequence[Any]:
-    return list(engine.get_process_threads(int(target[0]), native_mode=mode))
-
-
-def _core(engine: ModuleType, target: Sequence[str], mode: object) -> Sequence[Any]:
+def _core(engine: ModuleType, core: str, executable: str, mode: object) -> Sequence[Any]:
     import pathlib
 
-    core, executable = map(pathlib.Path, target[:2])
-    return list(engine.get_process_threads_for_core(core, executable, native_mode=mode))
+    paths = map(pathlib.Path, (core, executable))
+    return list(engine.get_process_threads_for_core(*paths, native_mode=mode))
 
 
 def _packed(threads: Sequence[Any]) -> dict[str, Any]:
