@@ -270,7 +270,7 @@ def _on_path(process: _Process, call: _Call, plain: Thread) -> Thread:
     if path.startswith("/"):
         return replace(plain, path=path)
     if start == _AT_FDCWD:
-        return replace(plain, path=os.path.join(_readlink(f"/proc/{process.pid}/cwd"), path))
+        return replace(plain, path=os.path.join(machine.link_target(f"/proc/{process.pid}/cwd"), path))
     folder = process.opened.get(start)
     return replace(plain, path=os.path.join(folder.target if folder else "", path))
 
@@ -354,10 +354,3 @@ def _futex_ends_in_s(call: _Call) -> float | None:
 def _signed(argument: int) -> int:
     """Read an argument of type int: only the lower half of its register is defined."""
     return (argument & 0xFFFFFFFF) - ((argument & 0x80000000) << 1)
-
-
-def _readlink(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

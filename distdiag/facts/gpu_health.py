@@ -181,6 +181,7 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
     lost = re.search(r"GPU is lost|GPU requires reset|Unable to determine the device handle[^\n]*", text)
     power = _branch(tree, "GPU Power Readings") or _branch(tree, "Power Readings")
     link = _branch(tree, "PCI", "GPU Link Info")
+    was_reset = _value(tree, "GPU Reset Status", "Reset Required") == "Yes"  # drivers before 565
     state, status = _value(tree, "Fabric", "State"), _value(tree, "Fabric", "Status")
     return GpuHealth(
         index=index,
@@ -189,7 +190,7 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
         uuid=_value(tree, "GPU UUID"),
         persistence=_value(tree, "Persistence Mode"),
         mig=_value(tree, "MIG Mode", "Current"),
-        recovery=_value(tree, "GPU Recovery Action") or _old_recovery(tree),
+        recovery=_value(tree, "GPU Recovery Action") or "Reset" * was_reset,
         uncorrectable=sum(wrong) if wrong else None,
         correctable=sum(right) if right else None,
         retired_pending=_value(tree, "Retired Pages", "Pending Page Blacklist") == "Yes",
@@ -223,11 +224,6 @@ def _clique(fabric: Tree) -> str:
     """Return the group of GPUs that can share memory over NVLink: cluster UUID and clique; empty on one node."""
     cluster, clique = _value(fabric, "ClusterUUID"), _value(fabric, "CliqueId")
     return f"{cluster}/{clique}" if cluster.strip("0-") else ""
-
-
-def _old_recovery(tree: Tree) -> str:
-    """Translate the wording of drivers before 565."""
-    return "Reset" if _value(tree, "GPU Reset Status", "Reset Required") == "Yes" else ""
 
 
 def _processes(tree: Tree) -> tuple[GpuProcess, ...]:

@@ -95,10 +95,7 @@ def process_state(pid: int) -> ProcessState:
 
 def work_of(pid: int) -> Work:
     """Read the total work of a process; zeros if the kernel does not count it (schedstat and io of proc(5))."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        threads = []
+    threads = names_in(f"/proc/{pid}/task")
     columns = [read_text(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
     busy_ns = sum(int(ran) + int(waited) for ran, waited, *_ in columns)
     read = re.search(r"^rchar: (\d+)", read_text(f"/proc/{pid}/io"), re.MULTILINE)
@@ -112,10 +109,7 @@ def why_it_stands_still(letter: str) -> str:
 
 def network_namespace(pid: int) -> str:
     """Name a process's network namespace, "net:[4026531840]"; empty if unreadable."""
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return ""
+    return link_target(f"/proc/{pid}/ns/net")
 
 
 def ancestors(pid: int) -> list[str]:
@@ -167,6 +161,22 @@ def read_text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
+    except OSError:
+        return ""
+
+
+def names_in(folder: str) -> list[str]:
+    """List a folder; empty if missing or unreadable."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def link_target(path: str) -> str:
+    """Return the target of a link; empty if missing or unreadable."""
+    try:
+        return os.readlink(path)
     except OSError:
         return ""
 

@@ -100,12 +100,8 @@ def read(pid: int) -> Proc | None:
 
 def tasks(pid: int) -> list[Task]:
     """Read the threads of a process; empty if it exited."""
-    try:
-        entries = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
     found = []
-    for entry in entries:
+    for entry in machine.names_in(f"/proc/{pid}/task"):
         fields = _stat(f"/proc/{pid}/task/{entry}/stat")
         if fields is not None:
             found.append(Task(int(entry), fields[1], fields[0], _cpu(fields)))
@@ -173,10 +169,7 @@ def tracer(pid: int) -> int | None:
 
 def program(pid: int) -> str:
     """Return the path of a process's program; empty if unreadable."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        return ""
+    return machine.link_target(f"/proc/{pid}/exe")
 
 
 def maps(pid: int) -> str | None:
@@ -230,13 +223,10 @@ def uses_gpu(pid: int, mapped: str | None = None) -> bool:
     """
     if _GPU_DRIVERS.search((maps(pid) if mapped is None else mapped) or ""):
         return True
-    try:
-        for entry in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{entry}")
-            if (target.startswith("/dev/nvidia") and target[11:].isdigit()) or target in ("/dev/kfd", "/dev/dxg"):
-                return True
-    except OSError:
-        return False
+    for entry in machine.names_in(f"/proc/{pid}/fd"):
+        target = machine.link_target(f"/proc/{pid}/fd/{entry}")
+        if (target.startswith("/dev/nvidia") and target[11:].isdigit()) or target in ("/dev/kfd", "/dev/dxg"):
+            return True
     return False
 
 
@@ -315,12 +305,10 @@ def _syscall(pid: int, words: list[str]) -> tuple[str, str]:
 
 
 def _open_file(pid: int, fd: int) -> str:
-    try:
-        target = os.readlink(f"/proc/{pid}/fd/{fd}")
-    except OSError:
-        return ""
+    target = machine.link_target(f"/proc/{pid}/fd/{fd}")
     if target.startswith("pipe:["):
-        others = [child for child in _children(pid) if _has_open(child, target)]
+        children = map(int, machine.read_text(f"/proc/{pid}/task/{pid}/children").split())
+        others = [child for child in children if _has_open(child, target)]
         return f"a pipe from {_program(others[0])}" if others else "a pipe"
     if target.startswith("socket:["):
         return _socket(pid, target[8:-1])
@@ -337,15 +325,9 @@ def _socket(pid: int, inode: str) -> str:
     return "a socket"
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in machine.read_text(f"/proc/{pid}/task/{pid}/children").split()]
-
-
 def _has_open(pid: int, target: str) -> bool:
-    try:
-        return any(os.readlink(f"/proc/{pid}/fd/{fd}") == target for fd in os.listdir(f"/proc/{pid}/fd"))
-    except OSError:  # exited, or it has just closed one
-        return False
+    folder = f"/proc/{pid}/fd"
+    return any(machine.link_target(f"{folder}/{fd}") == target for fd in machine.names_in(folder))
 
 
 def _program(pid: int) -> str:

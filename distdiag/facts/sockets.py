@@ -86,11 +86,8 @@ class Tables:
 
 def inodes(pid: int) -> set[int]:
     """List the inodes of a process's open sockets."""
-    links = []
-    with contextlib.suppress(OSError):  # exited or unreadable
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    folder = f"/proc/{pid}/fd"
+    links = (machine.link_target(f"{folder}/{fd}") for fd in machine.names_in(folder))
     return {int(link[len("socket:[") : -1]) for link in links if link.startswith("socket:[")}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 from distdiag.knowledge.frames import library_path
@@ -33,10 +32,5 @@ class Activity:
 
 def activity_of(frames: Sequence[Frame]) -> str:
     """Return the activity shown by a stack, innermost frame first, e.g. "tokenizes"; empty if unknown."""
-    found = (row.does for frame in frames for row in _rows() if row.fits(frame))
-    return next(found, "")
-
-
-@cache
-def _rows() -> tuple[Activity, ...]:
-    return load("activities", "activity", tuple[Activity, ...])
+    rows = load("activities", "activity", tuple[Activity, ...])
+    return next((row.does for frame in frames for row in rows if row.fits(frame)), "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 from distdiag.knowledge.tables import load
@@ -114,7 +113,6 @@ def _compare(numbers: tuple[int, ...], operator: str, limit: tuple[int, ...]) ->
     return {"<": left < right, "<=": left <= right, ">": left > right, ">=": left >= right}[operator]
 
 
-@cache
 def entries() -> tuple[Advisory, ...]:
     """Read the table."""
     return load("advisories", "advisory", tuple[Advisory, ...])

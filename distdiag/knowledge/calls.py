@@ -21,12 +21,7 @@ class _Rule:
 def call_in(source: str) -> tuple[str, str]:
     """Return class and name of a call that may wait, e.g. ("communication wait", "all_reduce"); else ("", "")."""
     text = _NOISE.sub("", source)
-    for rule in _rules():
+    for rule in load("calls", "call", tuple[_Rule, ...]):
         if found := rule.call.search(text):
             return rule.kind, next((group for group in found.groups() if group), "")
     return "", ""
-
-
-@cache
-def _rules() -> tuple[_Rule, ...]:
-    return load("calls", "call", tuple[_Rule, ...])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from distdiag.facts.programs import signal_name
@@ -94,7 +93,6 @@ def recognise(
     return next(fitting, None)
 
 
-@cache
 def known_crashes() -> tuple[Crash, ...]:
     """List all known crashes, in order of trust."""
     return load("crashes", "crash", tuple[Crash, ...])
@@ -117,7 +115,7 @@ def meaning(signal: int, code: int | None, address: int | None, sender_pid: int 
         own_pid: the process that died; None if unknown.
     """
     name = signal_name(signal)
-    known = _signals().get(name)
+    known = load("crashes", "signal", dict[str, _Signal]).get(name)
     if code in _SENT and name != "SIGKILL":
         itself = sender_pid == own_pid if sender_pid is not None and own_pid is not None else code == _SI_TKILL
         return _sent_by_itself(name) if itself else _sent_by(sender_pid)
@@ -175,8 +173,3 @@ def _shows(when: _When, functions: Sequence[str], text: str) -> bool:
 def _in_order(patterns: Sequence[str], functions: Sequence[str]) -> bool:
     left = iter(functions)
     return all(any(re.search(pattern, function) for function in left) for pattern in patterns)
-
-
-@cache
-def _signals() -> dict[str, _Signal]:
-    return load("crashes", "signal", dict[str, _Signal])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 
-from distdiag.knowledge.tables import load_whole
+from distdiag.knowledge.tables import load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,9 @@ class Tables:
     gpus: tuple[GpuName, ...]
 
 
-@cache
 def tables() -> Tables:
     """Read the file, once."""
-    return load_whole("cuda", Tables)
+    return load("cuda", "", Tables)
 
 
 def arch_of(gpu: str) -> str:

@@ -64,6 +64,5 @@ def _is_known(file: str) -> bool:
     return file.startswith(("<", "torch/")) or any(rule.file.search(file) for rule in _rules())
 
 
-@cache
 def _rules() -> tuple[Rule, ...]:
     return load("frames", "frame", tuple[Rule, ...])

@@ -39,14 +39,9 @@ def kind_of_library(name: str) -> Kind:
 @cache
 def meaning_of(call: str) -> Meaning:
     """Return the effect of an exported function on the calling thread; "" for one that neither blocks nor is slow."""
-    return next((row.meaning for row in _calls() if row.call.fullmatch(call)), "")
+    rows = load("gpu_libraries", "call", tuple[_Call, ...])
+    return next((row.meaning for row in rows if row.call.fullmatch(call)), "")
 
 
-@cache
 def _libraries() -> tuple[_Library, ...]:
     return load("gpu_libraries", "library", tuple[_Library, ...])
-
-
-@cache
-def _calls() -> tuple[_Call, ...]:
-    return load("gpu_libraries", "call", tuple[_Call, ...])

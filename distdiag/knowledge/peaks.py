@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 
 from distdiag.knowledge.tables import load
 
@@ -28,7 +27,6 @@ _OF_SMI = frozenset(
 """Words of an nvidia-smi name without influence on the speed."""
 
 
-@cache
 def peaks() -> tuple[Peak, ...]:
     """Read the file, once."""
     return load("peaks", "gpu", tuple[Peak, ...])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import dataclass
-from functools import cache
 
 from distdiag.knowledge.tables import load
 
@@ -30,10 +29,6 @@ def read_title(command: str) -> Title | None:
     name = command.partition(" ")[0]
     if "::" not in name:
         return None
-    row = next((row for row in _rows() if row.pattern.match(name)), None)
+    rows = load("process_titles", "title", tuple[_Row, ...])
+    row = next((row for row in rows if row.pattern.match(name)), None)
     return Title(name=name, server=row.server, role=row.role) if row is not None else None
-
-
-@cache
-def _rows() -> tuple[_Row, ...]:
-    return load("process_titles", "title", tuple[_Row, ...])

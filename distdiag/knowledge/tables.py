@@ -6,29 +6,20 @@ import re
 import tomllib
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Kind = TypeVar("Kind")
 
 
 def load(table: str, key: str, kind: type[Kind]) -> Kind:
-    """Decode a key of TABLE.toml; a field of type re.Pattern is compiled from its text. Cache the result."""
-    import msgspec
-
-    return msgspec.convert(_read(table)[key], kind, dec_hook=_pattern)
-
-
-def load_whole(table: str, kind: type[Kind]) -> Kind:
-    """Decode all of TABLE.toml, like `load`."""
-    import msgspec
-
-    return msgspec.convert(_read(table), kind, dec_hook=_pattern)
+    """Decode a key of TABLE.toml once, or all of it (key ""). Text becomes a pattern where a field is a re.Pattern."""
+    content: Kind = _load(table, key, cast("Any", kind))
+    return content
 
 
 @cache
-def _read(table: str) -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath(f"{table}.toml").read_text("utf-8"))
+def _load(table: str, key: str, kind: type) -> Any:  # noqa: ANN401 - of that type
+    import msgspec
 
-
-def _pattern(_: object, text: str) -> re.Pattern[str]:
-    return re.compile(text)
+    whole = tomllib.loads(resources.files(__package__).joinpath(f"{table}.toml").read_text("utf-8"))
+    return msgspec.convert(whole[key] if key else whole, kind, dec_hook=lambda _, text: re.compile(text))

@@ -70,9 +70,4 @@ def table() -> dict[int, Xid]:
 
 def role_of(blames: str) -> tuple[str, str]:
     """Return role and text, in a job's log, of a line with this `blames`."""
-    return _roles().get(blames, ("confirmation", ""))
-
-
-@cache
-def _roles() -> dict[str, tuple[str, str]]:
-    return load("xids", "role", dict[str, tuple[str, str]])
+    return load("xids", "role", dict[str, tuple[str, str]]).get(blames, ("confirmation", ""))

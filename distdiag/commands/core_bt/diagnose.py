@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.core_bt.core_dump_setup import setup_findings
-from distdiag.commands.core_bt.types import COMMAND, Core, CoreBt, Thread, Unread
+from distdiag.commands.core_bt.types import COMMAND, Core, CoreBt, Unread
 from distdiag.commands.core_bt.wording import faulting_frames, format_frame, where, who, without_numbers
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from distdiag.cluster.host_results import HostResult
     from distdiag.commands.core_bt.collect import CoreFacts, NodeCores
     from distdiag.commands.core_bt.types import Request
-    from distdiag.facts.core.stacks import Merged
     from distdiag.gathered import Gathered
     from distdiag.knowledge.crashes import Crash
 
@@ -74,8 +73,7 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
 def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
     notes = facts.notes
     assert notes is not None
-    threads = [_thread(merged) for merged in facts.threads]
-    crashed = next((thread for thread, merged in zip(threads, facts.threads, strict=True) if merged.crashed), None)
+    crashed = next((merged.thread for merged in facts.threads if merged.crashed), None)
     functions = [frame.function for frame in crashed.frames] if crashed is not None else []
     mapped = next((file.path for file in notes.files if notes.address and file.start <= notes.address < file.end), "")
     words = _last_words(facts, functions)
@@ -99,7 +97,7 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
         signature=known.id if known is not None else None,
         role=known.role if known is not None else None,
         crash_thread=crashed if crashed is not None and crashed.frames else None,
-        threads=tuple(thread for thread in threads if thread is not crashed),
+        threads=tuple(merged.thread for merged in facts.threads if not merged.crashed),
         truncated=notes.truncated,
         size_bytes=notes.size_bytes,
         whole_bytes=notes.whole_bytes,
@@ -113,11 +111,6 @@ def _last_words(facts: CoreFacts, functions: Sequence[str]) -> str:
     """Return the last message of the process, ignoring an exception that was caught earlier."""
     ended = not functions or any(_ENDS_BY_EXCEPTION.search(function) for function in functions)
     return facts.message or (facts.exception if ended else "")
-
-
-def _thread(merged: Merged) -> Thread:
-    thread = merged.thread
-    return Thread(tid=thread.tid, name=thread.name, gil=thread.gil, frames=thread.frames)
 
 
 def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> list[Finding]:

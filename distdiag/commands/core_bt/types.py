@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from distdiag.cluster.targets import Cluster
-from distdiag.facts.core.stacks import Frame  # noqa: TC001 - msgspec reads it
+from distdiag.facts.core.stacks import ThreadStack  # noqa: TC001 - msgspec reads it
 
 COMMAND = "core-bt"
 
@@ -39,16 +39,6 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thread:
-    """One thread; frames innermost first, Python and C in one stack."""
-
-    tid: int
-    name: str
-    gil: bool | None
-    frames: tuple[Frame, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Core:
     """One core. None: not in the core.
 
@@ -74,8 +64,8 @@ class Core:
     meaning: str
     signature: str | None = None
     role: str | None = None
-    crash_thread: Thread | None
-    threads: tuple[Thread, ...]
+    crash_thread: ThreadStack | None
+    threads: tuple[ThreadStack, ...]
     truncated: bool = False
     size_bytes: int = 0
     whole_bytes: int = 0

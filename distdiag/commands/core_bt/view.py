@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.core_bt.types import Core, CoreBt, Thread
+    from distdiag.commands.core_bt.types import Core, CoreBt
+    from distdiag.facts.core.stacks import ThreadStack
     from distdiag.report import Report
 
 _MAX_FRAMES, _LAST_FRAMES, _MAX_MESSAGE_LINES = 40, 12, 6
@@ -52,7 +53,7 @@ def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
         yield from _stack(core.crash_thread, _MAX_FRAMES)
     else:
         yield "  the stack of the crashed thread could not be read"
-    groups: dict[tuple[str, ...], list[Thread]] = {}
+    groups: dict[tuple[str, ...], list[ThreadStack]] = {}
     for thread in core.threads:
         groups.setdefault(tuple(format_frame(frame) for frame in thread.frames), []).append(thread)
     if groups and not all_threads:
@@ -66,7 +67,7 @@ def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
             yield f"    {names}: {_short(frames)}"
 
 
-def _python(group: Sequence[Thread]) -> int:
+def _python(group: Sequence[ThreadStack]) -> int:
     return sum(frame.language == "python" for frame in group[0].frames)
 
 
@@ -74,12 +75,12 @@ def _short(frames: tuple[str, ...]) -> str:
     return " < ".join(frames[:3]) + (" < ..." if len(frames) > 3 else "") if frames else "no stack"
 
 
-def _named(thread: Thread) -> str:
+def _named(thread: ThreadStack) -> str:
     gil = ", holds the GIL" if thread.gil else ""
     return f"{thread.tid}{f' ({thread.name})' if thread.name else ''}{gil}"
 
 
-def _stack(thread: Thread, most: int) -> Iterator[str]:
+def _stack(thread: ThreadStack, most: int) -> Iterator[str]:
     frames = thread.frames
     shown = frames if len(frames) <= most else (*frames[: most - _LAST_FRAMES], *frames[-_LAST_FRAMES:])
     for number, frame in enumerate(shown):

@@ -315,10 +315,8 @@ def _unit(pid: int) -> str:
 
 
 def _contained(pid: int) -> bool | None:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/pid") != _FIRST_PID_NAMESPACE
-    except OSError:
-        return None
+    namespace = machine.link_target(f"/proc/{pid}/ns/pid")
+    return namespace != _FIRST_PID_NAMESPACE if namespace else None
 
 
 def _container() -> str:

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from distdiag.facts import programs
+from distdiag.facts import machine, programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -80,10 +80,7 @@ def _installable(places: Places, timeout_s: float) -> tuple[int, ...]:
 def _on_path(places: Places) -> list[str]:
     found = []
     for folder in dict.fromkeys(places.path):
-        try:
-            names = sorted(os.listdir(folder or "."))
-        except OSError:
-            continue
+        names = sorted(machine.names_in(folder or "."))
         found += [os.path.join(folder, name) for name in names if _NAME.fullmatch(name)]
     return [path for path in found if os.access(path, os.X_OK)]
 

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from distdiag.facts import programs
+from distdiag.facts import machine, programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,11 +99,7 @@ def packages(paths: Iterable[str]) -> list[Package]:
     """List the packages on these paths; the first of a name wins, as at import."""
     found: dict[str, Package] = {}
     for folder in paths:
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            continue
-        for name in sorted(names):
+        for name in sorted(machine.names_in(folder)):
             if match := _DIST.match(name):
                 plain = re.sub(r"[-_.]+", "-", match["name"]).lower()
                 where = os.path.join(folder, name)

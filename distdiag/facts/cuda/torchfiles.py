@@ -149,7 +149,8 @@ def read_deepspeed(place: Interpreter, version: str) -> DeepSpeed | None:
     built = Source(f"{folder}/git_version_info_installed.py")
     info, ops = _mapping(built.literal("torch_info")), _mapping(built.literal("installed_ops"))
     prebuilt = tuple(str(name) for name, there in ops.items() if there)
-    builder = next((path for path in _builders(folder) if os.path.exists(path)), "")
+    builders = (f"{home}/op_builder/builder.py" for home in (f"{folder}/ops", os.path.dirname(folder)))
+    builder = next(filter(os.path.exists, builders), "")
     minor = Source(builder).literal("cuda_minor_mismatch_ok") if builder else None
     return DeepSpeed(
         version=version,
@@ -159,7 +160,3 @@ def read_deepspeed(place: Interpreter, version: str) -> DeepSpeed | None:
         built_ops=prebuilt,
         minor_ok={str(major): _strings(versions) for major, versions in _mapping(minor).items()},
     )
-
-
-def _builders(folder: str) -> list[str]:
-    return [f"{folder}/ops/op_builder/builder.py", f"{os.path.dirname(folder)}/op_builder/builder.py"]
