@@ -181,6 +181,12 @@ def link_target(path: str) -> str:
         return ""
 
 
+def status_words(process: object, field: str) -> list[str]:
+    """Return the words of a field of /proc/PROCESS/status; empty if missing. `process`: "self", 12, or "12/task/13"."""
+    found = re.search(rf"^{field}:(.*)$", read_text(f"/proc/{process}/status"), re.MULTILINE)
+    return found[1].split() if found is not None else []
+
+
 def throttled_s() -> float:
     """Return the seconds for which a CPU quota of this process's cgroups (v1 and v2) throttled it."""
     seconds = [0.0]

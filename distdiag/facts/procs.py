@@ -151,20 +151,15 @@ def wanted(entries: Iterable[bytes]) -> dict[str, str]:
 
 
 def owner(pid: int) -> int | None:
-    """Return the user id of a process; None if it exited."""
-    status = machine.read_text(f"/proc/{pid}/status")
-    for line in status.splitlines():
-        if line.startswith("Uid:"):
-            return int(line.split()[2])
-    return None
+    """Return the effective user id of a process; None if it exited."""
+    words = machine.status_words(pid, "Uid")
+    return int(words[1]) if words else None
 
 
 def tracer(pid: int) -> int | None:
     """Return the tracer of a process (strace, gdb); None without one."""
-    for line in machine.read_text(f"/proc/{pid}/status").splitlines():
-        if line.startswith("TracerPid:"):
-            return int(line.split()[1]) or None
-    return None
+    words = machine.status_words(pid, "TracerPid")
+    return (int(words[0]) or None) if words else None
 
 
 def program(pid: int) -> str:
@@ -183,10 +178,8 @@ def maps(pid: int) -> str | None:
 
 def switches(pid: int, tid: int | None = None) -> int:
     """Count a thread's voluntary context switches (default: the main thread's); -1 if it exited."""
-    for line in machine.read_text(f"/proc/{pid}/task/{tid or pid}/status").splitlines():
-        if line.startswith("voluntary_ctxt_switches:"):
-            return int(line.split()[1])
-    return -1
+    words = machine.status_words(f"{pid}/task/{tid or pid}", "voluntary_ctxt_switches")
+    return int(words[0]) if words else -1
 
 
 def ran_s(pid: int) -> float | None:
