@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import sys
 import threading
 
@@ -28,7 +29,7 @@ def main() -> None:
 
     def answer() -> None:
         with os.fdopen(out, "w") as file:
-            json.dump(_read(engine, *sys.argv[1:]), file, separators=(",", ":"))
+            file.write(_read(engine, *sys.argv[1:]))
 
     # pystack recurses for every Python frame: 10,000 frames overflow the usual 8 MiB stack.
     threading.stack_size(1 << 29)
@@ -39,31 +40,25 @@ def main() -> None:
     os._exit(0)
 
 
-def _read(engine: ModuleType, core: str, executable: str, frames: str) -> dict[str, Any]:
+def _read(engine: ModuleType, core: str, executable: str, frames: str) -> str:
     """Read all threads with C frames, else only threads with Python, else those without C frames."""
     modes = engine.NativeReportingMode
     threads: Sequence[Any] = []
     errors: list[str] = []
     for mode in (modes.OFF,) if frames == "python" else (modes.ALL, modes.PYTHON, modes.OFF):
         try:
-            threads = _core(engine, core, executable, mode)
+            paths = pathlib.Path(core), pathlib.Path(executable)
+            threads = list(engine.get_process_threads_for_core(*paths, native_mode=mode))
             break
         except Exception as error:  # noqa: BLE001 - whatever it is, less may be readable
             if str(error) in errors:
                 break
             errors.append(str(error))
-    return {**_packed(threads), "errors": errors}
+    return _packed(threads, errors)
 
 
-def _core(engine: ModuleType, core: str, executable: str, mode: object) -> Sequence[Any]:
-    import pathlib
-
-    paths = map(pathlib.Path, (core, executable))
-    return list(engine.get_process_threads_for_core(*paths, native_mode=mode))
-
-
-def _packed(threads: Sequence[Any]) -> dict[str, Any]:
-    """Store each distinct frame once, and threads as frame numbers: endless recursion has 100,000 equal frames."""
+def _packed(threads: Sequence[Any], errors: Sequence[str]) -> str:
+    """Format as JSON, each distinct frame once, threads as frame numbers: endless recursion has 100,000 equal frames."""
     numbers: dict[tuple[Any, ...], int] = {}
 
     def number(*frame: str | int) -> int:
@@ -81,4 +76,4 @@ def _packed(threads: Sequence[Any]) -> dict[str, Any]:
         ]
         gil = int(thread.holds_the_gil)
         rows.append({"tid": thread.tid, "name": thread.name, "gil": gil, "native": native, "python": python})
-    return {"frames": list(numbers), "threads": rows}
+    return json.dumps({"frames": list(numbers), "threads": rows, "errors": errors}, separators=(",", ":"))
