@@ -58,7 +58,7 @@ def _read(engine: ModuleType, core: str, executable: str, frames: str) -> str:
 
 
 def _packed(threads: Sequence[Any], errors: Sequence[str]) -> str:
-    """Format as JSON, each distinct frame once, threads as frame numbers: endless recursion has 100,000 equal frames."""
+    """Format as JSON, with each distinct frame once: endless recursion has 100,000 equal frames."""
     numbers: dict[tuple[Any, ...], int] = {}
 
     def number(*frame: str | int) -> int:
