@@ -120,7 +120,6 @@ def of_ended(files: Iterable[OutputFile], ended: Iterable[int], since_s: float) 
 
 
 def _readers(pipe: str) -> Iterator[int]:
-    """Find the processes with this pipe as standard input: a tee, or a logger."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and machine.link_target(f"/proc/{entry}/fd/0") == pipe:
             yield int(entry)

@@ -126,7 +126,6 @@ def _oom_kills(pids: Iterable[int]) -> tuple[tuple[str, int], ...]:
 
 
 def _unacknowledged(pids: Iterable[int]) -> Iterator[Unacknowledged]:
-    """Find connections with data retransmitted repeatedly."""
     tables: dict[str, dict[int, sockets.Socket]] = {}
     for pid in pids:
         namespace = machine.network_namespace(pid)

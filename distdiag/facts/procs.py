@@ -330,7 +330,6 @@ def _program(pid: int) -> str:
 
 
 def _path_at(pid: int, address: int) -> str:
-    """Read a path out of a process's memory; empty if unreadable."""
     # The read stops early at unmapped memory.
     return _memory(pid, address, _LONGEST_PATH).split(b"\0")[0].decode("utf-8", "replace")
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from distdiag.commands.core_bt.collect import Ask, NodeCores
     from distdiag.commands.core_bt.types import CoreBt
-    from distdiag.report import Report
     from distdiag.runner import Asks, Subcommand
 
 _SPARE_S = 30.0
@@ -43,9 +42,6 @@ def core_bt(
         bool,
         typer.Option("--check-setup", help="Check whether a crash of the ranks on this machine would leave a core."),
     ] = False,
-    text: Annotated[
-        str, typer.Option(metavar="FILE", help="Write a short text for a bug report, with secrets redacted.")
-    ] = "",
     save: SaveOpt = "",
     from_: FromOpt = None,
     tool_timeout: Annotated[
@@ -89,16 +85,8 @@ def core_bt(
             timeout_s=tool_timeout,
         )
 
-    def write_text(report: Report[CoreBt]) -> Report[CoreBt]:
-        from distdiag.commands.core_bt.view import plain_lines
-        from distdiag.files import write_whole
-
-        if text:
-            write_whole(text, "\n".join([report.summary, "", *plain_lines(report)]).encode())
-        return report
-
     options = runner.Options(as_json, strict, save, from_, cluster.explain)
-    runner.run(_subcommand(), request, options, write_text)
+    runner.run(_subcommand(), request, options)
 
 
 def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:

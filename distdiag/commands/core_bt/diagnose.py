@@ -172,8 +172,8 @@ def _fix(request: Request, core: Core, known: Crash | None) -> Fix:
     if core.crash_thread is None:
         return Fix(text="; ".join(core.tools) or "nothing could read its stacks")
     return Fix(
-        text="look at the innermost frames; for an issue, write this report to a file, with secrets redacted",
-        commands=(request.again(shlex.quote(core.path), "--threads", "all", "--text", "report.txt"),),
+        text="look at the innermost frames; for an issue, write this report to a file",
+        commands=(request.again(shlex.quote(core.path), "--threads", "all", "--markdown", ">", "report.md"),),
     )
 
 

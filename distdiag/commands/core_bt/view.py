@@ -1,4 +1,4 @@
-"""core-bt on a terminal, or as plain text: each crash with its stack, the other threads folded."""
+"""core-bt on a terminal: each crash with its stack, the other threads folded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.core_bt.wording import format_frame, who
 from distdiag.diagnosis.wording import counted
-from distdiag.facts.machine import redacted
 from distdiag.output import Whole, Wrapped
 
 if TYPE_CHECKING:
@@ -34,17 +33,6 @@ def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[Rende
         if core.exe:
             yield Whole(f"  exe {core.exe}")
         yield from map(Whole, _threads(core, all_threads=all_threads))
-
-
-def plain_lines(report: Report[CoreBt]) -> Iterator[str]:
-    """Format the same as plain text for a bug report, with secrets redacted."""
-    for core in report.data.cores:
-        yield redacted(who(core))
-        yield f"  {core.signal_name}: {core.meaning}"
-        yield from (f"  message: {line.strip()}" for line in core.message.splitlines()[:_MAX_MESSAGE_LINES])
-        yield f"  exe {core.exe}"
-        yield from (redacted(line) for line in _threads(core, all_threads=False))
-        yield ""
 
 
 def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:

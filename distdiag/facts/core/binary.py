@@ -142,7 +142,6 @@ class _Begins:
 
 
 def _entry(file: elf.File, offset: int) -> bytes:
-    """Read an entry of .eh_frame after its length field."""
     (size,) = _WORD.unpack(file.at(offset, _WORD.size))
     if not _WORD.size < size < _MAX_ENTRY_BYTES:  # all bits set would mean an 8-byte length, which no compiler emits
         raise CannotUnwind

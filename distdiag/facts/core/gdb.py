@@ -107,7 +107,6 @@ def _each(option: str, words: Sequence[str]) -> list[str]:
 
 
 def _why(done: programs.Done, has_threads: bool, timeout_s: float) -> str:
-    """Return why the stacks are missing or doubtful, else ""."""
     if done.timed_out:
         return f"gdb did not {'finish' if has_threads else 'answer'} within {timeout_s:g} s"
     lines = done.stderr.decode("utf-8", "replace").splitlines()

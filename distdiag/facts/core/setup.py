@@ -309,7 +309,6 @@ def _folder_of(pid: int, status: str, pattern: CorePattern | None) -> CoreFolder
 
 
 def _unit(pid: int) -> str:
-    """Return the systemd service of a process, else ""."""
     paths = [line.rpartition(":")[2] for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines()]
     return next((name for name in map(os.path.basename, paths) if name.endswith(".service")), "")
 

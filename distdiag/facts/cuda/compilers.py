@@ -68,7 +68,6 @@ def find(places: Places, more: Iterable[str], *, newest_gcc: int, timeout_s: flo
 
 
 def _installable(places: Places, timeout_s: float) -> tuple[int, ...]:
-    """List the g++ versions in apt's own cache, without fetching."""
     apt = places.which("apt-cache")
     if not apt:
         return ()

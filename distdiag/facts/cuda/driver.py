@@ -169,7 +169,6 @@ def _gpu(record: Record) -> Gpu:
 
 
 def _call_after(said: list[Record]) -> str:
-    """Name the unanswered driver call, by the last record."""
     last = said[-1]["about"]
     calls = {
         "begun": "loading libnvidia-ml.so.1",

@@ -294,8 +294,6 @@ def _of_document(document: Any, form: str, *, truncated: bool) -> Dump:  # noqa:
 
 
 class _Document:
-    """A pickle or JSON of PyTorch's recorder."""
-
     def __init__(self, document: dict[str, Any], form: str, *, truncated: bool) -> None:
         self._document, self._form, self._truncated = document, form, truncated
         self._groups, self._operations, self._sites = _Table(), _Table(), _Table()

@@ -532,7 +532,6 @@ class FileScan:
         return True
 
     def _when(self, line: bytes) -> float | None:
-        """Return the time in a line or before it."""
         return _time(line) or (_time(self._before) if self._before else None) or _time(self._demux.stamp)
 
     # --- tracebacks
@@ -601,7 +600,6 @@ class FileScan:
         return _TORN.search(text) is not None and self._scan.known(text) is None
 
     def _cut_off(self, number: int) -> None:
-        """Record a traceback cut off by the end of the log."""
         traceback = self._tracebacks[number]
         if traceback.chain and not (traceback.last or traceback.broken):
             traceback.last = [traceback.chain.pop()]
@@ -650,7 +648,6 @@ class FileScan:
     # --- launchers
 
     def _launcher(self, number: int, line: bytes, text: str) -> bool:
-        """Parse a launcher's report of the end of its ranks."""
         if b"will restart worker group" in line:
             self._restart(number, text)
             return True
