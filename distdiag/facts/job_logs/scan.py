@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, harmless, plain
+from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, Stream, harmless, plain
 from distdiag.facts.job_logs.signs import Signs
 from distdiag.facts.line_patterns import Patterns
 
@@ -129,22 +129,6 @@ class Event:
     groups: dict[str, str] = field(default_factory=dict)
     frames: tuple[str, ...] = ()
     count: int = 1
-
-
-@dataclass
-class Stream:
-    """The output of one rank, or of a launcher itself, in one file."""
-
-    file: int
-    label: str = ""
-    rank: int | None = None
-    local: int | None = None
-    host: str = ""
-    pid: int | None = None
-    lines: int = 0
-    generation: int = 0
-    by_path: bool = False
-    """Its rank is known only from the file's name."""
 
 
 @dataclass
@@ -410,13 +394,12 @@ class FileScan:
                 return 0
             self._streams[key] = found
             self._scan.streams.append(
-                Stream(
+                replace(
+                    labelled,
                     file=self.number,
-                    label=labelled.text,
                     rank=rank if rank is not None else labelled.rank if label else own.rank,
                     local=labelled.local if label else own.local,
                     host=labelled.host or own.host,
-                    pid=labelled.pid,
                     generation=own.generation,
                     by_path=rank is None and not label and own.rank is not None,
                 )
