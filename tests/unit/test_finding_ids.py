@@ -110,7 +110,7 @@ def _findings(path: Path) -> Iterable[Finding]:
 
 def test_few_ids_are_named_in_no_test() -> None:
     text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    # Each recorded log of a build names what it shows, checked by test_cuda_logs.py.
+    # Recorded logs of builds name their ids; test_cuda_logs.py checks them.
     heads = (path.read_text().split("\n")[1] for path in (ROOT / "tests/recorded/cuda_logs").glob("*.txt"))
     text += "\n".join(f'"log.{name}"' for head in heads for name in head.split())
     names = [id_ for id_ in declared() if id_ not in text and f'"{id_.partition(".")[2]}"' not in text]
