@@ -26,10 +26,10 @@ from distdiag.cluster.targets import describe, find_targets
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.text import printable
 from distdiag.files import make_folder
-from distdiag.gathered import Foreign, Gathered, read, save
 from distdiag.ids import Id
 from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, of_interest, pod_table
 from distdiag.report import Finding, Fix, Level
+from distdiag.saved_facts import Foreign, Gathered, read, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.node import Node
     from distdiag.cluster.targets import Cluster
-    from distdiag.gathered import Gathered
     from distdiag.jobs.picture import Ask
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 COLLECT = "distdiag.jobs.picture"
 _SPARE_S = 1.0

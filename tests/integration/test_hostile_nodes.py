@@ -32,10 +32,10 @@ from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, RendezvousTest
 from distdiag.cluster.targets import Cluster
 from distdiag.cluster.transports import Transport
 from distdiag.commands.trace.ranks import Wanted
-from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.pictures import merge
 from distdiag.jobs.types import NodePicture, NodeStacks
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -32,9 +32,9 @@ from distdiag.facts.line_patterns import Patterns
 from distdiag.facts.link_counters import Counter, Counters
 from distdiag.facts.network import Names
 from distdiag.facts.nics import IbPort, Nic
-from distdiag.gathered import Gathered
 from distdiag.knowledge import xids
 from distdiag.knowledge.known_lines import for_kernels
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from distdiag.commands.doctor.types import Doctor

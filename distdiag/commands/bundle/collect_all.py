@@ -12,11 +12,11 @@ from distdiag.commands.bundle.find_job import taken_job
 from distdiag.commands.bundle.parts import PARTS
 from distdiag.commands.bundle.types import NodeDetails
 from distdiag.errors import DistdiagError, Interrupted, UsageError
-from distdiag.gathered import Gathered
 from distdiag.jobs import collect as processes_of
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.roles import of_job, to_sample, without_lone
 from distdiag.runner import Asks, Question
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,8 +19,8 @@ from distdiag.commands.bundle.redact import Known, Redactor, learn
 from distdiag.commands.bundle.types import Member, Verdict
 from distdiag.diagnosis.wording import counted, format_size
 from distdiag.errors import DistdiagError
-from distdiag.gathered import decode, documents
 from distdiag.output import as_page, document
+from distdiag.saved_facts import decode, documents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from distdiag.commands.bundle.collect_all import Collected
     from distdiag.commands.bundle.types import NodeDetails, Request, TakenJob
-    from distdiag.gathered import Gathered
     from distdiag.report import Report
+    from distdiag.saved_facts import Gathered
 
 MANIFEST = "MANIFEST.txt"
 _WORST = ("fail", "unknown", "warn", "ok")

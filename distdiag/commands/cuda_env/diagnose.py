@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.types import Problem, Request
     from distdiag.facts.cuda.toolkits import Toolkit
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
 
 _NOBODY = NodeEnv(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from distdiag.commands.doctor.types import NodeDoctor, Request, Symptom
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
 FIT, WARNED, UNFIT, UNKNOWN = "fit", "fit with warnings", "not fit", "unknown"
 _LATE_CLOCK_S, _WRONG_CLOCK_S = 1.0, 15.0

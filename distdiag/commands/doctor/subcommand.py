@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 _AGENT = Agent(
     collect="distdiag.commands.doctor.collect",

@@ -16,8 +16,8 @@ from distdiag.runner import Asks, Question, Subcommand
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 _AGENT = Agent(collect="distdiag.facts.flight_recorder.collect", facts=NodeDumps)
 _SPARE_S = 600.0

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState, StackClass
     from distdiag.diagnosis.stuck.join import Joined
     from distdiag.facts.stack_types import Frame, Sample
-    from distdiag.gathered import Gathered
     from distdiag.jobs.collect import Process, Watched
     from distdiag.jobs.types import Member, NodePicture
+    from distdiag.saved_facts import Gathered
 
 
 def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyAll]:

@@ -212,9 +212,9 @@ def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
     from distdiag.commands.run.view import run_view
     from distdiag.errors import DistdiagError
     from distdiag.files import write_whole
-    from distdiag.gathered import Gathered, save
     from distdiag.output import Output, deliver, document, say
     from distdiag.report import Verdict
+    from distdiag.saved_facts import Gathered, save
 
     request = Request(program=program, cluster=Cluster(), argv=node.argv, folder=folder)
     gathered = Gathered(facts=[node])

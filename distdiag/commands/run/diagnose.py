@@ -18,9 +18,9 @@ from distdiag.diagnosis.stack_wording import place
 from distdiag.diagnosis.wording import counted, format_duration, format_ranks
 from distdiag.facts.job_logs.scan import Event, Stream
 from distdiag.facts.programs import signal_name
-from distdiag.gathered import Gathered
 from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.matching import Call
     from distdiag.diagnosis.flight_recorder.types import Request
     from distdiag.facts.flight_recorder.collect import NodeDumps
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _STATES = {ENDED: "ended", FAILED: "failed", STARTED: "started"}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.matching import Call, Job
     from distdiag.diagnosis.flight_recorder.types import Request
     from distdiag.facts.flight_recorder.collect import NodeDumps, Pipe
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
 _SHOWN = 8
 _HANGS_S = 10.0

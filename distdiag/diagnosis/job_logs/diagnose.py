@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.job_logs.types import Request
     from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.facts.job_logs.scan import Event
-    from distdiag.gathered import Gathered
     from distdiag.report import Finding
+    from distdiag.saved_facts import Gathered
 
 _APART_S = 1.5
 """Minimum time between two ranks' failures that shows an order: launchers log whole seconds."""

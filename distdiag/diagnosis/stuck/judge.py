@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.join import Joined
     from distdiag.diagnosis.stuck.types import Asked, Claim
-    from distdiag.gathered import Gathered
     from distdiag.jobs.types import Job, NodePicture
+    from distdiag.saved_facts import Gathered
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _ITS_OWN = (StuckKind.STOPPED, StuckKind.DEBUGGER)
