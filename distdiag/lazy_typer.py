@@ -44,21 +44,22 @@ _completion_shared._completion_scripts["zsh"] = _completion_classes.ZshComplete.
 
 @dataclass(frozen=True)
 class Sub:
-    """One subcommand. `home`: module below distdiag.commands and function; empty for a group.
+    """One subcommand.
 
-    `starts_job`: its first word that is no option begins another program's command line, with or without `--`.
+    `home`: module below distdiag.commands and function, by default NAME.command:NAME; empty for a group. `starts_job`:
+    its first word that is no option begins another program's command line, with or without `--`. `about`: shown on its
+    own page instead of `help`, where it only has subcommands. `below`: its subcommands: `distdiag overflow show FILE`.
     """
 
     name: str
-    home: str
     help: str
-    about: str = ""
-    """Shown on its own page instead of `help`, where it only has subcommands."""
-    below: tuple[Sub, ...] = ()
-    """Subcommands of it: `distdiag overflow -- train.py`, `distdiag overflow show FILE`."""
+    home: str = "{name}.command:{name}"
     starts_job: bool = False
-    symptoms: tuple[tuple[str, str], ...] = ()
-    """What users see, each with the words to type after `distdiag`: rows of the first screen."""
+    about: str = ""
+    below: tuple[Sub, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "home", self.home.format(name=self.name.replace("-", "_")))
 
 
 Groups = dict[str, tuple[Sub, ...]]
