@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from distdiag.commands.doctor.types import Symptom
+from distdiag.commands.doctor.types import COMMAND, Symptom
 from distdiag.diagnosis.verdicts import Verdict, filled, rows
+from distdiag.ids import RowId
+from distdiag.report import Finding, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -40,6 +42,19 @@ def symptom(
         detail=text.detail,
         evidence=tuple(filter(None, evidence)),
         fix=repair or text.repair(),
+    )
+
+
+def finding_about(one: Symptom, hosts: Iterable[str]) -> Finding:
+    """Return the finding of a symptom of these hosts."""
+    return Finding(
+        id=RowId(f"{COMMAND}.{one.id}"),
+        level=one.level,
+        title=one.title,
+        detail=one.detail,
+        where=Where(hosts=tuple(dict.fromkeys(hosts))),
+        evidence=one.evidence,
+        fix=one.fix,
     )
 
 

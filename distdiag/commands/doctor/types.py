@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # msgspec reads the annotations.
+from distdiag.cluster.rendezvous_test import NetworkPath  # noqa: TC001
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.doctor.collect import (  # noqa: TC001
     Clock,
@@ -16,7 +17,7 @@ from distdiag.commands.doctor.collect import (  # noqa: TC001
     Software,
     System,
 )
-from distdiag.commands.doctor.paths import NodePaths  # noqa: TC001
+from distdiag.facts.network import Network  # noqa: TC001
 from distdiag.report import Fix, Level  # noqa: TC001
 
 COMMAND = "doctor"
@@ -37,6 +38,20 @@ class Request:
     timeout_s: float = 20.0
     connects: bool = True
     verbose: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePaths:
+    """Results of one node for its paths to others.
+
+    `peers`: the hosts it had to test; `silent`: it did not respond when the test began.
+    """
+
+    network: Network | None = None
+    address: str = ""
+    peers: tuple[str, ...] = ()
+    paths: tuple[NetworkPath, ...] = ()
+    silent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.book import Round
 from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
-from distdiag.diagnosis.verdicts import finding
+from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted
 from distdiag.knowledge.known_lines import trust
 from distdiag.report import Level, Report, Where
@@ -38,7 +38,6 @@ _IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "age
 """Lines of a process that reached the rendezvous and waited there for others."""
 _LATER = {"rank-never-came": 1, "gloo-connect": 2}
 """Lines that explain less than others of the same round."""
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NEAR = 5
 """Maximum lines between an exception and the one raised from it."""
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
@@ -63,7 +62,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     found += nccl.findings_of(book.comms, ended=bool(failed or book.watchdog))
     found += _unread(nodes, gathered)
     found += host_findings(gathered.refusals, gathered.rows)
-    found.sort(key=lambda finding: _ORDER.index(finding.level))
+    found = worst_first(found)
     if len(found) > 1:
         found = [finding for finding in found if finding.id not in ("logs.no-failure", "logs.empty")]
     number = failed.number if failed is not None else 0
