@@ -9,6 +9,7 @@ Ctrl-C with a partial report, unusable hosts, several names for one machine, pro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from dataclasses import dataclass, fields, replace
@@ -314,6 +315,20 @@ def gather(
         return replace(
             gathered, rows=() if local else fleet.rows, refusals=dict(fleet.refusals), interrupted=interrupted
         )
+
+
+def merged(parts: Sequence[Part]) -> dict[str, Any]:
+    """Join the messages of a node by field: tuples and dictionaries together, of other fields the first that is set."""
+    found: dict[str, Any] = {}
+    for name in (field.name for field in fields(parts[0])) if parts else ():  # type: ignore[arg-type]
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], tuple):
+            found[name] = tuple(itertools.chain.from_iterable(values))
+        elif isinstance(values[0], dict):
+            found[name] = {key: value for own in values for key, value in own.items()}
+        else:
+            found[name] = next(filter(None, values), values[0])
+    return found
 
 
 def gather_once(cluster: Cluster, agent: Agent, progress: Progress) -> Gathered[Any]:

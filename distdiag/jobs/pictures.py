@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag import runner
@@ -117,8 +117,8 @@ def _heads(processes: Processes, sampled: set[int]) -> list[int]:
 
 def merge(host: str, processes: Processes, parts: Sequence[Part], why: str) -> NodePicture:
     """Merge the parts sent by a node; of a process sent twice, the last one counts."""
-    joined = {field.name: tuple(each for part in parts for each in getattr(part, field.name)) for field in fields(Part)}
-    once = {name: tuple({each.pid: each for each in joined[name]}.values()) for name in ("watched", "blocked")}
+    joined = runner.merged(parts)
+    once = {name: tuple({each.pid: each for each in joined.get(name, ())}.values()) for name in ("watched", "blocked")}
     return NodePicture(host=host, processes=processes, missing=why, **{**joined, **once})
 
 

@@ -240,13 +240,14 @@ def judge_blocked(reported: Replies) -> tuple[Report[Any], Callable[[Any], Itera
 
 def judge_doctor(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.doctor.diagnose import diagnose
-    from distdiag.commands.doctor.subcommand import join
-    from distdiag.commands.doctor.types import Request
+    from distdiag.commands.doctor.types import NodeDoctor, Request
     from distdiag.commands.doctor.view import doctor_view, metrics
+    from distdiag.runner import merged
 
     rows, refusals, missing = reported.reached
     nodes = [
-        join(node.host, reported.more.get(node.name, ()), missing.get(node.name, "")) for node in reported.machines
+        NodeDoctor(host=node.host, missing=missing.get(node.name, ""), **merged(reported.more.get(node.name, ())))
+        for node in reported.machines
     ]
     request = Request(program="distdiag", cluster=CLUSTER)
     report = diagnose(request, Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals))

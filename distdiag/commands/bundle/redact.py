@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
@@ -23,6 +23,8 @@ from distdiag.commands.bundle.collect import SECRET_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from distdiag.commands.bundle.collect import Names
 
 # fmt: off
 _COMMON = frozenset((
@@ -70,21 +72,10 @@ _NO_PERSON = re.compile(
 _LEFT, _RIGHT = r"(?<![A-Za-z0-9])", r"(?![A-Za-z0-9])"
 
 
-@dataclass
-class Known:
-    """The values to replace, as known on the nodes."""
-
-    hosts: list[str] = field(default_factory=list)
-    users: list[str] = field(default_factory=list)
-    homes: list[str] = field(default_factory=list)
-    addresses: list[str] = field(default_factory=list)
-    secrets: list[str] = field(default_factory=list)
-
-
 class Redactor:
     """Replaces names and secrets; `map` has the original of each placeholder except secrets, kept in memory only."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Names) -> None:
         self.map: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
         self._domains: dict[str, str] = {}
@@ -294,8 +285,8 @@ class Redactor:
         return made + tail
 
 
-def learn(known: Known, documents: Iterable[Any]) -> None:
-    """Collect names from facts: `host` of any record, homes in paths, addresses of sockets."""
+def learn(known: Names, documents: Iterable[Any]) -> Names:
+    """Add the names in facts: `host` of any record, homes in paths, addresses of sockets."""
     hosts, users, addresses = dict.fromkeys(known.hosts), dict.fromkeys(known.users), dict.fromkeys(known.addresses)
     for key, text in (pair for document in documents for pair in _strings(document, "")):
         if key in _OF_HOSTS and re.fullmatch(r"[\w.-]{1,253}", text):
@@ -307,7 +298,7 @@ def learn(known: Known, documents: Iterable[Any]) -> None:
                 users[owner["owner"]] = None
         for owner in re.finditer(r"(?<![\w-])(?:USER|LOGNAME|USERNAME)=([a-z_][\w.-]{1,31})", text):
             users[owner[1]] = None
-    known.hosts, known.users, known.addresses = list(hosts), list(users), list(addresses)
+    return replace(known, hosts=tuple(hosts), users=tuple(users), addresses=tuple(addresses))
 
 
 def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any JSON

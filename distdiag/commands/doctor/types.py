@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # msgspec reads the annotations.
 from distdiag.cluster.rendezvous_test import NetworkPath  # noqa: TC001
 from distdiag.cluster.targets import Cluster  # noqa: TC001
-from distdiag.commands.doctor.collect import (  # noqa: TC001
-    Clock,
-    Disks,
-    Gpus,
-    Jobs,
-    KernelLog,
-    NodeNetwork,
-    Software,
-    System,
-)
+from distdiag.commands.doctor.collect import Part
 from distdiag.facts.network import Network  # noqa: TC001
 from distdiag.report import Fix, Level  # noqa: TC001
 
@@ -55,21 +46,11 @@ class NodePaths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeDoctor:
+class NodeDoctor(Part):
     """The facts of one node; a missing part is None, with the reason in `late`, `failed` or `missing`."""
 
     host: str
-    clock: Clock | None = None
-    system: System | None = None
-    disks: Disks | None = None
-    network: NodeNetwork | None = None
-    software: Software | None = None
-    gpus: Gpus | None = None
-    kernel: KernelLog | None = None
-    jobs: Jobs | None = None
     paths: NodePaths | None = None
-    late: tuple[str, ...] = ()
-    failed: dict[str, str] = field(default_factory=dict)
     missing: str = ""
 
 

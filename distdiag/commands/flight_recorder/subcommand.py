@@ -14,8 +14,6 @@ from distdiag.facts.flight_recorder.collect import Ask, NodeDumps
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from distdiag.output import Progress
     from distdiag.saved_facts import Gathered
 
@@ -30,7 +28,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDumps]:
         plan=lambda hosts, local: Asks(
             by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=_SPARE_S + request.wait_s
         ),
-        join=lambda host, _, parts, __: _join(host, parts),
+        join=lambda host, _, parts, __: NodeDumps(**{**runner.merged(parts), "host": host}),
         doing="triggering the dumps" if request.trigger else "reading the dumps",
     )
     return runner.gather(request.cluster, _AGENT, question, progress)
@@ -39,16 +37,6 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDumps]:
 def _ask(request: Request, *, local: bool) -> Ask:
     paths = [os.path.abspath(path) if local else path for path in request.paths]
     return Ask(paths, request.trigger, request.wait_s)
-
-
-def _join(host: str, parts: Sequence[NodeDumps]) -> NodeDumps:
-    return NodeDumps(
-        host=host,
-        dumps=tuple(dump for part in parts for dump in part.dumps),
-        unread=tuple(unread for part in parts for unread in part.unread),
-        pipes=tuple(pipe for part in parts for pipe in part.pipes),
-        others=sum(part.others for part in parts),
-    )
 
 
 SUBCOMMAND = Subcommand(
