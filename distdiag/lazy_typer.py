@@ -22,7 +22,7 @@ from distdiag.errors import Interrupted
 from distdiag.output import choose_findings, choose_markdown, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from distdiag.defaults import Default
 
@@ -304,12 +304,8 @@ def _interruptible(command: Callable[..., None], typed: Invocation) -> Callable[
         typed.parsed_json = bool(options.get("as_json"))
         interrupts.release()
         if options.get("verbose"):
-            _name_origins(typed.used)
+            for default in typed.used:
+                say(f"distdiag: {default.option} {default.shown} from {default.origin}")
         command(**options)
 
     return run
-
-
-def _name_origins(used: Iterable[Default]) -> None:
-    for default in used:
-        say(f"distdiag: {default.option} {default.shown} from {default.origin}")

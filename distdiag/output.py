@@ -99,7 +99,7 @@ def _page(report: Report[Data], view: Callable[[Report[Data]], Iterable[Renderab
     if output.brief:
         return f"distdiag {report.command}: {report.verdict.upper()}: {' '.join(report.summary.split())}\n"
     hint = as_called("For programs: the same command with --json prints one JSON document.\n")
-    return _render(report, view, whole=output.findings_in_view) + (hint if _in_shell_of_agent() else "")
+    return _render(report, view, whole=output.findings_in_view) + (hint if any(map(os.environ.get, _AGENTS)) else "")
 
 
 def choose_markdown() -> None:
@@ -139,10 +139,6 @@ def of_interest(report: Report[Data]) -> Report[Data]:
 
 def _is_below(id_: str, prefix: str) -> bool:
     return id_ == prefix or id_.startswith(f"{prefix}.")
-
-
-def _in_shell_of_agent() -> bool:
-    return any(os.environ.get(name) for name in _AGENTS)
 
 
 def load() -> None:

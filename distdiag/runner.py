@@ -234,12 +234,9 @@ def _read(
     if saved is None:
         return (subcommand.foreign.request(request) if subcommand.foreign is not None else request), gathered
     typed = {name: getattr(request, name) for name in subcommand.shown_as_typed}
-    changed = {name: value for name, value in typed.items() if value != _default(request, name)}
+    defaults = {field.name: field.default for field in fields(request)}
+    changed = {name: value for name, value in typed.items() if value != defaults[name]}
     return replace(saved, program=request.program, **changed), gathered
-
-
-def _default(request: Any, name: str) -> object:  # noqa: ANN401 - a dataclass
-    return next(field.default for field in fields(request) if field.name == name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +269,7 @@ class Question(Generic[First, Part, Facts]):
     """Progress line; empty for quick queries."""
     each_name: bool = False
     """Query a machine under each of its names, which may lead to different environments."""
-    before: Callable[[Mapping[str, Node]], None] = lambda _: None
+    before: Callable[[Mapping[str, Node]], object] = lambda _: None
     """Called first, with the nodes to be queried."""
     timed: Callable[[Part, float, float], Part] = lambda part, *_: part
     """Called with each answer, and the times of request and receipt, by this machine's clock (s)."""

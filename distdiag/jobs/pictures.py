@@ -19,7 +19,6 @@ from distdiag.runner import Asks, Question
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from distdiag.cluster.node import Node
     from distdiag.cluster.targets import Cluster
     from distdiag.jobs.picture import Ask
     from distdiag.output import Progress
@@ -74,13 +73,9 @@ def gather(
         part=Part,
         plan=plan,
         join=lambda host, first, parts, why: merge(host, kept.get(host, first), parts, why),
-        before=_bring,
+        before=lambda nodes: bring_py_spy(nodes.values(), at_most=_BRING_TO),
     )
     return runner.gather(cluster, finder, question, progress)
-
-
-def _bring(nodes: Mapping[str, Node]) -> None:
-    bring_py_spy(nodes.values(), at_most=_BRING_TO)
 
 
 def _of_node(ask: Ask, processes: Processes) -> Ask | None:

@@ -147,7 +147,7 @@ class Redactor:
         return made
 
     def _compile(self) -> re.Pattern[str]:
-        words = [name for name in self._hosts if _is_distinct(name)]
+        words = [name for name in self._hosts if name not in _COMMON and len(name) > 2 - any(map(str.isdigit, name))]
         words += [name for name in self._domains if "." in name]
         stems = {match[1] for name in words if (match := re.fullmatch(r"(.*?[a-z][-_]?)0*\d+", name))}
         parts = [_UUID]
@@ -350,10 +350,6 @@ def _own_domains(domains: Iterable[str]) -> list[str]:
         if any(len(label) > 3 for label in above.split(".")[:-1]):
             found.add(above)
     return sorted(found, key=len, reverse=True)
-
-
-def _is_distinct(name: str) -> bool:
-    return name not in _COMMON and (len(name) > 2 or (len(name) > 1 and any(letter.isdigit() for letter in name)))
 
 
 def _is_address(text: str) -> bool:

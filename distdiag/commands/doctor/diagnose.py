@@ -20,11 +20,11 @@ from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.verdicts import worst_first
-from distdiag.diagnosis.wording import counted, format_age, format_duration, format_size
+from distdiag.diagnosis.wording import counted, format_duration, format_size
 from distdiag.report import Finding, Level, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from distdiag.commands.doctor.types import NodeDoctor, Request, Symptom
     from distdiag.saved_facts import Gathered
@@ -50,8 +50,8 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
         *paths.judge({node.host: node.paths for node in nodes if node.paths is not None}),
         *_clocks(nodes),
         *_flaps(nodes),
-        *_rebooted(nodes),
-        *_overloaded(nodes),
+        *rebooted(nodes),
+        *overloaded(nodes),
         *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
         *odd,
     ]
@@ -244,20 +244,6 @@ def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
         named = symptom("link-flaps", level=level, host=host, link=link, count=count, usual=beside)
         found.append(finding_about(named, [host]))
     return found
-
-
-def _overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
-    """Name nodes with foreign load on the cores: a warning if the other nodes are idle."""
-    for node, jobs, system, alone in overloaded(nodes):
-        words = {"host": node.host, "load": f"{jobs.load:.0f}", "cpus": counted(system.cpus_online, "CPU")}
-        yield finding_about(symptom("load", words, level=Level.WARN if alone else Level.INFO), [node.host])
-
-
-def _rebooted(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
-    for node, up_s, age_s in rebooted(nodes):
-        yield finding_about(
-            symptom("rebooted", host=node.host, up=format_age(up_s), age=format_age(age_s)), [node.host]
-        )
 
 
 def _pcie(node: NodeDoctor) -> PcieNode:

@@ -27,6 +27,7 @@ _NO_GPU = (100, 101)
 _FEW_LINK_ERRORS = 10
 _MANY_REPLAYS = 1000
 _BUSY_PERCENT, _AT_POWER_LIMIT = 90, 0.9
+_SERVICES = ("nvidia-cuda-mps", "nv-hostengine", "dcgm")
 _LONG_S = 20
 """A call that exceeds this hangs: 8 GPUs without persistence mode need less."""
 
@@ -99,18 +100,17 @@ class _Name:
         if self._visible is None:
             return self._gpu.index
         words = [word.strip() for word in self._visible.split(",")]
-        own = (str(self._gpu.index), self._gpu.uuid)
-        return next((at for at, word in enumerate(words) if word and (word in own or _is_uuid_of(word, own[1]))), None)
+        index, uuid = str(self._gpu.index), self._gpu.uuid
+        is_own = (
+            word and (word in (index, uuid) or (word.startswith("GPU-") and uuid.startswith(word))) for word in words
+        )
+        return next((at for at, own in enumerate(is_own) if own), None)
 
     def __str__(self) -> str:
         local = self.local_rank()
         rank = f", rank {self._first + local}" if self._first and local is not None else ""
         place = f", local rank {local}{rank}" if local is not None else ", hidden by CUDA_VISIBLE_DEVICES"
         return f"GPU {self._gpu.index} ({_short(self._gpu.address)}{place})"
-
-
-def _is_uuid_of(word: str, uuid: str) -> bool:
-    return word.startswith("GPU-") and uuid.startswith(word)
 
 
 def _short(address: str) -> str:
@@ -259,7 +259,7 @@ def _lanes(text: str) -> int:
 
 def _users(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
     """Report processes on a GPU before the job starts, as leftovers occupy memory."""
-    found = [process for process in gpu.processes if "C" in process.kind and not _is_service(process)]
+    found = [each for each in gpu.processes if "C" in each.kind and not any(name in each.name for name in _SERVICES)]
     if not found:
         return
     yield symptom(
@@ -270,10 +270,6 @@ def _users(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
         pid=found[0].pid,
         evidence=(f"memory in use: {gpu.memory_used_mib} of {gpu.memory_total_mib} MiB",),
     )
-
-
-def _is_service(process: GpuProcess) -> bool:
-    return any(name in process.name for name in ("nvidia-cuda-mps", "nv-hostengine", "dcgm"))
 
 
 def _who(process: GpuProcess) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import math
 import os
 import shlex
 import time
@@ -72,11 +73,16 @@ def _judge(request: Request, nodes: Sequence[NodeRun]) -> Iterator[Finding]:
     deaths = sorted(_deaths(nodes), key=lambda rank: _unix(rank, nodes))
     stall = next((p for node in nodes for p in node.pictures if p.reason == "stall" and p.verdict == "fail"), None)
     is_bad = any(node.status for node in nodes)
-    if stall is not None and (not deaths or _before(stall, deaths[0], nodes)):
+    first_death = _unix(deaths[0], nodes) if deaths else math.inf
+
+    def began(node: NodeRun, at_s: float) -> float:
+        return node.began_at + at_s
+
+    if stall is not None and began(next(node for node in nodes if stall in node.pictures), stall.at_s) < first_death:
         yield _stalled(stall, killed=any(node.killed for node in nodes))
         return
     stopped = next(((name, at, node) for node in nodes for name, at in node.signals), None)
-    if stopped is not None and is_bad and _signal_was_first(stopped[1], stopped[2], deaths, nodes):
+    if stopped is not None and is_bad and began(stopped[2], stopped[1]) < first_death:
         yield _terminated(stopped[0], stopped[1], nodes)
         return
     if not is_bad and not deaths:
@@ -118,15 +124,6 @@ def _of_one_clock(rank: RankRun, nodes: Sequence[NodeRun]) -> RankRun:
 def _unix(rank: RankRun, nodes: Sequence[NodeRun]) -> float:
     node = next(node for node in nodes if rank in node.ranks)
     return node.began_at + (rank.ended_s or 0.0)
-
-
-def _before(picture: Picture, death: RankRun, nodes: Sequence[NodeRun]) -> bool:
-    node = next(node for node in nodes if picture in node.pictures)
-    return node.began_at + picture.at_s < _unix(death, nodes)
-
-
-def _signal_was_first(at_s: float, node: NodeRun, deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> bool:
-    return not deaths or node.began_at + at_s < _unix(deaths[0], nodes)
 
 
 def _with_exits(node: NodeRun, deaths: Sequence[RankRun]) -> NodeLogs:

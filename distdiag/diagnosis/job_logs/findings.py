@@ -10,6 +10,7 @@ from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.diagnosis.verdicts import ending, finding
+from distdiag.diagnosis.wording import counted
 from distdiag.ids import FindingId, Id, RowId
 from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -177,7 +178,7 @@ def first_failure(
     if others and blames and ranks:
         followers = [rank for rank in others if _followed(rank, round_)]
         if followers:
-            title += f"; {_count(len(followers), 'other rank')} ended because of it"
+            title += f"; {counted(len(followers), 'other rank')} ended because of it"
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
     meaning = failure.means if failure.means and blames else ""
     if failure.known == "exit-without-destroy" and len(ranks) == 1 and (words := last_words(ranks[0], round_)):
@@ -509,7 +510,7 @@ def unreadable(broken: Sequence[tuple[str, LogFile]], *, all_: bool) -> Finding:
         path=file.path,
         host=host,
         error=file.error,
-        more=_count(more, "more file") if more else "",
+        more=counted(more, "more file") if more else "",
     )
 
 
@@ -530,7 +531,3 @@ def _evidence(group: Iterable[Failure]) -> tuple[str, ...]:
 def _ranks(ranks: Sequence[int], book: Book) -> str:
     hosts = sorted({book.hosts.get(rank, "") for rank in ranks} - {""})
     return name_ranks(ranks) + (f" ({hosts[0]})" if len(hosts) == 1 else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
