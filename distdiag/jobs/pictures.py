@@ -119,8 +119,7 @@ def merge(host: str, processes: Processes, parts: Sequence[Part], why: str) -> N
 
 def unread(host: str, why: str) -> NodePicture:
     """Return a placeholder for a node that sent no facts, or an unreadable file."""
-    nothing = Processes(host, -1, None, may_trace=False, processes=(), asked_missing=())
-    return NodePicture(host=host, processes=nothing, missing=why)
+    return NodePicture(host=host, processes=Processes(host), missing=why)
 
 
 def all_nodes(gathered: Gathered[NodePicture]) -> list[NodePicture]:

@@ -227,32 +227,15 @@ def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> Nod
     for number, (dump, rank) in enumerate(dumps):
         pid = dump.pid or -number - 1
         place = Identity("saved dumps", rank, size, None, None) if rank is not None else None
-        processes.append(_process(pid, printable(dump.command), place))
+        command = printable(dump.command)
+        kind = "launcher" if "torchrun" in command or "torch.distributed.run" in command else ""
+        parent = DUMPED if place is None else 0
+        processes.append(Process(pid, parent, command=command, kind=kind, python=True, torch=True, place=place))
         if id(dump.threads) not in samples:
             samples[id(dump.threads)] = (_sample(dump),)
         watched.append(Watched(pid, samples[id(dump.threads)], ()))
-    facts = Processes(host, -1, None, may_trace=True, processes=tuple(processes), asked_missing=())
+    facts = Processes(host, may_trace=True, processes=tuple(processes))
     return NodePicture(host=host, processes=facts, watched=tuple(watched))
-
-
-def _process(pid: int, command: str, place: Identity | None) -> Process:
-    return Process(
-        pid=pid,
-        parent=DUMPED if place is None else 0,
-        above=(),
-        user=-1,
-        state="",
-        comm="",
-        command=command,
-        kind="launcher" if "torchrun" in command or "torch.distributed.run" in command else "",
-        python=True,
-        torch=True,
-        gpu=False,
-        hidden=False,
-        place=place,
-        job={},
-        started_s=0.0,
-    )
 
 
 def _sample(dump: Dump) -> Sample:
