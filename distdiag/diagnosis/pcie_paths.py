@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
 from distdiag.report import Level, Where, quoted
@@ -31,15 +32,9 @@ def findings(command: str, nodes: Sequence[PcieNode]) -> list[Finding]:
 
     If NVSwitches connect all GPUs and no RDMA card is in use, that path is idle: the level is info.
     """
-    bridges: dict[tuple[str, ...], list[PcieNode]] = {}
-    types: dict[str, list[PcieNode]] = {}
-    for node in nodes:
-        pcie = node.pcie
-        if pcie is not None and pcie.virtual is False:
-            if pcie.redirecting:
-                bridges.setdefault(pcie.redirecting, []).append(node)
-            if pcie.translated:
-                types.setdefault(pcie.translated, []).append(node)
+    bare = [(node.pcie, node) for node in nodes if node.pcie is not None and node.pcie.virtual is False]
+    bridges = by_key((pcie.redirecting, node) for pcie, node in bare if pcie.redirecting)
+    types = by_key((pcie.translated, node) for pcie, node in bare if pcie.translated)
     return [
         *(_of_bridges(command, addresses, those) for addresses, those in bridges.items()),
         *(_found("iommu", command, those, type=type_) for type_, those in types.items()),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
 from distdiag.commands.bundle.types import COMMAND, Bundle
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
 from distdiag.report import Report, Where
@@ -26,10 +27,7 @@ def diagnose(request: Request, bundle: Bundle, missing: Mapping[str, str], error
 
 
 def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], errors: Sequence[str]) -> Iterator[Finding]:
-    reasons: dict[str, list[str]] = {}
-    for host, why in missing.items():
-        reasons.setdefault(why.replace(host, "it"), []).append(host)
-    for why, hosts in reasons.items():
+    for why, hosts in by_key((why.replace(host, "it"), host) for host, why in missing.items()).items():
         yield finding(f"{COMMAND}.incomplete", where=Where(hosts=tuple(hosts)), hosts=fold(hosts), detail=why)
     for error in errors:
         yield finding(f"{COMMAND}.no-facts", error=error)

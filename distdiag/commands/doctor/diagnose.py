@@ -18,6 +18,7 @@ from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced
 from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.finding_ids import matches
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.verdicts import worst_first
 from distdiag.diagnosis.wording import counted, format_duration, format_size
@@ -138,21 +139,15 @@ def _silenced(request: Request, findings: Iterable[Finding]) -> tuple[Silenced, 
 
 def _incomplete(gathered: Gathered[NodeDoctor]) -> list[Finding]:
     """Report missing parts: unknown never passes as OK."""
-    groups: dict[str, list[str]] = {}
     known = {node.host for node in gathered.facts}
-    for host, why in gathered.missing.items():
-        if host not in known:
-            groups.setdefault(why, []).append(host)
+    why_by_host = [(why, host) for host, why in gathered.missing.items() if host not in known]
     for node in gathered.facts:
-        for part in node.late:
-            groups.setdefault(f"{part} not read in time", []).append(node.host)
-        for part, why in node.failed.items():
-            groups.setdefault(f"{part} not read: {why}", []).append(node.host)
-        if node.missing:
-            groups.setdefault(node.missing, []).append(node.host)
+        parts = [f"{part} not read in time" for part in node.late]
+        parts += [f"{part} not read: {why}" for part, why in node.failed.items()]
+        why_by_host += [(why, node.host) for why in (*parts, *filter(None, [node.missing]))]
     return [
         finding_about(symptom("incomplete", hosts=fold_within(hosts, _ROOM), why=words), hosts)
-        for words, hosts in groups.items()
+        for words, hosts in by_key(why_by_host).items()
     ]
 
 

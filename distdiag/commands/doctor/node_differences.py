@@ -13,6 +13,7 @@ from distdiag.cluster.hosts import fold, fold_within
 from distdiag.commands.doctor.gpu_symptoms import SPEED_LIMITS
 from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, DifferenceRow
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.wording import format_size
 from distdiag.facts.file_systems import NO_ANSWER
 from distdiag.report import Level
@@ -64,10 +65,11 @@ def difference_findings(
     """
     found = [*_all_differences(nodes)]
     found.sort(key=lambda pair: _KINDS.index(pair[0]))
-    groups: dict[tuple[str, Level | None, tuple[str, ...]], list[Difference]] = {}
-    for kind, difference in found:
-        if not _is_reported(difference, said):
-            groups.setdefault((kind, _level(kind, difference), _outliers(difference)), []).append(difference)
+    groups = by_key(
+        ((kind, _level(kind, difference), _outliers(difference)), difference)
+        for kind, difference in found
+        if not _is_reported(difference, said)
+    )
     findings = [_finding(kind, level, odd, group) for (kind, level, odd), group in groups.items()]
     return findings, [_row(kind, difference) for kind, difference in found]
 

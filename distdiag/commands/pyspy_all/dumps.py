@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from distdiag.cluster.records import InvalidData, read_json
+from distdiag.diagnosis.fold import by_key
 from distdiag.facts.rank_identity import Identity
 from distdiag.facts.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
 from distdiag.facts.text import printable
@@ -113,9 +114,8 @@ def as_nodes(dumps: Sequence[Dump]) -> list[NodePicture]:
     """Convert dumps to nodes, with the ranks given by labels; other labels are assumed to be host names."""
     ranks = _ranks(dumps)
     size = max((rank for rank in ranks if rank is not None), default=-1) + 1
-    by_host: dict[str, list[tuple[Dump, int | None]]] = {}
-    for dump, rank in zip(dumps, ranks, strict=True):
-        by_host.setdefault(dump.label if dump.labelled and rank is None else "", []).append((dump, rank))
+    pairs = zip(dumps, ranks, strict=True)
+    by_host = by_key((dump.label if dump.labelled and rank is None else "", (dump, rank)) for dump, rank in pairs)
     return [_node(host, own, size) for host, own in by_host.items()]
 
 
@@ -215,9 +215,7 @@ def _json(text: str, name: str) -> list[Dump]:
         answer = read_json(text.encode("utf-8", "replace"), list[_DumpedThread])
     except InvalidData:
         return []
-    by_pid: dict[int, list[_DumpedThread]] = {}
-    for thread in answer:
-        by_pid.setdefault(thread["pid"], []).append(thread)
+    by_pid = by_key((thread["pid"], thread) for thread in answer)
     return [Dump(name, False, pid, "", read_threads(own, {}), "") for pid, own in by_pid.items()]
 
 

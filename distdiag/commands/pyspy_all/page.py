@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.diagnosis.fold import by_key
 from distdiag.pages import Pool, folded_where
 
 if TYPE_CHECKING:
@@ -76,10 +77,8 @@ class _Members:
     """Finds the processes of a group or an outlier, whose hosts and pids are sets rather than pairs."""
 
     def __init__(self, processes: Iterable[Mapping[str, Any]]) -> None:
-        self._by_rank: dict[int | None, list[tuple[int, Mapping[str, Any]]]] = {}
-        for place, process in enumerate(processes):
-            if process["role"] == "rank":
-                self._by_rank.setdefault(process["rank"], []).append((place, process))
+        ranks = ((place, process) for place, process in enumerate(processes) if process["role"] == "rank")
+        self._by_rank = by_key((process["rank"], (place, process)) for place, process in ranks)
 
     def of(self, some: Mapping[str, Any], job: str | None = None) -> str:
         """Fold the indexes of the processes: "0-1,3-511"."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -114,7 +114,7 @@ def run(
             _print_variables(switches, save, as_json=as_json)
         if not command:
             raise UsageError("no command given", hint=f"{called_as()} run -- torchrun --nproc-per-node 8 train.py")
-        _run(command, switches, save, stall_s=stall, on_stall=on_stall, pictures=pictures, prefix=prefix)
+        _run(command, switches, save, {"stall_s": stall, "on_stall": on_stall, "pictures": pictures, "prefix": prefix})
     except UsageError as error:
         fail("run", error, as_json=as_json)
 
@@ -151,16 +151,8 @@ def _version(*packages: str) -> tuple[int, int] | None:
     return None
 
 
-def _run(
-    command: list[str],
-    switches: Switches,
-    save: str,
-    *,
-    stall_s: float,
-    on_stall: str,
-    pictures: bool,
-    prefix: bool,
-) -> NoReturn:
+def _run(command: list[str], switches: Switches, save: str, how: dict[str, Any]) -> NoReturn:
+    """Run the job and report. `how`: further fields of supervise.Plan."""
     import glob
 
     from distdiag import child_job
@@ -179,17 +171,7 @@ def _run(
     chosen = variables(switches, folder, _version("torch"))
     words = sanitizer_words(switches.sanitizer, folder)
     env, asked = environment(chosen, switches, words, child_job.watched(VARIABLE, ""))
-    plan = supervise.Plan(
-        argv=argv,
-        env=env,
-        asked=asked,
-        folder=folder,
-        stall_s=stall_s,
-        on_stall=on_stall,
-        pictures=pictures,
-        cores=switches.cores,
-        prefix=prefix,
-    )
+    plan = supervise.Plan(argv=argv, env=env, asked=asked, folder=folder, cores=switches.cores, **how)
     node = supervise.run(plan, say=say)
     if switches.recorder and not glob.glob(os.path.join(glob.escape(folder), "recorder_*")):
         say("distdiag run: --recorder: no dump and no pipe: PyTorch records NCCL's collectives only")

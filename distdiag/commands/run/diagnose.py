@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.run.types import COMMAND, TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Run
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.job_logs import diagnose as logs_diagnose
 from distdiag.diagnosis.job_logs.types import Request as LogsRequest
 from distdiag.diagnosis.job_logs.types import number_in
@@ -198,9 +199,7 @@ def _where_others_were(nodes: Sequence[NodeRun]) -> Iterator[str]:
         if node.stacks is None:
             continue
         on = f" on {node.host}" if len(nodes) > 1 else ""
-        places: dict[str, list[int]] = {}
-        for stack in node.stacks.ranks:
-            places.setdefault(_place(stack), []).append(stack.rank)
+        places = by_key((_place(stack), stack.rank) for stack in node.stacks.ranks)
         words = "; ".join(f"{format_ranks(ranks)} {place}" for place, ranks in places.items())
         yield f"where the others were{on}: {words or 'not recorded, they had ended'}"
 

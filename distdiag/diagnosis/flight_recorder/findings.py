@@ -10,6 +10,7 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.flight_recorder.causes import Kind
 from distdiag.diagnosis.flight_recorder.types import COMMAND
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED
 from distdiag.facts.text import printable
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.causes import Cause
     from distdiag.diagnosis.flight_recorder.matching import Call, Job
     from distdiag.diagnosis.flight_recorder.types import Request
-    from distdiag.facts.flight_recorder.collect import NodeDumps, Pipe
+    from distdiag.facts.flight_recorder.collect import NodeDumps
     from distdiag.report import Finding
     from distdiag.saved_facts import Gathered
 
@@ -104,9 +105,7 @@ def _line(call: Call, job: Job) -> str:
 
 def _each_last(job: Job, ranks: Iterable[int]) -> list[str]:
     """Format the last operation of each rank; ranks with the same text share a line."""
-    groups: dict[str, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(_last(job, rank), []).append(rank)
+    groups = by_key((_last(job, rank), rank) for rank in ranks)
     return [f"{name_ranks(members)}: {words}" for words, members in groups.items()]
 
 
@@ -262,11 +261,11 @@ def notes(
 
 def _of_files(nodes: Sequence[NodeDumps], *, any_read: bool) -> Iterator[Finding]:
     """Report unreadable files, one finding per reason."""
-    groups: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
-    for node in nodes:
-        for unread in node.unread:
-            alike = unread.kind, unread.why.partition(":")[0]
-            groups.setdefault(alike, []).append((node.host, unread.path, unread.why))
+    groups = by_key(
+        ((each.kind, each.why.partition(":")[0]), (node.host, each.path, each.why))
+        for node in nodes
+        for each in node.unread
+    )
     for (kind, _), unsorted in groups.items():
         files = sorted(unsorted, key=lambda file: file[1])
         yield finding(
@@ -283,11 +282,8 @@ def _of_files(nodes: Sequence[NodeDumps], *, any_read: bool) -> Iterator[Finding
 
 def _of_pipes(nodes: Sequence[NodeDumps]) -> Iterator[Finding]:
     """Report ranks that did not answer the trigger."""
-    groups: dict[str, list[tuple[str, Pipe]]] = {}
-    for node in nodes:
-        for pipe in node.pipes:
-            if pipe.answer != "dumped":
-                groups.setdefault(pipe.answer, []).append((node.host, pipe))
+    mute = ((node.host, pipe) for node in nodes for pipe in node.pipes if pipe.answer != "dumped")
+    groups = by_key((pipe.answer, (host, pipe)) for host, pipe in mute)
     for answer, pipes in groups.items():
         ranks = tuple(sorted({pipe.rank for _, pipe in pipes}))
         where = Where(hosts=tuple(dict.fromkeys(host for host, _ in pipes)), ranks=ranks)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.book import Round
@@ -281,9 +282,7 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
         return missing
     if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
         return missing
-    groups: dict[tuple[str, str], list[Failure]] = {}
-    for failure in doubtful:
-        groups.setdefault(findings.kind_of(failure), []).append(failure)
+    groups = by_key((findings.kind_of(failure), failure) for failure in doubtful)
     return findings.several(list(groups.values()), round_, book)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.diagnosis.verdicts import ending, finding
@@ -236,10 +237,7 @@ def _sentence(text: str) -> str:
 
 def _differences(group: Sequence[Failure]) -> str:
     """Format the differences between similar failures: messages and places."""
-    texts: dict[str, list[int]] = {}
-    for failure in group:
-        if failure.rank is not None:
-            texts.setdefault(f"{failure.what[:120]} at {failure.place}", []).append(failure.rank)
+    texts = by_key((f"{one.what[:120]} at {one.place}", one.rank) for one in group if one.rank is not None)
     if len(texts) < 2:
         return ""
     parts = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:_NAMED]]
@@ -291,9 +289,7 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
 
 def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Round) -> Finding:
     """Report the collectives that ranks waited in, blaming a minority."""
-    by_name: dict[str, list[int]] = {}
-    for rank, (name, _) in collectives.items():
-        by_name.setdefault(name, []).append(rank)
+    by_name = by_key((name, rank) for rank, (name, _) in collectives.items())
     ordered = sorted(by_name.items(), key=lambda item: -len(item[1]))
     few = sorted(rank for _, ranks in ordered[1:] for rank in ranks)
     clear = len(ordered[0][1]) > len(few)
@@ -336,9 +332,7 @@ def _without(
 
 def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
     """Report the available evidence if the first failure is unknown."""
-    known: dict[str, list[Failure]] = {}
-    for failure in round_.failures:
-        known.setdefault(failure.known, []).append(failure)
+    known = by_key((failure.known, failure) for failure in round_.failures)
     waiting = [failure for failure in round_.failures if failure.role == "consequence"]
     if stuck := known.get("heartbeat"):
         ranks = _ranks_of(stuck)
@@ -515,10 +509,7 @@ def unreadable(broken: Sequence[tuple[str, LogFile]], *, all_: bool) -> Finding:
 
 
 def _evidence(group: Iterable[Failure]) -> tuple[str, ...]:
-    lines: dict[str, list[Failure]] = {}
-    for failure in group:
-        if failure.line:
-            lines.setdefault(_SHAPE.sub("#", failure.what), []).append(failure)
+    lines = by_key((_SHAPE.sub("#", failure.what), failure) for failure in group if failure.line)
     shown = []
     for same in list(lines.values())[:_NAMED]:
         failure = same[0]

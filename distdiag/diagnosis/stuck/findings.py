@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.activity_wording import moves_in_words
 from distdiag.diagnosis.data_workers import stuck_worker
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.outliers import Outcome, in_init, split, without
 from distdiag.diagnosis.stack_classes import StackClass, helper_frames
@@ -353,9 +354,7 @@ def _why_none(evidence: Evidence) -> str:
 
 def _counter_lines(evidence: Evidence) -> tuple[str, ...]:
     """List the differing loop counters of waiting ranks: "rank 1: step 4"."""
-    by_counters: dict[tuple[tuple[str, int], ...], list[RankState]] = {}
-    for state in evidence.stacks.waiting:
-        by_counters.setdefault(state.thread.counters, []).append(state)
+    by_counters = by_key((state.thread.counters, state) for state in evidence.stacks.waiting)
     if len(by_counters) < 2 or evidence.stacks.outcome is not Outcome.ALL_WAITING:
         return ()
     groups = sorted((item for item in by_counters.items() if item[0]), key=lambda item: len(item[1]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis import remedies
+from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.outliers import Outcome, split
 from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
 from distdiag.diagnosis.stuck.evidence import gather_evidence
@@ -215,9 +216,7 @@ def _no_process(asked: Asked, nodes: Sequence[NodePicture], hosts: str) -> Findi
 
 def _unreadable(verdict: JobVerdict, asked: Asked, nodes: Sequence[NodePicture]) -> list[Finding]:
     """Report unreadable processes by reason, with the fix."""
-    by_reason: dict[tuple[str, str], list[RankState]] = {}
-    for state in verdict.unreadable:
-        by_reason.setdefault((state.thread.status, state.thread.reason), []).append(state)
+    by_reason = by_key(((state.thread.status, state.thread.reason), state) for state in verdict.unreadable)
     return [_cannot_read(members, asked, _node_of(members[0], nodes)) for members in by_reason.values()]
 
 
