@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.commands.run.types import COMMAND, TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Run
+from distdiag.commands.run.types import COMMAND, TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Run, status_text
 from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.job_logs import diagnose as logs_diagnose
 from distdiag.diagnosis.job_logs.types import Request as LogsRequest
@@ -20,7 +20,6 @@ from distdiag.diagnosis.stack_wording import place
 from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted, format_duration, format_ranks
 from distdiag.facts.job_logs.scan import Event, Stream
-from distdiag.facts.programs import signal_name
 from distdiag.report import Level, Report, Where
 from distdiag.saved_facts import Gathered
 
@@ -156,19 +155,13 @@ def _with_exits(node: NodeRun, deaths: Sequence[RankRun]) -> NodeLogs:
             **({"first": "yes"} if is_first else {}),
         }
         at = node.began_at + (rank.ended_s or 0.0) - start_of_year
-        text = f"rank {rank.rank}: {_status(rank.status)}"
+        text = f"rank {rank.rank}: {status_text(rank.status)}"
         events.append(Event("exit", stream, 0, text, at, rank.generation, None, groups))
         if rank.oom:
             text = "memory.events of its cgroup: oom_kill rose while it ran"
             events.append(Event("oom-kill", stream, 0, text, at, rank.generation, None, {"pid": str(rank.pid)}))
     streams = (*logs.streams, Stream(file=len(logs.files), label="distdiag run"))
     return replace(logs, streams=streams, events=tuple(events))
-
-
-def _status(status: int | None) -> str:
-    if status is None:
-        return "exit status unknown"
-    return signal_name(-status) if status < 0 else f"exit status {status}"
 
 
 def _about_the_end(first: Sequence[int], deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> Iterator[str]:
@@ -190,7 +183,7 @@ def _about_the_end(first: Sequence[int], deaths: Sequence[RankRun], nodes: Seque
 
 def _ended(rank: RankRun) -> str:
     memory = ", out of memory" if rank.oom else ""
-    return f"rank {rank.rank} ({_status(rank.status)}{memory}) at {rank.ended_s or 0.0:.2f} s"
+    return f"rank {rank.rank} ({status_text(rank.status)}{memory}) at {rank.ended_s or 0.0:.2f} s"
 
 
 def _where_others_were(nodes: Sequence[NodeRun]) -> Iterator[str]:
@@ -279,7 +272,7 @@ def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Findi
         where=Where(ranks=(rank.rank,), hosts=(rank.host,), pids=(rank.pid,)),
         evidence=tuple(_about_the_end((rank.rank,), deaths, nodes)),
         who=format_ranks([rank.rank], [rank.host]),
-        status=_status(rank.status),
+        status=status_text(rank.status),
         why=title if is_order else "why is unknown",
         detail="" if is_order else title,
         output=f"{output}/rank{rank.rank}.g{rank.generation}.*.log",
@@ -290,11 +283,11 @@ def _unexplained(folder: str, nodes: Sequence[NodeRun]) -> Finding:
     node = next(node for node in nodes if node.status)
     ranks = node.ranks
     ended = sorted((rank for rank in ranks if rank.ended_s and rank.status), key=lambda rank: rank.ended_s or 0.0)
-    first = f"rank {ended[0].rank} ended first, with {_status(ended[0].status)}" if ended else "none failed"
+    first = f"rank {ended[0].rank} ended first, with {status_text(ended[0].status)}" if ended else "none failed"
     return finding(
         f"{COMMAND}.launcher-failed",
         evidence=tuple(_pictured(nodes)),
-        status=_status(node.status),
+        status=status_text(node.status),
         ranks=f"{counted(len(ranks), 'rank')} started, {first}" if ranks else "no rank started",
         output=f"{shlex.quote(os.path.join(folder, f'output.{node.host}'))}/job.*.log",
     )
