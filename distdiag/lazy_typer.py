@@ -117,21 +117,31 @@ def load(subcommand: Sub, words: Sequence[str], typed: Invocation) -> Any:  # no
     return made
 
 
-def _markdown_option() -> TyperOption:
-    def choose(ctx: Any, parameter: Any, value: bool) -> None:  # noqa: ANN401
-        if value and ctx.find_root().obj.has("--json"):
-            raise typer.BadParameter("use either --json or --markdown")
-        if value:
-            choose_markdown()
+def _output_option(name: str, about: str, choose: Callable[[Any, Any], None], **settings: Any) -> TyperOption:  # noqa: ANN401
+    """Return an option of every report; `choose` gets the context and the typed value, if any."""
+
+    def callback(ctx: Any, parameter: Any, value: Any) -> None:  # noqa: ANN401
+        if value and not ctx.resilient_parsing:
+            choose(ctx, value)
 
     return TyperOption(
-        param_decls=["--markdown"],
-        is_flag=True,
-        default=False,
+        param_decls=[f"--{name}"],
         expose_value=False,
-        callback=choose,
-        help="Print the report as Markdown, for a ticket.",
+        callback=callback,
+        help=about,
         rich_help_panel="Output",
+        **settings,
+    )
+
+
+def _markdown_option() -> TyperOption:
+    def choose(ctx: Any, _: object) -> None:  # noqa: ANN401
+        if ctx.find_root().obj.has("--json"):
+            raise typer.BadParameter("use either --json or --markdown")
+        choose_markdown()
+
+    return _output_option(
+        "markdown", "Print the report as Markdown, for a ticket.", choose, is_flag=True, default=False
     )
 
 
@@ -142,9 +152,7 @@ _CHOICES = {
 
 
 def _choice(name: str) -> TyperOption:
-    def choose(ctx: Any, parameter: Any, value: Sequence[str] | None) -> None:  # noqa: ANN401
-        if not value or ctx.resilient_parsing:
-            return
+    def choose(_: object, value: Sequence[str]) -> None:
         from distdiag.diagnosis.finding_ids import declared
 
         for id_ in (each.partition("=")[0].strip() for each in value):
@@ -154,16 +162,7 @@ def _choice(name: str) -> TyperOption:
         choose_findings(**{name: value})
 
     metavar, about = _CHOICES[name]
-    return TyperOption(
-        param_decls=[f"--{name}"],
-        type=str,
-        multiple=True,
-        expose_value=False,
-        callback=choose,
-        metavar=metavar,
-        help=about,
-        rich_help_panel="Output",
-    )
+    return _output_option(name, about, choose, type=str, multiple=True, metavar=metavar)
 
 
 def listing(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from distdiag.options import FromOpt, JsonOpt, StrictOpt, called_as
+from distdiag.options import FromOpt, JsonOpt, StrictOpt, called_as, parse_ranks
 
 if TYPE_CHECKING:
     from distdiag.commands.run.switches import Switches
@@ -87,7 +87,7 @@ def run(
       distdiag run --stall 600 --on-stall kill --save run42 -- torchrun train.py
       distdiag run --sync --recorder --rank 3 -- torchrun train.py
     """
-    from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_ranks, parse_subsystems
+    from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_subsystems
     from distdiag.errors import UsageError
     from distdiag.output import fail
 
@@ -108,7 +108,7 @@ def run(
             trace_py=trace_py,
             overflow=overflow,
             sanitizer=parse(sanitizer, "|".join(SANITIZERS), "--sanitizer", f"use {', '.join(SANITIZERS)}"),
-            ranks=parse_ranks(rank),
+            ranks=parse_ranks([rank]) if rank else None,
         )
         if print_env:
             _print_variables(switches, save, as_json=as_json)
@@ -124,31 +124,20 @@ def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoRetur
 
     from distdiag.commands.run.switches import variables
     from distdiag.output import deliver_lines
+    from distdiag.users_python import installed
 
-    chosen = variables(switches, os.path.abspath(save) if save else "$DIR", _version("torch"))
+    chosen = variables(switches, os.path.abspath(save) if save else "$DIR", installed("torch"))
     of_ranks = f" (ranks {','.join(map(str, switches.ranks))})" if switches.ranks is not None else ""
 
     def lines() -> list[str]:
-        nccl = _version("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-        beside = [("PyTorch", _version("torch")), ("NCCL", nccl)]
+        nccl = installed("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+        beside = [("PyTorch", installed("torch")), ("NCCL", nccl)]
         names = [f"{name} {version[0]}.{version[1]}" if version else f"no {name}" for name, version in beside]
         return [f"# next to this Python: {', '.join(names)}"] + [
             f"export {each.name}={shlex.quote(each.value)}  # {each.why}{of_ranks}" for each in chosen
         ]
 
     deliver_lines("run", lines, as_json=as_json)
-
-
-def _version(*packages: str) -> tuple[int, int] | None:
-    """Return (major, minor) of the first of these packages for this Python, without importing it."""
-    import re
-    from importlib import metadata
-
-    for package in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            match = re.match(r"(\d+)\.(\d+)", metadata.version(package))
-            return (int(match[1]), int(match[2])) if match else None
-    return None
 
 
 def _run(command: list[str], switches: Switches, save: str, how: dict[str, Any]) -> NoReturn:
@@ -162,13 +151,14 @@ def _run(command: list[str], switches: Switches, save: str, how: dict[str, Any])
     from distdiag.files import make_folder
     from distdiag.output import say
     from distdiag.training.recorded_output import VARIABLE
+    from distdiag.users_python import installed
 
     program = called_as()
     argv = child_job.argv_of(command, example=f"{program} run -- torchrun train.py")
     folder = os.path.abspath(save) if save else tempfile.mkdtemp(prefix="", dir=temporary_folder("run"))
     make_folder("--save", folder)
     child_job.say_python(argv, command, say)
-    chosen = variables(switches, folder, _version("torch"))
+    chosen = variables(switches, folder, installed("torch"))
     words = sanitizer_words(switches.sanitizer, folder)
     env, asked = environment(chosen, switches, words, child_job.watched(VARIABLE, ""))
     plan = supervise.Plan(argv=argv, env=env, asked=asked, folder=folder, cores=switches.cores, **how)
