@@ -166,7 +166,7 @@ def _choice(name: str) -> TyperOption:
 
 
 def listing(
-    name: str, groups: Groups, about: str, settings: dict[str, Any] | None = None, *, first_screen: str = ""
+    name: str, groups: Groups, about: str, settings: dict[str, object] | None = None, *, first_screen: str = ""
 ) -> typer.Typer:
     """Return a group of subcommands; `first_screen`: printed instead of help if run without any."""
     program = typer.Typer(

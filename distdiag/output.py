@@ -148,7 +148,7 @@ def load() -> None:
     import rich.table  # noqa: F401
 
 
-def document(report: Report[Data], *, strict: bool = False) -> dict[str, Any]:
+def document(report: Report[Data], *, strict: bool = False) -> dict[str, object]:
     """Return the document that --json prints."""
     return _envelope(report, report.exit_code(strict=strict))
 
@@ -406,7 +406,7 @@ def _discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _as_json(document: dict[str, Any]) -> str:
+def _as_json(document: dict[str, object]) -> str:
     text = json.dumps(document, indent=2)
     if "\\ud" in text:  # a lone surrogate, as in a name outside UTF-8: other programs reject the whole document
         whole = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
@@ -414,7 +414,7 @@ def _as_json(document: dict[str, Any]) -> str:
     return text + "\n"
 
 
-def _head(command: str, exit_code: int) -> dict[str, Any]:
+def _head(command: str, exit_code: int) -> dict[str, object]:
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -423,7 +423,7 @@ def _head(command: str, exit_code: int) -> dict[str, Any]:
     }
 
 
-def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
+def _envelope(report: Report[Data], code: int) -> dict[str, object]:
     import msgspec
 
     return {

@@ -74,7 +74,7 @@ class Subcommand(Generic[Asked, Facts, Data]):
     findings_in_view: bool = False
     saved_as: str = ""
     """Name of its saved facts, if not `name`."""
-    page: Callable[[Mapping[str, Any]], dict[str, Any]] = pages.whole
+    page: pages.Reduce = pages.whole
     """Reduces the data of the report to that shown on the HTML page."""
     by_every_rank: bool = False
     """Every process started by a launcher runs the command; else rank 0 alone."""

@@ -40,7 +40,7 @@ class _Shared:
             tuple((thread["name"], thread["class"], self.stack(thread["frames"])) for thread in threads)
         )
 
-    def process(self, process: Mapping[str, Any]) -> dict[str, Any]:
+    def process(self, process: Mapping[str, Any]) -> dict[str, object]:
         return {
             **{field: self.strings.number(process[field]) for field in _FIELDS},
             **{field: process[field] for field in _AS_IS},
@@ -50,7 +50,7 @@ class _Shared:
         }
 
 
-def content(data: Mapping[str, Any]) -> dict[str, Any]:
+def content(data: Mapping[str, Any]) -> dict[str, object]:
     """Reduce a report's data to the page's content; processes are referred to by index in `rows`."""
     shared = _Shared()
     processes = sorted(data["processes"], key=_order)
@@ -94,7 +94,7 @@ class _Members:
         )
 
 
-def _group(group: Mapping[str, Any], members: _Members, shared: _Shared) -> dict[str, Any]:
+def _group(group: Mapping[str, Any], members: _Members, shared: _Shared) -> dict[str, object]:
     return {
         **{key: group[key] for key in ("job", "class", "moving")},
         "stack": shared.stack(group["frames"]),
@@ -102,6 +102,6 @@ def _group(group: Mapping[str, Any], members: _Members, shared: _Shared) -> dict
     }
 
 
-def _outlier(outlier: Mapping[str, Any], members: _Members) -> dict[str, Any]:
+def _outlier(outlier: Mapping[str, Any], members: _Members) -> dict[str, object]:
     shown = {key: outlier[key] for key in ("kind", "class", "frame", "reason")}
     return {**shown, **folded_where(outlier), "members": members.of(outlier)}

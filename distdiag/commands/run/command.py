@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from distdiag.options import FromOpt, JsonOpt, StrictOpt, called_as, parse_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distdiag.commands.run.supervise import Plan
     from distdiag.commands.run.switches import Switches
     from distdiag.commands.run.types import NodeRun, Request, Run
     from distdiag.runner import Subcommand
@@ -114,7 +118,10 @@ def run(
             _print_variables(switches, save, as_json=as_json)
         if not command:
             raise UsageError("no command given", hint=f"{called_as()} run -- torchrun --nproc-per-node 8 train.py")
-        _run(command, switches, save, {"stall_s": stall, "on_stall": on_stall, "pictures": pictures, "prefix": prefix})
+        from distdiag.commands.run.supervise import Plan
+
+        plan = functools.partial(Plan, stall_s=stall, on_stall=on_stall, pictures=pictures, prefix=prefix)
+        _run(command, switches, save, plan)
     except UsageError as error:
         fail("run", error, as_json=as_json)
 
@@ -140,8 +147,7 @@ def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoRetur
     deliver_lines("run", lines, as_json=as_json)
 
 
-def _run(command: list[str], switches: Switches, save: str, how: dict[str, Any]) -> NoReturn:
-    """Run the job and report. `how`: further fields of supervise.Plan."""
+def _run(command: list[str], switches: Switches, save: str, plan: Callable[..., Plan]) -> NoReturn:
     import glob
 
     from distdiag import child_job
@@ -161,8 +167,7 @@ def _run(command: list[str], switches: Switches, save: str, how: dict[str, Any])
     chosen = variables(switches, folder, installed("torch"))
     words = sanitizer_words(switches.sanitizer, folder)
     env, asked = environment(chosen, switches, words, child_job.watched(VARIABLE, ""))
-    plan = supervise.Plan(argv=argv, env=env, asked=asked, folder=folder, cores=switches.cores, **how)
-    node = supervise.run(plan, say=say)
+    node = supervise.run(plan(argv=argv, env=env, asked=asked, folder=folder, cores=switches.cores), say=say)
     if switches.recorder and not glob.glob(os.path.join(glob.escape(folder), "recorder_*")):
         say("distdiag run: --recorder: no dump and no pipe: PyTorch records NCCL's collectives only")
     wrote = switches.nccl_debug or switches.recorder or switches.trace_py or switches.sanitizer
