@@ -45,11 +45,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def saved_facts(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, content) of the files of --save in a bundle.
-
-    Raises:
-        InvalidData: it is damaged, or larger than any bundle.
-    """
+    """Yield (name, content) of the files of --save in a bundle. Raises InvalidData."""
     try:
         with _Unpacked(path) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
             for number, member in enumerate(archive):

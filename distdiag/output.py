@@ -18,6 +18,7 @@ import typer
 
 from distdiag import __version__, interrupts
 from distdiag.errors import DistdiagError, Interrupted
+from distdiag.fold import by_key
 from distdiag.program_name import as_called
 from distdiag.report import Level, Verdict
 
@@ -280,9 +281,7 @@ def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
     from distdiag.cluster.host_results import HostState
     from distdiag.cluster.hosts import fold, fold_within
 
-    groups: dict[tuple[str, str], list[HostResult]] = {}
-    for row in rows:
-        groups.setdefault((row.state, row.stage), []).append(row)
+    groups = by_key(((row.state, row.stage), row) for row in rows)
     if all(state == HostState.OK for state, _ in groups):
         return
     table = plain_table(

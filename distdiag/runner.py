@@ -103,11 +103,7 @@ def run(
 ) -> NoReturn:
     """Run the command, print its report, and exit with its status.
 
-    Args:
-        subcommand: the command.
-        make_request: builds the request from the command line; may raise UsageError.
-        options: the shared options.
-        finish: processes the report before printing; may add to it, or raise DistdiagError.
+    `make_request` may raise UsageError. `finish` may add to the report before printing, or raise DistdiagError.
     """
     if options.explain:
         deliver_lines(subcommand.name, lambda: subcommand.explain(make_request()), as_json=options.as_json)

@@ -96,15 +96,9 @@ def _plain(text: str) -> str:
 
 
 def chosen(given: str, command: str, checks: Iterable[str]) -> str:
-    """Resolve an id or id prefix ("toolkit"), with or without the command's name.
+    """Resolve an id or its prefix ("toolkit"), with or without the command's name. Raises UsageError.
 
-    Args:
-        given: as typed.
-        command: name of the command.
-        checks: all its ids, without the command's name.
-
-    Raises:
-        UsageError: no id matches.
+    `checks`: all ids of the command, without its name.
     """
     known = list(checks)
     plain = given.strip().removeprefix(f"{command}.").rstrip(".*")

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
+from distdiag.fold import by_key
 from distdiag.report import Level, Where, quoted
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.wording import format_hosts
+from distdiag.fold import by_key
 from distdiag.report import Fix
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.diagnosis.fold import by_key
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.facts import syscall_names
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -46,13 +46,7 @@ def gather(
 ) -> Gathered[NodePicture]:
     """Find the processes on all hosts, `choose` some, and read them. Raises the errors of `choose`.
 
-    Args:
-        cluster: the hosts.
-        finder: the agent that finds the processes.
-        ask: the sources with options, without the processes of a node.
-        choose: selects hosts and processes.
-        progress: shows progress.
-        doing: the progress line; {processes} in it is the number of processes.
+    `ask`: without the processes of a node. `doing`: the progress line; {processes} in it is the number of processes.
     """
     kept: dict[str, Processes] = {}
 

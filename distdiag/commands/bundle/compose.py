@@ -67,11 +67,7 @@ class Composed:
 def compose(
     request: Request, job: TakenJob | None, details: Gathered[NodeDetails], collected: Sequence[Collected]
 ) -> tuple[Composed, Redactor]:
-    """Compose the files.
-
-    Raises:
-        DistdiagError: one of the files would contain a secret.
-    """
+    """Compose the files. Raises DistdiagError if one of them would contain a secret."""
     raw = {
         each.part.name: [
             (name, json.loads(content)) for name, content in documents(each.part.name, each.request, each.gathered)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
 from distdiag.commands.bundle.types import COMMAND, Bundle
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
+from distdiag.fold import by_key
 from distdiag.report import Report, Where
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced
 from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.finding_ids import matches
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.verdicts import worst_first
 from distdiag.diagnosis.wording import counted, format_duration, format_size
+from distdiag.fold import by_key
 from distdiag.report import Finding, Level, Report
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from distdiag.cluster.hosts import fold, fold_within
 from distdiag.commands.doctor.gpu_symptoms import SPEED_LIMITS
 from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, DifferenceRow
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.wording import format_size
 from distdiag.facts.file_systems import NO_ANSWER
+from distdiag.fold import by_key
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -57,12 +57,7 @@ _SAID_BY = {
 def difference_findings(
     nodes: Sequence[NodeDoctor], said: Mapping[str, Collection[str]]
 ) -> tuple[list[Finding], list[DifferenceRow]]:
-    """Compare the nodes: findings, the most harmful first, and a row for each differing fact.
-
-    Args:
-        nodes: at least two.
-        said: hosts by id of findings above INFO; a difference covered by one of them is not repeated.
-    """
+    """Compare nodes: findings, the most harmful first, except those `said` (hosts by id), and all differing facts."""
     found = [*_all_differences(nodes)]
     found.sort(key=lambda pair: _KINDS.index(pair[0]))
     groups = by_key(

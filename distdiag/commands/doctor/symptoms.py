@@ -28,11 +28,7 @@ def symptom(
     repair: Fix | None = None,
     **given: object,
 ) -> Symptom:
-    """Make the symptom of a row; non-empty `words` and `given` fill its texts.
-
-    Args:
-        repair: the check's own fix, replacing the row's.
-    """
+    """Make the symptom of a row; non-empty `words` and `given` fill its texts, and `repair` replaces its fix."""
     text = filled(_rows()[row], {**(words or {}), **given})
     return Symptom(
         id=text.id,

@@ -8,7 +8,7 @@ from rich.table import Column
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.commands.doctor.diagnose import FIT, UNFIT, UNKNOWN, WARNED
-from distdiag.diagnosis.fold import by_key
+from distdiag.fold import by_key
 from distdiag.output import Whole, Wrapped, plain_table
 from distdiag.program_name import as_called
 from distdiag.report import Level

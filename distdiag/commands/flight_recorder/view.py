@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks_within
-from distdiag.diagnosis.fold import by_key
+from distdiag.fold import by_key
 from distdiag.output import plain_table
 
 if TYPE_CHECKING:

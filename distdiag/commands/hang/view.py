@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.stuck.types import Stand, StuckKind
 from distdiag.diagnosis.wording import counted, named
+from distdiag.fold import by_key
 from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks_within
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.wording import counted, format_size
+from distdiag.fold import by_key
 from distdiag.output import Wrapped, plain_table
 
 if TYPE_CHECKING:

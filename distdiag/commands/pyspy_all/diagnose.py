@@ -18,11 +18,11 @@ from distdiag.commands.pyspy_all.types import (
     PySpyAll,
     ThreadRow,
 )
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.outliers import mark, split
 from distdiag.diagnosis.stack_classes import classify_stack, helper_frames
 from distdiag.diagnosis.stuck.judge import job_findings, judge, where_of
 from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked, StuckKind
+from distdiag.fold import by_key
 from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.types import summarize
 from distdiag.knowledge.frames import library_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.diagnosis.fold import by_key
+from distdiag.fold import by_key
 from distdiag.pages import Pool, folded_where
 
 if TYPE_CHECKING:

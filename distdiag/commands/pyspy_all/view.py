@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks, fold_ranks_within
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.stack_wording import samples_in_words
 from distdiag.diagnosis.wording import named, shorten_hosts
+from distdiag.fold import by_key
 from distdiag.knowledge.frames import is_native, library_path
 from distdiag.output import Whole, Wrapped, plain_table
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.run.types import COMMAND, TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Run, status_text
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.job_logs import diagnose as logs_diagnose
 from distdiag.diagnosis.job_logs.types import Request as LogsRequest
 from distdiag.diagnosis.job_logs.types import number_in
@@ -20,6 +19,7 @@ from distdiag.diagnosis.stack_wording import place
 from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted, format_duration, format_ranks
 from distdiag.facts.job_logs.scan import Event, Stream
+from distdiag.fold import by_key
 from distdiag.report import Level, Report, Where
 from distdiag.saved_facts import Gathered
 

@@ -56,8 +56,7 @@ class Variable:
 def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) -> list[Variable]:
     """List the variables for the switches. `torch`: (major, minor) of the job's PyTorch, None if unknown.
 
-    Raises:
-        UsageError: this PyTorch has no flight recorder.
+    Raises UsageError: this PyTorch has no flight recorder.
     """
     gpus = "" if switches.gpus == "none" else switches.gpus
     lines = line_trace.Settings(os.path.join(folder, LINES_FOLDER)).to_text()
@@ -80,11 +79,7 @@ def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) ->
 
 
 def sanitizer_words(tool: str, folder: str) -> list[str]:
-    """Return the words to insert before a rank's command; empty for an empty `tool`.
-
-    Raises:
-        UsageError: compute-sanitizer is neither on PATH nor in a CUDA toolkit.
-    """
+    """Return the words to insert before a rank's command; empty for an empty `tool`. Raises UsageError."""
     if not tool:
         return []
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]

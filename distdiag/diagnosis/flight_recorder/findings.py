@@ -10,10 +10,10 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.flight_recorder.causes import Kind
 from distdiag.diagnosis.flight_recorder.types import COMMAND
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED
 from distdiag.facts.text import printable
+from distdiag.fold import by_key
 from distdiag.report import Level, Where, Witnesses
 
 if TYPE_CHECKING:

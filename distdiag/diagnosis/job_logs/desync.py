@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.job_logs.types import number_in
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.diagnosis.verdicts import ending, finding
 from distdiag.diagnosis.wording import counted
+from distdiag.fold import by_key
 from distdiag.ids import FindingId, Id, RowId
 from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.activity_wording import moves_in_words
 from distdiag.diagnosis.data_workers import stuck_worker
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.outliers import Outcome, in_init, split, without
 from distdiag.diagnosis.stack_classes import StackClass, helper_frames
@@ -20,6 +19,7 @@ from distdiag.diagnosis.stuck.stacks import kind_in_job
 from distdiag.diagnosis.stuck.types import GOES_ON, Source, Stand, StuckKind
 from distdiag.diagnosis.wait_reasons import lasting
 from distdiag.diagnosis.wording import named
+from distdiag.fold import by_key
 from distdiag.ids import Id
 from distdiag.knowledge.activities import activity_of
 from distdiag.knowledge.frames import library_path

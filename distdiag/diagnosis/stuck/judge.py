@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis import remedies
-from distdiag.diagnosis.fold import by_key
 from distdiag.diagnosis.outliers import Outcome, split
 from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
 from distdiag.diagnosis.stuck.evidence import gather_evidence
@@ -19,6 +18,7 @@ from distdiag.diagnosis.stuck.starts import start_claims, without_place
 from distdiag.diagnosis.stuck.types import Source, StuckKind
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_hosts, listed, no_rank_seen
+from distdiag.fold import by_key
 from distdiag.ids import Id
 from distdiag.jobs.roles import (
     find_jobs,
