@@ -12,7 +12,7 @@ from distdiag.child_job import argv_of, execute, say_python, watched
 from distdiag.errors import UsageError
 from distdiag.options import called_as
 from distdiag.output import fail, say
-from distdiag.training.line_trace.session import LINES, THREADS, VARIABLE, Settings
+from distdiag.training.line_trace.recorder import LINES, THREADS, VARIABLE, Settings
 
 
 def trace_py(

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from distdiag.facts import line_trace_file, machine, private_files, procs, rank_identity
 from distdiag.training.line_trace.code_filter import CodeFilter
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
     from typing import Any, TypeVar
 
-    from distdiag.training.line_trace.session import Settings
-
     Result = TypeVar("Result")
 
+VARIABLE = "DISTDIAG_LINES"
+LINES = 1000
+THREADS = 32
 _MOST_CODE = 200_000
 _ERROR = 300
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -43,6 +44,25 @@ _MADE_AT_ONCE = 32
 _MOST_ANCESTORS = 4
 _DEEP = 64
 """Limit on frames searched for the caller: a callback may be called through frames of a library."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how much to record: `lines` for each of at most `threads` concurrent threads, in `folder`.
+
+    `include`: packages besides the user's own code ("torch", "torch.nn", "json"; "all": all packages; "stdlib");
+    `exclude`: packages or directories to skip.
+    """
+
+    folder: str
+    lines: int = LINES
+    threads: int = THREADS
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """Format for the environment variable of the job's processes."""
+        return json.dumps(asdict(self))
 
 
 def _nowhere() -> Iterator[list[float]]:

@@ -6,10 +6,9 @@ import atexit
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
 
 from distdiag.facts.line_trace_file import default_folder
-from distdiag.training.line_trace.recorder import Recorder, complain
+from distdiag.training.line_trace.recorder import LINES, THREADS, VARIABLE, Recorder, Settings, complain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,29 +17,6 @@ if TYPE_CHECKING:
 
     from distdiag.training.line_trace.monitoring_tracer import MonitoringTracer
     from distdiag.training.line_trace.settrace_tracer import SettraceTracer
-
-VARIABLE = "DISTDIAG_LINES"
-LINES = 1000
-THREADS = 32
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Where and how much to record: `lines` for each of at most `threads` concurrent threads, in `folder`.
-
-    `include`: packages besides the user's own code ("torch", "torch.nn", "json"; "all": all packages; "stdlib");
-    `exclude`: packages or directories to skip.
-    """
-
-    folder: str
-    lines: int = LINES
-    threads: int = THREADS
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-
-    def to_text(self) -> str:
-        """Format for the environment variable of the job's processes."""
-        return json.dumps(asdict(self))
 
 
 def _from_text(text: str) -> Settings:

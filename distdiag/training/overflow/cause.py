@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distdiag.training.overflow import extrema, modules
-from distdiag.training.overflow.frames import NEAR, Reading
+from distdiag.training.overflow.frames import NEAR, Found, Reading
 from distdiag.training.overflow.replay import COLLECTIVES
 from distdiag.training.overflow.report import (
     BACKWARD,
@@ -26,7 +26,6 @@ from distdiag.training.overflow.report import (
     WEIGHTS,
     Became,
     Detection,
-    Found,
     Place,
 )
 

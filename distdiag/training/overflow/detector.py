@@ -18,11 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, ranks
-from distdiag.training.overflow.advice import Advice
+from distdiag.training.overflow.advice import LostUpdates, Underflow
 from distdiag.training.overflow.calls import Callers
 from distdiag.training.overflow.cause import diverges
-from distdiag.training.overflow.frames import TracedBatches
-from distdiag.training.overflow.gradients import NO_GRADIENTS, GradientReader, listen, stop
+from distdiag.training.overflow.gradients import GradientReader, listen, stop
 from distdiag.training.overflow.judge import Forward, Judge, Pending, Seen, losses_of, outputs_of
 from distdiag.training.overflow.modules import Hook
 from distdiag.training.overflow.replay import Call, State
@@ -32,10 +31,10 @@ from distdiag.training.overflow.report import (
     WEIGHTS,
     Aborted,
     OverflowDetected,
-    ReportWriter,
     WatchedModel,
     When,
 )
+from distdiag.training.overflow.writer import ReportWriter, TracedBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,13 +46,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from distdiag.training.overflow.report import Detection, Found
+    from distdiag.training.overflow.frames import Found, Recorder
+    from distdiag.training.overflow.report import Detection
 
 
 _MOST_SKIPPED = 20
 """Consecutive skipped steps: a GradScaler that starts at 2**16 and halves is below 1 by then, no longer searching for
 its scale."""
 _order = itertools.count(1)
+_detectors: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
+"""By watched model, as returned by `within_ddp`."""
+
+
+def detector_of(module: Module) -> DebugUnderflowOverflow | None:
+    """Return the detector of a model."""
+    found = _detectors.get(module)
+    return found() if found is not None else None
 
 
 class DebugUnderflowOverflow:
@@ -86,8 +94,7 @@ class DebugUnderflowOverflow:
         save: file for the frames shown and for the detection, to be read by `distdiag overflow show`; "{rank}" is
             replaced by the rank.
 
-    An additive mask of 0 and -inf is not reported, nor is -inf that goes into a softmax. Underflow is a warning, and so
-    are float16 outputs that grow towards the maximum of float16.
+    An additive mask of 0 and -inf is not reported, nor is -inf that goes into a softmax. Underflow is a warning.
 
     Raises:
         ValueError: the model is in DataParallel or already has a detector, or an argument is invalid.
@@ -119,7 +126,7 @@ class DebugUnderflowOverflow:
         if max_frames_to_save < 1:
             raise ValueError(f"max_frames_to_save must be at least 1, not {max_frames_to_save}")
         self._root = modules.within_ddp(model)
-        other = modules.detector_of(self._root)
+        other = detector_of(self._root)
         if other is not None and other.gives_way:
             other.detach()
         elif other is not None:
@@ -144,15 +151,14 @@ class DebugUnderflowOverflow:
         self._full = self._judge.recorder(exact=False) if mode == "full" and not self._is_compiled else None
         if self._is_compiled and (mode == "full" or trace_batch_nums):
             self._output.note("a compiled model has no frames to read: only its outputs are checked")
-        self._gradients = GradientReader(self._model, each=gradients == "each")
-        self._checks_gradients = gradients != "off"
-        self._advice = Advice(self._model, reads_frames=not self._is_compiled)
+        self._gradients = GradientReader(self._model, gradients)
+        self._underflow, self._lost_updates = Underflow(), LostUpdates()
         self._handles: list[RemovableHandle] = []
         self._recent: deque[Tensor] = deque(maxlen=8)
         """The last losses."""
         self._steps_of: dict[int, int] = {}
         self._skipped = 0
-        self._is_off = self._is_scaled = False
+        self._is_scaled = False
         self.last_forward = 0
         """When the last forward ended, in the order of all detectors."""
         self.counts = WatchedModel(modules.kind_of(self._model))
@@ -196,8 +202,8 @@ class DebugUnderflowOverflow:
         atexit.unregister(self._at_end)
         self._stop_looking()
         self._pending = Pending()
-        if modules.detector_of(self._root) is self:
-            del modules.detectors[self._root]
+        if detector_of(self._root) is self:
+            del _detectors[self._root]
             if self._compiled is not None:
                 self._root._compiled_call_impl = self._compiled
 
@@ -214,7 +220,7 @@ class DebugUnderflowOverflow:
 
     def before_backward(self, tensors: object) -> None:
         """Read the tensors that backward is called on, unless a GradScaler scaled them."""
-        if self._is_off or self._is_not_the_scripts() or self._pending.last is None:
+        if self.counts.off or self._is_not_the_scripts() or self._pending.last is None:
             return
         was_scaled, self._is_scaled = self._is_scaled, False
         if was_scaled:
@@ -234,11 +240,11 @@ class DebugUnderflowOverflow:
         """Read the loss before a GradScaler scales it, instead of the result."""
         self.before_backward(tensors)
         self._is_scaled = True
-        self._advice.scaled |= scales
+        self._underflow.scaled |= scales
 
     def before_update(self, *, skips: bool) -> None:
         """Check the gradients where a GradScaler keeps skipping steps: it no longer looks for its scale."""
-        if self._is_off or self._is_not_the_scripts():
+        if self.counts.off or self._is_not_the_scripts():
             return
         found = None
         self._skipped = self._skipped + 1 if skips else 0
@@ -265,11 +271,10 @@ class DebugUnderflowOverflow:
         if self._full is not None:
             self._full.attach()
         listen(self)
-        modules.detectors[self._root] = weakref.ref(self)
+        _detectors[self._root] = weakref.ref(self)
 
     def _stop_looking(self) -> None:
         self._traced.stop()
-        self._advice.stop()
         self._callers.clear()
         self._pending.last = None
         self._gradients.detach()
@@ -289,7 +294,7 @@ class DebugUnderflowOverflow:
             return
         with self._harmless():
             self._callers.wait()
-            if self._is_off:
+            if self.counts.off:
                 return
             grad = torch.is_grad_enabled()
             with torch.no_grad():
@@ -299,19 +304,18 @@ class DebugUnderflowOverflow:
                     self._begin_frames(call, args, kwargs, grad=grad)
 
     def _begin_frames(self, call: Call, args: tuple[object, ...], kwargs: dict[str, object], *, grad: bool) -> None:
-        self._advice.stop()  # of a forward left by an exception, as are the next
-        self._traced.stop()
+        self._traced.stop()  # of a forward left by an exception
         if grad:
-            self._advice.before_forward(self.counts.steps, call, args, kwargs)
+            self._underflow.autocast = call.casts_to(torch.float16)
         if self._full is not None:
-            self._full.begin(args, kwargs, everything=self.batch in self._traced, grad=grad)
-        elif self.batch in self._traced and not self._is_compiled:
+            self._full.begin(args, kwargs, grad=grad)
+        if self.batch in self._traced and not self._is_compiled:
             self._traced.begin(self.batch, args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
         if self._is_not_the_scripts():
             return
-        if not self._callers.is_inside and not self._is_off:  # it was attached while the model ran
+        if not self._callers.is_inside and not self.counts.off:  # it was attached while the model ran
             return
         grad = torch.is_grad_enabled()
         trains = self._agree and self._root.training and grad
@@ -342,31 +346,23 @@ class DebugUnderflowOverflow:
         if not self._callers.has_frames:
             return Forward(when, call, outputs_of(output))
         try:
-            self._warn(self._advice.after_forward(output))
-            return (
-                self._seen_by_outputs(when, call, output) if self._full is None else self._seen_by_frames(call, output)
-            )
+            self._traced.end(output)
+            if self._full is not None:
+                return self._seen_by_frames(self._full, when, call, output)
         finally:
             self._callers.release_frames()
-
-    def _seen_by_frames(self, call: Call, output: object) -> Forward:
-        recorder, when = self._full, self._when(self.batch)
-        assert recorder is not None
-        recorder.end(output)
-        if recorder.failed:
-            raise RuntimeError(recorder.failed)
-        if self.batch in self._traced:
-            self._output.frames(self.batch, recorder.frames)
-        at_end = any(mask.phase == "output" and mask.frame.parent is None for mask in recorder.masks)
-        outputs = outputs_of(output) if at_end and not torch.is_grad_enabled() else ()
-        return Forward(when, call, outputs, found=self._judge.of_recorder(recorder, when))
-
-    def _seen_by_outputs(self, when: When, call: Call, output: object) -> Forward:
-        self._traced.end(output)
         outputs = outputs_of(output)
         if not outputs and next(modules.tensors(output, ""), None) is None:
             self.counts.unread, self.counts.kind = self.counts.unread + 1, type(output).__name__
         return Forward(when, call, outputs)
+
+    def _seen_by_frames(self, recorder: Recorder, when: When, call: Call, output: object) -> Forward:
+        recorder.end(output)
+        if recorder.failed:
+            raise RuntimeError(recorder.failed)
+        at_end = any(mask.phase == "output" and mask.frame.parent is None for mask in recorder.masks)
+        outputs = outputs_of(output) if at_end and not torch.is_grad_enabled() else ()
+        return Forward(when, call, outputs, found=self._judge.of_recorder(recorder, when))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._is_not_the_scripts():
@@ -380,21 +376,21 @@ class DebugUnderflowOverflow:
                 self._output.note(
                     "no forward seen before this step: with torch.compile, pass the compiled model to the detector"
                 )
-            checks = self._checks_gradients and not self._is_off
-            made = self._gradients.start(optimizer) if checks else NO_GRADIENTS
+            made = self._gradients.start(optimizer)
             self._pending.begin_step(optimizer)
             group = self._pending.group
             seen = self._pending.take(self._when_pending(), made)
             found = self._judge.judge(seen, group)
-            if found is None and not self._is_off:
-                self._warn(self._advice.before_step(made.now, self.counts.steps, optimizer))
+            if found is None and not self.counts.off:
+                self._lost_updates.before_step(optimizer)
+                self._warn(self._underflow.look(made.now, self.counts.steps))
         self._settle(found)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._is_not_the_scripts() or not self._gradients.are_stepped_by(optimizer):
             return
         with self._harmless(), torch.no_grad():
-            self._warn(self._advice.after_step(optimizer, self.counts.steps))
+            self._warn(self._lost_updates.after_step(optimizer, self.counts.steps))
         self._state.steps += 1
         self._pending.end_step()
         # With several optimizers per model, a training step has one step of each.
@@ -403,7 +399,7 @@ class DebugUnderflowOverflow:
         self._maybe_abort("step", self.counts.steps)
 
     def _judge_the_rest(self, *, at_end: bool) -> None:
-        if self._is_off or self._is_not_the_scripts():
+        if self.counts.off or self._is_not_the_scripts():
             return
         found = None
         with self._harmless(), torch.no_grad():
@@ -427,7 +423,6 @@ class DebugUnderflowOverflow:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - never fail the job
-            self._is_off = True
             self.counts.off = self.counts.off or f"{type(error).__name__} {error}".splitlines()[0][:300]
             self._stop_looking()
             if ranks.count() == 1 or not self._agree:

@@ -14,11 +14,11 @@ from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.cause import Origins, except_for_masks, fix_of_origin, from_frames, how
-from distdiag.training.overflow.frames import Recorder
+from distdiag.training.overflow.frames import Found, Recorder
 from distdiag.training.overflow.gradients import NO_GRADIENTS, StepGradients
 from distdiag.training.overflow.modules import kind_of, named
 from distdiag.training.overflow.replay import Terms
-from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, WEIGHTS, Detection, Found, Place, is_of_script
+from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, WEIGHTS, Detection, Place, is_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections import UserDict
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -21,20 +20,9 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from distdiag.training.overflow.detector import DebugUnderflowOverflow
-
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Attributes under which torch.compile, FSDP and activation checkpointing keep the wrapped module."""
-
-detectors: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
-"""By watched model, as returned by `within_ddp`."""
-
-
-def detector_of(module: Module) -> DebugUnderflowOverflow | None:
-    """Return the detector of a model."""
-    found = detectors.get(module)
-    return found() if found is not None else None
 
 
 def within_ddp(model: Module) -> Module:

@@ -88,7 +88,8 @@ class _AfterTorch(MetaPathFinder):
             # distdiag itself is loaded already; the rest of it is found beside it.
             from distdiag.training.overflow.finder import Finder
 
-            Finder(self._settings).begin()
+            given = vars(self._settings).copy()
+            Finder(given.pop("folder"), quiet=given.pop("quiet"), arguments=given).begin()
         except Exception as error:  # noqa: BLE001 - never fail the job
             _give_up(self._settings.folder, f"{type(error).__name__} {error}")
 
