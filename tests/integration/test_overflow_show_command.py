@@ -150,7 +150,7 @@ def test_people_see_the_answer_first_in_80_columns_without_colour(folder: Path) 
     assert lines[1].startswith("batch 1 (optimizer step 0): ")
     assert " inf in `input[0]` of `block.3.ff.wo`" in result.out.replace("\n  ", " ")
     assert "FAIL  overflow.detected" in result.out
-    assert " overflow show found.jsonl --batch 1 --module 'block.3*' --verbose" in result.out
+    assert " overflow show found.jsonl --batch 1 --verbose" in result.out
     assert max(len(one) for one in lines if not one.startswith("    ")) <= 80
     assert "batch 0   batch 1" in result.out
 

@@ -83,7 +83,6 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: raise ValueError after this batch.
         mode: "step": as described above. "full": read every tensor of every module in each forward, for forwards that
             cannot be replayed.
-        unit: what counts as a batch: a "forward" of the model or a "step" of the optimizer.
         gradients: "step": check them before the optimizer uses them. "each": check each as it is computed, which finds
             the first bad gradient, before clipping. "off": do not check them.
         ignore: patterns of modules, or module:tensor, that may contain nan and inf: "lm_head", "*.attn:input*".
@@ -111,7 +110,6 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
         *,
         mode: Literal["step", "full"] = "step",
-        unit: Literal["forward", "step"] = "forward",
         gradients: Literal["step", "each", "off"] = "step",
         ignore: Sequence[str] | str = (),
         on_detect: Literal["raise", "report"] | Callable[[Detection], object] = "raise",
@@ -119,7 +117,6 @@ class DebugUnderflowOverflow:
         save: str = "",
     ) -> None:
         _check("mode", mode, "step", "full")
-        _check("unit", unit, "forward", "step")
         _check("gradients", gradients, "step", "each", "off")
         if not callable(on_detect):
             _check("on_detect", on_detect, "raise", "report")
@@ -132,7 +129,7 @@ class DebugUnderflowOverflow:
         elif other is not None:
             raise ValueError(f"this {type(self._root).__name__} already has a detector; detach() that first")
         self._model, self._ddp = modules.innermost(self._root), modules.ddp_in(self._root)
-        self._last, self._unit, self._on_detect, self._agree = abort_after_batch_num, unit, on_detect, agree
+        self._last, self._on_detect, self._agree = abort_after_batch_num, on_detect, agree
         self._sharing, self._state = ranks.Sharing(self._model), State(self._model)
         self._callers, self._pending = Callers(), Pending()
         self._judge = Judge(
@@ -179,11 +176,6 @@ class DebugUnderflowOverflow:
                 self._judge_the_rest(at_end=False)
         finally:
             self.detach()
-
-    @property
-    def batch(self) -> int:
-        """The current or next batch."""
-        return self.counts.batches if self._unit == "forward" else self.counts.steps
 
     @property
     def found(self) -> int:
@@ -309,8 +301,8 @@ class DebugUnderflowOverflow:
             self._underflow.autocast = call.casts_to(torch.float16)
         if self._full is not None:
             self._full.begin(args, kwargs, grad=grad)
-        if self.batch in self._traced and not self._is_compiled:
-            self._traced.begin(self.batch, args, kwargs)
+        if self.counts.batches in self._traced and not self._is_compiled:
+            self._traced.begin(self.counts.batches, args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
         if self._is_not_the_scripts():
@@ -333,13 +325,13 @@ class DebugUnderflowOverflow:
                 self._warn(warning)
             elif group is None:
                 found = self._judge.judge(Seen(forward.when, forward, [forward]))
-            elif self._pending.wait(forward, group, any_step=self.counts.steps > 0):
+            elif self._pending.wait(forward, group):
                 found = self._judge.judge(self._pending.take(self._when_pending()))
         self._settle(found)
-        self._maybe_abort("forward", self.counts.batches)
+        self._maybe_abort()
 
     def _seen(self, output: object) -> Forward:
-        call, when = self._callers.end(), self._when(self.batch)
+        call, when = self._callers.end(), self._when(self.counts.batches)
         if call is None:
             return Forward(when, None)
         call.returned()
@@ -396,7 +388,6 @@ class DebugUnderflowOverflow:
         # With several optimizers per model, a training step has one step of each.
         self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         self.counts.steps = max(self._steps_of.values())
-        self._maybe_abort("step", self.counts.steps)
 
     def _judge_the_rest(self, *, at_end: bool) -> None:
         if self.counts.off or self._is_not_the_scripts():
@@ -408,11 +399,10 @@ class DebugUnderflowOverflow:
         self._settle(found, at_end=at_end)
 
     def _when(self, batch: int) -> When:
-        phase = "training" if self._root.training else "evaluation"
-        return When(batch, self.counts.steps, self._unit, phase)
+        return When(batch, self.counts.steps, "training" if self._root.training else "evaluation")
 
     def _when_pending(self) -> When:
-        return self._when(self.counts.steps if self._unit == "step" else max(0, self.counts.batches - 1))
+        return self._when(max(0, self.counts.batches - 1))
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -453,10 +443,10 @@ class DebugUnderflowOverflow:
             self.counts.warnings.append(what)
             self._output.note(what)
 
-    def _maybe_abort(self, unit: str, done: int) -> None:
-        if unit == self._unit and self._last is not None and done > self._last:
+    def _maybe_abort(self) -> None:
+        if self._last is not None and self.counts.batches > self._last:
             self.counts.aborted = True
-            why = f"aborting after {done} batches due to `abort_after_batch_num={self._last}` arg"
+            why = f"aborting after {self.counts.batches} batches due to `abort_after_batch_num={self._last}` arg"
             raise Aborted(f"{self._by}: {why}")
 
 

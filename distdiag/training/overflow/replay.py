@@ -120,7 +120,7 @@ class State:
     """State that a forward changes beside its outputs; `steps` counts optimizer steps."""
 
     def __init__(self, model: Module) -> None:
-        self.model, self.buffers, self.numbers = model, Buffers(model), RandomNumbers()
+        self.model, self.buffers = model, Buffers(model)
         self.steps = 0
 
 
@@ -135,7 +135,7 @@ class Call:
         leaves = [leaf for _, leaf in modules.leaves((args, self.kwargs), "")]
         self._versions = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._drawn = [(leaf, leaf.get_state()) for leaf in leaves if isinstance(leaf, torch.Generator)]
-        self._random = state.numbers.save()
+        self._random = _random_states(all_devices=False)
         self._autocast = _autocast()
 
     def casts_to(self, dtype: torch.dtype) -> bool:
@@ -145,7 +145,6 @@ class Call:
     def returned(self) -> None:
         """Note the end of the forward."""
         self._saved = self._state.buffers.learn(self._saved)
-        self._state.numbers.learn(self._random)
 
     @property
     def kept_bytes(self) -> int:
@@ -214,7 +213,7 @@ class Call:
 
     @contextlib.contextmanager
     def _as_it_was(self, terms: Terms) -> Iterator[tuple[Guard, tuple[object, ...], dict[str, object]]]:
-        now = {name: get() for name, (get, _) in _generators().items()}
+        now = _random_states(all_devices=True)
         with contextlib.ExitStack() as stack:
             stack.callback(_set_random_states, now)
             extrema.replaying.add(get_ident())
@@ -487,24 +486,9 @@ def _undo_of_generator(value: Any) -> Callable[[], object] | None:  # noqa: ANN4
     return None
 
 
-class RandomNumbers:
-    """States of the random number generators that the model's forward uses."""
-
-    def __init__(self) -> None:
-        self._slow = {"python", "numpy"}
-        self._learns = 2
-
-    def save(self) -> dict[str, Any]:
-        """Copy torch's states, and Python's and numpy's unless the first forwards did not use them."""
-        skipped = {"devices"} if self._learns else {"devices", *self._slow}
-        return {name: get() for name, (get, _) in _generators().items() if name not in skipped}
-
-    def learn(self, before: dict[str, Any]) -> None:
-        """Check after each of the first forwards which generators were used: copying all is slow."""
-        if self._learns:
-            self._learns -= 1
-            now = _generators()
-            self._slow -= {name for name in self._slow & before.keys() if str(before[name]) != str(now[name][0]())}
+def _random_states(*, all_devices: bool) -> dict[str, Any]:
+    """Copy the states of the global generators; of the GPUs that of the current one, which the forward uses, or all."""
+    return {name: get() for name, (get, _) in _generators().items() if all_devices or name != "devices"}
 
 
 def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:

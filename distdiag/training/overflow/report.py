@@ -75,14 +75,13 @@ class WatchedProcess:
 
 
 class When(NamedTuple):
-    """`batch` counts forwards or steps (`unit`) from 0, `step` completed optimizer steps.
+    """`batch` counts forwards from 0, `step` completed optimizer steps.
 
     `phase`: "training" or "evaluation"; forwards count in both.
     """
 
     batch: int
     step: int
-    unit: str = "forward"
     phase: str = "training"
 
     def __str__(self) -> str:
@@ -150,7 +149,7 @@ class Became:
 class Detection:
     """The first bad tensor of a job, in `module`; code of `made_by` produced it.
 
-    `batch`, `step`, `unit` and `phase` as in When; `origin`: HERE or another of the origins. `what`: counts of nan and
+    `batch`, `step` and `phase` as in When; `origin`: HERE or another of the origins. `what`: counts of nan and
     inf; `operation`: produced them from finite inputs, if that was observed. `path`: the frame file read. `number`: of
     the frame, or the order of the gradient; the rank with the lowest was first.
     """
@@ -158,7 +157,6 @@ class Detection:
     sentence: str
     batch: int
     step: int = 0
-    unit: str = "forward"
     phase: str = "training"
     rank: int | None = None
     host: str = ""
@@ -185,7 +183,7 @@ class Detection:
         others = f" (also on rank{'s' * (len(self.other_ranks) > 1)} {_ranks(self.other_ranks)})"
         where = f"`{self.tensor}` of {Place(self.module, self.module_class)}"
         where = "the loss that backward was called on" if self.origin == LOSS else where
-        when = When(self.batch, self.step, self.unit, self.phase)
+        when = When(self.batch, self.step, self.phase)
         why = self.why or _BY_DEFAULT.get(self.origin, "")
         return f"{who}{when}: {self.what or 'nan or inf'} in {where}{others * bool(self.other_ranks)}. {why}".rstrip()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
-from itertools import takewhile
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 
@@ -19,10 +20,9 @@ from distdiag.commands.overflow.show.forwards import (
     Names,
     compare,
     growth_of,
-    name_of_source,
     ratio,
 )
-from distdiag.commands.overflow.show.recording import INPUT, NEAR, NotFrames, Reader, Row
+from distdiag.commands.overflow.show.recording import INPUT, NEAR, ForwardId, NotFrames, Reader, Row
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.ids import Id
@@ -139,15 +139,12 @@ def diagnose(
         *_diverges(compared),
         *_incomplete(selection, unread, interrupted=interrupted),
     )
-    files = [
-        FileRead(**{name: getattr(recording, name) for name in FileRead.__struct_fields__})
-        for recording in selection.recordings
-    ]
+    files = ({name: getattr(each, name) for name in FileRead.__struct_fields__} for each in selection.recordings)
     return Report(
         command=COMMAND,
         data=OverflowShow(
             answer=tuple(answer(selection, compared)),
-            files=tuple(files),
+            files=tuple(FileRead(**file) for file in files),
             detections=tuple(found for recording in selection.recordings for found in recording.detections),
             growth=tuple(selection.growth),
             divergence=compared if isinstance(compared, Divergence) else None,
@@ -160,50 +157,34 @@ def diagnose(
 
 
 def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
-    for level in (Level.FAIL, Level.UNKNOWN):
-        for finding in findings:
-            if finding.level == level:
-                return finding.title
-    near = (finding.title for finding in findings if finding.id in ("overflow.not-finite", "overflow.near-limit"))
-    return next(near, f"nothing detected; {grew(selection)}")
+    near = (Id.OVERFLOW_NOT_FINITE, Id.OVERFLOW_NEAR_LIMIT)
+    ordered = [[finding for finding in findings if finding.level == level] for level in (Level.FAIL, Level.UNKNOWN)]
+    found = [*itertools.chain(*ordered), *(finding for finding in findings if finding.id in near)]
+    return found[0].title if found else f"nothing detected; {grew(selection)}"
+
+
+def _finding(id_: Id, level: Level, title: str, about: Iterable[Recording], **more: Any) -> Finding:  # noqa: ANN401
+    """Make a finding about recordings; `more`: its other fields."""
+    recordings = list(about)
+    hosts = dict.fromkeys(recording.host for recording in recordings if recording.host)
+    ranks = sorted({recording.rank for recording in recordings if recording.rank is not None})
+    return Finding(id=id_, level=level, title=title, where=Where(hosts=tuple(hosts), ranks=tuple(ranks)), **more)
 
 
 def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
     found = selection.detections
     for recording, detection in found[:_SHOWN]:
-        rank = detection.rank if detection.rank is not None else recording.rank
-        host = detection.host or recording.host
         tally = tuple(detection.tally.lines()) if detection.tally is not None else ()
-        yield Finding(
-            id=Id.OVERFLOW_DETECTED,
-            level=Level.FAIL,
-            title=sentence(selection, recording, detection),
-            where=Where(
-                hosts=(host,) if host else (), ranks=(*(() if rank is None else (rank,)), *detection.other_ranks)
-            ),
-            evidence=(*tally, *detection.hints),
-            fix=_fix(request, detection),
-        )
+        again = request.again("--batch", str(detection.batch), "--verbose")
+        fix = Fix(text=f"{detection.fix}; what leads up to it:", commands=(again,)) if detection.fix else None
+        evidence, text = (*tally, *detection.hints), sentence(selection, recording, detection)
+        finding = _finding(Id.OVERFLOW_DETECTED, Level.FAIL, text, [recording], evidence=evidence, fix=fix)
+        if detection.rank is not None:
+            where = Where(hosts=(detection.host,), ranks=(detection.rank, *detection.other_ranks))
+            finding = replace(finding, where=where)
+        yield finding
     if len(found) > _SHOWN:
-        yield Finding(
-            id=Id.OVERFLOW_DETECTED, level=Level.FAIL, title=f"{len(found) - _SHOWN} more detections (--json)"
-        )
-
-
-def _fix(request: Request, detection: Detection) -> Fix | None:
-    if not detection.fix:
-        return None
-    around = _around(detection)
-    words = ("--module", f"{around}*") if around else ()
-    command = request.again("--batch", str(detection.batch), *words, "--verbose")
-    return Fix(text=f"{detection.fix}; what leads up to it:", commands=(command,))
-
-
-def _around(detection: Detection) -> str:
-    """Return the common parent module of the origin and the output that became nan; empty for the whole model."""
-    names = [detection.made_by or detection.module, *([detection.became.module] if detection.became else [])]
-    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+        yield _finding(Id.OVERFLOW_DETECTED, Level.FAIL, f"{len(found) - _SHOWN} more detections (--json)", ())
 
 
 def _not_finite(selection: Selection) -> Iterator[Finding]:
@@ -216,15 +197,11 @@ def _not_finite(selection: Selection) -> Iterator[Finding]:
     ]
     if found:
         row = found[0][0]
-        yield Finding(
-            id=Id.OVERFLOW_NOT_FINITE,
-            level=Level.WARN,
-            title=f"{row.abs_max} in `{row.tensor}` of {named(row.module)} ({row.class_}), "
-            f"{selection.names.of(row.of)}, not reported by the detector",
-            detail="Masks of -inf and the modules in `ignore` are not reported; or the job was killed "
-            "before the report.",
-            where=_where([recording for _, recording in found]),
-        )
+        what = f"{row.abs_max} in `{row.tensor}` of {named(row.module)} ({row.class_}), {selection.names.of(row.of)}"
+        detail = "Masks of -inf and the modules in `ignore` are not reported; or the job was killed before the report."
+        about = [recording for _, recording in found]
+        title = f"{what}, not reported by the detector"
+        yield _finding(Id.OVERFLOW_NOT_FINITE, Level.WARN, title, about, detail=detail)
 
 
 def _near(request: Request, selection: Selection) -> Iterator[Finding]:
@@ -239,74 +216,51 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     if not ordered:
         return
     lines = [f"{of_limit(row)} {selection.names.within(row.of)}" for row, _ in ordered[:_SHOWN]]
-    more = f"; {counted(len(ordered) - 1, 'other module')} above {percent(NEAR)}"
+    more = f"; {counted(len(ordered) - 1, 'other module')} above {percent(NEAR)}" if len(ordered) > 1 else ""
     small = all(row.dtype == "float16" or row.dtype.startswith("float8") for row, _ in ordered)
     wider = "run these modules in bfloat16 or float32, or scale down their inputs"
-    yield Finding(
-        id=Id.OVERFLOW_NEAR_LIMIT,
-        level=Level.WARN,
-        title=lines[0] + (more if len(ordered) > 1 else ""),
-        where=_where([recording for _, recording in ordered]),
-        evidence=tuple(lines[1:]),
-        fix=Fix(text=wider if small else "scale down the inputs of these modules"),
-    )
+    fix = Fix(text=wider if small else "scale down the inputs of these modules")
+    about = [recording for _, recording in ordered]
+    yield _finding(Id.OVERFLOW_NEAR_LIMIT, Level.WARN, lines[0] + more, about, evidence=tuple(lines[1:]), fix=fix)
 
 
 def _diverges(found: Divergence | str | None) -> Iterator[Finding]:
     """Report the divergence of two forwards. Different data explains different values, not another dtype or nan."""
-    if found is None:
-        return
     if isinstance(found, str):
-        yield Finding(id=Id.OVERFLOW_NOT_COMPARED, level=Level.UNKNOWN, title=found)
-        return
-    evidence = tuple(_only_in(found))
-    if found.first or evidence:
-        level = Level.WARN if found.first and found.first.what is not Mismatch.NUMBERS else Level.INFO
-        yield Finding(id=Id.OVERFLOW_DIVERGES, level=level, title=diverged(found), evidence=evidence)
-
-
-def _only_in(found: Divergence) -> Iterator[str]:
-    for name, rows in zip(found.names, (found.only_a, found.only_b), strict=True):
-        if rows:
-            more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-            yield f"only in {name}: {', '.join(named(row.module) for row in rows[:_SHOWN])}{more}"
+        yield _finding(Id.OVERFLOW_NOT_COMPARED, Level.UNKNOWN, found, ())
+    elif found is not None and found.first is not None:
+        level = Level.INFO if found.first.what is Mismatch.NUMBERS else Level.WARN
+        yield _finding(Id.OVERFLOW_DIVERGES, level, diverged(found), ())
 
 
 def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
     if unread:
-        yield Finding(
-            id=Id.OVERFLOW_UNREADABLE,
-            level=Level.UNKNOWN,
-            title=f"{counted(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
-            evidence=tuple(list(unread.values())[1:_SHOWN]),
-        )
+        title = f"{counted(len(unread), 'file')} could not be read: {next(iter(unread.values()))}"
+        evidence = tuple(list(unread.values())[1:_SHOWN])
+        yield _finding(Id.OVERFLOW_UNREADABLE, Level.UNKNOWN, title, (), evidence=evidence)
     for recording in selection.recordings:
-        if why := lacks(recording):
+        if why := "; ".join(_lacks(recording)):
             # The detection may be missing from a truncated file: without one, no verdict of OK.
             may_lack_detection = not recording.detections and (recording.truncated or recording.torn > 0)
-            yield Finding(
-                id=Id.OVERFLOW_INCOMPLETE,
-                level=Level.UNKNOWN if may_lack_detection else Level.WARN,
-                title=f"{recording.path}: {why}",
-                where=_where([recording]),
-            )
+            level = Level.UNKNOWN if may_lack_detection else Level.WARN
+            yield _finding(Id.OVERFLOW_INCOMPLETE, level, f"{recording.path}: {why}", [recording])
     empty = [recording for recording in selection.recordings if recording.is_empty]
     if empty and not interrupted:
         others = f", and neither do {len(empty) - 1} more files" if len(empty) > 1 else ""
-        yield Finding(
-            id=Id.OVERFLOW_NO_FRAMES,
-            level=Level.UNKNOWN,
-            title=f"{empty[0].path} has no frames{others}",
-            detail="The detector saves the frames of batches in trace_batch_nums, and the last frames "
-            "before a detection.",
-            where=_where(empty),
-        )
+        detail = "The detector saves the batches in trace_batch_nums, and the last frames before a detection."
+        title = f"{empty[0].path} has no frames{others}"
+        yield _finding(Id.OVERFLOW_NO_FRAMES, Level.UNKNOWN, title, empty, detail=detail)
 
 
-def _where(recordings: Sequence[Recording]) -> Where:
-    hosts = dict.fromkeys(recording.host for recording in recordings if recording.host)
-    ranks = sorted({recording.rank for recording in recordings if recording.rank is not None})
-    return Where(hosts=tuple(hosts), ranks=tuple(ranks))
+def _lacks(recording: Recording) -> Iterator[str]:
+    """Describe the parts of a file that could not be read."""
+    if recording.truncated:
+        yield "the last line is incomplete: the job was killed or is still writing; the lines before it were read"
+    if recording.torn:
+        own = 'if several ranks write to this file, give each its own: save="frames-{rank}.jsonl"'
+        yield f"{counted(recording.torn, 'line')} cannot be read: {own}"
+    if recording.left_out:
+        yield f"the file is too large: its last {recording.left_out:,} frames were skipped; select others by --batch"
 
 
 class Selection:
@@ -343,7 +297,8 @@ class Selection:
 
     def name_of(self, recording: Recording) -> str:
         """Name a recording among the others."""
-        return name_of_source((recording.path, recording.rank), [(each.path, each.rank) for each in self.recordings])
+        files = [ForwardId(each.path, each.rank, 0) for each in (recording, *self.recordings)]
+        return Names(files).of(files[0])
 
     def rows(self) -> list[Row]:
         """Return the rows to show."""
@@ -457,28 +412,11 @@ def of_limit(row: Row) -> str:
     return f"{what}{named(row.module)} ({row.class_}) reaches {magnitude(row.abs_max)} = {share}"
 
 
-def lacks(recording: Recording) -> str:
-    """Describe the part of a file that could not be read; empty if all of it was."""
-    why = []
-    if recording.truncated:
-        why.append("the last line is incomplete: the job was killed or is still writing; the lines before it were read")
-    if recording.torn:
-        torn = f"{counted(recording.torn, 'line')} cannot be read, first line {recording.first_torn}"
-        why.append(f'{torn}: if several ranks write to this file, give each its own: save="frames-{{rank}}.jsonl"')
-    if recording.left_out:
-        why.append(
-            f"the file is too large: its last {recording.left_out:,} frames were skipped; select others by --batch"
-        )
-    return "; ".join(why)
-
-
 def diverged(found: Divergence) -> str:
     """Describe where two forwards begin to diverge."""
     first, names = found.first, f"{found.names[0]} and {found.names[1]}"
     if first is None:
-        batches = f" in {found.batches:,} batches" if found.batches > 1 else ""
-        compared = counted(found.compared, "call")
-        return f"{names} do not diverge{batches}: {compared} compared, values within {found.factor:g}x"
+        return f"{names} do not diverge: {counted(found.compared, 'call')} compared, values within {found.factor:g}x"
     of_one_file = (found.a.path, found.a.rank) == (found.b.path, found.b.rank)
     batch = f" in batch {found.a.batch}" if found.a.batch == found.b.batch and not of_one_file else ""
     a, b = first.a, first.b

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from distdiag.commands.overflow.show.recording import Call, Forward
 
-    Keyed = dict[tuple[str, int], Call]
-
 COMMAND = "overflow show"
 FEW = 24
 """Rows shown at once; of more rows only the important ones."""
@@ -65,33 +63,30 @@ class Request:
 
 
 class Names:
-    """Names of forwards among each other: "rank 1", "batch 3", "rank 1, batch 3", "batch 3, forward 2"."""
+    """Names of forwards among each other: "rank 1", "batch 3", "rank 1, batch 3"."""
 
     def __init__(self, among: Sequence[ForwardId]) -> None:
         self._sources = list(dict.fromkeys((each.path, each.rank) for each in among))
         self._has_many_batches = len({each.batch for each in among}) > 1
-        self._steps = {each.batch for each in among if each.forward}
 
     def of(self, forward: ForwardId) -> str:
         """Return the name of a forward."""
-        parts = [name_of_source((forward.path, forward.rank), self._sources)] if len(self._sources) > 1 else []
+        parts = [self._source(forward)] if len(self._sources) > 1 else []
         if self._has_many_batches or not parts:
             parts.append(f"batch {forward.batch}")
-        return ", ".join([*parts, f"forward {forward.forward}"] if forward.batch in self._steps else parts)
+        return ", ".join(parts)
 
     def within(self, forward: ForwardId) -> str:
         """Return where: "in batch 3", "on rank 1 in batch 3"."""
         name = self.of(forward)
         return "on " + name.replace(", ", " in ", 1) if name.startswith("rank ") else f"in {name}"
 
-
-def name_of_source(source: tuple[str, int | None], among: Sequence[tuple[str, int | None]]) -> str:
-    """Name a recording, by path and rank, among others: by its rank if no other has that, else by its file."""
-    path, rank = source
-    if rank is not None and [other for _, other in among].count(rank) == 1:
-        return f"rank {rank}"
-    name = os.path.basename(path)
-    return name if [os.path.basename(other) for other, _ in among].count(name) == 1 else path
+    def _source(self, forward: ForwardId) -> str:
+        """Name a file by its rank if no other has that, else by its path, of which the folder may be left out."""
+        if forward.rank is not None and [rank for _, rank in self._sources].count(forward.rank) == 1:
+            return f"rank {forward.rank}"
+        name = os.path.basename(forward.path)
+        return name if [os.path.basename(path) for path, _ in self._sources].count(name) == 1 else forward.path
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -113,21 +108,12 @@ def growth_of(forward: Forward) -> Growth | None:
     An earlier output with the same largest and smallest magnitude and element count is an input's source. Without one,
     the parent module's code computed the input from the parent's own input.
     """
-    calls = forward.calls
-    # Of equals the first: it made the input of the others.
-    index = max(range(len(calls)), key=lambda at: calls[at].share, default=0)
-    if not calls or not calls[index].share:
+    reached = _REACHED * forward.peak()
+    if not reached:
         return None
-    flow = _Dataflow(calls)
-    reached = _REACHED * calls[index].share
-    # Several modules, and their parents, may have passed the same value through: find the first.
-    index, row = flow.first_to_reach(index, reached)
-    for at, earlier in flow.back(index, row)[1:]:
-        if earlier.share_of_limit < reached:
-            break
-        index, row = (at, earlier) if earlier.tensor == INPUT else flow.first_to_reach(at, reached)
-    path = [earlier for _, earlier in flow.back(index, row)]
-    least = min(row.size for row in path)
+    flow = _Dataflow(forward.calls)
+    path = flow.back(*flow.first_to_reach(reached))
+    row, least = path[0], min(row.size for row in path)
     start = next(at for at, row in enumerate(path) if row.size <= _LEVEL * least)
     factor = min(row.size / path[start].size, sys.float_info.max)
     return Growth(forward.id, factor, row.share_of_limit, row.dtype, tuple(path[start::-1]))
@@ -146,10 +132,18 @@ class _Dataflow:
                 if row.most is not None:
                     self._made.setdefault(row.numbers, []).append((index, row))
 
-    def back(self, index: int, row: Row) -> list[tuple[int, Row]]:
+    def first_to_reach(self, share: float) -> tuple[int, Row]:
+        """Return the first tensor that reaches a share of the limit, which one must: an output or a new input."""
+        for at, call in enumerate(self._calls):
+            is_new = call.given is not None and self._maker(call.given, self._begin(at)) is None
+            for row in (*([call.given] if call.given and is_new else []), *call.rows):
+                if row.share_of_limit >= share:
+                    return at, row
+        raise ValueError("no value reaches this share of the limit")
+
+    def back(self, index: int, row: Row) -> list[Row]:
         """Return the path of a tensor to its source, itself first; it ends at larger values or at outside input."""
-        path = [(index, row)]
-        least = row.size
+        path, least = [row], row.size
         at = self._around(index) if row.tensor == INPUT else index
         while at is not None:
             given = self._calls[at].given
@@ -157,19 +151,9 @@ class _Dataflow:
                 break
             least = min(least, given.size)
             made = self._maker(given, self._begin(at))
-            path.append(made or (at, given))
+            path.append(made[1] if made else given)
             at = made[0] if made else self._around(at)
         return path
-
-    def first_to_reach(self, index: int, share: float) -> tuple[int, Row]:
-        """Return the first tensor of a module or its submodules that reaches a share of the limit; one must."""
-        for at in range(self._begin(index), index + 1):
-            given, top = self._calls[at].given, max(self._calls[at].rows, key=lambda row: row.share_of_limit)
-            if given is not None and given.share_of_limit >= share and self._maker(given, self._begin(at)) is None:
-                return at, given
-            if top.share_of_limit >= share:
-                return at, top
-        raise ValueError("no value reaches this share of the limit")
 
     def _maker(self, given: Row, before: int) -> tuple[int, Row] | None:
         """Find the last output before a frame that equals this input."""
@@ -210,20 +194,19 @@ class Mismatch(StrEnum):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Two different outputs of the same name, the `ratio` of their abs max (None with 0), and the largest inputs."""
+    """Two different outputs of the same name, and the largest inputs of their modules."""
 
     what: Mismatch
     a: Row
     b: Row
     given_a: float | None
     given_b: float | None
-    ratio: float | None = None
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """Two forwards, `compared` calls of both, of `batches` batches. `first`: the first difference, or None.
+    """Two forwards, `compared` calls of both. `first`: the first difference, or None.
 
-    `only_a` and `only_b`: calls of one side alone. `around`: outputs of both near the divergence, all with --verbose.
+    `around`: outputs of both near the divergence, all with --verbose.
     """
 
     names: tuple[str, str]
@@ -232,10 +215,7 @@ class Divergence(msgspec.Struct, frozen=True):
     factor: float
     compared: int
     first: Difference | None
-    only_a: tuple[Row, ...]
-    only_b: tuple[Row, ...]
     around: tuple[tuple[Row, Row], ...]
-    batches: int = 1
 
 
 def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequence[str]) -> Divergence | str | None:
@@ -243,16 +223,13 @@ def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequenc
 
     Returns the reason if they are not comparable; None without exactly two.
     """
-    if [len(side) for side in sides] == [2]:
-        pairs = [(sides[0][0], sides[0][1])]
-    elif len(sides) != 2 or not any(sides):
+    forwards = [forward for side in sides for forward in side]
+    if len(sides) > 2 or not forwards or (len(sides) == 1 and len(forwards) != 2):
         return None
-    elif len(sides[0]) == len(sides[1]) == 1:
-        pairs = [(sides[0][0], sides[1][0])]
-    else:
-        others = {(forward.id.batch, forward.id.forward): forward for forward in sides[1]}
-        keyed = (((forward.id.batch, forward.id.forward), forward) for forward in sides[0])
-        pairs = [(forward, others[key]) for key, forward in keyed if key in others]
+    pairs = [(forwards[0], forwards[1])] if len(forwards) == 2 else []
+    if len(sides) == 2 and [len(side) for side in sides] != [1, 1]:
+        others = {forward.id.batch: forward for forward in sides[1]}
+        pairs = [(forward, others[forward.id.batch]) for forward in sides[0] if forward.id.batch in others]
     if not pairs:
         empty = [name for name, side in zip(names, sides, strict=True) if not side]
         why = f"no frames of {empty[0]}" if empty else "no batch in common"
@@ -261,18 +238,19 @@ def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequenc
     first = next((each for each in found if each.first), max(found, key=lambda each: each.compared > 0))
     if not first.compared:
         return f"{first.names[0]} and {first.names[1]} cannot be compared: no module call in common"
-    if first.first is None and len(pairs) > 1:
-        return msgspec.structs.replace(first, names=(names[0], names[1]), batches=len(pairs))
-    return first
+    return first if first.first else msgspec.structs.replace(first, compared=sum(each.compared for each in found))
 
 
 def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
-    """Compare two forwards; values differing by more than --factor diverge.
+    """Compare the calls of two forwards; values differing by more than --factor diverge.
 
     Calls are matched by number if both forwards called the same modules in the same order, else by module and its call
-    count. A frame of one side alone counts only if the other kept frames around it.
+    count.
     """
-    keyed_a, keyed_b = _keyed(a.calls, b.calls)
+    numbers = [{call.number: call.module for call in side.calls} for side in (a, b)]
+    shared = numbers[0].keys() & numbers[1].keys()
+    in_order = bool(shared) and all(numbers[0][number] == numbers[1][number] for number in shared)
+    keyed_a, keyed_b = (_keyed(side.calls, by_number=in_order) for side in (a, b))
     pairs = [(call, keyed_b[key]) for key, call in keyed_a.items() if key in keyed_b and request.fits(call.module)]
     first = next(_differences(pairs, request.factor), None)
     names = Names([a.id, b.id])
@@ -280,17 +258,17 @@ def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
     if not request.everything and len(both) > FEW:
         at = next((at for at, (row, _) in enumerate(both) if first is not None and row is first.a), -_AFTER - 1)
         both = both[max(0, at - _BEFORE) : at + _AFTER + 1]
-    return Divergence(
-        names=(names.of(a.id), names.of(b.id)),
-        a=a.id,
-        b=b.id,
-        factor=request.factor,
-        compared=len(pairs),
-        first=first,
-        only_a=tuple(row for row in _only(keyed_a, keyed_b, b.calls) if request.fits(row.module)),
-        only_b=tuple(row for row in _only(keyed_b, keyed_a, a.calls) if request.fits(row.module)),
-        around=tuple(both[:MOST_ROWS]),
-    )
+    around = tuple(both[:MOST_ROWS])
+    return Divergence((names.of(a.id), names.of(b.id)), a.id, b.id, request.factor, len(pairs), first, around)
+
+
+def _keyed(calls: Sequence[Call], *, by_number: bool) -> dict[tuple[str, int], Call]:
+    seen: Counter[str] = Counter()
+    found = {}
+    for call in calls:
+        found[call.module, call.number if by_number else seen[call.module]] = call
+        seen[call.module] += 1
+    return found
 
 
 def _rows(pair: tuple[Call, Call]) -> list[tuple[Row, Row]]:
@@ -304,42 +282,13 @@ def ratio(a: float, b: float) -> float:
     return high / low if low else math.inf if high else 1.0
 
 
-def _keyed(*sides: Sequence[Call]) -> list[Keyed]:
-    """Map each side's calls by module and number, or by module and its call count."""
-    a, b = ({call.number: call.module for call in side} for side in sides)
-    shared = a.keys() & b.keys()
-    if shared and all(a[number] == b[number] for number in shared):
-        return [{(call.module, call.number): call for call in side} for side in sides]
-    return [_by_count(side) for side in sides]
-
-
-def _by_count(side: Sequence[Call]) -> Keyed:
-    seen: Counter[str] = Counter()
-    found = {}
-    for call in side:
-        found[call.module, seen[call.module]] = call
-        seen[call.module] += 1
-    return found
-
-
-def _only(own: Keyed, other: Keyed, others: Sequence[Call]) -> list[Row]:
-    if not others:
-        return []
-    first, last = others[0].number, others[-1].number
-    whole = first == 0 and not others[-1].module
-    missing = [call for key, call in own.items() if key not in other]
-    return [call.rows[0] for call in missing if whole or first <= call.number <= last]
-
-
 def _differences(pairs: Sequence[tuple[Call, Call]], factor: float) -> Iterator[Difference]:
     for pair in pairs:
         given_a, given_b = (None if call.given is None else call.given.most for call in pair)
         for a, b in _rows(pair):
-            times = 1.0 if a.most is None or b.most is None else ratio(a.most, b.most)
-            what = _unlike(a, b) or (Mismatch.NUMBERS if times > factor else None)
-            if what is not None:
-                known = times if what is Mismatch.NUMBERS and math.isfinite(times) else None
-                yield Difference(what, a, b, given_a, given_b, known)
+            differ = a.most is not None and b.most is not None and ratio(a.most, b.most) > factor
+            if what := _unlike(a, b) or (Mismatch.NUMBERS if differ else None):
+                yield Difference(what, a, b, given_a, given_b)
 
 
 def _unlike(a: Row, b: Row) -> Mismatch | None:
