@@ -234,7 +234,9 @@ def test_two_files_are_compared_in_the_first_batch_where_they_part() -> None:
     report = judged(recording(*same), recording(*(forward(*model(), batch=batch) for batch in (7, 8)), rank=1))
     assert [one.id for one in report.findings if one.level == Level.UNKNOWN] == ["overflow.not-compared"]
     report = judged(recording(*same), recording(rank=1, detections=(Detection("batch 0: 1 nan", 0, rank=1),)))
-    assert "rank 0 and rank 1 cannot be compared: no frames of rank 1" in [one.title for one in report.findings]
+    assert "frames-0.jsonl and frames-1.jsonl cannot be compared: no frames of frames-1.jsonl" in [
+        one.title for one in report.findings
+    ]
 
 
 # The verdict
@@ -265,8 +267,6 @@ def test_what_all_ranks_have_in_their_files_is_one_finding_with_the_frames_of_th
     assert found_once.fix.commands[0].endswith(" overflow show f.jsonl --batch 0 --verbose")
     assert report.data.answer[0] == "rank 2, batch 0: 3 -inf"
     assert [row.abs_max for row in report.data.rows if row.is_bad] == ["-inf"]
-    report = judged(*records, request=Request(paths=("f.jsonl",), module="emb*"))
-    assert report.data.answer[1] == "the largest value is outside the modules of --module 'emb*'"
 
 
 def test_near_the_limit_is_a_warning_and_far_from_it_is_fine() -> None:
@@ -275,7 +275,7 @@ def test_near_the_limit_is_a_warning_and_far_from_it_is_fine() -> None:
     assert report.summary.startswith("`output` of `block.1` (1) reaches 6.27e+04 = 96% of float16 max")
     report = judged(recording(forward(*model(2.0))))
     assert (report.findings, report.exit_code()) == ((), 0)
-    assert report.summary.startswith("nothing detected; values do not grow: the largest finite value is 1.20e+01")
+    assert report.summary.startswith("nothing detected; finite values do not grow: they reach 1.20e+01")
 
 
 def test_what_may_lack_the_detection_is_unknown_and_never_fine() -> None:
@@ -292,10 +292,12 @@ def test_many_rows_are_folded_to_those_that_matter() -> None:
     calls[150] = call(150, "layer.150", 2.0, 60000.0)
     calls[200] = call(200, "layer.200", 2.0, Out("inf", least=0.0))
     one = forward(*calls)
-    modules = [row.module for row in rows_that_matter(REQUEST, one, growth_of(one))]
+    grown = growth_of(one)
+    assert grown is not None
+    modules = [row.module for row in rows_that_matter(REQUEST, one, grown.through)]
     assert modules == ["layer.0", "layer.149", "layer.150", "layer.200", "layer.299"]
-    assert len(rows_that_matter(Request(paths=("f",), everything=True), one, None)) == 300
-    assert len(rows_that_matter(Request(paths=("f",), module="*.15?"), one, None)) == 10
+    assert len(rows_that_matter(Request(paths=("f",), everything=True), one, ())) == 300
+    assert len(rows_that_matter(Request(paths=("f",), module="*.15?"), one, ())) == 10
 
 
 def test_of_many_batches_the_answer_is_about_the_highest() -> None:
@@ -347,8 +349,8 @@ def test_lines_that_ranks_have_torn_are_counted_and_those_of_a_later_kind_are_no
 
 def test_what_is_none_of_ours_or_of_a_later_distdiag_is_refused(tmp_path: Path) -> None:
     for first, why in (
-        ({"kind": "head", "schema": "distdiag-frames/2"}, r"newer distdiag \(distdiag-frames/2"),
-        ({"kind": "head", "schema": "something"}, "but 'something'"),
+        ({"kind": "head", "schema": "distdiag-frames/2"}, "of format distdiag-frames/2; this version reads"),
+        ({"kind": "head", "schema": "something"}, "of format something"),
         (frame(0, 0), "was the start of the file cut off"),
         ([1, 2], "not a frame file"),
     ):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from distdiag.training.overflow.gradients import Gradient
+    from distdiag.training.overflow.extrema import Watched
 
 
 _EVERY = 256
@@ -51,7 +51,7 @@ class Underflow:
         """Gradients exactly 0 while others were not, as before a zero-initialized layer."""
         self._zeros_at = -1
 
-    def look(self, gradients: Sequence[Gradient], step: int) -> str:
+    def look(self, gradients: Sequence[Watched], step: int) -> str:
         """Describe new underflow of a step; empty without any."""
         was_zero, self._zeros_at = self._zeros_at >= 0, -1
         if not gradients or not (was_zero or _is_due(step)):
@@ -64,7 +64,7 @@ class Underflow:
             return ""
         return self._partly_lost(gradients, step) if _is_due(step) else ""
 
-    def _all_zero(self, gradients: Sequence[Gradient], step: int) -> str:
+    def _all_zero(self, gradients: Sequence[Watched], step: int) -> str:
         self._noted.add("")
         weight = gradients[0].tensor
         mend = _MEND if weight.dtype is torch.float16 else _SCALED.format(device=weight.device.type)
@@ -74,8 +74,8 @@ class Underflow:
             f"{mend}"
         )
 
-    def _partly_lost(self, gradients: Sequence[Gradient], step: int) -> str:
-        shares = {gradient.name: self._share_of(gradient) for gradient in gradients}
+    def _partly_lost(self, gradients: Sequence[Watched], step: int) -> str:
+        shares = {gradient.label: self._share_of(gradient) for gradient in gradients}
         lost = {name: share for name, share in shares.items() if share >= _SHARE and name not in self._noted}
         if not lost:
             return ""
@@ -86,21 +86,21 @@ class Underflow:
             f"`{name}.grad`: {100 * share:.0f}%. {_MEND}"
         )
 
-    def _share_of(self, gradient: Gradient) -> float:
+    def _share_of(self, gradient: Watched) -> float:
         """Return the underflowed share of a float16 gradient; 0 for other dtypes and expected zeros."""
         tally = extrema.tally(gradient.tensor) if gradient.tensor.dtype is torch.float16 else None
         if tally is None or not tally.of:
             return 0.0
         share = (tally.zeros + tally.subnormals) / tally.of
         if tally.zeros == tally.of:
-            self._before_zeros.add(gradient.name)
+            self._before_zeros.add(gradient.label)
         elif share < _SHARE:
-            self._before_zeros.discard(gradient.name)
-        is_meant = gradient.name in self._before_zeros or tally.subnormals < _SHARE * (tally.of - tally.zeros)
+            self._before_zeros.discard(gradient.label)
+        is_meant = gradient.label in self._before_zeros or tally.subnormals < _SHARE * (tally.of - tally.zeros)
         return 0.0 if is_meant else share
 
 
-def _are_zero(gradients: Sequence[Gradient]) -> bool:
+def _are_zero(gradients: Sequence[Watched]) -> bool:
     return bool(gradients) and not any(extrema.fetch([value for gradient in gradients for value in gradient.extrema]))
 
 

@@ -220,7 +220,7 @@ class DebugUnderflowOverflow:
         found = None
         with self._harmless(), torch.no_grad():
             losses = losses_of(tensors, self._pending.last.when)
-            self._recent += [loss.output.extrema[1] for loss in losses if loss.tensor.dim() == 0]
+            self._recent += [loss.value.extrema[1] for loss in losses if loss.value.tensor.dim() == 0]
             if self._pending.is_alone:
                 last = self._pending.last
                 found = self._judge.judge(Seen(last.when, last, losses=losses))

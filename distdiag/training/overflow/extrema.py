@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,31 @@ def start(tensor: Tensor) -> Started | str:
         return plain if isinstance(plain, str) else (plain, tuple(torch.aminmax(plain)))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # a dtype or a subclass of tomorrow
         return "unread"
+
+
+class Watched(NamedTuple):
+    """A tensor with its extrema still on the device. `tensor`: its maximum alone if it was not to be kept.
+
+    Outputs of a model are not: until the next optimizer step that would be the logits of many forwards.
+    """
+
+    label: str
+    extrema: tuple[Tensor, ...]
+    tensor: Tensor
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it has nan or inf, and does not look like masked logits."""
+        least, greatest = fetch(self.extrema)
+        return is_bad(least, greatest) and not may_be_masked(least, greatest, self.extrema[0].dtype)
+
+
+def watch(named: Iterable[tuple[str, Tensor]], *, keep: bool = False) -> list[Watched]:
+    """Start to read tensors, except for the unreadable; `keep` them too."""
+    with torch.no_grad():
+        read = [(label, tensor, start(tensor)) for label, tensor in named]
+    found = ((label, tensor, both[1]) for label, tensor, both in read if not isinstance(both, str))
+    return [Watched(label, both, tensor if keep else both[1]) for label, tensor, both in found]
 
 
 def pairs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, float, float]]:

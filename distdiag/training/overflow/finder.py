@@ -7,7 +7,6 @@ import glob
 import json
 import logging
 import os
-import re
 import sys
 import time
 import traceback
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 _MOST = 64
 """Limit on watched models; a script with more recreates them for each batch."""
 _TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
-_OTHER_FAILURE = re.compile(r"failed \(exitcode: (?!1\))")
 
 
 class Finder:
@@ -121,21 +119,21 @@ class Finder:
 
 
 def _end_quietly(folder: str) -> None:
-    """Replace the traceback of a stopped process by one line; `folder` has the records of the ranks."""
+    """Replace the traceback of a stopped process by one line, and of a torchrun whose ranks are stopped by none.
+
+    `folder` has the records of the ranks.
+    """
     previous = sys.excepthook
     began = time.time() - 1  # file timestamps may be coarse
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (OverflowDetected, Aborted)):
             sys.stderr.write(f"distdiag overflow: {_line(error, trace)}\n")
-        elif not (_is_of_torchrun(error) and _are_stopped(folder, began)):
+        elif kind.__name__ != "ChildFailedError" or not _are_stopped(folder, began):
             previous(kind, error, trace)
 
-    def is_other(record: logging.LogRecord) -> bool:
-        return bool(_OTHER_FAILURE.search(record.getMessage())) or not _are_stopped(folder, began)
-
     sys.excepthook = hook
-    logging.getLogger(_TORCHRUN_LOGGER).addFilter(is_other)
+    logging.getLogger(_TORCHRUN_LOGGER).addFilter(lambda _: not _are_stopped(folder, began))
 
 
 def _line(error: OverflowDetected | Aborted, trace: TracebackType | None) -> str:
@@ -145,14 +143,6 @@ def _line(error: OverflowDetected | Aborted, trace: TracebackType | None) -> str
         return f"{at}: --abort-after"
     rank = error.detection.rank
     return f"{at}: nan or inf detected" + ("" if rank in (None, own_rank()) else f" on rank {rank}")
-
-
-def _is_of_torchrun(error: BaseException) -> bool:
-    """Return whether torchrun reports only ranks stopped by the detector."""
-    failures = getattr(error, "failures", None)
-    if type(error).__name__ != "ChildFailedError" or not isinstance(failures, dict):
-        return False
-    return all(failure.exitcode in (1, -15) for failure in failures.values())
 
 
 def _are_stopped(folder: str, began: float) -> bool:

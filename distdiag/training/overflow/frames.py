@@ -107,9 +107,14 @@ class Line(NamedTuple):
     what: Reading | str
 
     @property
+    def reading(self) -> Reading | None:
+        """The tensor's; None for a text."""
+        return None if isinstance(self.what, str) else self.what
+
+    @property
     def is_bad(self) -> bool:
         """Whether it is a tensor with nan or inf."""
-        return isinstance(self.what, Reading) and self.what.is_bad
+        return self.reading is not None and self.reading.is_bad
 
     def text(self, *, classic: bool) -> str:
         """Format it: `3.18e-04 6.27e+04 output`; with `classic`, -inf is inf."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from distdiag.training.overflow import extrema
+from distdiag.training.overflow.extrema import Watched, watch
 from distdiag.training.overflow.modules import clean
 
 if TYPE_CHECKING:
@@ -34,19 +34,11 @@ if TYPE_CHECKING:
             """A GradScaler updates its scale, after a skipped step or not."""
 
 
-class Gradient(NamedTuple):
-    """A gradient with its extrema still on the device."""
-
-    name: str
-    tensor: Tensor
-    extrema: tuple[Tensor, ...]
-
-
 class StepGradients(NamedTuple):
     """Gradients before an optimizer step, the last computed first; `early`: as read during the backward."""
 
-    now: list[Gradient]
-    early: list[Gradient]
+    now: list[Watched]
+    early: list[Watched]
 
 
 NO_GRADIENTS = StepGradients([], [])
@@ -62,7 +54,7 @@ class GradientReader:
         self._model, self._is_off = model, mode == "off"
         self._names: dict[int, str] = {}
         self._own: set[int] = set()
-        self._made: dict[str, Gradient] = {}
+        self._made: dict[str, Watched] = {}
         self._handles: list[RemovableHandle] = []
         for name, weight in model.named_parameters() if mode == "each" else ():
             if weight.requires_grad:
@@ -100,17 +92,11 @@ class GradientReader:
 
     def _saw(self, name: str, weight: Tensor) -> None:
         self._made.pop(name, None)  # from a skipped step, or an earlier backward of this step
-        self._made.update((gradient.name, gradient) for gradient in _started([(name, weight)]))
+        self._made.update((gradient.label, gradient) for gradient in _started([(name, weight)]))
 
 
-def _started(weights: Iterable[tuple[str, Tensor]]) -> list[Gradient]:
-    gradients = []
-    with torch.no_grad():
-        for name, weight in weights:
-            found = "none" if weight.grad is None else extrema.start(weight.grad)
-            if weight.grad is not None and not isinstance(found, str):
-                gradients.append(Gradient(name, weight.grad, found[1]))
-    return gradients[::-1]
+def _started(weights: Iterable[tuple[str, Tensor]]) -> list[Watched]:
+    return watch(((name, weight.grad) for name, weight in weights if weight.grad is not None), keep=True)[::-1]
 
 
 def _weights(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -444,35 +444,24 @@ class Snapshot:
 def _undo_of(value: Any) -> tuple[Callable[[], object] | None, Iterable[object]]:  # noqa: ANN401
     """Return a function that restores an object's attributes or items, and the objects that it references."""
     if isinstance(value, (dict, list, deque, bytearray, set)):
-        return _undo_of_container(value), _inside(value)
+        before, content = _parts(value), dict(value) if isinstance(value, dict) else list(value)
+
+        def undo() -> None:
+            now = _parts(value)
+            if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+                value.clear()
+                (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+
+        return undo, [] if isinstance(value, (set, bytearray)) else before
     if isinstance(value, tuple):
         return None, value
-    undo = _undo_of_generator(value)
-    held = getattr(value, "__dict__", None) if undo is None else None
-    return undo, [held] if isinstance(held, dict) else []
+    generator = _undo_of_generator(value)
+    held = getattr(value, "__dict__", None) if generator is None else None
+    return generator, [held] if isinstance(held, dict) else []
 
 
-def _undo_of_container(value: Any) -> Callable[[], object]:  # noqa: ANN401
-    before, content = _flat_parts(value), dict(value) if isinstance(value, dict) else list(value)
-    refill = value.update if isinstance(value, (dict, set)) else value.extend
-
-    def undo() -> None:
-        now = _flat_parts(value)
-        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-            value.clear()
-            refill(content)
-
-    return undo
-
-
-def _flat_parts(value: Any) -> list[object]:  # noqa: ANN401
+def _parts(value: Any) -> list[object]:  # noqa: ANN401
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
-
-
-def _inside(value: Any) -> list[object]:  # noqa: ANN401
-    return (
-        list(value.values()) if isinstance(value, dict) else [] if isinstance(value, (set, bytearray)) else list(value)
-    )
 
 
 def _undo_of_generator(value: Any) -> Callable[[], object] | None:  # noqa: ANN401

@@ -136,22 +136,12 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Became:
-    """The output (`tensor` of `module`) that turned -inf, possibly intended, into nan or inf (`what`)."""
-
-    module: str = ""
-    module_class: str = ""
-    tensor: str = ""
-    what: str = ""
-
-
-@dataclass(frozen=True)
 class Detection:
     """The first bad tensor of a job, in `module`; code of `made_by` produced it.
 
     `batch`, `step` and `phase` as in When; `origin`: HERE or another of the origins. `what`: counts of nan and
-    inf; `operation`: produced them from finite inputs, if that was observed. `path`: the frame file read. `number`: of
-    the frame, or the order of the gradient; the rank with the lowest was first.
+    inf; `operation`: produced them from finite inputs, if that was observed. `number`: of the frame, or the order of
+    the gradient; the rank with the lowest was first.
     """
 
     sentence: str
@@ -170,11 +160,9 @@ class Detection:
     operation: str = ""
     what: str = ""
     why: str = ""
-    became: Became | None = None
     hints: tuple[str, ...] = ()
     fix: str = ""
     tally: Tally | None = None
-    path: str = ""
     number: int = 0
 
     def as_sentence(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from distdiag.commands.overflow.show.forwards import (
     growth_of,
     ratio,
 )
-from distdiag.commands.overflow.show.recording import INPUT, NEAR, ForwardId, NotFrames, Reader, Row
+from distdiag.commands.overflow.show.recording import INPUT, NEAR, NotFrames, Reader, Row
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.ids import Id
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".jsonl"
 _SHOWN = 8
+_MOST_DETECTIONS = 100
 _NEAREST = 8
 _BAD = 3
 _MOST_GROWTH = 32
@@ -131,9 +131,10 @@ def diagnose(
     """Diagnose frames; `unread` has the files that could not be read, with the reasons. Pure."""
     selection = Selection(request, recordings)
     sides = [[forward for owner, forward in selection.owned if owner is each] for each in selection.recordings]
-    compared = compare(request, sides, [selection.name_of(each) for each in selection.recordings])
+    compared = compare(request, sides, [each.path for each in selection.recordings])
+    detected = list(_detected(request, selection))
     findings = (
-        *_detected(request, selection),
+        *detected,
         *_not_finite(selection),
         *_near(request, selection),
         *_diverges(compared),
@@ -143,7 +144,7 @@ def diagnose(
     return Report(
         command=COMMAND,
         data=OverflowShow(
-            answer=tuple(answer(selection, compared)),
+            answer=tuple(_answer(selection, detected, compared)),
             files=tuple(FileRead(**file) for file in files),
             detections=tuple(found for recording in selection.recordings for found in recording.detections),
             growth=tuple(selection.growth),
@@ -172,19 +173,16 @@ def _finding(id_: Id, level: Level, title: str, about: Iterable[Recording], **mo
 
 
 def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
-    found = selection.detections
-    for recording, detection in found[:_SHOWN]:
-        tally = tuple(detection.tally.lines()) if detection.tally is not None else ()
-        again = request.again("--batch", str(detection.batch), "--verbose")
-        fix = Fix(text=f"{detection.fix}; what leads up to it:", commands=(again,)) if detection.fix else None
-        evidence, text = (*tally, *detection.hints), sentence(selection, recording, detection)
-        finding = _finding(Id.OVERFLOW_DETECTED, Level.FAIL, text, [recording], evidence=evidence, fix=fix)
-        if detection.rank is not None:
-            where = Where(hosts=(detection.host,), ranks=(detection.rank, *detection.other_ranks))
-            finding = replace(finding, where=where)
-        yield finding
-    if len(found) > _SHOWN:
-        yield _finding(Id.OVERFLOW_DETECTED, Level.FAIL, f"{len(found) - _SHOWN} more detections (--json)", ())
+    """Report the detections; one that names no rank also by its file, if there are several."""
+    for recording, found in selection.detections[:_MOST_DETECTIONS]:
+        tally = tuple(found.tally.lines()) if found.tally is not None else ()
+        again = request.again("--batch", str(found.batch), "--verbose")
+        fix = Fix(text=f"{found.fix}; what leads up to it:", commands=(again,)) if found.fix else None
+        unnamed = found.rank is None and len(selection.recordings) > 1
+        title, evidence = f"{recording.path}: " * unnamed + found.sentence, (*tally, *found.hints)
+        finding = _finding(Id.OVERFLOW_DETECTED, Level.FAIL, title, [recording], evidence=evidence, fix=fix)
+        where = Where(hosts=(found.host,), ranks=(found.rank or 0, *found.other_ranks))
+        yield finding if found.rank is None else replace(finding, where=where)
 
 
 def _not_finite(selection: Selection) -> Iterator[Finding]:
@@ -266,9 +264,8 @@ def _lacks(recording: Recording) -> Iterator[str]:
 class Selection:
     """The forwards selected by --batch, with their recordings, in the order of ranks.
 
-    `detections`: the earliest first, each once. `highest`: the forwards to describe, of the first detection, then those
-    nearest to a limit; `main`: the first of them. `growth`: their paths that end in modules selected by --module, in
-    file order.
+    `detections`: the earliest first, each once. `main`: the forward to describe, of the first detection, else that
+    nearest to a limit. `growth`: of the forwards nearest to a limit, in file order.
     """
 
     def __init__(self, request: Request, recordings: Iterable[Recording]) -> None:
@@ -278,36 +275,21 @@ class Selection:
         self.owned = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
         self.names = Names([forward.id for _, forward in self.owned])
         self.detections = _distinct(self.recordings)
-        detected = [
-            forward
-            for owner, found in self.detections
-            for recording, forward in self.owned
-            if owner is recording and found.batch == forward.id.batch
-        ]
-        by_peak = sorted((forward for _, forward in self.owned), key=lambda forward: -forward.peak())
-        highest = [*detected[:1], *by_peak[:_MOST_GROWTH]]
-        self.main = next(iter(highest), None)
-        wanted = set(map(id, highest))
-        growth = (growth_of(forward) for _, forward in self.owned if id(forward) in wanted)
-        self.growth = [each for each in growth if each is not None and request.fits(each.through[-1].module)]
-
-    def growth_of(self, forward: Forward | None) -> Growth | None:
-        """Return the growth path of a forward."""
-        return next((growth for growth in self.growth if forward is not None and growth.of is forward.id), None)
-
-    def name_of(self, recording: Recording) -> str:
-        """Name a recording among the others."""
-        files = [ForwardId(each.path, each.rank, 0) for each in (recording, *self.recordings)]
-        return Names(files).of(files[0])
+        first = [(id(recording), found.batch) for recording, found in self.detections]
+        detected = [forward for recording, forward in self.owned if (id(recording), forward.id.batch) in first[:1]]
+        highest = sorted((forward for _, forward in self.owned), key=lambda forward: -forward.peak())[:_MOST_GROWTH]
+        self.main = next(iter([*detected, *highest]), None)
+        wanted = {id(forward) for forward in (self.main, *highest)}
+        found = ((id(forward), growth_of(forward)) for _, forward in self.owned if id(forward) in wanted)
+        growth = {key: each for key, each in found if each is not None}
+        self.growth, self.of_main = list(growth.values()), growth.get(id(self.main))
 
     def rows(self) -> list[Row]:
         """Return the rows to show."""
         shown = [forward for _, forward in self.owned] if self.request.everything else filter(None, [self.main])
-        rows: list[Row] = []
-        for forward in shown:
-            if len(rows) < MOST_ROWS:
-                rows += rows_that_matter(self.request, forward, self.growth_of(forward))
-        return rows[:MOST_ROWS]
+        path = self.of_main.through if self.of_main else ()
+        rows = itertools.chain.from_iterable(rows_that_matter(self.request, forward, path) for forward in shown)
+        return list(itertools.islice(rows, MOST_ROWS))
 
 
 def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detection]]:
@@ -321,23 +303,18 @@ def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detectio
     return sorted(found.values(), key=lambda pair: (pair[1].step, pair[1].batch))
 
 
-def rows_that_matter(request: Request, forward: Forward, growth: Growth | None) -> list[Row]:
+def rows_that_matter(request: Request, forward: Forward, path: Sequence[Row]) -> list[Row]:
     """Choose the rows of one forward to show; all of them if few or requested.
 
-    Chosen are the growth path, the first rows with nan or inf, the rows nearest to a limit, and both ends.
+    Chosen are the path of growth, the first rows with nan or inf, the rows nearest to a limit, and both ends.
     """
     rows = [row for call in forward.calls if request.fits(call.module) for row in call.rows]
     if request.everything or len(rows) <= FEW:
         return rows
-    path = growth.through if growth is not None else ()
-    through = {(row.number, row.tensor) for row in path}
     near = sorted((row for row in rows if row.share_of_limit >= NEAR), key=lambda row: -row.share_of_limit)
-    grew = [row for row in rows if path and path[0].number <= row.number <= path[-1].number]
-    if len(grew) > FEW:
-        grew = [row for row in grew if (row.number, row.tensor) in through]
-    bad = [row for row in rows if row.is_bad]
-    kept = {id(row) for row in (rows[0], rows[-1], *grew[:FEW], *bad[:_BAD], *near[:_NEAREST])}
-    return [row for row in rows if id(row) in kept]
+    kept = [rows[0], rows[-1], *path, *near[:_NEAREST], *[row for row in rows if row.is_bad][:_BAD]]
+    places = {(row.number, row.tensor) for row in kept}
+    return [row for row in rows if (row.number, row.tensor) in places]
 
 
 def named(module: str) -> str:
@@ -360,41 +337,27 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.01 else "<1%"
 
 
-def answer(selection: Selection, compared: Divergence | str | None) -> Iterator[str]:
+def _answer(selection: Selection, detected: Sequence[Finding], compared: Divergence | str | None) -> Iterator[str]:
     """Yield a few sentences: the detection, the growth of values, the divergence of two forwards."""
-    detections = selection.detections
-    if detections:
-        more = len(detections) - 1
-        yield sentence(selection, *detections[0]) + (f" ({more} more below)" if more else "")
+    for finding in detected[:1]:
+        yield finding.title + (f" ({len(detected) - 1} more below)" if len(detected) > 1 else "")
     yield grew(selection)
     if compared is not None:
         yield compared if isinstance(compared, str) else diverged(compared)
 
 
-def sentence(selection: Selection, recording: Recording, detection: Detection) -> str:
-    """Return the detector's sentence; where it names no rank, of several files with the name of the file."""
-    if detection.rank is not None or len(selection.recordings) == 1:
-        return detection.sentence
-    return f"{selection.name_of(recording)}: {detection.sentence}"
-
-
 def grew(selection: Selection) -> str:
     """Describe where the numbers of the main forward grew."""
-    main, growth = selection.main, selection.growth_of(selection.main)
+    main, growth = selection.main, selection.of_main
     if main is None:
         return "no frames were saved"
-    if growth is None and main.peak() and selection.request.module:
-        return f"the largest value is outside the modules of --module {shlex.quote(selection.request.module)}"
     if growth is None:
         return "the frames have no floating-point tensor that is all finite"
     where = selection.names.within(main.id)
     start, end = growth.through[0], growth.through[-1]
     limit = f"{percent(end.share_of_limit)} of {end.dtype} max"
     if growth.factor < _GREW:
-        text = "values do not grow: the largest finite value"
-        if selection.detections:
-            text = "in tensors that are all finite, values do not grow: the largest"
-        return f"{text} is {magnitude(end.abs_max)}, from {_at(end)} {where} ({limit})"
+        return f"finite values do not grow: they reach {magnitude(end.abs_max)}, in {_at(end)} {where} ({limit})"
     return (
         f"abs max grows {times(growth.factor)}x from {_at(start)} to {_at(end)} "
         f"({magnitude(start.abs_max)} -> {magnitude(end.abs_max)}, {limit}) {where}"

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
@@ -278,7 +278,7 @@ class Reader:
             self._keep(recording, record)
         elif isinstance(record, Detection):
             room = _MOST_DETECTIONS - len(recording.detections)
-            recording.detections += [replace(record, path=path)][:room]
+            recording.detections += [record][:room]
         elif not line.endswith(b"\n"):
             recording.truncated = True
         elif decoder is not None or not line.startswith(_KIND):  # else of a later kind
@@ -311,12 +311,9 @@ class Reader:
 
 
 def _begun(path: str, head: Head) -> Recording:
-    if head.schema == SCHEMA:
-        return Recording(path=path, model=head.model, rank=head.rank, host=head.host)
-    if not head.schema.startswith(SCHEMA.rstrip("0123456789")):
-        raise NotFrames(path, f"not a frame file, but {head.schema[:60]!r}")
-    later = f"written by a newer distdiag ({head.schema}; this version reads {SCHEMA})"
-    raise NotFrames(path, later, "upgrade distdiag here")
+    if head.schema != SCHEMA:
+        raise NotFrames(path, f"of format {head.schema[:60]}; this version reads {SCHEMA}", "upgrade distdiag here")
+    return Recording(path=path, model=head.model, rank=head.rank, host=head.host)
 
 
 def _check_beginning(path: str, line: bytes, record: object) -> None:
