@@ -284,8 +284,7 @@ class DebugUnderflowOverflow:
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._is_not_the_scripts():
             return
-        with self._harmless():
-            self._callers.wait()
+        with self._harmless(), self._callers.no_replay():
             if self.counts.off:
                 return
             grad = torch.is_grad_enabled()
@@ -307,13 +306,14 @@ class DebugUnderflowOverflow:
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
         if self._is_not_the_scripts():
             return
-        if not self._callers.is_inside and not self.counts.off:  # it was attached while the model ran
+        call = self._callers.end()
+        if call is None and not self.counts.off:  # it was attached while the model ran
             return
         grad = torch.is_grad_enabled()
         trains = self._agree and self._root.training and grad
         found = None
         with self._harmless(), torch.no_grad():
-            forward = self._seen(output)
+            forward = self._seen(call, output)
             self._pending.last = forward if grad else None
             self._pending.since_step += grad
             self.counts.batches += 1
@@ -330,8 +330,8 @@ class DebugUnderflowOverflow:
         self._settle(found)
         self._maybe_abort()
 
-    def _seen(self, output: object) -> Forward:
-        call, when = self._callers.end(), self._when(self.counts.batches)
+    def _seen(self, call: Call | None, output: object) -> Forward:
+        when = self._when(self.counts.batches)
         if call is None:
             return Forward(when, None)
         call.returned()

@@ -31,8 +31,7 @@ def within_ddp(model: Module) -> Module:
     Raises:
         ValueError: the model is DataParallel, which copies modules and their hooks into threads.
     """
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = next(module for module in _nested(model) if not isinstance(module, DistributedDataParallel))
     if isinstance(model, DataParallel):
         raise ValueError("DataParallel copies the model for each device; use DistributedDataParallel (torchrun)")
     return model
@@ -40,21 +39,18 @@ def within_ddp(model: Module) -> Module:
 
 def ddp_in(model: Module) -> DistributedDataParallel | None:
     """Find the DistributedDataParallel that a compiled model calls."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = model._modules.get("_orig_mod")
-        if inner is None:
-            return None
-        model = inner
-    return model
+    return next((module for module in _nested(model) if isinstance(module, DistributedDataParallel)), None)
 
 
 def innermost(model: Module) -> Module:
     """Return the user's own module, without DistributedDataParallel and torch.compile."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
-        if inner is None:
-            return model
-        model = inner
+    return list(_nested(model))[-1]
+
+
+def _nested(model: Module | None) -> Iterator[Module]:
+    while model is not None:
+        yield model
+        model = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
 
 
 def named(model: Module) -> dict[Module, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import sys
 from bisect import bisect_left, bisect_right
@@ -63,30 +62,24 @@ class Request:
 
 
 class Names:
-    """Names of forwards among each other: "rank 1", "batch 3", "rank 1, batch 3"."""
+    """Names of forwards among each other: "rank 1", "batch 3", "rank 1, batch 3"; without distinct ranks the files'."""
 
     def __init__(self, among: Sequence[ForwardId]) -> None:
-        self._sources = list(dict.fromkeys((each.path, each.rank) for each in among))
+        sources = {(each.path, each.rank) for each in among}
+        self._are_several = len(sources) > 1
+        self._have_ranks = len({rank for _, rank in sources if rank is not None}) == len(sources)
         self._has_many_batches = len({each.batch for each in among}) > 1
 
     def of(self, forward: ForwardId) -> str:
         """Return the name of a forward."""
-        parts = [self._source(forward)] if len(self._sources) > 1 else []
-        if self._has_many_batches or not parts:
-            parts.append(f"batch {forward.batch}")
-        return ", ".join(parts)
+        source = f"rank {forward.rank}" if self._have_ranks else forward.path
+        parts = [source] if self._are_several else []
+        return ", ".join([*parts, f"batch {forward.batch}"] if self._has_many_batches or not parts else parts)
 
     def within(self, forward: ForwardId) -> str:
         """Return where: "in batch 3", "on rank 1 in batch 3"."""
         name = self.of(forward)
         return "on " + name.replace(", ", " in ", 1) if name.startswith("rank ") else f"in {name}"
-
-    def _source(self, forward: ForwardId) -> str:
-        """Name a file by its rank if no other has that, else by its path, of which the folder may be left out."""
-        if forward.rank is not None and [rank for _, rank in self._sources].count(forward.rank) == 1:
-            return f"rank {forward.rank}"
-        name = os.path.basename(forward.path)
-        return name if [os.path.basename(path) for path, _ in self._sources].count(name) == 1 else forward.path
 
 
 class Growth(msgspec.Struct, frozen=True):
