@@ -1,4 +1,4 @@
-"""Where numbers grew and where two forwards part, from frames as they are kept; and files that are strange."""
+"""Where numbers grew, from frames as they are kept; and files that are strange."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from distdiag.commands.overflow.show.diagnose import Selection, diagnose, rows_that_matter
-from distdiag.commands.overflow.show.forwards import Mismatch, Request, compare_forwards, growth_of
+from distdiag.commands.overflow.show.forwards import Request, growth_of
 from distdiag.commands.overflow.show.recording import (
     INPUT,
     Call,
@@ -165,78 +165,6 @@ def test_the_nearest_to_its_own_limit_is_the_answer_and_not_the_greatest() -> No
     grown = growth_of(forward(*near))
     assert grown is not None
     assert (grown.through[-1].module, round(grown.share_of_limit, 2)) == ("b", 0.67)
-
-
-# Where two part
-
-
-def test_two_ranks_part_at_the_first_module_whose_numbers_do() -> None:
-    report = judged(recording(forward(*model(2.0))), recording(forward(*model()), rank=1))
-    divergence = report.data.divergence
-    assert divergence is not None
-    assert divergence.first is not None
-    assert (divergence.first.a.module, divergence.first.what, divergence.compared) == ("block.1.wo", "numbers", 9)
-    (found,) = [one for one in report.findings if one.id == "overflow.diverges"]
-    assert found.level == Level.INFO
-    assert found.title == (
-        "rank 0 and rank 1 diverge in batch 0 starting at `block.1.wo` (Wo), `output`: abs max 2.00e+00 vs "
-        "6.27e+04; their inputs were similar (1.20e+01 vs 1.20e+01)"
-    )
-
-
-def test_other_lengths_are_no_difference() -> None:
-    longer = [one._replace(rows=(structs.replace(one.rows[0], shape=(2, 9)),)) for one in model()]
-    found = compare_forwards(REQUEST, forward(*model(2.0)), forward(*longer)).first
-    assert found is not None
-    assert (found.what, found.a.module) == (Mismatch.NUMBERS, "block.1.wo")
-
-
-@pytest.mark.parametrize(
-    ("other", "what", "level"),
-    [
-        (Out("nan", least="nan"), Mismatch.NOT_FINITE, Level.WARN),
-        (Out(3.4, dtype="bfloat16"), Mismatch.DTYPE, Level.WARN),
-        (Out(None, text="None"), Mismatch.KIND, Level.WARN),
-        (Out(0.0, least=0.0), Mismatch.NUMBERS, Level.INFO),
-    ],
-)
-def test_what_other_data_cannot_explain_is_a_warning(other: Out, what: Mismatch, level: Level) -> None:
-    report = judged(recording(forward(call(0, "a", None, 3.4))), recording(forward(call(0, "a", None, other)), rank=1))
-    assert report.data.divergence is not None
-    assert report.data.divergence.first is not None
-    assert report.data.divergence.first.what == what
-    (found,) = [one for one in report.findings if one.id == "overflow.diverges"]
-    assert found.level == level
-
-
-def test_calls_are_matched_by_name_where_the_order_differs() -> None:
-    a = forward(call(0, "a", 1.0, 1.0), call(1, "b", 1.0, 1.0), call(2, "b", 1.0, 9.0), call(3, "", 1.0, 9.0))
-    b = forward(call(0, "a", 1.0, 1.0), call(1, "c", 1.0, 1.0), call(2, "b", 1.0, 1.0), call(3, "", 1.0, 9.0))
-    found = compare_forwards(REQUEST, a, b)
-    assert [(a.number, b.number) for a, b in found.around] == [(0, 0), (1, 2), (3, 3)]
-
-
-def test_frames_that_were_not_kept_are_not_missing() -> None:
-    whole = model()
-    window = forward(*whole[4:6])
-    found = compare_forwards(REQUEST, forward(*whole), window)
-    assert (found.first, found.compared) == (None, 2)
-
-
-def test_two_files_are_compared_in_the_first_batch_where_they_part() -> None:
-    same, other = [forward(*model(2.0), batch=0), forward(*model(2.0), batch=1)], [forward(*model(2.0), batch=0)]
-    report = judged(recording(*same), recording(*other, forward(*model(), batch=1), rank=1))
-    assert report.data.divergence is not None
-    assert report.data.divergence.a.batch == 1
-    report = judged(recording(*same), recording(*same, rank=1))
-    assert report.data.divergence is not None
-    assert report.data.divergence.first is None
-    report = judged(recording(*same), recording(*(forward(*model(), batch=batch) for batch in (7, 8)), rank=1))
-    assert [one.id for one in report.findings if one.level == Level.UNKNOWN] == ["overflow.not-compared"]
-    report = judged(recording(*same), recording(rank=1, detections=(Detection("batch 0: 1 nan", 0, rank=1),)))
-    assert "frames-0.jsonl and frames-1.jsonl cannot be compared: no frames of frames-1.jsonl" in [
-        one.title for one in report.findings
-    ]
 
 
 # The verdict

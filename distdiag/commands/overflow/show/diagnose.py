@@ -1,4 +1,4 @@
-"""Frame files -> Report: the detections, where the numbers grew, where two forwards diverge."""
+"""Frame files -> Report: the detections, and where the numbers grew."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from distdiag.commands.overflow.show.forwards import (
     COMMAND,
     FEW,
     MOST_ROWS,
-    Divergence,
     Growth,
-    Mismatch,
     Names,
-    compare,
     growth_of,
-    ratio,
 )
 from distdiag.commands.overflow.show.recording import INPUT, NEAR, NotFrames, Reader, Row
 from distdiag.diagnosis.wording import counted
@@ -65,7 +61,6 @@ class OverflowShow(msgspec.Struct, frozen=True):
     files: tuple[FileRead, ...]
     detections: tuple[Detection, ...]
     growth: tuple[Growth, ...]
-    divergence: Divergence | None
     rows: tuple[Row, ...]
 
 
@@ -130,25 +125,21 @@ def diagnose(
 ) -> Report[OverflowShow]:
     """Diagnose frames; `unread` has the files that could not be read, with the reasons. Pure."""
     selection = Selection(request, recordings)
-    sides = [[forward for owner, forward in selection.owned if owner is each] for each in selection.recordings]
-    compared = compare(request, sides, [each.path for each in selection.recordings])
     detected = list(_detected(request, selection))
     findings = (
         *detected,
         *_not_finite(selection),
         *_near(request, selection),
-        *_diverges(compared),
         *_incomplete(selection, unread, interrupted=interrupted),
     )
     files = ({name: getattr(each, name) for name in FileRead.__struct_fields__} for each in selection.recordings)
     return Report(
         command=COMMAND,
         data=OverflowShow(
-            answer=tuple(_answer(selection, detected, compared)),
+            answer=tuple(_answer(selection, detected)),
             files=tuple(FileRead(**file) for file in files),
             detections=tuple(found for recording in selection.recordings for found in recording.detections),
             growth=tuple(selection.growth),
-            divergence=compared if isinstance(compared, Divergence) else None,
             rows=tuple(selection.rows()),
         ),
         findings=findings,
@@ -220,15 +211,6 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     fix = Fix(text=wider if small else "scale down the inputs of these modules")
     about = [recording for _, recording in ordered]
     yield _finding(Id.OVERFLOW_NEAR_LIMIT, Level.WARN, lines[0] + more, about, evidence=tuple(lines[1:]), fix=fix)
-
-
-def _diverges(found: Divergence | str | None) -> Iterator[Finding]:
-    """Report the divergence of two forwards. Different data explains different values, not another dtype or nan."""
-    if isinstance(found, str):
-        yield _finding(Id.OVERFLOW_NOT_COMPARED, Level.UNKNOWN, found, ())
-    elif found is not None and found.first is not None:
-        level = Level.INFO if found.first.what is Mismatch.NUMBERS else Level.WARN
-        yield _finding(Id.OVERFLOW_DIVERGES, level, diverged(found), ())
 
 
 def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
@@ -337,13 +319,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.01 else "<1%"
 
 
-def _answer(selection: Selection, detected: Sequence[Finding], compared: Divergence | str | None) -> Iterator[str]:
-    """Yield a few sentences: the detection, the growth of values, the divergence of two forwards."""
+def _answer(selection: Selection, detected: Sequence[Finding]) -> Iterator[str]:
+    """Yield a few sentences: the detection, the growth of values."""
     for finding in detected[:1]:
         yield finding.title + (f" ({len(detected) - 1} more below)" if len(detected) > 1 else "")
     yield grew(selection)
-    if compared is not None:
-        yield compared if isinstance(compared, str) else diverged(compared)
 
 
 def grew(selection: Selection) -> str:
@@ -373,29 +353,3 @@ def of_limit(row: Row) -> str:
     what = "the input of " if row.tensor == INPUT else f"`{row.tensor}` of "
     share = f"{percent(row.share_of_limit)} of {row.dtype} max"
     return f"{what}{named(row.module)} ({row.class_}) reaches {magnitude(row.abs_max)} = {share}"
-
-
-def diverged(found: Divergence) -> str:
-    """Describe where two forwards begin to diverge."""
-    first, names = found.first, f"{found.names[0]} and {found.names[1]}"
-    if first is None:
-        return f"{names} do not diverge: {counted(found.compared, 'call')} compared, values within {found.factor:g}x"
-    of_one_file = (found.a.path, found.a.rank) == (found.b.path, found.b.rank)
-    batch = f" in batch {found.a.batch}" if found.a.batch == found.b.batch and not of_one_file else ""
-    a, b = first.a, first.b
-    text = f"abs max {magnitude(a.abs_max)} vs {magnitude(b.abs_max)}"
-    if first.what in (Mismatch.KIND, Mismatch.DTYPE):
-        text = f"{_like(a)} vs {_like(b)}"
-    elif first.what is Mismatch.NOT_FINITE:
-        text = f"{magnitude(a.abs_max)} in {found.names[0]}, {magnitude(b.abs_max)} in {found.names[1]}"
-    has_numbers = first.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE)
-    if has_numbers and first.given_a is not None and first.given_b is not None:
-        how = "were similar" if ratio(first.given_a, first.given_b) <= found.factor else "already differed"
-        text += f"; their inputs {how} ({magnitude(first.given_a)} vs {magnitude(first.given_b)})"
-    return f"{names} diverge{batch} starting at {named(a.module)} ({a.class_}), `{a.tensor}`: {text}"
-
-
-def _like(row: Row) -> str:
-    """Format dtype and shape, float16 [2, 8], or the text in place of a tensor."""
-    shape = "" if row.shape is None else f" [{', '.join(map(str, row.shape))}]"
-    return row.text or f"{row.dtype or 'unknown dtype'}{shape}"

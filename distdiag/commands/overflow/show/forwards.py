@@ -1,14 +1,11 @@
-"""Which numbers of a forward grew, and where two forwards diverge. Pure."""
+"""Which numbers of a forward grew. Pure."""
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from dataclasses import dataclass
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -17,7 +14,7 @@ import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 from distdiag.commands.overflow.show.recording import INPUT, ForwardId, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from distdiag.commands.overflow.show.recording import Call, Forward
 
@@ -34,22 +31,19 @@ _LEVEL = 1.25
 """Values within this factor of the smallest do not grow yet."""
 _NEARBY = 8
 """Distance in frames up to which an equal maximum alone, without minimum, identifies a tensor."""
-_BEFORE, _AFTER = 3, 8
-"""Outputs to show around a divergence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Command-line options. `module`: name pattern, empty for all; `batches`: empty for all.
 
-    `factor`: values of two sides differing by more diverge. `everything`: every row of every batch.
+    `everything`: every row of every batch.
     """
 
     program: str = "distdiag"
     paths: tuple[str, ...]
     module: str = ""
     batches: tuple[int, ...] = ()
-    factor: float = 2.0
     everything: bool = False
 
     def again(self, *words: str) -> str:
@@ -175,118 +169,3 @@ class _Dataflow:
             if after < len(called):
                 return called[after]
         return None
-
-
-class Mismatch(StrEnum):
-    """Difference of two outputs; `kind`: a tensor on one side only. Other shapes are none: other data explains them."""
-
-    KIND = "kind"
-    NOT_FINITE = "not-finite"
-    DTYPE = "dtype"
-    NUMBERS = "numbers"
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """Two different outputs of the same name, and the largest inputs of their modules."""
-
-    what: Mismatch
-    a: Row
-    b: Row
-    given_a: float | None
-    given_b: float | None
-
-
-class Divergence(msgspec.Struct, frozen=True):
-    """Two forwards, `compared` calls of both. `first`: the first difference, or None.
-
-    `around`: outputs of both near the divergence, all with --verbose.
-    """
-
-    names: tuple[str, str]
-    a: ForwardId
-    b: ForwardId
-    factor: float
-    compared: int
-    first: Difference | None
-    around: tuple[tuple[Row, Row], ...]
-
-
-def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequence[str]) -> Divergence | str | None:
-    """Compare the only two forwards of one file, or the first diverging batch of two files.
-
-    Returns the reason if they are not comparable; None without exactly two.
-    """
-    forwards = [forward for side in sides for forward in side]
-    if len(sides) > 2 or not forwards or (len(sides) == 1 and len(forwards) != 2):
-        return None
-    pairs = [(forwards[0], forwards[1])] if len(forwards) == 2 else []
-    if len(sides) == 2 and [len(side) for side in sides] != [1, 1]:
-        others = {forward.id.batch: forward for forward in sides[1]}
-        pairs = [(forward, others[forward.id.batch]) for forward in sides[0] if forward.id.batch in others]
-    if not pairs:
-        empty = [name for name, side in zip(names, sides, strict=True) if not side]
-        why = f"no frames of {empty[0]}" if empty else "no batch in common"
-        return f"{names[0]} and {names[1]} cannot be compared: {why}"
-    found = [compare_forwards(request, *pair) for pair in pairs]
-    first = next((each for each in found if each.first), max(found, key=lambda each: each.compared > 0))
-    if not first.compared:
-        return f"{first.names[0]} and {first.names[1]} cannot be compared: no module call in common"
-    return first if first.first else msgspec.structs.replace(first, compared=sum(each.compared for each in found))
-
-
-def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
-    """Compare the calls of two forwards; values differing by more than --factor diverge.
-
-    Calls are matched by number if both forwards called the same modules in the same order, else by module and its call
-    count.
-    """
-    numbers = [{call.number: call.module for call in side.calls} for side in (a, b)]
-    shared = numbers[0].keys() & numbers[1].keys()
-    in_order = bool(shared) and all(numbers[0][number] == numbers[1][number] for number in shared)
-    keyed_a, keyed_b = (_keyed(side.calls, by_number=in_order) for side in (a, b))
-    pairs = [(call, keyed_b[key]) for key, call in keyed_a.items() if key in keyed_b and request.fits(call.module)]
-    first = next(_differences(pairs, request.factor), None)
-    names = Names([a.id, b.id])
-    both = [rows for pair in pairs for rows in _rows(pair)]
-    if not request.everything and len(both) > FEW:
-        at = next((at for at, (row, _) in enumerate(both) if first is not None and row is first.a), -_AFTER - 1)
-        both = both[max(0, at - _BEFORE) : at + _AFTER + 1]
-    around = tuple(both[:MOST_ROWS])
-    return Divergence((names.of(a.id), names.of(b.id)), a.id, b.id, request.factor, len(pairs), first, around)
-
-
-def _keyed(calls: Sequence[Call], *, by_number: bool) -> dict[tuple[str, int], Call]:
-    seen: Counter[str] = Counter()
-    found = {}
-    for call in calls:
-        found[call.module, call.number if by_number else seen[call.module]] = call
-        seen[call.module] += 1
-    return found
-
-
-def _rows(pair: tuple[Call, Call]) -> list[tuple[Row, Row]]:
-    others = {row.tensor: row for row in pair[1].rows}
-    return [(row, others[row.tensor]) for row in pair[0].rows if row.tensor in others]
-
-
-def ratio(a: float, b: float) -> float:
-    """Return the ratio of two magnitudes, 1 or more; infinity if only one is 0."""
-    low, high = min(a, b), max(a, b)
-    return high / low if low else math.inf if high else 1.0
-
-
-def _differences(pairs: Sequence[tuple[Call, Call]], factor: float) -> Iterator[Difference]:
-    for pair in pairs:
-        given_a, given_b = (None if call.given is None else call.given.most for call in pair)
-        for a, b in _rows(pair):
-            differ = a.most is not None and b.most is not None and ratio(a.most, b.most) > factor
-            if what := _unlike(a, b) or (Mismatch.NUMBERS if differ else None):
-                yield Difference(what, a, b, given_a, given_b)
-
-
-def _unlike(a: Row, b: Row) -> Mismatch | None:
-    if bool(a.text) != bool(b.text) or (a.abs_max is None) != (b.abs_max is None):
-        return Mismatch.KIND
-    if a.is_bad != b.is_bad:
-        return Mismatch.NOT_FINITE
-    return Mismatch.DTYPE if a.dtype != b.dtype else None
