@@ -299,7 +299,6 @@ class Id(StrEnum):
     TRACE_STRAGGLER = "trace.straggler", "warn", "a rank works while the others wait"
     TRACE_STUCK_RANK = "trace.stuck-rank", "fail", "a rank is outside of the collectives in which the others wait"
     TRACE_THREADS_NOT_RECORDED = "trace.threads-not-recorded", "info", "threads beyond trace py --max-threads were not recorded"
-    TRACE_TOO_MANY = "trace.too-many", "info", "older files were not read"
     TRACE_UNDECIDED = "trace.undecided", "unknown", "the last lines cannot decide which rank is stuck"
     TRACE_UNREAD = "trace.unread", "unknown", "a file could not be read"
     TRACE_UNREADABLE = "trace.unreadable", "unknown", "descriptors of a process cannot be read: permission denied"
