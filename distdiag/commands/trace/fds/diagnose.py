@@ -158,7 +158,9 @@ def _of_process(row: ProcessRow, request: Request, answers: Answers[Reply], inde
 
     def warning(id_: Id, has: str, rows: Sequence[DescriptorRow], detail: str = "", fix: Fix | None = None) -> Finding:
         sizes = [f", {each.size_bytes / _GIB:.1f} GiB" if each.deleted and each.size_bytes else "" for each in rows]
-        shown = tuple(f"fd {each.fd}: {each.target}{size}" for each, size in list(zip(rows, sizes, strict=True))[:_NAMED])
+        shown = tuple(
+            f"fd {each.fd}: {each.target}{size}" for each, size in list(zip(rows, sizes, strict=True))[:_NAMED]
+        )
         level, title = Level.WARN, f"{name} {has}"
         return Finding(id=id_, level=level, title=title, detail=detail, where=where, evidence=shown, fix=fix)
 
