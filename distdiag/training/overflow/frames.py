@@ -125,9 +125,9 @@ class Line(NamedTuple):
         most = "" if classic else self.what.not_finite
         return f"{shown} {most or f'{self.what.abs_max:.2e}':>8} {self.label}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert for a frame file."""
-        fields: dict[str, Any] = {"label": self.label, "phase": self.phase}
+        fields: dict[str, object] = {"label": self.label, "phase": self.phase}
         what = self.what
         if isinstance(what, str):
             return {**fields, "text": what}
@@ -164,7 +164,7 @@ class Frame:
         name = self.name if classic else self.name or MODEL
         return "\n".join([f"{'':17} {name} {self.kind}", *[line.text(classic=classic) for line in self.lines]])
 
-    def to_json(self, batch: int) -> dict[str, Any]:
+    def to_json(self, batch: int) -> dict[str, object]:
         """Convert for a frame file; inf and nan become text, an unknown number null."""
         about = {"kind": "frame", "batch": batch, "number": self.number, "module": self.name, "class": self.kind}
         return {**about, "lines": [line.to_json() for line in self.lines]}

@@ -25,7 +25,7 @@ from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.frames import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.nn import Module
 
@@ -302,7 +302,7 @@ class Guard(TorchDispatchMode):
             self._made |= {_memory_of(value) for value in _flat((made,)) if isinstance(value, Tensor)}
         return made
 
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ANN401
         if getattr(func, "namespace", "") in COLLECTIVES and not _ranks_of_collective(args, kwargs) <= self._ranks:
             self._refuse("it communicates with other ranks, which do not replay it")
         if self._writes:
@@ -352,7 +352,7 @@ def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:  # noqa: ANN40
     return tuple((at, argument.name) for at, argument in found)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[object]:  # noqa: ANN401
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> Iterator[object]:  # noqa: ANN401
     places = _arguments_written(func)
     if places and places[0][1].startswith("running_") and _is_off(func, args, kwargs):
         return
@@ -360,7 +360,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         yield from _flat((args[at] if at < len(args) else kwargs.get(name),))
 
 
-def _is_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ANN401
+def _is_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> bool:  # noqa: ANN401
     """Return whether a batch norm runs with training=False."""
     at = next(
         (at for at, argument in enumerate(func._schema.arguments) if argument.name in ("training", "train")), None
@@ -380,7 +380,7 @@ def _makes_anew(func: Any) -> bool:  # noqa: ANN401
     return schema.name == "aten::lift_fresh" or all(value.alias_info is None for value in schema.returns)
 
 
-def _ranks_of_collective(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+def _ranks_of_collective(args: tuple[Any, ...], kwargs: Mapping[str, object]) -> frozenset[int]:
     """Return the ranks of a collective, with -1 among them if unknown."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _resolve_process_group
@@ -475,7 +475,7 @@ def _undo_of_generator(value: Any) -> Callable[[], object] | None:  # noqa: ANN4
     return None
 
 
-def _random_states(*, all_devices: bool) -> dict[str, Any]:
+def _random_states(*, all_devices: bool) -> dict[str, object]:
     """Copy the states of the global generators; of the GPUs that of the current one, which the forward uses, or all."""
     return {name: get() for name, (get, _) in _generators().items() if all_devices or name != "devices"}
 
@@ -495,7 +495,7 @@ def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]
     return found
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
+def _set_random_states(states: dict[str, object]) -> None:
     known = _generators()
     for name, state in states.items():
         known[name][1](state)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.facts import private_files
 from distdiag.facts.machine import host_name
@@ -73,13 +73,19 @@ class ReportWriter:
         """Print a remark on stderr."""
         printflock(f"distdiag: {text}", file=sys.stderr, prefix=is_one_of_many())
 
-    def _keep(self, records: list[dict[str, Any]]) -> None:
+    def _keep(self, records: list[dict[str, object]]) -> None:
         if not self._path:
             return
         rank = own_rank()
         path = self._path.replace("{rank}", str(rank or 0))
         if not self._begun:
-            head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": host_name()}
+            head: dict[str, object] = {
+                "kind": "head",
+                "schema": SCHEMA,
+                "model": self._model,
+                "rank": rank,
+                "host": host_name(),
+            }
             records = [head, *records]
         try:
             private_files.make_folder(os.path.dirname(path))
