@@ -11,15 +11,19 @@ from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from distdiag.commands.trace.fds.collect import Reply
     from distdiag.commands.trace.fds.diagnose import Request, TraceFds
-    from distdiag.commands.trace.nodes import Answers, NodeAnswer
+    from distdiag.commands.trace.nodes import NodeAnswer
+    from distdiag.gathered import Gathered
+    from distdiag.jobs.collect import Processes
     from distdiag.jobs.types import NodeStacks
+    from distdiag.output import Progress
     from distdiag.report import Report
     from distdiag.runner import Asks, Subcommand
 
+_COLLECT = "distdiag.commands.trace.fds.collect"
 _SPARE_S, _EACH_S = 15.0, 2.0
 """Seconds for a node, and for each process on it: every file system of it may time out."""
 
@@ -88,12 +92,29 @@ def _plan(nodes: Sequence[NodeStacks], request: Request) -> Asks:
 
 def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
     """Return the subcommand for the runner."""
+    from distdiag import runner
+    from distdiag.commands.trace import nodes
     from distdiag.commands.trace.fds.collect import Reply
     from distdiag.commands.trace.fds.diagnose import COMMAND, Request, diagnose
     from distdiag.commands.trace.fds.view import trace_fds_view
-    from distdiag.commands.trace.nodes import about_processes, chosen_of
+    from distdiag.jobs.types import NodeStacks
 
-    def judge(request: Request, answers: Answers[Reply]) -> Report[TraceFds]:
-        return diagnose(request, answers, chosen_of(answers, request.wanted, f"{request.program} trace fds"))
+    def collect(request: Request, progress: Progress) -> Gathered[NodeAnswer[Reply]]:
+        def plan(hosts: Mapping[str, Processes], _: bool) -> Asks:
+            return _plan([NodeStacks(host, own, ()) for host, own in hosts.items()], request)
 
-    return about_processes(COMMAND, Request, Reply, _plan, judge, trace_fds_view)
+        return nodes.gather(request, progress, _COLLECT, Reply, plan)
+
+    def judge(request: Request, gathered: Gathered[NodeAnswer[Reply]]) -> Report[TraceFds]:
+        answers = nodes.answers_of(gathered)
+        return diagnose(request, answers, nodes.chosen_of(answers, request.wanted, f"{request.program} {COMMAND}"))
+
+    return runner.Subcommand(
+        name=COMMAND,
+        request=Request,
+        facts=nodes.NodeAnswer[Reply],
+        collect=collect,
+        diagnose=judge,
+        view=lambda _, __, report: trace_fds_view(report.data),
+        explain=lambda request: runner.explain(request.cluster, nodes.finder(_COLLECT, request.wanted)),
+    )
