@@ -204,6 +204,9 @@ def test_near_the_limit_is_a_warning_and_far_from_it_is_fine() -> None:
     report = judged(recording(forward(*model(2.0))))
     assert (report.findings, report.exit_code()) == ((), 0)
     assert report.summary.startswith("nothing detected; finite values do not grow: they reach 1.20e+01")
+    cut = forward(*model(2.0))
+    cut.bad = call(9, "a", None, Out("nan")).rows[0]
+    assert [(one.id, one.level) for one in judged(recording(cut)).findings] == [("overflow.not-finite", Level.WARN)]
 
 
 def test_what_may_lack_the_detection_is_unknown_and_never_fine() -> None:
