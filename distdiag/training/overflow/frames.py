@@ -241,8 +241,11 @@ class Recorder:
         for module in self._names:
             if module is self._model or isinstance(module, torch.jit.ScriptModule):
                 continue
-            before = module.register_forward_pre_hook(Hook(self._before), with_kwargs=True)
-            self._handles += (before, module.register_forward_hook(Hook(self._after), with_kwargs=True))
+            if self.exact or not _leaves_inputs_alone(module):
+                before = module.register_forward_pre_hook(Hook(self._before), with_kwargs=True)
+                self._handles += (before, module.register_forward_hook(Hook(self._after), with_kwargs=True))
+            else:
+                self._handles.append(module.register_forward_hook(Hook(self._around), with_kwargs=True))
 
     def unhook(self) -> None:
         """Remove the hooks; the frames stay."""
@@ -278,6 +281,10 @@ class Recorder:
         self._safely(self._enter, module, args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
+        self._safely(self._leave, module, output)
+
+    def _around(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        self._safely(self._enter, module, args, kwargs)
         self._safely(self._leave, module, output)
 
     def _safely(self, act: Callable[..., None], *given: object) -> None:
@@ -401,3 +408,9 @@ class Recorder:
                 return True
             return not any(output.is_bad for output in line.frame.lines if output.phase == "output")
         return False
+
+
+def _leaves_inputs_alone(module: Module) -> bool:
+    """Return whether a module never writes to its inputs: one hook instead of two."""
+    ours = type(module).__module__.startswith("torch.nn.modules.")
+    return ours and not module._modules and not getattr(module, "inplace", False)
