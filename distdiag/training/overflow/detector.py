@@ -325,7 +325,7 @@ class DebugUnderflowOverflow:
                 self._warn(warning)
             elif group is None:
                 found = self._judge.judge(Seen(forward.when, forward, [forward]))
-            elif self._pending.wait(forward, group):
+            elif self._pending.wait(forward, group, any_step=self.counts.steps > 0):
                 found = self._judge.judge(self._pending.take(self._when_pending()))
         self._settle(found)
         self._maybe_abort()

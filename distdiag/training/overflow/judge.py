@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
@@ -35,6 +38,8 @@ _FIRST = 1_000_000
 _IN_LOSS, _IN_GRADIENTS = 2, 1
 _MOST = 16
 """Limit on forwards pending until an optimizer step; beyond it they are judged without one."""
+_FEW = 4
+"""The same where the process has no optimizer."""
 _MOST_BYTES = 1 << 30
 """Inputs kept for replays of waiting forwards; those of later forwards are not."""
 _NOT_EACH = "With gradients='each' the first bad gradient is named, before clipping spreads it."
@@ -108,8 +113,9 @@ class Pending:
         self.group: Any = None
         self._stepped: set[int] = set()
         """Optimizers that stepped since that forward."""
+        self._most = _MOST
 
-    def wait(self, forward: Forward, group: Any) -> bool:  # noqa: ANN401
+    def wait(self, forward: Forward, group: Any, *, any_step: bool) -> bool:  # noqa: ANN401
         """Keep a forward until the step at which all ranks of the group meet; return True at the limit.
 
         The caller then judges them on this rank alone: other ranks may have run another number of forwards.
@@ -119,7 +125,9 @@ class Pending:
         kept = [forward.call for forward in self.forwards if forward.call is not None]
         if kept and sum(call.kept_bytes for call in kept) > _MOST_BYTES:
             kept[-1].forget()
-        return len(self.forwards) >= _MOST
+        if len(self.forwards) == _FEW and not any_step:
+            self._most = _MOST if _has_optimizer() else _FEW
+        return len(self.forwards) >= self._most
 
     def add_losses(self, losses: list[Loss]) -> None:
         """Keep losses for the step."""
@@ -140,6 +148,11 @@ class Pending:
         seen = Seen(when, self.last, self.forwards, self.losses, gradients, self.since_step)
         self.forwards, self.losses = [], []
         return seen
+
+
+def _has_optimizer() -> bool:
+    """Return whether any optimizer exists; takes about 30 ms."""
+    return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
 
 
 class Replayed(NamedTuple):
