@@ -27,6 +27,7 @@ def _become_launchers() -> None:
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
+            _end_with_parent()
             _show({name: (os.environ[name], new) for name, new in environment.items() if name in os.environ})
             os.environ.update(environment)
             _redirect(Path(environment["JOB_FOLDER"], "stderr-0"))
@@ -36,8 +37,13 @@ def _become_launchers() -> None:
     os._exit(0)
 
 
+def _end_with_parent() -> None:
+    """Let the kernel kill this process with its parent: a test run that is killed leaves no launcher or rank."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _redirect(log: Path) -> None:
-    """Give a launcher the streams that it has when it is started by itself."""
+    """Give a process the streams that it has when it is started by itself."""
     for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, os.devnull, os.O_WRONLY), (2, log, os.O_WRONLY)):
         fd = os.open(path, flags | os.O_CREAT, 0o600)
         os.dup2(fd, number)
@@ -65,12 +71,16 @@ def _become_ranks(count: int) -> None:
     for rank in range(count):
         if os.fork() == 0:
             os.setsid()
+            _end_with_parent()
             _show_rank(rank)
             folder = Path(os.environ["JOB_FOLDER"])
+            if rank:
+                _redirect(folder / f"stderr-{rank}")
             new = folder / f".pid-{rank}"
             new.write_text(str(os.getpid()))
             new.replace(folder / f"pid-{rank}")  # visible only when complete
             return
+    _end_with_parent()
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
