@@ -18,6 +18,11 @@ import sys
 from pathlib import Path
 
 
+def die_with_parent() -> None:
+    """Let the kernel end this process with its parent: tests that are killed themselves clean nothing up."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which no child inherits
+
+
 def _become_launchers() -> None:
     """Return in the launcher of each job that is asked for; the server itself leaves at the end of its stdin."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended launchers need no wait
@@ -27,6 +32,7 @@ def _become_launchers() -> None:
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
+            die_with_parent()
             _show({name: (os.environ[name], new) for name, new in environment.items() if name in os.environ})
             os.environ.update(environment)
             _redirect(Path(environment["JOB_FOLDER"], "stderr-0"))
@@ -65,6 +71,7 @@ def _become_ranks(count: int) -> None:
     for rank in range(count):
         if os.fork() == 0:
             os.setsid()
+            die_with_parent()
             _show_rank(rank)
             folder = Path(os.environ["JOB_FOLDER"])
             if rank:
@@ -93,6 +100,7 @@ def _show_rank(rank: int) -> None:
         del os.environ[name]
 
 
+die_with_parent()
 if "JOB_SERVES" in os.environ:
     _become_launchers()
 if "JOB_FORKS" in os.environ:
