@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from support import distdiag, wait_until
+from support import wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
