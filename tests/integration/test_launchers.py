@@ -167,33 +167,24 @@ def test_mpirun_in_every_task_of_srun_is_told(slurm: Slurm, job: int) -> None:
     assert result.out.count('"gpu-test.nested-launchers"') == 2, result.out + result.err
 
 
-def test_a_dead_slurmd_costs_its_own_node_only() -> None:
-    need_slurm()
-    with Slurm(3) as own:
-        job = own.allocate(3)
-        own.kill_slurmd("mn2")
-        result = beside(own, "--slurm-job", str(job), "--nproc", "1")
-    assert result.code == 3
-    assert hosts_of_ranks(result) == ["mn1", "mn3"]
-    (row,) = [row for row in result.report["data"]["hosts"] if row["state"] != "ok"]
-    assert (row["host"], row["state"]) == ("mn2", "failed")
-    assert "slurmd there does not respond" in row["message"]
-
-
-def test_a_frozen_slurmd_costs_its_own_node_only() -> None:
+def test_a_frozen_slurmd_and_then_a_dead_one_cost_their_own_node_only() -> None:
     need_slurm()
     with Slurm(2) as own:
-        job = own.allocate(2)
+        job = ("--slurm-job", str(own.allocate(2)), "--nproc", "1")
         own.freeze_slurmd("mn2")
         try:
-            result = beside(own, "--slurm-job", str(job), "--nproc", "1")
+            frozen = beside(own, *job)
         finally:
             own.thaw_slurmd("mn2")
-    assert result.code == 3
-    assert hosts_of_ranks(result) == ["mn1"]
-    (row,) = [row for row in result.report["data"]["hosts"] if row["state"] != "ok"]
-    assert row["host"] == "mn2"
-    assert row["state"] in ("timeout", "failed")
+        own.kill_slurmd("mn2")
+        dead = beside(own, *job)
+    for result in (frozen, dead):
+        assert result.code == 3
+        assert hosts_of_ranks(result) == ["mn1"]
+        (row,) = [row for row in result.report["data"]["hosts"] if row["state"] != "ok"]
+        assert row["host"] == "mn2"
+        assert row["state"] in ("timeout", "failed")
+    assert (row["state"], "slurmd there does not respond" in row["message"]) == ("failed", True)
 
 
 def test_a_slurm_job_that_is_not_there(slurm: Slurm) -> None:
