@@ -22,7 +22,7 @@ from support import PROGRAM
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-_LATE_S = 60.0
+_LATE_S = 120.0
 _RUN = f"{shlex.quote(PROGRAM)} run --no-pictures -- "
 _ENDS = {
     "exit 0": "sh -c 'exit 0'",
