@@ -101,6 +101,8 @@ def _show_rank(rank: int) -> None:
 
 
 die_with_parent()
+if os.environ.pop("JOB_STARTER", str(os.getppid())) != str(os.getppid()):
+    os._exit(1)  # it has ended during the imports
 if "JOB_SERVES" in os.environ:
     _become_launchers()
 if "JOB_FORKS" in os.environ:

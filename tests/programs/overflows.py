@@ -186,7 +186,7 @@ class ByHand:
     def step(self) -> None:
         for one in self._model.parameters():
             if one.grad is not None:
-                one -= 0.1 * one.grad
+                one.sub_(0.1 * one.grad)
 
 
 def train(how: str, where: str) -> object:
