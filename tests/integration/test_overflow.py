@@ -24,7 +24,7 @@ FIRST = ("fsdp-after:forward-0", "tp:forward-0", "pipeline:forward-0", "tp:forwa
 """Of these rank 0 is to be named."""
 GO_ON = ("none:ddp:forward", "goes-on:ddp:forward", "none:fsdp-after:forward", "goes-on:fsdp-after:forward")
 HEALTHY = ("ddp:join", "ddp:apart", "ddp:odd")
-pytestmark = pytest.mark.timeout(300)  # the first that asks for `told` waits for 18 jobs
+pytestmark = pytest.mark.timeout(600)  # the first that asks for `told` waits for 18 jobs
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *HEALTHY,
         "ddp:evaluation",
     ]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300, capture_output=True)
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=500, capture_output=True)
     return folder
 
 

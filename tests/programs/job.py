@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def die_with_parent() -> None:
-    """Let the kernel end this process with its parent: tests that are killed themselves clean nothing up."""
+    """Have the kernel kill this process with its parent: a killed test run cleans nothing up."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which no child inherits
 
 

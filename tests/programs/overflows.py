@@ -1,4 +1,4 @@
-"""A training loop whose numbers go wrong: `overflows.py WRAP WHERE`.
+"""A training loop with wrong numbers: `overflows.py WRAP WHERE`.
 
 WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile, hsdp (4 ranks), tp,
 pipeline; with "none:" before it, it has no detector of its own; with "goes-on:" the detector only reports; with
@@ -90,7 +90,7 @@ class Stage(nn.Module):
 
 
 def pipeline(where: str, rank: int, watch: Callable[[nn.Module], object]) -> None:
-    """Train one stage a rank; what goes wrong in one comes to the next."""
+    """Train one stage a rank; each passes its wrong numbers on to the next."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     model = Stage()

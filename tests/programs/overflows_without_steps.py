@@ -1,7 +1,7 @@
 """Two ranks of DistributedDataParallel without an optimizer step; rank 1's forward makes inf in batch 1.
 
 `overflows_without_steps.py FOLDER HOW:BATCHES...`: one job after the other, forked after the import of torch;
-FOLDER/HOW is what its ranks wrote.
+FOLDER/HOW holds their output.
 """
 
 from __future__ import annotations

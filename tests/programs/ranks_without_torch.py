@@ -1,6 +1,6 @@
-"""Five steps of some ranks that only write, for tests of run: ranks_without_torch.py FOLDER [waits|environment|halves].
+"""Five steps of ranks without torch, for tests of run: ranks_without_torch.py FOLDER [waits|environment|halves].
 
-An import of torch takes longer than all the rest, and what a launcher, pipes and variables do needs none.
+FOLDER holds their meeting points. An import of torch takes ten times as long as these steps.
 """
 
 import os
