@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from support import distdiag, wait_until
+from support import wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 PROGRAMS = Path(__file__).with_name("programs")
 
 
+_STARTER = {"JOB_STARTER": str(os.getpid())}
+"""The parent of a program, which ends with it."""
 _ports = itertools.count(step=2)  # waits_on_another_rank takes the port after its own, too
 
 
@@ -72,6 +75,7 @@ class Job:
         self._forked, self._server = forked, server
         self._argv = [*wrap, sys.executable, str(PROGRAMS / f"{program}.py")]
         self._env = dict(env or {})
+        self._starter = {} if wrap else _STARTER
         self._rank_env = rank_env or {}
         self._run_id = run_id
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -168,6 +172,7 @@ class Job:
                 env={
                     **os.environ,
                     **place,
+                    **self._starter,
                     "JOB_FOLDER": str(self.folder),
                     **self._env,
                     **self._rank_env.get(rank, {}),
@@ -206,7 +211,7 @@ class JobServer:
         }
         self._process = subprocess.Popen(
             [python, str(PROGRAMS / f"{program}.py")],
-            env={**os.environ, **place},
+            env={**os.environ, **place, **_STARTER},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

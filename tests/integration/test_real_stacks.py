@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, JobServer
-from support import distdiag
+from support_warm import distdiag
 from torch_builds import BUILDS, PYTHONS
 
 if TYPE_CHECKING:

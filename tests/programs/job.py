@@ -18,6 +18,11 @@ import sys
 from pathlib import Path
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process with its parent: a killed test run cleans nothing up."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which no child inherits
+
+
 def _become_launchers() -> None:
     """Return in the launcher of each job that is asked for; the server itself leaves at the end of its stdin."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended launchers need no wait
@@ -27,7 +32,7 @@ def _become_launchers() -> None:
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            _end_with_parent()
+            die_with_parent()
             _show({name: (os.environ[name], new) for name, new in environment.items() if name in os.environ})
             os.environ.update(environment)
             _redirect(Path(environment["JOB_FOLDER"], "stderr-0"))
@@ -35,11 +40,6 @@ def _become_launchers() -> None:
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
     os._exit(0)
-
-
-def _end_with_parent() -> None:
-    """Let the kernel kill this process with its parent: a test run that is killed leaves no launcher or rank."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _redirect(log: Path) -> None:
@@ -71,7 +71,7 @@ def _become_ranks(count: int) -> None:
     for rank in range(count):
         if os.fork() == 0:
             os.setsid()
-            _end_with_parent()
+            die_with_parent()
             _show_rank(rank)
             folder = Path(os.environ["JOB_FOLDER"])
             if rank:
@@ -80,7 +80,6 @@ def _become_ranks(count: int) -> None:
             new.write_text(str(os.getpid()))
             new.replace(folder / f"pid-{rank}")  # visible only when complete
             return
-    _end_with_parent()
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
@@ -101,6 +100,9 @@ def _show_rank(rank: int) -> None:
         del os.environ[name]
 
 
+die_with_parent()
+if os.environ.pop("JOB_STARTER", str(os.getppid())) != str(os.getppid()):
+    os._exit(1)  # it has ended during the imports
 if "JOB_SERVES" in os.environ:
     _become_launchers()
 if "JOB_FORKS" in os.environ:
