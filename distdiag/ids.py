@@ -34,35 +34,17 @@ class Shared(StrEnum):
         return RowId(f"{command}.{self}")
 
     # fmt: off
-    ACS = "acs", "info warn", "PCIe bridges redirect peer-to-peer traffic to the CPU", f"{_RANKS} doctor"
     ADDRESS_LOOPBACK = "address-loopback", "fail warn", "an address leads back to the machine that connects", _NODES
     ADDRESS_UNRESOLVED = "address-unresolved", "fail", "an address does not resolve", _NODES
     ALL_BUSY = "all-busy", "fail unknown", "all ranks are still busy in one stage: no progress"
     ALL_WAITING = "all-waiting", "fail unknown", "all ranks are waiting in one stage: no progress"
     ALONE = "alone", "info", "a collective needs a second rank: not measured", "allreduce-bench"
-    ARCH_UNSUPPORTED = "arch-unsupported", "fail", "torch has no code for a GPU"
     BAD_LINK = "bad-link", "fail", "--isolate: a link between two ranks or nodes is slow or broken", "gpu-test"
     BAD_NODE = "bad-node", "fail", "--isolate: a node is slow or broken", "gpu-test"
     BAD_RANK = "bad-rank", "fail", "--isolate: a rank, with its GPU, is slow or broken", "gpu-test"
-    COMPUTE_BELOW_PEAK = "compute-below-peak", "warn", "all GPUs of a model are far below its peak", "gpu-test"
-    COMPUTE_DIFFERS = "compute-differs", "fail unknown", "a rank's products differ from those of equal GPUs", "gpu-test"
-    CONNECTIONS_CUT = "connections-cut", "fail", "connections were cut after data had been exchanged"
     CPU_ONLY = "cpu-only", "info", "no GPU is visible: tested gloo on the CPU, not GPUs or NCCL"
-    CUDA_UNAVAILABLE = "cuda-unavailable", "fail", "the NVIDIA driver of a node does not work, or a rank cannot use a GPU"
-    DEBUG_DIFFERS = "debug-differs", "fail", "TORCH_DISTRIBUTED_DEBUG=DETAIL on some ranks only: torch hangs"
     INJECTED = "injected", "info", "a fault was injected (--inject)"
-    IOMMU = "iommu", "info warn", "the IOMMU translates GPU addresses", f"{_RANKS} doctor"
-    LINK_LOSSY = "link-lossy", "fail warn", "a path between nodes loses packets", _NODES
-    LINK_SLOW = "link-slow", "fail warn", "a path between nodes has much less throughput than the others", _NODES
-    MTU_BLACK_HOLE = "mtu-black-hole", "fail", "large packets between nodes are lost, small packets arrive", _NODES
-    NAME_LOOPBACK = "name-loopback", "warn", "the own host name resolves to a loopback address", _NODES
-    NAME_UNRESOLVED = "name-unresolved", "warn", "a node cannot resolve its own host name or that of rank 0's node", _NODES
-    NESTED_LAUNCHERS = "nested-launchers", "fail", "mpirun runs in each task of an srun step: several copies of the job"
-    NETWORKS_DIFFER = "networks-differ", "info", "nodes are in different networks"
-    NO_ANSWER = "no-answer", "unknown", "a node did not answer in time, but no packet was lost", _NODES
-    NODE_LOST = "node-lost", "fail", "lost contact with a node during the test"
     NODES_DIFFER = "nodes-differ", "info warn", "nodes or their environments differ"
-    NOT_STARTED = "not-started", "unknown", "no rank was started"
     NOTHING_MEASURED = "nothing-measured", "unknown", "nothing could be measured", "allreduce-bench"
     PATH_BROKEN = "path-broken", "fail", "a path: connected, then the connection is cut", _PATHS
     PATH_CUT_OFF = "path-cut-off", "fail", "a path: data stops midway", _PATHS
@@ -72,21 +54,15 @@ class Shared(StrEnum):
     PATH_REFUSED = "path-refused", "fail", "a path: a firewall resets connections", _PATHS
     PATH_REJECTED = "path-rejected", "fail", "a path: connections are rejected", _PATHS
     PATH_SILENT = "path-silent", "fail", "a path: connected, then no data comes through", _PATHS
-    PATHS_UNTESTED = "paths-untested", "unknown", "paths between nodes without a result", "doctor"
     PORT_BROKEN = "port-broken", "fail", "a requested port: connected, then the connection is cut", _PATHS
     PORT_CUT_OFF = "port-cut-off", "fail", "a requested port: data stops midway", _PATHS
     PORT_FILTERED = "port-filtered", "fail", "a requested port: no answer: packets are dropped", _PATHS
-    PORT_FOREIGN = "port-foreign", "fail unknown", "another program answers at, or holds, a port", _NODES
     PORT_NO_PORT = "port-no-port", "fail", "a requested port: no free local port", _PATHS
     PORT_NO_ROUTE = "port-no-route", "fail", "a requested port: the node's own kernel has no route", _PATHS
     PORT_REFUSED = "port-refused", "fail", "a requested port: a firewall resets connections", _PATHS
     PORT_REJECTED = "port-rejected", "fail", "a requested port: connections are rejected", _PATHS
     PORT_SILENT = "port-silent", "fail", "a requested port: connected, then no data comes through", _PATHS
-    PORT_TAKEN = "port-taken", "fail unknown warn", "a port is in use, so ranks cannot meet at it, or it was not tested", _PATHS
-    RANK_DIED = "rank-died", "fail", "a rank exited or was killed, and in which stage"
-    RANK_DOUBLE = "rank-double", "fail", "several processes claim to be one rank"
     RANK_MISSING = "rank-missing", "fail unknown", "a rank never connected, or made no progress"
-    RANK_PAUSED = "rank-paused", "fail info warn", "a rank did not run for a part of the time"
     RANK_PORTS_BROKEN = "rank-ports-broken", "fail", "the ephemeral ports of ranks: connected, then the connection is cut", _NODES
     RANK_PORTS_CUT_OFF = "rank-ports-cut-off", "fail", "the ephemeral ports of ranks: data stops midway", _NODES
     RANK_PORTS_FILTERED = "rank-ports-filtered", "fail", "the ephemeral ports of ranks: no answer: packets are dropped", _NODES
@@ -95,21 +71,13 @@ class Shared(StrEnum):
     RANK_PORTS_REFUSED = "rank-ports-refused", "fail", "the ephemeral ports of ranks: a firewall resets connections", _NODES
     RANK_PORTS_REJECTED = "rank-ports-rejected", "fail", "the ephemeral ports of ranks: connections are rejected", _NODES
     RANK_PORTS_SILENT = "rank-ports-silent", "fail", "the ephemeral ports of ranks: connected, then no data comes through", _NODES
-    RANK_VARIABLES = "rank-variables", "fail warn", "the variables of a rank contradict its launcher or the other ranks"
     SEVERAL = "several", "fail", "--isolate: several independent faults", "gpu-test"
-    SHM_SMALL = "shm-small", "warn", "/dev/shm has little room left"
     SINGLE_RANK = "single-rank", "info", "a single rank: nothing was sent, so links between GPUs were not tested"
-    SLOW_COMPUTE = "slow-compute", "fail warn", "a rank multiplies matrices slowly", "gpu-test"
-    SLOW_MEMORY = "slow-memory", "fail warn", "a rank copies memory slowly", "gpu-test"
     SPLIT = "split", "fail", "--isolate: groups of ranks that work inside and not across", "gpu-test"
-    TABLE_UNJUDGED = "table-unjudged", "unknown", "a table of nccl-tests lacks what is needed to judge it", "allreduce-bench"
-    TABLE_WRONG = "table-wrong", "fail", "a table of nccl-tests has wrong data (#wrong)", "allreduce-bench"
-    TOO_FEW_GPUS = "too-few-gpus", "fail", "a node has fewer GPUs than ranks"
     TOO_LARGE = "too-large", "info", "a row does not fit into the memory: not measured", "allreduce-bench"
     UNDECIDABLE = "undecidable", "fail unknown", "--isolate: the pairs do not decide what is at fault", "gpu-test"
     UNIFORMLY_SLOW = "uniformly-slow", "fail", "--isolate: all pairs are slower than this hardware should be", "gpu-test"
     UNSUPPORTED = "unsupported", "warn", "a backend lacks a collective: not measured", "allreduce-bench"
-    WRONG_COMPUTE = "wrong-compute", "fail", "a rank computes wrongly", "gpu-test"
 
 
 class Id(StrEnum):
@@ -126,11 +94,6 @@ class Id(StrEnum):
         return member
 
     # fmt: off
-    BUNDLE_CUT = "bundle.cut", "warn", "parts were left out: the size limit was reached"
-    BUNDLE_EMPTY = "bundle.empty", "unknown", "no host returned facts: the bundle only says why"
-    BUNDLE_INCOMPLETE = "bundle.incomplete", "warn", "the bundle lacks facts of some hosts"
-    BUNDLE_NO_FACTS = "bundle.no-facts", "warn", "one command returned no facts for the bundle"
-    BUNDLE_VERDICT_DIFFERS = "bundle.verdict-differs", "warn", "a command judges the redacted facts differently"
     CORE_BT_CONSEQUENCE = "core-bt.consequence", "fail", "a crash that follows from another rank's failure"
     CORE_BT_CRASH = "core-bt.crash", "fail", "a crash: the signal, the thread, its frames and the reason"
     CUDA_ENV_NODES_DIFFER = "cuda-env.nodes-differ", "warn", "nodes that differ from each other"
@@ -140,50 +103,6 @@ class Id(StrEnum):
     DISTDIAG_FAILED = "distdiag.failed", "unknown", "the command could not be carried out"
     DISTDIAG_NOT_SAVED = "distdiag.not-saved", "unknown", "the facts could not be saved (--save)"
     DISTDIAG_SCARCE = "scarce", "unknown", "this machine lacks memory, disk space or processes for distdiag"
-    DOCTOR_DIFFERS_CPUS = "doctor.differs.cpus", "warn", "nodes differ in processors"
-    DOCTOR_DIFFERS_DEBUG = "doctor.differs.debug", "fail info", "TORCH_DISTRIBUTED_DEBUG=DETAIL on some nodes only"
-    DOCTOR_DIFFERS_DRIVER = "doctor.differs.driver", "warn", "nodes differ in the NVIDIA driver"
-    DOCTOR_DIFFERS_ENVIRONMENT = "doctor.differs.environment", "info warn", "nodes differ in variables"
-    DOCTOR_DIFFERS_FILES = "doctor.differs.files", "warn", "nodes differ in torch's libraries though the version is the same"
-    DOCTOR_DIFFERS_GPUS = "doctor.differs.gpus", "warn", "nodes differ in their GPUs"
-    DOCTOR_DIFFERS_IMEX = "doctor.differs.imex", "warn", "nodes differ in IMEX's list or NVLink clique"
-    DOCTOR_DIFFERS_LIMITS = "doctor.differs.limits", "warn", "nodes differ in limits"
-    DOCTOR_DIFFERS_MEMORY = "doctor.differs.memory", "warn", "nodes differ in memory"
-    DOCTOR_DIFFERS_MOUNTS = "doctor.differs.mounts", "warn", "nodes differ in file systems"
-    DOCTOR_DIFFERS_NCCL = "doctor.differs.nccl", "warn", "nodes differ in NCCL"
-    DOCTOR_DIFFERS_NETWORK = "doctor.differs.network", "warn", "nodes differ in network interfaces"
-    DOCTOR_DIFFERS_PYTHON = "doctor.differs.python", "warn", "nodes differ in Python"
-    DOCTOR_DIFFERS_RDMA = "doctor.differs.rdma", "warn", "nodes differ in RDMA ports"
-    DOCTOR_DIFFERS_SHM = "doctor.differs.shm", "warn", "nodes differ in /dev/shm"
-    DOCTOR_DIFFERS_SYSTEM = "doctor.differs.system", "info", "nodes differ in kernel, glibc, firmware or machine type"
-    DOCTOR_DIFFERS_TORCH = "doctor.differs.torch", "warn", "nodes differ in torch"
-    FLIGHT_RECORDER_ALL_ENDED = "flight-recorder.all-ended", "info unknown", "all recorded collectives have ended"
-    FLIGHT_RECORDER_CODE = "flight-recorder.code", "unknown", "a dump contains code and was not read"
-    FLIGHT_RECORDER_DAMAGED = "flight-recorder.damaged", "unknown", "a dump is damaged"
-    FLIGHT_RECORDER_DEADLOCK = "flight-recorder.deadlock", "fail", "ranks wait for each other, over several groups"
-    FLIGHT_RECORDER_DEVICE_STUCK = "flight-recorder.device-stuck", "fail unknown", "a device does not finish what its peers have finished"
-    FLIGHT_RECORDER_DTYPE_MISMATCH = "flight-recorder.dtype-mismatch", "fail", "ranks call a collective with different dtypes"
-    FLIGHT_RECORDER_INCOMPLETE = "flight-recorder.incomplete", "unknown", "a node answered only in part"
-    FLIGHT_RECORDER_IN_FLIGHT = "flight-recorder.in-flight", "unknown", "all ranks are in the same collective, which has not ended"
-    FLIGHT_RECORDER_LATE_RANK = "flight-recorder.late-rank", "warn", "ranks arrive late"
-    FLIGHT_RECORDER_MISSING = "flight-recorder.missing", "unknown", "a dump was not found"
-    FLIGHT_RECORDER_MISSING_DUMP = "flight-recorder.missing-dump", "info unknown", "dumps of some ranks are missing"
-    FLIGHT_RECORDER_NEVER_CALLED = "flight-recorder.never-called", "fail unknown", "a rank never called the collective in which the others wait"
-    FLIGHT_RECORDER_NOTHING = "flight-recorder.nothing", "unknown", "no dump was found"
-    FLIGHT_RECORDER_NO_ANSWER = "flight-recorder.no-answer", "warn", "a rank wrote no dump when triggered"
-    FLIGHT_RECORDER_NO_COUNTERPART = "flight-recorder.no-counterpart", "fail unknown", "a send or recv without its counterpart"
-    FLIGHT_RECORDER_NO_DUMP = "flight-recorder.no-dump", "fail unknown", "a rank left no dump"
-    FLIGHT_RECORDER_NO_RANK = "flight-recorder.no-rank", "warn", "a dump was ignored: neither content nor name shows its rank"
-    FLIGHT_RECORDER_OLDER = "flight-recorder.older", "info", "dumps were ignored: their ranks left newer dumps"
-    FLIGHT_RECORDER_ONLY_SOME_CALLED = "flight-recorder.only-some-called", "fail", "only some ranks called a collective"
-    FLIGHT_RECORDER_OP_MISMATCH = "flight-recorder.op-mismatch", "fail", "ranks call different operations"
-    FLIGHT_RECORDER_ORDER_INVERSION = "flight-recorder.order-inversion", "fail", "ranks call two groups in a different order"
-    FLIGHT_RECORDER_OTHER = "flight-recorder.other", "unknown", "a file is no dump"
-    FLIGHT_RECORDER_OUTDATED = "flight-recorder.outdated", "unknown", "outdated dumps were ignored"
-    FLIGHT_RECORDER_SIZE_MISMATCH = "flight-recorder.size-mismatch", "fail", "ranks call a collective with different sizes"
-    FLIGHT_RECORDER_TRUNCATED = "flight-recorder.truncated", "unknown warn", "a dump is truncated"
-    FLIGHT_RECORDER_UNDECIDED = "flight-recorder.undecided", "unknown", "ranks wait; the dumps do not show for which rank"
-    FLIGHT_RECORDER_UNREADABLE = "flight-recorder.unreadable", "warn", "entries of a dump are unreadable"
     HANG_BEHIND = "hang.behind", "fail warn", "all ranks wait in one collective, and the loop counters of some are behind"
     HANG_BUSY_RANK = "hang.busy-rank", "warn", "a rank works outside of the collective while the others wait"
     HANG_COMPILE = "hang.compile", "warn", "a rank compiles while the others wait"
@@ -194,18 +113,14 @@ class Id(StrEnum):
     HANG_DIFFERENT_COLLECTIVES = "hang.different-collectives", "fail warn", "a rank waits in another collective than the others"
     HANG_ELASTIC_RESTART = "hang.elastic-restart", "fail unknown", "the ranks are started again, or again and again"
     HANG_EXITED = "hang.exited", "fail", "a rank exited while the others wait for it"
-    HANG_INCOMPLETE = "hang.incomplete", "unknown", "not all facts of a node are known"
     HANG_KNOWN_BUG = "hang.known-bug", "unknown", "a known bug of the job's versions matches"
-    HANG_LEFT_STOPPED = "hang.left-stopped", "unknown warn", "a process was stopped after sampling; distdiag resumed it"
     HANG_LOCK = "hang.lock", "fail info", "a rank waits for a lock, or another process holds the lock that it waits for"
     HANG_NETWORK = "hang.network", "fail", "the network loses data, or no rank is at fault"
     HANG_NOT_HUNG = "hang.not-hung", "info", "ranks made progress between the samples"
     HANG_NOT_IN_COLLECTIVE = "hang.not-in-collective", "fail", "a rank is outside of the collective in which the others wait, and does not move"
     HANG_NO_JOB = "hang.no-job", "unknown", "no rank was found"
-    HANG_NO_RANK = "hang.no-rank", "unknown", "a launcher runs, but none of its ranks does"
     HANG_OUTSIDE_THE_JOB = "hang.outside-the-job", "unknown", "all collectives have ended, and no rank moves"
     HANG_PROCESS = "hang.process", "unknown", "a process of no job, and what it waits for"
-    HANG_RANK_DEDUCED = "hang.rank-deduced", "info", "a process without RANK is assumed to be a rank"
     HANG_RENDEZVOUS = "hang.rendezvous", "fail warn", "ranks wait in init_process_group, or launchers for each other"
     HANG_SIZE_MISMATCH = "hang.size-mismatch", "fail", "ranks call a collective with different sizes or dtypes"
     HANG_SLOW = "hang.slow", "warn", "a rank is outside of the collective, and the others have not waited for long"
@@ -213,7 +128,6 @@ class Id(StrEnum):
     HANG_STORAGE = "hang.storage", "fail", "a rank waits for a file system that does not answer"
     HANG_UNKNOWN = "hang.unknown", "unknown", "the sources do not decide, or disagree; the fix has the command that decides"
     HANG_UNREADABLE = "hang.unreadable", "unknown", "a process cannot be read: permission denied"
-    HANG_UNSEEN = "hang.unseen", "unknown", "ranks of the job were not found: exited, or on other hosts"
     HOSTS_AUTH = "hosts.auth", "unknown", "a host refused the login"
     HOSTS_CANCELLED = "hosts.cancelled", "unknown", "a host was not reached before the command ended"
     HOSTS_DUPLICATE = "hosts.duplicate", "info", "a host is listed more than once, used once"
@@ -256,27 +170,7 @@ class Id(StrEnum):
     OVERFLOW_OUTPUTS_UNREADABLE = "overflow.outputs-unreadable", "unknown warn", "the output of a model cannot be read"
     OVERFLOW_UNREADABLE = "overflow.unreadable", "unknown", "a file could not be read"
     OVERFLOW_WARNING = "overflow.warning", "warn", "a warning of the detector"
-    PORTS_CLOSED = "ports.closed", "fail warn", "a host is reachable, but nothing listens on a port"
-    PORTS_CONTAINER_NETWORK = "ports.container-network", "warn", "this container is behind a Docker bridge"
-    PORTS_DENIED = "ports.denied", "fail", "this machine blocks outgoing connections"
-    PORTS_FIREWALL = "ports.firewall", "info", "a firewall is active: ranks need the rendezvous port and the ephemeral ports"
-    PORTS_GLOO_IFNAME = "ports.gloo-ifname", "fail info warn", "Gloo would use a wrong interface"
-    PORTS_HTTP = "ports.http", "warn", "a web server or proxy answers"
-    PORTS_MASTER_ADDR = "ports.master-addr", "fail warn", "MASTER_ADDR does not resolve, or leads to a wrong address"
-    PORTS_MASTER_ADDR_DIFFERS = "ports.master-addr-differs", "warn", "MASTER_ADDR differs between nodes"
-    PORTS_MASTER_PORT = "ports.master-port", "fail", "MASTER_PORT is not a valid port"
-    PORTS_NCCL_DEAD_INTERFACE = "ports.nccl-dead-interface", "fail", "NCCL would also use an interface with closed paths"
-    PORTS_NCCL_IFNAME = "ports.nccl-ifname", "fail warn", "NCCL would use a wrong interface"
-    PORTS_NODES_DIFFER = "ports.nodes-differ", "warn", "a node is configured differently from the others"
-    PORTS_PORT_RANGE = "ports.port-range", "warn", "MASTER_PORT is in the ephemeral port range"
-    PORTS_RDMA_DOWN = "ports.rdma-down", "warn", "RDMA ports are not active"
     PYSPY_ALL_STRAGGLER = "pyspy-all.straggler", "warn", "a rank is slower than the others"
-    RUN_DIED_FIRST = "run.died-first", "unknown", "the rank that ended first; the log does not show why"
-    RUN_LAUNCHER_FAILED = "run.launcher-failed", "unknown", "the launcher failed, and no rank did"
-    RUN_RECOVERED = "run.recovered", "warn", "the job exited with status 0 after ranks had failed"
-    RUN_SANITIZER = "run.sanitizer", "fail", "compute-sanitizer found errors"
-    RUN_STALLED = "run.stalled", "fail", "no rank made progress while the job ran"
-    RUN_TERMINATED = "run.terminated", "fail unknown", "the job was ended from outside"
     SYNC_CHECK_BATCHNORM_STATISTICS = "sync-check.batchnorm-statistics", "info", "each rank keeps BatchNorm statistics of its own batches"
     SYNC_CHECK_OUT_OF_SYNC = "sync-check.out-of-sync", "fail", "a value differs between ranks, or is missing on a rank"
     SYNC_CHECK_RANKS_MISSING = "sync-check.ranks-missing", "unknown", "files of some ranks are missing"

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO, TypeVar
@@ -18,6 +17,7 @@ import typer
 
 from distdiag import __version__, interrupts
 from distdiag.errors import DistdiagError, Interrupted
+from distdiag.fold import by_key
 from distdiag.program_name import as_called
 from distdiag.report import Level, Verdict
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from distdiag.report import Finding, Report
 
 Data = TypeVar("Data")
-_FOLDED = "kube.pod-lacks"
-"""A remark whose fix is a long patch: printed below the verdict, without the patch."""
 SCHEMA = "distdiag/1"
 _AGENTS = ("AI_AGENT", "CLAUDECODE", "CURSOR_AGENT", "GEMINI_CLI", "CODEX_SANDBOX", "CODEX_THREAD_ID")
 """Variables set by coding agents in their shells."""
@@ -99,7 +97,7 @@ def _page(report: Report[Data], view: Callable[[Report[Data]], Iterable[Renderab
     if output.brief:
         return f"distdiag {report.command}: {report.verdict.upper()}: {' '.join(report.summary.split())}\n"
     hint = as_called("For programs: the same command with --json prints one JSON document.\n")
-    return _render(report, view, whole=output.findings_in_view) + (hint if _in_shell_of_agent() else "")
+    return _render(report, view, whole=output.findings_in_view) + (hint if any(map(os.environ.get, _AGENTS)) else "")
 
 
 def choose_markdown() -> None:
@@ -141,10 +139,6 @@ def _is_below(id_: str, prefix: str) -> bool:
     return id_ == prefix or id_.startswith(f"{prefix}.")
 
 
-def _in_shell_of_agent() -> bool:
-    return any(os.environ.get(name) for name in _AGENTS)
-
-
 def load() -> None:
     """Import the rendering libraries, while waiting for other processes."""
     import msgspec  # noqa: F401
@@ -152,7 +146,7 @@ def load() -> None:
     import rich.table  # noqa: F401
 
 
-def document(report: Report[Data], *, strict: bool = False) -> dict[str, Any]:
+def document(report: Report[Data], *, strict: bool = False) -> dict[str, object]:
     """Return the document that --json prints."""
     return _envelope(report, report.exit_code(strict=strict))
 
@@ -284,9 +278,7 @@ def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
     from distdiag.cluster.host_results import HostState
     from distdiag.cluster.hosts import fold, fold_within
 
-    groups: dict[tuple[str, str], list[HostResult]] = {}
-    for row in rows:
-        groups.setdefault((row.state, row.stage), []).append(row)
+    groups = by_key(((row.state, row.stage), row) for row in rows)
     if all(state == HostState.OK for state, _ in groups):
         return
     table = plain_table(
@@ -410,7 +402,7 @@ def _discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _as_json(document: dict[str, Any]) -> str:
+def _as_json(document: dict[str, object]) -> str:
     text = json.dumps(document, indent=2)
     if "\\ud" in text:  # a lone surrogate, as in a name outside UTF-8: other programs reject the whole document
         whole = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
@@ -418,7 +410,7 @@ def _as_json(document: dict[str, Any]) -> str:
     return text + "\n"
 
 
-def _head(command: str, exit_code: int) -> dict[str, Any]:
+def _head(command: str, exit_code: int) -> dict[str, object]:
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -427,7 +419,7 @@ def _head(command: str, exit_code: int) -> dict[str, Any]:
     }
 
 
-def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
+def _envelope(report: Report[Data], code: int) -> dict[str, object]:
     import msgspec
 
     return {
@@ -486,8 +478,7 @@ def _render(
     if whole:
         return _tidy(page.getvalue())
     # Readers look at the end of the output: the verdict and its fix are printed last (the sort is stable).
-    folded = [finding for finding in report.findings if finding.id == _FOLDED]
-    findings = sorted((each for each in reversed(report.findings) if each not in folded), key=_least_first)
+    findings = sorted(reversed(report.findings), key=_least_first)
     is_last = findings and (findings[-1].level in (Level.FAIL, Level.UNKNOWN) or findings[-1].title == report.summary)
     worst = findings.pop() if is_last else None
     for finding in findings:
@@ -497,8 +488,6 @@ def _render(
     else:
         console.print()
         _print_text(console, f"{verdict}: {report.summary}", indent=0, style=_style(report.verdict))
-    for finding in folded:
-        _print_folded(console, finding)
     return _tidy(page.getvalue())
 
 
@@ -526,14 +515,6 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
         _print_text(console, "fix: " + finding.fix.text)
         for command in finding.fix.commands:
             console.print("    " + as_called(command), soft_wrap=True)
-
-
-def _print_folded(console: Console, finding: Finding) -> None:
-    console.print()
-    _print_text(console, f"{finding.title}. The commands that add it to the manifest:", indent=0)
-    again = as_called(f"distdiag {shlex.join(sys.argv[1:])} --json")
-    chosen = f'.findings[] | select(.id == "{_FOLDED}").fix.commands[]'
-    console.print(f"  {again} | jq -r {shlex.quote(chosen)}", soft_wrap=True)
 
 
 def _print_text(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:

@@ -265,7 +265,7 @@ def isolate(folder: Path) -> str:
 @sample
 def allreduce_bench(folder: Path) -> str:
     """Two ranks on the CPU."""
-    return run(folder, "distdiag allreduce-bench --nproc 2 --sizes 1KiB:64MiB:x8 --params 350M")
+    return run(folder, "distdiag allreduce-bench --nproc 2 --sizes 1KiB:64MiB:x8")
 
 
 @sample
@@ -428,7 +428,7 @@ def save_facts(machine: Machine, folder: Path) -> None:
     """Keep the facts of a modelled machine as `cuda-env --save` does."""
     from distdiag.cluster.targets import Cluster
     from distdiag.commands.cuda_env.types import Goal, Request
-    from distdiag.gathered import Gathered, save
+    from distdiag.saved_facts import Gathered, save
 
     with pytest.MonkeyPatch.context() as patch:
         facts = machine.examine(patch)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.host_results import HostError, HostResult
     from distdiag.cluster.node import Node
     from distdiag.commands.trace.ranks import Chosen, Wanted
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 Reply = TypeVar("Reply")
 AnyRequest = Any

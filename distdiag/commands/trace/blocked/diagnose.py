@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.process_index import Key
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.facts.blocked_threads import Blocked, Thread
-    from distdiag.gathered import Gathered
     from distdiag.jobs.types import Job, NodePicture
+    from distdiag.saved_facts import Gathered
 
 
 def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[TraceBlocked]:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.fds.collect import Reply
     from distdiag.commands.trace.fds.diagnose import Request, TraceFds
     from distdiag.commands.trace.nodes import NodeAnswer
-    from distdiag.gathered import Gathered
     from distdiag.jobs.collect import Processes
     from distdiag.jobs.types import NodeStacks
     from distdiag.output import Progress
     from distdiag.report import Report
     from distdiag.runner import Asks, Subcommand
+    from distdiag.saved_facts import Gathered
 
 _COLLECT = "distdiag.commands.trace.fds.collect"
 _SPARE_S, _EACH_S = 15.0, 2.0

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from distdiag.commands.trace.show.collect import NodeLines
     from distdiag.commands.trace.show.types import TraceShow
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.runner import Asks, Subcommand
+    from distdiag.saved_facts import Gathered
 
 _PATIENCE_S = 60.0
 _LINES_FOR_PLACE = 5
