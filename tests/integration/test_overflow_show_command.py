@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import PROGRAM, distdiag, unread, wait_until
+from support import PROGRAM, unread, wait_until
+from support_warm import distdiag
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -16,7 +16,8 @@ import pytest
 from cluster import Network, need_network
 from cluster_ssh import SSHD, serve_ssh
 from jobs import PROGRAMS, Job, free_port, states, wait_for_state
-from support import PROGRAM, distdiag, need, wait_until
+from support import PROGRAM, need, wait_until
+from support_warm import distdiag
 
 from distdiag.facts.blocked_threads import blocked
 

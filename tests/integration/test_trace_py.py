@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from jobs import PROGRAMS, Job
-from support import PROGRAM, distdiag, need_mounts
+from support import PROGRAM, need_mounts
+from support_warm import distdiag
 
 from distdiag.facts import line_trace_file
 from distdiag.training import site

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support import distdiag
+from support_warm import distdiag
 
 from distdiag.commands.estimate.arithmetic import Run, tflops, traffic
 from distdiag.commands.estimate.diagnose import diagnose

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support import distdiag
+from support_warm import distdiag
 
 from distdiag.commands.floatcmp.compute import compare_operation, make, measure
 from distdiag.commands.floatcmp.operation import (

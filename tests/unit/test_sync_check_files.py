@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support import distdiag
+from support_warm import distdiag
 from torch import nn
 
 from distdiag import sync_check
