@@ -85,11 +85,6 @@ def test_the_host_and_pid_of_a_lagging_rank_lead_to_its_stack(tmp_path: Path) ->
     assert (lag.operation, lag.behind, lag.ahead, lag.n_lagging, lag.n_ahead) == ("AllReduce", 6648, 6649, 2, 1022)
 
 
-def test_whether_the_job_stands_still_is_told_by_json_and_unknown_from_text(tmp_path: Path) -> None:
-    assert judge(asked("json_healthy", tmp_path)).stands_still is True
-    assert judge(asked("healthy", tmp_path)).stands_still is None
-
-
 @pytest.mark.parametrize("scenario", ["no_handshake", "no_status", "endless_line", "other_service", "trickle"])
 def test_a_service_that_is_silent_or_lies_costs_the_deadline_and_proves_nothing(scenario: str, tmp_path: Path) -> None:
     began = time.monotonic()
