@@ -42,7 +42,8 @@ RuntimeError: cannot connect as alice@cluster.example with {environment}
 
 def unpacked(path: Path) -> dict[str, bytes]:
     with tarfile.open(path, mode="r:gz") as archive:
-        return {member.name: archive.extractfile(member).read() for member in archive}
+        files = ((member.name, archive.extractfile(member)) for member in archive)
+        return {name: file.read() for name, file in files if file is not None}
 
 
 def forms(secret: str) -> Iterator[bytes]:

@@ -70,9 +70,10 @@ TRUTH: dict[str, tuple[RasState, set[int]]] = {
 
 @pytest.mark.parametrize("scenario", TRUTH)
 def test_exactly_the_ranks_that_lag_or_are_lost_are_named(scenario: str, tmp_path: Path) -> None:
-    verdict = judge(asked(scenario, tmp_path))
+    facts = asked(scenario, tmp_path)
+    verdict, last = judge(facts), parse(facts.readings[-1])
     named = {rank for lag in verdict.lags for rank in lag.lagging}
-    named |= {member.rank for member in (*verdict.dead, *verdict.missing)}
+    named |= {member.rank for member in (*verdict.dead, *last.missing)}
     assert (verdict.state, named) == TRUTH[scenario], verdict
 
 

@@ -18,9 +18,10 @@ from distdiag.diagnosis.job_logs.types import number_in
 from distdiag.diagnosis.stack_wording import place
 from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted, format_duration, format_ranks
-from distdiag.facts.job_logs.scan import Event, Stream
+from distdiag.facts.job_logs.demux import Stream
+from distdiag.facts.job_logs.scan import Event
 from distdiag.fold import by_key
-from distdiag.report import Level, Report, Where
+from distdiag.report import Finding, Level, Report, Where
 from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
