@@ -1,4 +1,4 @@
-"""overflow: from what the processes wrote to the ids of the report."""
+"""overflow: from the records of the processes to the ids of the report."""
 
 from __future__ import annotations
 
