@@ -113,7 +113,6 @@ class Id(StrEnum):
     HANG_DIFFERENT_COLLECTIVES = "hang.different-collectives", "fail warn", "a rank waits in another collective than the others"
     HANG_ELASTIC_RESTART = "hang.elastic-restart", "fail unknown", "the ranks are started again, or again and again"
     HANG_EXITED = "hang.exited", "fail", "a rank exited while the others wait for it"
-    HANG_KNOWN_BUG = "hang.known-bug", "unknown", "a known bug of the job's versions matches"
     HANG_LOCK = "hang.lock", "fail info", "a rank waits for a lock, or another process holds the lock that it waits for"
     HANG_NETWORK = "hang.network", "fail", "the network loses data, or no rank is at fault"
     HANG_NOT_HUNG = "hang.not-hung", "info", "ranks made progress between the samples"

@@ -192,7 +192,6 @@ def _gil_wait(state: RankState) -> str:
 
 
 def _holder(state: RankState) -> str:
-    """Format the thread that holds the GIL."""
     sample = state.last_sample
     holder = (
         next((thread for thread in sample.threads[1:] if thread.os_thread_id == sample.gil_holder), None)

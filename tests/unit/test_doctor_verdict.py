@@ -759,3 +759,57 @@ def test_gpus_of_an_nvlink_domain_need_a_channel_and_one_list() -> None:
     assert "gpu.imex" not in found(judged(node(gpus=ready)))
     finding = found(judged(node("a", gpus=ready), node("b", gpus=ready), node("c", gpus=other)))["differs.imex"]
     assert finding.where.hosts == ("c",)
+
+
+def _gpu(**more: object) -> NodeDoctor:
+    health = h100()
+    return node(gpus=gpus(replace(health, gpus=(replace(health.gpus[0], **more),))))  # type: ignore[arg-type]
+
+
+def _of_driver(**answer: object) -> NodeDoctor:
+    found = gpus(h100())
+    return node(gpus=replace(found, driver=replace(found.driver, answer=replace(found.driver.answer, **answer))))  # type: ignore[arg-type]
+
+
+def _logged(kind: str, age_s: float = 60.0) -> NodeDoctor:
+    return node(kernel=KernelLog((kernel_signs.KernelLine(kind, f"a line of {kind}", age_s),)))
+
+
+def test_each_of_these_facts_of_a_node_has_its_id() -> None:
+    table = {
+        ("doctor.gpu.driver-mismatch", "fail"): _of_driver(nvml_status=18),
+        ("doctor.gpu.init", "fail"): _of_driver(cuda_status=3),
+        ("doctor.gpu.nvlink-errors", "warn"): _gpu(link_errors={"link 3": 50}),
+        ("doctor.gpu.persistence", "info"): _gpu(persistence="Disabled"),
+        ("doctor.gpu.power-limit", "info"): _gpu(power_limit_w=500.0, default_limit_w=700.0),
+        ("doctor.gpu.share", "info"): node(gpus=gpus(h100(), hardware=4)),
+        ("doctor.log.gpu-lost", "warn"): _logged("gpu-lost"),
+        ("doctor.log.hardware", "warn"): _logged("hardware"),
+        ("doctor.log.link", "warn"): _logged("link"),
+        ("doctor.log.nvlink", "warn"): _logged("nvlink"),
+        ("doctor.log.storage", "info"): _logged("storage", 7200.0),
+        ("doctor.log.sxid", "warn"): _logged("sxid"),
+        ("doctor.log.unread", "info"): node(kernel=KernelLog((), "Operation not permitted")),
+        ("doctor.cpu-limit", "info"): node(system=system(cgroup=Cgroup(cpus=2.0))),
+        ("doctor.pids-limit", "warn"): node(system=system(cgroup=Cgroup(pids=100, pids_used=90))),
+    }
+    made = {key: {(one.id, str(one.level)) for one in judged(own).findings} for key, own in table.items()}
+    assert {key: ids for key, ids in made.items() if key not in ids} == {}
+
+
+def test_each_of_these_facts_of_two_nodes_has_its_id() -> None:
+    driver = replace(gpus(h100()).driver, kernel="550.54.14")
+    port = IbPort("mlx5_0", 1, "ACTIVE", "LinkUp", "InfiniBand", 4 * 10**11, ())
+    mount = Space("/data", 100 * GIB, 50 * GIB, 1000, 900, "nfs4", "server:/data")
+    table = {
+        ("doctor.advisory", "info"): node("b"),
+        ("doctor.differs.driver", "warn"): node("b", gpus=replace(gpus(h100()), driver=driver)),
+        ("doctor.differs.mounts", "warn"): node("b", disks=replace(DISKS, spaces=(*DISKS.spaces, mount))),
+        ("doctor.differs.rdma", "warn"): node("b", network=network(ib_ports=(port,))),
+        ("doctor.differs.system", "info"): node("b", system=system(kernel="5.15.0")),
+        ("doctor.name-slow", "warn"): node("b", network=network(names=None)),
+        ("doctor.nccl-ifname", "fail"): node("b", system=system(variables={"NCCL_SOCKET_IFNAME": "=ib7"})),
+    }
+    plain = node("a", gpus=gpus(h100()))
+    made = {key: {(one.id, str(one.level)) for one in judged(plain, own).findings} for key, own in table.items()}
+    assert {key: ids for key, ids in made.items() if key not in ids} == {}
