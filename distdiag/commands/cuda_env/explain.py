@@ -203,7 +203,7 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
     if compiler is not None and (known.id in OF_THE_LOG or own is None):
         own, (here_too, fix) = None, compiler
     elif own is not None:
-        here_too, fix = f"on this machine: {own.title}", Fix(text=own.fix, commands=own.to_paste)
+        here_too, fix = f"on this machine: {own.title}", Fix(text=own.text, commands=own.to_paste)
     else:
         here_too, fix = _generic(match, here)
     level = {"cause": Level.FAIL, "consequence": Level.INFO}.get(known.role, Level.INFO)
