@@ -105,7 +105,10 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
         findings = [_nothing(text, found, here), *findings]
     if elsewhere:
         findings.append(finding("build-elsewhere", signs=", ".join(elsewhere)))
-    if request.gpus and not any("arch" in match.known.id or _names_archs(match) for match in found):
+    about_archs = any(
+        "arch" in each.known.id or any("ARCH" in words for words in each.known.commands) for each in found
+    )
+    if request.gpus and not about_archs:
         findings.append(finding("build-gpu", gpus=", ".join(request.gpus)))
     if unread:
         findings.append(finding("build-cut", unread=unread))
@@ -249,10 +252,6 @@ def _for_log(command: str, match: Match) -> str:
     """Select torch wheels that include the log's architecture."""
     sm = re.match(r"\d+", match.groups.get("sm", ""))
     return command.replace("/whl/cu128", "/whl/cu126") if sm is not None and int(sm[0]) < _OLD_ARCH else command
-
-
-def _names_archs(match: Match) -> bool:
-    return any("ARCH" in command for command in match.known.commands)
 
 
 def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:
