@@ -105,9 +105,7 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
         findings = [_nothing(text, found, here), *findings]
     if elsewhere:
         findings.append(finding("build-elsewhere", signs=", ".join(elsewhere)))
-    about_archs = any(
-        "arch" in each.known.id or any("ARCH" in words for words in each.known.commands) for each in found
-    )
+    about_archs = any("arch" in one.known.id or "ARCH" in " ".join(one.known.commands) for one in found)
     if request.gpus and not about_archs:
         findings.append(finding("build-gpu", gpus=", ".join(request.gpus)))
     if unread:
