@@ -48,7 +48,7 @@ _KINDS = {
     ),
     "nccl": _Kind(
         Level.WARN,
-        "NCCL of different versions fails or hangs while it connects.",
+        "Different NCCL versions fail or hang while connecting.",
         "install the same version on all nodes",
     ),
     "torch": _Kind(
@@ -370,7 +370,7 @@ def _title(difference: Difference, odd: tuple[str, ...]) -> str:
         return f"nodes differ: {_line(difference)}"
     value, hosts = difference.others[0]
     others = f"the other {len(difference.common_hosts)} nodes"
-    return f"{fold_within(hosts, _ROOM)}: {label} is {value[:_ROOM]}, {difference.common[:_ROOM]} on {others}"
+    return f"{fold_within(hosts, _ROOM)}: {label} is {value[:_ROOM]}, but {difference.common[:_ROOM]} on {others}"
 
 
 def _line(difference: Difference) -> str:

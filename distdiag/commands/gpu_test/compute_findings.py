@@ -141,7 +141,7 @@ class _Judge:
             )
         hosts = sorted({self.traces[rank].host for rank in ranks})
         return Fix(
-            text=f"on {', '.join(hosts)}: look for clocks held down, heat, a power limit or a narrow PCIe link; if "
+            text=f"on {', '.join(hosts)}: look for throttling, heat, a power limit or a narrow PCIe link; if "
             "they are as on the others, take the GPU out and have it tested",
             commands=("nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE,POWER", "dcgmi diag -r 3"),
         )
@@ -236,7 +236,7 @@ def _health(gpu: GpuHealth | None) -> Iterator[str]:
     if gpu is None:
         return
     if gpu.slowdowns:
-        yield f"clocks held down by {', '.join(gpu.slowdowns)}"
+        yield f"throttled by {', '.join(gpu.slowdowns)}"
     clocks = f"SM clock {gpu.clock_mhz} of {gpu.max_clock_mhz} MHz, " if gpu.clock_mhz and gpu.max_clock_mhz else ""
     power = f"power {gpu.power_w:g} of {gpu.power_limit_w:g} W, " if gpu.power_w and gpu.power_limit_w else ""
     yield (

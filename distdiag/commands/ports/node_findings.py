@@ -116,7 +116,7 @@ def _gloo(node: NodePorts, several: bool) -> Finding | None:
             Id.PORTS_GLOO_IFNAME,
             Level.INFO,
             f"Gloo would use {chosen.names}, which reaches no other node: {chosen.rule}",
-            detail="A job on this node alone is fine with that; one over several nodes cannot connect.",
+            detail="A job on this node alone is fine with that; a multi-node job cannot connect.",
             fix=gloo_fix(chosen, lines),
         )
     is_named = bool(node.variables.get("GLOO_SOCKET_IFNAME"))

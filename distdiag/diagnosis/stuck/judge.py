@@ -188,12 +188,12 @@ def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
         return Finding(
             id=Id.HANG_NO_RANK,
             level=Level.UNKNOWN,
-            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) runs, but none of its ranks does",
+            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) is running, but has no ranks",
             detail="torchrun waits in its rendezvous until all nodes have joined; srun and mpirun wait for resources. "
-            "If it had ranks before, they have just ended.",
+            "If it had ranks, they have just exited.",
             where=Where(hosts=tuple(dict.fromkeys(host for host, _ in launchers)), pids=(launcher.pid,)),
             fix=Fix(
-                text="check that it runs on all nodes, and that they reach its endpoint",
+                text="check that it runs on every node, and that each reaches its endpoint",
                 commands=(asked.again("ports"),),
             ),
         )

@@ -137,9 +137,10 @@ class Tally:
 
     def lines(self) -> list[str]:
         """Describe the tensor, with the underflowed share from 0.1 % up."""
-        at = "" if self.first is None else f", first at [{', '.join(map(str, self.first))}]"
+        at = "" if not self.first else f", first at [{', '.join(map(str, self.first))}]"
         most = f"; largest finite value {self.abs_max:.2e}" if isinstance(self.abs_max, float) else ""
-        lines = [f"{self.dtype} of shape [{', '.join(map(str, self.shape))}], {self.of:,} numbers{at}{most}."]
+        numbers = f"{self.of:,} number{'s' * (self.of != 1)}"
+        lines = [f"{self.dtype} of shape [{', '.join(map(str, self.shape))}], {numbers}{at}{most}."]
         if self.zeros + self.subnormals >= self.of / 1000 > 0:
             zeros, subnormals = 100 * self.zeros / self.of, 100 * self.subnormals / self.of
             lines.append(f"{zeros:.1f}% are zero, {subnormals:.1f}% subnormal.")
@@ -271,7 +272,8 @@ class ReportWriter:
     def _text(self, found: Found) -> str:
         lines, told, count = [], found.detection, len(found.frames)
         if found.frames:
-            head = [f"The last {count} frames of batch {told.batch}, up to the detection:", COLUMNS]
+            last = "The last frame" if count == 1 else f"The last {count} frames"
+            head = [f"{last} of batch {told.batch}, up to the detection:", COLUMNS]
             if self.classic:
                 head = [f"Detected inf/nan during batch_number={told.batch}", f"Last {count} forward frames:", HEADING]
             lines = ["", *head, *(frame.text(classic=self.classic) for frame in found.frames), ""]
