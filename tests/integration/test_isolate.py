@@ -155,13 +155,12 @@ def test_on_several_nodes_ranks_meet_inside_and_across(network: Network) -> None
 def test_the_benchmark_of_several_nodes(network: Network) -> None:
     wrap, env = tuple(network.client.command()), network.client_env()
     where = ("--hosts", network.hosts, "--via", network.via, "--nproc", "1", "--device", "cpu")
-    row = ("--sizes", "1KiB,1MiB", "--min-time", "0.02", "--params", "7B")
+    row = ("--sizes", "1KiB,1MiB", "--min-time", "0.02")
     result = distdiag("allreduce-bench", "--json", *where, *row, env=env, wrap=wrap)
     assert result.code == 0, result.out
     data = result.report["data"]
     assert (data["nodes"], [one["wrong"] for one in data["results"]]) == (3, [0, 0])
     assert [one["host"] for one in data["arrivals"]][:3] == [node.name for node in network.nodes]
-    assert "ZeRO-3" in " ".join(data["training"])
 
 
 @pytest.mark.parametrize(

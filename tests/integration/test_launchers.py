@@ -226,17 +226,6 @@ def test_a_killed_rank_of_mpirun_does_not_lose_the_report(network: Network) -> N
     assert result.findings["rank-died"]["where"]["hosts"] == ["node2"]
 
 
-def test_mpirun_as_the_way_to_the_nodes_with_one_dead(network: Network) -> None:
-    need(MPIRUN[0])
-    hosts = ("--hosts", "node1,node2,node9", "--launcher", "mpi", "--nproc", "1")
-    result = Running(
-        "gpu-test", *SMALL, *hosts, env=network.client_env(), wrap=tuple(network.client.command())
-    ).finish()
-    assert result.code == 3
-    assert hosts_of_ranks(result) == ["node1", "node2"]
-    assert [row["host"] for row in result.report["data"]["hosts"] if row["state"] != "ok"] == ["node9"]
-
-
 def test_ranks_of_two_torchrun_agents_with_a_fault(network: Network) -> None:
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={network.nodes[0].address}:29400", "--rdzv-id=1")
     results: list[Result] = []
