@@ -252,7 +252,7 @@ def parsed_command(home: str) -> Any:  # noqa: ANN401 - Typer's command is priva
     """Return the command object of `module:function` below distdiag.commands."""
     from distdiag.lazy_typer import Invocation, Sub, load
 
-    return load(Sub("command", home, ""), (), Invocation(()))
+    return load(Sub("command", "", home=home), (), Invocation(()))
 
 
 def _command(above: str, name: str, home: str) -> list[str]:
@@ -308,7 +308,7 @@ _DATA = {
     "slurm watch": ("commands.slurm.watch:Watch",),
     "sync-check": ("commands.sync_check:SyncCheck",),
     "trace blocked": ("commands.trace.blocked.types:TraceBlocked",),
-    "trace fds": ("commands.trace.fds.command:TraceFds",),
+    "trace fds": ("commands.trace.fds.diagnose:TraceFds",),
     "trace show": ("commands.trace.show.types:TraceShow",),
     "trace sys": ("commands.trace.sys.types:TraceSys",),
 }

@@ -349,14 +349,6 @@ def overflow_show(folder: Path) -> str:
     return run(folder, "distdiag overflow show frames-1.jsonl")
 
 
-@sample
-def overflow_show_two(folder: Path) -> str:
-    """Two ranks, of which one grows."""
-    frames(folder, "30000", "frames-1.jsonl")
-    frames(folder, "1", "frames-0.jsonl")
-    return run(folder, "distdiag overflow show frames-0.jsonl frames-1.jsonl --module 'block.2*'")
-
-
 def frames(folder: Path, scale: str, name: str) -> None:
     """Keep the frames of a run."""
     script = str(SCRIPTS / "overflows.py")
@@ -436,7 +428,7 @@ def save_facts(machine: Machine, folder: Path) -> None:
     """Keep the facts of a modelled machine as `cuda-env --save` does."""
     from distdiag.cluster.targets import Cluster
     from distdiag.commands.cuda_env.types import Goal, Request
-    from distdiag.gathered import Gathered, save
+    from distdiag.saved_facts import Gathered, save
 
     with pytest.MonkeyPatch.context() as patch:
         facts = machine.examine(patch)
