@@ -162,7 +162,7 @@ class Id(StrEnum):
     OVERFLOW_INCOMPLETE = "overflow.incomplete", "warn", "frames are missing or truncated"
     OVERFLOW_JOB_ENDED = "overflow.job-ended", "info unknown", "the job exited, or was stopped by --abort-after"
     OVERFLOW_NEAR_LIMIT = "overflow.near-limit", "warn", "numbers come close to the maximum of the dtype"
-    OVERFLOW_NOTHING_WATCHED = "overflow.nothing-watched", "unknown", "no forward of a torch model was seen"
+    OVERFLOW_NOTHING_WATCHED = "overflow.nothing-watched", "unknown", "no torch model ran a forward pass"
     OVERFLOW_NOT_FINITE = "overflow.not-finite", "warn", "nan or inf in a frame, not reported by the detector"
     OVERFLOW_NOT_WATCHED = "overflow.not-watched", "unknown", "part of the job was not checked"
     OVERFLOW_NO_FRAMES = "overflow.no-frames", "unknown", "no frames were found"

@@ -64,7 +64,7 @@ def test_a_process_without_a_rank_is_no_job() -> None:
 def test_of_several_jobs_none_is_taken_unless_it_is_named() -> None:
     everything = host(*JOB_A, *JOB_B, NOTEBOOK)
     with pytest.raises(
-        UsageError, match=r"2 jobs are running, and a bundle is of one: job A at .* on n1; job B"
+        UsageError, match=r"2 jobs are running; a bundle covers a single job: job A at .* on n1; job B"
     ) as raised:
         taken_job(REQUEST, [everything])
     assert raised.value.hint == "name one: --job A or --job B"

@@ -179,9 +179,7 @@ def test_what_the_kernel_killed_and_what_runs_is_said_in_words_and_details_by_ve
     line = kernel_signs.KernelLine("oom", "Memory cgroup out of memory: Killed process 7 (python) total-vm:9kB", 2404.0)
     report = judged(node(kernel=KernelLog((line,)), jobs=Jobs((11, 12), 3.14)))
     killed, runs = remarks(report)["log.oom"], remarks(report)["job-running"]
-    assert (
-        killed.title == "the kernel killed a process for lack of memory 40 min ago: pid 7 (python), in a memory cgroup"
-    )
+    assert killed.title == "the OOM killer killed a process 40 min ago: pid 7 (python), in a memory cgroup"
     assert runs.title.startswith("2 ranks are running here (pids 11, 12), load 3.1 on 64 CPUs")
     assert (report.data.fit, "dmesg" in shown(report), "dmesg" in shown(report, verbose=True)) == ("fit", False, True)
     assert "-v: details and fixes of these" in shown(report)
@@ -281,7 +279,7 @@ def test_a_limit_below_that_of_the_others_names_the_gpu_and_the_node(label: str,
     others = [node(host, gpus=gpus(h100(count=8))) for host in "bc"]
     report = found(judged(node("a", gpus=gpus(h100(change, count=8))), *others))
     assert report["gpu.slower"].where.hosts == ("a",)
-    assert f"GPU 7 (0000:1f:00.0, local rank 7): its {label} is " in report["gpu.slower"].title
+    assert f"GPU 7 (0000:1f:00.0, local rank 7): {label} is " in report["gpu.slower"].title
     assert (report["differs.gpus"].where.hosts, label in report["differs.gpus"].title) == (("a",), True)
     whole = found(judged(node("a", gpus=gpus(h100(change))), *(node(host, gpus=gpus(h100())) for host in "bc")))
     assert (whole["differs.gpus"].where.hosts, "gpu.slower" in whole) == (("a",), False)
@@ -295,7 +293,7 @@ def test_the_clock_of_a_busy_gpu_is_compared_with_that_of_busy_ones() -> None:
 
     low = found(judged(node("a", gpus=gpus(loaded(1980, 1935, 1200, 1980)))))["gpu.slower"]
     assert "GPU 2 (" in low.title
-    assert "its SM clock under load is 1200 MHz, 1958 MHz on the other GPUs" in low.title
+    assert "SM clock under load is 1200 MHz, but 1958 MHz on the other GPUs" in low.title
     for health in (loaded(1980, 1700, 1980), loaded(1980, 1200, 1980, percent=50), loaded(1980, 1200, 1980, watts=690)):
         assert not found(judged(node("a", gpus=gpus(health))))
     three = found(

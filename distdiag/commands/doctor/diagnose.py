@@ -199,11 +199,11 @@ def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
             level=Level.FAIL if far else Level.WARN,
             host=host,
             off=f"{format_duration(abs(off))} {'ahead' if off > 0 else 'behind'}",
-            detail="torchrun's rendezvous takes a node whose clock is 15 s off for dead, and SLURM refuses its "
+            detail="torchrun's rendezvous treats a node whose clock is off by 15 s as dead, and SLURM refuses its "
             "credentials."
             if far
             else "Logs, traces and dumps of the nodes cannot be put in order.",
-            evidence=(f"measured as {measured} from this machine; the middle of all: {middle:+.3f} s",),
+            evidence=(f"measured as {measured} from this machine; median of all nodes: {middle:+.3f} s",),
         )
         found.append(finding_about(named, [host]))
     return found

@@ -267,7 +267,7 @@ def _title(difference: Difference, odd: tuple[str, ...]) -> str:
         return f"nodes differ: {_line(difference)}"
     value, hosts = difference.others[0]
     others = f"the other {len(difference.common_hosts)} nodes"
-    return f"{fold_within(hosts, _ROOM)}: {label} is {value[:_ROOM]}, {difference.common[:_ROOM]} on {others}"
+    return f"{fold_within(hosts, _ROOM)}: {label} is {value[:_ROOM]}, but {difference.common[:_ROOM]} on {others}"
 
 
 def _line(difference: Difference) -> str:
