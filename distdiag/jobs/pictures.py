@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag import runner
@@ -19,14 +19,15 @@ from distdiag.runner import Asks, Question
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from distdiag.cluster.node import Node
     from distdiag.cluster.targets import Cluster
-    from distdiag.gathered import Gathered
     from distdiag.jobs.picture import Ask
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 COLLECT = "distdiag.jobs.picture"
 _SPARE_S = 1.0
+_STORE_CLIENTS = 8
+"""Maximum number of nodes that read a waiting job's store: with all nodes of a large job asked, it adds little."""
 _BRING_TO = 256
 """Nodes that get a copy of py-spy, 3 MB each; on clusters it usually is on a shared file system."""
 
@@ -47,21 +48,16 @@ def gather(
 ) -> Gathered[NodePicture]:
     """Find the processes on all hosts, `choose` some, and read them. Raises the errors of `choose`.
 
-    Args:
-        cluster: the hosts.
-        finder: the agent that finds the processes.
-        ask: the sources with options, without the processes of a node.
-        choose: selects hosts and processes.
-        progress: shows progress.
-        doing: the progress line; {processes} in it is the number of processes.
+    `ask`: without the processes of a node. `doing`: the progress line; {processes} in it is the number of processes.
     """
     kept: dict[str, Processes] = {}
 
     def plan(hosts: Mapping[str, Processes], _: object) -> Asks:
         kept.update(choose(hosts))
-        asks = {host: _of_node(ask, processes) for host, processes in kept.items()}
-        by_host = {host: own for host, own in asks.items() if own is not None}
-        count = sum(len(own.sampled.pids) for own in by_host.values())
+        own = replace(ask, stores=len(kept) <= _STORE_CLIENTS)
+        asks = {host: _of_node(own, processes) for host, processes in kept.items()}
+        by_host = {host: each for host, each in asks.items() if each is not None}
+        count = sum(len(each.sampled.pids) for each in by_host.values())
         return Asks(
             by_host=by_host,
             timeout_s=ask.timeout_s + _SPARE_S,
@@ -74,13 +70,9 @@ def gather(
         part=Part,
         plan=plan,
         join=lambda host, first, parts, why: merge(host, kept.get(host, first), parts, why),
-        before=_bring,
+        before=lambda nodes: bring_py_spy(nodes.values(), at_most=_BRING_TO),
     )
     return runner.gather(cluster, finder, question, progress)
-
-
-def _bring(nodes: Mapping[str, Node]) -> None:
-    bring_py_spy(nodes.values(), at_most=_BRING_TO)
 
 
 def _of_node(ask: Ask, processes: Processes) -> Ask | None:
@@ -117,15 +109,14 @@ def _heads(processes: Processes, sampled: set[int]) -> list[int]:
 
 def merge(host: str, processes: Processes, parts: Sequence[Part], why: str) -> NodePicture:
     """Merge the parts sent by a node; of a process sent twice, the last one counts."""
-    joined = {field.name: tuple(each for part in parts for each in getattr(part, field.name)) for field in fields(Part)}
-    once = {name: tuple({each.pid: each for each in joined[name]}.values()) for name in ("watched", "blocked")}
+    joined = runner.merged(parts)
+    once = {name: tuple({each.pid: each for each in joined.get(name, ())}.values()) for name in ("watched", "blocked")}
     return NodePicture(host=host, processes=processes, missing=why, **{**joined, **once})
 
 
 def unread(host: str, why: str) -> NodePicture:
     """Return a placeholder for a node that sent no facts, or an unreadable file."""
-    nothing = Processes(host, -1, None, may_trace=False, processes=(), asked_missing=())
-    return NodePicture(host=host, processes=nothing, missing=why)
+    return NodePicture(host=host, processes=Processes(host), missing=why)
 
 
 def all_nodes(gathered: Gathered[NodePicture]) -> list[NodePicture]:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from distdiag.facts.job_logs.collect import LogFile, NodeLogs
-    from distdiag.facts.job_logs.scan import Event, NcclRank, Stream
+    from distdiag.facts.job_logs.demux import Stream
+    from distdiag.facts.job_logs.scan import Event, NcclRank
     from distdiag.knowledge.known_lines import KnownException, KnownLine
 
     Agent = tuple[str, int, str]
@@ -156,7 +157,7 @@ class Round:
         """Return the failures of a rank, in log order."""
         return [failure for failure in self.failures if failure.rank == rank]
 
-    def exits_of(self, rank: int) -> list[Exit]:
+    def exits_of(self, rank: int | None) -> list[Exit]:
         """Return the exits reported for a rank; summaries precede the agent's lines."""
         return [exit_ for exit_ in self.exits if exit_.rank == rank]
 
