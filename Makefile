@@ -33,6 +33,10 @@ SIDE_BY_SIDE := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 NO_TEST := $(if $(ARGS),5,none)
 SKIPPED := $(VENV)/skipped
 test: export DISTDIAG_TESTS_SKIPPED := $(CURDIR)/$(SKIPPED)
+# Rewritten tests and the package are read from bytecode by all workers.
+test: export PYTHONDONTWRITEBYTECODE :=
+# The files that have such tests: collecting all files once more would take longer than some of these.
+ALONE := $(if $(ARGS),,$(shell grep -rl --include='test_*.py' 'mark\.alone' tests/unit tests/integration))
 define run_tests
 $(BIN)/python -m pytest -m $(1) $(2) $(ARGS) || case $$? in $(NO_TEST)) ;; \
   1) echo "Once more, alone:" && $(BIN)/python -m pytest -m $(1) --last-failed --last-failed-no-failures=none ;; *) exit 1 ;; esac
@@ -40,7 +44,7 @@ endef
 test: $(VENV)/installed-dev $(VENV)/cuda $(VENV)/kubectl compiled tools ## Run the whole test suite (installs what it needs; as root, system packages too)
 	@rm -f $(SKIPPED)
 	$(call run_tests,"not alone",$(SIDE_BY_SIDE))
-	$(call run_tests,alone)
+	$(call run_tests,alone,$(ALONE))
 	@echo "skipped: $$(sort $(SKIPPED) | uniq -c | awk '{ n = $$1; $$1 = ""; printf "%s%d:%s", sep, n, $$0; sep = "; " } END { if (!NR) printf "none" }')"
 
 check: $(VENV)/installed-dev ## Lint, types, import rules, generated files

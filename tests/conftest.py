@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from jobs import close_servers
 from support import close_all
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ os.environ["PATH"] = f"{sys.prefix}/kubectl:{os.environ['PATH']}"
 def _no_test_leaves_what_it_started() -> Iterator[None]:
     yield
     close_all()
+
+
+def pytest_unconfigure() -> None:
+    close_servers()
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

@@ -15,9 +15,10 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from support import distdiag, wait_until
+from support import wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 PROGRAMS = Path(__file__).with_name("programs")
 
 
+_STARTER = {"JOB_STARTER": str(os.getpid())}
+"""The parent of a program, which ends with it."""
 _ports = itertools.count(step=2)  # waits_on_another_rank takes the port after its own, too
 
 
@@ -48,7 +51,8 @@ class Job:
     """A program of tests/programs as `size` ranks, with the environment that a plain launcher gives them.
 
     `forked`: by one process, which imports torch for all of them; only for programs that import `job` after it.
-    `server`: forks that process, too.
+    `server`: forks that process, too; "shared": the one of this program that serves all tests, see `close_servers`.
+    Distdiag, which reads /proc, sees no variable of `env` in ranks of a server.
     """
 
     def __init__(
@@ -61,14 +65,17 @@ class Job:
         wrap: Sequence[str] = (),
         run_id: str = "",
         forked: bool = False,
-        server: JobServer | None = None,
+        server: JobServer | Literal["shared"] | None = None,
     ) -> None:
+        if server == "shared":
+            server = _shared_server(program)
         forked = forked or server is not None
         assert not forked or (size < 10 and not rank_env), "only one digit is another in each rank"
         self.size = size
         self._forked, self._server = forked, server
         self._argv = [*wrap, sys.executable, str(PROGRAMS / f"{program}.py")]
         self._env = dict(env or {})
+        self._starter = {} if wrap else _STARTER
         self._rank_env = rank_env or {}
         self._run_id = run_id
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -165,6 +172,7 @@ class Job:
                 env={
                     **os.environ,
                     **place,
+                    **self._starter,
                     "JOB_FOLDER": str(self.folder),
                     **self._env,
                     **self._rank_env.get(rank, {}),
@@ -192,18 +200,18 @@ class Launcher:
 
 
 class JobServer:
-    """Starts jobs of one program and one size, one after another, which pay for one import of torch."""
+    """Starts jobs of one program, one after another, which pay for one import of torch."""
 
-    def __init__(self, program: str, size: int, python: str = sys.executable) -> None:
+    def __init__(self, program: str, python: str = sys.executable) -> None:
         place = {
-            **{"JOB_SERVES": "1", "JOB_FORKS": str(size), "rANK": "0", "LOCAL_rANK": "0"},
-            **{"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)},
+            **{"JOB_SERVES": "1", "JOB_FORKS": "0", "rANK": "0", "LOCAL_rANK": "0"},
+            **{"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "0"},
             **{"mASTER_ADDR": "127.0.0.1", "mASTER_PORT": "00000", "OMP_NUM_THREADS": "1"},
             "JOB_FOLDER": "/".join([tempfile.gettempdir(), "distdiag-job-" + "0" * 8]),
         }
         self._process = subprocess.Popen(
             [python, str(PROGRAMS / f"{program}.py")],
-            env={**os.environ, **place},
+            env={**os.environ, **place, **_STARTER},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -222,6 +230,23 @@ class JobServer:
         self._process.stdin.write(json.dumps(environment).encode() + b"\n")
         self._process.stdin.flush()
         return Launcher(int(self._process.stdout.readline()))
+
+
+_servers: dict[str, JobServer] = {}
+
+
+def _shared_server(program: str) -> JobServer:
+    """Return the server of this program, which is started for the first job."""
+    if program not in _servers:
+        _servers[program] = JobServer(program)
+    return _servers[program]
+
+
+def close_servers() -> None:
+    """End the shared servers; the end of this process would end them, too."""
+    while _servers:
+        with _servers.popitem()[1]:
+            pass
 
 
 def wait_still(folder: Path) -> None:

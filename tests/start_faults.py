@@ -6,6 +6,7 @@ The answers were written before the first run.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cluster import Names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from cluster import Network
     from cluster_netns import Node
@@ -27,6 +28,8 @@ TESTS = Path(__file__).resolve().parent
 TRAIN = str(TESTS / "programs" / "plain_allreduce.py")
 OLD = str(TESTS / "programs" / "gloo_job.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+_IMPORT_S = 0.8
+"""Less processor time than an import of torch takes."""
 
 
 def c10d(endpoint: str, nodes: int = 2, run_id: str = "7") -> list[str]:
@@ -275,9 +278,32 @@ def _close_ports(fault: StartFault, network: Network) -> None:
 def start(fault: StartFault, network: Network) -> Node:
     """Start a job that does not start; give the last node that it runs on. The network ends all of it."""
     _prepare(fault, network)
-    for number, command in fault.runs:
-        network.nodes[number].start(*command, env={"OMP_NUM_THREADS": "1"})
+    wait_idle([network.nodes[number].start(*command, env={"OMP_NUM_THREADS": "1"}) for number, command in fault.runs])
     return network.nodes[fault.runs[-1][0]]
+
+
+def wait_idle(started: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait until each has imported torch and waits, or has ended; for 30 s at most.
+
+    It saves questions that are asked too early, and is no proof: ask until the answer is the expected one.
+    """
+    until, used = time.monotonic() + 30, [0.0] * len(started)
+    while time.monotonic() < until:
+        before, used = used, [_used_s(each.pid) for each in started]
+        pairs = zip(started, before, used, strict=True)
+        if all(each.poll() is not None or was == now > _IMPORT_S for each, was, now in pairs):
+            return
+        time.sleep(0.3)
+
+
+def _used_s(session: int) -> float:
+    """Return the processor time of all processes of a session."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            words = path.read_text().rpartition(")")[2].split()
+            ticks += int(words[11]) + int(words[12]) if int(words[3]) == session else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def logs_of(fault: StartFault, network: Network, *, patience_s: float) -> list[Path]:

@@ -189,7 +189,7 @@ def test_a_rank_that_py_spy_dumps_all_the_time_does_not_move(tmp_path: Path) -> 
 
 
 def test_ranks_that_wait_in_gloo_do_not_move() -> None:
-    with Job("hangs_in_load_batch", 3) as job:
+    with Job("hangs_in_load_batch", 3, forked=True) as job:
         job.wait_still()
         assert_still([job.pid(rank) for rank in range(3)])
 

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from json_schema import check
 from support import Running, distdiag, need
 
 from distdiag.facts import machine
@@ -32,10 +34,28 @@ def rows(result: Result) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_every_collective_is_right_in_every_element(dtype: str) -> None:
-    result = bench("--nproc", "3", "--op", "all", "--sizes", "100,1000KB", "--dtype", dtype)
-    assert result.code == 0, result.out
+@dataclass(frozen=True)
+class Kept:
+    """A run of every collective for people, and the facts that it saved."""
+
+    folder: Path
+    plain: Result
+    again: Result
+    """Its report, from the saved facts."""
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    folder = tmp_path_factory.mktemp("every")
+    plain = distdiag(
+        "allreduce-bench", *QUICK, "--nproc", "3", "--op", "all", "--sizes", "100,1000KB", "--dtype", "bfloat16",
+        "--plot", "-", "--save", str(folder / "kept"), env={"NO_COLOR": "1"},
+    )  # fmt: skip
+    return Kept(folder, plain, distdiag("allreduce-bench", "--json", "--from", str(folder / "kept")))
+
+
+def assert_all_right(result: Result) -> None:
+    check(result.out, 0)
     assert [(row["op"], row["wrong"], row["skipped"]) for row in rows(result)] == [
         (op, 0, "") for op in OPS for _ in range(2)
     ]
@@ -46,16 +66,19 @@ def test_every_collective_is_right_in_every_element(dtype: str) -> None:
     assert {arrival["rank"] for arrival in result.report["data"]["arrivals"]} == {0, 1, 2}
 
 
-def test_both_forms_of_what_has_two() -> None:
-    for option, in_place in (("--in-place", True), ("--out-of-place", False)):
-        result = bench("--nproc", "2", "--op", "all_gather,reduce_scatter", "--sizes", "64KiB", option)
-        assert [(row["in_place"], row["wrong"]) for row in rows(result)] == [(in_place, 0)] * 2
+def test_every_collective_is_right_in_every_element(every: Kept) -> None:
+    assert_all_right(every.again)
+    assert_all_right(bench("--nproc", "3", "--op", "all", "--sizes", "100,1000KB", "--dtype", "int8"))
 
 
-def test_no_timed_call_can_overflow_however_many_there_are() -> None:
-    result = bench("--nproc", "2", "--sizes", "1KiB", "--dtype", "float16", "--iters", "400", "--warmup", "20")
-    assert result.code == 0, result.out
-    assert (rows(result)[0]["iterations"], rows(result)[0]["wrong"]) == (400, 0)
+def test_the_other_form_of_what_has_two_as_ranks_of_torchrun(every: Kept) -> None:
+    both = ("all_gather", "reduce_scatter")
+    assert [row["in_place"] for row in rows(every.again) if row["op"] in both] == [False] * 4
+    need(TORCHRUN)
+    wrap = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python")
+    result = bench("--op", ",".join(both), "--sizes", "1KiB,64KiB", "--in-place", wrap=wrap)
+    assert result.code == 0, result.err
+    assert [(row["in_place"], row["wrong"]) for row in rows(result)] == [(True, 0)] * 4
 
 
 def test_a_corrupted_element_is_found_in_the_rank_that_sent_it() -> None:
@@ -109,16 +132,6 @@ def test_ctrl_c_reports_and_keeps_what_was_measured(tmp_path: Path) -> None:
     assert (again.code, again.report) == (130, result.report)
 
 
-def test_a_size_that_does_not_fit_is_a_row_that_says_so() -> None:
-    result = bench("--nproc", "2", "--sizes", "1KiB,64TiB,2KiB".replace("64TiB", "65536GiB"))
-    assert result.code == 0
-    assert [(row["size_bytes"], bool(row["time_s"])) for row in rows(result)] == [
-        (1024, True), (65536 * 2**30, False), (2048, True),
-    ]  # fmt: skip
-    assert "bytes on each rank" in rows(result)[1]["skipped"]
-    assert "too-large" in {one["id"].partition(".")[2] for one in result.report["findings"]}
-
-
 def test_one_rank_alone_and_facts_that_cannot_be_kept(tmp_path: Path) -> None:
     (tmp_path / f"allreduce-bench.{machine.host_name()}.json").mkdir()
     result = bench("--nproc", "1", "--op", "all_reduce,sendrecv", "--sizes", "1KiB", "--save", str(tmp_path))
@@ -129,38 +142,45 @@ def test_one_rank_alone_and_facts_that_cannot_be_kept(tmp_path: Path) -> None:
     assert rows(result)[0]["time_s"]
 
 
-def test_saved_compared_and_drawn(tmp_path: Path) -> None:
-    saved, picture = tmp_path / "before", tmp_path / "curve.svg"
-    sizes = ("--nproc", "2", "--sizes", "1KiB:64KiB:x8")
-    first = bench(*sizes, "--save", str(saved), "--plot", str(picture))
-    assert first.code == 0
+def test_saved_compared_and_drawn(every: Kept, tmp_path: Path) -> None:
+    """Compared live, too; and of the sizes one does not fit, and many calls in float16 do not overflow."""
+    kept, picture = str(every.folder / "kept"), tmp_path / "curve.svg"
+    same = distdiag("allreduce-bench", "--json", "--from", kept, "--compare", kept, "--plot", str(picture))
     assert picture.read_text().lstrip().startswith("<?xml")
-    same = distdiag("allreduce-bench", "--json", "--from", str(saved), "--compare", str(saved))
-    assert [(row["op"], row["slower"]) for row in same.report["data"]["compared"]] == [("all_reduce", False)] * 3
-    kept = first.report
-    for row in kept["data"]["results"]:
+    assert [(row["op"], row["slower"]) for row in same.report["data"]["compared"]] == [
+        (op, False) for op in OPS for _ in range(2)
+    ]
+    faster = every.again.report
+    faster["data"]["world_size"] = 2
+    for row in faster["data"]["results"]:
         # No machine, however busy, is so fast that this is noise.
-        row["time_s"] = dict.fromkeys(row["time_s"], 1e-7)
+        row |= {"dtype": "float16", "size_bytes": 1024, "in_place": True, "time_s": dict.fromkeys(row["time_s"], 1e-7)}
         row["busbw_bytes_per_s"] *= 1000
         row["algbw_bytes_per_s"] *= 1000
-    (tmp_path / "faster.json").write_text(json.dumps(kept))
-    second = bench(*sizes, "--compare", str(tmp_path / "faster.json"))
-    assert len(second.report["data"]["compared"]) == 3
-    assert (second.code, "slower" in second.findings) == (1, True)
-
-
-def test_the_table_and_the_curve_fit_into_80_columns() -> None:
-    result = distdiag(
-        "allreduce-bench", *QUICK, "--nproc", "2", "--op", "all", "--sizes", "1KiB:1MiB:x32", "--plot", "-",
-        env={"NO_COLOR": "1"},
+    (tmp_path / "faster.json").write_text(json.dumps(faster))
+    result = bench(
+        "--nproc", "2", "--sizes", "1KiB,65536GiB,2KiB", "--dtype", "float16", "--iters", "400", "--warmup", "20",
+        "--compare", str(tmp_path / "faster.json"),
     )  # fmt: skip
-    assert result.code == 0
-    assert "\x1b" not in result.out
+    assert len(result.report["data"]["compared"]) == 1
+    assert (result.code, "slower" in result.findings) == (1, True)
+    assert [(row["size_bytes"], bool(row["time_s"])) for row in rows(result)] == [
+        (1024, True), (65536 * 2**30, False), (2048, True),
+    ]  # fmt: skip
+    assert (rows(result)[0]["iterations"], rows(result)[0]["wrong"]) == (400, 0)
+    assert "bytes on each rank" in rows(result)[1]["skipped"]
+    assert "too-large" in {one["id"].partition(".")[2] for one in result.report["findings"]}
+
+
+def test_the_table_and_the_curve_fit_into_80_columns(every: Kept) -> None:
+    assert every.plain.code == 0
+    lines = every.plain.out.splitlines()
+    assert "\x1b" not in every.plain.out
     # A command to paste has one line.
-    assert max(len(line) for line in result.out.splitlines() if " allreduce-bench --nproc" not in line) <= 80
-    assert "reduce_scatter" in result.out
+    assert max(len(line) for line in lines if " allreduce-bench --nproc" not in line) <= 80
+    assert "reduce_scatter" in every.plain.out
     # In a pipe each row is a line on stderr as soon as it is measured.
-    assert sum("busbw" in line for line in result.err.splitlines()) == 7 * 3
+    assert sum("busbw" in line for line in every.plain.err.splitlines()) == 7 * 2
 
 
 @pytest.mark.parametrize(
@@ -184,14 +204,6 @@ def test_wrong_usage_is_exit_2_and_says_why(arguments: tuple[str, ...]) -> None:
     result = bench(*arguments)
     assert result.code == 2
     assert result.report["error"]["message"]
-
-
-def test_as_ranks_of_torchrun() -> None:
-    need(TORCHRUN)
-    wrap = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python")
-    result = bench("--sizes", "1KiB,64KiB", wrap=wrap)
-    assert result.code == 0, result.err
-    assert [row["wrong"] for row in rows(result)] == [0, 0]
 
 
 def test_the_lines_for_a_launcher_keep_what_was_typed() -> None:

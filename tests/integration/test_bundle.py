@@ -64,13 +64,13 @@ def test_secrets_and_names_stay_home_and_the_verdict_travels(tmp_path: Path) -> 
     target = tmp_path / "hung.tar.gz"
     env = {"HOW": "sleeps", "DB_PASSWORD": SECRETS["environment"], "WANDB_API_KEY": "k" * 12}
     run_id = f"bundle-{os.getpid()}"  # another test's job may have the same address and port
-    with Job("hangs_in_every_way", 3, env=env, wrap=append, run_id=run_id) as job:
+    with Job("hangs_in_every_way", 3, env=env, wrap=append, run_id=run_id, forked=True) as job:
         job.wait_ready()
         wait_until(lambda: (job.folder / "bad").exists(), 60, lambda: "the fault has not happened")
         since = time.monotonic()
         wait_until(lambda: time.monotonic() - since > 6, 60, lambda: "the clock did not advance")
         made = distdiag("bundle", "--job", run_id, "--logs", str(log), "-o", str(target), *hosts, "--json")
-        assert not [rank for rank in range(3) if job.processes[rank].poll() is not None]
+        assert not [rank for rank in range(3) if not os.path.exists(f"/proc/{job.pid(rank)}")]
     assert made.code == 0, made.out + made.err
     here = {row["command"]: row for row in made.report["data"]["verdicts"]}
     assert here["hang"]["verdict"] == "fail", made.out

@@ -280,8 +280,6 @@ def test_an_interpreter_without_torch_can_be_examined(tmp_path: Path) -> None:
     assert result.report["data"]["nodes"][0]["facts"]["python"]["executable"] == str(tmp_path / "venv/bin/python")
 
 
-@pytest.mark.alone
-@pytest.mark.alone
 def test_it_answers_quickly_and_without_importing_torch(wrapper: Path) -> None:
     def used_s() -> float:
         """Return the processor time of all children so far: a busy machine makes them late, not costlier."""

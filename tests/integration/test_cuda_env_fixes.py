@@ -95,7 +95,7 @@ def test_an_nvcc_that_hangs_is_not_chosen_again(
     assert finding.fix is not None
     assert f"CUDA_HOME={hung}" not in str(finding.fix.commands)
     assert (f"CUDA_HOME={whole}" in str(finding.fix.commands)) == another
-    assert took < 9  # twice the given time, and a busy machine's overhead
+    assert took < 40  # twice the given time and a busy machine's overhead; nvcc sleeps for 60 s
 
 
 def test_the_toolkit_of_the_wheels_works_after_one_run_of_export(

@@ -43,7 +43,6 @@ def processes_below(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("hang", r"FAIL  hang.lock(?s:.)*load_batch(?s:.)*kill -CONT \d+"),
         ("crash", r"rank 2 failed first: ValueError: sample 1207"),
         ("nan", r"128 nan in `output` of `0` \(Attention\)"),
         ("slow", r"rank 2 (?s:.)*slower than the others, in `augment`"),
@@ -59,7 +58,7 @@ def test_the_printed_command_prints_a_fix_that_lets_the_job_finish(place: dict[s
     demo = pexpect.spawn(PROGRAM, ["demo", "hang"], env={**os.environ, **place}, encoding="utf-8", timeout=60)
     demo.expect(r"second terminal:\s+(\S*distdiag hang \d+)\s")
     report = distdiag(*shlex.split(str(demo.match.group(1)))[1:])
-    fix = re.search(r"kill -CONT (\d+)", report.out)
+    fix = re.search(r"FAIL  hang.lock(?s:.)*load_batch(?s:.)*kill -CONT (\d+)", report.out)
     assert fix, report.out
     os.kill(int(fix[1]), signal.SIGCONT)
     demo.expect("The fix worked")
@@ -68,25 +67,35 @@ def test_the_printed_command_prints_a_fix_that_lets_the_job_finish(place: dict[s
     assert demo.exitstatus == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_after_a_signal(number: int, place: dict[str, str]) -> None:
+def test_nothing_is_left_after_ctrl_c(place: dict[str, str]) -> None:
     demo = pexpect.spawn(PROGRAM, ["demo", "hang"], env={**os.environ, **place}, encoding="utf-8", timeout=60)
     demo.expect("Ctrl-C ends the demo")
-    os.kill(demo.pid, number)
+    os.kill(demo.pid, signal.SIGINT)
     demo.expect(pexpect.EOF)
     demo.close()
-    if number == signal.SIGKILL:  # no program can remove its folder then; its processes end all the same
-        folder = Path(place["TMPDIR"])
-        wait_until(lambda: not processes_below(folder), 5, lambda: "a rank lives on")
-        for path in [*folder.glob("*/*"), *folder.iterdir()]:
-            path.rmdir() if path.is_dir() else path.unlink()
-    else:
-        assert demo.exitstatus == 0
+    assert demo.exitstatus == 0
+
+
+def all_started(place: dict[str, str]) -> pexpect.spawn[str]:
+    """Start a demo, and wait for the processes of all ranks and of the lock."""
+    demo = pexpect.spawn(PROGRAM, ["demo", "hang"], env={**os.environ, **place}, encoding="utf-8", timeout=60)
+    wait_until(lambda: len(processes_below(Path(place["TMPDIR"]))) == 5, 40, lambda: "they do not start")
+    return demo
+
+
+def test_nothing_lives_on_after_sigkill(place: dict[str, str]) -> None:
+    demo, folder = all_started(place), Path(place["TMPDIR"])
+    os.kill(demo.pid, signal.SIGKILL)
+    demo.expect(pexpect.EOF)
+    demo.close()
+    # No program can remove its folder then; its processes end all the same.
+    wait_until(lambda: not processes_below(folder), 5, lambda: "a rank lives on")
+    for path in [*folder.glob("*/*"), *folder.iterdir()]:
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def test_nothing_is_left_when_the_terminal_is_closed(place: dict[str, str]) -> None:
-    demo = pexpect.spawn(PROGRAM, ["demo", "hang"], env={**os.environ, **place}, encoding="utf-8", timeout=60)
-    demo.expect("Ctrl-C ends the demo")
+    demo = all_started(place)
     demo.ptyproc.fileobj.close()
     wait_until(lambda: not demo.isalive(), 10, lambda: "the demo lives on")
 

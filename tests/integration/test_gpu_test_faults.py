@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import Running, gpu_test
+from json_schema import check
+from support import Running, distdiag, gpu_test
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ HELD_UP = (("stop", 0, "start"), ("late", 1, "connect"), ("stop", 0, "init"), ("
 
 def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
     result = gpu_test("--nproc", "3")
-    assert result.code == 0
+    check(result.out, 0)
     assert result.report["verdict"] == "ok"
     data = result.report["data"]
     assert data["world_size"] == 3
@@ -82,7 +83,7 @@ def test_nccl_debug_keeps_what_each_rank_prints_also_one_that_is_killed() -> Non
 def assert_killed(stage: str, *arguments: str) -> Result:
     """Kill rank 1 in this stage: that is found, and nothing else."""
     result = gpu_test("--nproc", "2", "--stall", "20", "--inject", f"kill:1@{stage}", *arguments)
-    assert result.code == 1
+    check(result.out, 1)
     assert list(result.findings) == ["rank-died"]
     finding = result.findings["rank-died"]
     assert finding["where"]["ranks"] == [1]
@@ -152,18 +153,29 @@ def test_a_rank_that_is_stopped_or_late_where_the_others_wait_is_told_from_them_
     ],
 )
 def test_a_signal_from_another_program_gives_the_same_answer(
-    number: signal.Signals, stage: str, finding: str, status: str
+    number: signal.Signals, stage: str, finding: str, status: str, tmp_path: Path
 ) -> None:
     # The buffer is large so that the reduction is still under way when the signal comes.
-    run = Running("gpu-test", "--nproc", "3", "--stall", "15", "--size", "768MiB", "--json")
+    kept = ("--save", str(tmp_path / "kept"))
+    run = Running("gpu-test", "--nproc", "3", "--stall", "15", "--size", "768MiB", "--json", *kept)
     run.wait_for(f"{stage}: all ranks")
-    os.kill(run.pid_of_rank(2), number)
+    os.kill(run.pid_of_rank(1), number)
     result = run.finish()
     assert result.code == 1
     assert list(result.findings) == [finding]
-    assert result.findings[finding]["where"]["ranks"] == [2]
+    assert result.findings[finding]["where"]["ranks"] == [1]
     assert f"stage {stage} " in result.findings[finding]["title"]
-    assert result.statuses == ["waiting", "waiting", status]
+    assert result.statuses == ["waiting", status, "waiting"]
+    assert_fits_80_columns(distdiag("gpu-test", "--from", str(tmp_path / "kept")).out)
+
+
+def assert_fits_80_columns(text: str) -> None:
+    lines = text.splitlines()
+    assert lines[0] == "distdiag gpu-test: FAIL"
+    assert [line for line in lines if line.startswith(("0,2 ", "1 "))], "equal ranks fold into one row"
+    assert max(len(line) for line in lines if not line.startswith("    ")) <= 80
+    assert "\x1b" not in text
+    assert "rank 1 (" in text
 
 
 def test_one_changed_element_is_found_although_gloo_is_content() -> None:
@@ -213,9 +225,3 @@ def test_a_rank_that_computes_at_70_percent_is_named() -> None:
     result = gpu_test("--nproc", "3", "--inject", "slow-compute:2")
     assert result.findings["slow-compute"]["where"]["ranks"] == [2]
     assert {own["rounds"] for own in result.report["data"]["computed"].values()} == {3}
-
-
-def test_computing_can_be_left_out() -> None:
-    result = gpu_test("--nproc", "2", "--no-compute")
-    assert (result.code, result.report["data"]["computed"]) == (0, {})
-    assert gpu_test("--nproc", "2", "--no-compute", "--inject", "wrong-compute:1").code == 2

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ("--compute", "5s", "--no-compute"),
         ("--compute", "soon"),
         ("--isolate", "--compute", "5s", "--no-compute"),
+        ("--no-compute", "--inject", "wrong-compute:1"),
         ("--isolate", "--no-compute", "--inject", "wrong-compute:1"),
         ("--isolate", "--inject", "slow-compute:1-2"),
     ],
@@ -156,10 +157,11 @@ def _small_shm_and_all_temporary_directories_read_only() -> tuple[str, ...]:
 
 def test_a_small_dev_shm_is_a_warning_and_a_read_only_temporary_directory_matters_only_for_logs() -> None:
     wrap = _small_shm_and_all_temporary_directories_read_only()
-    result = gpu_test("--strict", wrap=wrap)
+    result = gpu_test("--strict", "--no-compute", wrap=wrap)
     # That the exit is 0 without --strict is tested with own names on loopback.
     assert (result.code, result.report["verdict"], result.statuses) == (1, "warn", ["ok", "ok"])
     assert list(result.findings) == ["shm-small"]
+    assert result.report["data"]["computed"] == {}
     result = gpu_test("--nccl-debug", wrap=wrap)
     assert result.code == 3
     assert "TMPDIR=" in result.report["error"]["hint"]
@@ -197,13 +199,12 @@ def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
     assert "interrupted; rank 1 (" in result.report["summary"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 130)])
-def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one(number: signal.Signals, code: int) -> None:
+def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one() -> None:
     run = Running("gpu-test", "--nproc", "2", "--inject", "stop:1@memory")
     run.wait_for("memory: all ranks")
     assert len(run.left_behind()) == 3  # the agent and two ranks
-    os.kill(run.process.pid, number)
-    assert run.finish().code == code
+    run.process.kill()
+    assert run.finish().code == -signal.SIGKILL
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
@@ -258,34 +259,27 @@ def test_a_working_directory_that_is_gone_is_told_before_torch_stumbles(tmp_path
     assert "working directory" in done.stderr
 
 
-def test_a_reader_that_leaves_early_and_a_full_stderr_are_no_error() -> None:
+def test_a_reader_that_leaves_early_and_a_full_stderr_are_no_error(broken_torch: dict[str, str]) -> None:
+    env = {**os.environ, **broken_torch}
     pipe = f"{PROGRAM} gpu-test --nproc 1 --size 1MiB 2>/dev/full | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == ["distdiag gpu-test: OK", "0"]
+    done = subprocess.run(["bash", "-c", pipe], env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["distdiag gpu-test: FAIL", "1"]
     assert done.stderr == ""
 
 
 def test_a_stdout_that_is_closed_or_full_is_no_traceback(broken_torch: dict[str, str]) -> None:
     command = f"{PROGRAM} gpu-test --size 1MiB --nproc 1"
-    closed = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, check=False, timeout=60)
-    assert closed.returncode == 0
-    assert "Traceback" not in closed.stderr
     env = {**os.environ, **broken_torch}
+    closed = subprocess.run(
+        ["bash", "-c", f"{command} >&-"], env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert closed.returncode == 1
+    assert "Traceback" not in closed.stderr
     full = subprocess.run(
         ["bash", "-c", f"{command} >/dev/full"], env=env, capture_output=True, text=True, check=False, timeout=60
     )
     assert full.returncode == 3
     assert "No space left on device" in full.stderr
-
-
-def test_what_people_read_fits_80_columns_and_has_no_colour_in_a_pipe() -> None:
-    result = distdiag("gpu-test", "--size", "1MiB", "--nproc", "3", "--inject", "kill:1@reduce")
-    lines = result.out.splitlines()
-    assert lines[0] == "distdiag gpu-test: FAIL"
-    assert [line for line in lines if line.startswith(("0,2 ", "1 "))], "equal ranks fold into one row"
-    assert max(len(line) for line in lines if not line.startswith("    ")) <= 80
-    assert "\x1b" not in result.out
-    assert "rank 1 (" in result.out
 
 
 @pytest.mark.parametrize(

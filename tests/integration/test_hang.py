@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from jobs import PROGRAMS, Job, free_port, states
 from support import distdiag, need, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from support import Result
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 PROGRAM = "hangs_in_every_way"
 
 
-def hung(how: str, *, size: int = 3, forked: bool = True, **env: str) -> Job:
-    return Job(PROGRAM, size, env={"HOW": how, **env}, forked=forked)
+def hung(how: str, **env: str) -> Job:
+    return Job(PROGRAM, 3, env={"HOW": how, **env}, server="shared")
 
 
 def wait_hung(job: Job, least_s: float = 6.0) -> None:
@@ -53,24 +55,35 @@ def stands(result: Result) -> dict[str, str]:
     return {row["source"]: row["stand"] for row in result.report["data"]["sources"]}
 
 
-@pytest.mark.parametrize(
-    ("how", "class_name", "ranks", "code"),
-    [
-        ("sleeps", "not-in-collective", [2], 1),
-        ("stopped", "stopped", [2], 1),
-        ("debugger", "debugger", [2], 1),
-        ("own-lock", "lock", [2], 1),
-        ("d-state", "storage", [2], 1),
-        ("recv-cycle", "deadlock", [0, 1], 1),
-    ],
-)
-def test_the_rank_at_fault_and_its_class_are_named(how: str, class_name: str, ranks: list[int], code: int) -> None:
-    with hung(how) as job:
-        wait_hung(job)
-        before = states(job.pid(rank) for rank in range(3))
-        result = ask(job)
-        assert states(job.pid(rank) for rank in range(3)) == before
-    assert (verdict(result), result.code) == ((class_name, ranks), code), result.out + result.err
+# By fault: the class and the ranks at fault.
+TRUTH = {
+    "sleeps": ("not-in-collective", [2]),
+    "stopped": ("stopped", [2]),
+    "debugger": ("debugger", [2]),
+    "own-lock": ("lock", [2]),
+    "d-state": ("storage", [2]),
+    "recv-cycle": ("deadlock", [0, 1]),
+}
+
+
+@pytest.fixture(scope="module")
+def stuck() -> Iterator[dict[str, Job]]:
+    """A job for each fault, which all hang at the same time."""
+    with contextlib.ExitStack() as stack:
+        jobs = {how: stack.enter_context(hung(how)) for how in TRUTH}
+        for number, job in enumerate(jobs.values(), 1):
+            wait_hung(job, 6.0 if number == len(jobs) else 0.0)
+        yield jobs
+
+
+@pytest.mark.parametrize("how", TRUTH)
+def test_the_rank_at_fault_and_its_class_are_named(how: str, stuck: dict[str, Job]) -> None:
+    job = stuck[how]
+    _, ranks = TRUTH[how]
+    before = states(job.pid(rank) for rank in range(3))
+    result = ask(job)
+    assert states(job.pid(rank) for rank in range(3)) == before
+    assert (verdict(result), result.code) == (TRUTH[how], 1), result.out + result.err
     assert stands(result)["stacks"] == "agrees"
     assert stands(result)["recorder"] == "not available"
     first = result.report["findings"][0]
@@ -83,7 +96,7 @@ def test_the_rank_at_fault_and_its_class_are_named(how: str, class_name: str, ra
 
 
 def test_a_busy_rank_is_told_from_a_stuck_one_and_its_bar_says_how_long_still(tmp_path: Path) -> None:
-    with hung("tokenizes", forked=False) as job:
+    with hung("tokenizes") as job:
         wait_hung(job)
         wait_until(lambda: "tokenize:" in (job.folder / "stderr-2").read_text(), 60, lambda: "no bar")
         result = ask(job, "--save", str(tmp_path / "kept"))
@@ -125,7 +138,8 @@ def test_a_recorder_names_the_rank_where_all_stacks_are_alike(tmp_path: Path) ->
 def test_nccl_ras_is_asked_and_only_a_rank_behind_the_others_is_blamed(tmp_path: Path) -> None:
     port = free_port()
     answers = {}
-    with hung("two-groups", NCCL_RAS_ADDR=f"127.0.0.1:{port}") as job:
+    env = {"HOW": "two-groups", "NCCL_RAS_ADDR": f"127.0.0.1:{port}"}  # hang reads the address in /proc
+    with Job(PROGRAM, 3, env=env, forked=True) as job:
         wait_hung(job)
         for scenario in ("job_healthy", "job_lagging", "job_ahead", "job_dead"):
             with ras_service(scenario, tmp_path, port):
@@ -160,11 +174,11 @@ def losses_of(job: Job) -> list[str]:
 
 
 def test_a_job_has_the_same_losses_whether_it_is_asked_or_not() -> None:
-    with Job("trains_well", 2, forked=True) as job:
+    with Job("trains_well", 2, server="shared") as job:
         job.wait_ready()
         wait_until(lambda: len(losses_of(job)) > 40, 60, lambda: "it makes no steps")
         unasked = losses_of(job)[:-1]
-    with Job("trains_well", 2, forked=True) as job:
+    with Job("trains_well", 2, server="shared") as job:
         job.wait_ready()
         made = len(losses_of(job))
         result = ask(job)
@@ -242,9 +256,9 @@ def test_watch_leaves_a_job_alone_until_nobody_makes_progress() -> None:
     assert err.count("reading all sources") == 1
 
 
+@pytest.mark.usefixtures("stuck")
 def test_watch_ends_with_the_job_though_others_go_on() -> None:
-    with hung("sleeps") as other, hung("slow") as job:
-        other.wait_ready()
+    with hung("slow") as job:
         job.wait_ready()
         watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
         with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
@@ -256,11 +270,9 @@ def test_watch_ends_with_the_job_though_others_go_on() -> None:
     assert (json.loads(out)["findings"][0]["id"], watching.returncode) == ("hang.no-job", 3), out + err
 
 
-def test_the_page_holds_the_report(tmp_path: Path) -> None:
+def test_the_page_holds_the_report(tmp_path: Path, stuck: dict[str, Job]) -> None:
     page = tmp_path / "hang.html"
-    with hung("sleeps") as job:
-        wait_hung(job)
-        ask(job, "--html", str(page))
+    ask(stuck["sleeps"], "--html", str(page))
     data = json.loads(page.read_text().partition('type="application/json">')[2].partition("</script>")[0])
     assert data["class_name"] == "not-in-collective"
     assert len(data["rows"]) == 3

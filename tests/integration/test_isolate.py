@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Network, need_network
+from json_schema import check
 from support import Running, distdiag
 
 if TYPE_CHECKING:
@@ -59,9 +61,8 @@ def busy(cores: int) -> Iterator[None]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("run", range(2))
 @pytest.mark.parametrize("cores", [0, 64], ids=["quiet", "busy"])
-def test_healthy_pairs(cores: int, run: int) -> None:
+def test_healthy_pairs(cores: int) -> None:
     # Four ranks share few cores with the rest of the machine: each sample of a pair may see a slow pair.
     with busy(cores):
         result = isolate(*FOUR)
@@ -77,11 +78,6 @@ def test_a_rank_that_computes_badly_is_named_and_left_out_of_all_pairs(kind: str
     assert (result.code, result.findings[kind]["where"]["ranks"]) == (code, [1]), result.out
     assert result.report["data"]["left_out"] == [1]
     assert {(one["a"], one["b"]) for one in result.report["data"]["pairs"]} == {(0, 2), (0, 3), (2, 3)}
-
-
-def test_pairs_can_be_tested_without_computing() -> None:
-    result = isolate(*FOUR, "--no-compute")
-    assert (result.report["data"]["left_out"], len(result.report["data"]["pairs"])) == ([], 6)
 
 
 @pytest.mark.alone
@@ -100,13 +96,16 @@ def test_a_slow_link_on_a_busy_machine() -> None:
     assert classified(result)["links"] == [[1, 3]]
 
 
-def test_a_link_that_drops_everything() -> None:
-    result = isolate(*FOUR, "--inject", "block:1-3")
-    assert (result.code, list(result.findings)) == (1, ["bad-link"])
+def test_a_link_that_drops_everything_is_found_without_computing() -> None:
+    result = isolate(*FOUR, "--no-compute", "--inject", "block:1-3")
+    check(result.out, 1)
+    assert list(result.findings) == ["bad-link"]
+    assert (result.report["data"]["left_out"], len(result.report["data"]["pairs"])) == ([], 6)
     assert classified(result)["links"] == [[1, 3]]
     failed = [one for one in result.report["data"]["pairs"] if one["status"] == "failed"]
     assert [(one["a"], one["b"]) for one in failed] == [(1, 3)]
-    assert "imed out" in failed[0]["error"]
+    # Whichever end gives up first closes the connection of the other.
+    assert re.search("imed out|onnection closed by peer", failed[0]["error"])
 
 
 @pytest.mark.alone

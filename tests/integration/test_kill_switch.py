@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job
-from support import distdiag
+from support import distdiag, wait_until
 
 from distdiag import KillSwitch
 
@@ -20,9 +20,10 @@ RANKS = 3
 
 
 def run_job(folder: Path, **env: str) -> tuple[list[int], str]:
-    job = Job("stops_by_kill_switch", RANKS, env=env)
-    job._argv += [str(folder), str(STEPS)]
-    with job:
+    env |= {"FOLDER": str(folder), "STEPS": str(STEPS)}
+    with Job("stops_by_kill_switch", RANKS, env=env, server="shared") as job:
+        ends = [folder / f"left-{rank}" for rank in range(RANKS)]
+        wait_until(lambda: all(path.exists() for path in ends), 60, lambda: str(list(folder.iterdir())))
         for rank in range(RANKS):
             job.wait_ended(rank)
         stderr = "".join(path.read_text() for path in sorted(job.folder.glob("stderr-*")))

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NODES = 4
+TWO = "node[1-2]"
 GONE_S = 3.0
 GONE_LATE_S = 15.0
 """With other tests beside it."""
 END = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
 
 
-@pytest.fixture
-def net() -> Iterator[Network]:
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
     need_network()
     need("ssh", "ssh-keygen", SSHD)
     with Network(NODES) as network:
@@ -36,12 +37,12 @@ def net() -> Iterator[Network]:
 
 
 @pytest.fixture
-def two() -> Iterator[Network]:
-    need_network()
-    need("ssh", "ssh-keygen", SSHD)
-    with Network(2) as network:
-        serve_ssh(network)
-        yield network
+def net(network: Network) -> Iterator[Network]:
+    """All nodes; nothing of an earlier test is at work."""
+    assert at_work(network) == []
+    yield network
+    for node in network.nodes:
+        node.heal()
 
 
 def at_work(net: Network) -> list[str]:
@@ -113,19 +114,19 @@ def test_a_node_that_is_cut_off_ends_its_agent_and_the_others_stay(net: Network)
 
 @pytest.mark.parametrize(("number", "way"), [(signal.SIGINT, "via"), (signal.SIGTERM, "ssh"), (signal.SIGKILL, "ssh")])
 def test_ranks_end_with_distdiag_and_ctrl_c_prints_what_is_known(
-    two: Network, number: signal.Signals, way: str
+    net: Network, number: signal.Signals, way: str
 ) -> None:
     run = Running(
-        "gpu-test", "--json", "--nproc", "1", "--hosts", two.hosts, "--inject", "late:1@memory", "--size", "1MiB",
-        *(["--via", two.via] if way == "via" else []), env=two.client_env(), wrap=tuple(two.client.command()),
+        "gpu-test", "--json", "--nproc", "1", "--hosts", TWO, "--inject", "late:1@memory", "--size", "1MiB",
+        *(["--via", net.via] if way == "via" else []), env=net.client_env(), wrap=tuple(net.client.command()),
     )  # fmt: skip
     try:
         run.wait_for("reduce: all ranks")
-        assert sum("distdiag-rank" in line for line in at_work(two)) == 2
+        assert sum("distdiag-rank" in line for line in at_work(net)) == 2
         began = time.monotonic()
         run.process.send_signal(number)
         run.process.wait(GONE_LATE_S)
-        await_nothing(two, began, GONE_LATE_S)
+        await_nothing(net, began, GONE_LATE_S)
     finally:
         result = run.finish()
     if number != signal.SIGKILL:
@@ -196,13 +197,13 @@ def test_a_login_that_never_came_to_us_ends_with_our_patience() -> None:
 
 
 @pytest.mark.parametrize("way", ["ssh", "via"])
-def test_a_setup_that_waits_ends_with_our_patience(two: Network, way: str) -> None:
-    via = two.via if way == "via" else ""
-    run = start_reaching(two.client, two.hosts, via=via, setup="sleep 1000", host_timeout_s=2.0)
+def test_a_setup_that_waits_ends_with_our_patience(net: Network, way: str) -> None:
+    via = net.via if way == "via" else ""
+    run = start_reaching(net.client, TWO, via=via, setup="sleep 1000", host_timeout_s=2.0)
     try:
-        wait_until(lambda: str(at_work(two)).count("sleep 1000") == 2, 20, lambda: str(at_work(two)))
+        wait_until(lambda: str(at_work(net)).count("sleep 1000") == 2, 20, lambda: str(at_work(net)))
         assert run.stdout is not None
         assert run.stdout.readline() == "up\n", "given up"
-        await_nothing(two, time.monotonic(), GONE_LATE_S)
+        await_nothing(net, time.monotonic(), GONE_LATE_S)
     finally:
         end(run)

@@ -9,7 +9,8 @@ import pytest
 from browser import chromium
 from hang_facts import judge
 from selenium.webdriver.common.by import By
-from support import distdiag, need
+from support import need
+from support_warm import distdiag
 from unit.test_hang_verdict import job_of
 
 from distdiag.commands.hang.page import content

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support import distdiag, need
+from support import need
+from support_warm import distdiag
 
 from distdiag.facts.polled_path import stale_build_locks
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from cluster import Names, Network, need_network
-from support import distdiag
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support import distdiag
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import Job, outliers, states
-from support import PROGRAM, distdiag
+from support import PROGRAM
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from support import Result
@@ -23,7 +24,7 @@ def groups(result: Result) -> dict[tuple[int, ...], str]:
 
 
 def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path: Path) -> None:
-    with Job("hangs_in_load_batch", 4) as job:
+    with Job("hangs_in_load_batch", 4, forked=True) as job:
         job.wait_still()
         pids = [job.pid(rank) for rank in range(4)]
         before = states(pids)

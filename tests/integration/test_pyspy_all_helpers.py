@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from jobs import Job, free_port, outliers
-from support import distdiag, need, wait_until
+from support import need, wait_until
+from support_warm import distdiag
 
 SOON = ("--interval", "0.3")
 

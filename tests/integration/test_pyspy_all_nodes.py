@@ -10,7 +10,8 @@ from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
 from jobs import PROGRAMS, outliers, wait_still
-from support import distdiag, need, wait_until
+from support import need, wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from pathlib import Path

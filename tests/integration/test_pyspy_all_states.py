@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, free_port, states, wait_for_state
-from support import PROGRAM, distdiag, need, need_mounts, need_root, wait_until
+from support import PROGRAM, need, need_mounts, need_root, wait_until
+from support_warm import distdiag
 
 from distdiag.facts import procs
 

@@ -58,7 +58,7 @@ class Ranks:
 
     def until(self, what: object) -> str:
         """Wait for a text, give what came before it."""
-        self.terminal.expect(what, timeout=20)
+        self.terminal.expect(what, timeout=60)
         before = str(self.terminal.before)
         self.said += before + (self.terminal.after if isinstance(self.terminal.after, str) else "")
         return before

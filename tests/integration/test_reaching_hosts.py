@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,14 +11,16 @@ import pytest
 from cluster import Network, need_network
 from cluster_reach import Reached, reach
 from cluster_ssh import SSHD, Hostile, Sshd, act_hostile, give_user_keys, greet, key_pair, serve_ssh
-from support import distdiag, need
+from support import need
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cluster_netns import Node
 
-HOST_TIMEOUT_S = 4.0
+HOST_TIMEOUT_S = 10.0
+"""A good host answers in it with other tests on the machine."""
 MUTE_SSHD = Path(__file__).parents[1] / "programs" / "mute_sshd.py"
 # Accepts connections and sends only the first argument, regardless of its input.
 TALKER = """
@@ -81,16 +82,16 @@ def closed_account(node: Node) -> Sshd:
 
 CASES = {
     "good": Case(Sshd, "ok", "facts"),
-    "hole": Case(lambda node: node.vanish(), "filtered", "connect", "no answer on port 22 within 4 s", "firewall"),
+    "hole": Case(lambda node: node.vanish(), "filtered", "connect", "no answer on port 22 within 10 s", "firewall"),
     "closed": Case(lambda node: None, "refused", "connect", "nothing listens on port 22", "start sshd"),
     "prohibited": Case(lambda node: node.reject(22, how="admin-prohibited"), "no-route", "connect", "no route to host"),
     "unplugged": Case(lambda node: node.unplug(), "no-route", "connect", "no route to host", "route"),
     "http": Case(web_server, "not-ssh", "banner", 'port 22 is not ssh, it answers "<!DOCTYPE', "ssh://host:port"),
     "smtp": Case(lambda node: talker(node, "220 mail\r\n"), "not-ssh", "banner", 'is not ssh, it answers "220 mail"'),
     "halfline": Case(lambda node: talker(node, "who?"), "not-ssh", "banner", 'is not ssh, it answers "who?"'),
-    "silent": Case(lambda node: talker(node, ""), "timeout", "banner", "sends nothing for 4 s", "--host-timeout"),
-    "greets": Case(lambda node: talker(node, "SSH-2.0-x\r\n"), "timeout", "handshake", "within 4 s"),
-    "mute": Case(mute, "timeout", "session", "does not run the command: no answer within 4 s"),
+    "silent": Case(lambda node: talker(node, ""), "timeout", "banner", "sends nothing for 10 s", "--host-timeout"),
+    "greets": Case(lambda node: talker(node, "SSH-2.0-x\r\n"), "timeout", "handshake", "within 10 s"),
+    "mute": Case(mute, "timeout", "session", "does not run the command: no answer within 10 s"),
     "auth": Case(
         lambda node: Sshd(node, options=["AuthorizedKeysFile none"]), "auth", "login", "user root with /", "by hand"
     ),
@@ -102,7 +103,7 @@ CASES = {
     "no-program": Case(
         hostile(Hostile.NOT_FOUND), "failed", "start", 'command not found: "python3: command not found"'
     ),
-    "hanging": Case(hostile(Hostile.HANGING), "timeout", "start", "no Python started within 4 s", "wait"),
+    "hanging": Case(hostile(Hostile.HANGING), "timeout", "start", "no Python started within 10 s", "wait"),
     "killed": Case(hostile(Hostile.KILLED), "killed", "start", "killed by a signal", "what kills processes"),
     "nologin": Case(closed_account, "failed", "start", 'status 1 before the handshake: "This account'),
     "forced": Case(
@@ -116,8 +117,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def troubled() -> Iterator[tuple[Reached, float]]:
-    """All cases at once, and the seconds that it took."""
+def troubled() -> Iterator[Reached]:
+    """All cases at once."""
     need_network()
     need("ssh", "ssh-keygen", SSHD, "tcsh", "fish", "bash")
     with Network(list(CASES)) as network:
@@ -126,49 +127,42 @@ def troubled() -> Iterator[tuple[Reached, float]]:
         for server in servers:
             if server is not None:
                 server.wait()
-        began = time.monotonic()
-        reached = reach(network.client, network.hosts + ",nosuch", host_timeout_s=HOST_TIMEOUT_S)
-        yield reached, time.monotonic() - began
+        yield reach(network.client, network.hosts + ",nosuch", host_timeout_s=HOST_TIMEOUT_S)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", CASES)
-def test_each_host_has_its_own_row_and_finding(troubled: tuple[Reached, float], name: str) -> None:
-    reached, _ = troubled
-    case, row = CASES[name], reached.rows[name]
+def test_each_host_has_its_own_row_and_finding(troubled: Reached, name: str) -> None:
+    case, row = CASES[name], troubled.rows[name]
     assert (row["state"], row["stage"]) == (case.state, case.stage), row["message"]
     assert case.says in row["message"]
     if case.state == "ok":
-        assert not any(name in finding["where"]["hosts"] for finding in reached.report["findings"])
+        assert not any(name in finding["where"]["hosts"] for finding in troubled.report["findings"])
         return
-    finding = reached.finding(name)
+    finding = troubled.finding(name)
     assert finding["id"] == f"hosts.{case.state}"
     assert finding["level"] == "unknown"
     assert case.fix in finding["fix"]["text"]
 
 
-@pytest.mark.alone
-def test_an_unknown_name_is_told(troubled: tuple[Reached, float]) -> None:
-    row = troubled[0].rows["nosuch"]
+def test_an_unknown_name_is_told(troubled: Reached) -> None:
+    row = troubled.rows["nosuch"]
     assert (row["state"], row["stage"], row["message"]) == ("unknown-name", "resolve", "name or service not known")
 
 
-@pytest.mark.alone
-def test_rows_stand_in_the_order_of_the_list_and_none_is_missing(troubled: tuple[Reached, float]) -> None:
-    assert list(troubled[0].rows) == [*CASES, "nosuch"]
+def test_rows_stand_in_the_order_of_the_list_and_none_is_missing(troubled: Reached) -> None:
+    assert list(troubled.rows) == [*CASES, "nosuch"]
 
 
-@pytest.mark.alone
-def test_no_host_costs_more_than_its_own_stages(troubled: tuple[Reached, float]) -> None:
-    reached, seconds = troubled
-    slowest = max(row["seconds"] for row in reached.rows.values())
-    assert slowest < 2 * HOST_TIMEOUT_S, "one that is connected to late and then hangs"
-    assert seconds < slowest + 2
+def test_no_host_costs_more_than_its_own_stages(troubled: Reached) -> None:
+    slowest = max(row["seconds"] for row in troubled.rows.values())
+    assert slowest < 2.5 * HOST_TIMEOUT_S, "one that is connected to late and then hangs"
+    assert troubled.report["seconds"] < slowest + HOST_TIMEOUT_S / 2, (
+        "two that hang, one after the other, take twice as long"
+    )
 
 
-@pytest.mark.alone
-def test_the_same_trouble_of_several_hosts_is_one_finding(troubled: tuple[Reached, float]) -> None:
-    finding = troubled[0].finding("unplugged")
+def test_the_same_trouble_of_several_hosts_is_one_finding(troubled: Reached) -> None:
+    finding = troubled.finding("unplugged")
     assert finding["where"]["hosts"] == ["prohibited", "unplugged"]
     assert finding["title"] == "2 hosts, prohibited,unplugged: each is unreachable: no route to host"
     assert finding["evidence"] == [
@@ -193,7 +187,7 @@ def test_a_flood_costs_little_memory_and_time_and_the_other_host_is_reached(pair
     give_user_keys(pair.client, {"node1": "node1", "node2": "node2"})
     for server in servers:
         server.wait()
-    reached = reach(pair.client, "node[1-2]", host_timeout_s=10)
+    reached = reach(pair.client, "node[1-2]", host_timeout_s=30)
     assert reached.states == {"node1": "protocol-error", "node2": "ok"}
     assert reached.rows["node1"]["stage"] == "start"
     assert reached.report["rss_mib"] < 80, "45 MiB without the flood"
@@ -216,7 +210,6 @@ def test_a_python_that_is_not_there_is_one_finding_for_all(pair: Network) -> Non
     assert "--python" in finding["fix"]["text"]
 
 
-@pytest.mark.alone
 def test_a_host_that_is_reached_by_its_second_address_only_is_reached(pair: Network) -> None:
     serve_ssh(pair)
     both = f"{pair['node2'].address} many\n{pair['node1'].address} many\n"
@@ -224,7 +217,7 @@ def test_a_host_that_is_reached_by_its_second_address_only_is_reached(pair: Netw
     pair.client.write_hosts(both)
     key = " ".join(key_pair("node1").public.split()[:2])
     (pair.client.home / ".ssh" / "known_hosts").write_text(f"many {key}\n")
-    assert reach(pair.client, "many", host_timeout_s=2).states == {"many": "ok"}
+    assert reach(pair.client, "many", host_timeout_s=8).states == {"many": "ok"}
 
 
 def test_the_program_prints_table_and_finding_and_leaves_with_3(pair: Network) -> None:

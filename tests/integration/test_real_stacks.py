@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, JobServer
-from support import distdiag
+from support_warm import distdiag
 from torch_builds import BUILDS, PYTHONS
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ OF_A_MODULE = ("module", "pause")
 
 @pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
 def server(request: pytest.FixtureRequest) -> Iterator[JobServer]:
-    with JobServer("trains_on_a_stack", 4, request.param) as server:
+    with JobServer("trains_on_a_stack", request.param) as server:
         yield server
 
 

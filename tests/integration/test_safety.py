@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job
-from support import PROGRAM, distdiag, need
+from support import PROGRAM, need
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

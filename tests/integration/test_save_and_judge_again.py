@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job
-from support import PROGRAM, Result, distdiag, need, wait_until
+from support import PROGRAM, Result, need, wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import PROGRAMS
-from support import PROGRAM, distdiag, need
+from support import PROGRAM, need
+from support_warm import distdiag
 
 from distdiag.facts import private_files
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jobs import Job, free_port
-from support import distdiag
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

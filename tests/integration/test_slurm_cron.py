@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster_slurm import Slurm, need_slurm
-from support import PROGRAM, Result, distdiag, wait_until
+from support import PROGRAM, Result, wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,8 @@ from cluster import Network, need_network
 from cluster_reach import reach
 from cluster_ssh import SSHD, Sshd, give_user_keys, key_pair, known_hosts_line, serve_ssh
 from ssh_tools import keygen, make_key
-from support import distdiag, need
+from support import need
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

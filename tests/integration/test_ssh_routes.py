@@ -12,14 +12,17 @@ from cluster import Network, need_network
 from cluster_hosts import ManyHosts
 from cluster_reach import reach
 from cluster_ssh import SSHD, Hostile, Sshd, act_hostile, give_user_keys, serve_ssh
-from support import Running, distdiag, need
+from support import Running, need
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MANY = 150
-MIXED = 120
-FEW_FILES = ("sh", "-c", 'ulimit -n 120; exec "$@"', "-")
+MANY = 110
+"""With 10 sessions a connection these are more connections than sshd's default lets in at once (MaxStartups 10)."""
+MIXED = 60
+FEW = 100
+FEW_FILES = ("sh", "-c", f'ulimit -n {FEW}; exec "$@"', "-")
 
 
 @pytest.fixture
@@ -50,18 +53,17 @@ def test_a_bastion_in_trouble_is_one_finding_for_all_behind_it(net: Network) -> 
     assert "connect to host node1 port 2222: Connection refused" in finding["title"]
 
 
-@pytest.mark.alone
 def test_hosts_that_the_bastion_cannot_reach_do_not_hold_up_the_others(net: Network) -> None:
     known = {node.name: node.name for node in net.nodes}
     give_user_keys(net.client, known, config="Host node2 node3 node4\n  ProxyJump node1\n")
     net["node2"].reject(22)
     net["node3"].drop(22)
-    reached = reach(net.client, "node[1-4]", host_timeout_s=4)
+    reached = reach(net.client, "node[1-4]", host_timeout_s=10)
     silent = reached.states["node3"]
     assert reached.states == {"node1": "ok", "node2": "refused", "node3": silent, "node4": "ok"}
     assert silent in ("filtered", "timeout")
     assert "connect failed: Connection refused" in reached.rows["node2"]["message"]
-    assert reached.rows["node3"]["seconds"] < 10, "the kernel of the bastion tries for 2 minutes"
+    assert reached.rows["node3"]["seconds"] < 40, "the kernel of the bastion tries for 2 minutes"
 
 
 def test_a_chain_of_bastions_leads_to_a_host(net: Network) -> None:
@@ -83,9 +85,9 @@ def test_a_bastion_that_has_a_bastion_itself_is_left_to_openssh(net: Network) ->
 def test_many_hosts_with_few_files_are_all_reached() -> None:
     need_network()
     need("ssh", "ssh-keygen", SSHD)
-    with ManyHosts(MIXED, own_names=False) as many:
-        reached = reach(many.client, f"h[0001-{MIXED:04}]", within=FEW_FILES, python="/nowhere")
-        assert reached.count() == {"no-python": MIXED}
+    with ManyHosts(FEW, own_names=False) as many:
+        reached = reach(many.client, f"h[0001-{FEW:04}]", within=FEW_FILES, python="/nowhere")
+        assert reached.count() == {"no-python": FEW}
 
 
 @pytest.mark.alone

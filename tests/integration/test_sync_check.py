@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job
-from support import distdiag
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, states
-from support import Running, distdiag, need, wait_until
+from support import Running, need, wait_until
+from support_warm import distdiag
 
 from distdiag.facts import procs
 

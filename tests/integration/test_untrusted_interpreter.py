@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import distdiag, need, need_mounts, need_root
+from support import need, need_mounts, need_root
+from support_warm import distdiag
 
 from distdiag.cluster import bootstrap
 

@@ -33,6 +33,12 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a user who has run it before: it is unpacked once, and compiled."""
+    return tmp_path_factory.mktemp("user") / "home"
+
+
 def run(python: Path, archive: Path, home: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run it as a user whose environment has nothing, cut off from every network."""
     need_network()
@@ -48,10 +54,10 @@ def run(python: Path, archive: Path, home: Path, *words: str, **environment: str
     )
 
 
-def test_the_stuck_rank_of_a_hung_job_is_found(archive: Path, bare: Path, tmp_path: Path) -> None:
-    with Job("hangs_by_line", 2) as job:
+def test_the_stuck_rank_of_a_hung_job_is_found(archive: Path, bare: Path, home: Path) -> None:
+    with Job("hangs_by_line", 2, forked=True) as job:
         job.wait_still()
-        done = run(bare, archive, tmp_path / "home", "pyspy-all", "--json", "--job", job.name)
+        done = run(bare, archive, home, "pyspy-all", "--json", "--job", job.name)
     report = json.loads(done.stdout)
     assert (done.returncode, report["data"]["outliers"][0]["ranks"]) == (1, [1]), done.stderr
 
@@ -59,18 +65,17 @@ def test_the_stuck_rank_of_a_hung_job_is_found(archive: Path, bare: Path, tmp_pa
 @pytest.mark.parametrize(
     "words", ["cuda-env --goal run", "ports", "trace fds {pid}", "trace blocked", "core-bt --check-setup", "logs {log}"]
 )
-def test_commands_that_need_no_torch_answer(archive: Path, bare: Path, tmp_path: Path, words: str) -> None:
+def test_commands_that_need_no_torch_answer(archive: Path, bare: Path, home: Path, tmp_path: Path, words: str) -> None:
     log = tmp_path / "job.log"
     log.write_text("[rank0]: ValueError: no\n")
     filled = [word.format(pid=os.getpid(), log=log) for word in words.split()]
-    done = run(bare, archive, tmp_path / "home", *filled, "--json")
+    done = run(bare, archive, home, *filled, "--json")
     report = json.loads(done.stdout)
     assert "data" in report, report
     assert done.stderr.count("Traceback") == 0
 
 
-def test_a_printed_command_can_be_pasted(archive: Path, bare: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
+def test_a_printed_command_can_be_pasted(archive: Path, bare: Path, home: Path, tmp_path: Path) -> None:
     (finding,) = json.loads(run(bare, archive, home, "core-bt", "--json", str(tmp_path)).stdout)["findings"]
     assert finding["fix"]["commands"] == [f"{bare} {archive} core-bt --check-setup"]
     assert run(bare, archive, home, "logs").stderr.endswith(
@@ -78,28 +83,28 @@ def test_a_printed_command_can_be_pasted(archive: Path, bare: Path, tmp_path: Pa
     )
 
 
-def test_without_torch_a_rank_says_what_is_missing(archive: Path, bare: Path, tmp_path: Path) -> None:
-    done = run(bare, archive, tmp_path / "home", "gpu-test", "--json", "--stall", "10")
+def test_without_torch_a_rank_says_what_is_missing(archive: Path, bare: Path, home: Path) -> None:
+    done = run(bare, archive, home, "gpu-test", "--json", "--stall", "10")
     assert [each["id"] for each in json.loads(done.stdout)["findings"] if each["level"] == "fail"] == [
         "gpu-test.no-torch"
     ]
 
 
-def test_ranks_take_the_torch_of_the_active_environment(archive: Path, bare: Path, tmp_path: Path) -> None:
+def test_ranks_take_the_torch_of_the_active_environment(archive: Path, bare: Path, home: Path) -> None:
     active = str(Path(sys.executable).parent.parent)
-    done = run(bare, archive, tmp_path / "home", "gpu-test", "--json", "--size", "1MiB", VIRTUAL_ENV=active)
+    done = run(bare, archive, home, "gpu-test", "--json", "--size", "1MiB", VIRTUAL_ENV=active)
     assert json.loads(done.stdout)["data"]["versions"]["torch"], done.stderr
 
 
 @pytest.mark.parametrize("words", ["run --", "trace py --", "overflow --"])
 def test_a_bare_script_gets_the_python_of_the_active_environment(
-    archive: Path, bare: Path, tmp_path: Path, words: str
+    archive: Path, bare: Path, home: Path, tmp_path: Path, words: str
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys; print('trained in', sys.prefix)\n")
     active = str(Path(sys.executable).parent.parent)
     for chosen in ({"VIRTUAL_ENV": active}, {"PATH": f"{active}/bin:/usr/bin:/bin"}):
-        done = run(bare, archive, tmp_path / "home", *words.split(), str(script), **chosen)
+        done = run(bare, archive, home, *words.split(), str(script), **chosen)
         assert done.stdout.startswith(f"trained in {active}\n"), done
 
 

@@ -18,6 +18,11 @@ import sys
 from pathlib import Path
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process with its parent: a killed test run cleans nothing up."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which no child inherits
+
+
 def _become_launchers() -> None:
     """Return in the launcher of each job that is asked for; the server itself leaves at the end of its stdin."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended launchers need no wait
@@ -27,6 +32,7 @@ def _become_launchers() -> None:
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
+            die_with_parent()
             _show({name: (os.environ[name], new) for name, new in environment.items() if name in os.environ})
             os.environ.update(environment)
             _redirect(Path(environment["JOB_FOLDER"], "stderr-0"))
@@ -37,7 +43,7 @@ def _become_launchers() -> None:
 
 
 def _redirect(log: Path) -> None:
-    """Give a launcher the streams that it has when it is started by itself."""
+    """Give a process the streams that it has when it is started by itself."""
     for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, os.devnull, os.O_WRONLY), (2, log, os.O_WRONLY)):
         fd = os.open(path, flags | os.O_CREAT, 0o600)
         os.dup2(fd, number)
@@ -65,8 +71,11 @@ def _become_ranks(count: int) -> None:
     for rank in range(count):
         if os.fork() == 0:
             os.setsid()
+            die_with_parent()
             _show_rank(rank)
             folder = Path(os.environ["JOB_FOLDER"])
+            if rank:
+                _redirect(folder / f"stderr-{rank}")
             new = folder / f".pid-{rank}"
             new.write_text(str(os.getpid()))
             new.replace(folder / f"pid-{rank}")  # visible only when complete
@@ -91,6 +100,9 @@ def _show_rank(rank: int) -> None:
         del os.environ[name]
 
 
+die_with_parent()
+if os.environ.pop("JOB_STARTER", str(os.getppid())) != str(os.getppid()):
+    os._exit(1)  # it has ended during the imports
 if "JOB_SERVES" in os.environ:
     _become_launchers()
 if "JOB_FORKS" in os.environ:

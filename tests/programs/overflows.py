@@ -1,7 +1,8 @@
-"""A training loop whose numbers go wrong: `overflows.py WRAP WHERE`.
+"""A training loop with wrong numbers: `overflows.py WRAP WHERE`.
 
 WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile, hsdp (4 ranks), tp,
-pipeline; with "none:" before it, it has no detector of its own; with "goes-on:" the detector only reports. WHERE:
+pipeline; with "none:" before it, it has no detector of its own; with "goes-on:" the detector only reports; with
+"by-hand:" there is no optimizer, whose import of torch._dynamo takes as long as that of torch. WHERE:
 forward (rank 1, batch 1), forward-N (rank N), forward-all, backward (rank 0, batch 2), weights, weights-N (of rank N),
 never; or all is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own),
 odd (the detector of rank 1 fails), or not at all: evaluation (rank 1, one of its more batches).
@@ -89,7 +90,7 @@ class Stage(nn.Module):
 
 
 def pipeline(where: str, rank: int, watch: Callable[[nn.Module], object]) -> None:
-    """Train one stage a rank; what goes wrong in one comes to the next."""
+    """Train one stage a rank; each passes its wrong numbers on to the next."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     model = Stage()
@@ -172,6 +173,22 @@ def evaluation(model: nn.Module, rank: int) -> None:
 OTHERS = {"join": uneven, "apart": apart, "odd": odd, "evaluation": evaluation}
 
 
+class ByHand:
+    """Steps without an optimizer of torch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for one in self._model.parameters():
+            if one.grad is not None:
+                one.sub_(0.1 * one.grad)
+
+
 def train(how: str, where: str) -> object:
     """Train, and return what must live until the process ends.
 
@@ -183,6 +200,7 @@ def train(how: str, where: str) -> object:
     if how.startswith("none:"):
         watch = id
     how = how.removeprefix("none:").removeprefix("goes-on:")
+    by_hand, how = how.startswith("by-hand:"), how.removeprefix("by-hand:")
     rank = 0
     if "RANK" in os.environ:
         rank = int(os.environ["RANK"])
@@ -199,7 +217,7 @@ def train(how: str, where: str) -> object:
         OTHERS[where](outer, rank)
         dist.destroy_process_group()
         return outer
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ByHand(model) if by_hand else torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in range(4):
         optimizer.zero_grad()
         loss = outer(torch.randn(4, 8), float("inf") if is_bad(where, batch, rank) else 1.0).sum()

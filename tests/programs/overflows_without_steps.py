@@ -1,12 +1,16 @@
 """Two ranks of DistributedDataParallel without an optimizer step; rank 1's forward makes inf in batch 1.
 
-`overflows_without_steps.py STORE HOW BATCHES`. The ranks are forked after the import of torch.
+`overflows_without_steps.py FOLDER HOW:BATCHES...`: one job after the other, forked after the import of torch;
+FOLDER/HOW holds their output.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distdiag import DebugUnderflowOverflow
+from distdiag.facts import programs
 
 
 class Net(nn.Module):
@@ -44,5 +49,22 @@ def main(store: str, how: str, batches: int) -> None:
         os._exit(0)
 
 
+def job(folder: Path, how: str, batches: int) -> None:
+    """Start a job; its rank 0, which is returned from, starts the other."""
+    programs.die_with_parent()
+    file = os.open(folder / how, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for fd in (1, 2):
+        os.dup2(file, fd)
+    main(str(folder / f"{how}.store"), how, batches)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: both ranks are waited for
+    for case in sys.argv[2:]:
+        how, _, batches = case.partition(":")
+        if os.fork() == 0:
+            job(Path(sys.argv[1]), how, int(batches))
+            break
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()

@@ -1,6 +1,5 @@
-"""Five steps of three ranks for tests of run: recorded_healthy.py [stall|waits FILE|environment|halves|nan]."""
+"""Five steps of some ranks for tests of run: recorded_healthy.py [stall|nan]."""
 
-import os
 import sys
 import time
 
@@ -15,16 +14,6 @@ for step in range(5):
     dist.all_reduce(x)
     if rank == 0:
         print("step", step, x.sum().item(), flush=True)
-if what == "environment":
-    # One write, so that lines of ranks are not torn.
-    os.write(1, f"sync {rank} {os.environ.get('CUDA_LAUNCH_BLOCKING')}\n".encode())
-if what == "waits":
-    while not os.path.exists(sys.argv[2]):
-        time.sleep(0.05)
-if what == "halves":
-    os.write(1, b"half ")
-    dist.barrier()
-    os.write(1, f"half {rank}\n".encode())
 if what == "nan":
     torch.nn.Linear(2, 2)(torch.tensor([float("nan") if rank == 1 else 0.0, 0.0]))
 if what == "stall" and rank == 2:

@@ -16,14 +16,17 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch._dynamo  # which optimizers would import in each rank
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from job import RANK, WORLD_SIZE, join, ready
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+
+# isort: split
+from job import RANK, WORLD_SIZE, join, ready  # the ranks are forked here, and import nothing more
 
 if TYPE_CHECKING:
     from collections.abc import Callable

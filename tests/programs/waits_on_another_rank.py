@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from job import RANK, ready
+from job import RANK, die_with_parent, ready
 
 HOW = os.environ["HOW"]
 FOLDER = Path(os.environ["JOB_FOLDER"])
@@ -56,6 +56,7 @@ def hold_lock() -> int:
     """Let a child that is no rank take the lock."""
     reads, writes = os.pipe()
     if os.fork() == 0:
+        die_with_parent()
         fcntl.flock(os.open(FOLDER / "lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
         os.write(writes, b".")
         time.sleep(600)

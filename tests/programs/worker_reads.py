@@ -6,8 +6,10 @@ import os
 
 import torch
 import torch.distributed as dist
-from job import RANK, WORLD_SIZE, join, ready
 from torch.utils.data import DataLoader, Dataset
+
+# isort: split
+from job import RANK, WORLD_SIZE, join, ready
 
 
 class Samples(Dataset[torch.Tensor]):

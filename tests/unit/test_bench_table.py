@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from support import Result, distdiag
+from support_warm import distdiag
+
+if TYPE_CHECKING:
+    from support import Result
 
 TABLES = Path(__file__).parents[1] / "recorded" / "nccl_tests"
 TWO_NODES = TABLES / "2023_all_reduce_perf.mpirun.txt"

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from cores import cores_in, make_core, need_cores
-from support import distdiag, need
+from support import need
+from support_warm import distdiag
 
 from distdiag.cluster import bundle
 from distdiag.facts import programs

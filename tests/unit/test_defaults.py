@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import distdiag, need_root
+from support import need_root
+from support_warm import distdiag
 
 from distdiag import defaults
 from distdiag.lazy_typer import Invocation, Sub, load

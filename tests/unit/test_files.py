@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from pyspy_facts import REQUEST, frames, job, judge, loads, twice, waits
-from support import distdiag
+from support_warm import distdiag
 
 from distdiag.pages import write_page
 from distdiag.saved_facts import Gathered, save

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import typer
-from support import distdiag
+from support_warm import distdiag
 
 from distdiag import cli, lazy_typer
 from distdiag.errors import DistdiagError

@@ -6,7 +6,7 @@ import gzip
 from pathlib import Path
 
 import pytest
-from support import distdiag
+from support_warm import distdiag
 
 from distdiag.diagnosis import ras
 from distdiag.diagnosis.ras import RasState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import distdiag
+from support_warm import distdiag
 
 from distdiag.commands.slurm.queue import parse_jobs
 from distdiag.commands.slurm.watch import diagnose

@@ -47,6 +47,9 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
             # The job may be a launcher: only by SIGTERM its ranks go with it.
             child = child_job.start(argv, mask, env=env, stdout=out, dies_by=signal.SIGTERM)
             status = child_job.wait(child, child_job.send)
+            # torchrun ends the other ranks as soon as one has ended; the report is still to be made and printed.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         new = [os.path.join(folder, name) for name in os.listdir(folder) if name not in before]
         frames = tuple(sorted(path for path in new if _has_frames(path))) if keep else ()
         return Overflow(
@@ -61,9 +64,6 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
 
 def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoReturn:
     """Print the report and exit with the job's status, or 1; with --json, with the verdict's."""
-    # torchrun ends the other ranks as soon as one has ended; the report is still to be printed.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     report = diagnose(outcome, program)
     identity = identify(os.environ)
     is_first = identity is None or identity.rank == 0
