@@ -91,7 +91,7 @@ CLOSED = {
 
 @pytest.mark.parametrize("verdict", CLOSED)
 @pytest.mark.parametrize("command", ["gpu-test", "allreduce-bench", "ports"])
-def test_each_way_to_be_closed_has_an_id_for_the_port_the_ranks_ports_and_both(command: str, verdict: str) -> None:
+def test_each_closed_path_has_an_id_by_its_ports(command: str, verdict: str) -> None:
     both = ("port", "ranks")
     for closed, id_ in zip((("port",), ("ranks",), both), CLOSED[verdict], strict=True):
         paths = [to_head("n2", verdict if purpose in closed else "ok", purpose) for purpose in both]

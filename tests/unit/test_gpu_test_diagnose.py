@@ -221,7 +221,7 @@ def test_the_out_of_memory_killer_is_named_when_it_acted() -> None:
     assert "OOM killer killed 1 process" in found["rank-died"].fix.text
 
 
-def test_memory_that_does_not_keep_its_data_and_a_run_that_never_began_have_ids() -> None:
+def test_ids_of_corrupt_memory_and_of_a_run_without_ranks() -> None:
     corrupt = {"kind": "memory-corrupt", "chunks": [3, 9], "chunk_bytes": 2**20}
     found, _ = judged(Outcome.FAULT, trace(0, step("memory", 1, trouble=corrupt, fatal=True), ended=1))
     assert "2 chunks" in found["memory-corrupt"].title

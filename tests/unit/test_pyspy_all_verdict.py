@@ -626,7 +626,7 @@ RAY_LOOP = frames(
 
 
 def with_thread(stack: Sequence[Frame], name: str = "trainer", main: Sequence[Frame] = JOINS) -> tuple[Sample, ...]:
-    """Let a main thread join another one that has this stack."""
+    """Let a main thread join another thread with this stack."""
     trains = Thread(7, name, False, False, "S", (*stack[:-1], Frame("train", "/home/me/train.py", 70)), ())
     return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(main))
 
