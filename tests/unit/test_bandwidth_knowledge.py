@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from distdiag.knowledge.bandwidth import (
@@ -96,7 +98,7 @@ def said(assessment: Case) -> str:
 
 @pytest.mark.parametrize(("device", "name"), NAMES.items())
 def test_each_gpu_is_one_of_the_table(device: str, name: str) -> None:
-    assert [gpu.name for gpu in tables().gpus if gpu.pattern.fullmatch(device)] == [name]
+    assert [gpu.name for gpu in tables().gpus if re.fullmatch(gpu.pattern, device)] == [name]
 
 
 @pytest.mark.parametrize("device", UNKNOWN_NAMES)

@@ -226,6 +226,11 @@ def test_what_the_times_show_is_named() -> None:
     assert ids(reported(THREE, {**rising, 2: [0.004] * 96 + [0.050] * 4}, plan_of(2))) == {"outliers"}
 
 
+def test_times_that_vary_are_unsteady() -> None:
+    spread = [0.001] * 15 + [0.010] * 10
+    assert "unsteady" in ids(reported(THREE, {1: spread, 2: spread, 3: spread}, plan_of(2)))
+
+
 def test_one_rank_has_no_bandwidth() -> None:
     report = reported(THREE, {1: [0.001] * 20}, plan_of(1))
     assert report.data.results[0].busbw_bytes_per_s == 0
@@ -237,6 +242,7 @@ def test_one_rank_has_no_bandwidth() -> None:
     [
         (4 * GIB * 1.75 / 480e9, 1, "ok", set()),
         (4 * GIB * 1.75 / 365e9, 1, "ok", set()),
+        (4 * GIB * 1.75 / 250e9, 1, "warn", {"bandwidth-low"}),
         (4 * GIB * 1.75 / 100e9, 1, "fail", {"bandwidth-bad"}),
     ],
 )

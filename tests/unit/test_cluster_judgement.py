@@ -77,6 +77,31 @@ def test_all_paths_open_is_no_news() -> None:
     assert judged(meeting(to_head("n2", "ok"), to_head("n2", "ok", "ranks"))) == []
 
 
+CLOSED = {
+    "filtered": ("port-filtered", "rank-ports-filtered", "path-filtered"),
+    "refused": ("port-refused", "rank-ports-refused", "path-refused"),
+    "rejected": ("port-rejected", "rank-ports-rejected", "path-rejected"),
+    "silent": ("port-silent", "rank-ports-silent", "path-silent"),
+    "broken": ("port-broken", "rank-ports-broken", "path-broken"),
+    "cut-off": ("port-cut-off", "rank-ports-cut-off", "path-cut-off"),
+    "no-route": ("port-no-route", "rank-ports-no-route", "path-no-route"),
+    "no-port": ("port-no-port", "rank-ports-no-port", "path-no-port"),
+}
+
+
+@pytest.mark.parametrize("verdict", CLOSED)
+@pytest.mark.parametrize("command", ["gpu-test", "allreduce-bench", "ports"])
+def test_each_closed_path_has_an_id_by_its_ports(command: str, verdict: str) -> None:
+    both = ("port", "ranks")
+    for closed, id_ in zip((("port",), ("ranks",), both), CLOSED[verdict], strict=True):
+        paths = [to_head("n2", verdict if purpose in closed else "ok", purpose) for purpose in both]
+        paths += [to_head("n3", "ok", purpose) for purpose in both]
+        (found,) = path_findings(Case(command=command, test=meeting(*paths), head="n1"))
+        assert (found.id, found.level) == (f"{command}.{id_}", Level.FAIL)
+        assert "{" not in found.title + found.detail
+        assert "?" not in found.title + found.detail
+
+
 def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() -> None:
     (alone,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "filtered", "ranks"), to_head("n3", "ok")))
     assert "n3 can reach it" in alone.detail

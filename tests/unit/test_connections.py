@@ -223,5 +223,5 @@ def test_nodes_in_two_networks_are_told_apart() -> None:
     other = Nic("eth0", "ethernet", ("10.99.0.3/16",), True, True, 1500, None, True)
     seen.networks["node3"] = replace(seen.networks["node3"], interfaces=(other,))
     (found,) = networks_that_differ(Request(), seen)
-    assert found.where.hosts == ("node3",)
+    assert (found.id, found.where.hosts) == ("gpu-test.networks-differ", ("node3",))
     assert "10.99.0.0/16 on node3" in found.title

@@ -13,10 +13,10 @@ from distdiag.cluster.records import Ending, Event, Inspection, Payload
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
 from distdiag.diagnosis.wording import format_size
-from distdiag.errors import UsageError
+from distdiag.errors import DistdiagError, UsageError
 from distdiag.knowledge import logs
 from distdiag.launch.environment_checks import hangs, nodes_that_differ
-from distdiag.launch.findings import covers
+from distdiag.launch.findings import covers, not_started
 from distdiag.launch.plan import make_plan
 from distdiag.launch.record import Inventory, NodeSlot, Plan, RunRecord
 from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
@@ -221,6 +221,18 @@ def test_the_out_of_memory_killer_is_named_when_it_acted() -> None:
     assert "OOM killer killed 1 process" in found["rank-died"].fix.text
 
 
+def test_ids_of_corrupt_memory_and_of_a_run_without_ranks() -> None:
+    corrupt = {"kind": "memory-corrupt", "chunks": [3, 9], "chunk_bytes": 2**20}
+    found, _ = judged(Outcome.FAULT, trace(0, step("memory", 1, trouble=corrupt, fatal=True), ended=1))
+    assert "2 chunks" in found["memory-corrupt"].title
+    started = not_started(DistdiagError("no space left", hint="free some"), Request())
+    assert (started.id, started.level, started.title) == (
+        "gpu-test.not-started",
+        "unknown",
+        "no rank was started: no space left",
+    )
+
+
 def test_a_gpu_that_torch_has_no_code_for_is_named() -> None:
     started = {"capability": "12.0", "arch_list": ["sm_80", "sm_90"], "device_name": "NVIDIA RTX 5090"}
     error = {"kind": "exception", "message": "CUDA error: no kernel image is available for execution on the device"}
@@ -345,7 +357,7 @@ def test_a_variable_that_hangs_torch_where_it_is_not_set_everywhere_is_a_fault()
     detail = with_variables("node2", TORCH_DISTRIBUTED_DEBUG="DETAIL")
     found = hangs(Request(), [with_variables("node1"), detail, with_variables("node3")])
     assert found is not None
-    assert (found.level, found.where.hosts) == ("fail", ("node2",))
+    assert (found.id, found.level, found.where.hosts) == ("gpu-test.debug-differs", "fail", ("node2",))
     assert hangs(Request(), [detail, detail]) is None
     assert hangs(Request(), [with_variables("node1"), with_variables("node2", TORCH_DISTRIBUTED_DEBUG="INFO")]) is None
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from distdiag.agent.port_scan import PortResult
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.ports.collect import NodePorts
@@ -73,3 +77,51 @@ def test_two_names_of_one_machine_leave_nothing_to_test() -> None:
     report = diagnose(REQUEST, of(node("10.0.0.1"), doubles=("b",), local=False))
     assert report.summary == "n0,b: one machine under several names, so no path was tested"
     assert report.verdict == "warn"
+
+
+WELL = node("10.0.0.1")
+DOCKER = Nic("docker0", "docker", ("172.17.0.2/16",), True, True, 1500, None, True)
+
+
+@pytest.mark.parametrize(
+    ("id_", "level", "nodes"),
+    [
+        ("ports.nccl-ifname", "fail", [replace(WELL, variables={"NCCL_SOCKET_IFNAME": "ib9"})]),
+        ("ports.gloo-ifname", "fail", [replace(WELL, variables={"GLOO_SOCKET_IFNAME": "ib9"})]),
+        ("ports.master-addr", "fail", [replace(WELL, variables={"MASTER_ADDR": "no.such.host"})]),
+        ("ports.master-port", "fail", [replace(WELL, variables={"MASTER_PORT": "99999"})]),
+        ("ports.port-range", "warn", [replace(WELL, variables={"MASTER_PORT": "40000"})]),
+        ("ports.firewall", "info", [replace(WELL, firewalls=("ufw",))]),
+        ("ports.master-addr-differs", "warn", [WELL, replace(WELL, variables={"MASTER_ADDR": "10.0.0.1"})]),
+        (
+            "ports.container-network",
+            "warn",
+            [WELL, replace(WELL, container="docker", network=replace(WELL.network, interfaces=(LO, DOCKER)))],
+        ),
+    ],
+)
+def test_each_fault_of_a_node_has_an_id(id_: str, level: str, nodes: list[NodePorts]) -> None:
+    found = {str(each.id): each for each in diagnose(REQUEST, of(*nodes)).findings}
+    assert found[id_].level == level, found
+    assert "{" not in found[id_].title + found[id_].detail
+    assert "?" not in found[id_].title + found[id_].detail
+
+
+@pytest.mark.parametrize(
+    ("id_", "result"),
+    [
+        ("ports.port-filtered", PortResult("b", 1, "10.0.0.2", "filtered", error="no answer")),
+        ("ports.port-rejected", PortResult("b", 1, "10.0.0.2", "rejected", error="No route to host", seconds=3.0)),
+        ("ports.port-no-route", PortResult("b", 1, "10.0.0.2", "no-route", error="Network is unreachable")),
+        ("ports.address-unresolved", PortResult("b", 1, "", "name", error="Name or service not known")),
+        ("ports.denied", PortResult("b", 1, "10.0.0.2", "denied", error="Operation not permitted")),
+        ("ports.closed", PortResult("b", 1, "10.0.0.2", "closed", error="Connection refused")),
+        ("ports.address-loopback", PortResult("b", 1, "127.0.1.1", "open")),
+        ("ports.http", PortResult("b", 1, "10.0.0.2", "open", said="HTTP/1.1 400 Bad Request")),
+    ],
+)
+def test_each_answer_of_a_port_has_an_id(id_: str, result: PortResult) -> None:
+    (found,) = diagnose(REQUEST, of(WELL, scanned={"n0": [result]})).findings
+    assert found.id == id_
+    assert found.fix is not None
+    assert "?" not in " ".join([found.title, found.detail, *found.fix.commands])
