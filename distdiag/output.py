@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-import shlex
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO, TypeVar
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from distdiag.report import Finding, Report
 
 Data = TypeVar("Data")
-_FOLDED = "kube.pod-lacks"
-"""A remark whose fix is a long patch: printed below the verdict, without the patch."""
 SCHEMA = "distdiag/1"
 _AGENTS = ("AI_AGENT", "CLAUDECODE", "CURSOR_AGENT", "GEMINI_CLI", "CODEX_SANDBOX", "CODEX_THREAD_ID")
 """Variables set by coding agents in their shells."""
@@ -486,8 +483,7 @@ def _render(
     if whole:
         return _tidy(page.getvalue())
     # Readers look at the end of the output: the verdict and its fix are printed last (the sort is stable).
-    folded = [finding for finding in report.findings if finding.id == _FOLDED]
-    findings = sorted((each for each in reversed(report.findings) if each not in folded), key=_least_first)
+    findings = sorted(reversed(report.findings), key=_least_first)
     is_last = findings and (findings[-1].level in (Level.FAIL, Level.UNKNOWN) or findings[-1].title == report.summary)
     worst = findings.pop() if is_last else None
     for finding in findings:
@@ -497,8 +493,6 @@ def _render(
     else:
         console.print()
         _print_text(console, f"{verdict}: {report.summary}", indent=0, style=_style(report.verdict))
-    for finding in folded:
-        _print_folded(console, finding)
     return _tidy(page.getvalue())
 
 
@@ -526,14 +520,6 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
         _print_text(console, "fix: " + finding.fix.text)
         for command in finding.fix.commands:
             console.print("    " + as_called(command), soft_wrap=True)
-
-
-def _print_folded(console: Console, finding: Finding) -> None:
-    console.print()
-    _print_text(console, f"{finding.title}. The commands that add it to the manifest:", indent=0)
-    again = as_called(f"distdiag {shlex.join(sys.argv[1:])} --json")
-    chosen = f'.findings[] | select(.id == "{_FOLDED}").fix.commands[]'
-    console.print(f"  {again} | jq -r {shlex.quote(chosen)}", soft_wrap=True)
 
 
 def _print_text(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:

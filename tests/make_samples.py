@@ -265,7 +265,7 @@ def isolate(folder: Path) -> str:
 @sample
 def allreduce_bench(folder: Path) -> str:
     """Two ranks on the CPU."""
-    return run(folder, "distdiag allreduce-bench --nproc 2 --sizes 1KiB:64MiB:x8 --params 350M")
+    return run(folder, "distdiag allreduce-bench --nproc 2 --sizes 1KiB:64MiB:x8")
 
 
 @sample

@@ -86,7 +86,8 @@ def serves(port: int) -> list[str]:
 class StartFault:
     """What runs on which node (0 to 2); `culprits`: the nodes to accuse, all of them: both ends of a closed path.
 
-    `words`: all of them, separated by " & ", are in the first finding ("|": one of these), of all nodes or the last.
+    `words`: all of them, separated by " & ", are in the first finding ("|": one of these), of all nodes or the last;
+    `alone`: those of the last node where they differ, since only the store knows the others.
     `drops`, `rejects`: what the firewall of node 0 does to this port; `opens`: the only ports that each lets in.
     `server`: another program on node 0. `island`: an interface of each node that reaches no other. `ipv6_port`: node1's
     name has an IPv6 address first, and its firewall drops that port there. `names`: what /etc/hosts knows.
@@ -95,6 +96,7 @@ class StartFault:
     runs: tuple[tuple[int, tuple[str, ...]], ...]
     culprits: tuple[int, ...]
     words: str
+    alone: str = ""
     drops: int = 0
     rejects: int = 0
     server: tuple[str, ...] = ()
@@ -141,17 +143,28 @@ FAULTS = {
     "localhost-plain": StartFault(
         _runs(plain(0, "localhost"), plain(1, "localhost")), (1,), "node2 & localhost:29500, itself"
     ),
-    "node-missing": StartFault(_runs(c10d("node1:29400", 3), c10d("node1:29400", 3)), (2,), "does not run on node3"),
+    "node-missing": StartFault(
+        _runs(c10d("node1:29400", 3), c10d("node1:29400", 3)),
+        (2,),
+        "does not run on node3",
+        alone="2 of 3 nodes & node[1-2]",
+    ),
     "first-missing": StartFault(_runs(static("node1", 29500, 1), first=1), (0,), "node1:29500 & nothing listens"),
     "rank-0-missing": StartFault(_runs(plain(1, "node1"), first=1), (0,), "node1:29500 & nothing listens"),
     "node-rank-twice": StartFault(
-        _runs(*(static("node1", 29500, rank, 3) for rank in (0, 1, 1))), (1, 2), "node[2-3] & both & --node-rank 1"
+        _runs(*(static("node1", 29500, rank, 3) for rank in (0, 1, 1))),
+        (1, 2),
+        "node[2-3] & both & --node-rank 1",
+        alone="--node-rank 2 & have the same --node-rank",
     ),
     "run-id": StartFault(
         _runs(c10d("node1:29400"), c10d("node1:29400", run_id="8")), (0, 1), "--rdzv-id: 7 on node1, 8 on node2"
     ),
     "node-count": StartFault(
-        _runs(static("node1", 29500, 0, 3), static("node1", 29500, 1, 2)), (0, 1), "--nnodes: 3 on node1, 2 on node2"
+        _runs(static("node1", 29500, 0, 3), static("node1", 29500, 1, 2)),
+        (0, 1),
+        "--nnodes: 3 on node1, 2 on node2",
+        alone="node1:29500 & waits for more & --nnodes is not 2",
     ),
     "backend": StartFault(
         _runs(c10d("node1:29500"), static("node1", 29500, 1)), (0, 1), "--rdzv-backend: c10d on node1, static on node2"
@@ -179,10 +192,16 @@ FAULTS = {
     ),
     "rank-1-missing": StartFault(_runs(plain(0, "node1")), (1,), "rank 1 of 2"),
     "rank-twice": StartFault(
-        _runs(*(plain(rank, "node1", world=3) for rank in (0, 1, 1))), (1, 2), "RANK=1: on node[2-3]"
+        _runs(*(plain(rank, "node1", world=3) for rank in (0, 1, 1))),
+        (1, 2),
+        "RANK=1: on node[2-3]",
+        alone="rank 2 of 3 & have the same RANK",
     ),
     "world-size": StartFault(
-        _runs(plain(0, "node1"), plain(1, "node1", world=3)), (0, 1), "WORLD_SIZE & 2 for rank 0 & 3 for rank 1"
+        _runs(plain(0, "node1"), plain(1, "node1", world=3)),
+        (0, 1),
+        "WORLD_SIZE & 2 for rank 0 & 3 for rank 1",
+        alone="rank 0 has gone on with 2 & WORLD_SIZE=3",
     ),
     "gloo-interface": StartFault(
         _runs(*(["env", "GLOO_SOCKET_IFNAME=ib0", *plain(rank, "node1")] for rank in (0, 1))),
@@ -212,6 +231,7 @@ FAULTS = {
         ((0, (*static("node1", 29500, 0)[:-1], "--rdzv-id=old", OLD)), (1, tuple(static("node1", 29500, 1)))),
         (0,),
         "store of another job & gloo_job.py",
+        alone="store of another job & --rdzv-id is old",
     ),
 }
 
@@ -353,7 +373,8 @@ def hang(where: Node, hosts: list[str], env: Mapping[str, str]) -> dict[str, Any
 def score(fault: StartFault, report: dict[str, Any], *, alone: bool) -> str:
     """Score one answer, see score_words."""
     culprits = [f"node{number + 1}" for number in fault.culprits]
-    return score_words(fault.words, culprits, report, alone=alone)
+    words = fault.alone if alone and fault.alone else fault.words
+    return score_words(words, culprits, report, alone=alone)
 
 
 def score_words(words: str, culprits: Iterable[str], report: dict[str, Any], *, alone: bool = True) -> str:

@@ -23,12 +23,13 @@ _ENDS_S = 20
 class SrunFault:
     """`exports`: of the batch script; `task`: shell lines before the program of each of `tasks`, one a node.
 
-    `culprits`, `words`: see StartFault; `log`: in the first finding of `logs`.
+    `culprits`, `words`, `alone`: see StartFault; `log`: in the first finding of `logs`.
     """
 
     culprits: tuple[int, ...]
     words: str
     log: str
+    alone: str = ""
     exports: str = _PLACE
     task: str = _RANK
     program: str = f"exec {sys.executable} {TRAIN}"
@@ -41,6 +42,7 @@ SRUN_FAULTS = {
         (1,),
         "rank 1 on mn2 & mn1:29501, & mn1:29500",
         "mn1:29501",
+        alone="2 of 3 & mn2 has not",
         task=f"{_RANK}; test $RANK != 1 || MASTER_PORT=29501",
     ),
     "srun-name": SrunFault(

@@ -13,7 +13,7 @@ import time
 from distdiag.agent import protocol, rendezvous
 from distdiag.agent.probe_server import ProbeServer
 from distdiag.agent.tcp_probe import Target, TcpProbe
-from distdiag.facts import machine, network
+from distdiag.facts import listeners, network
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Connectivity:
 
 
 def _why_not_listening(port: int, error: OSError) -> str:
-    holder = machine.port_holder(port)
+    holder = listeners.port_holder(port)
     if holder is None or not holder.pid:
         return error.strerror or str(error)
     return f"in use by pid {holder.pid} ({holder.command})"

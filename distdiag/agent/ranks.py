@@ -331,7 +331,9 @@ class Ranks:
 
 
 def _who_has(port: int, error: OSError) -> dict[str, Any]:
-    holder = machine.port_holder(port)
+    from distdiag.facts import listeners
+
+    holder = listeners.port_holder(port)
     answer = rendezvous.identify_server("127.0.0.1", port, timeout_s=3.0) if holder and holder.listening else None
     return {
         "error": error.strerror or str(error),

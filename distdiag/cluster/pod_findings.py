@@ -6,7 +6,6 @@ started later, it is history, and a warning.
 
 from __future__ import annotations
 
-import json
 import signal
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError")
 _SIGNALLED = 128
-_FROM_TEMPLATE = {"Job": "job", "StatefulSet": "statefulset", "DaemonSet": "daemonset", "ReplicaSet": "replicaset"}
-"""Controllers whose lists kubectl can merge; Kubeflow's, Ray's and others are not supported."""
 _ABOUT_NODES = ("allreduce-bench", "cuda-env", "doctor", "gpu-test", "ports")
 """Commands that diagnose no job: their findings are not consequences of a killed container."""
 _OOM_FIX = (
@@ -222,70 +219,36 @@ def _not_started(pods: Sequence[Pod]) -> Iterator[Finding]:
         )
 
 
-_BREAKS = {
+_LACKS = {
     "ptrace": "no SYS_PTRACE: stacks of processes of other users, gdb and strace are refused",
     "memlock": "no IPC_LOCK: memory for RDMA cannot be locked beyond the runtime's limit (often 64 KiB to 8 MiB)",
     "shm": "no volume at /dev/shm: it has 64 MiB; DataLoader workers and NCCL end with a bus error beyond it",
     "processes": "no shareProcessNamespace: its other containers do not see the ranks",
 }
-_NAMES = {"ptrace": "SYS_PTRACE", "memlock": "IPC_LOCK", "shm": "a large /dev/shm", "processes": "shared processes"}
+_SETTINGS = {
+    "ptrace": "securityContext.capabilities.add: [SYS_PTRACE]",
+    "memlock": "securityContext.capabilities.add: [IPC_LOCK]",
+    "shm": "an emptyDir volume of medium Memory at /dev/shm",
+    "processes": "shareProcessNamespace: true in the pod's spec",
+}
 
 
 def _lacking(pods: Sequence[Pod]) -> Iterator[Finding]:
-    """Yield missing rights and volumes of pods, with a patch of the template."""
+    """Yield missing rights and volumes of pods."""
     groups: dict[tuple[str, ...], list[Pod]] = {}
     for pod in pods:
         if pod.lacks and not pod.replaced:
             groups.setdefault(pod.lacks, []).append(pod)
     for lacks, group in groups.items():
-        names = [pod.name for pod in group]
+        owner = f"{group[0].owner_kind or 'pod'} {group[0].owner or group[0].name}"
+        text = f"add to the manifest of {owner}, and start it again: {'; '.join(_SETTINGS[each] for each in lacks)}"
         yield Finding(
             id=Id.KUBE_POD_LACKS,
             level=Level.INFO,
-            title=f"{fold_within(names, 30)}: no {', '.join(_NAMES[each] for each in lacks if each in _NAMES)}",
-            where=Where(),
-            evidence=tuple(_BREAKS[each] for each in lacks if each in _BREAKS),
-            fix=patch_fix(group[0]),
+            title=f"{fold_within([pod.name for pod in group], 30)}: rights or volumes for a diagnosis are missing",
+            evidence=tuple(_LACKS[each] for each in lacks),
+            fix=Fix(text=text),
         )
-
-
-def patch_fix(pod: Pod) -> Fix:
-    """Return commands that write a manifest with the missing settings; the cluster is not changed."""
-    kind = _FROM_TEMPLATE.get(pod.owner_kind)
-    thing, name = (kind, pod.owner) if kind else ("pod", pod.name)
-    patch: dict[str, Any] = {"spec": _pod_patch(pod)}
-    if kind:
-        patch = {"spec": {"template": patch}}
-    at = f"--namespace {quoted(pod.namespace)}"
-    # The API server's output cannot be applied as it is: a Job's has a generated selector.
-    text = (
-        "a running pod cannot be changed: add the difference that these print to the manifest of "
-        f"{pod.owner_kind or 'pod'} {pod.owner or pod.name}, and start it again"
-    )
-    return Fix(
-        text=text,
-        commands=(
-            f"kubectl get {thing} {name} {at} -o yaml > {name}.yaml",
-            f"kubectl patch --local -f {name}.yaml --type strategic -o yaml "
-            f"-p {quoted(json.dumps(patch, separators=(',', ':')))} > {name}-patched.yaml",
-            f"diff {name}.yaml {name}-patched.yaml",
-        ),
-    )
-
-
-def _pod_patch(pod: Pod) -> dict[str, Any]:
-    container: dict[str, Any] = {"name": pod.container}
-    added = [name for lack, name in (("ptrace", "SYS_PTRACE"), ("memlock", "IPC_LOCK")) if lack in pod.lacks]
-    if added:
-        # Merging replaces this list.
-        container["securityContext"] = {"capabilities": {"add": [*pod.capabilities, *added]}}
-    spec: dict[str, Any] = {"containers": [container]}
-    if "shm" in pod.lacks:
-        container["volumeMounts"] = [{"name": "dshm", "mountPath": "/dev/shm"}]
-        spec["volumes"] = [{"name": "dshm", "emptyDir": {"medium": "Memory"}}]
-    if "processes" in pod.lacks:
-        spec["shareProcessNamespace"] = True
-    return spec
 
 
 def pod_rows(pods: Sequence[Pod]) -> list[tuple[str, ...]]:

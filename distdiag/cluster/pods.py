@@ -92,7 +92,6 @@ class Pod:
     container: str = ""
     containers: tuple[Container, ...] = ()
     lacks: tuple[str, ...] = ()
-    capabilities: tuple[str, ...] = ()
     replaced: bool = False
 
     @property
@@ -256,7 +255,6 @@ def _pod(item: Mapping[str, Any], read_at: float, container: str) -> Pod:
         container=chosen,
         containers=tuple(_container(each, states.get(each["name"], {})) for each in specs),
         lacks=tuple(_lacks(spec, main)) if main else (),
-        capabilities=tuple(map(str, _capabilities(main))),
     )
 
 
@@ -302,14 +300,11 @@ def _choose(specs: Sequence[Mapping[str, Any]], annotations: Mapping[str, str]) 
     return ""
 
 
-def _capabilities(container: Mapping[str, Any]) -> list[str]:
-    return list(container.get("securityContext", {}).get("capabilities", {}).get("add", ()))
-
-
 def _lacks(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Iterable[str]:
     """Yield a pod's missing settings: "ptrace", "memlock", "shm", "processes" (of its other containers)."""
-    added = {name.removeprefix("CAP_") for name in _capabilities(container)}
-    privileged = container.get("securityContext", {}).get("privileged") or "ALL" in added
+    context = container.get("securityContext", {})
+    added = {str(name).removeprefix("CAP_") for name in context.get("capabilities", {}).get("add", ())}
+    privileged = context.get("privileged") or "ALL" in added
     if not privileged and not added & {"SYS_PTRACE", "SYS_ADMIN"}:
         yield "ptrace"
     if not privileged and "IPC_LOCK" not in added:

@@ -82,7 +82,7 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
         DistdiagError: the transport's tool is missing.
     """
     limits = Limits(start_s=cluster.host_timeout_s or agent.start_s + more_for(len(targets.hosts)))
-    if targets.launcher in (Launcher.SLURM, Launcher.MPI):
+    if targets.launcher is Launcher.SLURM:
         return Fleet(targets.hosts, _step(cluster, targets, agent, limits), b"", agent.facts, limits)
     payload = agent.pack(cluster, here=targets.launcher is None, hosts=len(targets.hosts))
     if targets.launcher is None:
@@ -117,7 +117,7 @@ def explain(cluster: Cluster, targets: Targets, agent: Agent) -> list[str]:
     """
     fleet = open_fleet(cluster, targets, agent)
     try:
-        if targets.launcher in (Launcher.SLURM, Launcher.MPI):
+        if targets.launcher is Launcher.SLURM:
             return [
                 f"# {describe(targets)}, all at once; the agents connect back",
                 fleet.transport.explain_all(targets.hosts),
@@ -169,7 +169,7 @@ def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_
 
 
 def _step(cluster: Cluster, targets: Targets, agent: Agent, limits: Limits) -> Transport:
-    from distdiag.cluster.transports.step import Payload
+    from distdiag.cluster.transports.slurm import Payload, SlurmTransport
 
     config = agent.config(cluster, silence_s=silence_s(len(targets.hosts)))
     payload = Payload(
@@ -178,10 +178,4 @@ def _step(cluster: Cluster, targets: Targets, agent: Agent, limits: Limits) -> T
         setup=cluster.setup or None,
         needs_torch=agent.rank is not None,
     )
-    if targets.launcher is Launcher.MPI:
-        from distdiag.cluster.transports.mpi import MpiTransport
-
-        return MpiTransport(payload, start_s=limits.start_s)
-    from distdiag.cluster.transports.slurm import SlurmTransport
-
     return SlurmTransport(targets.job, payload, start_s=limits.start_s)

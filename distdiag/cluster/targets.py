@@ -30,7 +30,6 @@ class Launcher(StrEnum):
     AUTO = "auto"
     SSH = "ssh"
     SLURM = "slurm"
-    MPI = "mpi"
     VIA = "via"
     KUBE = "kubectl"
 

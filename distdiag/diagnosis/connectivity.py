@@ -9,15 +9,18 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distdiag.agent.probe_server import BULK_BYTES
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.rendezvous_test import PORT, RANKS
+from distdiag.diagnosis import verdicts
 from distdiag.diagnosis.nic_selection import export_line, exports, suggested
 from distdiag.diagnosis.root_cause import Culprit, fewest_culprits, merged, pairs
+from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network import is_loopback
 from distdiag.ids import Shared
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -50,7 +53,6 @@ _ENOUGH_PACKETS = 8
 _ENOUGH_PATHS = 3
 _MANY_PACKETS = 150
 """One burst dropped by a busy machine is 45 packets: alone that proves no fault of a link that carried much data."""
-_LISTS_RULES = "nft list ruleset | grep -nE 'reject|drop|quota|ct (bytes|count|state)|limit'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,16 @@ class Case:
         """Return the command that repeats the test, if any."""
         return (self.again(options),) if self.again is not None else ()
 
-    def finding(self, id_: Shared, level: Level, title: str, **rest: object) -> Finding:
-        """Return a finding of this command."""
-        return Finding(id=id_.of(self.command), level=level, title=title, **rest)  # type: ignore[arg-type]
+    def finding(
+        self,
+        verdict: str,
+        paths: Sequence[NetworkPath] = (),
+        /,
+        **given: Any,  # noqa: ANN401 - see verdicts.finding
+    ) -> Finding:
+        """Return the finding of a verdict, with some paths as evidence."""
+        given.setdefault("evidence", tuple(evidence_line(self, path) for path in paths[:EVIDENCE_LINES]))
+        return finding(f"path.{verdict}", {"command": self.command}, **given)
 
 
 def path_findings(case: Case) -> list[Finding]:
@@ -99,8 +108,7 @@ def path_findings(case: Case) -> list[Finding]:
 
 def _silent(case: Case) -> list[Finding]:
     hosts = case.named(case.test.silent)
-    title = f"{fold(hosts)} did not answer in time"
-    return [case.finding(Shared.NO_ANSWER, Level.UNKNOWN, title, where=Where(hosts=hosts))] if hosts else []
+    return [case.finding("no-answer", where=Where(hosts=hosts), hosts=fold(hosts))] if hosts else []
 
 
 def _busy(case: Case) -> list[Finding]:
@@ -111,17 +119,13 @@ def _busy(case: Case) -> list[Finding]:
     hosts, sources = case.named(path.target for path in paths), case.named(path.source for path in paths)
     return [
         case.finding(
-            Shared.NO_ANSWER,
-            Level.UNKNOWN,
-            f"{fold(sources)} got no answer from {fold(hosts)} in time, but no packet was lost",
-            detail="A firewall would have dropped packets: rather a process at one of the two ends got no CPU time.",
+            "busy",
+            paths,
             where=Where(hosts=hosts),
             witnesses=Witnesses(hosts=tuple(host for host in sources if host not in hosts)),
-            evidence=tuple(evidence_line(case, path) for path in paths[:EVIDENCE_LINES]),
-            fix=Fix(
-                text=f"see what keeps {fold(dict.fromkeys((*hosts, *sources)))} busy, then repeat the test",
-                commands=("top -b -n 1 | head -20",),
-            ),
+            sources=fold(sources),
+            hosts=fold(hosts),
+            all=fold(dict.fromkeys((*hosts, *sources))),
         )
     ]
 
@@ -226,16 +230,58 @@ def _closed_finding(case: Case, verdict: str, culprit: Culprit, purposes: tuple[
     ]
     accused = _accused(case, culprit, verdict)
     ends = case.named(node for path in paths for node in _edge(path))
-    return case.finding(
-        _IDS.get(verdict) or Shared(f"{_PURPOSES[purposes]}-{verdict}"),
-        Level.FAIL,
-        _title(case, culprit, verdict, purposes, paths),
-        detail=_detail(case, culprit, verdict, purposes, paths),
+    row = _row(case, verdict, culprit, purposes, paths)
+    return Finding(
+        id=(_IDS.get(verdict) or Shared(f"{_PURPOSES[purposes]}-{verdict}")).of(case.command),
+        level=Level.FAIL,
+        title=_title(case, culprit, row),
+        detail=_detail(case, culprit, verdict, purposes, row),
         where=Where(hosts=accused),
         witnesses=Witnesses(hosts=tuple(host for host in ends if host not in accused)),
         evidence=tuple(evidence_line(case, path) for path in paths[:EVIDENCE_LINES]),
-        fix=_other_interface(case, culprit) or _fix(case, culprit, verdict, purposes, paths),
+        fix=_other_interface(case, culprit) or _own_fix(case, verdict, row) or _opening(case, culprit, purposes, paths),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Closed(verdicts.Verdict):
+    """The texts of a way to be closed; `title`: of a pair of nodes.
+
+    `everywhere`: all paths are. `node`: all paths into or out of a node. `torch`: what torch prints for a closed port.
+    """
+
+    everywhere: str = "{name}"
+    node: str = ""
+    torch: str = ""
+    detail: str = ""
+    fix: str = ""
+
+
+@cache
+def _closed_rows() -> dict[str, _Closed]:
+    return verdicts.rows("path_verdicts", "closed", _Closed)
+
+
+def _row(
+    case: Case, verdict: str, culprit: Culprit, purposes: tuple[str, ...], paths: Sequence[NetworkPath]
+) -> _Closed:
+    """Return the texts of a verdict, filled in."""
+    probe = paths[0].probe
+    other = case.host(culprit.others[0]) if len(culprit.others) == 1 else probe.address
+    words = {
+        "source": fold(case.named(culprit.nodes)),
+        "sources": fold(case.named(path.source for path in paths)),
+        "target": fold(case.named(culprit.others)) + (f" ({probe.address})" if probe.address != other else ""),
+        "port": _ports_words(case, purposes, paths),
+        "way": "inbound" if culprit.kind == "in" else "outbound",
+        "error": probe.error,
+        "reason": probe.error.lower(),
+        "address": probe.address,
+        "resolved": ", ".join(probe.resolved),
+        "route": probe.route,
+        "destination": _destination(paths[0]),
+    }
+    return verdicts.filled(_closed_rows()[verdict], words)
 
 
 def _accused(case: Case, culprit: Culprit, verdict: str) -> tuple[str, ...]:
@@ -247,54 +293,10 @@ def _accused(case: Case, culprit: Culprit, verdict: str) -> tuple[str, ...]:
     return case.named([node for node in ends if node not in well] or ends)
 
 
-def _title(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
-    names, ports = fold(case.named(culprit.nodes)), _ports_words(case, purposes, paths)
+def _title(case: Case, culprit: Culprit, row: _Closed) -> str:
     if culprit.kind == "all":
-        return f"no node reaches another on {ports}: {_ANSWERS.get(verdict, verdict)}"
-    if culprit.kind != "pair":
-        direction = "inbound" if culprit.kind == "in" else "outbound"
-        return names + _DROPS.get(verdict, ": " + verdict + ", {what} on {ports}").format(what=direction, ports=ports)
-    probe = paths[0].probe
-    address = (
-        f" ({probe.address})" if len(culprit.others) == 1 and probe.address != case.host(culprit.others[0]) else ""
-    )
-    words = {"error": probe.error.lower(), "name": probe.address, "port": ports}
-    sentence = _PAIRS.get(verdict, "{source} -> {target} on {port}: " + verdict)
-    title = sentence.format(source=names, target=f"{fold(case.named(culprit.others))}{address}", **words)
-    return title.removesuffix(": ") + _reverse_words(case, culprit)
-
-
-_ANSWERS = {
-    "filtered": "no answer",
-    "refused": "refused by a firewall",
-    "rejected": "rejected",
-    "silent": "connected, then no data",
-    "broken": "cut",
-    "cut-off": "some data, then none",
-    "no-route": "no route (from their own kernel)",
-    "no-port": "no free local port",
-    "name": "the address does not resolve",
-}
-_DROPS = {
-    "filtered": " drops {what} packets on {ports}",
-    "refused": " resets {what} connections on {ports}: a firewall, as distdiag listens there",
-    "rejected": " rejects {what} connections on {ports}",
-    "silent": ": {what} connections on {ports} open, then no data comes through",
-    "broken": ": {what} connections on {ports} are cut",
-    "cut-off": ": {what} data on {ports} stops midway",
-}
-_PAIRS = {
-    "filtered": "{source} gets no answer from {target} on {port}: packets dropped",
-    "refused": "{source} is refused by {target} on {port}: a firewall sends a reset",
-    "rejected": "{source} is rejected when connecting to {target} on {port}: {error}",
-    "silent": "{source} connects to {target} on {port}, then no data comes through",
-    "broken": "{source} connects to {target} on {port}, then the connection is cut: {error}",
-    "cut-off": "data between {source} and {target} stops midway on {port}: {error}",
-    "no-route": "{source} has no route to {target}: its own kernel reports {error}",
-    "no-port": "{source} has no free local port to connect to {target}: {error}",
-    "name": "{source} cannot resolve {name}, the address of {target}",
-    "loopback": "on {source}, {name} resolves to {source} itself, not to {target}",
-}
+        return row.everywhere
+    return row.node if culprit.kind != "pair" else row.title + _reverse_words(case, culprit)
 
 
 def _ports_words(case: Case, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
@@ -315,24 +317,13 @@ def _reverse_words(case: Case, culprit: Culprit) -> str:
     return "; the reverse direction works" if paths and all(path.is_open for path in paths) else ""
 
 
-def _detail(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
-    probe = paths[0].probe
-    if verdict == "loopback":
-        return (
-            f"It resolves to {', '.join(probe.resolved)} there. torch only prints that the client socket has timed out."
-        )
-    if verdict == "name":
-        return f"Its resolver reports: {probe.error}."
-    if verdict == "no-route":
-        return f"No packet was sent. Its routing table has: {probe.route}." if probe.route else "No packet was sent."
-    if verdict == "no-port":
-        return (
-            "Every connection takes a port from net.ipv4.ip_local_port_range, and all of them are in use, by this or "
-            "another program on that node."
-        )
-    parts = [_other_direction(case, culprit), _scope(case, culprit, purposes), _why(verdict, purposes)]
-    if culprit.kind == "pair" and len(_accused(case, culprit, verdict)) == 2:
-        parts.append("This test cannot decide which of the two ends is at fault.")
+def _detail(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], row: _Closed) -> str:
+    parts = [row.detail]
+    if verdict not in _AT_THE_SOURCE:
+        torch = row.torch if PORT in purposes else ""
+        parts = [_other_direction(case, culprit), _scope(case, culprit, purposes), row.detail, torch]
+        if culprit.kind == "pair" and len(_accused(case, culprit, verdict)) == 2:
+            parts.append("This test cannot decide which of the two ends is at fault.")
     return " ".join(filter(None, parts))
 
 
@@ -363,22 +354,6 @@ def _scope(case: Case, culprit: Culprit, purposes: tuple[str, ...]) -> str:
     )
 
 
-def _why(verdict: str, purposes: tuple[str, ...]) -> str:
-    if verdict == "broken":
-        return "The connection opened, so the port is not closed: something on the path cuts connections."
-    if verdict == "cut-off":
-        return "The first packets all came through, then none: a bad cable would lose packets all along."
-    dropped = "A closed port would refuse: these packets are dropped." if verdict == "filtered" else ""
-    if PORT not in purposes:
-        return dropped
-    torch = {
-        "filtered": "torch prints nothing for minutes, then only that the client socket has timed out.",
-        "refused": "torch prints the same as for a dropped packet: the client socket has timed out.",
-        "rejected": "torch prints a wrong address with it.",
-    }.get(verdict, "")
-    return f"{dropped} {torch}".strip()
-
-
 # What opens a closed path
 
 
@@ -394,9 +369,13 @@ def _other_interface(case: Case, culprit: Culprit) -> Fix | None:
     )
 
 
-def _fix(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> Fix:
-    if (fix := _fix_without_opening(case, verdict, paths)) is not None:
-        return fix
+def _own_fix(case: Case, verdict: str, row: _Closed) -> Fix | None:
+    """Return the fix for a port closed by anything but a firewall."""
+    again = case.retry("--master-addr ADDRESS") if verdict in _IDS else ()
+    return Fix(text=row.fix, commands=(*row.commands, *again)) if row.fix else None
+
+
+def _opening(case: Case, culprit: Culprit, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> Fix:
     guilty = culprit.others if culprit.kind == "pair" else culprit.nodes
     network = case.test.networks.get(guilty[0])
     ports = _ports_to_open(network, purposes, paths)
@@ -411,35 +390,6 @@ def _fix(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], 
         text += "; or use an open port"
         commands += case.retry("--master-port 0")
     return Fix(text=text, commands=commands)
-
-
-def _fix_without_opening(case: Case, verdict: str, paths: Sequence[NetworkPath]) -> Fix | None:
-    """Return the fix for a port closed by anything but a firewall."""
-    sources, probe = fold(case.named(path.source for path in paths)), paths[0].probe
-    if verdict == "name":
-        return Fix(text="use the address of rank 0's node", commands=case.retry("--master-addr ADDRESS"))
-    if verdict == "loopback":
-        return Fix(
-            text="put that node's real address into /etc/hosts or DNS, or use the address instead of the name",
-            commands=case.retry("--master-addr ADDRESS"),
-        )
-    if verdict == "no-route":
-        return Fix(
-            text=f"on {sources}, fix the route: it is missing, or it is blackhole, unreachable or prohibit",
-            commands=(f"ip route get {_destination(paths[0])}", "ip route show table all | grep -v 'table local'"),
-        )
-    if verdict == "no-port":
-        return Fix(
-            text=f"on {sources}, find out what uses the local ports; if they are needed, widen the range",
-            commands=(
-                "ss -s; cat /proc/sys/net/ipv4/ip_local_port_range",
-                "sudo sysctl -w net.ipv4.ip_local_port_range='1024 65535'",
-            ),
-        )
-    if verdict in ("broken", "cut-off"):
-        text = "the port is open: find the rule, proxy or limit that cuts connections, at both ends and between them"
-        return Fix(text=text, commands=(f"sudo {_LISTS_RULES}",) if probe.error else ())
-    return None
 
 
 def _destination(path: NetworkPath) -> str:
@@ -506,19 +456,16 @@ def _foreign(case: Case) -> list[Finding]:
             found.setdefault((path.target, path.probe.said), []).append(path)
     return [
         case.finding(
-            Shared.PORT_FOREIGN,
-            Level.FAIL,
-            f"another program answers {fold(case.named(path.source for path in paths))} on "
-            f"{case.host(target)} ({paths[0].probe.address}) port {paths[0].probe.port}"
-            + (f': "{answer}"' if answer else ""),
-            detail="A proxy on the path, or another machine with this address: torch would wait there forever.",
+            "foreign",
+            paths,
             where=Where(hosts=case.named([target, *(path.source for path in paths)])),
-            evidence=tuple(evidence_line(case, path) for path in paths[:EVIDENCE_LINES]),
-            fix=Fix(
-                text="find out which machine has this address, and whether a proxy is on the path"
-                + ("; or use another port" if case.again else ""),
-                commands=case.retry("--master-port 0"),
-            ),
+            sources=fold(case.named(path.source for path in paths)),
+            target=case.host(target),
+            address=paths[0].probe.address,
+            port=paths[0].probe.port,
+            answer=answer,
+            other="or use another port" if case.again else "",
+            again="".join(case.retry("--master-port 0")),
         )
         for (target, answer), paths in found.items()
     ]
@@ -537,27 +484,16 @@ def _large_packets(case: Case) -> list[Finding]:
         mtus.setdefault(_mtu(case, node, bad), []).append(case.host(node))
     device = bad[0].probe.interface or "eth0"
     largest = max((mtu for mtu in mtus if mtu), default=1500)
+    mtu_lines = (f"MTU {mtu or 'unknown'} on {fold(hosts)}" for mtu, hosts in mtus.items())
     return [
         case.finding(
-            Shared.MTU_BLACK_HOLE,
-            Level.FAIL,
-            f"large packets {_directions(case, tried | directed, directed)} are dropped, small packets arrive",
-            detail="torch's init works and the first large collective times out. A link on the path carries smaller "
-            "packets than the interfaces send, and path MTU discovery does not find that out.",
+            "mtu-black-hole",
             **_blamed(case, tried | directed, directed),
-            evidence=(
-                *(f"MTU {mtu or 'unknown'} on {fold(hosts)}" for mtu, hosts in mtus.items()),
-                *(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
-            ),
-            fix=Fix(
-                text="set the same MTU on the path (switch ports, bonds, VLANs, tunnels); to confirm, lower it at "
-                "both ends for a test",
-                commands=(
-                    f"sudo ip link set dev {device} mtu 1280",
-                    # The largest packet that this interface may send, less the headers of IP and ICMP.
-                    f"ping -c 3 -M do -s {largest - 28} {_destination(bad[0])}",
-                ),
-            ),
+            evidence=(*mtu_lines, *(evidence_line(case, path) for path in bad[:EVIDENCE_LINES])),
+            directions=_directions(case, tried | directed, directed),
+            device=device,
+            size=largest - 28,  # the largest packet that this interface may send, less the headers of IP and ICMP
+            destination=_destination(bad[0]),
         )
     ]
 
@@ -641,10 +577,10 @@ def _lossy(case: Case) -> list[Finding]:
     slow = [path for path in hopeless if path.probe.verdict == "lossy" and not path.probe.retransmits]
     lost = [path for path in hopeless if path not in slow]
     lossy = [*lost, *(path for path in paths if path not in hopeless and _loses(case, path))]
-    found = [_bad_link(case, Shared.LINK_SLOW, Level.FAIL, "very low throughput", slow)] if slow else []
+    found = [_bad_link(case, "link-slow", Level.FAIL, "very low throughput", slow)] if slow else []
     if lost or _is_heavy_loss(lossy):
         level = Level.FAIL if lost else Level.WARN
-        found.append(_bad_link(case, Shared.LINK_LOSSY, level, "packet loss", lossy))
+        found.append(_bad_link(case, "link-lossy", level, "packet loss", lossy))
     return found
 
 
@@ -688,9 +624,7 @@ def slow_links(case: Case) -> list[Finding]:
     most = max(rates[path] for path in slow)
     what = f"at most {most / 1e6:.3g} MB/s ({fast / 1e6:.3g} MB/s on other paths)"
     rows = (f"{case.host(path.source)} -> {case.host(path.target)}: {rates[path] / 1e6:.3g} MB/s" for path in slow)
-    return [
-        replace(_bad_link(case, Shared.LINK_SLOW, Level.WARN, what, slow), evidence=tuple(islice(rows, EVIDENCE_LINES)))
-    ]
+    return [replace(_bad_link(case, "link-slow", Level.WARN, what, slow), evidence=tuple(islice(rows, EVIDENCE_LINES)))]
 
 
 def _rate(path: NetworkPath) -> float | None:
@@ -699,22 +633,18 @@ def _rate(path: NetworkPath) -> float | None:
     return probe.bulk_bytes / probe.bulk_s if probe.bulk_s and probe.bulk_bytes > BULK_BYTES else None
 
 
-def _bad_link(case: Case, id_: Shared, level: Level, what: str, bad: Sequence[NetworkPath]) -> Finding:
+def _bad_link(case: Case, verdict: str, level: Level, what: str, bad: Sequence[NetworkPath]) -> Finding:
     """Name a bad path. Loss is random, so other paths of the guilty end may look good: a pair accuses neither end."""
     edges = {edge for path in bad for edge in (_edge(path), _edge(path)[::-1])}
     tried = {_edge(path) for path in case.test.paths} | edges
-    device = bad[0].probe.interface or "eth0"
     return case.finding(
-        id_,
-        level,
-        f"{what} {_directions(case, tried, edges)}",
-        detail="torch runs over such a link, but many times slower.",
+        verdict,
+        bad,
+        level=level,
         **_blamed(case, tried, edges, spare_pairs=len(case.test.networks) > 2),
-        evidence=tuple(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
-        fix=Fix(
-            text="check error counters and speed of the interfaces, cables and switch ports on that path",
-            commands=(f"ip -s link show dev {device}", f"cat /sys/class/net/{device}/speed"),
-        ),
+        what=what,
+        directions=_directions(case, tried, edges),
+        device=bad[0].probe.interface or "eth0",
     )
 
 
@@ -738,22 +668,17 @@ def _own_name(case: Case, leads_to: str, nodes: list[str]) -> Finding:
     head = case.test.addresses.get(case.head, "")
     if case.head in nodes and head:
         commands.append(f"torchrun --rdzv-conf is_host=1 --local-addr={head} ...   # on rank 0's node")
-    spared = (
-        "The ranks that distdiag starts use addresses and are not affected. "
-        if case.rendezvous_port is not None
-        else ""
-    )
-    return case.finding(
-        Shared.NAME_LOOPBACK,
-        Level.WARN,
-        f"{fold(hosts)}: own host name ({network.names.host_name}) resolves to {leads_to}",
-        detail=f"{spared}torchrun's c10d rendezvous then fails to recognise this machine as the rendezvous host, and "
-        "Gloo binds to loopback: both end in a timeout that looks like a firewall.",
+    spared = "The ranks that distdiag starts use addresses and are not affected. "
+    found = case.finding(
+        "name-loopback",
         where=Where(hosts=hosts),
-        fix=Fix(
-            text="put the real address of each node into its /etc/hosts, or set it for torch", commands=tuple(commands)
-        ),
+        hosts=fold(hosts),
+        own=network.names.host_name,
+        leads_to=leads_to,
+        spared=spared if case.rendezvous_port is not None else "",
     )
+    fix = "put the real address of each node into its /etc/hosts, or set it for torch"
+    return replace(found, fix=Fix(text=fix, commands=tuple(commands)))
 
 
 def unresolved(case: Case) -> Iterator[LookUp]:
@@ -772,19 +697,8 @@ def _heads_name(case: Case) -> list[Finding]:
         return []
     hosts = case.named(lookup.node for lookup in bad)
     address = case.test.addresses.get(case.head) or "ADDRESS"
-    return [
-        case.finding(
-            Shared.NAME_UNRESOLVED,
-            Level.WARN,
-            f"{fold(hosts)} cannot resolve {bad[0].name}, the host name of {case.host(case.head)}",
-            detail="torchrun advertises this name to the other nodes as MASTER_ADDR, and they time out.",
-            where=Where(hosts=hosts),
-            fix=Fix(
-                text="give torchrun the address instead, on each node its own",
-                commands=(f"torchrun --local-addr={address} ...   # on rank 0's node",),
-            ),
-        )
-    ]
+    words = {"hosts": fold(hosts), "named": bad[0].name, "head": case.host(case.head), "address": address}
+    return [case.finding("name-unresolved", where=Where(hosts=hosts), **words)]
 
 
 def evidence_line(case: Case, path: NetworkPath) -> str:

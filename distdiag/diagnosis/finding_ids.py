@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OF_ROLE = {"job": "fail", "warning": "warn"}
 _OF_BUILD = {"cause": "fail"}
-_RANKS = ("gpu-test", "allreduce-bench")
+_RANKS = "gpu-test allreduce-bench"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _levels_of(line: KnownLine) -> tuple[str, ...]:
 def _ids(row: Mapping[str, Any]) -> Iterator[FindingId]:
     id_ = str(row.get("id", row["name"]))
     for name in row.get("names", (row["name"],)):
-        for command in _RANKS if "{command}" in id_ else ("",):
+        for command in str(row.get("of", _RANKS)).split() if "{command}" in id_ else ("",):
             own = id_.replace("{name}", name).replace("{command}", command)
             yield RowId(own if "." in own else f"logs.{own}")
 

@@ -50,11 +50,12 @@ def read_table(table: str) -> dict[str, Any]:
 
 
 def filled(row: AnyRow, words: Mapping[str, object]) -> AnyRow:
-    """Fill the non-empty `words` into all texts of a row."""
+    """Fill the non-empty `words` into all texts of a row; drop commands that are only a missing one."""
     said = {name: str(value) for name, value in {"name": row.name, **words}.items() if value not in ("", None)}
     every = {field.name: getattr(row, field.name) for field in fields(row)}
     texts: dict[str, Any] = {name: fill(text, said) for name, text in every.items() if type(text) is str}
-    return replace(row, **texts, commands=tuple(fill(command, said) for command in row.commands))
+    commands = (fill(command, said) for command in row.commands)
+    return replace(row, **texts, commands=tuple(command for command in commands if command != "?"))
 
 
 def finding(

@@ -270,7 +270,7 @@ def _on_path(process: _Process, call: _Call, plain: Thread) -> Thread:
     if path.startswith("/"):
         return replace(plain, path=path)
     if start == _AT_FDCWD:
-        return replace(plain, path=os.path.join(_readlink(f"/proc/{process.pid}/cwd"), path))
+        return replace(plain, path=os.path.join(machine.link_target(f"/proc/{process.pid}/cwd"), path))
     folder = process.opened.get(start)
     return replace(plain, path=os.path.join(folder.target if folder else "", path))
 
@@ -289,7 +289,7 @@ def _owner(process: _Process, call: _Call) -> int | None:
     if not waits_at_mutex or not call.memory or len(call.memory[0]) < 12:
         return None
     word, _, owner = struct.unpack("=III", call.memory[0])
-    known = {_numbers(f"/proc/{process.pid}/task/{other.tid}", other.tid)[-1]: other.tid for other in process.calls}
+    known = {_numbers(f"{process.pid}/task/{other.tid}", other.tid)[-1]: other.tid for other in process.calls}
     return known.get(owner) if word == _CONTENDED else None
 
 
@@ -303,16 +303,13 @@ def _children(pid: int, call: _Call) -> tuple[procs.Proc, ...]:
     wanted = kind if call.name == "wait4" else number if kind == _P_PID else -1
     if wanted <= 0:  # any, or those of a process group
         return tuple(children)
-    depth = len(_numbers(f"/proc/{pid}", pid))
-    return tuple(child for child in children if _numbers(f"/proc/{child.pid}", child.pid)[:depth][-1] == wanted)
+    depth = len(_numbers(str(pid), pid))
+    return tuple(child for child in children if _numbers(str(child.pid), child.pid)[:depth][-1] == wanted)
 
 
-def _numbers(folder: str, number: int) -> list[int]:
+def _numbers(process: str, number: int) -> list[int]:
     """List the ids of a process or thread, from our pid namespace down to its own."""
-    for line in machine.read_text(f"{folder}/status").splitlines():
-        if line.startswith("NSpid:"):
-            return [int(word) for word in line.split()[1:]]
-    return [number]
+    return [int(word) for word in machine.status_words(process, "NSpid")] or [number]
 
 
 def _locks(process: _Process, call: _Call) -> tuple[Lock, ...]:
@@ -354,10 +351,3 @@ def _futex_ends_in_s(call: _Call) -> float | None:
 def _signed(argument: int) -> int:
     """Read an argument of type int: only the lower half of its register is defined."""
     return (argument & 0xFFFFFFFF) - ((argument & 0x80000000) << 1)
-
-
-def _readlink(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

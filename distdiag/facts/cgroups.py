@@ -6,12 +6,8 @@ import re
 from dataclasses import dataclass
 
 from distdiag.facts import machine
+from distdiag.facts.machine import cgroup_folders
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_ROOT = "/sys/fs/cgroup"
 _NO_LIMIT = 2**60
 """Larger values are no limit: without one, cgroup v1 reads about 2**63."""
 
@@ -34,8 +30,8 @@ def look() -> Cgroup:
         (
             (limit, _number(f"{folder}/{used}") or 0)
             for folder, name, used in (
-                *((folder, "memory.max", "memory.current") for folder in _folders("")),
-                *((folder, "memory.limit_in_bytes", "memory.usage_in_bytes") for folder in _folders("memory")),
+                *((folder, "memory.max", "memory.current") for folder in cgroup_folders("")),
+                *((folder, "memory.limit_in_bytes", "memory.usage_in_bytes") for folder in cgroup_folders("memory")),
             )
             if (limit := _number(f"{folder}/{name}")) is not None
         ),
@@ -44,34 +40,22 @@ def look() -> Cgroup:
     pids = min(
         (
             (limit, _number(f"{folder}/pids.current") or 0)
-            for folder in (*_folders(""), *_folders("pids"))
+            for folder in (*cgroup_folders(""), *cgroup_folders("pids"))
             if (limit := _number(f"{folder}/pids.max")) is not None
         ),
         default=(None, None),
     )
-    quotas = [quota for folder in (*_folders(""), *_folders("cpu")) if (quota := _quota(folder)) is not None]
+    quotas = [
+        quota for folder in (*cgroup_folders(""), *cgroup_folders("cpu")) if (quota := _quota(folder)) is not None
+    ]
     return Cgroup(
         memory_bytes=memory[0],
         memory_used_bytes=memory[1],
-        cpus=min(quotas, default=None),
+        cpus=min((quota for quota in quotas if quota is not None), default=None),
         pids=pids[0],
         pids_used=pids[1],
         oom_kills=_oom_kills(),
     )
-
-
-def _folders(controller: str) -> Iterator[str]:
-    """Yield the folder of our cgroup and its parents; an empty controller means the unified hierarchy."""
-    for line in machine.read_text("/proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            root = _ROOT if not controller else ""
-        else:
-            root = f"{_ROOT}/{controllers}" if controller and controller in controllers.split(",") else ""
-        folder = root + path.rstrip("/")
-        while root and folder.startswith(root):
-            yield folder
-            folder = folder.rpartition("/")[0]
 
 
 def _number(path: str) -> int | None:
@@ -88,7 +72,7 @@ def _quota(folder: str) -> float | None:
 
 
 def _oom_kills() -> int:
-    texts = [machine.read_text(f"{folder}/memory.events") for folder in list(_folders(""))[:1]]
-    texts += [machine.read_text(f"{folder}/memory.oom_control") for folder in list(_folders("memory"))[:1]]
+    texts = [machine.read_text(f"{folder}/memory.events") for folder in list(cgroup_folders(""))[:1]]
+    texts += [machine.read_text(f"{folder}/memory.oom_control") for folder in list(cgroup_folders("memory"))[:1]]
     counts = (re.search(r"^oom_kill (\d+)", text, re.MULTILINE) for text in texts)
     return max((int(count[1]) for count in counts if count is not None), default=0)

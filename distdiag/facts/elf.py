@@ -204,7 +204,6 @@ def _dynamic(file: File, segment: _Segment) -> Iterator[tuple[int, int]]:
 
 
 def _in_file(address: int, mapped: list[_Segment]) -> int:
-    """Return the file offset for an address in memory."""
     for segment in mapped:
         if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.size:
             return segment.offset + address - segment.address

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from distdiag.facts import deadlines, machine
@@ -118,7 +118,7 @@ def _with_mount(space: Space, table: list[Mount]) -> Space:
     mount = max(above, key=lambda mount: len(mount.path), default=None)
     if mount is None:
         return space
-    return Space(**{**vars(space), "kind": mount.kind, "source": mount.source})
+    return replace(space, kind=mount.kind, source=mount.source)
 
 
 def _plain(text: str) -> str:

@@ -7,7 +7,7 @@ Reasons" became "Clocks Event Reasons"). Values missing in a driver or a GPU are
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distdiag.facts import programs
 from distdiag.facts.machine import user_name
@@ -181,6 +181,7 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
     lost = re.search(r"GPU is lost|GPU requires reset|Unable to determine the device handle[^\n]*", text)
     power = _branch(tree, "GPU Power Readings") or _branch(tree, "Power Readings")
     link = _branch(tree, "PCI", "GPU Link Info")
+    was_reset = _value(tree, "GPU Reset Status", "Reset Required") == "Yes"  # drivers before 565
     state, status = _value(tree, "Fabric", "State"), _value(tree, "Fabric", "Status")
     return GpuHealth(
         index=index,
@@ -189,7 +190,7 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
         uuid=_value(tree, "GPU UUID"),
         persistence=_value(tree, "Persistence Mode"),
         mig=_value(tree, "MIG Mode", "Current"),
-        recovery=_value(tree, "GPU Recovery Action") or _old_recovery(tree),
+        recovery=_value(tree, "GPU Recovery Action") or "Reset" * was_reset,
         uncorrectable=sum(wrong) if wrong else None,
         correctable=sum(right) if right else None,
         retired_pending=_value(tree, "Retired Pages", "Pending Page Blacklist") == "Yes",
@@ -225,11 +226,6 @@ def _clique(fabric: Tree) -> str:
     return f"{cluster}/{clique}" if cluster.strip("0-") else ""
 
 
-def _old_recovery(tree: Tree) -> str:
-    """Translate the wording of drivers before 565."""
-    return "Reset" if _value(tree, "GPU Reset Status", "Reset Required") == "Yes" else ""
-
-
 def _processes(tree: Tree) -> tuple[GpuProcess, ...]:
     """Read the processes, whose fields are siblings: Process ID, Type, Name, Used GPU Memory."""
     found = []
@@ -249,12 +245,10 @@ def _with_users(health: Health) -> Health:
         return "" if number is None else user_name(number)
 
     gpus = (
-        GpuHealth(
-            **{**vars(gpu), "processes": tuple(GpuProcess(**{**vars(p), "user": user(p.pid)}) for p in gpu.processes)}
-        )
+        replace(gpu, processes=tuple(replace(each, user=user(each.pid)) for each in gpu.processes))
         for gpu in health.gpus
     )
-    return Health(tuple(gpus), health.driver)
+    return replace(health, gpus=tuple(gpus))
 
 
 def with_links(health: Health, status: str, errors: str) -> Health:
@@ -264,9 +258,8 @@ def with_links(health: Health, status: str, errors: str) -> Health:
     for gpu in health.gpus:
         own = links.get(gpu.index, {})
         down = tuple(number for number, words in own.items() if "inactive" in words.lower())
-        readings = {"links": len(own), "inactive_links": down, "link_errors": counts.get(gpu.index, {})}
-        gpus.append(GpuHealth(**{**vars(gpu), **readings}))
-    return Health(tuple(gpus), health.driver, health.error)
+        gpus.append(replace(gpu, links=len(own), inactive_links=down, link_errors=counts.get(gpu.index, {})))
+    return replace(health, gpus=tuple(gpus))
 
 
 def _links(text: str) -> dict[int, dict[int, str]]:

@@ -8,6 +8,7 @@ import re
 import stat
 from dataclasses import dataclass
 
+from distdiag.facts import machine
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False
@@ -119,25 +120,16 @@ def of_ended(files: Iterable[OutputFile], ended: Iterable[int], since_s: float) 
 
 
 def _readers(pipe: str) -> Iterator[int]:
-    """Find the processes with this pipe as standard input: a tee, or a logger."""
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                if os.readlink(f"/proc/{entry}/fd/0") == pipe:
-                    yield int(entry)
-            except OSError:
-                continue
+        if entry.isdigit() and machine.link_target(f"/proc/{entry}/fd/0") == pipe:
+            yield int(entry)
 
 
 def _add_files(
     pid: int, names: dict[tuple[int, int], tuple[str, str]], owners: dict[tuple[int, int], list[int]]
 ) -> None:
     """Add the files that a reader of a pipe writes to besides its standard streams."""
-    try:
-        entries = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return
-    for entry in entries:
+    for entry in machine.names_in(f"/proc/{pid}/fd"):
         link = f"/proc/{pid}/fd/{entry}"
         try:
             status, target = os.stat(link), os.readlink(link)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
 from dataclasses import dataclass
 
-from distdiag.facts import machine
+from distdiag.facts import machine, sockets
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False
@@ -127,40 +126,17 @@ def _oom_kills(pids: Iterable[int]) -> tuple[tuple[str, int], ...]:
 
 
 def _unacknowledged(pids: Iterable[int]) -> Iterator[Unacknowledged]:
-    """Find connections with data retransmitted repeatedly (columns of proc(5), /proc/net/tcp)."""
-    tables: dict[str, dict[str, list[str]]] = {}
+    tables: dict[str, dict[int, sockets.Socket]] = {}
     for pid in pids:
         namespace = machine.network_namespace(pid)
         if namespace not in tables:
-            names = ("tcp", "tcp6")
-            rows = [line.split() for n in names for line in machine.read_text(f"/proc/{pid}/net/{n}").splitlines()[1:]]
-            tables[namespace] = {
-                row[9]: row
-                for row in rows
-                if len(row) > 9 and row[3] == "01" and int(row[6], 16) >= _RETRANSMITS and row[4][:8] != "00000000"
-            }
+            tables[namespace] = {inode: sock for inode, sock in sockets.tcp_table(pid).items() if _is_unanswered(sock)}
         table = tables[namespace]
-        if not table:
-            continue
-        for inode in _sockets(pid) & table.keys():
-            row = table[inode]
-            yield Unacknowledged(pid, _address(row[1]), _address(row[2]), int(row[4][:8], 16), int(row[6], 16))
+        for inode in sockets.inodes(pid) & table.keys() if table else ():
+            sock = table[inode]
+            yield Unacknowledged(pid, sock.local, sock.remote, sock.send_queue_bytes or 0, sock.retransmits or 0)
 
 
-def _sockets(pid: int) -> set[str]:
-    found = set()
-    with contextlib.suppress(OSError):
-        for entry in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{pid}/fd/{entry}")
-                if target.startswith("socket:["):
-                    found.add(target[8:-1])
-    return found
-
-
-def _address(text: str) -> str:
-    """Format an IPv4 address of the kernel, "0100007F:1F90"; for IPv6 only the port."""
-    address, _, port = text.partition(":")
-    if len(address) != 8:
-        return f"port {int(port, 16)}"
-    return ".".join(str(byte) for byte in bytes.fromhex(address)[::-1]) + f":{int(port, 16)}"
+def _is_unanswered(sock: sockets.Socket) -> bool:
+    is_late = (sock.retransmits or 0) >= _RETRANSMITS
+    return sock.state == "ESTABLISHED" and is_late and bool(sock.send_queue_bytes)

@@ -85,7 +85,6 @@ def _program(words: Sequence[str], at: int) -> str:
 
 
 def _options(words: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Return the options before the script, and the script."""
     found: dict[str, str] = {}
     left = list(words)
     while left:

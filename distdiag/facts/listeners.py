@@ -1,17 +1,12 @@
-"""Listening TCP sockets of this machine, with the processes that hold them. See proc(5)."""
+"""Local TCP ports and the processes that hold them."""
 
 from __future__ import annotations
 
 import glob
 import os
-import re
-import socket
-import struct
 from dataclasses import dataclass
 
-from distdiag.facts import machine
-
-_LISTEN = "0A"  # include/net/tcp_states.h
+from distdiag.facts import machine, sockets
 
 
 @dataclass(frozen=True)
@@ -24,42 +19,43 @@ class Listener:
     command: str
 
 
+@dataclass(frozen=True)
+class PortHolder:
+    """The process on a TCP port; `pid`: None if the owner is not visible to us."""
+
+    pid: int | None
+    command: str
+    listening: bool
+
+
 def listeners() -> tuple[Listener, ...]:
     """List the listening sockets, sorted by port."""
-    found = {(address, port): inode for table in ("tcp", "tcp6") for address, port, inode in _table(table)}
-    owners = _owners(set(found.values()))
-    rows = []
-    for (address, port), inode in sorted(found.items(), key=lambda entry: (entry[0][1], entry[0][0])):
-        pid = owners.get(inode)
-        rows.append(Listener(address, port, pid, machine.command_line(pid) if pid else ""))
-    return tuple(rows)
+    found = [sock for sock in sockets.tcp_table(os.getpid()).values() if sock.state == "LISTEN"]
+    owners = _owners({sock.inode for sock in found})
+    rows = set()
+    for sock in found:
+        address, _, port = sock.local.rpartition(":")
+        rows.add(Listener(address.strip("[]"), int(port), *owners[sock.inode]))
+    return tuple(sorted(rows, key=lambda row: (row.port, row.address)))
 
 
-def _table(name: str) -> list[tuple[str, int, str]]:
-    rows = []
-    for line in machine.read_text(f"/proc/net/{name}").splitlines()[1:]:
-        columns = line.split()
-        if columns[3] == _LISTEN:
-            address, port = columns[1].split(":")
-            rows.append((_address(address), int(port, 16), columns[9]))
-    return rows
+def port_holder(port: int) -> PortHolder | None:
+    """Find the process on a local TCP port, listeners first; None if none is visible."""
+    found = [sock for sock in sockets.tcp_table(os.getpid()).values() if sock.local.endswith(f":{port}")]
+    sock = min(found, key=lambda sock: sock.state != "LISTEN", default=None)
+    return PortHolder(*_owners({sock.inode})[sock.inode], sock.state == "LISTEN") if sock is not None else None
 
 
-def _address(text: str) -> str:
-    """Parse an address printed by the kernel: words in the machine's byte order."""
-    words = struct.pack(f"={len(text) // 8}I", *(int(text[at : at + 8], 16) for at in range(0, len(text), 8)))
-    return socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
-
-
-def _owners(inodes: set[str]) -> dict[str, int]:
-    """Find the processes that hold sockets; other users' are visible only to root."""
-    found: dict[str, int] = {}
+def _owners(inodes: set[int]) -> dict[int, tuple[int | None, str]]:
+    """Find pid and command of the processes that hold sockets; other users' are visible only to root."""
+    found: dict[int, tuple[int | None, str]] = dict.fromkeys(inodes, (None, ""))
+    wanted = {f"socket:[{inode}]": inode for inode in inodes}
     for path in glob.glob("/proc/[0-9]*/fd/*"):
         try:
-            target = os.readlink(path)
+            inode = wanted.pop(os.readlink(path), None)
         except OSError:
             continue
-        match = re.fullmatch(r"socket:\[(\d+)\]", target)
-        if match and match[1] in inodes:
-            found.setdefault(match[1], int(path.split("/")[2]))
+        if inode is not None:
+            pid = int(path.split("/")[2])
+            found[inode] = pid, machine.command_line(pid)
     return found

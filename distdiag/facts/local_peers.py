@@ -119,7 +119,6 @@ def _other_ends(
 
 
 def _line(pid: int, table: Mapping[int, Counters], but: Container[int]) -> Iterator[int]:
-    """List a process and its ancestors."""
     for _ in range(_GENERATIONS):
         if pid in but or pid not in table:
             break

@@ -1,4 +1,4 @@
-"""Facts of one machine from /proc and /sys: memory, shared memory, process states, owners of ports."""
+"""Facts of one machine from /proc and /sys: memory, shared memory, process states."""
 
 from __future__ import annotations
 
@@ -20,19 +20,9 @@ _SECRET = re.compile(r"(?i)([\w-]*(?:token(?!s|iz)|secret|passw|api[-_]?key|cred
 _LIKELY_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|AKIA|xox[bp]-)[\w-]{8,}")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASS")
 _LONGEST_VALUE = 200
-_TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 
 # Not dataclasses, see distdiag.agent.boot: every agent imports this at its start.
-class PortHolder:
-    """The process on a TCP port. `pid`: None if the owner is not visible to us."""
-
-    def __init__(self, pid: int | None, command: str, *, listening: bool) -> None:
-        self.pid = pid
-        self.command = command
-        self.listening = listening
-
-
 class ProcessState:
     """State letter of proc(5) (R S D T t Z X), empty if the process exited, and the kernel function it waits in."""
 
@@ -105,10 +95,7 @@ def process_state(pid: int) -> ProcessState:
 
 def work_of(pid: int) -> Work:
     """Read the total work of a process; zeros if the kernel does not count it (schedstat and io of proc(5))."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        threads = []
+    threads = names_in(f"/proc/{pid}/task")
     columns = [read_text(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
     busy_ns = sum(int(ran) + int(waited) for ran, waited, *_ in columns)
     read = re.search(r"^rchar: (\d+)", read_text(f"/proc/{pid}/io"), re.MULTILINE)
@@ -122,21 +109,7 @@ def why_it_stands_still(letter: str) -> str:
 
 def network_namespace(pid: int) -> str:
     """Name a process's network namespace, "net:[4026531840]"; empty if unreadable."""
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return ""
-
-
-def port_holder(port: int) -> PortHolder | None:
-    """Find the process on a local TCP port, listeners first; None if none is visible."""
-    found = list(_sockets_on(port))
-    if not found:
-        return None
-    found.sort(key=lambda entry: entry[0] != _TCP_LISTEN)
-    state, inode = found[0]
-    pid = _owner_of(inode)
-    return PortHolder(pid, command_line(pid) if pid else "", listening=state == _TCP_LISTEN)
+    return link_target(f"/proc/{pid}/ns/net")
 
 
 def ancestors(pid: int) -> list[str]:
@@ -192,20 +165,48 @@ def read_text(path: str) -> str:
         return ""
 
 
+def names_in(folder: str) -> list[str]:
+    """List a folder; empty if missing or unreadable."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def link_target(path: str) -> str:
+    """Return the target of a link; empty if missing or unreadable."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def status_words(process: object, field: str) -> list[str]:
+    """Return the words of a field of /proc/PROCESS/status; empty if missing. `process`: "self", 12, or "12/task/13"."""
+    found = re.search(rf"^{field}:(.*)$", read_text(f"/proc/{process}/status"), re.MULTILINE)
+    return found[1].split() if found is not None else []
+
+
 def throttled_s() -> float:
     """Return the seconds for which a CPU quota of this process's cgroups (v1 and v2) throttled it."""
     seconds = [0.0]
+    for folder in (*cgroup_folders(""), *cgroup_folders("cpu")):
+        stat = dict(line.split() for line in read_text(f"{folder}/cpu.stat").splitlines())
+        seconds.append(int(stat.get("throttled_usec", 0)) / 1e6 + int(stat.get("throttled_time", 0)) / 1e9)
+    return max(seconds)
+
+
+def cgroup_folders(controller: str) -> Iterator[str]:
+    """Yield the folder of our cgroup and its parents; an empty controller means the unified hierarchy."""
     for line in read_text("/proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
+        controllers, path = line.split(":", 2)[1:]
+        if controllers != controller and controller not in controllers.split(","):
             continue
-        root = "/sys/fs/cgroup" if number == "0" else f"/sys/fs/cgroup/{controllers}"
+        root = f"/sys/fs/cgroup/{controllers}".rstrip("/")
         folder = root + path.rstrip("/")
         while folder.startswith(root):
-            stat = dict(line.split() for line in read_text(f"{folder}/cpu.stat").splitlines())
-            seconds.append(int(stat.get("throttled_usec", 0)) / 1e6 + int(stat.get("throttled_time", 0)) / 1e9)
+            yield folder
             folder = folder.rpartition("/")[0]
-    return max(seconds)
 
 
 def _meminfo(name: str) -> int | None:
@@ -218,41 +219,9 @@ def _meminfo(name: str) -> int | None:
 def _cgroup_left_bytes() -> int | None:
     """Return the bytes left below the tightest memory limit of our cgroups (v1 and v2) and their parents."""
     left = []
-    for line in read_text("/proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        folder = root + path.rstrip("/")
-        while folder.startswith(root):
-            limit, used = (read_text(f"{folder}/{name}").strip() for name in names)
+    for controller, names in (("", ("max", "current")), ("memory", ("limit_in_bytes", "usage_in_bytes"))):
+        for folder in cgroup_folders(controller):
+            limit, used = (read_text(f"{folder}/memory.{name}").strip() for name in names)
             if limit.isdigit() and used.isdigit():
                 left.append(max(0, int(limit) - int(used)))
-            folder = folder.rpartition("/")[0]
     return min(left) if left else None
-
-
-def _sockets_on(port: int) -> Iterator[tuple[str, str]]:
-    """Yield state and inode of the sockets on a local port (columns of /proc/net/tcp, see proc(5))."""
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in read_text(table).splitlines()[1:]:
-            columns = line.split()
-            if int(columns[1].rpartition(":")[2], 16) == port:
-                yield columns[3], columns[9]
-
-
-def _owner_of(inode: str) -> int | None:
-    link = f"socket:[{inode}]"
-    for entry in os.listdir("/proc") if inode != "0" and os.path.isdir("/proc") else []:
-        if not entry.isdigit():
-            continue
-        try:
-            for fd in os.listdir(f"/proc/{entry}/fd"):
-                if os.readlink(f"/proc/{entry}/fd/{fd}") == link:
-                    return int(entry)
-        except OSError:  # exited, or another user's
-            continue
-    return None

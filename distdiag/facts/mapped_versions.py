@@ -11,7 +11,7 @@ import stat
 import time
 from dataclasses import dataclass, field
 
-from distdiag.facts import deadlines
+from distdiag.facts import deadlines, machine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class _Reader:
         elif component == "driver":
             self._note(component, numbered[1] if numbered is not None else "", path)
         elif component == "deep-ep":
-            names = [path, *_names(os.path.dirname(self._root + path))]
+            names = [path, *machine.names_in(os.path.dirname(self._root + path))]
             self._note(component, next((match[1] for name in names if (match := _DEEP_EP.search(name))), ""), path)
         else:
             found = self._search(self._root + path, _TEXTS[component])
@@ -136,10 +136,7 @@ class _Reader:
 
     def _python(self) -> None:
         """Find the patch level, a string in the interpreter, possibly the end of a longer one."""
-        try:
-            executable = os.readlink(self._exe)
-        except OSError:
-            return
+        executable = machine.link_target(self._exe)
         minors = {
             next(filter(None, match.groups()))
             for path in [*self._mapped, executable]
@@ -186,13 +183,6 @@ class _Reader:
                     kept = data[-_OVERLAP:]
         except OSError:
             return
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _text(path: str) -> str:

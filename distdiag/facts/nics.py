@@ -184,7 +184,6 @@ def _kind(name: str, hardware: int, folder: str) -> str:
 
 
 def _by_name(name: str) -> str:
-    """Guess by the names usual for container engines and VM hosts."""
     return next((kind for kind, names in _NAMES.items() if name.startswith(names)), "ethernet")
 
 
@@ -223,5 +222,4 @@ def ib_ports() -> tuple[IbPort, ...]:
 
 
 def _word(text: str) -> str:
-    """Extract the word in "4: ACTIVE"."""
     return text.rpartition(":")[2].strip()

@@ -46,7 +46,7 @@ def _nvidia(root: str) -> tuple[dict[str, str], int]:
     """Find the GPUs, address -> directory in /sys, and count the NVSwitches."""
     folder = f"{root}{_DEVICES}"
     gpus, nvswitches = {}, 0
-    for address in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+    for address in sorted(machine.names_in(folder)):
         path = f"{folder}/{address}"
         class_ = machine.read_text(f"{path}/class")
         if class_.startswith((_DISPLAY, _NVSWITCH)) and machine.read_text(f"{path}/vendor").strip() == _NVIDIA:
@@ -58,7 +58,7 @@ def _nvidia(root: str) -> tuple[dict[str, str], int]:
 
 def _rdma_cards(root: str) -> Iterator[str]:
     folder = f"{root}/sys/class/infiniband"
-    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+    for name in sorted(machine.names_in(folder)):
         yield f"{folder}/{name}/device"
 
 

@@ -132,5 +132,4 @@ def why_refused(error: OSError) -> tuple[str, str]:
 
 def seccomp() -> bool:
     """Return whether a seccomp filter is installed for this process (mode 2), as Docker and Kubernetes do."""
-    lines = machine.read_text("/proc/self/status").splitlines()
-    return any(line.split() == ["Seccomp:", "2"] for line in lines)
+    return machine.status_words("self", "Seccomp") == ["2"]

@@ -11,6 +11,8 @@ import os
 import re
 from dataclasses import dataclass
 
+from distdiag.facts import machine
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +70,7 @@ def table() -> dict[int, Counters]:
 def threads(pid: int) -> dict[int, Counters]:
     """Read the threads of a process; empty if it exited."""
     folder = f"{pid}/task/"
-    return {found.pid: found for name in _names(f"/proc/{folder}") if (found := _counters(name, folder))}
+    return {found.pid: found for name in machine.names_in(f"/proc/{folder}") if (found := _counters(name, folder))}
 
 
 def crowd() -> float:
@@ -145,13 +147,6 @@ def _links(pid: int) -> Iterator[tuple[int, str]]:
     for name in names:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed since the listing
             yield int(name), os.readlink(f"/proc/{pid}/fd/{name}")
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _read(path: str) -> bytes:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import struct
 from dataclasses import dataclass
 
-from distdiag.facts import machine, off_cpu, syscall_names
+from distdiag.facts import machine, off_cpu, sockets, syscall_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ _POLLS = ("poll", "ppoll")
 _ON_PATH = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
 """Index of the path argument."""
 _LONGEST_PATH = 4096
-_LISTENS = "0A"  # include/net/tcp_states.h
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,8 @@ def read(pid: int) -> Proc | None:
 
 def tasks(pid: int) -> list[Task]:
     """Read the threads of a process; empty if it exited."""
-    try:
-        entries = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
     found = []
-    for entry in entries:
+    for entry in machine.names_in(f"/proc/{pid}/task"):
         fields = _stat(f"/proc/{pid}/task/{entry}/stat")
         if fields is not None:
             found.append(Task(int(entry), fields[1], fields[0], _cpu(fields)))
@@ -157,28 +151,20 @@ def wanted(entries: Iterable[bytes]) -> dict[str, str]:
 
 
 def owner(pid: int) -> int | None:
-    """Return the user id of a process; None if it exited."""
-    status = machine.read_text(f"/proc/{pid}/status")
-    for line in status.splitlines():
-        if line.startswith("Uid:"):
-            return int(line.split()[2])
-    return None
+    """Return the effective user id of a process; None if it exited."""
+    words = machine.status_words(pid, "Uid")
+    return int(words[1]) if words else None
 
 
 def tracer(pid: int) -> int | None:
     """Return the tracer of a process (strace, gdb); None without one."""
-    for line in machine.read_text(f"/proc/{pid}/status").splitlines():
-        if line.startswith("TracerPid:"):
-            return int(line.split()[1]) or None
-    return None
+    words = machine.status_words(pid, "TracerPid")
+    return (int(words[0]) or None) if words else None
 
 
 def program(pid: int) -> str:
     """Return the path of a process's program; empty if unreadable."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        return ""
+    return machine.link_target(f"/proc/{pid}/exe")
 
 
 def maps(pid: int) -> str | None:
@@ -192,10 +178,8 @@ def maps(pid: int) -> str | None:
 
 def switches(pid: int, tid: int | None = None) -> int:
     """Count a thread's voluntary context switches (default: the main thread's); -1 if it exited."""
-    for line in machine.read_text(f"/proc/{pid}/task/{tid or pid}/status").splitlines():
-        if line.startswith("voluntary_ctxt_switches:"):
-            return int(line.split()[1])
-    return -1
+    words = machine.status_words(f"{pid}/task/{tid or pid}", "voluntary_ctxt_switches")
+    return int(words[0]) if words else -1
 
 
 def ran_s(pid: int) -> float | None:
@@ -232,54 +216,23 @@ def uses_gpu(pid: int, mapped: str | None = None) -> bool:
     """
     if _GPU_DRIVERS.search((maps(pid) if mapped is None else mapped) or ""):
         return True
-    try:
-        for entry in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{entry}")
-            if (target.startswith("/dev/nvidia") and target[11:].isdigit()) or target in ("/dev/kfd", "/dev/dxg"):
-                return True
-    except OSError:
-        return False
+    for entry in machine.names_in(f"/proc/{pid}/fd"):
+        target = machine.link_target(f"/proc/{pid}/fd/{entry}")
+        if (target.startswith("/dev/nvidia") and target[11:].isdigit()) or target in ("/dev/kfd", "/dev/dxg"):
+            return True
     return False
 
 
 def has_connection(pid: int, ports: set[int]) -> bool:
     """Return whether a process has a TCP socket with one of these ports at either end, or listens on one."""
-    wanted = {f":{port:04X}" for port in ports}
-    tables = [machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    inodes = {row[9] for row in rows if row[1][-5:] in wanted or row[2][-5:] in wanted} - {"0"}
-    try:
-        entries = os.listdir(f"/proc/{pid}/fd") if inodes else []
-    except OSError:  # exited or unreadable
-        return False
-    return any(_inode_of(f"/proc/{pid}/fd/{fd}") in inodes for fd in entries)
+    ends = tuple(f":{port}" for port in ports)
+    return any(sock.local.endswith(ends) or sock.remote.endswith(ends) for sock in sockets.tcp_sockets(pid))
 
 
 def connections(pid: int) -> tuple[str, ...]:
-    """List the TCP connections of a process by both ends, in the same form at each end.
-
-    Addresses are in the kernel's notation, identical on all machines of one byte order.
-    """
-    rows = []
-    for name in ("tcp", "tcp6"):
-        lines = machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]
-        rows += [line.split(None, 10) for line in lines]
-    pairs = {row[9]: ">".join(sorted(row[1:3])) for row in rows if row[3] == "01" and row[9] != "0"}
-    try:
-        entries = os.listdir(f"/proc/{pid}/fd") if pairs else []
-    except OSError:  # exited or unreadable
-        return ()
-    own = {_inode_of(f"/proc/{pid}/fd/{entry}") for entry in entries}
-    return tuple(sorted(pairs[inode] for inode in own & pairs.keys()))[:_MOST_CONNECTIONS]
-
-
-def _inode_of(descriptor: str) -> str:
-    """Return a socket's inode; empty for any other file, or if closed since listed."""
-    try:
-        target = os.readlink(descriptor)
-    except OSError:
-        return ""
-    return target[8:-1] if target.startswith("socket:[") else ""
+    """List the TCP connections of a process by both ends, in the same form at each end."""
+    found = (sock for sock in sockets.tcp_sockets(pid) if sock.state == "ESTABLISHED")
+    return tuple(sorted(">".join(sorted((sock.local, sock.remote))) for sock in found))[:_MOST_CONNECTIONS]
 
 
 def standstill(pid: int, tid: int, clocks: dict[int, float]) -> Standstill:
@@ -345,12 +298,10 @@ def _syscall(pid: int, words: list[str]) -> tuple[str, str]:
 
 
 def _open_file(pid: int, fd: int) -> str:
-    try:
-        target = os.readlink(f"/proc/{pid}/fd/{fd}")
-    except OSError:
-        return ""
+    target = machine.link_target(f"/proc/{pid}/fd/{fd}")
     if target.startswith("pipe:["):
-        others = [child for child in _children(pid) if _has_open(child, target)]
+        children = map(int, machine.read_text(f"/proc/{pid}/task/{pid}/children").split())
+        others = [child for child in children if _has_open(child, target)]
         return f"a pipe from {_program(others[0])}" if others else "a pipe"
     if target.startswith("socket:["):
         return _socket(pid, target[8:-1])
@@ -360,31 +311,16 @@ def _open_file(pid: int, fd: int) -> str:
 def _socket(pid: int, inode: str) -> str:
     """Name a TCP socket by the peer's address, a listening one by its own."""
     for name in ("tcp", "tcp6"):
-        for line in machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
-            row = line.split(None, 10)
-            if row[9] == inode:
-                return f"TCP {_address(row[1] if row[3] == _LISTENS else row[2])}"
+        lines = machine.read_text(f"/proc/{pid}/net/{name}").splitlines()
+        row = next((line for line in lines if f" {inode} " in line), "")
+        for sock in sockets.parse_inet(f"\n{row}", name).values():
+            return f"TCP {sock.remote or sock.local}"
     return "a socket"
 
 
-def _address(text: str) -> str:
-    """Format an address of /proc/net/tcp: words of 4 bytes in this machine's byte order."""
-    place, port = text.split(":")
-    words = [bytes.fromhex(place[at : at + 8])[::-1] for at in range(0, len(place), 8)]
-    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-    host = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")
-    return f"{f'[{host}]' if ':' in host else host}:{int(port, 16)}"
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in machine.read_text(f"/proc/{pid}/task/{pid}/children").split()]
-
-
 def _has_open(pid: int, target: str) -> bool:
-    try:
-        return any(os.readlink(f"/proc/{pid}/fd/{fd}") == target for fd in os.listdir(f"/proc/{pid}/fd"))
-    except OSError:  # exited, or it has just closed one
-        return False
+    folder = f"/proc/{pid}/fd"
+    return any(machine.link_target(f"{folder}/{fd}") == target for fd in machine.names_in(folder))
 
 
 def _program(pid: int) -> str:
@@ -394,7 +330,6 @@ def _program(pid: int) -> str:
 
 
 def _path_at(pid: int, address: int) -> str:
-    """Read a path out of a process's memory; empty if unreadable."""
     # The read stops early at unmapped memory.
     return _memory(pid, address, _LONGEST_PATH).split(b"\0")[0].decode("utf-8", "replace")
 

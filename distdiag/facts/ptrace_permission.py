@@ -41,7 +41,5 @@ def ptrace_scope() -> int | None:
 
 def may_trace() -> bool:
     """Return whether we have CAP_SYS_PTRACE (bit 19, linux/capability.h)."""
-    for line in machine.read_text("/proc/self/status").splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> 19 & 1)
-    return False
+    words = machine.status_words("self", "CapEff")
+    return bool(words) and bool(int(words[0], 16) >> 19 & 1)

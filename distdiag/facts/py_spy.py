@@ -63,7 +63,8 @@ def _main_stack(found: Dump, timeout_s: float) -> Stack:
         return Stack((), "cannot start py-spy")
     if found.done.timed_out:
         return Stack((), f"py-spy did not answer within {timeout_s:g} s")
-    main = next((thread for thread in found.threads if _is_main(thread, found.pid)), None)
+    named = ((thread, (thread.get("os_thread_id"), thread.get("thread_name"))) for thread in found.threads)
+    main = next((thread for thread, (tid, name) in named if tid == found.pid or name == "MainThread"), None)
     try:
         frames = tuple(map(_frame, main["frames"])) if main is not None else ()
     except (KeyError, TypeError):
@@ -72,10 +73,6 @@ def _main_stack(found: Dump, timeout_s: float) -> Stack:
         complaint = found.done.stderr.decode("utf-8", "replace").strip().splitlines()
         return Stack((), complaint[0][:_LONGEST_ERROR] if complaint else "py-spy found no Python frames")
     return Stack(frames)
-
-
-def _is_main(thread: dict[str, Any], pid: int) -> bool:
-    return thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread"
 
 
 def _frame(frame: dict[str, Any]) -> str:

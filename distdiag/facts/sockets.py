@@ -86,20 +86,25 @@ class Tables:
 
 def inodes(pid: int) -> set[int]:
     """List the inodes of a process's open sockets."""
-    links = []
-    with contextlib.suppress(OSError):  # exited or unreadable
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    folder = f"/proc/{pid}/fd"
+    links = (machine.link_target(f"{folder}/{fd}") for fd in machine.names_in(folder))
     return {int(link[len("socket:[") : -1]) for link in links if link.startswith("socket:[")}
+
+
+def tcp_table(pid: int) -> dict[int, Socket]:
+    """Read the TCP sockets of a process's network namespace, by inode."""
+    tables = (parse_inet(machine.read_text(f"/proc/{pid}/net/{name}"), name) for name in ("tcp", "tcp6"))
+    return {inode: sock for table in tables for inode, sock in table.items()}
+
+
+def tcp_sockets(pid: int) -> list[Socket]:
+    """List the TCP sockets of a process, by inode."""
+    table = tcp_table(pid)
+    return [table[inode] for inode in sorted(inodes(pid) & table.keys())]
 
 
 def stuck(pid: int) -> list[dict[str, Any]]:
     """List a process's TCP connections with an unresponsive peer, as records.StuckSocket."""
-    known = {}
-    for table in ("tcp", "tcp6"):
-        known.update(parse_inet(machine.read_text(f"/proc/{pid}/net/{table}"), table))
-    mine = (known[inode] for inode in sorted(inodes(pid)) if inode in known)
     return [
         {
             "remote": sock.remote,
@@ -107,7 +112,7 @@ def stuck(pid: int) -> list[dict[str, Any]]:
             "retransmits": sock.retransmits or 0,
             "unanswered_bytes": sock.send_queue_bytes or 0,
         }
-        for sock in mine
+        for sock in tcp_sockets(pid)
         if sock.remote and (sock.state == "SYN_SENT" or (sock.retransmits or 0) > 1)
     ]
 

@@ -11,12 +11,12 @@ import contextlib
 import os
 import re
 import struct
-from bisect import bisect_right
 from typing import NamedTuple
 
 from distdiag.facts import elf, exported_functions
 from distdiag.facts.core.binary import UNREADABLE, Binary
 from distdiag.facts.core.call_frames import RETURN_ADDRESS, STACK_POINTER, CannotUnwind
+from distdiag.facts.core.core_file import MappedFile, MappedFiles
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False
@@ -44,14 +44,6 @@ class Place(NamedTuple):
     inner: str
     libraries: tuple[str, ...]
     calls: tuple[str, ...]
-
-
-class _Mapping(NamedTuple):
-    begin: int
-    end: int
-    offset: int
-    path: str
-    name: str
 
 
 class Binaries:
@@ -90,8 +82,11 @@ class Stacks:
         self._pid, self._memory, self._binaries = pid, memory, binaries
         self._named = [re.compile(pattern) for pattern in named]
         rows = _EXECUTABLE.findall(maps)
-        self._mappings = [_mapping(*row) for row in rows]
-        self._begins = [mapping.begin for mapping in self._mappings]
+        files = [
+            MappedFile(int(begin, 16), int(end, 16), int(offset, 16), path.replace(" (deleted)", ""))
+            for begin, end, offset, path in rows
+        ]
+        self._mapped = MappedFiles(files)
         self._is_return: dict[int, bool] = {}
         self._rules: dict[int, Rules | None] = {}
         self._names: dict[int, str] = {}
@@ -108,8 +103,8 @@ class Stacks:
     def _place(self, addresses: Sequence[int]) -> Place:
         # A return address may be the first of another function, so use the call before it.
         exact = [addresses[0], *(address - 1 for address in addresses[1:])]
-        mapped = [(at, mapping) for at in exact if (mapping := self._mapping(at)) is not None]
-        names = [mapping.name for _, mapping in mapped]
+        mapped = [(at, mapping) for at in exact if (mapping := self._mapped.at(at)) is not None]
+        names = [_name(mapping) for _, mapping in mapped]
         calls = [self._call(at, mapping) for at, mapping in mapped]
         return Place(
             inner=next((name for name in names if not _RUNTIME.fullmatch(name)), ""),
@@ -150,7 +145,7 @@ class Stacks:
                 break
             above = caller.get(STACK_POINTER, 0)
             address = caller.get(RETURN_ADDRESS, 0)
-            if above <= registers[STACK_POINTER] or self._mapping(address) is None:
+            if above <= registers[STACK_POINTER] or self._mapped.at(address) is None:
                 break
             registers = caller
             found.append(address)
@@ -158,8 +153,8 @@ class Stacks:
 
     def _rules_at(self, address: int) -> Rules | None:
         if address not in self._rules:
-            mapping = self._mapping(address)
-            offset = address - mapping.begin + mapping.offset if mapping else 0
+            mapping = self._mapped.at(address)
+            offset = address - mapping.start + mapping.offset if mapping else 0
             path = self._file(mapping) if mapping else ""
             self._rules[address] = self._binaries.rules(path, offset) if path else None
         return self._rules[address]
@@ -172,7 +167,7 @@ class Stacks:
 
     def _is_return_address(self, address: int) -> bool:
         if address not in self._is_return:
-            self._is_return[address] = self._mapping(address) is not None and self._after_call(
+            self._is_return[address] = self._mapped.at(address) is not None and self._after_call(
                 address, self._code_before(address)
             )
         return self._is_return[address]
@@ -187,40 +182,33 @@ class Stacks:
         """Return whether the 8 bytes before an address end with call rel32, or a call through register or memory."""
         if len(code) < 8:
             return False
-        if code[3] == 0xE8 and self._mapping(address + struct.unpack_from("<i", code, 4)[0]) is not None:
+        if code[3] == 0xE8 and self._mapped.at(address + struct.unpack_from("<i", code, 4)[0]) is not None:
             return True
         return ends_with_indirect_call(code)
 
-    def _mapping(self, address: int) -> _Mapping | None:
-        index = bisect_right(self._begins, address) - 1
-        return self._mappings[index] if index >= 0 and address < self._mappings[index].end else None
-
-    def _call(self, address: int, mapping: _Mapping) -> str:
+    def _call(self, address: int, mapping: MappedFile) -> str:
         if address not in self._names:
             functions = self._functions_of(mapping)
-            offset = address - mapping.begin + mapping.offset
+            offset = address - mapping.start + mapping.offset
             self._names[address] = printable(functions.name(offset)) if functions else ""
         return self._names[address]
 
-    def _functions_of(self, mapping: _Mapping) -> Functions | None:
+    def _functions_of(self, mapping: MappedFile) -> Functions | None:
         if mapping.path not in self._functions:
             self._functions[mapping.path] = None
-            if any(pattern.fullmatch(mapping.name) for pattern in self._named):
+            if any(pattern.fullmatch(_name(mapping)) for pattern in self._named):
                 with contextlib.suppress(OSError, ValueError, elf.Malformed, struct.error):
                     self._functions[mapping.path] = exported_functions.of_file(self._file(mapping))
         return self._functions[mapping.path]
 
-    def _file(self, mapping: _Mapping) -> str:
+    def _file(self, mapping: MappedFile) -> str:
         """Return a valid path to a mapped file: in the process's root, else by the mapping itself."""
         path = f"/proc/{self._pid}/root{mapping.path}"
-        return path if os.path.exists(path) else f"/proc/{self._pid}/map_files/{mapping.begin:x}-{mapping.end:x}"
+        return path if os.path.exists(path) else f"/proc/{self._pid}/map_files/{mapping.start:x}-{mapping.end:x}"
 
 
-def _mapping(begin: str, end: str, offset: str, path: str) -> _Mapping:
-    path = path.replace(" (deleted)", "")
-    return _Mapping(
-        int(begin, 16), int(end, 16), int(offset, 16), path, printable(os.path.basename(path)) or "[anonymous]"
-    )
+def _name(mapping: MappedFile) -> str:
+    return printable(os.path.basename(mapping.path)) or "[anonymous]"
 
 
 def ends_with_indirect_call(code: bytes) -> bool:

@@ -100,7 +100,7 @@ class _Thread:
         self.ptrace_error: OSError | None = None
         self.perf_error: OSError | None = None
         self.sampler: perf_samples.Sampler | None = None
-        self._folder, self._switches = f"/proc/{pid}/task/{tid}", -1
+        self._folder, self._pid, self._switches = f"/proc/{pid}/task/{tid}", pid, -1
         try:
             self.sampler = perf_samples.Sampler(tid)
         except OSError as error:
@@ -149,12 +149,7 @@ class _Thread:
 
     def _read_switches(self) -> int:
         """Count how often it went to sleep, for ptrace; sched_yield does not count."""
-        if self.sampler is not None:
-            return -1
-        for line in machine.read_text(f"{self._folder}/status").splitlines():
-            if line.startswith("voluntary_ctxt_switches:"):
-                return int(line.split()[1])
-        return -1
+        return procs.switches(self._pid, self.tid) if self.sampler is None else -1
 
 
 class _Process:

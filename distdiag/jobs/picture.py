@@ -53,7 +53,7 @@ class Ask:
 
     `timeout_s`: for all sources together; `ras_s`: for each address of NCCL's RAS. `patterns` and `kernel`: rows of
     known lines. `sampled`: processes with stacks read; `waiting`: with waits read, for `waits_of_all` all processes.
-    `ranks`: (pid, rank). `starting`: launchers without ranks.
+    `ranks`: (pid, rank). `starting`: launchers without ranks. `stores`: ask a waiting job's store for its members.
     """
 
     sources: Sequence[str]
@@ -69,6 +69,7 @@ class Ask:
     waits_of_all: bool = False
     waiting: Sequence[int] = ()
     starting: Sequence[int] = ()
+    stores: bool = False
     launchers: Sequence[int] = ()
 
 
@@ -190,7 +191,7 @@ class _Run:
         ranks = [pid for pid in dict.fromkeys(self._in_init) if pid in self._ranks]
         if not self._ask.starting and not ranks:
             raise Unavailable("no launcher or rank here waits for others to start")
-        self._send("start", Part(starts=(starts.read(self._ask.starting, ranks),)))
+        self._send("start", Part(starts=(starts.read(self._ask.starting, ranks, stores=self._ask.stores),)))
 
     def waits(self) -> None:
         if not self._pids:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 COLLECT = "distdiag.jobs.picture"
 _SPARE_S = 1.0
+_STORE_CLIENTS = 8
+"""Maximum number of nodes that read a waiting job's store: with all nodes of a large job asked, it adds little."""
 _BRING_TO = 256
 """Nodes that get a copy of py-spy, 3 MB each; on clusters it usually is on a shared file system."""
 
@@ -59,9 +61,10 @@ def gather(
 
     def plan(hosts: Mapping[str, Processes], _: object) -> Asks:
         kept.update(choose(hosts))
-        asks = {host: _of_node(ask, processes) for host, processes in kept.items()}
-        by_host = {host: own for host, own in asks.items() if own is not None}
-        count = sum(len(own.sampled.pids) for own in by_host.values())
+        own = replace(ask, stores=len(kept) <= _STORE_CLIENTS)
+        asks = {host: _of_node(own, processes) for host, processes in kept.items()}
+        by_host = {host: each for host, each in asks.items() if each is not None}
+        count = sum(len(each.sampled.pids) for each in by_host.values())
         return Asks(
             by_host=by_host,
             timeout_s=ask.timeout_s + _SPARE_S,

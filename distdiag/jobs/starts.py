@@ -1,7 +1,7 @@
 """Facts of one node: launchers and ranks waiting for others to start, and the state of their rendezvous.
 
-Each rendezvous is tried as torch does, with the same resolver and a connect. No data is sent, and the connection is
-closed at once, which torch's store drops silently. Nothing is judged here.
+Each rendezvous is tried as torch does, with the same resolver and a connect, closed at once, which torch's store drops
+silently. If few nodes are asked, a store elsewhere is also read. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from distdiag.facts import (
     programs,
     sockets,
     tcp_bytes,
+    tcp_store,
 )
 from distdiag.facts.launch_options import Launch
+from distdiag.facts.tcp_store import Store  # noqa: TC001 - decoded by its annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from distdiag.facts.sockets import Namespace
 
 _CONNECT_S = 3.2
 """Three SYNs."""
 _RESOLVE_S = 5.0
+_STORE_S = 2.0
 _NAMES = (
     *(
         b"PET_",
@@ -72,6 +75,7 @@ class Meeting:
     `addresses`: in the resolver's order; `error`: why resolving failed. `is_here`: one of them is local. `state`: see
     port_scan.PortResult; empty if not tried. `server`, `command`: the local process that listens there. `clients`: the
     addresses connected to it. `silent`: the address torch tries first does not answer, but the next one is open.
+    `store`: the members known to a store elsewhere; None if it was not read.
     """
 
     host: str
@@ -84,6 +88,7 @@ class Meeting:
     command: str = ""
     clients: tuple[str, ...] = ()
     silent: bool = False
+    store: Store | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Starts:
     """The waiting processes of one node. `addresses`: the node's, by interface.
 
     `expected`: the job's nodes by deepspeed's or SLURM's list, each with its addresses by the local resolver; read only
-    on the node of the rendezvous.
+    on the node of the rendezvous, or where its store was read.
     """
 
     starts: tuple[Start, ...]
@@ -128,8 +133,8 @@ class Starts:
     expected: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def read(launchers: Iterable[int], ranks: Iterable[int]) -> Starts:
-    """Read these launchers, and these ranks in init_process_group."""
+def read(launchers: Iterable[int], ranks: Iterable[int], *, stores: bool) -> Starts:
+    """Read these launchers, and these ranks in init_process_group; with `stores`, also the members in their stores."""
     tables = sockets.Tables()
     environments = {pid: procs.variables_named(pid, _NAMES) for pid in (*launchers, *ranks)}
     launches = {pid: launch_options.read(procs.command_words(pid), environments[pid]) for pid in launchers}
@@ -138,25 +143,26 @@ def read(launchers: Iterable[int], ranks: Iterable[int]) -> Starts:
     here = machine.network_namespace(os.getpid())
     places = {(known[pid].host, known[pid].port) for pid in known if machine.network_namespace(pid) == here}
     namespace = tables.of(os.getpid())
-    reads = {place: partial(_meet, *place, namespace) for place in places if all(place)}
-    met, _ = deadlines.together(reads, patience_s=_RESOLVE_S + _CONNECT_S + 1.0)
+    reads = {place: partial(_meet, *place, namespace, stores=stores) for place in places if all(place)}
+    met, _ = deadlines.together(reads, patience_s=_RESOLVE_S + _CONNECT_S + _STORE_S + 1.0)
     sruns = _sruns() if any(_SLURM_JOB in environment for environment in environments.values()) else {}
     starts = [
         _start(pid, launch, environments[pid], met, tables.of(pid), sruns.get(environments[pid].get(_SLURM_JOB, "")))
         for pid, launch in known.items()
     ]
-    is_server = any(start.meeting is not None and start.meeting.server for start in starts)
-    expected = _expected(starts, [environments[start.pid] for start in starts]) if is_server else {}
+    shows_members = any(start.meeting is not None and (start.meeting.server or start.meeting.store) for start in starts)
+    expected = _expected(starts, [environments[start.pid] for start in starts]) if shows_members else {}
     return Starts(tuple(starts), nics.addresses(), expected)
 
 
-def _expected(starts: Iterable[Start], environments: Iterable[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
+def _expected(starts: Sequence[Start], environments: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
     listed = (start.above.hosts if start.above is not None else start.hosts for start in starts)
     names = {host: None for hosts in listed for host in hosts}
     if not names:
-        folded = {value: None for each in environments for name in _NODELISTS if (value := each.get(name))}
-        for nodes in list(folded)[:1]:
-            names = dict.fromkeys(_hostnames(nodes))
+        least = max(start.launch.nodes[0] for start in starts)
+        folded = {each[name]: None for name in _NODELISTS for each in environments if name in each}
+        for nodes in list(folded)[:2]:
+            names = names if len(names) >= least else dict.fromkeys(_hostnames(nodes))
     found, late = deadlines.each(list(names)[:_MOST_HOSTS], network.resolve, patience_s=_RESOLVE_S)
     return {name: found[name][0] for name in names if name in found} if not late else {}
 
@@ -247,7 +253,7 @@ def _of_rank(environment: Mapping[str, str]) -> Launch | None:
     return Launch("environment", environment["MASTER_ADDR"], port, "env", (1, 1))
 
 
-def _meet(host: str, port: int, namespace: Namespace) -> Meeting:
+def _meet(host: str, port: int, namespace: Namespace, *, stores: bool) -> Meeting:
     addresses, error = ((host,), "") if network.is_address(host) else network.resolve(host)
     own = [address.partition("/")[0] for addresses in nics.addresses().values() for address in addresses]
     is_here = any(address in own or network.is_loopback(address) for address in addresses)
@@ -259,7 +265,9 @@ def _meet(host: str, port: int, namespace: Namespace) -> Meeting:
     states = [port_scan.try_port(address, port, timeout_s=_CONNECT_S) for address in addresses[:2]]
     state = port_scan.OPEN if port_scan.OPEN in states else (states or [""])[0]
     silent = state == port_scan.OPEN and states[0] == port_scan.FILTERED
-    return Meeting(host, port, addresses, error, state=state, silent=silent)
+    is_first = states[:1] == [port_scan.OPEN]
+    store = tcp_store.read(addresses[0], port, timeout_s=_STORE_S) if stores and is_first else None
+    return Meeting(host, port, addresses, error, state=state, silent=silent, store=store)
 
 
 def _clients(namespace: Namespace, port: int) -> tuple[str, ...]:

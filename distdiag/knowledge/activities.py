@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
+import re  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from distdiag.knowledge.frames import library_path
+from distdiag.knowledge.tables import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +20,8 @@ class Activity:
     """One row; matches frames by each pattern given."""
 
     does: str
-    file: re.Pattern[str] | None
-    function: re.Pattern[str] | None
+    file: re.Pattern[str] | None = None
+    function: re.Pattern[str] | None = None
 
     def fits(self, frame: Frame) -> bool:
         """Return whether this row matches a frame."""
@@ -34,18 +32,5 @@ class Activity:
 
 def activity_of(frames: Sequence[Frame]) -> str:
     """Return the activity shown by a stack, innermost frame first, e.g. "tokenizes"; empty if unknown."""
-    found = (row.does for frame in frames for row in _rows() if row.fits(frame))
-    return next(found, "")
-
-
-@cache
-def _rows() -> tuple[Activity, ...]:
-    text = resources.files(__package__).joinpath("activities.toml").read_text("utf-8")
-    return tuple(
-        Activity(
-            does=row["does"],
-            file=re.compile(row["file"]) if "file" in row else None,
-            function=re.compile(row["function"]) if "function" in row else None,
-        )
-        for row in tomllib.loads(text)["activity"]
-    )
+    rows = load("activities", "activity", tuple[Activity, ...])
+    return next((row.does for frame in frames for row in rows if row.fits(frame)), "")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from distdiag.knowledge.tables import load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +38,11 @@ _VERSION = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,5})(a|b|rc|\.?dev)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Advisory:
-    """One known bug. `kind`: one of KINDS; `applies`: the matching versions, in words."""
+    """One known bug. `kind`: one of KINDS; `applies`: the matching versions, in words.
+
+    `when`: conditions on versions, all of which must hold, e.g. ">=2.26,<2.26.2"; `env`: variables that must have this
+    value; `unless`: variables whose value excludes the bug.
+    """
 
     id: str
     kind: str
@@ -47,21 +50,11 @@ class Advisory:
     symptom: str
     fix: str
     source: str
+    when: dict[str, str]
+    env: dict[str, str] = field(default_factory=dict)
+    unless: dict[str, str] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
     applies: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """An advisory with its predicate: `when`: conditions on versions, all of which must hold, e.g. ">=2.26,<2.26.2".
-
-    `env`: variables that must have this value; `unless`: variables whose value excludes the bug.
-    """
-
-    advisory: Advisory
-    when: dict[str, str]
-    env: dict[str, str]
-    unless: dict[str, str]
 
 
 def matching(versions: Mapping[str, str], environment: Mapping[str, str] | None = None) -> list[Advisory]:
@@ -77,15 +70,14 @@ def matching(versions: Mapping[str, str], environment: Mapping[str, str] | None 
     return sorted(found, key=lambda advisory: KINDS.index(advisory.kind))
 
 
-def _of(entry: Entry, versions: Mapping[str, str]) -> Advisory:
+def _of(entry: Advisory, versions: Mapping[str, str]) -> Advisory:
     words = [f"{NAMES[name]} {versions[name]}".strip() for name in entry.when if name not in _WORDS]
     words += [f"on {versions[name]}" for name in entry.when if name in _WORDS]
     words += [f"with {name}={value}" for name, value in entry.env.items()]
-    values = {**vars(entry.advisory), "applies": " ".join(words)}
-    return Advisory(**values)
+    return replace(entry, applies=" ".join(words))
 
 
-def _holds(entry: Entry, versions: Mapping[str, str], environment: Mapping[str, str] | None) -> bool:
+def _holds(entry: Advisory, versions: Mapping[str, str], environment: Mapping[str, str] | None) -> bool:
     for name, condition in entry.when.items():
         if name in _WORDS:
             if versions.get(name) != condition:
@@ -121,15 +113,6 @@ def _compare(numbers: tuple[int, ...], operator: str, limit: tuple[int, ...]) ->
     return {"<": left < right, "<=": left <= right, ">": left > right, ">=": left >= right}[operator]
 
 
-@cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[Advisory, ...]:
     """Read the table."""
-    text = resources.files("distdiag.knowledge").joinpath("advisories.toml").read_text(encoding="utf-8")
-    return tuple(_entry(each) for each in tomllib.loads(text)["advisory"])
-
-
-def _entry(about: dict[str, Any]) -> Entry:
-    about = dict(about)
-    when, env, unless = about.pop("when"), about.pop("env", {}), about.pop("unless", {})
-    commands = tuple(about.pop("commands", ()))
-    return Entry(advisory=Advisory(commands=commands, **about), when=when, env=env, unless=unless)
+    return load("advisories", "advisory", tuple[Advisory, ...])

@@ -103,13 +103,11 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The file's content, in bytes/s; `zero3_steps`: bits/s of a node, and the verdict for ZeRO-3."""
+    """The file's content, in bytes/s."""
 
     sources: dict[str, str]
     gpus: tuple[Gpu, ...]
     expected: tuple[Expected, ...]
-    zero3_ranks: int
-    zero3_steps: tuple[tuple[float, str], ...]
 
 
 def find_gpu(device_name: str | None) -> Gpu | None:
@@ -126,8 +124,6 @@ def tables() -> Tables:
         sources=sources,
         gpus=tuple(_read_gpu(row, sources) for row in content["gpu"]),
         expected=tuple(_read_expected(row, sources) for row in content["expected"]),
-        zero3_ranks=content["zero3"]["ranks"],
-        zero3_steps=tuple((step["at_least_bits_per_s"], step["says"]) for step in content["zero3"]["step"]),
     )
 
 
@@ -182,37 +178,6 @@ def nic_share(busbw: float, nodes: int, world_size: int) -> float:
     share of the NICs: this minimum share of a sound network is 49% on two nodes and 90% on many.
     """
     return busbw * (nodes - 1) / (world_size - 1) if nodes > 1 else 0.0
-
-
-def training_lines(params: float, bytes_per_param: int, algbw_bytes_per_s: float) -> tuple[str, ...]:
-    """Return the time of an all_reduce of a model's gradients at an algbw above 0, as lines of arithmetic."""
-    size = params * bytes_per_param
-    seconds = size / algbw_bytes_per_s
-    return (
-        f"{_billions(params)} parameters x {bytes_per_param} bytes = {gb(size)} GB of gradients",
-        f"{gb(size)} GB / algbw {gb(algbw_bytes_per_s)} GB/s = {seconds:.3g} s per all_reduce of all gradients",
-    )
-
-
-def zero3_rule(inter_node_bits_per_s: float | None, world_size: int) -> str:
-    """Compare the network of a node, in bits/s, with the rule of thumb for ZeRO-3 on 64 GPUs and more.
-
-    Source: ml-engineering, network/benchmarks/README.md, "Network throughput".
-    """
-    table = tables()
-    (_, fine, *_, ideal) = (f"{at_least / GB:.0f} Gb/s" for at_least, _ in table.zero3_steps)
-    rule = f"the rule of thumb for ZeRO-3 on {table.zero3_ranks} GPUs or more"
-    if inter_node_bits_per_s is None:
-        return f"{rule} is {fine} between nodes, better {ideal}; the rate here is unknown"
-    rate = f"{inter_node_bits_per_s / GB:.0f} Gb/s between nodes"
-    says = [says for at_least, says in table.zero3_steps if inter_node_bits_per_s >= at_least][-1]
-    if world_size < table.zero3_ranks:
-        return f"{rate}: {says} by {rule}; {world_size} GPUs need less"
-    return f"{rate}: {says} by {rule} (derived on V100; faster GPUs need more)"
-
-
-def _billions(params: float) -> str:
-    return f"{params / 1e9:.4g}B" if params >= 1e9 else f"{params / 1e6:.4g}M"
 
 
 def gb(bytes_per_s: float) -> str:

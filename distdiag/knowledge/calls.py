@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-import tomllib
+from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+
+from distdiag.knowledge.tables import load
 
 _NOISE = re.compile(r"""#.*|"[^"]*"|'[^']*'""")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    kind: str
+    call: re.Pattern[str]
 
 
 @cache
 def call_in(source: str) -> tuple[str, str]:
     """Return class and name of a call that may wait, e.g. ("communication wait", "all_reduce"); else ("", "")."""
     text = _NOISE.sub("", source)
-    for kind, pattern in _rules():
-        found = pattern.search(text)
-        if found is not None:
-            return kind, next((group for group in found.groups() if group), "")
+    for rule in load("calls", "call", tuple[_Rule, ...]):
+        if found := rule.call.search(text):
+            return rule.kind, next((group for group in found.groups() if group), "")
     return "", ""
-
-
-@cache
-def _rules() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    text = resources.files(__package__).joinpath("calls.toml").read_text("utf-8")
-    return tuple((entry["class"], re.compile(entry["call"])) for entry in tomllib.loads(text)["call"])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from distdiag.facts.programs import signal_name
+from distdiag.knowledge.tables import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,26 +18,6 @@ _SENT = (_SI_USER, _SI_QUEUE, _SI_TKILL)
 """si_codes of signals sent by a process, see sigaction(2)."""
 _NEAR_NULL = 0x10000
 _FAULTS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Crash:
-    """One known crash. A consequence was caused by another process or an earlier event."""
-
-    id: str
-    role: Literal["cause", "consequence"]
-    says: str
-    fix: str
-    source: str
-    commands: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreLimit:
-    """How to enable core dumps in ranks of one launcher."""
-
-    fix: str
-    commands: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +36,30 @@ class _When:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Crash:
+    """One known crash. A consequence was caused by another process or an earlier event."""
+
+    id: str
+    role: Literal["cause", "consequence"]
+    says: str
+    fix: str
+    source: str
+    when: _When
+    commands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreLimit:
+    """How to enable core dumps in ranks of one launcher."""
+
+    fix: str
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Signal:
     means: str
-    code: dict[str, str]
+    code: dict[str, str] = field(default_factory=dict)
 
 
 def recognise(
@@ -86,25 +85,24 @@ def recognise(
     name = signal_name(signal)
     fitting = (
         crash
-        for crash, when in _crashes()
-        if _fits(when, name, code, address)
-        and (when.inside is None or when.inside == inside)
-        and _shows(when, functions, text)
+        for crash in known_crashes()
+        if _fits(crash.when, name, code, address)
+        and (crash.when.inside is None or crash.when.inside == inside)
+        and _shows(crash.when, functions, text)
     )
     return next(fitting, None)
 
 
 def known_crashes() -> tuple[Crash, ...]:
     """List all known crashes, in order of trust."""
-    return tuple(crash for crash, _ in _crashes())
+    return load("crashes", "crash", tuple[Crash, ...])
 
 
 def core_limit(launcher: str) -> CoreLimit:
     """Return how to raise the core size limit: for a launcher of facts.rank_identity, a container, or "systemd"."""
     names = {"Open MPI": "mpirun", "MPICH": "mpirun", "MVAPICH2": "mpirun"}
-    known = _data()["limit"]
-    row = known.get(names.get(launcher, launcher), known["shell"])
-    return CoreLimit(fix=row["fix"], commands=tuple(row["commands"]))
+    known = load("crashes", "limit", dict[str, CoreLimit])
+    return known.get(names.get(launcher, launcher), known["shell"])
 
 
 def meaning(signal: int, code: int | None, address: int | None, sender_pid: int | None, own_pid: int | None) -> str:
@@ -117,7 +115,7 @@ def meaning(signal: int, code: int | None, address: int | None, sender_pid: int 
         own_pid: the process that died; None if unknown.
     """
     name = signal_name(signal)
-    known = _signals().get(name)
+    known = load("crashes", "signal", dict[str, _Signal]).get(name)
     if code in _SENT and name != "SIGKILL":
         itself = sender_pid == own_pid if sender_pid is not None and own_pid is not None else code == _SI_TKILL
         return _sent_by_itself(name) if itself else _sent_by(sender_pid)
@@ -175,26 +173,3 @@ def _shows(when: _When, functions: Sequence[str], text: str) -> bool:
 def _in_order(patterns: Sequence[str], functions: Sequence[str]) -> bool:
     left = iter(functions)
     return all(any(re.search(pattern, function) for function in left) for pattern in patterns)
-
-
-def load() -> None:
-    """Parse the signatures in advance."""
-    _crashes()
-
-
-@cache
-def _crashes() -> tuple[tuple[Crash, _When], ...]:
-    import msgspec
-
-    rows = _data()["crash"]
-    return tuple((msgspec.convert(row, Crash), msgspec.convert(row["when"], _When)) for row in rows)
-
-
-@cache
-def _signals() -> dict[str, _Signal]:
-    return {name: _Signal(means=row["means"], code=row.get("code", {})) for name, row in _data()["signal"].items()}
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath("crashes.toml").read_text("utf-8"))

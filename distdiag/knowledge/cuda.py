@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
+
+from distdiag.knowledge.tables import load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +15,14 @@ class DeepSpeedTable:
     version: str
     needs: list[str]
     ops: list[str]
+
+
+@dataclass(frozen=True)
+class GpuName:
+    """Names of GPUs of one architecture, "8.6"."""
+
+    arch: str
+    name: re.Pattern[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,33 +39,17 @@ class Tables:
     named_archs: dict[str, str]
     forward_compatible: re.Pattern[str]
     status: dict[str, str]
-    nvml_status: dict[str, str]
-    gpus: tuple[tuple[str, re.Pattern[str]], ...]
+    gpus: tuple[GpuName, ...]
 
 
-@cache
 def tables() -> Tables:
     """Read the file, once."""
-    data = tomllib.loads(resources.files(__package__).joinpath("cuda.toml").read_text("utf-8"))
-    return Tables(
-        least_driver=data["least_driver"],
-        branch=data["branch"],
-        builds={torch: tuple(cuda) for torch, cuda in data["builds"].items()},
-        wheels={cpu: {cuda: tuple(archs) for cuda, archs in builds.items()} for cpu, builds in data["wheels"].items()},
-        nvcc={arch: (first, last) for arch, (first, last) in data["nvcc"].items()},
-        deepspeed=DeepSpeedTable(**data["deepspeed"]),
-        known_archs=tuple(data["arch_list"]["known"]),
-        named_archs=data["arch_list"]["named"],
-        forward_compatible=re.compile(data["forward_compatible"]["names"]),
-        status=data["status"],
-        nvml_status=data["nvml_status"],
-        gpus=tuple((row["arch"], re.compile(row["name"], re.IGNORECASE)) for row in data["gpu"]),
-    )
+    return load("cuda", "", Tables)
 
 
 def arch_of(gpu: str) -> str:
     """Return the architecture of a GPU by its name, "RTX 3090" -> "8.6"; empty if unknown."""
-    return next((arch for arch, name in tables().gpus if name.search(gpu)), "")
+    return next((row.arch for row in tables().gpus if row.name.search(gpu)), "")
 
 
 def version(text: str) -> tuple[int, ...]:

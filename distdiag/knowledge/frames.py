@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+
+from distdiag.knowledge.tables import load
 
 _LIBRARY = re.compile(
     r"/(?:site-packages|dist-packages)/(.+)|/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)(.+)"
@@ -24,8 +24,8 @@ class Rule:
 
     kind: str
     file: re.Pattern[str]
-    function: re.Pattern[str] | None
-    weak: bool
+    function: re.Pattern[str] | None = None
+    weak: bool = False
 
 
 @cache
@@ -64,15 +64,5 @@ def _is_known(file: str) -> bool:
     return file.startswith(("<", "torch/")) or any(rule.file.search(file) for rule in _rules())
 
 
-@cache
 def _rules() -> tuple[Rule, ...]:
-    text = resources.files(__package__).joinpath("frames.toml").read_text("utf-8")
-    return tuple(
-        Rule(
-            kind=entry["class"],
-            file=re.compile(entry["file"]),
-            function=re.compile(entry["function"]) if "function" in entry else None,
-            weak=entry.get("weak", False),
-        )
-        for entry in tomllib.loads(text)["frame"]
-    )
+    return load("frames", "frame", tuple[Rule, ...])

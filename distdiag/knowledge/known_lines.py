@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING, Literal
 
 from distdiag.facts.line_patterns import Patterns
+from distdiag.knowledge.tables import load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,19 +131,10 @@ class KnownException:
     commands: tuple[str, ...] = ()
 
 
-@cache
 def known_exceptions() -> tuple[KnownException, ...]:
     """Return the rows of exceptions, in order."""
-    import msgspec
-
-    return tuple(msgspec.convert(_read("exceptions")["exception"], list[KnownException]))
+    return load("lines/exceptions", "exception", tuple[KnownException, ...])
 
 
-def _rows(name: str) -> list[KnownLine]:
-    import msgspec
-
-    return msgspec.convert(_read(name)["line"], list[KnownLine])
-
-
-def _read(name: str) -> dict[str, list[dict[str, object]]]:
-    return tomllib.loads(resources.files(__package__).joinpath(f"lines/{name}.toml").read_text("utf-8"))
+def _rows(name: str) -> tuple[KnownLine, ...]:
+    return load(f"lines/{name}", "line", tuple[KnownLine, ...])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
+
+from distdiag.knowledge.tables import load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,9 @@ _OF_SMI = frozenset(
 """Words of an nvidia-smi name without influence on the speed."""
 
 
-@cache
 def peaks() -> tuple[Peak, ...]:
     """Read the file, once."""
-    content = tomllib.loads(resources.files(__package__).joinpath("peaks.toml").read_text("utf-8"))
-    return tuple(Peak(**row) for row in content["gpu"])
+    return load("peaks", "gpu", tuple[Peak, ...])
 
 
 def find_peaks(name: str) -> tuple[Peak, ...]:

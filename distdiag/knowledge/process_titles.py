@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
+import re  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
+
+from distdiag.knowledge.tables import load
+
+
+@dataclass(frozen=True)
+class _Row:
+    pattern: re.Pattern[str]
+    server: str
+    role: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +29,6 @@ def read_title(command: str) -> Title | None:
     name = command.partition(" ")[0]
     if "::" not in name:
         return None
-    row = next((row for row in _rows() if row[0].match(name)), None)
-    return Title(name=name, server=row[1], role=row[2]) if row is not None else None
-
-
-@cache
-def _rows() -> tuple[tuple[re.Pattern[str], str, str], ...]:
-    text = resources.files(__package__).joinpath("process_titles.toml").read_text("utf-8")
-    return tuple((re.compile(row["pattern"]), row["server"], row["role"]) for row in tomllib.loads(text)["title"])
+    rows = load("process_titles", "title", tuple[_Row, ...])
+    row = next((row for row in rows if row.pattern.match(name)), None)
+    return Title(name=name, server=row.server, role=row.role) if row is not None else None

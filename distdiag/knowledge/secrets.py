@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+
+from distdiag.knowledge.tables import load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +22,22 @@ class Rule:
     source: str
 
 
+@dataclass(frozen=True)
+class _Prefix:
+    id: str
+    starts: tuple[str, ...]
+    rest: int
+    source: str
+
+    def rule(self) -> Rule:
+        starts = "|".join(map(re.escape, self.starts))
+        pattern = rf"(?<![A-Za-z0-9])(?:{starts})(?P<random>[A-Za-z0-9_.~-]{{{self.rest},800}}(?<!\.))"
+        words = tuple(start.lower() for start in self.starts)
+        return Rule(id=self.id, words=words, pattern=re.compile(pattern), source=self.source)
+
+
 @cache
 def rules() -> tuple[Rule, ...]:
     """List the rules in order of application."""
-    rows = tomllib.loads(resources.files(__package__).joinpath("secrets.toml").read_text("utf-8"))
-    found = [
-        Rule(id=row["id"], words=tuple(row["words"]), pattern=re.compile(row["pattern"]), source=row["source"])
-        for row in rows["rule"]
-    ]
-    for row in rows["prefix"]:
-        starts = "|".join(map(re.escape, row["starts"]))
-        pattern = re.compile(rf"(?<![A-Za-z0-9])(?:{starts})(?P<random>[A-Za-z0-9_.~-]{{{row['rest']},800}}(?<!\.))")
-        words = tuple(start.lower() for start in row["starts"])
-        found.append(Rule(id=row["id"], words=words, pattern=pattern, source=row["source"]))
-    return tuple(found)
+    prefixes = load("secrets", "prefix", tuple[_Prefix, ...])
+    return (*load("secrets", "rule", tuple[Rule, ...]), *(prefix.rule() for prefix in prefixes))

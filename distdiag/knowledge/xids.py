@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-from typing import Any
+
+from distdiag.knowledge.tables import load
 
 SOURCE = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<address>[^)]*)\): (?P<code>\d+)")
@@ -66,15 +65,9 @@ def read_line(text: str) -> XidLine | None:
 @cache
 def table() -> dict[int, Xid]:
     """Return the table by code."""
-    return {entry["code"]: Xid(**entry) for entry in _file()["xid"]}
+    return {xid.code: xid for xid in load("xids", "xid", tuple[Xid, ...])}
 
 
 def role_of(blames: str) -> tuple[str, str]:
     """Return role and text, in a job's log, of a line with this `blames`."""
-    role, words = _file()["role"].get(blames, ("confirmation", ""))
-    return role, words
-
-
-@cache
-def _file() -> dict[str, Any]:
-    return tomllib.loads(resources.files("distdiag.knowledge").joinpath("xids.toml").read_text("utf-8"))
+    return load("xids", "role", dict[str, tuple[str, str]]).get(blames, ("confirmation", ""))

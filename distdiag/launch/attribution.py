@@ -10,9 +10,9 @@ from distdiag.cluster.hosts import fold
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
-from distdiag.ids import Shared
 from distdiag.knowledge import logs
-from distdiag.report import Finding, Fix, Level, Where, Witnesses
+from distdiag.launch.wording import found
+from distdiag.report import Finding, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -193,24 +193,15 @@ def _cut(
     traces: Sequence[RankTimeline],
     request: Request,
 ) -> Finding:
-    seen_by = f" (seen by {fold(witnesses)})" if witnesses else ""
-    which = f"{'of' if witnesses else 'between'} {fold(accused)}"
-    return Finding(
-        id=Shared.CONNECTIONS_CUT.of(request.command),
-        level=Level.FAIL,
-        title=f"connections {which} were cut after data had been exchanged{seen_by}",
-        detail="No rank was lost. The connections were open and were cut midway: by a firewall, a proxy or a "
-        "connection limit on that node or in front of it. It is not a closed port, and not a cable.",
-        where=Where(hosts=tuple(accused)),
+    return found(
+        "connections-cut",
+        request,
+        Where(hosts=tuple(accused)),
         witnesses=_witnesses(witnesses, traces),
-        evidence=tuple(dict.fromkeys(connection.evidence for connection in broken))[:_LINES],
-        fix=Fix(
-            text=f"on {fold(accused)}, find the rule that cuts connections, and check the kernel log for the interface",
-            commands=(
-                "nft list ruleset | grep -nE 'reject|drop|quota|ct (bytes|count|state)|limit'",
-                "dmesg -T | grep -iE 'conntrack|link is|reset' | tail",
-            ),
-        ),
+        evidence=list(dict.fromkeys(connection.evidence for connection in broken))[:_LINES],
+        which=f"{'of' if witnesses else 'between'} {fold(accused)}",
+        accused=fold(accused),
+        seen_by=fold(witnesses),
     )
 
 

@@ -10,9 +10,11 @@ from distdiag.cluster.hosts import fold
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.pcie_paths import PcieNode
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import format_size
 from distdiag.ids import FindingId, Id, Shared
 from distdiag.launch.types import Backend, Device
+from distdiag.launch.wording import found
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -33,39 +35,36 @@ _SHM_FOR_EACH_RANK = 32 * 2**20
 
 def about_hosts(scene: Inventory) -> list[Finding]:
     """Return unusable hosts, and duplicate names of one machine."""
-    found = host_findings(scene.refusals, scene.rows)
+    about = host_findings(scene.refusals, scene.rows)
     if scene.duplicates:
         names = fold(scene.duplicates)
-        found.append(_info(Id.HOSTS_DUPLICATE, f"listed more than once, used once: {names}", hosts=scene.duplicates))
+        about.append(_info(Id.HOSTS_DUPLICATE, f"listed more than once, used once: {names}", hosts=scene.duplicates))
     for left_out, kept in scene.twins:
-        found.append(
-            Finding(
-                id=Id.HOSTS_SAME_MACHINE,
-                level=Level.WARN,
-                title=f"{left_out} is the same machine as {kept}: its ranks were started once",
+        about.append(
+            finding(
+                "hosts-same-machine",
+                {"left_out": left_out, "kept": kept},
                 where=Where(hosts=(left_out, kept)),
-                fix=Fix(text=f"leave {left_out} out of the list; if it should be another machine, check DNS"),
             )
         )
-    return found
+    return about
 
 
 def surroundings(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list[Finding]:
     """Return the limits of this test, and settings that will hurt the real job."""
-    found = []
-    if (fault := request.injected) is not None:
-        injected = f"injected fault: {fault.words} (--inject {fault.option})"
-        found.append(_info(Shared.INJECTED.of(request.command), injected))
+    limits = []
+    if request.fault is not None:
+        limits.append(_info(Shared.INJECTED.of(request.command), f"injected fault: --inject {request.fault.option}"))
     if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
         driver = any(place.facts.gpus.driver_present for place in places)
         hidden = " (CUDA_VISIBLE_DEVICES hides them)" if driver else ""
         where = fold(place.host for place in places)
         cpu_only = f"no GPU is visible on {where}{hidden}: tested gloo on the CPU, not GPUs or NCCL"
-        found.append(_info(Shared.CPU_ONLY.of(request.command), cpu_only))
+        limits.append(_info(Shared.CPU_ONLY.of(request.command), cpu_only))
     if plan.nproc == 1:
         alone = "a single rank: nothing was sent, so links between GPUs were not tested"
-        found.append(_info(Shared.SINGLE_RANK.of(request.command), alone))
-    return [*found, *_small_shm(request, plan, places)]
+        limits.append(_info(Shared.SINGLE_RANK.of(request.command), alone))
+    return [*limits, *_small_shm(request, plan, places)]
 
 
 def _small_shm(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list[Finding]:
@@ -76,17 +75,13 @@ def _small_shm(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list
         if free is not None and total is not None and free <= shares[place.node].nproc * _SHM_FOR_EACH_RANK:
             small.setdefault((free, total), []).append(place.host)
     return [
-        Finding(
-            id=Shared.SHM_SMALL.of(request.command),
-            level=Level.WARN,
-            title=f"/dev/shm on {fold(hosts)} has {format_size(free)} of {format_size(total)} free",
-            detail="NCCL inside a node and DataLoader workers need it; when it is full they die with SIGBUS.",
-            where=Where(hosts=tuple(hosts)),
-            fix=Fix(
-                text="remove stale files there, or enlarge it (docker: --shm-size=8g; Kubernetes: an emptyDir of "
-                "medium Memory at /dev/shm)",
-                commands=("mount -o remount,size=8G /dev/shm",),
-            ),
+        found(
+            "shm-small",
+            request,
+            Where(hosts=tuple(hosts)),
+            hosts=fold(hosts),
+            free=format_size(free),
+            total=format_size(total),
         )
         for (free, total), hosts in small.items()
     ]
@@ -138,15 +133,7 @@ def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> li
         if own is not None and own.addresses:
             networks[meeting.hosts[node]] = {"network": str(ipaddress.ip_interface(own.addresses[0]).network)}
     return [
-        Finding(
-            id=Shared.NETWORKS_DIFFER.of(request.command),
-            level=Level.INFO,
-            title=f"nodes differ in {difference}",
-            detail="They reach each other through a router. InfiniBand, RoCE or EFA cards of nodes that were not "
-            "provisioned together (another rail, fabric, placement group or availability set) often cannot: NCCL then "
-            "fails with error 12 on its first message.",
-            where=Where(hosts=difference.odd_hosts),
-        )
+        found("networks-differ", request, Where(hosts=difference.odd_hosts), difference=difference)
         for difference in differences(networks)
     ]
 
@@ -156,19 +143,9 @@ def hangs(request: Request, places: Sequence[NodeSlot]) -> Finding | None:
     detail = [place for place in places if place.facts.variables.get(_DEBUG, "").upper() == "DETAIL"]
     if not detail or len(detail) == len(places):
         return None
-    (difference,) = (found for found in differences(_variables_of(places)) if found.fact == _DEBUG)
-    return Finding(
-        id=Shared.DEBUG_DIFFERS.of(request.command),
-        level=Level.FAIL,
-        title=f"{difference}: torch hangs when this differs",
-        detail="With DETAIL torch compares each collective across ranks before it runs; ranks that have it set wait "
-        "forever for those that do not. No rank was started.",
-        where=_where_of(difference.odd_hosts, places),
-        fix=Fix(
-            text="set it on all nodes, or on none",
-            commands=(f"unset {_DEBUG}", request.again(extra=f"--env {_DEBUG}=DETAIL")),
-        ),
-    )
+    (difference,) = (each for each in differences(_variables_of(places)) if each.fact == _DEBUG)
+    again = request.again(extra=f"--env {_DEBUG}=DETAIL")
+    return found("debug-differs", request, _where_of(difference.odd_hosts, places), difference=difference, again=again)
 
 
 def _variables_differ(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:

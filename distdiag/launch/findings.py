@@ -13,7 +13,7 @@ from distdiag.ids import Shared
 from distdiag.knowledge import logs
 from distdiag.launch import attribution
 from distdiag.launch.attribution import is_at_work
-from distdiag.launch.wording import fix_from, place, where, who
+from distdiag.launch.wording import found, place, where, who
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
@@ -48,47 +48,42 @@ def how_it_ended(trace: RankTimeline) -> str:
     return f"killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
+_DEATHS = {
+    "SIGKILL": (
+        "SIGKILL was sent from outside (an administrator, a scheduler, a container limit); no kill by the kernel's OOM "
+        "killer was seen meanwhile",
+        "dmesg -T | grep -iE 'out of memory|killed process'",
+    ),
+    "SIGBUS": ("usually /dev/shm or a file system is full", "df -h /dev/shm /tmp"),
+    "SIGILL": ("this build of torch uses instructions that the CPU lacks", "lscpu | grep -i flags"),
+}
+
+
 def _died(how: str, group: list[RankTimeline], request: Request) -> Finding:
-    first = group[0]
-    assert first.ending is not None
-    stage, doing = place(first)
-    was = "" if how.startswith("exited") else "was " if len(group) == 1 else "were "
-    known = logs.recognise(first.ending.tail)
-    return Finding(
-        id=Shared.RANK_DIED.of(request.command),
-        level=Level.FAIL,
-        title=f"{who(group)} {was}{how} in stage {stage} ({doing})",
-        detail=known.means if known else "",
-        where=where(group),
-        evidence=_tail(first.ending.tail),
-        fix=fix_from(known, _fix_for_death(first, request)),
-    )
-
-
-def _fix_for_death(trace: RankTimeline, request: Request) -> Fix:
-    assert trace.ending is not None
-    status = trace.ending.status or 0
+    ending = group[0].ending
+    assert ending is not None
+    status = ending.status or 0
     name = signal_name(-status) if status < 0 else ""
-    if name == "SIGKILL":
-        oom = trace.ending.oom_kills
-        text = (
-            f"the kernel's OOM killer killed {counted(oom, 'process', 'processes')} meanwhile: give the ranks more "
-            "memory"
-            if oom
-            else "SIGKILL was sent from outside (an administrator, a scheduler, a container limit); no kill by the "
-            "kernel's OOM killer was seen meanwhile"
-        )
-        return Fix(text=text, commands=("dmesg -T | grep -iE 'out of memory|killed process'",))
-    if name == "SIGBUS":
-        return Fix(text="usually /dev/shm or a file system is full", commands=("df -h /dev/shm /tmp",))
-    if name == "SIGILL":
-        return Fix(
-            text="this build of torch uses instructions that the CPU lacks",
-            commands=("lscpu | grep -i flags",),
-        )
-    return Fix(
-        text="see the rank's last output above; rerun and keep the ranks' logs",
-        commands=(request.again(nccl_debug=""),),
+    otherwise = "see the rank's last output above; rerun and keep the ranks' logs", request.again(nccl_debug="")
+    fix, command = _DEATHS.get(name, otherwise)
+    if name == "SIGKILL" and ending.oom_kills:
+        killed = counted(ending.oom_kills, "process", "processes")
+        fix = f"the kernel's OOM killer killed {killed} meanwhile: give the ranks more memory"
+    stage, doing = place(group[0])
+    was = "" if how.startswith("exited") else "was " if len(group) == 1 else "were "
+    known = logs.recognise(ending.tail)
+    return found(
+        "rank-died",
+        request,
+        group,
+        known=known,
+        evidence=_tail(ending.tail),
+        ended=f"{was}{how}",
+        stage=stage,
+        doing=doing,
+        detail=known.means if known else "",
+        fix=fix,
+        look=command,
     )
 
 
@@ -134,15 +129,17 @@ def _still_at_work(late: list[RankTimeline], slow: list[RankTimeline], request: 
     """Return ranks that made no progress for the whole timeout, but were at work: the machine may be overloaded."""
     stage, doing = place(late[0])
     busy = f"{name_ranks(trace.rank for trace in slow)} {'was' if len(slow) == 1 else 'were'} at work"
-    return Finding(
-        id=Shared.RANK_MISSING.of(request.command),
-        level=Level.UNKNOWN,
-        title=f"{who(late)} made no progress in stage {stage} ({doing}) for {course.stalled_s:.0f} s: "
-        f"{why_missing(late[0])}; {busy}, so it may only be slow",
-        detail="The timeout does not decide: other programs on the same cores are enough to cause this.",
-        where=where(late),
-        evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
-        fix=Fix(text="increase --stall to decide", commands=(_longer(request),)),
+    return found(
+        "rank-at-work",
+        request,
+        late,
+        evidence=[line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)],
+        stage=stage,
+        doing=doing,
+        seconds=f"{course.stalled_s:.0f}",
+        why=why_missing(late[0]),
+        busy=busy,
+        longer=_longer(request),
     )
 
 
@@ -268,25 +265,19 @@ def _no_answer(
     stage, doing = place(traces[0])
     accused, witnesses = attribution.accuse(broken)
     which = f"{'of' if witnesses else 'between'} {fold(accused)}"
-    seen_by = f" (seen by {fold(witnesses)})" if witnesses else ""
-    return Finding(
-        id=Shared.ALL_WAITING.of(request.command),
-        level=Level.FAIL,
-        title=f"connections {which} no longer get an answer{seen_by}: all ranks are waiting in stage {stage} "
-        f"({doing}), no progress for {course.stalled_s:.0f} s",
-        detail="They were open before. Packets are retransmitted and never acknowledged: a firewall or a connection "
-        "limit drops them, or a cable is unplugged.",
-        where=Where(hosts=accused, ranks=tuple(trace.rank for trace in traces if trace.host in accused)),
+    return found(
+        "no-answer-from-peers",
+        request,
+        Where(hosts=accused, ranks=tuple(trace.rank for trace in traces if trace.host in accused)),
         witnesses=Witnesses(hosts=witnesses, ranks=tuple(trace.rank for trace in traces if trace.host in witnesses)),
-        evidence=tuple(dict.fromkeys(connection.evidence for connection in broken))[:_STACK_LINES],
-        fix=Fix(
-            text=f"on {fold(accused)}, find what drops them, and check the counters of its interface",
-            commands=(
-                "nft list ruleset | grep -nE 'drop|reject|quota|ct (bytes|count|state)|limit'",
-                "ip -s link show",
-                request.pairs(),
-            ),
-        ),
+        evidence=list(dict.fromkeys(connection.evidence for connection in broken))[:_STACK_LINES],
+        which=which,
+        seen_by=fold(witnesses),
+        accused=fold(accused),
+        stage=stage,
+        doing=doing,
+        seconds=f"{course.stalled_s:.0f}",
+        pairs=request.pairs(),
     )
 
 
@@ -305,17 +296,15 @@ def nodes_lost(parts: Attribution, traces: list[RankTimeline], request: Request,
         if trace.rank in parts.lost:
             by_reason.setdefault(trace.lost, []).append(trace)
     return [
-        Finding(
-            id=Shared.NODE_LOST.of(request.command),
-            level=Level.FAIL,
-            title=f"lost contact with {fold(dict.fromkeys(trace.host for trace in group))} during the test: {reason}",
-            detail=f"Last seen: {_last_seen(group)}.",
-            where=where(group),
-            evidence=tuple(dict.fromkeys(line for refusal in course.lost.values() for line in refusal.evidence)),
-            fix=Fix(
-                text="check whether the node and its network are up; the ranks there end on their own",
-                commands=(f"ping -c 3 {group[0].host}",),
-            ),
+        found(
+            "node-lost",
+            request,
+            group,
+            evidence=list(dict.fromkeys(line for refusal in course.lost.values() for line in refusal.evidence)),
+            hosts=fold(dict.fromkeys(trace.host for trace in group)),
+            reason=reason,
+            seen=_last_seen(group),
+            host=group[0].host,
         )
         for reason, group in by_reason.items()
     ]
@@ -332,34 +321,23 @@ def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
     """Return the process that has the rendezvous port; a foreign program that answers is worse than a port in use."""
     port = request.master_port
     owner = f"{taken.command} (pid {taken.pid})" if taken.pid else "a process that this user cannot see"
-    foreign = taken.answer is not None
     title = f"cannot bind rendezvous port {port} on {host}: {taken.error.lower()}"
     if taken.listening is not None:
         title = f"rendezvous port {port} on {host} is in use by {owner}"
-    if foreign:
-        title += f', which answers "{taken.answer}"'
-    return Finding(
-        id=Shared.PORT_FOREIGN.of(request.command) if foreign else Shared.PORT_TAKEN.of(request.command),
-        level=Level.FAIL,
-        title=title,
-        detail="No rank was started: rank 0 could not listen there.",
-        where=Where(hosts=(host,), ranks=(0,), pids=(taken.pid,) if taken.pid else ()),
+    return found(
+        "port-taken" if taken.answer is None else "port-answered",
+        request,
+        Where(hosts=(host,), ranks=(0,), pids=(taken.pid,) if taken.pid else ()),
         evidence=(f"binding port {port}: {taken.error}",),
-        fix=Fix(
-            text="end that program if it is a leftover, or let distdiag pick a free port",
-            commands=(request.again(master_port="0"),),
-        ),
+        title=title,
+        answer=taken.answer,
+        again=request.again(master_port="0"),
     )
 
 
 def not_started(error: DistdiagError, request: Request) -> Finding:
     """Return why no rank could be started, in a run on several nodes."""
-    return Finding(
-        id=Shared.NOT_STARTED.of(request.command),
-        level=Level.UNKNOWN,
-        title=f"no rank was started: {error}",
-        fix=Fix(text=error.hint) if error.hint else None,
-    )
+    return found("not-started", request, why=str(error), fix=error.hint)
 
 
 def unsupported_archs(traces: list[RankTimeline], request: Request) -> list[Finding]:
@@ -372,14 +350,7 @@ def unsupported_archs(traces: list[RankTimeline], request: Request) -> list[Find
             if capability and archs and not covers(archs, capability):
                 groups.setdefault((f"{started['device_name']} ({capability})", " ".join(archs)), []).append(trace)
     return [
-        Finding(
-            id=Shared.ARCH_UNSUPPORTED.of(request.command),
-            level=Level.FAIL,
-            title=f"{who(group)}: torch has no code for its GPU, {gpu}",
-            where=where(group),
-            evidence=(f"torch's arch list: {archs}",),
-            fix=Fix(text="install a torch build whose arch list covers this GPU"),
-        )
+        found("arch-unsupported", request, group, evidence=(f"torch's arch list: {archs}",), gpu=gpu)
         for (gpu, archs), group in groups.items()
     ]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
-from distdiag.ids import Shared
 from distdiag.launch.record import Allocation, Plan
 from distdiag.launch.types import MOST_RANKS, Backend, Device
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.launch.wording import found
+from distdiag.report import Finding, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ def make_plan(request: Request, places: Sequence[NodeSlot]) -> Plan | Finding:
             return _too_few_gpus(request, place, places, max(share.nproc, 1))
         shares.append(share)
     plan = Plan(shares=tuple(shares), backend=backend, device=device)
-    highest = request.injected.highest_rank if request.injected is not None else None
+    highest = max(request.fault.ranks, default=None) if request.fault is not None else None
     if highest is not None and highest >= plan.nproc:
         raise UsageError(
             f"--inject names rank {highest}, but the ranks are 0 to {plan.nproc - 1}",
@@ -83,16 +83,13 @@ def _share(request: Request, place: NodeSlot, first_rank: int, *, on_cuda: bool)
 
 def _driver_trouble(request: Request, broken: Sequence[NodeSlot]) -> Finding:
     hosts = tuple(place.host for place in broken)
-    return Finding(
-        id=Shared.CUDA_UNAVAILABLE.of(request.command),
-        level=Level.FAIL,
-        title=f"the NVIDIA driver of {fold(hosts)} does not work: {broken[0].facts.gpus.error}",
-        detail="No rank was started: none could use a GPU there.",
-        where=Where(hosts=hosts),
-        fix=Fix(
-            text="check the driver with nvidia-smi; to test the ranks on the CPU meanwhile, use --device cpu",
-            commands=("nvidia-smi", request.again(device="cpu", backend="gloo")),
-        ),
+    return found(
+        "driver-broken",
+        request,
+        Where(hosts=hosts),
+        hosts=fold(hosts),
+        error=broken[0].facts.gpus.error,
+        again=request.again(device="cpu", backend="gloo"),
     )
 
 
@@ -107,17 +104,9 @@ def _too_few_gpus(request: Request, place: NodeSlot, places: Sequence[NodeSlot],
         others = [other.host for other in places if other.facts.gpus.visible]
         if others:
             title += f" ({fold(others)} {'has' if len(others) == 1 else 'have'} GPUs)"
-        cpu = request.again(device="cpu", backend="gloo")
-        fix = Fix(text="test the ranks on the CPU instead", commands=(cpu,))
+        fix, again = "test the ranks on the CPU instead", request.again(device="cpu", backend="gloo")
     else:
         title = f"{place.host} has {counted(gpus, 'visible GPU')}, but nccl needs one per rank ({nproc} ranks)"
-        fix = Fix(text="start one rank per GPU", commands=(request.again(nproc=str(gpus)),))
-    return Finding(
-        id=Shared.TOO_FEW_GPUS.of(request.command),
-        level=Level.FAIL,
-        title=title,
-        detail="No rank was started.",
-        where=Where(hosts=(place.host,)),
-        evidence=evidence,
-        fix=fix,
-    )
+        fix, again = "start one rank per GPU", request.again(nproc=str(gpus))
+    at = Where(hosts=(place.host,))
+    return found("too-few-gpus", request, at, evidence=evidence, title=title, fix=fix, again=again)

@@ -6,17 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
 from distdiag.knowledge import logs
-from distdiag.launch.wording import place, where, who
-from distdiag.report import Fix
+from distdiag.launch.wording import found, place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from distdiag.cluster.rank_runs import RankTimeline
-    from distdiag.knowledge.known_lines import KnownLine
     from distdiag.launch.attribution import Attribution, Trouble
     from distdiag.launch.types import Request
     from distdiag.report import Finding
@@ -67,27 +64,13 @@ def _sources(troubles: Iterable[Trouble]) -> list[Trouble]:
     return [trouble for trouble in troubles if trouble.details.get("own_wrong")]
 
 
-def _found(
-    verdict: str,
-    traces: list[RankTimeline],
-    request: Request,
-    known: KnownLine | None = None,
-    evidence: tuple[str, ...] = (),
-    **words: object,
-) -> Finding:
-    """Return the finding of a verdict about ranks; a known line's fix takes precedence over the verdict's."""
-    about = {"command": request.command, "who": who(traces), **words}
-    made = finding(verdict, about, where=where(traces), evidence=evidence)
-    return replace(made, fix=Fix(text=known.fix, commands=known.commands)) if known is not None else made
-
-
 def _no_torch(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     first = group[0]
     python, known = str(first.details.get("python", "python3")), logs.recognise(first.message)
     verdict = "no-torch" if first.details.get("missing") else "torch-does-not-load"
     known = replace(known, fix=f"{known.means}: {known.fix}") if known is not None else None
     evidence = (f"python: {python}",)
-    return _found(verdict, traces, request, known, evidence, message=first.message, python=python)
+    return found(verdict, request, traces, known=known, evidence=evidence, message=first.message, python=python)
 
 
 def _cuda_unavailable(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
@@ -95,14 +78,14 @@ def _cuda_unavailable(group: list[Trouble], traces: list[RankTimeline], request:
     built = f"torch {group[0].details.get('torch')}, built for {f'CUDA {built_for}' if built_for else 'the CPU only'}"
     todo = "check the driver" if built_for else "this torch is a CPU-only build; install a CUDA build"
     known = logs.recognise(message)
-    return _found("cuda-unavailable", traces, request, known, (built,), message=message, todo=todo)
+    return found("cuda-unavailable", request, traces, known=known, evidence=(built,), message=message, todo=todo)
 
 
 def _port_foreign(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
-    return _found(
+    return found(
         "port-foreign",
-        traces,
         request,
+        traces,
         address=group[0].details.get("address"),
         port=group[0].details.get("port"),
         answer=f'answers "{group[0].message}"' if group[0].message else "closes the connection without a reply",
@@ -131,10 +114,10 @@ def _mismatch(group: list[Trouble], traces: list[RankTimeline], request: Request
         for field, values in fields.items()
     ]
     same_call = "call the same collective with the same dtype and size"
-    return _found(
+    return found(
         "rank-mismatch",
-        traces,
         request,
+        traces,
         does="does" if len(traces) == 1 else "do",
         differences="; ".join(words),
         todo="use the same environment" if set(fields) & {"torch", "nccl"} else same_call,
@@ -157,10 +140,10 @@ def _wrong_result(group: list[Trouble], traces: list[RankTimeline], request: Req
     op = details.get("op", "all_reduce")
     at_first = f"the first at index {details['first_index']}: {details['got']} instead of {details['expected']}"
     guilty = [trace for trace in traces if not sources or trace.rank in {trouble.rank for trouble in sources}]
-    return _found(
+    return found(
         "sent-wrong" if sources else "received-wrong",
-        guilty,
         request,
+        guilty,
         elements=counted(details.get("own_wrong", 0), "wrong element"),
         index=details.get("own_first_index"),
         receivers=name_ranks(trace.rank for trace in traces).capitalize(),
@@ -176,10 +159,10 @@ def _out_of_memory(group: list[Trouble], traces: list[RankTimeline], request: Re
     details: Mapping[str, Any] = group[0].details
     stage, doing = place(traces[0], before_end=True)
     sizes = "requested_bytes" in details and "got_bytes" in details
-    return _found(
+    return found(
         "out-of-memory",
-        traces,
         request,
+        traces,
         stage=stage,
         doing=doing,
         got=format_size(details["got_bytes"]) if sizes else "",
@@ -196,10 +179,10 @@ def _on_cpu(traces: list[RankTimeline]) -> bool:
 
 def _memory_corrupt(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     details: Mapping[str, Any] = group[0].details
-    return _found(
+    return found(
         "memory-corrupt",
-        traces,
         request,
+        traces,
         chunks=counted(len(details["chunks"]), "chunk"),
         size=format_size(details["chunk_bytes"]),
         look="dmesg -T | grep -iE 'mce|edac'" if _on_cpu(traces) else "nvidia-smi -q -d ECC,PAGE_RETIREMENT",
@@ -209,11 +192,11 @@ def _memory_corrupt(group: list[Trouble], traces: list[RankTimeline], request: R
 def _failed(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     message, known = group[0].message, logs.recognise(group[0].message)
     stage, doing = place(traces[0], before_end=True)
-    return _found(
+    return found(
         "rank-failed",
-        traces,
         request,
-        known,
+        traces,
+        known=known,
         stage=stage,
         doing=doing,
         means=known.means if known else message,

@@ -6,10 +6,10 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from distdiag.cluster.hosts import name_ranks
+from distdiag.cluster.hosts import fold_within, name_ranks
+from distdiag.cluster.rank_runs import Outcome
 from distdiag.cluster.unreached_hosts import summary_of
 from distdiag.diagnosis.connectivity import Case, path_findings
-from distdiag.ids import Shared
 from distdiag.launch import findings, rank_errors
 from distdiag.launch.attribution import attribute, cut
 from distdiag.launch.environment_checks import (
@@ -21,11 +21,11 @@ from distdiag.launch.environment_checks import (
 )
 from distdiag.launch.record import Inventory, NotStarted
 from distdiag.launch.types import RankResult, Rendezvous, Status, Versions
-from distdiag.launch.wording import where, who
-from distdiag.report import Finding, Fix, Level, Report, Verdict
+from distdiag.launch.wording import found
+from distdiag.report import Finding, Level, Report, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import PausedMessage
@@ -94,36 +94,62 @@ def report_of(job: Job[Asked, Data], record: SavedRun) -> Report[Data]:
 def not_run(job: Job[Asked, Data], why: NotStarted) -> Report[Data]:
     """Return the report of a run in which no rank was started."""
     request = job.request
-    found = [*why.why, *_paths(request, why.meeting), *about_hosts(why.scene)]
-    facts = {
-        "world_size": why.plan.nproc if why.plan else request.nproc or 0,
-        "backend": why.plan.backend if why.plan else request.backend,
-        "device": why.plan.device if why.plan else request.device,
-        "timeout_s": request.timeout_s,
-        "versions": Versions(),
-        "ranks": (),
-        "outcome": "not-run",
-        "log_dirs": {},
-        "hosts": why.scene.rows,
-        "rendezvous": _rendezvous(why.meeting),
-    }
-    summary = worst_of(found) or "no rank was started"
+    judged = [*why.why, *_paths(request, why.meeting), *about_hosts(why.scene)]
+    data = job.data(
+        world_size=why.plan.nproc if why.plan else request.nproc or 0,
+        backend=why.plan.backend if why.plan else request.backend,
+        device=why.plan.device if why.plan else request.device,
+        timeout_s=request.timeout_s,
+        versions=Versions(),
+        ranks=(),
+        outcome="not-run",
+        log_dirs={},
+        hosts=why.scene.rows,
+        rendezvous=_rendezvous(why.meeting),
+    )
+    summary = worst_of(judged) or "no rank was started"
     if why.interrupted:
         summary = f"interrupted before any rank started; hosts: {summary_of(why.scene.rows)}"
     return Report(
         command=request.command,
-        data=job.no_data(request, why, facts),
-        findings=tuple(found),
+        data=data,
+        findings=tuple(judged),
         summary=summary,
         interrupted=why.interrupted,
     )
 
 
-def worst_of(found: Sequence[Finding]) -> str:
+def worst_of(judged: Sequence[Finding]) -> str:
     """Return the first failure or unknown, and the number of others; empty without any."""
-    wrong = [finding for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    wrong = [finding for finding in judged if finding.level in (Level.FAIL, Level.UNKNOWN)]
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return f"{wrong[0].title}{more}" if wrong else ""
+
+
+def concluded(
+    request: Request,
+    scene: Inventory,
+    outcome: Outcome,
+    data: Data,
+    judged: Sequence[Finding],
+    *,
+    passed: Callable[[str], str],
+    so_far: str = "",
+) -> Report[Data]:
+    """Return the report of a run.
+
+    `passed`: the summary without faults, of the tested hosts. `so_far`: the part measured, for an incomplete run.
+    """
+    interrupted = outcome is Outcome.INTERRUPTED
+    wrong = [finding for finding in judged if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    if interrupted:
+        summary = f"interrupted; {wrong[0].title if wrong else how_far(data.ranks, request.stages)}{so_far}"
+    elif wrong:
+        summary = f"{worst_of(judged)}{so_far}"
+    else:
+        warnings = "".join(f"; but {finding.title}" for finding in judged if finding.level is Level.WARN)
+        summary = passed(fold_within((place.host for place in scene.places), 160)) + warnings
+    return Report(command=request.command, data=data, findings=tuple(judged), summary=summary, interrupted=interrupted)
 
 
 def how_far(ranks: Sequence[RankResult], stages: Sequence[str]) -> str:
@@ -225,10 +251,20 @@ _OTHERS = 0.5
 """Maximum pause of the others relative to such a rank; above, the machine is busy."""
 
 
-def paused(
-    request: Request, traces: Sequence[RankTimeline], pauses: Mapping[int, Sequence[PausedMessage]]
-) -> list[Finding]:
-    """Return ranks that were stopped, throttled or without a core; `pauses`: measurements by rank."""
+def _pauses(traces: Sequence[RankTimeline]) -> dict[int, list[PausedMessage]]:
+    """Return the measurements by rank: of a whole test, or of each row of allreduce-bench."""
+    return {
+        trace.rank: [
+            *payloads([trace], "paused"),
+            *(row["paused"] for row in payloads([trace], "row") if "paused" in row),
+        ]
+        for trace in traces
+    }
+
+
+def paused(request: Request, traces: Sequence[RankTimeline]) -> list[Finding]:
+    """Return ranks that were stopped, throttled or without a core."""
+    pauses = _pauses(traces)
     shares = {rank: _share(own, "paused_ns") for rank, own in pauses.items() if own}
     # A lack of cores concerns the whole machine; a rank is stopped or throttled alone.
     stopped = _outliers({rank: share - _share(pauses[rank], "no_core_ns") for rank, share in shares.items()})
@@ -240,40 +276,33 @@ def paused(
     why = "it was stopped" if stopped else "other programs used its cores"
     why = "its CPU quota was used up" if throttled and throttled == stopped else why
     return [
-        Finding(
-            id=Shared.RANK_PAUSED.of(request.command),
+        found(
+            "rank-paused",
+            request,
+            named,
             # A busy machine is not a fault of the rank.
             level=Level.FAIL if stopped else Level.WARN,
-            title=f"{who(named)} did not run for {share:.0%} of the time: {why}",
-            detail="Between pauses it is as fast as the others, so medians and best times do not show it; all other "
-            "ranks wait for it.",
-            where=where(named),
-            evidence=tuple(
+            evidence=[
                 f"rank {rank}: not running for {share:.0%} of the time: {_share(pauses[rank], 'no_core_ns'):.0%} "
                 f"waiting for a core, {_share(pauses[rank], 'throttled_ns'):.0%} throttled by a CPU quota"
                 for rank, share in sorted(shares.items(), key=lambda entry: -entry[1])[:8]
-            ),
-            fix=Fix(
-                text="check its container's CPU quota (nr_throttled), what sends it signals, and what else runs there",
-                commands=(
-                    "grep -r nr_throttled /sys/fs/cgroup --include=cpu.stat | grep -v ' 0$'",
-                    "ps -eo pid,stat,psr,pcpu,cmd --sort=-pcpu | head -20",
-                ),
-            ),
+            ],
+            share=f"{share:.0%}",
+            why=why,
         )
     ]
 
 
-def without_core(pauses: Mapping[int, Sequence[PausedMessage]]) -> float:
+def without_core(traces: Sequence[RankTimeline]) -> float:
     """Return the share of time that the median rank waited for a core."""
-    return median([_share(own, "no_core_ns") for own in pauses.values() if own] or [0.0])
+    return median([_share(own, "no_core_ns") for own in _pauses(traces).values() if own] or [0.0])
 
 
 def _outliers(shares: Mapping[int, float]) -> list[int]:
     """List ranks with a large share, if all others have a much smaller share."""
-    found = sorted(rank for rank, share in shares.items() if share > _MUCH)
-    others = [share for rank, share in shares.items() if rank not in found]
-    return found if found and others and max(others) < _OTHERS * min(shares[rank] for rank in found) else []
+    far = sorted(rank for rank, share in shares.items() if share > _MUCH)
+    others = [share for rank, share in shares.items() if rank not in far]
+    return far if far and others and max(others) < _OTHERS * min(shares[rank] for rank in far) else []
 
 
 def _share(pauses: Sequence[PausedMessage], key: Literal["paused_ns", "no_core_ns", "throttled_ns"]) -> float:

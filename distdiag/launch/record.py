@@ -11,7 +11,7 @@ from distdiag.cluster.rendezvous_test import RendezvousTest  # noqa: TC001
 from distdiag.cluster.start_fleet import Agent
 from distdiag.facts import machine
 from distdiag.launch.collect import Ask
-from distdiag.launch.types import Backend, Device, NodeFacts, Request
+from distdiag.launch.types import Backend, Device, NodeFacts, Request, RunFacts
 from distdiag.report import Finding  # noqa: TC001
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class SavedRun:
 
 
 Asked = TypeVar("Asked", bound=Request)
-Data = TypeVar("Data")
+Data = TypeVar("Data", bound=RunFacts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +151,7 @@ class Job(Generic[Asked, Data]):
     config: Callable[[Asked, Plan, Allocation, int], dict[str, Any]]
     """The command's own part of a rank's configuration."""
     diagnose: Callable[[Asked, Inventory, Plan, RunRecord], Report[Data]]
-    no_data: Callable[[Asked, NotStarted, dict[str, Any]], Data]
-    """Returns the data of a run that never began, from the fields of RunFacts."""
+    data: type[Data]
     report_progress: Callable[[rank_runs.Run, Progress], str] | None = None
     """Reports news of a run besides its stages; returns its progress for the updating line."""
 

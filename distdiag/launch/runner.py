@@ -128,7 +128,7 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
     gpus = True if needs_cuda or here else False if request.device is Device.CPU else None
     by_torchrun = recipe in (Recipe.TORCHRUN, Recipe.PDSH)
     plain = replace(request, nproc=None, cluster=Cluster(), **({"master_port": 0} if by_torchrun else {}))
-    again = plain.again(**({"inject": plain.injected.option} if plain.injected is not None else {}))
+    again = plain.again(**({"inject": plain.fault.option} if plain.fault is not None else {}))
     lines = launch_commands.lines(
         recipe, hosts, nproc, again, gpus=gpus, port=request.master_port, ifname=request.ifname
     )

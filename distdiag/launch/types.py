@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from distdiag.cluster.targets import Cluster
 from distdiag.facts.pcie_types import Pcie  # noqa: TC001 - what is sent is decoded by its annotations
@@ -44,48 +44,14 @@ class Status(StrEnum):
     WAITING = "waiting"
 
 
-class Injected(Protocol):
-    """A real fault to inject; each command has its own."""
-
-    @property
-    def highest_rank(self) -> int | None:
-        """The highest rank it refers to."""
-
-    @property
-    def option(self) -> str:
-        """The value of --inject."""
-
-    @property
-    def words(self) -> str:
-        """Its effect and place: "kill of rank 1"."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class RankFault:
-    """A fault to inject into one rank: kill:1. Commands add the place in their work."""
+class Fault:
+    """A real fault to inject into ranks, `option` as typed. `place`: its stage or row, if the kind has a choice."""
 
+    option: str
     kind: str
-    rank: int
-
-    @property
-    def at(self) -> tuple[str, str]:
-        """Its place: as typed after @, and in words. Both empty without a choice."""
-        raise NotImplementedError
-
-    @property
-    def highest_rank(self) -> int:
-        """The rank."""
-        return self.rank
-
-    @property
-    def option(self) -> str:
-        """The value of --inject."""
-        return f"{self.kind}:{self.rank}" + (f"@{self.at[0]}" if self.at[0] else "")
-
-    @property
-    def words(self) -> str:
-        """Its effect and place."""
-        return f"{self.kind} in rank {self.rank}" + (f", {self.at[1]}" if self.at[1] else "")
+    ranks: tuple[int, ...]
+    place: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +74,7 @@ class Request:
     nccl_debug: bool = False
     strict: bool = False
     cluster: Cluster = field(default_factory=Cluster)
-
-    @property
-    def injected(self) -> Injected | None:
-        """The fault to inject, if any."""
-        raise NotImplementedError
+    fault: Fault | None = None
 
     def own_options(self) -> dict[str, object]:
         """Return non-default options of this command alone, by name; None leaves an option out."""

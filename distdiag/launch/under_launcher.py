@@ -23,13 +23,13 @@ from distdiag.cluster.transports.join import JoinTransport, name_of
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import machine
 from distdiag.facts.rank_identity import Identity, contradiction, nested_tasks
-from distdiag.ids import Shared
 from distdiag.launch import rank_report
 from distdiag.launch.collect import master_addr_leads_elsewhere
 from distdiag.launch.record import Inventory, NodeSlot, NotStarted, SavedRun
 from distdiag.launch.types import NodeFacts
+from distdiag.launch.wording import found
 from distdiag.output import say
-from distdiag.report import Finding, Fix, Level, Where, quoted
+from distdiag.report import Finding, Where, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -232,20 +232,19 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
     if me.launcher != "MPICH" and master_addr_leads_elsewhere():
         return [_led_elsewhere(me, late, request)]
     reasons = dict.fromkeys(refusal.message for refusal in fleet.refusals.values())
+    alone = me.launcher == "environment"
     return [
-        Finding(
-            id=Shared.RANK_MISSING.of(request.command),
-            level=Level.FAIL,
-            title=f"{name_ranks(late)} of {me.world_size} never connected: {'; '.join(reasons)}",
-            detail=f"According to {_launcher(me)} there are {me.world_size} ranks. {len(connected)} connected, on "
-            f"{', '.join(dict.fromkeys(connected))}; no test was run.",
-            where=Where(ranks=tuple(late)),
-            fix=Fix(
-                text="start all of them; if you meant this node alone, clear these variables"
-                if me.launcher == "environment"
-                else f"check what {me.launcher} reports of them, and whether they can connect to rank 0's node",
-                commands=(_UNSET,) if me.launcher == "environment" else (),
-            ),
+        found(
+            "rank-absent" if alone else "rank-not-connected",
+            request,
+            Where(ranks=tuple(late)),
+            ranks=name_ranks(late),
+            size=me.world_size,
+            why="; ".join(reasons),
+            launcher=_launcher(me),
+            number=len(connected),
+            hosts=", ".join(dict.fromkeys(connected)),
+            unset=_UNSET,
         )
     ]
 
@@ -253,14 +252,15 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
 def _led_elsewhere(me: Identity, late: list[int], request: Request) -> Finding:
     """Return a MASTER_ADDR that leads the other ranks to a host without rank 0."""
     address, here = os.environ["MASTER_ADDR"], machine.host_name()
-    return Finding(
-        id=Shared.RANK_VARIABLES.of(request.command),
-        level=Level.FAIL,
-        title=f"MASTER_ADDR={address} is not {here}, where rank 0 runs: "
-        f"{name_ranks(late)} of {me.world_size} never connected",
-        detail="It is left over from another job, or resolves to another node here. No test was run.",
-        where=Where(hosts=(here,)),
-        fix=Fix(text="set it to the node of rank 0, for all ranks", commands=(f"export MASTER_ADDR={quoted(here)}",)),
+    return found(
+        "master-addr-elsewhere",
+        request,
+        Where(hosts=(here,)),
+        address=address,
+        here=here,
+        ranks=name_ranks(late),
+        size=me.world_size,
+        set=f"export MASTER_ADDR={quoted(here)}",
     )
 
 
@@ -268,34 +268,19 @@ def _doubles(transport: JoinTransport, request: Request) -> list[Finding]:
     if not transport.doubles:
         return []
     ranks = sorted(set(transport.doubles))
-    return [
-        Finding(
-            id=Shared.RANK_DOUBLE.of(request.command),
-            level=Level.FAIL,
-            title=f"more than one process claims to be {name_ranks(ranks)}",
-            detail="They would wait for the other ranks forever, or mix their data.",
-            where=Where(ranks=tuple(ranks)),
-            fix=Fix(text="check how RANK is set: it must be different in every process"),
-        )
-    ]
+    return [found("rank-double", request, Where(ranks=tuple(ranks)), ranks=name_ranks(ranks))]
 
 
 def _contradiction(request: Request) -> Finding | None:
-    found = contradiction(os.environ)
-    if found is None:
+    if (contradicting := contradiction(os.environ)) is None:
         return None
-    launcher, plain = found
-    return Finding(
-        id=Shared.RANK_VARIABLES.of(request.command),
-        level=Level.WARN,
-        title=f"RANK={plain.rank} WORLD_SIZE={plain.world_size} in the environment, but {launcher.launcher} set rank "
-        f"{launcher.rank} of {launcher.world_size}",
-        detail="A script that reads RANK and WORLD_SIZE runs as the wrong rank; with WORLD_SIZE=1 each process trains "
-        "alone.",
-        fix=Fix(
-            text="do not export them before the launcher; set them from its variables in each process",
-            commands=("unset RANK WORLD_SIZE LOCAL_RANK",),
-        ),
+    launcher, plain = contradicting
+    return found(
+        "rank-contradicts-launcher",
+        request,
+        plain=f"RANK={plain.rank} WORLD_SIZE={plain.world_size}",
+        launcher=launcher.launcher,
+        set=f"rank {launcher.rank} of {launcher.world_size}",
     )
 
 
@@ -309,21 +294,9 @@ def _stale_variables(request: Request, scene: Inventory) -> Finding | None:
         return None
     ranks = {name: [int(place.node.rpartition(" ")[2]) for place in those] for name, those in groups.items()}
     listed = "; ".join(f"{name} in {name_ranks(those)}" for name, those in ranks.items())
-    return Finding(
-        id=Shared.RANK_VARIABLES.of(request.command),
-        level=Level.WARN,
-        title=f"the environment contradicts the launcher: {listed}",
-        detail="A script that reads these variables runs as the wrong rank, or waits for a node that is not in the "
-        "job.",
-        where=Where(
-            hosts=tuple(dict.fromkeys(place.host for those in groups.values() for place in those)),
-            ranks=tuple(sorted({rank for those in ranks.values() for rank in those})),
-        ),
-        fix=Fix(
-            text="do not export them before the launcher; set them from its variables in each process",
-            commands=("unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR",),
-        ),
-    )
+    hosts = tuple(dict.fromkeys(place.host for those in groups.values() for place in those))
+    at = Where(hosts=hosts, ranks=tuple(sorted({rank for those in ranks.values() for rank in those})))
+    return found("stale-variables", request, at, listed=listed)
 
 
 def _program(me: Identity, program: str) -> str:
@@ -343,13 +316,4 @@ def _launcher(me: Identity) -> str:
 
 
 def _nested(me: Identity, tasks: int, request: Request) -> Finding:
-    return Finding(
-        id=Shared.NESTED_LAUNCHERS.of(request.command),
-        level=Level.FAIL,
-        title=f"mpirun runs in each of the {tasks} tasks of an srun step: {tasks} copies of a {me.world_size}-rank job",
-        detail="No test was run: the copies would compete for the same GPUs.",
-        fix=Fix(
-            text="start mpirun once, from the batch script; or let srun alone start the ranks",
-            commands=(f"srun -n {me.world_size} distdiag {request.command}",),
-        ),
-    )
+    return found("nested-launchers", request, tasks=tasks, size=me.world_size)

@@ -1,24 +1,30 @@
-"""Texts shared by findings: ranks with hosts, and their stage. Pure."""
+"""Findings about ranks, and their wording: ranks with hosts, and their stage. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import format_ranks
 from distdiag.report import Fix, Where
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.knowledge.known_lines import KnownLine
+    from distdiag.launch.types import Request
+    from distdiag.report import Finding, Level, Witnesses
 
 
-def who(traces: list[RankTimeline]) -> str:
+def who(traces: Sequence[RankTimeline]) -> str:
     """Format ranks with their hosts; a single rank with its pid."""
     pid = traces[0].pid if len(traces) == 1 else None
     return format_ranks([trace.rank for trace in traces], sorted({trace.host for trace in traces}), pid)
 
 
-def where(traces: list[RankTimeline]) -> Where:
+def where(traces: Sequence[RankTimeline]) -> Where:
     """Return hosts, ranks and pids of ranks."""
     return Where(
         hosts=tuple(sorted({trace.host for trace in traces})),
@@ -33,6 +39,21 @@ def place(trace: RankTimeline, *, before_end: bool = False) -> tuple[str, str]:
     return (events[-1].stage, events[-1].note) if events else ("start", "starting Python")
 
 
-def fix_from(known: KnownLine | None, otherwise: Fix) -> Fix:
-    """Return the fix of a known failure, else the other fix."""
-    return Fix(text=known.fix, commands=known.commands) if known is not None else otherwise
+def found(
+    verdict: str,
+    request: Request,
+    at: Sequence[RankTimeline] | Where = (),
+    *,
+    known: KnownLine | None = None,
+    level: Level | None = None,
+    witnesses: Witnesses | None = None,
+    evidence: Sequence[str] = (),
+    **words: object,
+) -> Finding:
+    """Return the finding of a verdict about ranks, or another place; a known line's fix takes precedence."""
+    about = {"command": request.command, **words}
+    if not isinstance(at, Where):
+        about["who"] = who(at) if at else ""
+        at = where(at)
+    made = finding(verdict, about, level=level, where=at, witnesses=witnesses, evidence=tuple(evidence))
+    return replace(made, fix=Fix(text=known.fix, commands=known.commands)) if known is not None else made

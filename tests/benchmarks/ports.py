@@ -28,7 +28,7 @@ def all_pairs(nodes: int, *, broken: bool) -> None:
                 env=network.client_env(),
             )
             times.append(time.monotonic() - began)
-        pairs = {(row["from"], row["to"]) for row in result.report["data"]["pairs"]}
+        pairs = {(row["source"], row["target"]) for row in result.report["data"]["pairs"]}
         state = "one way dropped" if broken else "all open"
         took = statistics.median(times)
         print(f"{nodes} nodes, {len(pairs)} directed pairs, {state}: {took:.1f} s (exit {result.code})")

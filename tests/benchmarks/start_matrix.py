@@ -80,7 +80,8 @@ def _live_srun(fault: SrunFault, settle_s: float) -> Iterator[Answer]:
         culprits = [f"mn{number + 1}" for number in fault.culprits]
         for asked, where in (("one", f"mn{fault.tasks}"), ("all", "all")):
             report = start_srun.ask(slurm, where)
-            yield asked, score_words(fault.words, culprits, report, alone=asked == "one"), report, {}
+            words = fault.alone if asked == "one" and fault.alone else fault.words
+            yield asked, score_words(words, culprits, report, alone=asked == "one"), report, {}
 
 
 def _logs(name: str) -> Iterator[Answer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from cores import PROGRAMS, make_core
-from jobs import wait_for_state
 from support import PROGRAM, distdiag, need, wait_until
 
 from distdiag.facts import machine
@@ -270,10 +268,10 @@ def test_the_newest_core_here_is_taken_and_none_is_said(segv: Path, tmp_path: Pa
 
 def test_secrets_stay_out_of_every_report(tmp_path: Path) -> None:
     core = make_core("dies_by_segv", tmp_path, "--token=hf_abcdefghijklmnop")
-    kept = tmp_path / "report.txt"
-    shown = distdiag("core-bt", "--json", str(core), "--text", str(kept))
-    assert "SIGSEGV" in kept.read_text()
-    assert "abcdefghij" not in kept.read_text() + shown.out
+    shown = distdiag("core-bt", "--json", str(core))
+    page = distdiag("core-bt", "--markdown", str(core))
+    assert "SIGSEGV" in page.out
+    assert "abcdefghij" not in page.out + shown.out
 
 
 def test_secrets_among_the_arguments_of_a_process_are_not_shown() -> None:
@@ -281,27 +279,7 @@ def test_secrets_among_the_arguments_of_a_process_are_not_shown() -> None:
     with subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE) as process:
         wait_until(lambda: "token" in machine.command_line(process.pid), 10, lambda: "it is not started")
         assert machine.command_line(process.pid).endswith(" - --token *** ...")
-        assert "sesame" not in core_bt(str(process.pid)).out
         process.kill()
-
-
-def test_live_processes_go_on() -> None:
-    program = "import time\ndef waits_here():\n    time.sleep(60)\nprint('ready', flush=True)\nwaits_here()\n"
-    with contextlib.ExitStack() as ended:
-        processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
-        for process in processes:
-            ended.enter_context(process)
-            ended.callback(process.kill)
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-        result = core_bt(*(word for process in processes for word in ("--pid", str(process.pid))))
-        for process in processes:
-            wait_for_state(process.pid, "S")
-    assert result.code == 0
-    rows = result.report["data"]["cores"]
-    assert sorted(row["pid"] for row in rows) == sorted(process.pid for process in processes)
-    assert all("waits_here" in python_frames(row) for row in rows)
 
 
 @pytest.mark.alone  # it is about the ranks that are here, so those of other tests would count
@@ -314,7 +292,7 @@ def test_setup_says_what_keeps_cores_away() -> None:
     assert os.path.exists("/proc/sys/kernel/core_pattern")
 
 
-@pytest.mark.parametrize("arguments", [("--pid", "1", "--check-setup"), ("--pid", "0"), ("core", "--check-setup")])
+@pytest.mark.parametrize("arguments", [("4711",), ("core", "--check-setup")])
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     assert core_bt(*arguments).code == 2
 

@@ -113,7 +113,7 @@ def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
 def test_a_compiler_that_cc_names_with_its_folder_is_known(wrapper: Path) -> None:
     """The real nvcc writes it in its plan as "/usr/bin"/gcc."""
     result = cuda_env("--goal", "build", "--json", path=str(wrapper), env={"CC": GCC})
-    assert result.report["data"]["compilers"]["nvcc"]["path"] == GCC
+    assert result.report["data"]["nodes"][0]["facts"]["nvccs"][0]["compiler"] == GCC
 
 
 def test_gpus_elsewhere_need_no_driver_here(wrapper: Path) -> None:
@@ -222,7 +222,7 @@ def test_nodes_with_other_toolkits_are_named_across_the_cluster(tmp_path: Path) 
         assert result.code == 1, result.out + result.err
         (differ,) = [one for one in result.report["findings"] if one["id"] == "cuda-env.nodes-differ"]
         assert differ["where"]["hosts"] == ["node1"]
-        assert [node["host"] for node in result.report["data"]["nodes"]] == ["node1", "node2", "node3"]
+        assert [node["facts"]["host"] for node in result.report["data"]["nodes"]] == ["node1", "node2", "node3"]
         (torch,) = [one for one in result.report["findings"] if one["id"] == "cuda-env.torch.build"]
         assert torch["where"]["hosts"] == ["node1", "node2", "node3"]
         text = cuda_env("--goal", "build", *where, env=network.client_env())
@@ -277,7 +277,7 @@ def test_an_interpreter_without_torch_can_be_examined(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     result = cuda_env("--json", "--goal", "build", "--python", str(tmp_path / "venv/bin/python"))
     assert "torch is not installed" in result.findings["torch.build"]["title"]
-    assert result.report["data"]["python"]["executable"] == str(tmp_path / "venv/bin/python")
+    assert result.report["data"]["nodes"][0]["facts"]["python"]["executable"] == str(tmp_path / "venv/bin/python")
 
 
 def test_it_answers_quickly_and_without_importing_torch(wrapper: Path) -> None:
@@ -350,7 +350,9 @@ def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, wrap
     (file,) = (tmp_path / "kept").iterdir()
     saved = json.loads(file.read_text())
     (tmp_path / "kept/again.json").write_text(json.dumps(saved))
-    hosts = [node["host"] for node in cuda_env("--json", "--from", str(tmp_path / "kept")).report["data"]["nodes"]]
+    hosts = [
+        node["facts"]["host"] for node in cuda_env("--json", "--from", str(tmp_path / "kept")).report["data"]["nodes"]
+    ]
     assert sorted(hosts) == [saved["host"], saved["host"] + "#2"]
     saved["facts"]["uses"] = {}
     file.write_text(json.dumps(saved))

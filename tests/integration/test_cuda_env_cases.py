@@ -1076,6 +1076,6 @@ def test_the_versions_of_a_ticket_are_read_without_importing_anything(
         assert each in words
     assert "NCCL 2.27.5" in rows[1].line  # the wheel's, which torch loads, before the system's
     assert {"nvidia-cudnn-cu12 9.10.2.21", "cuda-nvcc 12.8.93 (conda)"} <= set(rows[0].details)
-    versions = report.data.nodes[1].versions
+    versions = report.data.nodes[1].facts.versions
     assert versions.libraries == {"cuDNN": "9.10.2.21", "NCCL": "2.27.5"}
     assert (versions.conda, versions.processor) == ({"cuda-nvcc": "12.8.93"}, "AMD EPYC 9654 96-Core Processor")

@@ -83,7 +83,7 @@ def test_a_module_in_the_working_directory_is_not_taken_for_pythons(tmp_path: Pa
     for name in ("json", "threading", "pathlib", "zlib", "subprocess"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray module was imported')\n")
     done = subprocess.run(
-        [sys.executable, "-P", PROGRAM, "core-bt", "--pid", str(os.getpid())],
+        [sys.executable, "-P", PROGRAM, "trace", "fds", str(os.getpid())],
         cwd=tmp_path,
         capture_output=True,
         text=True,

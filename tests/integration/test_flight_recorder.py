@@ -235,12 +235,12 @@ def test_a_time_that_no_clock_has_costs_its_own_line(tmp_path: Path) -> None:
     assert judge(read(tmp_path)).verdict == "unknown"
 
 
-def test_500_damaged_dumps_are_read_and_judged_without_harm(sets: Path, tmp_path: Path) -> None:
+def test_many_damaged_dumps_are_read_and_judged_without_harm(sets: Path, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes((sets / "order" / "rank_0").read_bytes())
     file = tmp_path / "rank_1"
     originals = [sets / "order" / "rank_1", sets / "ring_of_groups" / "rank_1", sets / "clog_skip" / "clog_1.log"]
     for original in originals:
-        for name, data in damaged(original.read_bytes(), 167, seed=7):
+        for name, data in damaged(original.read_bytes(), seed=7):
             file.write_bytes(data)
             node = read(tmp_path)
             assert len(node.dumps) + len(node.unread) <= 2, (original, name)

@@ -310,34 +310,41 @@ npy = bytes.fromhex("934e554d505901007600") + str({{"descr": "<f4", "fortran_ord
 npy = npy.ljust(127, b" ") + b"\\n" + bytes(64)
 header = here.json.dumps({{"a": {{"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}}}).encode()
 safetensors = len(header).to_bytes(8, "little") + header + bytes(16)
-original = {{"zipped": zipped, "old": old, "npy": npy, "safetensors": safetensors}}.get(sys.argv[1])
-if sys.argv[1] == "index":
-    here.Path(folder, "part.safetensors").write_bytes(safetensors)
-    path = here.Path(folder, "x.safetensors.index.json")
-    original = here.json.dumps({{"weight_map": {{"a": "part.safetensors"}}}}).encode()
-path.write_bytes(original)
-tensor_files.read(str(path))
+part = here.Path(folder, "part.safetensors")
+part.write_bytes(safetensors)
+index = here.json.dumps({{"weight_map": {{"a": part.name}}}}).encode()
+originals = {{"zipped": zipped, "old": old, "npy": npy, "safetensors": safetensors, "index": index}}
 def late(*_):
     raise TimeoutError
-def read(path):
-    # Torch searches its own message for names, in a time that is square in them; --timeout ends that for users.
-    signal.setitimer(signal.ITIMER_REAL, 2 if sys.argv[1] == "old" else 0)
-    try:
-        return tensor_files.read(str(path))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 signal.signal(signal.SIGALRM, late)
-refused = (tensor_files.Unreadable, TimeoutError) if sys.argv[1] == "old" else (tensor_files.Unreadable,)
-here.each([original], here.as_file(path, read), *refused)
+def survive(kind):
+    path = here.Path(folder, "x.safetensors.index.json" if kind == "index" else f"x-{{kind}}")
+    path.write_bytes(originals[kind])
+    tensor_files.read(str(path))
+    def read(path):
+        # Torch searches its own message for names, in a time that is square in them; --timeout ends that for users.
+        signal.setitimer(signal.ITIMER_REAL, 2 if kind == "old" else 0)
+        try:
+            return tensor_files.read(str(path))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    refused = (tensor_files.Unreadable, *([TimeoutError] if kind == "old" else []))
+    here.each([originals[kind]], here.as_file(path, read), *refused)
+for kind in originals:
+    pid = os.fork()  # the peak of memory is that of one kind
+    if not pid:
+        survive(kind)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(f"{{kind}} did not survive")
 print("all of them")
 """
 
 
-@pytest.mark.parametrize("kind", ["zipped", "old", "npy", "safetensors", "index"])
-def test_files_of_tensors(kind: str) -> None:
+def test_files_of_tensors() -> None:
     code = _TENSORS.format(tests=os.path.dirname(__file__))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    argv = [sys.executable, "-c", code, kind]
+    argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=600, env=env)
     assert (done.returncode, done.stdout) == (0, "all of them\n"), done.stderr[-2000:]
 
@@ -347,5 +354,5 @@ def test_files_of_tensors_as_the_command_reads_them(tmp_path: Path) -> None:
     text = str({"descr": "<f4", "fortran_order": False, "shape": (4, 4)}).encode()
     original = b"\x93NUMPY\x01\x00v\x00" + text.ljust(117, b" ") + b"\n" + bytes(64)
     good.write_bytes(original)
-    found = run_each(commands([original], path, "floatcmp", str(good), count=4))
-    assert_survived(found, 4)
+    found = run_each(commands([original], path, "floatcmp", str(good), count=2))
+    assert_survived(found, 2)

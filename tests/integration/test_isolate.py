@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,7 +104,8 @@ def test_a_link_that_drops_everything_is_found_without_computing() -> None:
     assert classified(result)["links"] == [[1, 3]]
     failed = [one for one in result.report["data"]["pairs"] if one["status"] == "failed"]
     assert [(one["a"], one["b"]) for one in failed] == [(1, 3)]
-    assert "imed out" in failed[0]["error"]
+    # Whichever end gives up first closes the connection of the other.
+    assert re.search("imed out|onnection closed by peer", failed[0]["error"])
 
 
 @pytest.mark.alone
@@ -152,13 +154,12 @@ def test_on_several_nodes_ranks_meet_inside_and_across(network: Network) -> None
 def test_the_benchmark_of_several_nodes(network: Network) -> None:
     wrap, env = tuple(network.client.command()), network.client_env()
     where = ("--hosts", network.hosts, "--via", network.via, "--nproc", "1", "--device", "cpu")
-    row = ("--sizes", "1KiB,1MiB", "--min-time", "0.02", "--params", "7B")
+    row = ("--sizes", "1KiB,1MiB", "--min-time", "0.02")
     result = distdiag("allreduce-bench", "--json", *where, *row, env=env, wrap=wrap)
     assert result.code == 0, result.out
     data = result.report["data"]
     assert (data["nodes"], [one["wrong"] for one in data["results"]]) == (3, [0, 0])
     assert [one["host"] for one in data["arrivals"]][:3] == [node.name for node in network.nodes]
-    assert "ZeRO-3" in " ".join(data["training"])
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_the_line_of_srun_is_printed_with_the_address_of_rank_0() -> None:
     assert line.startswith("MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 srun --label --nodes=3")
 
 
-@pytest.mark.parametrize("name", ["port-plain", "firewall-drops"])
+@pytest.mark.parametrize("name", ["port-plain", "firewall-drops", "world-size"])
 def test_one_node_names_its_side(name: str) -> None:
     need_network()
     with Network(3) as network:
@@ -91,7 +91,7 @@ def test_a_first_node_that_is_slow_to_start_is_not_accused() -> None:
 
 
 def test_a_job_that_was_asked_while_it_waited_starts_as_usual(tmp_path: Path) -> None:
-    """A store of torch drops a connection that sends nothing."""
+    """A store of torch drops a connection that sends nothing, and answers one that asks for its keys."""
     need_network()
     with Network(3) as network, (tmp_path / "log").open("w") as log:
         ranks = [network.nodes[number].start(*c10d("node1:29400", 3), output=log) for number in (0, 1)]
@@ -101,6 +101,7 @@ def test_a_job_that_was_asked_while_it_waited_starts_as_usual(tmp_path: Path) ->
             assert time.monotonic() < until, report["findings"]
         for _ in range(3):
             ask(network, None)
+            assert "2 of 3 nodes have joined at node1:29400: node[1-2]" in ask(network, network.nodes[1])["summary"]
         ranks.append(network.nodes[2].start(*c10d("node1:29400", 3), output=log))
         assert [rank.wait(_PATIENCE_S) for rank in ranks] == [0, 0, 0], (tmp_path / "log").read_text()
         assert (tmp_path / "log").read_text().count("OK") == 3

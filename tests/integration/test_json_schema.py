@@ -95,6 +95,7 @@ def test_reports(words: str) -> None:
     check(result.out, result.code)
 
 
+@pytest.mark.timeout(300)  # three imports of torch
 def test_reports_on_numbers(tmp_path: Path) -> None:
     frames, log = str(tmp_path / "frames.jsonl"), tmp_path / "build.log"
     log.write_text("RuntimeError: CUDA out of memory\n/bin/sh: 1: nvcc: not found\n")

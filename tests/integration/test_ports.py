@@ -58,14 +58,14 @@ def test_nodes_that_reach_each_other_are_told_what_to_set(network: Network) -> N
     result = pairs(network)
     assert (result.code, result.report["findings"]) == (0, []), result.out
     data = result.report["data"]
-    assert {(row["from"], row["to"]) for row in data["pairs"]} == {
+    assert {(row["source"], row["target"]) for row in data["pairs"]} == {
         (one.name, other.name) for one in network.nodes for other in network.nodes if one is not other
     }
-    assert {row["state"] for row in data["pairs"]} == {"ok"}
+    assert {row["probe"]["verdict"] for row in data["pairs"]} == {"ok"}
     assert all(
-        row["throughput_bytes_per_s"]
+        row["probe"]["bulk_bytes"] / row["probe"]["bulk_s"]
         for row in data["pairs"]
-        if row["purpose"] == "ranks" and row["throughput_bytes_per_s"] is not None
+        if row["purpose"] == "ranks" and row["probe"]["bulk_bytes"] and row["probe"]["bulk_s"]
     )
     assert data["exports"][""] == {
         "NCCL_SOCKET_IFNAME": "=eth0",
@@ -271,7 +271,7 @@ def test_another_open_port_tells_a_firewall_from_a_dead_host(network: Network) -
 
 def test_no_route_no_host_and_no_name(network: Network) -> None:
     result = ports(network, "198.51.100.7:80", "10.77.9.9:80", "nosuchhost.invalid:80")
-    found = {row["to"]: row["state"] for row in result.report["data"]["probes"]}
+    found = {row["host"]: row["state"] for row in result.report["data"]["probes"]}
     assert found == {"198.51.100.7": "no-route", "10.77.9.9": "rejected", "nosuchhost.invalid": "name"}
     assert result.code == 1
 
@@ -284,7 +284,7 @@ def test_ipv6_only(network: Network) -> None:
     node.start(sys.executable, "-c", server)
     node.wait_for_port(6066)
     result = ports(network, "[fd77::2]:6066", f"{node.address}:6066")
-    found = {row["to"]: (row["state"], row["by"]) for row in result.report["data"]["probes"]}
+    found = {row["host"]: (row["state"], row["by"]) for row in result.report["data"]["probes"]}
     assert found == {"fd77::2": ("open", "silent"), node.address: ("closed", "")}
 
 

@@ -83,7 +83,7 @@ KEEPING = [
     ("cuda-env", "--save", "{folder}"),
     ("doctor", "--save", "{folder}"),
     ("gpu-test", "--nproc", "2"),
-    ("core-bt", "--pid", "{pid}", "--save", "{folder}"),
+    ("core-bt", "--check-setup", "--save", "{folder}"),
     ("trace", "sys", "--pid", "{pid}", "--for", "0.5", "--keep-logs", "{folder}", "--save", "{folder}.facts"),
 ]
 

@@ -200,7 +200,7 @@ def test_ranks_of_another_user_are_below_their_launcher_though_they_cannot_be_re
 OVERFLOWS = "import torch; torch.nn.Linear(2, 2)(torch.full((1, 2), float('inf')))"
 SAVES = {
     "cuda-env": ("cuda-env", "--save", "DIR/a/b"),
-    "core-bt": ("core-bt", "--check-setup", "--text", "DIR/setup.txt", "--save", "DIR/c/d"),
+    "core-bt": ("core-bt", "--check-setup", "--save", "DIR/c/d"),
     "pyspy-all": ("pyspy-all", "--pid", "SLEEPER", "--save", "DIR/a/b", "--html", "DIR/page.html"),
     "trace sys, attached": ("trace", "sys", "--pid", "SLEEPER", "--for", "100ms", "--keep-logs", "DIR/a/b"),
     "overflow": ("overflow", "--save", "DIR/a/b", "--", "sh", "-c", 'echo "$1" | "$0" -', sys.executable, OVERFLOWS),
@@ -264,7 +264,7 @@ def test_what_another_user_has_laid_under_the_name_of_a_report_is_refused(
     precious, report = tmp_path / "precious", shared / "report"
     precious.write_text("precious")
     assert other(script, precious, report).returncode == 0
-    done = distdiag("core-bt", "--check-setup", "--text", str(report))
+    done = distdiag("pyspy-all", "--pid", str(os.getpid()), "--html", str(report))
     assert done.code == 3
     assert f"cannot write {report}: {says.replace('DIR', str(shared))}" in " ".join(done.err.split())
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]

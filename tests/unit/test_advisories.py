@@ -10,7 +10,7 @@ import pytest
 from distdiag.knowledge.advisories import KINDS, NAMES, entries, matching, satisfies
 
 if TYPE_CHECKING:
-    from distdiag.knowledge.advisories import Entry
+    from distdiag.knowledge.advisories import Advisory
 
 CURRENT = {
     "nccl": "2.32.3+cuda13.0",
@@ -82,11 +82,11 @@ OTHERWISE = {
 """What else must be there for an advisory to hold."""
 
 
-def found(entry: Entry, version: str, environment: dict[str, str] | None = None) -> bool:
-    component = LIMITS[entry.advisory.id][0]
-    versions = {**CURRENT, "arch": "x86_64", **OTHERWISE.get(entry.advisory.id, {}), component: version}
+def found(entry: Advisory, version: str, environment: dict[str, str] | None = None) -> bool:
+    component = LIMITS[entry.id][0]
+    versions = {**CURRENT, "arch": "x86_64", **OTHERWISE.get(entry.id, {}), component: version}
     ids = {advisory.id for advisory in matching(versions, {**entry.env, **(environment or {})})}
-    return entry.advisory.id in ids
+    return entry.id in ids
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "aarch64"])
@@ -96,33 +96,33 @@ def test_a_current_machine_gets_none(arch: str) -> None:
 
 
 def test_every_advisory_has_its_limits_here_and_there_are_at_least_30() -> None:
-    assert [entry.advisory.id for entry in entries()] == list(LIMITS)
+    assert [entry.id for entry in entries()] == list(LIMITS)
     assert len(LIMITS) >= 30
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.advisory.id)
-def test_just_inside_and_just_outside(entry: Entry) -> None:
-    _, inside, outside = LIMITS[entry.advisory.id]
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.id)
+def test_just_inside_and_just_outside(entry: Advisory) -> None:
+    _, inside, outside = LIMITS[entry.id]
     assert all(found(entry, version) for version in inside)
     assert not any(found(entry, version) for version in outside)
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.advisory.id)
-def test_the_environment_decides_where_it_is_part_of_the_bug(entry: Entry) -> None:
-    version = LIMITS[entry.advisory.id][1][0]
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.id)
+def test_the_environment_decides_where_it_is_part_of_the_bug(entry: Advisory) -> None:
+    version = LIMITS[entry.id][1][0]
     for name, value in entry.env.items():
         assert not found(entry, version, {name: f"{value}0"})
     for name, value in entry.unless.items():
         assert not found(entry, version, {name: value})
         assert found(entry, version, {name: f"{value}0"})
     if entry.env:  # not known: nothing is claimed
-        component = LIMITS[entry.advisory.id][0]
-        assert entry.advisory.id not in {each.id for each in matching({**CURRENT, component: version}, None)}
+        component = LIMITS[entry.id][0]
+        assert entry.id not in {each.id for each in matching({**CURRENT, component: version}, None)}
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.advisory.id)
-def test_an_entry_is_complete(entry: Entry) -> None:
-    advisory = entry.advisory
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.id)
+def test_an_entry_is_complete(entry: Advisory) -> None:
+    advisory = entry
     assert advisory.kind in KINDS
     assert advisory.source.startswith("https://")
     assert advisory.title

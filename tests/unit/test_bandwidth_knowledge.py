@@ -12,11 +12,9 @@ from distdiag.knowledge.bandwidth import (
     find_gpu,
     nic_share,
     tables,
-    training_lines,
     wire_factor,
-    zero3_rule,
 )
-from distdiag.knowledge.busbw import Case, Judgement, Setting
+from distdiag.knowledge.busbw import Case, Judgement
 
 GB = 1e9
 H100 = "NVIDIA H100 80GB HBM3"
@@ -82,10 +80,7 @@ UNKNOWN_NAMES = (
 def judge(busbw_gb: float, name: str | None, ranks: int, *, nodes: int = 1, nic_gb: float | None = None) -> Case:
     """Assess a busbw in GB/s on `nodes` nodes with `ranks` ranks each."""
     nic = None if nic_gb is None else nic_gb * GB
-    setting = Setting(
-        device_name=name, world_size=ranks * nodes, nodes=nodes, ranks_per_node=ranks, nic_bytes_per_s=nic
-    )
-    return Case(busbw=busbw_gb * GB, setting=setting)
+    return Case(busbw=busbw_gb * GB, device_name=name, world_size=ranks * nodes, nodes=nodes, nic_bytes_per_s=nic)
 
 
 def expected(assessment: Case) -> float | None:
@@ -191,28 +186,6 @@ def test_the_share_of_a_nic_is_what_a_sum_within_the_nodes_leaves() -> None:
     seconds = size / (busbw / busbw_factor(32))
     assert seconds == pytest.approx(0.02205, rel=1e-3)
     assert nic_share(busbw, 4, 32) == pytest.approx(0.75 * 2**30 / seconds)
-
-
-def test_how_long_the_gradients_take() -> None:
-    assert training_lines(7e9, 4, 280e9) == (
-        "7B parameters x 4 bytes = 28.0 GB of gradients",
-        "28.0 GB / algbw 280.0 GB/s = 0.1 s per all_reduce of all gradients",
-    )
-
-
-@pytest.mark.parametrize(
-    ("gbit", "says"),
-    [(50, "too little"), (100, "too little"), (200, "fine"), (400, "fine"), (800, "ideal"), (3200, "ideal")],
-)
-def test_the_rule_for_zero3(gbit: float, says: str) -> None:
-    rule = zero3_rule(gbit * 1e9, 64)
-    assert rule.startswith(f"{gbit} Gb/s between nodes: {says} by the rule")
-    assert "V100" in rule
-
-
-def test_the_rule_for_zero3_is_of_many_gpus_and_says_where_it_does_not_know() -> None:
-    assert "too little by the rule of thumb for ZeRO-3 on 64 GPUs or more; 16 GPUs need less" in zero3_rule(100e9, 16)
-    assert "200 Gb/s between nodes, better 800 Gb/s; the rate here is unknown" in zero3_rule(None, 64)
 
 
 # One node.

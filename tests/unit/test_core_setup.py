@@ -174,11 +174,11 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     [
         ("free", None),
         ("a file that is replaced", None),
-        ("a file of another user", "place"),
-        ("a folder", "place"),
-        ("a closed folder", "place"),
-        ("a removed folder", "place"),
-        ("no limit left", "limit"),
+        ("a file of another user", "setup-place"),
+        ("a folder", "setup-place"),
+        ("a closed folder", "setup-place"),
+        ("a removed folder", "setup-place"),
+        ("no limit left", "setup-limit"),
     ],
 )
 def test_what_is_said_of_a_crash_is_what_happens(
@@ -209,8 +209,8 @@ def test_what_is_said_of_a_crash_is_what_happens(
     found = setup_findings({"n1": setup.read([process.pid])})
     process.send_signal(signal.SIGSEGV)
     process.wait(20)
-    failed = [one.id for one in found if one.level is Level.FAIL]
-    assert failed == ([f"core-bt.setup-{id_}"] if id_ else [])
+    failed = [one.id.removeprefix("core-bt.") for one in found if one.level is Level.FAIL]
+    assert failed == ([id_] if id_ else [])
     assert any(one.id == "core-bt.setup-ready" for one in found) is (id_ is None)
     assert (core.is_file() and core.stat().st_size > 0) is (id_ is None)
     if id_ is None:
@@ -306,7 +306,7 @@ def facts_with(pattern: str, **changes: object) -> setup.SetupFacts:
 
 
 def levels(facts: setup.SetupFacts) -> dict[str, Level]:
-    return {one.id.removeprefix("core-bt.setup-"): one.level for one in setup_findings({"n1": facts})}
+    return {one.id.removeprefix("core-bt."): one.level for one in setup_findings({"n1": facts})}
 
 
 def test_who_takes_the_cores_decides_what_is_said() -> None:
@@ -315,21 +315,23 @@ def test_who_takes_the_cores_decides_what_is_said() -> None:
     keeps, drops = CoredumpConf(keeps=True, most_bytes=None), CoredumpConf(keeps=False, most_bytes=None)
     small = CoredumpConf(keeps=True, most_bytes=1 << 20)
     limited = replace(own, limits=none)
-    assert levels(facts_with("/var/crash/core.%p")) == {"ready": Level.INFO}
-    assert levels(facts_with("core")) == {"overwrites": Level.WARN, "ready": Level.INFO}
-    assert levels(facts_with("|/bin/false")) == {"pattern": Level.FAIL}
-    assert levels(facts_with(SYSTEMD, handler_there=False)) == {"handler": Level.FAIL}
-    assert levels(facts_with(SYSTEMD, handler_there=True, systemd=keeps)) == {"ready": Level.INFO}
-    assert levels(facts_with(SYSTEMD, handler_there=True, systemd=drops)) == {"handler": Level.FAIL}
-    assert levels(facts_with(SYSTEMD, handler_there=True, systemd=small))["handler"] is Level.WARN
-    assert levels(facts_with(SYSTEMD, handler_there=True, own=limited)) == {"limit": Level.FAIL}
+    assert levels(facts_with("/var/crash/core.%p")) == {"setup-ready": Level.INFO}
+    assert levels(facts_with("core")) == {"setup-overwrites": Level.WARN, "setup-ready": Level.INFO}
+    assert levels(facts_with("|/bin/false")) == {"setup-pattern": Level.FAIL}
+    assert levels(facts_with(SYSTEMD, handler_there=False)) == {"setup-handler": Level.FAIL}
+    assert levels(facts_with(SYSTEMD, handler_there=True, systemd=keeps)) == {"setup-ready": Level.INFO}
+    assert levels(facts_with(SYSTEMD, handler_there=True, systemd=drops)) == {"setup-handler": Level.FAIL}
+    assert levels(facts_with(SYSTEMD, handler_there=True, systemd=small))["setup-handler"] is Level.WARN
+    assert levels(facts_with(SYSTEMD, handler_there=True, own=limited)) == {"setup-limit": Level.FAIL}
     untold = SYSTEMD.replace("%c", "9223372036854775808")  # as Debian 12 has it
-    assert levels(facts_with(untold, handler_there=True, own=limited)) == {"ready": Level.INFO}
-    assert levels(facts_with(APPORT, handler_there=True, own=limited))["limit"] is Level.WARN
-    assert "limit" not in levels(facts_with("|/wsl-capture-crash %t %E %p %s", container="a container", own=limited))
-    assert levels(facts_with(SYSTEMD, container="Docker"))["handler"] is Level.INFO
-    assert levels(replace(facts_with("core"), pattern=None)) == {"pattern": Level.UNKNOWN}
-    assert levels(facts_with("core.%p", own=replace(own, limits=None))) == {"unread": Level.UNKNOWN}
+    assert levels(facts_with(untold, handler_there=True, own=limited)) == {"setup-ready": Level.INFO}
+    assert levels(facts_with(APPORT, handler_there=True, own=limited))["setup-limit"] is Level.WARN
+    assert "setup-limit" not in levels(
+        facts_with("|/wsl-capture-crash %t %E %p %s", container="a container", own=limited)
+    )
+    assert levels(facts_with(SYSTEMD, container="Docker"))["setup-handler"] is Level.INFO
+    assert levels(replace(facts_with("core"), pattern=None)) == {"setup-pattern": Level.UNKNOWN}
+    assert levels(facts_with("core.%p", own=replace(own, limits=None))) == {"setup-unread": Level.UNKNOWN}
 
 
 def test_the_same_on_many_nodes_is_said_once_and_commands_fit_who_may() -> None:

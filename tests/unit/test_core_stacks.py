@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import itertools
 import os
-import signal
 import subprocess
 import sys
-import time
 import venv
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from cores import cores_in, make_core, need_cores
-from support import need, wait_until
+from support import need
 from support_warm import distdiag
 
 from distdiag.cluster import bundle
-from distdiag.facts import procs, programs
+from distdiag.facts import programs
 from distdiag.facts.core import core_file, gdb, pystack, source_lines, stacks, unwinder
 from distdiag.facts.core.binary import Functions
 from distdiag.facts.core.call_frames import CannotUnwind
@@ -31,7 +28,7 @@ from distdiag.facts.core.stacks import Frame, Stacks, ThreadStack
 from distdiag.facts.core.unwinder import CFrames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "core_stacks"
 PROGRAM = os.path.realpath(sys.executable)
@@ -553,80 +550,3 @@ def test_what_cannot_be_read_says_why(
         error = str(refusal)
     assert by_us in error
     assert by_gdb in gdb.of_core(path, executable, timeout_s=30).error
-
-
-WAITS = """
-import threading, time
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-print("ready", flush=True)
-time.sleep(60)
-"""
-IN_THE_KERNEL = """
-import ctypes
-libc = ctypes.CDLL(None)
-print("ready", flush=True)
-if libc.vfork() == 0:
-    libc.pause()
-"""
-"""Whose child borrows its memory waits in D state, as one does for a dead disk."""
-
-
-@pytest.fixture
-def start(needs_both: None) -> Iterator[Callable[[str], int]]:
-    """Start programs that report readiness; they end with the test."""
-    with contextlib.ExitStack() as ended:
-
-        def begin(code: str) -> int:
-            process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
-            ended.enter_context(process)
-            ended.callback(os.killpg, process.pid, signal.SIGKILL)
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            wait_until(lambda: states(process.pid)[0][0] in "SD", 5, lambda: str(states(process.pid)))
-            return process.pid
-
-        yield begin
-
-
-READERS = [pystack.of_process, gdb.of_process]
-
-
-def states(pid: int) -> tuple[list[str], int | None]:
-    """Tell the states of its threads, whether or not they happen to run just now, and who traces it."""
-    return [task.state.replace("R", "S") for task in procs.tasks(pid)], procs.tracer(pid)
-
-
-@pytest.mark.parametrize("read", READERS, ids=["pystack", "gdb"])
-@pytest.mark.parametrize("stopped", [False, True], ids=["waiting", "stopped"])
-def test_a_process_is_left_as_it_was_found(
-    start: Callable[[str], int], read: Callable[..., Stacks], stopped: bool
-) -> None:
-    pid = start(WAITS)
-    if stopped:
-        os.kill(pid, signal.SIGSTOP)
-    at_rest = ["T", "T"] if stopped else ["S", "S"]  # a page that it reads may be a D for a moment
-    wait_until(lambda: states(pid)[0] == at_rest, 5, lambda: str(states(pid)))
-    before = states(pid)
-    for timeout_s in (0.1, 0.2, 0.3, 0.4, 30.0):
-        found = read(pid, timeout_s=timeout_s)
-        # A SIGSTOP that was on its way when its sender died would show a little later.
-        time.sleep(0.02)
-        # A thread that has just gone on may be in D for a moment, for a page that it reads.
-        wait_until(lambda: states(pid) == before, 5, lambda: f"{before} before, now {states(pid)}")
-    assert (len(found.threads), found.error) == (2, "")
-    assert found.threads[0].name
-    assert all(stacks.reaches_start(one.frames) for one in found.threads)
-
-
-@pytest.mark.parametrize("read", READERS, ids=["pystack", "gdb"])
-def test_nobody_attaches_to_a_process_that_would_not_bear_it(
-    start: Callable[[str], int], read: Callable[..., Stacks]
-) -> None:
-    in_the_kernel, traced = start(IN_THE_KERNEL), start(WAITS)
-    # It reports readiness before it forks.
-    wait_until(lambda: states(in_the_kernel)[0] == ["D"], 5, lambda: str(states(in_the_kernel)))
-    assert "stuck in the kernel (D)" in read(in_the_kernel, timeout_s=5).error
-    assert states(in_the_kernel) == (["D"], None)
-    assert ctypes.CDLL(None).ptrace(0x4206, traced, 0, 0) == 0  # PTRACE_SEIZE
-    assert f"(pid {os.getpid()})" in read(traced, timeout_s=5).error
-    assert read(2**22, timeout_s=5).error == "it has exited"

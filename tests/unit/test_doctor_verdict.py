@@ -354,7 +354,7 @@ def test_a_share_of_the_gpus_is_no_fault() -> None:
     two = gpus(h100(count=2), hardware=8)
     assert not found(judged(node(gpus=two)))
     others = Answer(nvml_status=0, lost=(2, 3), blocked=(2, 3), present=two.driver.answer.present)
-    none = gpus(Health(error="nvidia-smi is not on this node's PATH"), hardware=8, answer=Answer(nvml_error="no file"))
+    none = gpus(Health(error="nvidia-smi is not on this node's PATH"), hardware=8, answer=Answer())
     assert not found(judged(node(gpus=none)))
     shared = gpus(h100(count=2), hardware=8, answer=others)
     assert not found(judged(node(gpus=shared, system=system(in_step=False))))

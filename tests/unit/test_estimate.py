@@ -11,7 +11,6 @@ from support_warm import distdiag
 
 from distdiag.commands.estimate.arithmetic import Run, tflops, traffic
 from distdiag.commands.estimate.diagnose import diagnose
-from distdiag.knowledge.bandwidth import tables
 from distdiag.knowledge.peaks import Peak, find_peaks, peaks
 from distdiag.report import Level
 
@@ -86,8 +85,6 @@ def test_zero3_at_400_gbps() -> None:
     run = replace(BLOOM, tp=1, pp=1, zero=3)
     row = next(row for row in traffic(run) if row.in_use)
     assert row.bytes_per_step / 50e9 == pytest.approx(3 * 2 * 176.2 / 50, rel=0.01)
-    says = [word for at_least, word in tables().zero3_steps if at_least <= 400e9][-1]
-    assert says == "fine"
     assert not diagnose(run, None, 50e9).findings
     slow = diagnose(run, None, 12.5e9).findings
     assert [finding.id for finding in slow] == ["estimate.network-bound"]

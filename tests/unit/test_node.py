@@ -20,7 +20,7 @@ from support import wait_until
 
 from distdiag.agent import boot, rendezvous, wire
 from distdiag.cluster import bootstrap, bundle
-from distdiag.facts import machine, procs, programs, py_spy
+from distdiag.facts import listeners, machine, procs, programs, py_spy
 from distdiag.facts.rank_identity import Identity, identify
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def test_ranks_of_another_run_are_not_let_in() -> None:
 
 def test_the_holder_of_a_port_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        holder = machine.port_holder(server.getsockname()[1])
+        holder = listeners.port_holder(server.getsockname()[1])
     assert holder is not None
     assert (holder.listening, holder.pid) == (True, os.getpid())
 

@@ -5,13 +5,26 @@ from __future__ import annotations
 import pytest
 
 from distdiag.cluster.rank_runs import RankTimeline
-from distdiag.cluster.records import PausedMessage
+from distdiag.cluster.records import Event, PausedMessage
 from distdiag.commands.gpu_test.types import Request
 from distdiag.launch.rank_report import paused
 
 
 def pause(paused: int, no_core: int = 0, throttled: int = 0) -> PausedMessage:
     return PausedMessage(paused_ns=paused, no_core_ns=no_core, throttled_ns=throttled, of_ns=100)
+
+
+def timelines(ranks: list[PausedMessage]) -> list[RankTimeline]:
+    return [
+        RankTimeline(
+            rank=rank,
+            local_rank=rank,
+            host="node1",
+            pid=rank,
+            events=[Event(stage="pairs", at=1, note="", elapsed_s=1.0, waiting=False, payload={"paused": one})],
+        )
+        for rank, one in enumerate(ranks)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -27,8 +40,7 @@ def pause(paused: int, no_core: int = 0, throttled: int = 0) -> PausedMessage:
 def test_a_rank_that_did_not_run_is_named(
     ranks: list[PausedMessage], named: tuple[int], level: str, words: str
 ) -> None:
-    traces = [RankTimeline(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
-    (found,) = paused(Request(), traces, {rank: [one] for rank, one in enumerate(ranks)})
+    (found,) = paused(Request(), timelines(ranks))
     assert (found.where.ranks, found.level) == (named, level)
     assert words in found.title
 
@@ -38,5 +50,4 @@ def test_a_rank_that_did_not_run_is_named(
     [[pause(60, 60), pause(40, 40)], [pause(60), pause(50)], [pause(15), pause(0)], [pause(90)]],
 )
 def test_where_all_were_held_up_or_nobody_was_none_is_named(ranks: list[PausedMessage]) -> None:
-    traces = [RankTimeline(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
-    assert paused(Request(), traces, {rank: [one] for rank, one in enumerate(ranks)}) == []
+    assert paused(Request(), timelines(ranks)) == []

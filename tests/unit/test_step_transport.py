@@ -1,4 +1,4 @@
-"""A step of srun or mpirun that cannot be prepared: each host gets the error at once."""
+"""A step of srun that cannot be prepared: each host gets the error at once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from support import need
 from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.hosts import Host
 from distdiag.cluster.transports import Arrivals
-from distdiag.cluster.transports.mpi import MpiTransport
-from distdiag.cluster.transports.step import Payload
+from distdiag.cluster.transports.slurm import Payload, SlurmTransport
 
 
 def test_a_step_that_cannot_be_prepared_is_told_at_once() -> None:
-    need("mpirun")
+    need("srun")
     payload = Payload(message=b"", python="\0", setup=None, needs_torch=False)  # no word of a command line
-    transport, arrivals = MpiTransport(payload, start_s=60), Arrivals()
+    transport, arrivals = SlurmTransport("1", payload, start_s=60), Arrivals()
     try:
         transport.start([Host(name="node1"), Host(name="node2")], arrivals)
         found: dict[str, HostError] = {}

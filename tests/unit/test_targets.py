@@ -81,7 +81,6 @@ def test_pbs_and_lsf_name_their_hosts(tmp_path: Path) -> None:
         (Cluster(hosts="a", hostfile="f"), "--hosts and --hostfile both select hosts"),
         (Cluster(hosts="a", slurm_job="1"), "--hosts and --slurm-job both select hosts"),
         (Cluster(via="x {host}"), "--via needs hosts"),
-        (Cluster(launcher=Launcher.MPI), "--launcher mpi needs hosts"),
         (Cluster(launcher=Launcher.VIA, hosts="a"), "--launcher via needs --via"),
         (Cluster(launcher=Launcher.SSH, via="x {host}", hosts="a"), "are mutually exclusive"),
         (Cluster(launcher=Launcher.SLURM, hosts="a"), "--launcher slurm needs a running job"),

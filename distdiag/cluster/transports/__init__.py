@@ -45,10 +45,6 @@ class Arrivals:
         while not self._queue.empty():
             yield self._queue.get()
 
-    def explain_end(self, refusal: HostError) -> HostError:
-        """Return the reason an agent ended, by the messages of its launcher if the transport can parse these."""
-        return refusal
-
     def close(self) -> None:
         """Close the bell; later results are dropped."""
         push, self._push = self._push, -1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from distdiag import __version__
 from distdiag.commands.allreduce_bench import diagnose, earlier, plot, table
 from distdiag.commands.allreduce_bench.diagnose import rows_for, rows_of
 from distdiag.commands.allreduce_bench.findings import format_row
@@ -20,7 +20,6 @@ from distdiag.files import check_picture
 from distdiag.gathered import Gathered, are_facts, read
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job, SavedRun
-from distdiag.output import document
 from distdiag.runner import not_saved
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.launch_commands import Recipe
     from distdiag.cluster.rank_runs import Run
-    from distdiag.commands.allreduce_bench.earlier import Baseline
-    from distdiag.commands.allreduce_bench.types import Bench, Fault
+    from distdiag.commands.allreduce_bench.types import Baseline
     from distdiag.launch.record import Allocation, Plan
     from distdiag.output import Progress
     from distdiag.report import Report
@@ -44,7 +42,7 @@ def job_of(request: Request) -> Job[Request, Bench]:
         rank="distdiag.commands.allreduce_bench.rank",
         config=_config,
         diagnose=diagnose.diagnose,
-        no_data=diagnose.no_data,
+        data=Bench,
         report_progress=_RowReporter(request).report,
     )
 
@@ -64,11 +62,12 @@ def _check_forms(request: Request) -> None:
 def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
     fault = request.fault
     rows = rows_for(request, plan.device)
-    if fault is not None and fault.row > len(rows):
+    row = int(fault.place or 1) if fault is not None else 1
+    if row > len(rows):
         raise UsageError(
-            f"--inject names row {fault.row}, but there are {counted(len(rows), 'row')}", hint=f"use 1 to {len(rows)}"
+            f"--inject names row {row}, but there are {counted(len(rows), 'row')}", hint=f"use 1 to {len(rows)}"
         )
-    mine = fault is not None and fault.rank == rank
+    mine = fault is not None and rank in fault.ranks
     return {
         "rows": [{"op": op, "size_bytes": size} for op, size in rows],
         "dtype": request.dtype,
@@ -79,11 +78,13 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
         "check": request.check,
         "sharing": share.sharing,
         "local_world_size": share.local_world_size,
-        "fault": {"kind": fault.kind, "row": fault.row} if fault is not None and mine else None,
+        "fault": {"kind": fault.kind, "row": row} if fault is not None and mine else None,
     }
 
 
 class _RowReporter:
+    """Reports each row once."""
+
     def __init__(self, request: Request) -> None:
         self._request = request
         self._reported = 0
@@ -91,18 +92,15 @@ class _RowReporter:
 
     def report(self, run: Run, progress: Progress) -> str:
         """Report new rows; return the last row and the count."""
-        zero = run.traces[0]
-        if sum("row" in event.payload for event in zero.events) <= self._reported:
-            return self._so_far
-        device = str(next(event.payload["started"]["device"] for event in zero.events if "started" in event.payload))
-        rows = rows_for(self._request, device.partition(":")[0])
-        measured = rows_of(self._request, rows, list(run.traces.values()))
-        if not measured:
-            return self._so_far
-        for row in measured[self._reported :]:
-            progress.news(format_row(row))
-        self._reported = len(measured)
-        self._so_far = f"{len(measured)} of {len(rows)} rows, {format_row(measured[-1])}"
+        traces = list(run.traces.values())
+        if len(rank_report.payloads(traces[:1], "row")) > self._reported:
+            device = str(rank_report.started(traces[:1])["device"])
+            rows = rows_for(self._request, device.partition(":")[0])
+            measured = rows_of(self._request, rows, traces)
+            for row in measured[self._reported :]:
+                progress.news(format_row(row))
+            self._reported = len(measured)
+            self._so_far = f"{len(measured)} of {len(rows)} rows, {format_row(measured[-1])}"
         return self._so_far
 
 
@@ -116,7 +114,7 @@ def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, Save
         made,
         collect=_collect,
         diagnose=lambda request, gathered: _judged(request, gathered.facts),
-        shown_as_typed=("stat", "params", "baseline"),
+        shown_as_typed=("stat", "baseline"),
     )
 
 
@@ -156,14 +154,10 @@ def _slower(request: Request, report: Report[Bench]) -> Request | None:
     slower = [row for row in report.data.compared if row.slower]
     if not slower or report.interrupted:
         return None
+    again = request.fault if request.fault is not None and request.fault.kind == FaultKind.SLOW else None
     ops = tuple(dict.fromkeys(row.op for row in slower))
     sizes = tuple(dict.fromkeys(row.size_bytes for row in slower))
-    return replace(request, ops=ops, sizes=sizes, fault=_fault_again(request))
-
-
-def _fault_again(request: Request) -> Fault | None:
-    """Return an injected fault that affects all rows."""
-    return request.fault if request.fault is not None and request.fault.kind is FaultKind.SLOW else None
+    return replace(request, ops=ops, sizes=sizes, fault=again)
 
 
 def read_files(compare: str, picture: str) -> Baseline | None:
@@ -178,8 +172,7 @@ def read_files(compare: str, picture: str) -> Baseline | None:
         return earlier.read(compare)
     request, gathered = read([compare], Request.command, (Request, SavedRun))
     assert request is not None
-    report = _judged(request, gathered.facts)
-    return earlier.read_text_of(json.dumps(document(report)), compare)
+    return earlier.checked(earlier.of_run(_judged(request, gathered.facts).data, __version__), compare)
 
 
 def draw(report: Report[Bench], request: Request, picture: str) -> Report[Bench]:

@@ -10,7 +10,7 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
-from distdiag.commands.allreduce_bench.types import Fault, FaultKind, Request, Stat
+from distdiag.commands.allreduce_bench.types import FaultKind, Request, Stat
 from distdiag.errors import UsageError
 from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
@@ -22,7 +22,7 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     NprocOpt,
     PrintCommandOpt,
 )
-from distdiag.launch.types import Backend, Device
+from distdiag.launch.types import Backend, Device, Fault
 from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StallOpt, StrictOpt, called_as, on_hosts
 
 COMMAND = "allreduce-bench"
@@ -48,28 +48,15 @@ def parse_fault(text: str) -> Fault:
         raise UsageError(f"--inject {text!r}: expected FAULT:RANK[@ROW]", hint=f"faults: {kinds}; for example kill:1@3")
     if at and kind not in (FaultKind.KILL, FaultKind.STOP):
         raise UsageError(f"--inject {text!r}: {kind} affects all rows", hint="only kill and stop take @ROW")
-    return Fault(kind=FaultKind(kind), rank=int(rank), row=int(row or 1))
+    return Fault(option=text, kind=kind, ranks=(int(rank),), place=row)
 
 
 def parse_dtype(text: str) -> str:
     """Parse a dtype by torch's name. Raises UsageError."""
-    other = {"float": "float32", "half": "float16", "double": "float64", "fp32": "float32", "fp16": "float16"}
-    name = {**other, "bf16": "bfloat16", "int": "int32"}.get(text, text.removeprefix("torch."))
+    name = text.removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise UsageError(f"--dtype {text!r}: unknown type", hint=f"choose from {', '.join(ITEM_BYTES)}")
     return name
-
-
-def parse_params(text: str) -> float:
-    """Parse a number of parameters: 7B, 350M, 1.3e9. Raises UsageError."""
-    unit = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
-    try:
-        value = float(text[:-1] if unit > 1 else text) * unit
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < 1e16:
-        raise UsageError(f"--params {text!r} is not a number of parameters", hint="write 7B, 350M or 1.3e9")
-    return value
 
 
 def parse_nics(text: str) -> float:
@@ -131,12 +118,6 @@ def allreduce_bench(
         str,
         typer.Option(metavar="FILE", help="Plot busbw against size, to FILE.svg or FILE.png; - draws in the terminal."),
     ] = "",
-    params: Annotated[
-        str,
-        typer.Option(
-            metavar="N", help="Estimate the all_reduce time of the gradients of a model with N parameters: 7B."
-        ),
-    ] = "",
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,
     stall: StallOpt = 30.0,
@@ -193,7 +174,6 @@ def allreduce_bench(
             in_place=in_place,
             check=check,
             stat=stat,
-            params=parse_params(params) if params else None,
             backend=backend,
             device=device,
             timeout_s=stall,

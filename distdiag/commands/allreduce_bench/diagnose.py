@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.allreduce_bench import findings
 from distdiag.commands.allreduce_bench.findings import short, speed
 from distdiag.commands.allreduce_bench.formulas import NO_PEER, bus_factor, is_in_place, shape_of
-from distdiag.commands.allreduce_bench.types import STAGES, USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
+from distdiag.commands.allreduce_bench.types import USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
 from distdiag.diagnosis.wording import counted
 from distdiag.ids import Shared
 from distdiag.launch import rank_report
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.cluster.rank_runs import RankTimeline
-    from distdiag.cluster.records import PausedMessage, RowMessage
-    from distdiag.commands.allreduce_bench.types import Request, Stat
-    from distdiag.launch.record import Inventory, NotStarted, Plan, RunRecord
+    from distdiag.cluster.records import RowMessage
+    from distdiag.commands.allreduce_bench.types import Request
+    from distdiag.launch.record import Inventory, Plan, RunRecord
 
 
 def rows_of(
@@ -32,14 +31,11 @@ def rows_of(
 ) -> tuple[SizeResult, ...]:
     """Return a row for each collective and size reported by rank 0, measured or skipped."""
     reported = [_reported_rows(trace) for trace in traces]
-    world_size = len(traces)
-    found = []
-    for number, (op, size_bytes) in enumerate(rows, 1):
-        mine = [by_number[number] for by_number in reported if number in by_number]
-        first = reported[0].get(number) if reported else None
-        if first is not None:
-            found.append(_row(request, op, size_bytes, world_size, (first, mine)))
-    return tuple(found)
+    return tuple(
+        _row(request, op, size_bytes, [by_number[number] for by_number in reported if number in by_number], len(traces))
+        for number, (op, size_bytes) in enumerate(rows, 1)
+        if reported and number in reported[0]
+    )
 
 
 def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]) -> tuple[Arrival, ...]:
@@ -48,14 +44,14 @@ def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline])
         Arrival(
             rank=trace.rank,
             host=trace.host,
-            op=op,
-            size_bytes=size_bytes,
+            op=rows[number - 1][0],
+            size_bytes=rows[number - 1][1],
             inside_s=row["inside_ns"] * 1e-9,
             late_s=row["late_ns"] * 1e-9,
         )
-        for number, (op, size_bytes) in enumerate(rows, 1)
         for trace in traces
-        if (row := _reported_rows(trace).get(number)) is not None and "inside_ns" in row
+        for number, row in _reported_rows(trace).items()
+        if "inside_ns" in row and 0 < number <= len(rows)
     )
 
 
@@ -73,30 +69,17 @@ def times_of(seconds: Sequence[float]) -> Times:
     )
 
 
-def bandwidths(op: str, size_bytes: int, world_size: int, seconds: float) -> tuple[float, float]:
-    """Return algbw and busbw in bytes per second."""
-    algbw = size_bytes / seconds
-    return algbw, algbw * bus_factor(op, world_size)
-
-
-def chosen(times: Times, stat: Stat) -> float:
-    """Return the time that represents a row."""
-    return float(getattr(times, stat))
-
-
 def _reported_rows(trace: RankTimeline) -> dict[int, RowMessage]:
     return {event.payload["row"]["number"]: event.payload["row"] for event in trace.events if "row" in event.payload}
 
 
-def _row(
-    request: Request, op: str, size_bytes: int, world_size: int, rows: tuple[RowMessage, list[RowMessage]]
-) -> SizeResult:
-    first, all_ranks = rows
+def _row(request: Request, op: str, size_bytes: int, told: list[RowMessage], world_size: int) -> SizeResult:
+    first = told[0]
     shape = shape_of(op, size_bytes, request.dtype, world_size)
     seconds = [time_ns * 1e-9 for time_ns in first.get("times_ns", ())]
     times = times_of(seconds) if seconds else None
-    algbw, busbw = bandwidths(op, shape.size_bytes, world_size, chosen(times, request.stat)) if times else (None, None)
-    wrong = [count for row in all_ranks if (count := row.get("wrong")) is not None]
+    algbw = shape.size_bytes / float(getattr(times, request.stat)) if times else None
+    wrong = [count for row in told if (count := row.get("wrong")) is not None]
     return SizeResult(
         op=op,
         size_bytes=shape.size_bytes,
@@ -106,7 +89,7 @@ def _row(
         iterations=len(seconds),
         time_s=times,
         algbw_bytes_per_s=algbw,
-        busbw_bytes_per_s=busbw,
+        busbw_bytes_per_s=None if algbw is None else algbw * bus_factor(op, world_size),
         wrong=sum(wrong) if wrong else None,
         skipped=str(first.get("skipped", "")),
     )
@@ -141,25 +124,26 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
         arrivals=arrivals,
         verdict=expected,
         compared=compared,
-        no_core_share=round(without_core(_pauses(course)), 3),
-        training=findings.training(request, plan, scene, results),
+        no_core_share=round(without_core(course.traces), 3),
     )
     found = [
         *rank_report.findings_of(request, scene, plan, course),
         *_not_measured(request, results),
-        *paused(request, course.traces, _pauses(course)),
+        *paused(request, course.traces),
         *findings.shape_findings(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
         *findings.hardware_findings(request, expected),
     ]
     if request.baseline is not None and results:
         found += findings.comparison_findings(request, request.baseline, differs, compared, data.no_core_share)
-    interrupted = course.outcome is Outcome.INTERRUPTED
-    return Report(
-        command=request.command,
-        data=data,
-        findings=tuple(found),
-        summary=_summary(request, scene, data, found, len(rows), interrupted=interrupted),
-        interrupted=interrupted,
+    measured = sum(row.time_s is not None for row in results)
+    return rank_report.concluded(
+        request,
+        scene,
+        course.outcome,
+        data,
+        found,
+        passed=lambda hosts: _passed(data, hosts),
+        so_far="" if measured == len(rows) else f"; {measured} of {counted(len(rows), 'row')} measured",
     )
 
 
@@ -185,18 +169,6 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     return replace(report, data=data, findings=tuple(found), summary=words)
 
 
-def _pauses(course: RunRecord) -> dict[int, list[PausedMessage]]:
-    return {
-        trace.rank: [row["paused"] for row in rank_report.payloads([trace], "row") if "paused" in row]
-        for trace in course.traces
-    }
-
-
-def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Bench:
-    """Return the facts of a run that started no ranks."""
-    return Bench(**facts, nodes=len(why.scene.places), stat=request.stat)
-
-
 def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Finding]:
     """Return a finding for each reason to skip rows."""
     reasons: dict[tuple[Shared, str], list[SizeResult]] = {}
@@ -220,24 +192,10 @@ def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Fin
     return found
 
 
-def _summary(
-    request: Request, scene: Inventory, data: Bench, found: list[Finding], requested: int, *, interrupted: bool
-) -> str:
-    measured = [row for row in data.results if row.time_s is not None]
-    so_far = f"{len(measured)} of {counted(requested, 'row')} measured"
-    if interrupted:
-        wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
-        return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
-    if wrong_words := rank_report.worst_of(found):
-        return wrong_words if len(measured) == requested else f"{wrong_words}; {so_far}"
-    where = fold_within((place.host for place in scene.places), 160)
+def _passed(data: Bench, hosts: str) -> str:
     if data.world_size == 1:
-        return f"a single rank on {where}: it sends nothing, so busbw is 0 by definition"
-    best = max(measured, key=lambda row: (row.size_bytes, row.busbw_bytes_per_s or 0.0))
+        return f"a single rank on {hosts}: it sends nothing, so busbw is 0 by definition"
+    sizes = [(row.size_bytes, row.busbw_bytes_per_s, row.op) for row in data.results if row.busbw_bytes_per_s]
+    size_bytes, busbw, op = max(sizes)
     on = rank_report.ran_on(data.backend, data.device_name or data.device)
-    warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
-    return (
-        f"{data.world_size} ranks on {where}: {best.op} of {short(best.size_bytes)} at busbw "
-        f"{speed(best.busbw_bytes_per_s or 0.0)} ({on})"
-        f"{warnings}"
-    )
+    return f"{data.world_size} ranks on {hosts}: {op} of {short(size_bytes)} at busbw {speed(busbw)} ({on})"

@@ -3,24 +3,22 @@ Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES
 from distdiag.commands.allreduce_bench.types import GIGA, Compared, Expectation
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
-from distdiag.knowledge.bandwidth import tables, training_lines, zero3_rule
-from distdiag.knowledge.busbw import Case, Judgement, Setting
+from distdiag.knowledge.bandwidth import tables
+from distdiag.knowledge.busbw import Case, Judgement
 from distdiag.launch.types import Device
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Finding, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier
-    from distdiag.commands.allreduce_bench.types import Arrival, Request, SizeResult, Times
+    from distdiag.commands.allreduce_bench.types import Arrival, Baseline, Request, SizeResult, Times
     from distdiag.launch.record import Inventory, Plan
 
 
@@ -70,86 +68,51 @@ _ENOUGH_FOR_P99 = 100
 _UNSTEADY = 2.0
 
 
-@dataclass(frozen=True)
-class Late:
-    """The rank that is late in most rows."""
-
-    rank: int
-    host: str
-    rows: int
-    of: int
-    late_s: float
-    share: float
-    """Of the time of a row, the median over the rows."""
-
-
-def late_rank(results: Sequence[SizeResult], arrivals: Sequence[Arrival]) -> Late | None:
-    """Return the rank that is late in most rows, if any."""
-    times = {(row.op, row.size_bytes): row.time_s.p50 for row in results if row.time_s and _counts(row)}
-    named: list[tuple[Arrival, float]] = []
-    rows = 0
-    for (op, size), p50 in times.items():
-        entered = sorted((arrival for arrival in arrivals if _is_of(arrival, op, size)), key=_lateness)
-        if len(entered) < 2:
-            continue
-        rows += 1
-        latest, next_latest = entered[-1], entered[-2]
-        clear = latest.late_s > max(_LATE_S, _LATE_SHARE * p50)
-        if clear and next_latest.late_s < _OTHERS_SHARE * latest.late_s:
-            named.append((latest, latest.late_s / p50))
-    for rank in {arrival.rank for arrival, _ in named}:
-        mine = [(arrival, share) for arrival, share in named if arrival.rank == rank]
-        if len(mine) > rows / 2:
-            late_s, share = median(arrival.late_s for arrival, _ in mine), median(share for _, share in mine)
-            return Late(rank, mine[0][0].host, len(mine), rows, late_s, share)
-    return None
-
-
-def _counts(row: SizeResult) -> bool:
-    return row.op in _ALL_WAIT and row.iterations >= _ENOUGH_FOR_LATE
-
-
-def _lateness(arrival: Arrival) -> float:
-    return arrival.late_s
-
-
-def _is_of(arrival: Arrival, op: str, size_bytes: int) -> bool:
-    # A row's real size may be slightly below the requested size.
-    return arrival.op == op and arrival.size_bytes == size_bytes
-
-
 def shape_findings(
     request: Request, results: Sequence[SizeResult], arrivals: Sequence[Arrival], *, whole: bool = True
 ) -> list[Finding]:
     """Return findings from the rows; about their variation only if the run is `whole`: no rank died."""
-    late = late_rank(results, arrivals)
-    found = [_straggler(request, late)] if late is not None else []
+    found = _late_rank(request, results, arrivals)
     for op in dict.fromkeys(row.op for row in results):
-        mine = [row for row in results if row.op == op and row.time_s is not None]
-        found += _outliers(mine)
+        found += _outliers([row for row in results if row.op == op])
     return [*found, *(_unsteady(request, results) if whole else ())]
 
 
-def _straggler(request: Request, late: Late) -> Finding:
-    words = {"rank": late.rank, "host": late.host, "rows": late.rows, "of": late.of, "late": micros(late.late_s)}
-    where = Where(hosts=(late.host,), ranks=(late.rank,))
-    return finding("allreduce-bench.late-rank", words, where=where, share=f"{late.share:.0%}", pairs=request.pairs())
-
-
-def _varies(times: Times) -> bool:
-    return times.mean > _UNSTEADY * times.p50 or times.iqr > times.p50
+def _late_rank(request: Request, results: Sequence[SizeResult], arrivals: Sequence[Arrival]) -> list[Finding]:
+    """Return a finding for the rank that is late in most rows, if any."""
+    named: list[tuple[Arrival, float]] = []
+    rows = 0
+    for row in results:
+        mine = [each for each in arrivals if (each.op, each.size_bytes) == (row.op, row.size_bytes)]
+        if row.time_s is None or row.op not in _ALL_WAIT or row.iterations < _ENOUGH_FOR_LATE or len(mine) < 2:
+            continue
+        rows += 1
+        *_, next_latest, latest = sorted(mine, key=lambda arrival: arrival.late_s)
+        clear = latest.late_s > max(_LATE_S, _LATE_SHARE * row.time_s.p50)
+        if clear and next_latest.late_s < _OTHERS_SHARE * latest.late_s:
+            named.append((latest, latest.late_s / row.time_s.p50))
+    rank, count = Counter(arrival.rank for arrival, _ in named).most_common(1)[0] if named else (0, 0)
+    if count <= rows / 2:
+        return []
+    late = [(arrival, share) for arrival, share in named if arrival.rank == rank]
+    host = late[0][0].host
+    words = {"rank": rank, "host": host, "rows": count, "of": rows, "pairs": request.pairs()}
+    words |= {
+        "late": micros(median(each.late_s for each, _ in late)),
+        "share": f"{median(share for _, share in late):.0%}",
+    }
+    return [finding("allreduce-bench.late-rank", words, where=Where(hosts=(host,), ranks=(rank,)))]
 
 
 def _unsteady(request: Request, results: Sequence[SizeResult]) -> list[Finding]:
     """Report rows whose mean is far above their median, and so carry less over time than the median suggests."""
-    rows = [row for row in results if row.time_s is not None and row.iterations >= _ENOUGH_FOR_LATE]
-    bad = [row for row in rows if row.time_s is not None and _varies(row.time_s)]
+    rows = [(row, row.time_s) for row in results if row.time_s is not None and row.iterations >= _ENOUGH_FOR_LATE]
+    bad = [(row, times) for row, times in rows if times.mean > _UNSTEADY * times.p50 or times.iqr > times.p50]
     if not bad or len(bad) <= len(rows) / 2:
         return []
-    worst = max(bad, key=lambda row: row.size_bytes)
-    assert worst.time_s is not None
-    over_time = (worst.algbw_bytes_per_s or 0.0) * getattr(worst.time_s, request.stat) / worst.time_s.mean
-    words = {name: micros(getattr(worst.time_s, name)) for name in ("mean", "p50", "iqr")}
+    worst, times = max(bad, key=lambda each: each[0].size_bytes)
+    over_time = (worst.algbw_bytes_per_s or 0.0) * getattr(times, request.stat) / times.mean
+    words = {name: micros(getattr(times, name)) for name in ("mean", "p50", "iqr")}
     return [
         finding(
             "allreduce-bench.unsteady",
@@ -178,25 +141,24 @@ def expectation(
     plan: Plan, scene: Inventory, device_name: str | None, results: Sequence[SizeResult]
 ) -> Expectation | None:
     """Judge the largest all_reduce; None if none was measured."""
-    largest = _largest(results)
-    if largest is None or largest.busbw_bytes_per_s is None:
+    sizes = [(row.size_bytes, row.busbw_bytes_per_s) for row in results if row.op == "all_reduce"]
+    size_bytes, busbw = max(((size, busbw) for size, busbw in sizes if busbw is not None), default=(0, None))
+    if busbw is None:
         return None
-    nodes = len(plan.machines)
-    setting = Setting(
+    case = Case(
+        busbw=busbw,
         device_name=device_name if plan.device is Device.CUDA else None,
         world_size=plan.nproc,
-        nodes=nodes,
-        ranks_per_node=plan.nproc // nodes,
-        nic_bytes_per_s=nic_rate(plan, scene),
+        nodes=len(plan.machines),
+        nic_bytes_per_s=_nic_rate(plan, scene),
     )
-    return expected_of(setting, largest.size_bytes, largest.busbw_bytes_per_s)
+    return expected_of(case, size_bytes)
 
 
-def expected_of(setting: Setting, size_bytes: int, busbw_bytes_per_s: float) -> Expectation:
+def expected_of(found: Case, size_bytes: int) -> Expectation:
     """Judge an all_reduce of this size; on GPUs, sizes too small to judge are unknown."""
-    least = _LARGE_BETWEEN_NODES_BYTES if setting.nodes > 1 else _LARGE_IN_A_NODE_BYTES
-    found = Case(busbw=busbw_bytes_per_s, setting=setting)
-    too_small = size_bytes < least and setting.device_name is not None
+    least = _LARGE_BETWEEN_NODES_BYTES if found.nodes > 1 else _LARGE_IN_A_NODE_BYTES
+    too_small = size_bytes < least and found.device_name is not None
     small = f"the largest all_reduce, {short(size_bytes)}, is too small to judge: use {short(least)} or more"
     return Expectation(
         judgement=Judgement.UNKNOWN if too_small else found.judgement,
@@ -209,7 +171,7 @@ def expected_of(setting: Setting, size_bytes: int, busbw_bytes_per_s: float) -> 
     )
 
 
-def nic_rate(plan: Plan, scene: Inventory) -> float | None:
+def _nic_rate(plan: Plan, scene: Inventory) -> float | None:
     """Return the line rate of a node's active RDMA ports per GPU, in bytes/s, the lowest of all nodes."""
     rates = []
     for place in scene.places:
@@ -230,24 +192,6 @@ def hardware_findings(request: Request, found: Expectation | None) -> list[Findi
     return [finding(f"allreduce-bench.{verdict}", words, evidence=evidence)]
 
 
-def training(request: Request, plan: Plan, scene: Inventory, results: Sequence[SizeResult]) -> tuple[str, ...]:
-    """Return the implications for a model of --params, in lines; empty without that option."""
-    largest = _largest(results)
-    if request.params is None or largest is None or not largest.algbw_bytes_per_s or plan.nproc < 2:
-        return ()
-    lines = training_lines(request.params, ITEM_BYTES[request.dtype], largest.algbw_bytes_per_s)
-    nodes = len(plan.machines)
-    if nodes < 2:
-        return lines
-    rate = nic_rate(plan, scene)
-    return (*lines, zero3_rule(rate * 8 * plan.nproc / nodes if rate is not None else None, plan.nproc))
-
-
-def _largest(results: Sequence[SizeResult]) -> SizeResult | None:
-    rows = [row for row in results if row.op == "all_reduce" and row.time_s is not None]
-    return max(rows, key=lambda row: row.size_bytes, default=None)
-
-
 _BAND_LEAST, _BAND_MOST = 0.1, 0.5
 _SPREADS = 3.0
 """Tolerance of a median between runs, in inter-quartile ranges of the noisier run: medians vary between runs more than
@@ -266,23 +210,22 @@ def compare(baseline: Baseline, results: Sequence[SizeResult]) -> tuple[Compared
     for row in results:
         key = (row.op, row.size_bytes, row.dtype)
         before = earlier.get((*key, row.in_place)) or earlier.get((*key, not row.in_place))
-        if before is not None and row.time_s is not None:
-            found.append(_compared(row, before))
+        if before is not None and before.time_s is not None and row.time_s is not None:
+            found.append(_compared(row, row.time_s, before.time_s))
     return tuple(found)
 
 
-def _compared(row: SizeResult, before: Earlier) -> Compared:
-    assert row.time_s is not None
-    spread = max(row.time_s.iqr / row.time_s.p50, before.spread or 0.0)
+def _compared(row: SizeResult, now: Times, before: Times) -> Compared:
+    spread = max(now.iqr / now.p50, before.iqr / before.p50)
     band = min(_BAND_MOST, max(_BAND_LEAST, _SPREADS * spread))
-    ratio = row.time_s.p50 / before.p50_s
+    ratio = now.p50 / before.p50
     return Compared(
         op=row.op,
         size_bytes=row.size_bytes,
         dtype=row.dtype,
         in_place=row.in_place,
-        earlier_p50_s=before.p50_s,
-        p50_s=row.time_s.p50,
+        earlier_p50_s=before.p50,
+        p50_s=now.p50,
         ratio=ratio,
         band=band,
         slower=ratio > 1 + band,
@@ -320,13 +263,12 @@ def comparison_findings(
         "earlier": micros(worst.earlier_p50_s),
     }
     level = Level.FAIL if len(slower) >= _WORSE_ROWS * len(compared) else Level.WARN
-    fix = Fix(text="check whether a rank is reported as late, or test pairs of ranks", commands=(request.pairs(),))
+    words |= {"fix": "check whether a rank is reported as late, or test pairs of ranks", "command": request.pairs()}
     if level is Level.FAIL and no_core > _BUSY and worst.ratio < _NEVER_BUSY:
         level = Level.UNKNOWN
-        words["no_core"] = f"{no_core:.0%}"
-        fix = Fix(text="compare again when these cores are free", commands=(request.again(),))
-    found = finding("allreduce-bench.slower", words, level=level, evidence=baseline.notes)
-    return [replace(found, fix=fix)]
+        words |= {"no_core": f"{no_core:.0%}", "fix": "compare again when these cores are free"}
+        words["command"] = request.again()
+    return [finding("allreduce-bench.slower", words, level=level, evidence=baseline.notes)]
 
 
 def _content(baseline: Baseline) -> str:

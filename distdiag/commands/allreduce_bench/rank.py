@@ -54,9 +54,9 @@ class Rank(AnyRank):
 
     def work(self) -> None:
         """Run the stages of this command."""
-        mine = "float64" if self.is_faulty("dtype") else self.config["dtype"]
-        if mine == self.config["dtype"] and self.is_faulty("dtype"):
-            mine = "float32"
+        mine = self.config["dtype"]
+        if self.is_faulty("dtype"):
+            mine = "float32" if mine == "float64" else "float64"
         rows = ", ".join(f"{row['op']} {row['size_bytes']}" for row in self.config["rows"])
         self.agree({"collectives": rows, "dtype": self.config["dtype"]}, {"dtype": mine})
         self.enter("bench", "reading the free memory")
@@ -111,7 +111,9 @@ class Rank(AnyRank):
         self.progress.step(f"warming up: {words}", waiting=True)
         work.settle()
         iterations, typical_s = self.warm_up(work)
-        self.inject_fault(number)
+        fault = self.config["fault"]
+        if fault is not None and fault["row"] == number and fault["kind"] in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if fault["kind"] == "kill" else signal.SIGSTOP)
         self.progress.step(f"timing {iterations} x {words}", waiting=True)
         self.pauses.begin()
         times = self.time(work, iterations, typical_s)
@@ -176,50 +178,41 @@ class Rank(AnyRank):
         needed = max(usual, int(self.config["min_time_s"] / typical) + 1)
         return self.config["iterations"] or min(_MAX_ITERATIONS, needed), typical
 
-    def inject_fault(self, number: int) -> None:
-        """Die or stop in the row of --inject."""
-        fault = self.config["fault"]
-        if fault is not None and fault["row"] == number and fault["kind"] in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if fault["kind"] == "kill" else signal.SIGSTOP)
-
     def time(self, work: _Work, iterations: int, typical_s: float) -> list[int]:
         """Time each iteration on this rank, in nanoseconds."""
         batch = max(1, min(iterations, int(_BATCH_S / typical_s)))
         lag = typical_s if self.is_faulty("slow") else 0.0
-        timed = self.time_on_device if self.device.type == "cuda" else self.time_on_cpu
         times: list[int] = []
         while len(times) < iterations:
             self.meet()
-            times += timed(work.call, min(batch, iterations - len(times)), lag)
+            times += self.timed(work.call, min(batch, iterations - len(times)), lag)
             self.progress.still("timing", waiting=True)
         return times
 
-    def time_on_cpu(self, call: Callable[[], None], iterations: int, lag: float) -> list[int]:
-        """Time synchronous calls."""
-        clock = time.perf_counter_ns
+    def timed(self, call: Callable[[], None], iterations: int, lag: float) -> list[int]:
+        """Time calls in ns. On a GPU they only enqueue work: its own clock is read at the end."""
+        if self.device.type == "cuda":
+            marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(iterations)]
+            for begin, end in marks:
+                self.lag(lag)
+                begin.record()
+                call()
+                end.record()
+            torch.cuda.synchronize()
+            return [round(begin.elapsed_time(end) * 1e6) for begin, end in marks]
         times = []
         for _ in range(iterations):
-            if lag:
-                time.sleep(lag)
-            begin = clock()
+            self.lag(lag)
+            start = time.perf_counter_ns()
             call()
-            times.append(clock() - begin)
+            times.append(time.perf_counter_ns() - start)
         return times
 
-    def time_on_device(self, call: Callable[[], None], iterations: int, lag: float) -> list[int]:
-        """Time calls that only enqueue work, by the device's own clock, read at the end."""
-        marks = []
-        for _ in range(iterations):
-            if lag:
-                torch.cuda.synchronize()
-                time.sleep(lag)
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            call()
-            end.record()
-            marks.append((begin, end))
-        torch.cuda.synchronize()
-        return [round(begin.elapsed_time(end) * 1e6) for begin, end in marks]
+    def lag(self, seconds: float) -> None:
+        """Be late, for --inject slow."""
+        if seconds:
+            self.synchronize()
+            time.sleep(seconds)
 
     def gather(self, times: list[int]) -> dict[str, Any]:
         """Return the slowest rank's time of each iteration, this rank's median, and its delay in entering."""

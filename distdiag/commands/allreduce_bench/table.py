@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.allreduce_bench.findings import expected_of, hardware_findings, short, speed
-from distdiag.commands.allreduce_bench.types import Bench, Expectation
+from distdiag.commands.allreduce_bench.types import Bench
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
 from distdiag.facts.rank_identity import identify
-from distdiag.ids import Shared
-from distdiag.knowledge.busbw import Judgement, Setting
+from distdiag.knowledge.busbw import Case, Judgement
 from distdiag.launch.types import Backend, Device, Versions
-from distdiag.report import Finding, Fix, Level, Report
+from distdiag.report import Fix, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier
-    from distdiag.commands.allreduce_bench.types import Request
+    from distdiag.commands.allreduce_bench.types import Baseline, Expectation, Request
 
 _LARGE = "all_reduce_perf -b 8 -e 8G -f 2"
 
@@ -29,7 +26,8 @@ _LARGE = "all_reduce_perf -b 8 -e 8G -f 2"
 def is_alone(request: Request) -> bool:
     """Return whether to judge a table without starting ranks. Raises UsageError for a useless --nics."""
     asks_for_ranks = request.nproc is not None or request.cluster.typed() or identify(os.environ) is not None
-    alone = request.baseline is not None and request.baseline.is_table and not asks_for_ranks
+    is_table = request.baseline is not None and not request.baseline.made_by.startswith("distdiag")
+    alone = is_table and not asks_for_ranks
     if request.nics_bytes_per_s is not None and not alone:
         raise UsageError(
             "--nics is for a table of nccl-tests that is judged alone",
@@ -42,87 +40,54 @@ def judge(request: Request) -> Report[Bench]:
     """Judge the largest all_reduce of the table."""
     table = request.baseline
     assert table is not None
-    row = max(
-        (row for row in table.rows if row.op == "all_reduce"),
-        key=lambda row: (row.size_bytes, row.busbw_bytes_per_s),
-        default=None,
+    nics = request.nics_bytes_per_s
+    rows = [(row.size_bytes, row.busbw_bytes_per_s or 0.0) for row in table.rows if row.op == "all_reduce"]
+    size_bytes, busbw = max(rows, default=(0, 0.0))
+    case = Case(
+        busbw=busbw,
+        device_name=table.device,
+        world_size=table.world_size or 0,
+        nodes=table.nodes or 1,
+        nic_bytes_per_s=None,
     )
-    verdict = None if row is None else _verdict(request, table, row)
-    slow = (replace(each, fix=_test(request)) for each in hardware_findings(request, verdict))
-    found = (*_wrong(request, table), *slow, *_unknown(request, table, verdict))
+    if nics is not None:
+        case = replace(case, nic_bytes_per_s=nics / case.ranks_per_node)
+    verdict = expected_of(case, size_bytes) if rows and table.world_size else None
+    pairs = f"{request.program} gpu-test --isolate --hosts LIST"
+    test = Fix(
+        text="check which transport NCCL uses on these nodes, then test pairs of ranks to find the link",
+        commands=(f"NCCL_DEBUG=INFO {_LARGE}", pairs),
+    )
+    found = [replace(slow, fix=test) for slow in hardware_findings(request, verdict)]
+    if table.wrong:
+        wrong = {"results": counted(table.wrong, "result"), "pairs": pairs}
+        found.insert(0, finding("allreduce-bench.table-wrong", wrong))
+    if verdict is None or verdict.judgement == Judgement.UNKNOWN:
+        found.append(finding("allreduce-bench.table-unjudged", _missing(request, table, verdict)))
+    network = "" if case.nodes < 2 or nics else " (its NICs are unknown)"
+    summary = (
+        f"all_reduce of {short(size_bytes)} at busbw {speed(busbw)} is as it should "
+        f"be on {case.nodes} x {case.ranks_per_node} {table.device}{network}"
+    )
     return Report(
         command=request.command,
         data=_facts(request, table, verdict),
-        findings=found,
-        summary=found[0].title if found or row is None or verdict is None else _summary(request, table, row),
+        findings=tuple(found),
+        summary=found[0].title if found else summary,
     )
 
 
-def _setting(request: Request, table: Baseline) -> Setting | None:
-    """Return the setting of the measurement; None if the table's head is missing."""
+def _missing(request: Request, table: Baseline, verdict: Expectation | None) -> dict[str, str]:
+    """Return why judgement is impossible, and how to supply the missing data."""
     if not table.world_size:
-        return None
-    nodes = table.nodes or 1
-    ranks = max(1, table.world_size // nodes)
-    nics = request.nics_bytes_per_s
-    return Setting(
-        device_name=table.device,
-        world_size=table.world_size,
-        nodes=nodes,
-        ranks_per_node=ranks,
-        nic_bytes_per_s=None if nics is None else nics / ranks,
-    )
-
-
-def _verdict(request: Request, table: Baseline, row: Earlier) -> Expectation | None:
-    setting = _setting(request, table)
-    return None if setting is None else expected_of(setting, row.size_bytes, row.busbw_bytes_per_s)
-
-
-def _wrong(request: Request, table: Baseline) -> Iterator[Finding]:
-    if table.wrong:
-        yield Finding(
-            id=Shared.TABLE_WRONG.of(request.command),
-            level=Level.FAIL,
-            title=f"{counted(table.wrong, 'result')} of the table have wrong data (#wrong)",
-            detail="nccl-tests compared the elements that it received: a GPU, link or NIC changes data.",
-            fix=Fix(
-                text="find the GPU that computes or sends wrong data, on the same nodes",
-                commands=(f"{request.program} gpu-test --isolate --hosts LIST",),
-            ),
-        )
-
-
-def _test(request: Request) -> Fix:
-    return Fix(
-        text="check which transport NCCL uses on these nodes, then test pairs of ranks to find the link",
-        commands=(f"NCCL_DEBUG=INFO {_LARGE}", f"{request.program} gpu-test --isolate --hosts LIST"),
-    )
-
-
-def _unknown(request: Request, table: Baseline, verdict: Expectation | None) -> Iterator[Finding]:
-    """Report why judgement is impossible, and the missing data."""
-    if verdict is not None and verdict.judgement != Judgement.UNKNOWN:
-        return
-    if not table.world_size:
-        title, fix = "the table does not name its ranks and GPUs", "paste it with the lines that begin with #"
+        why, fix = "the table does not name its ranks and GPUs", "paste it with the lines that begin with #"
     elif verdict is None:
-        title, fix = "the table has no all_reduce: only that has known figures", f"run {_LARGE}"
+        why, fix = "the table has no all_reduce: only that has known figures", f"run {_LARGE}"
     else:
-        title, fix = verdict.lines[-1], f"run {_LARGE}, or compare with a run on nodes that are known to be good"
+        why, fix = verdict.lines[-1], f"run {_LARGE}, or compare with a run on nodes that are known to be good"
         if table.nodes and table.nodes > 1 and request.nics_bytes_per_s is None:
             fix = "add the NICs of a node, for example --nics 8x400"
-    yield Finding(id=Shared.TABLE_UNJUDGED.of(request.command), level=Level.UNKNOWN, title=title, fix=Fix(text=fix))
-
-
-def _summary(request: Request, table: Baseline, row: Earlier) -> str:
-    setting = _setting(request, table)
-    assert setting is not None
-    network = "" if setting.nodes < 2 or setting.nic_bytes_per_s else " (its NICs are unknown)"
-    return (
-        f"all_reduce of {short(row.size_bytes)} at busbw {speed(row.busbw_bytes_per_s)} is as it should "
-        f"be on {setting.nodes} x {setting.ranks_per_node} {table.device}{network}"
-    )
+    return {"why": why, "fix": fix}
 
 
 def _facts(request: Request, table: Baseline, verdict: Expectation | None) -> Bench:
@@ -140,10 +105,5 @@ def _facts(request: Request, table: Baseline, verdict: Expectation | None) -> Be
         device_name=table.device,
         nodes=table.nodes or 0,
         stat="mean",
-        results=(),
-        arrivals=(),
         verdict=verdict,
-        compared=(),
-        no_core_share=0.0,
-        training=(),
     )

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distdiag.commands.allreduce_bench.earlier import Baseline  # noqa: TC001 - msgspec reads the annotations
 from distdiag.errors import UsageError
 from distdiag.launch import types
 from distdiag.options import parse_size
@@ -25,18 +24,6 @@ class FaultKind(StrEnum):
     STOP = "stop"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault(types.RankFault):
-    """A fault to inject into one rank; kill and stop happen in row number `row`, from 1."""
-
-    row: int = 1
-
-    @property
-    def at(self) -> tuple[str, str]:
-        """The row, for kinds that take one."""
-        return (str(self.row), f"row {self.row}") if self.kind in (FaultKind.KILL, FaultKind.STOP) else ("", "")
-
-
 class Stat(StrEnum):
     """The time of an iteration that represents a size."""
 
@@ -45,6 +32,54 @@ class Stat(StrEnum):
     MIN = "min"
     P99 = "p99"
     MAX = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Times of one iteration, each on its slowest rank. p50 and p99 as in nccl-tests; iqr = p75 - p25.
+
+    A table of nccl-tests has means only.
+    """
+
+    p50: float
+    p99: float
+    min: float
+    max: float
+    mean: float
+    iqr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeResult:
+    """A row. Bandwidths use the median time (or --stat). `wrong` None: not checked."""
+
+    op: str
+    size_bytes: int
+    count: int = 0
+    dtype: str
+    in_place: bool
+    iterations: int = 0
+    time_s: Times | None
+    """None: not measured, `skipped` is the reason."""
+    algbw_bytes_per_s: float | None
+    busbw_bytes_per_s: float | None
+    wrong: int | None
+    skipped: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The rows of an earlier run; `made_by` is distdiag, nccl-tests or rccl-tests, with the version if known."""
+
+    rows: tuple[SizeResult, ...]
+    made_by: str
+    world_size: int | None
+    device: str | None
+    notes: tuple[str, ...]
+    nodes: int | None = None
+    """Number of hosts; None if not in the file."""
+    wrong: int = 0
+    """Results with wrong data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,19 +98,12 @@ class Request(types.Request):
     in_place: bool | None = None
     check: bool = True
     stat: Stat = Stat.P50
-    params: float | None = None
     files: tuple[tuple[str, str], ...] = ()
     """--save, --compare and --plot, as typed."""
     baseline: Baseline | None = None
     """The earlier run to compare with."""
     nics_bytes_per_s: float | None = None
     """From --nics: the line rate of a node, to judge a table of nccl-tests alone."""
-    fault: Fault | None = None
-
-    @property
-    def injected(self) -> Fault | None:
-        """The fault to inject."""
-        return self.fault
 
     def own_options(self) -> dict[str, object]:
         """Options of allreduce-bench alone that differ from their defaults."""
@@ -89,43 +117,12 @@ class Request(types.Request):
             "in-place": "" if self.in_place else None,
             "no-check": None if self.check else "",
             "stat": self.stat if self.stat is not Stat.P50 else None,
-            "params": f"{self.params:g}" if self.params is not None else None,
             **{name: path or None for name, path in self.files},
         }
 
     def less(self) -> dict[str, str]:
         """Options that send less data."""
         return {"sizes": "1KiB:1MiB"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Times of one iteration, each on its slowest rank. p50 and p99 as in nccl-tests; iqr = p75 - p25."""
-
-    p50: float
-    p99: float
-    min: float
-    max: float
-    mean: float
-    iqr: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeResult:
-    """A row. Bandwidths use the median time (or --stat). `wrong` None: not checked."""
-
-    op: str
-    size_bytes: int
-    count: int
-    dtype: str
-    in_place: bool
-    iterations: int
-    time_s: Times | None
-    """None: not measured, `skipped` is the reason."""
-    algbw_bytes_per_s: float | None
-    busbw_bytes_per_s: float | None
-    wrong: int | None
-    skipped: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,16 +170,14 @@ class Bench(types.RunFacts):
     """The facts of a run."""
 
     device_name: str | None = None
-    nodes: int
-    stat: str
+    nodes: int = 0
+    stat: str = Stat.P50
     results: tuple[SizeResult, ...] = ()
     arrivals: tuple[Arrival, ...] = ()
     verdict: Expectation | None = None
     compared: tuple[Compared, ...] = ()
     no_core_share: float = 0.0
     """Share of time that the median rank waited for a core: if other programs use the cores, times mean little."""
-    training: tuple[str, ...] = ()
-    """Implications for a model of --params, in lines."""
 
 
 USUAL = {"cpu": "1KiB:64MiB:x4", "cuda": "1KiB:4GiB:x4"}

@@ -42,9 +42,8 @@ def bench_view(report: Report[Bench], *, draw: bool = False) -> Iterator[Rendera
         yield ""
         yield from map(Whole, drawn.splitlines())
     yield Text("\n".join(["", *run_lines(data), *_how(data), *log_lines(data)]))
-    for lines in (data.verdict.lines if data.verdict is not None else (), data.training):
-        if lines:
-            yield Text("\n".join(["", *lines]))
+    if data.verdict is not None:
+        yield Text("\n".join(["", *data.verdict.lines]))
 
 
 def _rows(data: Bench) -> Table:

@@ -1,4 +1,4 @@
-"""Reads the cores of one node, or live processes: notes first, then stacks."""
+"""Reads the cores of one node: notes first, then stacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_THREADS = 512
 
 @dataclass(frozen=True)
 class Ask:
-    """Core files, or live processes (`pids`), or `setup`: whether this machine and its ranks can leave a core.
+    """Core files, or `setup`: whether this machine and its ranks can leave a core.
 
     `paths`: files and folders, empty: the newest core where this system stores cores. `gdb`: None: if needed;
     `all_threads`: by gdb, too. `timeout_s`: of each tool.
@@ -40,7 +40,6 @@ class Ask:
     gdb: bool | None
     all_threads: bool
     timeout_s: float
-    pids: Sequence[int]
     setup: bool
 
 
@@ -68,21 +67,6 @@ class CoreFacts:
 
 
 @dataclass(frozen=True)
-class LiveFacts:
-    """One live process and its threads; the states are letters of proc(5), before and after reading the stacks."""
-
-    pid: int
-    error: str
-    exe: str
-    cmdline: str
-    rank: int | None
-    state_before: str
-    state_after: str
-    threads: tuple[Merged, ...]
-    tools: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class NodeCores:
     """The facts of one node. `left_out`: number of cores not read; `missed`: unreadable paths, with reasons."""
 
@@ -91,7 +75,6 @@ class NodeCores:
     left_out: int = 0
     searched: tuple[str, ...] = ()
     missed: tuple[tuple[str, str], ...] = ()
-    live: tuple[LiveFacts, ...] = ()
     setup: SetupFacts | None = None
 
 
@@ -101,12 +84,10 @@ def facts() -> NodeCores:
 
 
 def more(ask: Ask, tell: Callable[[object], None]) -> None:
-    """Read the cores, processes or setup."""
+    """Read the cores, or the setup."""
     host = machine.host_name()
     if ask.setup:
         tell(NodeCores(host, setup=setup.read(_rank_pids())))
-    elif ask.pids:
-        tell(NodeCores(host, live=tuple(_live(pid, ask) for pid in ask.pids)))
     else:
         tell(_cores(host, ask))
 
@@ -273,20 +254,6 @@ def _with_own(facts: CoreFacts, own: unwinder.CFrames | None) -> CoreFacts:
     merged = _short(stacks.merge(alone, None, facts.notes.threads[0].tid))
     found, is_more = stacks.longer(facts.threads, merged)
     return replace(facts, threads=found, tools=(*facts.tools, *_tools(alone))) if is_more else facts
-
-
-def _live(pid: int, ask: Ask) -> LiveFacts:
-    if procs.read(pid) is None:
-        return LiveFacts(pid, "process not found", "", "", None, "", "", (), ())
-    before = machine.process_state(pid).letter
-    by_pystack = pystack.of_process(pid, timeout_s=ask.timeout_s)
-    use_gdb = ask.gdb or (ask.gdb is None and not by_pystack.threads)
-    by_gdb = gdb.of_process(pid, timeout_s=ask.timeout_s) if use_gdb else None
-    threads, tools = _short(stacks.merge(by_pystack, by_gdb, pid)), _tools(by_pystack, by_gdb)
-    error = "" if any(merged.thread.frames for merged in threads) else "; ".join(tools)
-    words, rank = " ".join(procs.command_words(pid)), _rank(procs.variables(pid) or {})
-    after = machine.process_state(pid).letter
-    return LiveFacts(pid, error, procs.program(pid), words, rank, before, after, threads, tools)
 
 
 def _tools(*answers: Stacks | None) -> tuple[str, ...]:

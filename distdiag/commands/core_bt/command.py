@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from distdiag.commands.core_bt.collect import Ask, NodeCores
     from distdiag.commands.core_bt.types import CoreBt
-    from distdiag.report import Report
     from distdiag.runner import Asks, Subcommand
 
 _SPARE_S = 30.0
@@ -29,8 +28,8 @@ def core_bt(
     cores: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CORE|DIR|PID]...",
-            help="Core files (also .gz .xz .zst .lz4) or directories, or live processes. [default: the newest core]",
+            metavar="[CORE|DIR]...",
+            help="Core files (also .gz .xz .zst .lz4) or directories. [default: the newest core]",
         ),
     ] = None,
     exe: Annotated[str, typer.Option(metavar="PATH", help="The program that crashed. [default: from the core]")] = "",
@@ -39,17 +38,10 @@ def core_bt(
         bool | None,
         typer.Option("--gdb/--no-gdb", help="Also use gdb. [default: if pystack does not find the crashed thread]"),
     ] = None,
-    pid: Annotated[
-        list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; it keeps running; repeatable."),
-    ] = None,
     check_setup: Annotated[
         bool,
         typer.Option("--check-setup", help="Check whether a crash of the ranks on this machine would leave a core."),
     ] = False,
-    text: Annotated[
-        str, typer.Option(metavar="FILE", help="Write a short text for a bug report, with secrets redacted.")
-    ] = "",
     save: SaveOpt = "",
     from_: FromOpt = None,
     tool_timeout: Annotated[
@@ -73,12 +65,13 @@ def core_bt(
     from distdiag import runner
     from distdiag.cluster.targets import check_paths
 
-    paths, own = split_pids(cores or ())
-    pids = (*own, *(pid or ()))
+    paths, pids = split_pids(cores or ())
 
     def request() -> Request:
-        if sum((bool(paths), bool(pids), check_setup)) > 1:
-            raise UsageError("CORE, PID and --check-setup are mutually exclusive", hint="pass one of them")
+        if pids:
+            raise UsageError(f"{pids[0]} is no core", hint=f"a live process: distdiag pyspy-all --native {pids[0]}")
+        if paths and check_setup:
+            raise UsageError("CORE and --check-setup are mutually exclusive", hint="pass one of them")
         if not from_:
             check_paths(cluster, paths, hint="give a core file, or its folder")
         return Request(
@@ -88,21 +81,12 @@ def core_bt(
             exe=exe,
             all_threads=threads is Threads.ALL,
             gdb=gdb,
-            pids=pids,
             setup=check_setup,
             timeout_s=tool_timeout,
         )
 
-    def write_text(report: Report[CoreBt]) -> Report[CoreBt]:
-        from distdiag.commands.core_bt.view import plain_lines
-        from distdiag.files import write_whole
-
-        if text:
-            write_whole(text, "\n".join([report.summary, "", *plain_lines(report)]).encode())
-        return report
-
     options = runner.Options(as_json, strict, save, from_, cluster.explain)
-    runner.run(_subcommand(), request, options, write_text)
+    runner.run(_subcommand(), request, options)
 
 
 def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
@@ -122,7 +106,7 @@ def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
             part=NodeCores,
             plan=plan,
             join=_join,
-            doing="reading processes" if request.pids else "checking the setup" if request.setup else "reading cores",
+            doing="checking the setup" if request.setup else "reading cores",
         )
 
     return runner.Subcommand(
@@ -150,7 +134,7 @@ def _plan(request: Request, hosts: Mapping[str, NodeCores], *, local: bool) -> A
 
     if local:
         _check_working_directory()
-    timeout_s = _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths), len(request.pids))
+    timeout_s = _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths))
     return Asks(by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=timeout_s)
 
 
@@ -163,7 +147,6 @@ def _ask(request: Request, *, local: bool) -> Ask:
         gdb=request.gdb,
         all_threads=request.all_threads,
         timeout_s=request.timeout_s,
-        pids=request.pids,
         setup=request.setup,
     )
 

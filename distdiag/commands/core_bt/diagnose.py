@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.core_bt.core_dump_setup import setup_findings
-from distdiag.commands.core_bt.types import COMMAND, Core, CoreBt, Thread, Unread
+from distdiag.commands.core_bt.types import COMMAND, Core, CoreBt, Unread
 from distdiag.commands.core_bt.wording import faulting_frames, format_frame, where, who, without_numbers
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.cluster.host_results import HostResult
-    from distdiag.commands.core_bt.collect import CoreFacts, LiveFacts, NodeCores
+    from distdiag.commands.core_bt.collect import CoreFacts, NodeCores
     from distdiag.commands.core_bt.types import Request
-    from distdiag.facts.core.stacks import Merged
     from distdiag.gathered import Gathered
     from distdiag.knowledge.crashes import Crash
 
 _SAME_FRAMES = 3
 _MAX_MESSAGE_LINES = 6
-_STOPPED = ("T", "t")
 _ENDS_BY_EXCEPTION = re.compile(r"terminate|__cxa_|_Unwind_|__gxx_|rethrow_exception")
 
 
@@ -45,9 +43,6 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
         cores += [_core(facts, node.host) for facts in node.cores if facts.notes is not None]
         unread += [Unread(path=facts.path, host=node.host, why=facts.error) for facts in node.cores if facts.error]
         unread += [Unread(path=path, host=node.host, why=why) for path, why in node.missed]
-        for live in node.live:
-            cores.append((_live(live, node.host), None))
-            found += _of_live(live, node.host)
     found += setup_findings({node.host: node.setup for node in nodes if node.setup is not None})
     cores.sort(key=lambda row: (row[0].time or 0.0, row[0].pid))
     found += _crashes(request, cores)
@@ -62,7 +57,7 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
         unread=tuple(unread),
         searched=tuple(dict.fromkeys(place for node in nodes for place in node.searched)),
     )
-    if not (cores or unread or request.setup or request.pids) and nodes:
+    if not (cores or unread or request.setup) and nodes:
         searched = ", ".join(data.searched) or "nothing"
         found.append(finding("core-none", searched=searched, setup=request.again("--check-setup")))
     left_out = sum(node.left_out for node in nodes)
@@ -78,8 +73,7 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
 def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
     notes = facts.notes
     assert notes is not None
-    threads = [_thread(merged) for merged in facts.threads]
-    crashed = next((thread for thread, merged in zip(threads, facts.threads, strict=True) if merged.crashed), None)
+    crashed = next((merged.thread for merged in facts.threads if merged.crashed), None)
     functions = [frame.function for frame in crashed.frames] if crashed is not None else []
     mapped = next((file.path for file in notes.files if notes.address and file.start <= notes.address < file.end), "")
     words = _last_words(facts, functions)
@@ -103,7 +97,7 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
         signature=known.id if known is not None else None,
         role=known.role if known is not None else None,
         crash_thread=crashed if crashed is not None and crashed.frames else None,
-        threads=tuple(thread for thread in threads if thread is not crashed),
+        threads=tuple(merged.thread for merged in facts.threads if not merged.crashed),
         truncated=notes.truncated,
         size_bytes=notes.size_bytes,
         whole_bytes=notes.whole_bytes,
@@ -119,36 +113,13 @@ def _last_words(facts: CoreFacts, functions: Sequence[str]) -> str:
     return facts.message or (facts.exception if ended else "")
 
 
-def _live(facts: LiveFacts, host: str) -> Core:
-    threads = [_thread(merged) for merged in facts.threads]
-    main = next((thread for thread in threads if thread.tid == facts.pid), None)
-    states = f"in state {facts.state_before} before it was read, {facts.state_after or '?'} afterwards"
-    return Core(
-        host=host,
-        exe=facts.exe,
-        cmdline=redacted(facts.cmdline),
-        pid=facts.pid,
-        rank=facts.rank,
-        meaning=f"a live process, {states}" if facts.state_before else "",
-        crash_thread=main,
-        threads=tuple(thread for thread in threads if thread is not main),
-        tools=facts.tools,
-    )
-
-
-def _thread(merged: Merged) -> Thread:
-    thread = merged.thread
-    return Thread(tid=thread.tid, name=thread.name, gil=thread.gil, frames=thread.frames)
-
-
 def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> list[Finding]:
     """Return one finding per distinct crash, for all processes with it; consequences are last."""
     groups: dict[tuple[object, ...], list[tuple[Core, Crash | None]]] = {}
     for core, known in cores:
-        if core.signal:
-            frames = tuple(format_frame(frame) for frame in faulting_frames(core)[:_SAME_FRAMES])
-            same = (core.signal, core.signature, where(core), frames, without_numbers(core.message))
-            groups.setdefault(same, []).append((core, known))
+        frames = tuple(format_frame(frame) for frame in faulting_frames(core)[:_SAME_FRAMES])
+        same = (core.signal, core.signature, where(core), frames, without_numbers(core.message))
+        groups.setdefault(same, []).append((core, known))
     ordered = sorted(groups.values(), key=lambda group: group[0][0].role == "consequence")
     return [_crash(request, group) for group in ordered]
 
@@ -201,8 +172,8 @@ def _fix(request: Request, core: Core, known: Crash | None) -> Fix:
     if core.crash_thread is None:
         return Fix(text="; ".join(core.tools) or "nothing could read its stacks")
     return Fix(
-        text="look at the innermost frames; for an issue, write this report to a file, with secrets redacted",
-        commands=(request.again(shlex.quote(core.path), "--threads", "all", "--text", "report.txt"),),
+        text="look at the innermost frames; for an issue, write this report to a file",
+        commands=(request.again(shlex.quote(core.path), "--threads", "all", "--markdown", ">", "report.md"),),
     )
 
 
@@ -224,14 +195,6 @@ def _about_files(request: Request, cores: Sequence[Core], unread: Sequence[Unrea
         yield finding("core-unreadable", what=f"{paths[0]}{more}", why=why)
 
 
-def _of_live(live: LiveFacts, host: str) -> Iterator[Finding]:
-    at = Where(hosts=(host,), pids=(live.pid,))
-    if live.error:
-        yield finding("core-unreadable", what=f"process {live.pid} on {host}", why=live.error, where=at)
-    if live.state_after in _STOPPED and live.state_before not in _STOPPED:
-        yield finding("core-left-stopped", pid=live.pid, host=host, where=at)
-
-
 def _summary(
     request: Request, data: CoreBt, found: Sequence[Finding], rows: Sequence[HostResult], more: tuple[int, bool]
 ) -> str:
@@ -247,8 +210,4 @@ def _summary(
     if request.setup:
         warned = [each.title for each in found if each.level is Level.WARN]
         return "; ".join(warned) or "a crash here leaves a core"
-    if request.pids:
-        pids = ", ".join(map(str, request.pids))
-        is_alone = f"process {pids} is alive; its", f"processes {pids} are alive; their"
-        return f"{is_alone[len(request.pids) > 1]} state is unchanged"
     return f"no readable core{older}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from distdiag.cluster.targets import Cluster
-from distdiag.facts.core.stacks import Frame  # noqa: TC001 - msgspec reads it
+from distdiag.facts.core.stacks import ThreadStack  # noqa: TC001 - msgspec reads it
 
 COMMAND = "core-bt"
 
@@ -29,7 +29,6 @@ class Request:
     exe: str = ""
     all_threads: bool = False
     gdb: bool | None = None
-    pids: tuple[int, ...] = ()
     setup: bool = False
     timeout_s: float = 60.0
 
@@ -40,18 +39,8 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Thread:
-    """One thread; frames innermost first, Python and C in one stack."""
-
-    tid: int
-    name: str
-    gil: bool | None
-    frames: tuple[Frame, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Core:
-    """One core, or a live process (then `path` is empty). None: not in the core.
+    """One core. None: not in the core.
 
     `time`: modification time, seconds since 1970. `message`: why it aborted: the last message of the C library, or the
     uncaught exception. `mapped`: the file mapped at the address. `role`: cause, or consequence of a failure elsewhere.
@@ -59,7 +48,7 @@ class Core:
     why none could.
     """
 
-    path: str = ""
+    path: str
     host: str
     exe: str
     cmdline: str
@@ -75,8 +64,8 @@ class Core:
     meaning: str
     signature: str | None = None
     role: str | None = None
-    crash_thread: Thread | None
-    threads: tuple[Thread, ...]
+    crash_thread: ThreadStack | None
+    threads: tuple[ThreadStack, ...]
     truncated: bool = False
     size_bytes: int = 0
     whole_bytes: int = 0

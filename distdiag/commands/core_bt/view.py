@@ -1,4 +1,4 @@
-"""core-bt on a terminal, or as plain text: each crash with its stack, the other threads folded."""
+"""core-bt on a terminal: each crash with its stack, the other threads folded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.core_bt.wording import format_frame, who
 from distdiag.diagnosis.wording import counted
-from distdiag.facts.machine import redacted
 from distdiag.output import Whole, Wrapped
 
 if TYPE_CHECKING:
@@ -14,7 +13,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.core_bt.types import Core, CoreBt, Thread
+    from distdiag.commands.core_bt.types import Core, CoreBt
+    from distdiag.facts.core.stacks import ThreadStack
     from distdiag.report import Report
 
 _MAX_FRAMES, _LAST_FRAMES, _MAX_MESSAGE_LINES = 40, 12, 6
@@ -23,41 +23,25 @@ _MAX_FRAMES, _LAST_FRAMES, _MAX_MESSAGE_LINES = 40, 12, 6
 def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[RenderableType]:
     """Format every core: the process, the crashed thread with its stack, the other threads."""
     for core in report.data.cores:
-        if not (core.meaning or core.path):  # process not found
-            continue
         yield ""
         yield Wrapped(who(core), margin=0, hang=2, style="bold")
-        if core.meaning:
-            yield Wrapped(f"{core.signal_name}: {core.meaning}" if core.signal else core.meaning, margin=2)
+        yield Wrapped(f"{core.signal_name}: {core.meaning}", margin=2)
         yield from (
             Wrapped(f"message: {line.strip()}", margin=2) for line in core.message.splitlines()[:_MAX_MESSAGE_LINES]
         )
-        if core.path:
-            yield Whole(f"  core {core.path}")
+        yield Whole(f"  core {core.path}")
         if core.exe:
             yield Whole(f"  exe {core.exe}")
         yield from map(Whole, _threads(core, all_threads=all_threads))
 
 
-def plain_lines(report: Report[CoreBt]) -> Iterator[str]:
-    """Format the same as plain text for a bug report, with secrets redacted."""
-    for core in report.data.cores:
-        yield redacted(who(core))
-        yield f"  {core.signal_name}: {core.meaning}"
-        yield from (f"  message: {line.strip()}" for line in core.message.splitlines()[:_MAX_MESSAGE_LINES])
-        yield f"  exe {core.exe}"
-        yield from (redacted(line) for line in _threads(core, all_threads=False))
-        yield ""
-
-
 def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
     if core.crash_thread is not None:
-        mark = "crashed thread" if core.signal else "main thread"
-        yield f"  {mark}: {_named(core.crash_thread)}"
+        yield f"  crashed thread: {_named(core.crash_thread)}"
         yield from _stack(core.crash_thread, _MAX_FRAMES)
-    elif core.signal:
+    else:
         yield "  the stack of the crashed thread could not be read"
-    groups: dict[tuple[str, ...], list[Thread]] = {}
+    groups: dict[tuple[str, ...], list[ThreadStack]] = {}
     for thread in core.threads:
         groups.setdefault(tuple(format_frame(frame) for frame in thread.frames), []).append(thread)
     if groups and not all_threads:
@@ -71,7 +55,7 @@ def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
             yield f"    {names}: {_short(frames)}"
 
 
-def _python(group: Sequence[Thread]) -> int:
+def _python(group: Sequence[ThreadStack]) -> int:
     return sum(frame.language == "python" for frame in group[0].frames)
 
 
@@ -79,12 +63,12 @@ def _short(frames: tuple[str, ...]) -> str:
     return " < ".join(frames[:3]) + (" < ..." if len(frames) > 3 else "") if frames else "no stack"
 
 
-def _named(thread: Thread) -> str:
+def _named(thread: ThreadStack) -> str:
     gil = ", holds the GIL" if thread.gil else ""
     return f"{thread.tid}{f' ({thread.name})' if thread.name else ''}{gil}"
 
 
-def _stack(thread: Thread, most: int) -> Iterator[str]:
+def _stack(thread: ThreadStack, most: int) -> Iterator[str]:
     frames = thread.frames
     shown = frames if len(frames) <= most else (*frames[: most - _LAST_FRAMES], *frames[-_LAST_FRAMES:])
     for number, frame in enumerate(shown):

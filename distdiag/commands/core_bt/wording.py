@@ -1,4 +1,4 @@
-"""Wording shared by the view, the findings and the text report of core-bt. Pure."""
+"""Wording shared by the view and the findings of core-bt. Pure."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from distdiag.facts import machine, programs
@@ -34,7 +34,6 @@ from distdiag.facts.cuda.versions import Versions
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
 _QUICK_S = 10.0
 """For programs that answer in milliseconds: compilers, nvcc, a Python that only prints its paths."""
@@ -44,15 +43,8 @@ _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "MAX_JOBS", "CPATH", "LIBRARY_PATH", "CONDA_PREFIX"),
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_MODULE_LOADING"),
     *("CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH"),
-    *(
-        "VIRTUAL_ENV",
-        "PYTHONPATH",
-        "TMPDIR",
-        "TORCH_EXTENSIONS_DIR",
-        "TORCH_DONT_CHECK_COMPILER_ABI",
-        "DS_SKIP_CUDA_CHECK",
-        "BNB_CUDA_VERSION",
-    ),
+    *("VIRTUAL_ENV", "PYTHONPATH", "TMPDIR", "TORCH_EXTENSIONS_DIR", "TORCH_DONT_CHECK_COMPILER_ABI"),
+    *("DS_SKIP_CUDA_CHECK", "BNB_CUDA_VERSION"),
 )
 
 
@@ -148,39 +140,15 @@ def more(ask: Ask, tell: Callable[[CudaFacts], None]) -> None:
 
 
 def look(ask: Ask) -> CudaFacts:
-    """Examine this node."""
+    """Examine this node: all parts at once, each with deadlines of its own."""
     places = Places(ask.root, dict(os.environ))
     executable = ask.python or sys.executable
-    runs = ask.goal != "build"
-    ways: dict[str, Callable[[], Any]] = {
-        "environment": lambda: _Environment(executable, ask.timeout_s, runs=runs),
+    with ThreadPoolExecutor() as pool:
+        own = pool.submit(_Environment, executable, ask.timeout_s, runs=ask.goal != "build")
         # Also for a build: without a list torch builds for the local GPUs.
-        "driver": lambda: driver.look(places, ask=True, timeout_s=ask.timeout_s),
-        "tools": lambda: _Tools(places, min(_QUICK_S, ask.timeout_s)),
-    }
-    found = _all_at_once(ways)
-    return replace(_assemble(ask.goal, places, found), chosen=ask.chosen)
-
-
-def _all_at_once(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Run all in parallel, each with its own deadline. Raises the first error once all are done."""
-    found: dict[str, Any] = {}
-    errors: list[Exception] = []
-
-    def go(name: str) -> None:
-        try:
-            found[name] = ways[name]()
-        except Exception as error:  # noqa: BLE001 - raised below, in the thread that asked
-            errors.append(error)
-
-    threads = [threading.Thread(target=go, args=(name,), daemon=True) for name in ways]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+        gpus = pool.submit(driver.look, places, ask=True, timeout_s=ask.timeout_s)
+        tools = pool.submit(_Tools, places, min(_QUICK_S, ask.timeout_s))
+    return _assemble(ask, places, own.result(), gpus.result(), tools.result())
 
 
 class _Environment:
@@ -227,10 +195,8 @@ class _Tools:
         self.compilers = compilers.find(places, called, newest_gcc=min(limits, default=99), timeout_s=timeout_s)
 
 
-def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
-    own: _Environment = found["environment"]
+def _assemble(ask: Ask, places: Places, own: _Environment, gpus: Driver, tools: _Tools) -> CudaFacts:
     python = own.python
-    tools: _Tools = found["tools"]
     packages = environment.packages(python.paths)
     wheel_versions = {package.name: package.version for package in packages}
     build = building.look(places, python)
@@ -239,7 +205,7 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
     extensions, complete = libraries.extensions(packages, [cache.path for cache in build.caches], python.paths, loader)
     return CudaFacts(
         host=machine.host_name(),
-        goal=goal,
+        goal=ask.goal,
         machine=os.uname().machine,
         variables={name: places.env[name] for name in _VARIABLES if name in places.env},
         python=python,
@@ -247,7 +213,7 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
         torch=own.torch,
         imported=own.imported,
         deepspeed=torchfiles.read_deepspeed(python, wheel_versions.get("deepspeed", "")),
-        driver=found["driver"],
+        driver=gpus,
         toolkits=tuple(
             toolkits.with_nvcc_version(toolkit, tools.nvccs) for toolkit in _with_wheels(tools, places, python)
         ),
@@ -263,6 +229,7 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
         no_path=tuple(folder for folder in dict.fromkeys(places.path) if folder and not os.path.isdir(folder)),
         unmet=requirements.unmet(packages, python.version),
         versions=versions.look(places, wheel_versions, python.prefix, timeout_s=_QUICK_S),
+        chosen=ask.chosen,
     )
 
 

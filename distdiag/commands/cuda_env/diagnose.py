@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from distdiag.cluster.drift import differences
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.about.gpus import torch_archs
 from distdiag.commands.cuda_env.about.toolkits import who_uses
 from distdiag.commands.cuda_env.archs import as_list
 from distdiag.commands.cuda_env.sections import apply_fixes, is_ready, sections_of
@@ -26,7 +25,6 @@ from distdiag.commands.cuda_env.types import (
     Step,
 )
 from distdiag.diagnosis.finding_ids import matches
-from distdiag.facts.cuda.versions import Versions
 from distdiag.ids import Id, RowId
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -35,25 +33,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.types import Problem, Request
-    from distdiag.facts.cuda.toolkits import Toolkit
     from distdiag.gathered import Gathered
-
-
-_NOBODY = NodeEnv(
-    host="",
-    python={},
-    torch=None,
-    driver={},
-    gpus=[],
-    toolkits=[],
-    users={},
-    compilers={},
-    extensions=[],
-    variables={},
-    packages={},
-    versions=Versions(),
-    ready=Ready(run=None, build=None),
-)
 
 
 @dataclass
@@ -83,8 +63,6 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
     findings += host_findings(gathered.refusals, gathered.rows)
     findings += [_missing(host, why) for host, why in gathered.missing.items()]
     ready = _ready(request, judged, incomplete=bool(gathered.refusals or gathered.missing))
-    shown = tuple(_node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes)
-    first = shown[0] if shown else _NOBODY
     # For the first node only, as others need their own.
     exports, left = (
         apply_fixes(nodes[0], request.goal, lambda problem: not _left_out(request, problem.id)) if nodes else ({}, ())
@@ -92,21 +70,11 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
     data = CudaEnv(
         goal=request.goal,
         ready=ready,
-        host=first.host,
-        python=first.python,
-        toolkits=first.toolkits,
-        users=first.users,
-        torch=first.torch,
-        driver=first.driver,
-        gpus=first.gpus,
-        compilers=first.compilers,
-        packages=first.packages,
-        versions=first.versions,
         arch_list=as_list(gpus),
-        nodes=shown if len(shown) > 1 else (),
+        nodes=tuple(_node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes),
         differences=tuple(
-            _difference(difference.fact, difference.common, difference.common_hosts, difference.others)
-            for difference in found
+            DifferenceRow(fact=each.fact, values={each.common: each.common_hosts, **dict(each.others)})
+            for each in found
         ),
         sections=rows,
         silenced=_silenced(request, whole),
@@ -237,12 +205,6 @@ def _compared(facts: CudaFacts) -> dict[str, object]:
     }
 
 
-def _difference(
-    fact: str, common: str, common_hosts: tuple[str, ...], others: tuple[tuple[str, tuple[str, ...]], ...]
-) -> DifferenceRow:
-    return DifferenceRow(fact=fact, values={common: common_hosts, **dict(others)})
-
-
 def _ready_of(request: Request, sections: Sequence[Section]) -> Ready:
     if request.only:
         return Ready(run=None, build=None)  # the omitted findings may include failures
@@ -283,83 +245,9 @@ def readiness(ready: Ready, request: Request) -> str:
 
 def _node_env(facts: CudaFacts, ready: Ready) -> NodeEnv:
     return NodeEnv(
-        host=facts.host,
-        python={
-            "executable": facts.python.executable,
-            "version": facts.python.version,
-            "error": facts.python.error,
-            "chosen": facts.chosen,
-        },
-        torch=_torch(facts),
-        driver=_driver(facts),
-        gpus=[asdict(gpu) for gpu in facts.driver.answer.visible or facts.driver.answer.present],
-        toolkits=[_toolkit(toolkit) for toolkit in facts.toolkits if toolkit.exists],
+        facts=facts,
+        driver=fixes.driver_version(facts),
+        driver_cuda=fixes.driver_cuda(facts),
         users=who_uses(facts),
-        compilers=_compilers(facts),
-        extensions=[asdict(extension) for extension in facts.extensions],
-        variables=facts.variables,
-        packages=facts.packages,
-        versions=facts.versions,
         ready=ready,
     )
-
-
-def _torch(facts: CudaFacts) -> dict[str, Any] | None:
-    torch = facts.torch
-    if torch is None:
-        return None
-    code = torch_archs(facts)
-    return {
-        "version": torch.version,
-        "cuda": torch.cuda or None,
-        "hip": torch.hip or None,
-        "folder": torch.folder,
-        "cubins": [fixes.as_code(arch) for arch in code[0]] if code else [],
-        "ptx": [fixes.as_code(arch) for arch in code[1]] if code else [],
-        "imports": None if facts.imported is None else not (facts.imported.error or facts.imported.stage),
-        "sees_gpus": None if facts.imported is None else facts.imported.available,
-    }
-
-
-def _driver(facts: CudaFacts) -> dict[str, Any]:
-    driver = facts.driver
-    return {
-        "version": fixes.driver_version(facts) or None,
-        "cuda": fixes.driver_cuda(facts) or None,
-        "kernel": driver.kernel or None,
-        "library": driver.library or None,
-        "library_path": driver.library_path or None,
-        "gpus_on_the_bus": driver.hardware,
-        "container": driver.container or None,
-        "wsl": driver.wsl,
-    }
-
-
-def _toolkit(toolkit: Toolkit) -> dict[str, Any]:
-    return {
-        "root": toolkit.root,
-        "version": toolkit.version or None,
-        "found_by": list(toolkit.found_by),
-        "sources": [{"source": source, "version": version} for source, version in toolkit.sources],
-        "nvcc": toolkit.nvcc or None,
-        "headers": toolkit.headers or None,
-        "libraries": toolkit.libraries or None,
-        "gcc_max": toolkit.limit.gcc_max if toolkit.limit is not None else None,
-        "clang_below": toolkit.limit.clang_below if toolkit.limit is not None else None,
-    }
-
-
-def _compilers(facts: CudaFacts) -> dict[str, Any]:
-    nvcc = fixes.nvcc_at(facts, facts.uses["torch"].nvcc)
-    called = fixes.compiler_at(facts, nvcc.compiler) if nvcc is not None and nvcc.compiler else None
-    own = facts.compilers.cxx
-    return {
-        "torch": {"path": own.path, "family": own.family, "version": own.version} if own is not None else None,
-        "nvcc": {"path": called.path, "family": called.family, "version": called.version}
-        if called is not None
-        else None,
-        "installed": [
-            {"path": compiler.path, "family": compiler.family, "version": compiler.version}
-            for compiler in fixes.distinct_compilers(facts)
-        ],
-    }

@@ -243,7 +243,6 @@ def _names_absent_compiler(command: str, facts: CudaFacts) -> bool:
 
 
 def _changes(command: str, facts: CudaFacts) -> bool:
-    """Return whether an export would change a variable."""
     found = _EXPORT.match(command)
     if found is None:
         return True

@@ -90,7 +90,6 @@ def _problems(here: CudaFacts) -> Iterator[Problem]:
 
 
 def _before(here: CudaFacts) -> Iterator[str]:
-    """Yield fixes for known problems that would break the build."""
     for found in _problems(here):
         about = found.id.startswith(("torch.", "toolkit.", "cc.", "build.")) and found.id not in _LATER
         if about and found.level in (Level.FAIL, Level.WARN):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
-from distdiag.facts.cuda.versions import Versions  # noqa: TC001
+from distdiag.commands.cuda_env.collect import CudaFacts  # noqa: TC001
 from distdiag.report import Level
 
 COMMAND = "cuda-env"
@@ -105,20 +104,15 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEnv:
-    """One node. `users`: the toolkit of each kind of build, name -> directory, empty for none."""
+    """One node. `users`: the toolkit of each kind of build, name -> directory, empty for none.
 
-    host: str
-    python: dict[str, Any]
-    torch: dict[str, Any] | None
-    driver: dict[str, Any]
-    gpus: list[dict[str, Any]]
-    toolkits: list[dict[str, Any]]
+    `driver`: its version; `driver_cuda`: the newest CUDA that it supports; both empty without one.
+    """
+
+    facts: CudaFacts
+    driver: str
+    driver_cuda: str
     users: dict[str, str]
-    compilers: dict[str, Any]
-    extensions: list[dict[str, Any]]
-    variables: dict[str, str]
-    packages: dict[str, str]
-    versions: Versions
     ready: Ready
 
 
@@ -177,20 +171,10 @@ class LogRow:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaEnv:
-    """The data of --json: the first node's facts at the top, those of all in `nodes`."""
+    """The data of --json. `exports` and `steps` are for the first node."""
 
     goal: str
     ready: Ready
-    host: str
-    python: dict[str, Any]
-    toolkits: list[dict[str, Any]]
-    users: dict[str, str]
-    torch: dict[str, Any] | None
-    driver: dict[str, Any]
-    gpus: list[dict[str, Any]]
-    compilers: dict[str, Any]
-    packages: dict[str, str]
-    versions: Versions
     arch_list: str
     """The architectures of all GPUs of all nodes, as TORCH_CUDA_ARCH_LIST; empty without a GPU."""
     nodes: tuple[NodeEnv, ...]

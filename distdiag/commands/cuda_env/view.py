@@ -59,10 +59,11 @@ def _about(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType
         kinds = f", GPUs {report.data.arch_list}" if report.data.arch_list else ""
         yield Wrapped(f"{len(report.data.nodes)} nodes{kinds}; for {goals}", margin=0)
     elif report.data.sections:
-        python = report.data.python
-        number = f"Python {python['version']} ({python['executable']})" if python["version"] else python["executable"]
-        chosen = f": {python['chosen']}" if python["chosen"] else ""
-        yield Wrapped(f"{report.data.host}, {number}{chosen}, for {goals}", margin=0)
+        facts = report.data.nodes[0].facts
+        python = facts.python
+        number = f"Python {python.version} ({python.executable})" if python.version else python.executable
+        chosen = f": {facts.chosen}" if facts.chosen else ""
+        yield Wrapped(f"{facts.host}, {number}{chosen}, for {goals}", margin=0)
     if report.data.sections:
         yield Whole("")
 

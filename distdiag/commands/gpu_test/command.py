@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.gpu_test.types import SIZE_BYTES, STAGES, Fault, FaultKind, Request
+from distdiag.commands.gpu_test.types import STAGES, FaultKind, Request
 from distdiag.errors import UsageError
 from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
@@ -19,7 +19,7 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     NprocOpt,
     PrintCommandOpt,
 )
-from distdiag.launch.types import Backend, Device
+from distdiag.launch.types import Backend, Device, Fault
 from distdiag.options import (
     FromOpt,
     JsonOpt,
@@ -31,9 +31,6 @@ from distdiag.options import (
     parse_duration,
     parse_size,
 )
-
-if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.isolate import types as isolate_model
 
 _DEFAULT_STAGE = {
     FaultKind.CORRUPT: "reduce",
@@ -47,8 +44,8 @@ _LONGEST_COMPUTE_S = 86400.0
 
 def parse_fault(text: str) -> Fault:
     """Parse FAULT:RANK or FAULT:RANK@STAGE. Raises UsageError."""
-    place, _, stage = text.partition("@")
-    kind, _, rank = place.partition(":")
+    where, _, stage = text.partition("@")
+    kind, _, rank = where.partition(":")
     kinds = ", ".join(FaultKind)
     if kind not in list(FaultKind) or not rank.isdecimal():
         raise UsageError(f"--inject {text!r}: expected FAULT:RANK", hint=f"faults: {kinds}; for example kill:1")
@@ -58,56 +55,35 @@ def parse_fault(text: str) -> Fault:
             f"--inject {text!r}: {kind} cannot be injected in stage {stage!r}",
             hint=f"kill, stop and late take a stage: {', '.join(STAGES)}",
         )
-    return Fault(kind=fault, rank=int(rank), stage=stage or _DEFAULT_STAGE.get(fault, "reduce"))
+    place = stage or _DEFAULT_STAGE.get(fault, "reduce")
+    return Fault(option=text, kind=fault, ranks=(int(rank),), place=place)
 
 
-def _test(
-    shared: dict[str, Any],
-    size: str,
+def _request(
+    isolate: bool,
     memory: float | None,
     expect: float | None,
     inject: str | None,
-    compute_s: float | None,
+    **rest: Any,  # noqa: ANN401 - the other fields of a Request
 ) -> Request:
-    if expect is not None:
-        raise UsageError("--expect needs --isolate", hint="add --isolate, or leave --expect out")
-    fault = parse_fault(inject) if inject is not None else None
-    _need_compute(inject, needed=fault is not None and fault.stage == "compute", compute_s=compute_s)
-    return Request(
-        **shared,
-        size_bytes=parse_size(size) if size else SIZE_BYTES,
-        memory_fraction=memory,
-        compute_s=compute_s,
-        fault=fault,
-    )
+    """Return the request of one of the two tests. Raises UsageError for options of the other."""
+    if not isolate:
+        if expect is not None:
+            raise UsageError("--expect needs --isolate", hint="add --isolate, or leave --expect out")
+        fault = parse_fault(inject) if inject is not None else None
+        request = Request(**rest, memory_fraction=memory, fault=fault)
+        needs_compute = fault is not None and fault.place == "compute"
+    else:
+        from distdiag.commands.gpu_test.isolate import types as pairs
 
-
-def _pairs(
-    shared: dict[str, Any],
-    size: str,
-    memory: float | None,
-    expect: float | None,
-    inject: str | None,
-    compute_s: float | None,
-) -> isolate_model.Request:
-    from distdiag.commands.gpu_test.isolate.types import Request, parse_fault
-
-    if memory is not None:
-        raise UsageError("--memory cannot be combined with --isolate", hint="leave one of them out")
-    fault = parse_fault(inject) if inject is not None else None
-    _need_compute(inject, needed=fault is not None and fault.in_compute, compute_s=compute_s)
-    return Request(
-        **shared,
-        size_bytes=parse_size(size) if size else None,
-        expected_bytes_per_s=None if expect is None else expect * 1e9,
-        compute_s=compute_s,
-        fault=fault,
-    )
-
-
-def _need_compute(inject: str | None, *, needed: bool, compute_s: float | None) -> None:
-    if needed and compute_s == 0:
+        if memory is not None:
+            raise UsageError("--memory cannot be combined with --isolate", hint="leave one of them out")
+        hit = pairs.parse_fault(inject) if inject is not None else None
+        request = pairs.Request(**rest, expected_bytes_per_s=None if expect is None else expect * 1e9, fault=hit)
+        needs_compute = hit is not None and hit.in_compute
+    if needs_compute and request.compute_s == 0:
         raise UsageError(f"--inject {inject} needs the stage compute", hint="leave --no-compute out")
+    return request
 
 
 @on_hosts
@@ -188,21 +164,6 @@ def gpu_test(
     """
     from distdiag import runner
 
-    def shared() -> dict[str, Any]:
-        return {
-            "program": called_as(),
-            "nproc": nproc,
-            "backend": backend,
-            "device": device,
-            "timeout_s": stall,
-            "master_port": master_port,
-            "master_addr": master_addr,
-            "ifname": ifname,
-            "strict": strict,
-            "cluster": cluster,
-            "nccl_debug": nccl_debug,
-        }
-
     def seconds() -> float | None:
         if no_compute and compute:
             raise UsageError("--compute and --no-compute contradict each other", hint="leave one of them out")
@@ -210,17 +171,32 @@ def gpu_test(
             return 0.0 if no_compute else None
         return parse_duration(compute, "--compute", longest_s=_LONGEST_COMPUTE_S)
 
+    def request() -> Any:  # noqa: ANN401 - of the command chosen below
+        return _request(
+            isolate,
+            memory,
+            expect,
+            inject,
+            program=called_as(),
+            nproc=nproc,
+            backend=backend,
+            device=device,
+            timeout_s=stall,
+            master_port=master_port,
+            master_addr=master_addr,
+            ifname=ifname,
+            strict=strict,
+            cluster=cluster,
+            nccl_debug=nccl_debug,
+            size_bytes=parse_size(size) if size else None,
+            compute_s=seconds(),
+        )
+
     options = runner.Options(as_json, strict, save, from_, cluster.explain or print_command is not None)
     if isolate:
         from distdiag.commands.gpu_test.isolate import diagnose as pairs
 
-        runner.run(
-            pairs.subcommand(print_command),
-            lambda: _pairs(shared(), size, memory, expect, inject, seconds()),
-            options,
-        )
+        runner.run(pairs.subcommand(print_command), request, options)
     from distdiag.commands.gpu_test import diagnose
 
-    runner.run(
-        diagnose.subcommand(print_command), lambda: _test(shared(), size, memory, expect, inject, seconds()), options
-    )
+    runner.run(diagnose.subcommand(print_command), request, options)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from distdiag.diagnosis.verdicts import exists
 from distdiag.diagnosis.wording import counted, three_digits
 from distdiag.facts.computed import BANDWIDTHS, by_model, majority, shared, slow_by_rate
-from distdiag.ids import Shared
 from distdiag.knowledge.peaks import find_peaks
-from distdiag.launch.wording import where, who
-from distdiag.report import Finding, Fix, Level
+from distdiag.launch.wording import found
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from distdiag.facts.computed import Computed, Product
     from distdiag.facts.gpu_health import GpuHealth
     from distdiag.launch.types import Request
+    from distdiag.report import Finding
 
 _FAR_BELOW_PEAK = 0.4
 """Share of the data sheet's 16-bit peak; products of this size reach 60 to 80 percent on an idle GPU."""
@@ -46,23 +46,12 @@ class _Judge:
         }
         if not said:
             return []
-        first = min(said)
-        return [
-            self._finding(
-                Shared.WRONG_COMPUTE,
-                Level.FAIL,
-                list(said),
-                f"computed wrongly: {said[first][0]}",
-                detail="The same product of the same matrices was repeated on one device, and checked against exact "
-                "sums. No other rank takes part in it: the device, its memory or its power supply is faulty.",
-                evidence=[f"rank {rank}: {line}" for rank, lines in said.items() for line in lines],
-                fix=self._take_out(list(said)),
-            )
-        ]
+        evidence = [f"rank {rank}: {line}" for rank, lines in said.items() for line in lines]
+        return [self._finding("compute-wrong", list(said), evidence, what=said[min(said)][0], **self._again())]
 
     def differing(self) -> list[Finding]:
         """Report ranks whose large products differ in bits from those of the same model."""
-        found = []
+        differing = []
         compared = by_model({rank: (own.model, own.digests()) for rank, own in self.computed.items()})
         for (precision, model), digests in compared.items():
             ranks_of: dict[str, list[int]] = {}
@@ -72,20 +61,12 @@ class _Judge:
                 continue
             usual = majority(digests)
             odd = sorted(digests.keys() - usual)
-            found.append(
-                self._finding(
-                    Shared.COMPUTE_DIFFERS,
-                    Level.FAIL if usual else Level.UNKNOWN,
-                    odd,
-                    f"computed another {precision} product than "
-                    + (f"the {counted(len(usual), 'other rank')} with the same device" if usual else "each other"),
-                    detail=f"Devices of one model with one torch give the same bits ({model}). Each repeated its own "
-                    "result, so the fault is constant: a faulty unit, or another BLAS library on that node.",
-                    evidence=[f"ranks {ranks}: digest {digest}" for digest, ranks in ranks_of.items()],
-                    fix=self._take_out(odd) if usual else self._again("60s"),
-                )
-            )
-        return found[:1]
+            than = f"the {counted(len(usual), 'other rank')} with the same device" if usual else "each other"
+            evidence = [f"ranks {ranks}: digest {digest}" for digest, ranks in ranks_of.items()]
+            verdict = "compute-differs" if usual else "compute-differs-from-all"
+            words = {"precision": precision, "than": than, "model": model}
+            differing.append(self._finding(verdict, odd, evidence, **words, **self._again()))
+        return differing[:1]
 
     def slow(self) -> list[Finding]:
         """Report ranks slower than those of the same model, one finding for products, one for copies."""
@@ -104,46 +85,20 @@ class _Judge:
                     f"{counted(others, 'other rank')} with the same device"
                 )
                 (products if is_product else copies).setdefault(rank, []).append(line)
-        return [
-            self._slow(kind, what, lines)
-            for kind, what, lines in (
-                (Shared.SLOW_COMPUTE, ("multiplies", "multiply", "matrices slowly"), products),
-                (Shared.SLOW_MEMORY, ("copies", "copy", "memory slowly"), copies),
-            )
-            if lines
-        ]
+        slow = (("slow-compute", "multipl{} matrices", products), ("slow-memory", "cop{} memory", copies))
+        return [self._slow(kind, what, lines) for kind, what, lines in slow if lines]
 
-    def _slow(self, kind: Shared, words: tuple[str, str, str], lines: Mapping[int, list[str]]) -> Finding:
+    def _slow(self, kind: str, what: str, lines: Mapping[int, list[str]]) -> Finding:
         ranks = sorted(lines)
-        what = f"{words[0] if len(ranks) == 1 else words[1]} {words[2]}"
-        first = self.computed[ranks[0]]
-        level = Level.FAIL if self.on_gpu else Level.WARN
         evidence = [f"rank {rank}: {line}" for rank in ranks for line in lines[rank]]
         evidence += [f"rank {rank}: {line}" for rank in ranks for line in _health(self.computed[rank].health)]
         return self._finding(
             kind,
-            level,
             ranks,
-            f"{what}: {lines[ranks[0]][0]}",
-            detail=f"All ranks computed at the same time; the best repetition of {counted(first.rounds, 'round')} "
-            "counts"
-            + (". " if self.on_gpu else ", in time of its own core, without waits for it. ")
-            + "A training step is as slow as its slowest rank.",
-            evidence=evidence,
-            fix=self._fix_slow(ranks),
-        )
-
-    def _fix_slow(self, ranks: list[int]) -> Fix:
-        if not self.on_gpu:
-            return Fix(
-                text="compare the clocks of the cores, and see what shares their caches and memory",
-                commands=("grep MHz /proc/cpuinfo | sort | uniq -c", "ps -eo pid,psr,pcpu,cmd --sort=-pcpu | head -20"),
-            )
-        hosts = sorted({self.traces[rank].host for rank in ranks})
-        return Fix(
-            text=f"on {', '.join(hosts)}: look for clocks held down, heat, a power limit or a narrow PCIe link; if "
-            "they are as on the others, take the GPU out and have it tested",
-            commands=("nvidia-smi -q -d PERFORMANCE,CLOCK,TEMPERATURE,POWER", "dcgmi diag -r 3"),
+            evidence,
+            does=what.format("ies" if len(ranks) == 1 else "y"),
+            how=lines[ranks[0]][0],
+            rounds=counted(self.computed[ranks[0]].rounds, "round"),
         )
 
     def below_peak(self) -> list[Finding]:
@@ -156,64 +111,32 @@ class _Judge:
             best = max((p.flops_per_s for p in own.products if p.precision in ("bfloat16", "float16")), default=0.0)
             if best and not own.cpus:
                 rates.setdefault(own.model.partition(",")[0], {})[rank] = best
-        found = []
+        below = []
         for name, own_rates in rates.items():
             peaks = find_peaks(name)
             typical = median(own_rates.values())
             if len(peaks) == 1 and typical < _FAR_BELOW_PEAK * peaks[0].tflops * 1e12:
-                found.append(
-                    self._finding(
-                        Shared.COMPUTE_BELOW_PEAK,
-                        Level.WARN,
-                        sorted(own_rates),
-                        f"reach {typical / 1e12:.0f} TFLOP/s in 16 bits, {typical / peaks[0].tflops / 1e12:.0%} of "
-                        f"the peak of {peaks[0].name} ({peaks[0].tflops:g})",
-                        detail="All GPUs of this model are slow alike: a power limit, clocks that are locked, heat, or "
-                        "other programs on them.",
-                        fix=Fix(
-                            text="compare the limits and clocks with the data sheet",
-                            commands=("nvidia-smi -q -d PERFORMANCE,CLOCK,POWER", "nvidia-smi"),
-                        ),
-                    )
-                )
-        return found
+                words = {"rate": f"{typical / 1e12:.0f}", "share": f"{typical / peaks[0].tflops / 1e12:.0%}"}
+                words |= {"gpu": peaks[0].name, "peak": f"{peaks[0].tflops:g}"}
+                below.append(self._finding("compute-below-peak", sorted(own_rates), (), **words))
+        return below
 
     def _finding(
         self,
-        kind: Shared,
-        level: Level,
+        verdict: str,
         ranks: list[int],
-        what: str,
-        *,
-        detail: str,
-        fix: Fix,
-        evidence: Sequence[str] = (),
+        evidence: Sequence[str],
+        **words: Any,  # noqa: ANN401 - of the verdict
     ) -> Finding:
+        """Return the finding of a verdict; some have another on the CPU."""
         traces = [self.traces[rank] for rank in ranks]
-        return Finding(
-            id=kind.of(self.request.command),
-            level=level,
-            title=f"{who(traces)} {what}",
-            detail=detail,
-            where=where(traces),
-            evidence=tuple(evidence[:_MOST_EVIDENCE]),
-            fix=fix,
-        )
+        words["hosts"] = ", ".join(sorted({trace.host for trace in traces}))
+        on_cpu = f"{verdict}-on-cpu"
+        verdict = on_cpu if not self.on_gpu and exists(on_cpu) else verdict
+        return found(verdict, self.request, traces, evidence=evidence[:_MOST_EVIDENCE], **words)
 
-    def _take_out(self, ranks: list[int]) -> Fix:
-        hosts = sorted({self.traces[rank].host for rank in ranks})
-        if not self.on_gpu:
-            return Fix(
-                text=f"take {', '.join(hosts)} out of the job, and test its CPU and memory",
-                commands=("dmesg -T | grep -iE 'mce|edac|machine check'", self._again("60s").commands[0]),
-            )
-        return Fix(
-            text=f"take {', '.join(hosts)} out of the job; confirm with the vendor's own test",
-            commands=("dcgmi diag -r 3", "nvidia-smi -q -d ECC,ROW_REMAPPER", self._again("60s").commands[0]),
-        )
-
-    def _again(self, seconds: str) -> Fix:
-        return Fix(text="compute longer to decide", commands=(self.request.again(compute=seconds),))
+    def _again(self) -> dict[str, str]:
+        return {"again": self.request.again(compute="60s")}
 
 
 def _wrong(product: Product) -> Iterator[str]:

@@ -20,7 +20,7 @@ from distdiag.output import fail
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from distdiag.facts.job_logs.demux import Label
+    from distdiag.facts.job_logs.demux import Stream
 
 _MOST_FILES = 512
 
@@ -108,12 +108,12 @@ def _lines_of(path: str) -> Iterator[tuple[int | None, str, bytes]]:
         raise DistdiagError(f"{path}: {error}", hint="name logs that can be read") from error
 
 
-def _named(label: Label, rank: int | None, local: int | None, text: bytes) -> tuple[int | None, str, bytes]:
-    number = next((known for known in (label.rank, label.local, rank, local) if known is not None), None)
+def _named(stream: Stream, rank: int | None, local: int | None, text: bytes) -> tuple[int | None, str, bytes]:
+    number = next((known for known in (stream.rank, stream.local, rank, local) if known is not None), None)
     if number is None and (inner := collect.RANK.match(text)):
         number = int(inner[1])
     if b"\r" in text:
         ended = text.endswith(b"\n")
         states = [state for state in text.rstrip(b"\n").split(b"\r") if state.strip()]
         text = (states[-1] if states else b"") + b"\n" * ended
-    return number, f"{label.host or ''}{label.text}", text
+    return number, f"{stream.host}{stream.label}", text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_ranks, fold_within
@@ -13,7 +14,6 @@ from distdiag.commands.ports.types import (
     IbPortRow,
     InterfaceRow,
     ListenerRow,
-    PairRow,
     PortsData,
     ProbeRow,
     SelectedRow,
@@ -28,7 +28,6 @@ from distdiag.report import Finding, Level, Report, Where
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rendezvous_test import NetworkPath
     from distdiag.commands.ports.types import PortsFacts, Request
 
 _SHOWN = 4
@@ -85,7 +84,9 @@ def _data(facts: PortsFacts) -> PortsData:
         ),
         listeners=tuple(ListenerRow(**vars(own), host=host) for host, node in nodes for own in node.listeners),
         probes=_probes(facts),
-        pairs=tuple(_pair(facts, path) for path in facts.paths),
+        pairs=tuple(
+            replace(path, source=facts.hosts[path.source], target=facts.hosts[path.target]) for path in facts.paths
+        ),
         ephemeral_ports=first.network.ephemeral_ports if first is not None else None,
         free_port=first.lowest_free or None if first is not None else None,
         exports=_exports(facts),
@@ -94,37 +95,9 @@ def _data(facts: PortsFacts) -> PortsData:
 
 def _probes(facts: PortsFacts) -> tuple[ProbeRow, ...]:
     return tuple(
-        ProbeRow(
-            from_=facts.hosts[node],
-            to=result.host,
-            address=result.address,
-            port=result.port,
-            state=result.state,
-            by=known_as(result),
-            said=result.said,
-            local_address=result.local_address,
-            interface=result.interface,
-            rtt_s=result.rtt_s,
-            error=result.error,
-        )
+        ProbeRow(**vars(result), source=facts.hosts[node], by=known_as(result))
         for node, results in facts.scanned.items()
         for result in sorted(results, key=lambda result: (result.host, result.port))
-    )
-
-
-def _pair(facts: PortsFacts, path: NetworkPath) -> PairRow:
-    probe = path.probe
-    return PairRow(
-        from_=facts.hosts[path.source],
-        to=facts.hosts[path.target],
-        address=probe.address,
-        port=probe.port,
-        purpose=path.purpose,
-        state=probe.verdict,
-        interface=probe.interface,
-        rtt_s=probe.latency_s,
-        throughput_bytes_per_s=probe.bulk_bytes / probe.bulk_s if probe.bulk_s and probe.bulk_bytes else None,
-        error=probe.error,
     )
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.drift import differences
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.rendezvous_test import RANKS
-from distdiag.commands.ports.port_findings import finding
 from distdiag.commands.ports.types import COMMAND, address_of
 from distdiag.diagnosis.connectivity import EVIDENCE_LINES, Case, evidence_line, opening
 from distdiag.diagnosis.nic_selection import (
@@ -22,8 +21,8 @@ from distdiag.diagnosis.nic_selection import (
     objection,
     suggested,
 )
+from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network import is_loopback
-from distdiag.ids import Id, Shared
 from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def node_findings(facts: PortsFacts) -> list[Finding]:
     several = len(facts.nodes) > 1
     for name, node in facts.nodes.items():
         for own in _about(node, several=several):
-            if own.id is Id.PORTS_GLOO_IFNAME and own.level is Level.INFO and facts.scanned:
+            if own.id == "ports.gloo-ifname" and own.level is Level.INFO and facts.scanned:
                 continue  # the request was about a host's ports, not this node
             found.setdefault((own.id, own.level, own.title), (own, []))[1].append(facts.hosts[name])
     together = [_for_hosts(own, hosts, several=several) for own, hosts in found.values()]
@@ -73,21 +72,16 @@ def _nccl(node: NodePorts, several: bool) -> Finding | None:
         not several and not chosen.error and "NCCL_SOCKET_IFNAME" not in node.variables and " as well as " not in doubt
     ):
         return None
-    hint = _misread(node.variables.get("NCCL_SOCKET_IFNAME", ""))
+    words = {"names": chosen.names or "no interface", "doubt": doubt, "rule": chosen.rule}
+    words |= {"hint": _misread(node.variables.get("NCCL_SOCKET_IFNAME", "")), **_name_it(node)}
+    if "NCCL_SOCKET_FAMILY" in node.variables:
+        words["fix"] = "unset the address family, or set the family that the interfaces have"
+        words["line"] = "unset NCCL_SOCKET_FAMILY"
     return finding(
-        Id.PORTS_NCCL_IFNAME,
-        Level.FAIL if chosen.error or (several and "loopback" in doubt) else Level.WARN,
-        f"NCCL would use {chosen.names or 'no interface'}: {doubt}",
-        detail=" ".join(filter(None, (f"Selected by: {chosen.rule}." if chosen.rule else "", hint))),
+        "ports.nccl-ifname",
+        words,
+        level=Level.FAIL if chosen.error or (several and "loopback" in doubt) else Level.WARN,
         evidence=tuple(f"{nic.name} {nic.address} ({nic.kind})" for nic in chosen.nics),
-        fix=_name_it(node) if "NCCL_SOCKET_FAMILY" not in node.variables else _forget_family(),
-    )
-
-
-def _forget_family() -> Fix:
-    return Fix(
-        text="unset the address family, or set the family that the interfaces have",
-        commands=("unset NCCL_SOCKET_FAMILY",),
     )
 
 
@@ -100,9 +94,9 @@ def _misread(value: str) -> str:
     return ""
 
 
-def _name_it(node: NodePorts) -> Fix | None:
+def _name_it(node: NodePorts) -> dict[str, str]:
     variables = exports(suggested(node.network.interfaces))
-    return Fix(text="set the interface explicitly", commands=(export_line(variables),)) if variables else None
+    return {"fix": "set the interface explicitly", "line": export_line(variables)} if variables else {}
 
 
 def _gloo(node: NodePorts, several: bool) -> Finding | None:
@@ -112,37 +106,21 @@ def _gloo(node: NodePorts, several: bool) -> Finding | None:
     if not doubt or (not several and not chosen.error and not ("loopback" in doubt and lines)):
         return None
     if not several and not chosen.error:
-        return finding(
-            Id.PORTS_GLOO_IFNAME,
-            Level.INFO,
-            f"Gloo would use {chosen.names}, which reaches no other node: {chosen.rule}",
-            detail="A job on this node alone is fine with that; one over several nodes cannot connect.",
-            fix=gloo_fix(chosen, lines),
-        )
+        found = finding("ports.gloo-alone", {"names": chosen.names, "rule": chosen.rule})
+        return replace(found, fix=gloo_fix(chosen, lines))
     is_named = bool(node.variables.get("GLOO_SOCKET_IFNAME"))
     hint = "Gloo takes exact interface names, separated by commas only." if is_named and chosen.error else ""
-    return finding(
-        Id.PORTS_GLOO_IFNAME,
-        Level.FAIL if chosen.error or several else Level.WARN,
-        f"Gloo would use {chosen.names or 'no interface'}: {doubt}",
-        detail=" ".join(filter(None, (f"Selected by: {chosen.rule}." if chosen.rule else "", hint))),
-        fix=gloo_fix(chosen, lines) if lines else None,
-    )
+    words = {"names": chosen.names or "no interface", "doubt": doubt, "rule": chosen.rule, "hint": hint}
+    found = finding("ports.gloo-ifname", words, level=Level.FAIL if chosen.error or several else Level.WARN)
+    return replace(found, fix=gloo_fix(chosen, lines) if lines else None)
 
 
 def _own_name(node: NodePorts, several: bool) -> Finding | None:
     names = node.network.names
     if names.host_addresses:
         return None
-    return finding(
-        Shared.NAME_UNRESOLVED,
-        Level.WARN,
-        f"own host name {names.host_name} does not resolve: {names.host_error}",
-        fix=Fix(
-            text="add it to /etc/hosts",
-            commands=(f"echo '{address_of(node) or '10.0.0.1'} {names.host_name}' | sudo tee -a /etc/hosts",),
-        ),
-    )
+    words = {"named": names.host_name, "error": names.host_error, "address": address_of(node) or "10.0.0.1"}
+    return finding("ports.name-unresolved", words)
 
 
 def _master_addr(node: NodePorts, several: bool) -> Finding | None:
@@ -150,15 +128,10 @@ def _master_addr(node: NodePorts, several: bool) -> Finding | None:
     name = node.variables.get("MASTER_ADDR")
     if name is None or several or node.master:
         return None
-    return finding(
-        Id.PORTS_MASTER_ADDR,
-        Level.FAIL,
-        f"cannot resolve MASTER_ADDR={name!r}",
-        detail="MASTER_ADDR takes a name or an address only: no port, no spaces."
-        if ":" in name or name != name.strip()
-        else "",
-        fix=Fix(text="set it to the address of rank 0's node", commands=(f"getent hosts {shlex.quote(name)}",)),
-    )
+    odd = ":" in name or name != name.strip()
+    detail = "MASTER_ADDR takes a name or an address only: no port, no spaces." if odd else ""
+    words = {"value": repr(name), "detail": detail, "named": shlex.quote(name)}
+    return finding("ports.master-addr-unresolved", words)
 
 
 def _master_port(node: NodePorts, several: bool) -> Finding | None:
@@ -166,24 +139,13 @@ def _master_port(node: NodePorts, several: bool) -> Finding | None:
     if text is None:
         return None
     if not text.isdigit() or not 1 <= int(text) <= 65535:
-        return finding(
-            Id.PORTS_MASTER_PORT,
-            Level.FAIL,
-            f"MASTER_PORT={text!r} is not a valid port",
-            fix=Fix(text="use a number from 1 to 65535", commands=(f"export MASTER_PORT={node.lowest_free or 29500}",)),
-        )
+        return finding("ports.master-port", {"value": repr(text), "free": node.lowest_free or 29500})
     if node.network.ephemeral_ports is None:
         return None
     low, high = node.network.ephemeral_ports
     if not low <= int(text) <= high:
         return None
-    return finding(
-        Id.PORTS_PORT_RANGE,
-        Level.WARN,
-        f"MASTER_PORT={text} is in the ephemeral port range ({low}-{high})",
-        detail="Any outgoing connection may hold it when rank 0 starts to listen.",
-        fix=Fix(text="use a port below that range", commands=(f"export MASTER_PORT={node.lowest_free or 29500}",)),
-    )
+    return finding("ports.port-range", {"value": text, "low": low, "high": high, "free": node.lowest_free or 29500})
 
 
 def _rdma(node: NodePorts, several: bool) -> Finding | None:
@@ -193,32 +155,20 @@ def _rdma(node: NodePorts, several: bool) -> Finding | None:
         return None
     names = ", ".join(f"{port.device}:{port.port}" for port in down)
     waits = [port for port in down if port.physical == "LinkUp"]
-    return finding(
-        Id.PORTS_RDMA_DOWN,
-        Level.WARN,
-        f"{len(down)} of {len(ports)} RDMA ports not active: {names}",
-        detail="A port whose link is up but not active is waiting for the subnet manager." if waits else "",
-        evidence=tuple(f"{port.device}:{port.port} {port.state}, {port.physical}, {port.link}" for port in down),
-        fix=Fix(
-            text="check the cable, switch port and subnet manager; or exclude these ports",
-            commands=("ibstat", f"export NCCL_IB_HCA={quoted('^' + ','.join(port.device for port in down))}"),
-        ),
-    )
+    words = {"down": len(down), "all": len(ports), "names": names}
+    words["waits"] = "A port whose link is up but not active is waiting for the subnet manager." if waits else ""
+    words["excluded"] = quoted("^" + ",".join(port.device for port in down))
+    evidence = tuple(f"{port.device}:{port.port} {port.state}, {port.physical}, {port.link}" for port in down)
+    return finding("ports.rdma-down", words, evidence=evidence)
 
 
 def _firewall(node: NodePorts, several: bool) -> Finding | None:
     if not node.firewalls:
         return None
     low, high = node.network.ephemeral_ports or (32768, 60999)
-    return finding(
-        Id.PORTS_FIREWALL,
-        Level.INFO,
-        f"firewall active ({', '.join(node.firewalls)}): ranks need the rendezvous port and {low}-{high}",
-        fix=Fix(
-            text="if these ports are closed, open them",
-            commands=opening(node.network, ["29500", f"{low}-{high}"], _network(node)),
-        ),
-    )
+    found = finding("ports.firewall", {"firewalls": ", ".join(node.firewalls), "low": low, "high": high})
+    opened = opening(node.network, ["29500", f"{low}-{high}"], _network(node))
+    return replace(found, fix=Fix(text="if these ports are closed, open them", commands=opened))
 
 
 def _network(node: NodePorts) -> str:
@@ -231,13 +181,7 @@ def _container(node: NodePorts, several: bool) -> Finding | None:
     nic = suggested(node.network.interfaces)
     if not several or not node.container or nic is None or not nic.addresses[0].startswith("172.17."):
         return None
-    return finding(
-        Id.PORTS_CONTAINER_NETWORK,
-        Level.WARN,
-        f"this container is behind a Docker bridge ({nic.addresses[0]})",
-        detail="Other machines cannot reach its ephemeral ports.",
-        fix=Fix(text="start it on the host's network: docker run --network host"),
-    )
+    return finding("ports.container-network", {"address": nic.addresses[0]})
 
 
 def _dead_interfaces(facts: PortsFacts) -> list[Finding]:
@@ -249,20 +193,16 @@ def _dead_interfaces(facts: PortsFacts) -> list[Finding]:
     names = sorted({name for path in bad if (name := _interface_at(facts.nodes.get(path.target), path.probe.address))})
     good = sorted({path.probe.interface for path in facts.paths if path.purpose == RANKS and path.is_open} - {""})
     hosts = case.named(path.target for path in bad)
-    return [
-        finding(
-            Id.PORTS_NCCL_DEAD_INTERFACE,
-            Level.FAIL,
-            f"NCCL would also use {', '.join(names)} on {fold(hosts)}, and paths to it are closed",
-            detail="NCCL stripes connections across every selected interface and hangs on an unreachable interface.",
-            where=Where(hosts=hosts),
-            evidence=tuple(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
-            fix=Fix(
-                text=f"restrict NCCL to {good[0]}" if good else "set the interface that works",
-                commands=tuple(export_line({"NCCL_SOCKET_IFNAME": f"={name}"}) for name in good[:1]),
-            ),
-        )
-    ]
+    words = {
+        "names": ", ".join(names),
+        "hosts": fold(hosts),
+        "fix": "set the interface that works",
+        "line": "ip -br address",
+    }
+    if good:
+        words |= {"fix": f"restrict NCCL to {good[0]}", "line": export_line({"NCCL_SOCKET_IFNAME": f"={good[0]}"})}
+    evidence = tuple(evidence_line(case, path) for path in bad[:EVIDENCE_LINES])
+    return [finding("ports.nccl-dead-interface", words, where=Where(hosts=hosts), evidence=evidence)]
 
 
 def _interface_at(node: NodePorts | None, address: str) -> str:
@@ -301,24 +241,12 @@ def _name(facts: PortsFacts, name: str, leads_to: str, hosts: list[str]) -> Find
     first = next(iter(facts.nodes))
     master = any(_value_of_master_addr(facts, node) == name for node in facts.nodes)
     what = "MASTER_ADDR" if master else f"the name of {facts.hosts[first]}"
-    why = "torchrun advertises this name to the other nodes, which then time out."
-    if leads_to:
-        why = (
-            "This name must resolve to rank 0's node everywhere; a loopback address is the local node. torchrun "
-            "advertises it to the other nodes."
-        )
+    words = {"what": what, "named": repr(name), "to": leads_to, "hosts": fold(hosts)}
     return finding(
-        Id.PORTS_MASTER_ADDR,
-        Level.FAIL if master else Level.WARN,
-        f"{what} ({name!r}) resolves to {leads_to} on {fold(hosts)}"
-        if leads_to
-        else f"{fold(hosts)} cannot resolve {name!r} ({what})",
-        detail=why,
+        "ports.master-addr" if leads_to else "ports.master-addr-unknown",
+        {**words, "address": address_of(facts.nodes[first])},
+        level=Level.FAIL if master else Level.WARN,
         where=Where(hosts=tuple(hosts)),
-        fix=Fix(
-            text="use the address instead of the name, on all nodes",
-            commands=(f"export MASTER_ADDR={address_of(facts.nodes[first])}",),
-        ),
     )
 
 
@@ -331,19 +259,8 @@ def _masters_differ(facts: PortsFacts) -> list[Finding]:
         return []
     fewest = min(values.items(), key=lambda entry: (len(entry[1]), not entry[0]))[1]
     each = "; ".join(f"{value or 'not set'} on {fold(hosts)}" for value, hosts in values.items())
-    return [
-        finding(
-            Id.PORTS_MASTER_ADDR_DIFFERS,
-            Level.WARN,
-            f"MASTER_ADDR differs: {each}",
-            detail="Ranks that connect to different addresses wait for each other forever. A launcher may override it.",
-            where=Where(hosts=tuple(fewest)),
-            fix=Fix(
-                text="set the same value on all nodes; or unset it everywhere and let the launcher set it",
-                commands=(f"export MASTER_ADDR={address_of(next(iter(facts.nodes.values())))}", "unset MASTER_ADDR"),
-            ),
-        )
-    ]
+    words = {"each": each, "address": address_of(next(iter(facts.nodes.values())))}
+    return [finding("ports.master-addr-differs", words, where=Where(hosts=tuple(fewest)))]
 
 
 def _differences(facts: PortsFacts) -> list[Finding]:
@@ -352,17 +269,8 @@ def _differences(facts: PortsFacts) -> list[Finding]:
     if not found:
         return []
     hosts = tuple(dict.fromkeys(host for difference in found for host in difference.odd_hosts))
-    return [
-        finding(
-            Id.PORTS_NODES_DIFFER,
-            Level.WARN,
-            f"{fold(hosts)} {'is' if len(hosts) == 1 else 'are'} configured differently from the other nodes",
-            detail="One NCCL_SOCKET_IFNAME value does not work on all nodes then, or large packets are lost.",
-            where=Where(hosts=hosts),
-            evidence=tuple(map(str, found)),
-            fix=Fix(text="configure them alike, or set the variables per node; NCCL_SOCKET_IFNAME takes a list"),
-        )
-    ]
+    words = {"hosts": fold(hosts), "are": "is" if len(hosts) == 1 else "are"}
+    return [finding("ports.nodes-differ", words, where=Where(hosts=hosts), evidence=tuple(map(str, found)))]
 
 
 def _compared(node: NodePorts) -> dict[str, object]:

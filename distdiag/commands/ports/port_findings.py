@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from distdiag.agent import handshake
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.commands.ports.types import COMMAND
 from distdiag.diagnosis.connectivity import EVIDENCE_LINES
+from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network import is_loopback
-from distdiag.ids import Id, Shared
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Finding, Where
 
 if TYPE_CHECKING:
     from distdiag.agent.port_scan import PortResult
@@ -22,11 +21,6 @@ _FEW = 16
 """Up to this many ports per host, a closed port is a finding: more are a scan."""
 _OWN, _WORDS = 6, 3
 _INSTANT_S = 0.05
-
-
-def finding(id_: Id | Shared, level: Level, title: str, **rest: object) -> Finding:
-    """Return a finding of this command."""
-    return Finding(id=id_.of(COMMAND) if isinstance(id_, Shared) else id_, level=level, title=title, **rest)  # type: ignore[arg-type]
 
 
 def known_as(result: PortResult) -> str:
@@ -63,12 +57,10 @@ def _taken(facts: PortsFacts) -> list[Finding]:
             groups.setdefault(port, []).append((facts.hosts[node], who))
     return [
         finding(
-            Shared.PORT_TAKEN,
-            Level.WARN,
-            f"port {port} is in use on {fold(host for host, _ in owners)}, so it was not tested there",
+            "ports.port-taken",
+            {"port": port, "hosts": fold(host for host, _ in owners)},
             where=Where(hosts=tuple(host for host, _ in owners)),
             evidence=tuple(f"{host}: {who}" for host, who in owners[:EVIDENCE_LINES]),
-            fix=Fix(text="a running job or a leftover process holds it: end it, or test another port (--port)"),
         )
         for port, owners in groups.items()
     ]
@@ -97,44 +89,24 @@ def _judged(facts: PortsFacts, source: str, host: str, state: str, tried: list[P
         return _open(where, tried, at)
     if state == "closed":
         return _closed(facts, where, tried, at) if len(tried) <= _FEW else None
-    titles: dict[str, tuple[str, Id | Shared]] = {
-        "filtered": (
-            f"no answer from {where} on {plural} {ports}: packets dropped, or host down",
-            Shared.PORT_FILTERED,
-        ),
-        "rejected": (f"connection to {where} {plural} {ports} rejected: {first.error.lower()}", Shared.PORT_REJECTED),
-        "no-route": (f"no route to {where}: {first.error.lower()}", Shared.PORT_NO_ROUTE),
-        "name": (f"cannot resolve {host}: {first.error}", Shared.ADDRESS_UNRESOLVED),
-        "denied": (
-            f"this machine blocks connections to {where} {plural} {ports}: {first.error.lower()}",
-            Id.PORTS_DENIED,
-        ),
-    }
-    title, id_ = titles[state]
-    detail, fix = _advice(state, first, facts, source, ports)
-    return finding(id_, Level.FAIL, title, detail=detail, where=at, evidence=evidence, fix=fix)
+    row = f"ports.{state}"
+    if state in ("filtered", "rejected"):
+        others = _other_answers(facts, host)
+        row += "-port" if others or (state == "rejected" and first.seconds < 1.0) else "-host"
+        known = ", ".join(str(other.port) for other in others[:4])
+    else:
+        known = ""
+    words = {"where": where, "ports": ports, "plural": plural, "host": host, "error": first.error, "known": known}
+    words |= {"reason": first.error.lower(), "address": first.address, "named": shlex.quote(host)}
+    return finding(row, words, where=at, evidence=evidence)
 
 
 def _closed(facts: PortsFacts, where: str, tried: list[PortResult], at: Where) -> Finding:
     """Report ports without a listener; on this machine, with the actual listeners."""
     ports = fold_ranks(result.port for result in tried)
     own = _listening_here(facts, tried[0].address)
-    if facts.named:
-        fix = Fix(
-            text="start what should listen there, such as rank 0 of the job; or correct MASTER_ADDR and MASTER_PORT"
-        )
-    else:
-        fix = Fix(text="nothing, before a job runs: rank 0 listens there. To try another port: HOST:PORT")
-    return finding(
-        Id.PORTS_CLOSED,
-        Level.FAIL if facts.named else Level.WARN,
-        f"{where} is reachable, but nothing listens on {'ports' if len(tried) > 1 else 'port'} {ports}",
-        detail="It refused the connection: the path is open and no firewall needs a change. (A firewall that "
-        'rejects with "port unreachable" looks the same.)',
-        where=at,
-        evidence=own,
-        fix=fix,
-    )
+    words = {"where": where, "ports": ports, "plural": "ports" if len(tried) > 1 else "port"}
+    return finding("ports.closed" if facts.named else "ports.closed-unasked", words, where=at, evidence=own)
 
 
 def _listening_here(facts: PortsFacts, address: str) -> tuple[str, ...]:
@@ -156,48 +128,10 @@ def _evidence(source: str, tried: list[PortResult]) -> tuple[str, ...]:
     )
 
 
-def _advice(state: str, first: PortResult, facts: PortsFacts, source: str, ports: str) -> tuple[str, Fix]:
-    others = [
-        result
-        for results in facts.scanned.values()
-        for result in results
-        if result.host == first.host and result.state in ("open", "closed")
-    ]
-    if state == "filtered":
-        if others:
-            known = ", ".join(str(other.port) for other in others[:4])
-            return (
-                f"Other ports of the host answer ({known}): it is up, and a firewall drops these packets.",
-                Fix(text=f"allow inbound TCP {ports} on that host, or in its security group"),
-            )
-        return (
-            "No tested port answers, and a closed port would. A firewall drops everything, or no running host has "
-            "this address.",
-            Fix(
-                text="check whether the host is up and what filters the packets",
-                commands=(f"ping -c 3 -W 1 {first.address}", f"ip neigh show {first.address}"),
-            ),
-        )
-    if state == "rejected":
-        if others or first.seconds < 1.0:
-            return (
-                "The rejection came at once: a firewall rejects packets instead of dropping them (firewalld does).",
-                Fix(text=f"allow inbound TCP {ports} on that host"),
-            )
-        return (
-            "No machine on this network answers for that address: the host is down, or the address is wrong.",
-            Fix(text="check whether it is up", commands=(f"ip neigh show {first.address}",)),
-        )
-    if state == "no-route":
-        return "", Fix(text="check the routes", commands=(f"ip route get {first.address}",))
-    if state == "name":
-        return "", Fix(
-            text="check the spelling, or add it to DNS or /etc/hosts",
-            commands=(f"getent hosts {shlex.quote(first.host)}",),
-        )
-    return "", Fix(
-        text="check this machine's rules for outgoing packets", commands=("sudo nft list ruleset | grep -n output",)
-    )
+def _other_answers(facts: PortsFacts, host: str) -> list[PortResult]:
+    """List the ports of a host that answered."""
+    results = (result for results in facts.scanned.values() for result in results)
+    return [result for result in results if result.host == host and result.state in ("open", "closed")]
 
 
 def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
@@ -208,26 +142,14 @@ def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
         if is_loopback(result.address) and not is_loopback(result.host) and result.host != "localhost"
     ]
     if home:
-        return finding(
-            Shared.ADDRESS_LOOPBACK,
-            Level.WARN,
-            f"{home[0].host} resolves to {home[0].address} here, so this machine tested itself",
-            where=at,
-            fix=Fix(
-                text="set its real address in /etc/hosts or DNS",
-                commands=(f"getent hosts {shlex.quote(home[0].host)}",),
-            ),
-        )
+        words = {"host": home[0].host, "address": home[0].address, "named": shlex.quote(home[0].host)}
+        return finding("ports.address-loopback", words, where=at)
     strangers = [result for result in tried if known_as(result) == "http"]
-    if strangers:
-        return finding(
-            Id.PORTS_HTTP,
-            Level.WARN,
-            f"a web server or proxy answers on {where} port {fold_ranks(result.port for result in strangers)}",
-            detail="A proxy on the path answers for any address, so an open port proves nothing. torch prints here: "
-            "Ping failed, invalid value.",
-            where=at,
-            evidence=tuple(f"port {result.port} sent {result.said!r}" for result in strangers[:3]),
-            fix=Fix(text="check whether that is the server you mean"),
-        )
-    return None
+    if not strangers:
+        return None
+    return finding(
+        "ports.http",
+        {"where": where, "ports": fold_ranks(result.port for result in strangers)},
+        where=at,
+        evidence=tuple(f"port {result.port} sent {result.said!r}" for result in strangers[:3]),
+    )

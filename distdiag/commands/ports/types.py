@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec  # noqa: TID253 - this module is only imported when the command runs
 
-from distdiag.agent.port_scan import PortResult  # noqa: TC001
+from distdiag.agent.port_scan import PortResult
 from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001
 
 # msgspec reads the annotations.
@@ -23,7 +23,6 @@ from distdiag.facts.nics import IbPort, Nic
 COMMAND = "ports"
 USUAL_PORT = 29500
 """torch's default MASTER_PORT."""
-_RENAMED = {"from_": "from"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,35 +142,12 @@ class SelectionRow(msgspec.Struct, frozen=True):
     gloo: tuple[SelectedRow, ...]
 
 
-class ProbeRow(msgspec.Struct, frozen=True, rename=_RENAMED):
-    """One port of one host, probed from one node. `by`: distdiag, http, ssh, other, silent; empty if not open."""
+@dataclass(frozen=True, kw_only=True)
+class ProbeRow(PortResult):
+    """A port of a host, probed from the node `source`. `by`: distdiag, http, ssh, other, silent; empty if not open."""
 
-    from_: str
-    to: str
-    address: str
-    port: int
-    state: str
+    source: str
     by: str
-    said: str
-    local_address: str
-    interface: str
-    rtt_s: float | None
-    error: str
-
-
-class PairRow(msgspec.Struct, frozen=True, rename=_RENAMED):
-    """One direction between two nodes, with our own listener. `purpose`: port, or ranks (an ephemeral port)."""
-
-    from_: str
-    to: str
-    address: str
-    port: int
-    purpose: str
-    state: str
-    interface: str
-    rtt_s: float | None
-    throughput_bytes_per_s: float | None
-    error: str
 
 
 class PortsData(msgspec.Struct, frozen=True):
@@ -186,7 +162,8 @@ class PortsData(msgspec.Struct, frozen=True):
     choice: SelectionRow
     listeners: tuple[ListenerRow, ...]
     probes: tuple[ProbeRow, ...]
-    pairs: tuple[PairRow, ...]
+    pairs: tuple[NetworkPath, ...]
+    """Both ways between nodes, by host, to our own listeners."""
     ephemeral_ports: tuple[int, int] | None
     free_port: int | None
     exports: dict[str, dict[str, str]]

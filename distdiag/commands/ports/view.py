@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from distdiag.commands.ports.types import PairRow, PortsData, ProbeRow, Request
+    from distdiag.cluster.rendezvous_test import NetworkPath
+    from distdiag.commands.ports.types import PortsData, ProbeRow, Request
     from distdiag.report import Report
 
 _MATRIX = 32
 _LISTENERS = 12
 _USUAL = (29400, 29500, 6000, 12355, 1234)
 _ANSWERS = {"silent": "connects, sends nothing first (as torch's store)", "other": "sends"}
-_MARKS = {"ok": ".", "lossy": "~"}
 
 
 def ports_view(report: Report[PortsData], request: Request) -> Iterator[RenderableType]:
@@ -104,8 +104,8 @@ def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[Renderable
     for probe in probes:
         quote = f" {probe.said!r}" if probe.said and probe.by != "distdiag" else ""
         by = f"{_ANSWERS.get(probe.by, probe.by)}{quote}" if probe.state == "open" else probe.error
-        groups.setdefault((probe.from_, probe.to, probe.address, probe.state, by, probe.interface), []).append(probe)
-    several = len({probe.from_ for probe in probes}) > 1
+        groups.setdefault((probe.source, probe.host, probe.address, probe.state, by, probe.interface), []).append(probe)
+    several = len({probe.source for probe in probes}) > 1
     table = plain_table(
         *([Column("from")] if several else []),
         Column("to", overflow="fold"),
@@ -125,30 +125,32 @@ def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[Renderable
 
 
 def _pairs(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
-    tried = {host for pair in data.pairs for host in (pair.from_, pair.to)}
+    tried = {host for pair in data.pairs for host in (pair.source, pair.target)}
     known = dict.fromkeys([*(nic.host for nic in data.interfaces), *sorted(tried)])
     hosts = [host for host in known if host in tried]
-    states: dict[tuple[str, str], list[PairRow]] = {}
+    states: dict[tuple[str, str], list[NetworkPath]] = {}
     for pair in data.pairs if all(pair.purpose in ("also", "other") for pair in data.pairs) else _main(data):
-        states.setdefault((pair.from_, pair.to), []).append(pair)
+        states.setdefault((pair.source, pair.target), []).append(pair)
     if len(hosts) <= _MATRIX:
         yield from _matrix(hosts, states)
     else:
-        good = sum(all(pair.state in _MARKS for pair in rows) for rows in states.values())
+        good = sum(all(pair.is_open for pair in rows) for rows in states.values())
         yield Whole(f"{good} of {len(states)} paths between {len(hosts)} nodes are open")
     yield Whole("")
     yield Wrapped(_figures(data), margin=0)
     if verbose:
         for pair in data.pairs:
-            took = f" {pair.rtt_s * 1e3:.1f} ms" if pair.rtt_s is not None else ""
-            yield Whole(f"  {pair.from_} -> {pair.to} {pair.address}:{pair.port} ({pair.purpose}) {pair.state}{took}")
+            probe = pair.probe
+            took = f" {probe.latency_s * 1e3:.1f} ms" if probe.latency_s is not None else ""
+            where = f"{pair.source} -> {pair.target} {probe.address}:{probe.port} ({pair.purpose})"
+            yield Whole(f"  {where} {probe.verdict}{took}")
 
 
-def _main(data: PortsData) -> Iterator[PairRow]:
+def _main(data: PortsData) -> Iterator[NetworkPath]:
     return (pair for pair in data.pairs if pair.purpose in ("port", "ranks"))
 
 
-def _matrix(hosts: list[str], states: dict[tuple[str, str], list[PairRow]]) -> Iterator[RenderableType]:
+def _matrix(hosts: list[str], states: dict[tuple[str, str], list[NetworkPath]]) -> Iterator[RenderableType]:
     """Draw the matrix of paths: a row per source, a letter per target."""
     width = max(map(len, hosts))
     yield Whole(f"{'from':<{width}}  to {fold(hosts)}, in this order")
@@ -169,24 +171,25 @@ def _matrix(hosts: list[str], states: dict[tuple[str, str], list[PairRow]]) -> I
     yield Whole("  ".join(text for letter, text in meanings.items() if letter in letters))
 
 
-def _cell(rows: list[PairRow]) -> str:
+def _cell(rows: list[NetworkPath]) -> str:
     if not rows:
         return "?"
-    bad = [pair for pair in rows if pair.state not in _MARKS]
+    bad = [pair for pair in rows if not pair.is_open]
     if not bad:
-        return "~" if any(pair.state == "lossy" for pair in rows) else "."
-    if any(pair.state.startswith("swallowed") for pair in bad):
+        return "~" if any(pair.probe.verdict == "lossy" for pair in rows) else "."
+    if any(pair.probe.verdict.startswith("swallowed") for pair in bad):
         return "m"
     purposes = {pair.purpose for pair in bad}
-    open_too = {pair.purpose for pair in rows if pair.state in _MARKS}
+    open_too = {pair.purpose for pair in rows if pair.is_open}
     if purposes == {"port"} and "ranks" in open_too:
         return "p"
     return "e" if purposes == {"ranks"} and "port" in open_too else "X"
 
 
 def _figures(data: PortsData) -> str:
-    times = sorted(pair.rtt_s for pair in data.pairs if pair.rtt_s is not None)
-    rates = sorted(pair.throughput_bytes_per_s for pair in data.pairs if pair.throughput_bytes_per_s is not None)
+    times = sorted(pair.probe.latency_s for pair in data.pairs if pair.probe.latency_s is not None)
+    probes = [pair.probe for pair in data.pairs if pair.probe.bulk_bytes]
+    rates = sorted(probe.bulk_bytes / probe.bulk_s for probe in probes if probe.bulk_s)
     took = (
         f"latency {times[len(times) // 2] * 1e3:.1f} ms median, {times[-1] * 1e3:.1f} ms max" if times else "no answers"
     )

@@ -16,7 +16,8 @@ from distdiag.diagnosis.job_logs.types import Request as LogsRequest
 from distdiag.diagnosis.job_logs.types import number_in
 from distdiag.diagnosis.stack_wording import place
 from distdiag.diagnosis.wording import counted, format_duration, format_ranks
-from distdiag.facts.job_logs.scan import Event, Stream
+from distdiag.facts.job_logs.demux import Stream
+from distdiag.facts.job_logs.scan import Event
 from distdiag.facts.programs import signal_name
 from distdiag.gathered import Gathered
 from distdiag.ids import Id

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import array
     from collections.abc import Iterable, Sequence
 
-    from distdiag.facts.flight_recorder.collect import Dump
+    from distdiag.facts.flight_recorder.read_dump import Dump
 
     GroupKey = tuple[str, str]
 

@@ -34,7 +34,7 @@ class Group:
     """The waiting processes of one job. `others`: those of other jobs; `states`: all ranks of this job.
 
     `served`: the processes that run its store; `met`: those connected to a store elsewhere. `not_here`: ranks that do
-    not wait. `waited_s`: the longest wait.
+    not wait. `waited_s`: the longest wait. `expected`: the addresses of each node of deepspeed's or SLURM's list.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Group:
         self.served = [row for row in rows if is_served(row, rows)]
         self.met = [row for row in rows if row.start.joined and row.meeting is not None and not row.meeting.is_here]
         self.waited_s = max(row.start.waited_s for row in rows)
+        self.expected = {name: own for node in nodes for read in node.starts for name, own in read.expected.items()}
         here = {(row.host, row.start.pid) for row in rows}
         self.not_here = [state for state in states if (state.member.host, state.member.pid) not in here]
 
@@ -103,3 +104,14 @@ class Group:
         own = [address for address in first.own - LOOPBACK if self.owner.get(address, first.host) == first.host]
         address = min(own, key=lambda address: (":" in address, address), default=first.host)
         return f"{f'[{address}]' if ':' in address else address}:{first.start.launch.port}"
+
+    def ask_all(self, absent: Iterable[str] = ()) -> Fix:
+        """Return the command that asks all nodes of the job, or these and those already read."""
+        hosts = ",".join(dict.fromkeys([*(row.host for row in self.rows), *absent])) if absent else "LIST"
+        return Fix(
+            text="next: ask all of its nodes; on a missing node, test the path to the first",
+            commands=(
+                f"{self.asked.program} hang --hosts {hosts}",
+                f"{self.asked.program} ports {self.right_place() or self.rows[0].place}",
+            ),
+        )

@@ -143,7 +143,7 @@ def waits_for_more(group: Group) -> Iterable[Claim]:
         yield replace(group.claim([], group.level(), title, "", fix), hosts=tuple(absent))
         return
     level = group.level() if asked else Level.WARN
-    yield group.claim(group.rows, level, some, _leads_home(group), _ask_all(group), accuses=False)
+    yield group.claim(group.rows, level, some, _leads_home(group), group.ask_all(), accuses=False)
 
 
 def ranks_missing(group: Group) -> Iterable[Claim]:
@@ -168,7 +168,7 @@ def ranks_missing(group: Group) -> Iterable[Claim]:
             title = f"{names} {wait} at {place} for more of its {size} ranks"
             if tasks and tasks < size and group.first.above is None:
                 title += f"; its launcher has started {tasks} tasks"
-            yield group.claim(group.rows, Level.WARN, title, "", _ask_all(group), accuses=False)
+            yield group.claim(group.rows, Level.WARN, title, "", group.ask_all(), accuses=False)
         return
     absent, level = _named_absent(group), group.level()
     if not absent and not _came(group) <= read:
@@ -201,7 +201,7 @@ def _came(group: Group) -> frozenset[str]:
 
 def _named_absent(group: Group) -> list[str]:
     """Return the unconnected nodes of deepspeed's or SLURM's list; none if ambiguous."""
-    expected = {name: own for node in group.nodes for read in node.starts for name, own in read.expected.items()}
+    expected = group.expected
     own = {address for row in group.rows for address in row.own}
     known = {address for addresses in expected.values() for address in addresses}
     if not all(expected.values()) or not _came(group) <= known | own:
@@ -214,13 +214,3 @@ def _named_absent(group: Group) -> list[str]:
 def _leads_home(group: Group) -> str:
     met = group.rows[0].meeting
     return f"{met.host} leads any other node to itself." if met is not None and meets_at_loopback(met) else ""
-
-
-def _ask_all(group: Group) -> Fix:
-    return Fix(
-        text="next: ask all of its nodes; on a missing node, test the path to the first",
-        commands=(
-            f"{group.asked.program} hang --hosts LIST",
-            f"{group.asked.program} ports {group.right_place() or group.rows[0].place}",
-        ),
-    )

@@ -15,6 +15,7 @@ from distdiag.diagnosis.stuck import start_members as members
 from distdiag.diagnosis.stuck import start_places as places
 from distdiag.diagnosis.stuck.start_group import Group
 from distdiag.diagnosis.stuck.start_rows import StartRow, owners, resolved
+from distdiag.diagnosis.stuck.start_store import in_store
 from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
 from distdiag.report import Fix
 
@@ -37,6 +38,7 @@ _RULES = (
     places.wrong_interface,
     members.on_the_way,
     places.nobody_listens,
+    in_store,
     members.waits_for_more,
     members.ranks_missing,
 )

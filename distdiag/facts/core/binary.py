@@ -12,20 +12,21 @@ import struct
 from bisect import bisect_left, bisect_right
 from itertools import islice
 
-from distdiag.facts import elf, procs
+from distdiag.facts import elf
 from distdiag.facts.core.call_frames import CannotUnwind, Cie, Fde
-from distdiag.facts.core.core_file import MappedFile, MappedFiles
+from distdiag.facts.core.core_file import MappedFiles
 from distdiag.facts.core.stacks import UNKNOWN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from distdiag.facts.core.core_file import MappedFile
+
 VERSION = re.compile(r"@@?[A-Z][A-Za-z]*_[\w.]+$")
 """Version suffix of a symbol name: "@@GLIBC_2.34"."""
 UNREADABLE = (OSError, ValueError, elf.Malformed, struct.error)
 """Raised by `Binary` for a missing, damaged or replaced file."""
-_MAPPED = re.compile(r"^(\w+)-(\w+) \S+ (\w+) \S+ \d+ +(/.+)$", re.MULTILINE)
 _MAX_SYMBOLS_BYTES = 1 << 30  # libtorch_cpu.so has 13 MB of symbols
 _MAX_ENTRY_BYTES = 1 << 16  # of one function
 _PT_LOAD, _PT_GNU_EH_FRAME = 1, 0x6474E550
@@ -141,7 +142,6 @@ class _Begins:
 
 
 def _entry(file: elf.File, offset: int) -> bytes:
-    """Read an entry of .eh_frame after its length field."""
     (size,) = _WORD.unpack(file.at(offset, _WORD.size))
     if not _WORD.size < size < _MAX_ENTRY_BYTES:  # all bits set would mean an 8-byte length, which no compiler emits
         raise CannotUnwind
@@ -179,12 +179,6 @@ class Functions:
         self._mapped = MappedFiles(files)
         self._binaries: dict[str, Binary] = {}
         self._names: dict[int, str] = {}
-
-    @classmethod
-    def of_process(cls, pid: int) -> Functions:
-        """Read /proc/PID/maps, see proc(5)."""
-        lines = _MAPPED.findall(procs.maps(pid) or "")
-        return cls([MappedFile(int(start, 16), int(end, 16), int(at, 16), path) for start, end, at, path in lines])
 
     def path(self, address: int) -> str:
         """Return the path of the file mapped at an address, else ""."""

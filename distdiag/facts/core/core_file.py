@@ -390,7 +390,6 @@ def _gather(image: Image, pc_at: int) -> tuple[list[CoreThread], dict[int, bytes
 
 
 def _why(siginfo: bytes | None, signal: int) -> tuple[int, int | None, int | None, int | None]:
-    """Return signal, code, address and sender."""
     if siginfo is None:
         return signal, None, None, None
     signal, code = _SIGINFO.unpack_from(siginfo)

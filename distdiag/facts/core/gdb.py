@@ -1,23 +1,21 @@
-"""C stacks of a core or a live process by gdb, loading symbols only of libraries on a stack.
+"""C stacks of a core by gdb, loading symbols only of libraries on a stack.
 
 By default gdb loads the symbols of all libraries, which takes seconds with torch, even for one thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from dataclasses import replace
 
-from distdiag.facts import carried_tools, machine, procs, programs, ptrace_permission
+from distdiag.facts import carried_tools, programs
 from distdiag.facts.core.stacks import MAX_FRAMES, Frame, Stacks, ThreadStack
-from distdiag.facts.resume import resume
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 _SETTINGS = (
     *("auto-load off", "pagination off", "width 0", "height 0", "confirm off", "style enabled off"),
@@ -64,43 +62,24 @@ _DOUBTS = re.compile(r"may not match|is newer than|past end of file|truncated|no
 
 def of_core(core: str, executable: str, *, timeout_s: float, only_first: bool = False) -> Stacks:
     """Read the C stacks of a core; `only_first`: only its first thread, which crashed."""
-    return _run_gdb([os.path.realpath(executable), os.path.abspath(core)], timeout_s, only_first=only_first)
-
-
-def of_process(pid: int, *, timeout_s: float) -> Stacks:
-    """Read the C stacks of a live process, which is paused meanwhile and then restored to its state."""
-    with left_as_found(pid) as attaching:
-        if attaching.hindrance:
-            return Stacks("gdb", (), attaching.hindrance, 0.0)
-        stacks = _run_gdb(["-p", str(pid)], timeout_s)
-        attaching.is_over = not stacks.cut_off
-    if "not permitted" in stacks.error:
-        return replace(stacks, error=ptrace_permission.why_unreadable(pid, stacks.error)[1])
-    return stacks
-
-
-class Attaching:
-    """An attempt to attach to a process: `hindrance` is why it is impossible, else "".
-
-    `is_over`: the tool detached before it exited.
-    """
-
-    def __init__(self, hindrance: str) -> None:
-        self.hindrance = hindrance
-        self.is_over = False
-
-
-@contextlib.contextmanager
-def left_as_found(pid: int) -> Iterator[Attaching]:
-    """Resume a process if the tool that attached to it left it stopped."""
-    before = procs.read(pid)
-    attaching = Attaching(_hindrance(pid, before))
+    tool = carried_tools.find("gdb")
+    if tool is None:
+        return Stacks("gdb", (), "gdb is not installed", 0.0)
+    before = [*(f"set {setting}" for setting in _SETTINGS), _NO_LIBRARIES]
+    after = [
+        _READ_NEEDED_LIBRARIES.replace("{last}", "1" if only_first else "1e9"),
+        f"thread apply {'1' if only_first else 'all -ascending'} bt",
+    ]
+    target = [os.path.realpath(executable), os.path.abspath(core)]
+    argv = [tool, "-batch", "-nx", *_each("-iex", before), *target, *_each("-ex", after)]
+    environment = {name: value for name, value in os.environ.items() if name not in _HARMFUL}
+    environment.update(LC_ALL="C", DEBUGINFOD_URLS="")
     try:
-        yield attaching
-    finally:
-        was_stopped = before is None or before.state in machine.STOPPED
-        if not attaching.hindrance and not was_stopped:
-            resume(pid, may_come=not attaching.is_over)
+        done = programs.run(argv, timeout_s=timeout_s, env=environment)
+    except programs.CannotRun as error:
+        return Stacks("gdb", (), str(error), 0.0)
+    threads = parse(done.stdout.decode("utf-8", "replace"))
+    return Stacks("gdb", threads, _why(done, bool(threads), timeout_s), done.elapsed_s)
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:
@@ -123,32 +102,11 @@ def _without_guesses(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return frames[:count]
 
 
-def _run_gdb(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -> Stacks:
-    tool = carried_tools.find("gdb")
-    if tool is None:
-        return Stacks("gdb", (), "gdb is not installed", 0.0)
-    before = [*(f"set {setting}" for setting in _SETTINGS), _NO_LIBRARIES]
-    after = [
-        _READ_NEEDED_LIBRARIES.replace("{last}", "1" if only_first else "1e9"),
-        f"thread apply {'1' if only_first else 'all -ascending'} bt",
-    ]
-    argv = [tool, "-batch", "-nx", *_each("-iex", before), *target, *_each("-ex", after)]
-    environment = {name: value for name, value in os.environ.items() if name not in _HARMFUL}
-    environment.update(LC_ALL="C", DEBUGINFOD_URLS="")
-    try:
-        done = programs.run(argv, timeout_s=timeout_s, env=environment)
-    except programs.CannotRun as error:
-        return Stacks("gdb", (), str(error), 0.0)
-    threads = parse(done.stdout.decode("utf-8", "replace"))
-    return Stacks("gdb", threads, _why(done, bool(threads), timeout_s), done.elapsed_s, cut_off=done.cut_off)
-
-
 def _each(option: str, words: Sequence[str]) -> list[str]:
     return [text for word in words for text in (option, word)]
 
 
 def _why(done: programs.Done, has_threads: bool, timeout_s: float) -> str:
-    """Return why the stacks are missing or doubtful, else ""."""
     if done.timed_out:
         return f"gdb did not {'finish' if has_threads else 'answer'} within {timeout_s:g} s"
     lines = done.stderr.decode("utf-8", "replace").splitlines()
@@ -169,13 +127,3 @@ def _frame(match: re.Match[str]) -> Frame:
         line=int(number) if number else None,
         module=printable(match["module"] or ""),
     )
-
-
-def _hindrance(pid: int, proc: procs.Proc | None) -> str:
-    tracer = procs.tracer(pid)
-    if proc is None or proc.state in "ZX":
-        return "it has exited"
-    if tracer is not None:
-        return f"it is traced by {machine.command_line(tracer) or 'a program'} (pid {tracer})"
-    blocked = sum(task.state == "D" for task in procs.tasks(pid))
-    return f"{blocked} of its threads cannot be paused: stuck in the kernel (D)" if blocked else ""

@@ -82,7 +82,6 @@ def _of_libc(memory: _Memory, notes: CoreNotes) -> str:
 
 
 def _symbol(path: str, name: str) -> int:
-    """Return the address of a dynamic symbol of a library, else 0."""
     found = elf.read(path)
     parts = {section.name: section for section in found.sections} if found is not None else {}
     if ".dynsym" not in parts or ".dynstr" not in parts:

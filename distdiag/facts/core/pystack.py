@@ -12,8 +12,8 @@ import os
 import sys
 from dataclasses import replace
 
-from distdiag.facts import programs, ptrace_permission
-from distdiag.facts.core import gdb, pystack_child, stacks
+from distdiag.facts import programs
+from distdiag.facts.core import pystack_child, stacks
 from distdiag.facts.core.binary import VERSION, Functions
 from distdiag.facts.core.stacks import UNKNOWN, Frame, Stacks, ThreadStack
 from distdiag.facts.text import printable
@@ -45,7 +45,7 @@ def of_core(
     it 180 MB for a core of torch, and it reports a caller's line at the return address.
     """
     # A virtual environment's python is a link; pystack searches the core for the name of the real file.
-    target = ["core", os.path.abspath(core), os.path.realpath(executable)]
+    target = [os.path.abspath(core), os.path.realpath(executable)]
     functions = Functions(files)
     first = None
     if own is not None and own.whole:
@@ -55,18 +55,6 @@ def of_core(
             return first
     everything = _ask([*target, "all"], functions, timeout_s, python)
     return everything if everything.threads or first is None else first
-
-
-def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
-    """Read all threads of a live process, which is paused meanwhile and then restored to its state."""
-    with gdb.left_as_found(pid) as attaching:
-        if attaching.hindrance:
-            return Stacks("pystack", (), attaching.hindrance, 0.0)
-        found = _ask(["process", str(pid)], Functions.of_process(pid), timeout_s, python)
-        attaching.is_over = not found.cut_off
-    if "not permitted" in found.error:
-        return replace(found, error=ptrace_permission.why_unreadable(pid, found.error)[1])
-    return found
 
 
 def _ask(
@@ -84,8 +72,8 @@ def _ask(
     try:
         threads, error_text = parse(done.stdout.decode("utf-8", "replace"), functions, own)
     except (ValueError, KeyError, TypeError, IndexError):  # the child exited before printing everything
-        return Stacks("pystack", (), _why(done, timeout_s, python), done.elapsed_s, cut_off=done.cut_off)
-    return Stacks("pystack", threads, error_text, done.elapsed_s, cut_off=done.cut_off)
+        return Stacks("pystack", (), _why(done, timeout_s, python), done.elapsed_s)
+    return Stacks("pystack", threads, error_text, done.elapsed_s)
 
 
 def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[tuple[ThreadStack, ...], str]:
@@ -107,7 +95,7 @@ def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[
         threads[stack.tid] = stack
     for tid, frames in (c_frames or {}).items():
         threads.setdefault(tid, stacks.of_c_alone(tid, frames))
-    found = threads.values() if answer["live"] else (replace(thread, name="") for thread in threads.values())
+    found = (replace(thread, name="") for thread in threads.values())
     errors = answer["errors"]
     if own is not None and own.without_lines:
         errors.append(f"no source lines of C code: {own.without_lines}")

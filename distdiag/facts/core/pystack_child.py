@@ -1,13 +1,14 @@
 """Standalone program that reads stacks with pystack and prints JSON; it imports nothing from distdiag.
 
-Run by a Python that has pystack, with the arguments "core", its path, the program's path, and "python" (Python frames
-only) or "all"; or "process" and its pid. For the output format see `pystack.parse`.
+Run by a Python that has pystack, with the path of a core, the program's path, and "python" (Python frames only) or
+"all". For the output format see `pystack.parse`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pathlib
 import sys
 import threading
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Read the core or process in the arguments, and print its stacks."""
+    """Read the core in the arguments, and print its stacks."""
     os.environ.pop("DEBUGINFOD_URLS", None)  # stops libdw from querying the network
     from pystack import engine
 
@@ -28,7 +29,7 @@ def main() -> None:
 
     def answer() -> None:
         with os.fdopen(out, "w") as file:
-            json.dump(_read(engine, *sys.argv[1:]), file, separators=(",", ":"))
+            file.write(_read(engine, *sys.argv[1:]))
 
     # pystack recurses for every Python frame: 10,000 frames overflow the usual 8 MiB stack.
     threading.stack_size(1 << 29)
@@ -39,36 +40,25 @@ def main() -> None:
     os._exit(0)
 
 
-def _read(engine: ModuleType, kind: str, *target: str) -> dict[str, Any]:
+def _read(engine: ModuleType, core: str, executable: str, frames: str) -> str:
     """Read all threads with C frames, else only threads with Python, else those without C frames."""
     modes = engine.NativeReportingMode
-    is_process = kind == "process"
     threads: Sequence[Any] = []
     errors: list[str] = []
-    for mode in (modes.OFF,) if target[-1] == "python" else (modes.ALL, modes.PYTHON, modes.OFF):
+    for mode in (modes.OFF,) if frames == "python" else (modes.ALL, modes.PYTHON, modes.OFF):
         try:
-            threads = _process(engine, target, mode) if is_process else _core(engine, target, mode)
+            paths = pathlib.Path(core), pathlib.Path(executable)
+            threads = list(engine.get_process_threads_for_core(*paths, native_mode=mode))
             break
         except Exception as error:  # noqa: BLE001 - whatever it is, less may be readable
             if str(error) in errors:
                 break
             errors.append(str(error))
-    return {**_packed(threads), "errors": errors, "live": is_process}
+    return _packed(threads, errors)
 
 
-def _process(engine: ModuleType, target: Sequence[str], mode: object) -> Sequence[Any]:
-    return list(engine.get_process_threads(int(target[0]), native_mode=mode))
-
-
-def _core(engine: ModuleType, target: Sequence[str], mode: object) -> Sequence[Any]:
-    import pathlib
-
-    core, executable = map(pathlib.Path, target[:2])
-    return list(engine.get_process_threads_for_core(core, executable, native_mode=mode))
-
-
-def _packed(threads: Sequence[Any]) -> dict[str, Any]:
-    """Store each distinct frame once, and threads as frame numbers: endless recursion has 100,000 equal frames."""
+def _packed(threads: Sequence[Any], errors: Sequence[str]) -> str:
+    """Format as JSON, with each distinct frame once: endless recursion has 100,000 equal frames."""
     numbers: dict[tuple[Any, ...], int] = {}
 
     def number(*frame: str | int) -> int:
@@ -86,4 +76,4 @@ def _packed(threads: Sequence[Any]) -> dict[str, Any]:
         ]
         gil = int(thread.holds_the_gil)
         rows.append({"tid": thread.tid, "name": thread.name, "gil": gil, "native": native, "python": python})
-    return {"frames": list(numbers), "threads": rows}
+    return json.dumps({"frames": list(numbers), "threads": rows, "errors": errors}, separators=(",", ":"))

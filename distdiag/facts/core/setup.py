@@ -309,16 +309,13 @@ def _folder_of(pid: int, status: str, pattern: CorePattern | None) -> CoreFolder
 
 
 def _unit(pid: int) -> str:
-    """Return the systemd service of a process, else ""."""
     paths = [line.rpartition(":")[2] for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines()]
     return next((name for name in map(os.path.basename, paths) if name.endswith(".service")), "")
 
 
 def _contained(pid: int) -> bool | None:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/pid") != _FIRST_PID_NAMESPACE
-    except OSError:
-        return None
+    namespace = machine.link_target(f"/proc/{pid}/ns/pid")
+    return namespace != _FIRST_PID_NAMESPACE if namespace else None
 
 
 def _container() -> str:

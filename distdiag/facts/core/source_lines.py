@@ -72,7 +72,6 @@ def has_debug_information(path: str) -> bool:
 
 
 def _linked_debug_files(path: str, sections: Sequence[elf.Section]) -> Iterator[str]:
-    """List candidate paths of the file in .gnu_debuglink."""
     folder = os.path.dirname(os.path.realpath(path))
     for section in sections:
         if section.name == ".gnu_debuglink":

@@ -60,16 +60,12 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Output of one tool for one core or process, read in `seconds`.
-
-    `error`: why threads are missing or doubtful. `cut_off`: the tool was terminated early.
-    """
+    """Output of one tool for one core, read in `seconds`. `error`: why threads are missing or doubtful."""
 
     tool: str
     threads: tuple[ThreadStack, ...]
     error: str
     seconds: float
-    cut_off: bool = False
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,6 @@ def find(folder: str | None) -> Found:
 
 
 def _usual_folders() -> Iterator[tuple[str, int]]:
-    """List folders and how deep to search them."""
     pattern = setup.read_pattern()
     if pattern is None:
         return

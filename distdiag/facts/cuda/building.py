@@ -80,7 +80,6 @@ def look(places: Places, python: Interpreter) -> Building:
 
 
 def _has_repository(places: Places) -> bool:
-    """Return whether the package tool has NVIDIA's repository configured."""
     files = [file for pattern in _SOURCES for file in places.glob(pattern)]
     return any("developer.download.nvidia.com" in machine.read_text(file) for file in files)
 

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from distdiag.facts import programs
+from distdiag.facts import machine, programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def find(places: Places, more: Iterable[str], *, newest_gcc: int, timeout_s: flo
 
 
 def _installable(places: Places, timeout_s: float) -> tuple[int, ...]:
-    """List the g++ versions in apt's own cache, without fetching."""
     apt = places.which("apt-cache")
     if not apt:
         return ()
@@ -80,10 +79,7 @@ def _installable(places: Places, timeout_s: float) -> tuple[int, ...]:
 def _on_path(places: Places) -> list[str]:
     found = []
     for folder in dict.fromkeys(places.path):
-        try:
-            names = sorted(os.listdir(folder or "."))
-        except OSError:
-            continue
+        names = sorted(machine.names_in(folder or "."))
         found += [os.path.join(folder, name) for name in names if _NAME.fullmatch(name)]
     return [path for path in found if os.access(path, os.X_OK)]
 

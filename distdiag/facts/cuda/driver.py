@@ -15,6 +15,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    Record = dict[str, Any]
+    """What a child reports about one call, as JSON: its `about`, and the results."""
+
     from distdiag.facts.cuda.places import Places
 
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
@@ -46,7 +49,6 @@ class Answer:
     """
 
     nvml_path: str = ""
-    nvml_error: str = ""
     nvml_status: int | None = None
     nvml_driver: str = ""
     cuda_path: str = ""
@@ -118,7 +120,7 @@ def _ask(timeout_s: float) -> Answer:
     return _read_answer(records_in(done.stdout), done)
 
 
-def records_in(output: bytes) -> list[dict[str, Any]]:
+def records_in(output: bytes) -> list[Record]:
     """Extract our records {"about": ...} from a child's output."""
     found = []
     for line in output.decode("utf-8", "replace").splitlines():
@@ -137,13 +139,12 @@ def source_of(module: str) -> str:
     return str(loader.get_source(module))
 
 
-def _read_answer(said: list[dict[str, Any]], done: programs.Done) -> Answer:
+def _read_answer(said: list[Record], done: programs.Done) -> Answer:
     last = {reply["about"]: reply for reply in said}
     over = "end" in last
     nvml, cuda = last.get("nvml", {}), last.get("cuda", {})
     return Answer(
         nvml_path=nvml.get("path", ""),
-        nvml_error=nvml.get("error", ""),
         nvml_status=last.get("nvml-init", {}).get("status"),
         nvml_driver=last.get("nvml-driver", {}).get("version", ""),
         cuda_path=cuda.get("path", ""),
@@ -162,13 +163,12 @@ def _read_answer(said: list[dict[str, Any]], done: programs.Done) -> Answer:
     )
 
 
-def _gpu(record: dict[str, Any]) -> Gpu:
+def _gpu(record: Record) -> Gpu:
     major, minor = record["capability"]
     return Gpu(record["index"], record["name"], f"{major}.{minor}" if major else "", bool(record.get("mig")))
 
 
-def _call_after(said: list[dict[str, Any]]) -> str:
-    """Name the unanswered driver call, by the last record."""
+def _call_after(said: list[Record]) -> str:
     last = said[-1]["about"]
     calls = {
         "begun": "loading libnvidia-ml.so.1",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from dataclasses import dataclass
 
-from distdiag.facts import programs
+from distdiag.facts import machine, programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from typing import Any
 
 # Drops the working directory from sys.path, as a script elsewhere would not see it.
 _PROBE = """
@@ -64,46 +64,33 @@ def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
         done = programs.run([executable, "-B", "-c", _PROBE], timeout_s=timeout_s)
     except programs.CannotRun as error:
         return Interpreter(executable, error=str(error))
-    answer = _answer(done.stdout)
-    if answer is None:
-        last = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        why = f"it did not answer within {timeout_s:g} s" if done.timed_out else (last[-1] if last else "no answer")
-        return Interpreter(executable, error=why[:120])
-    return Interpreter(
-        executable=answer["executable"] or executable,
-        version=answer["version"],
-        prefix=answer["prefix"],
-        paths=tuple(answer["paths"]),
-        include=answer["include"] or "",
-        pip=answer["pip"],
-        ninja=answer["ninja"] is not None,
-        cxx=(answer["cxx"] or "").split(" ")[0],
-        torch_origin=answer["torch"] or "",
-        deepspeed_origin=answer["deepspeed"] or "",
-    )
-
-
-def _answer(output: bytes) -> dict[str, Any] | None:
-    """Find our line among output of others (sitecustomize, a wrapper)."""
-    for line in reversed(output.decode("utf-8", "replace").splitlines()):
-        try:
+    # Our line is among output of others (sitecustomize, a wrapper).
+    for line in reversed(done.stdout.decode("utf-8", "replace").splitlines()):
+        with contextlib.suppress(ValueError):
             answer = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(answer, dict) and "executable" in answer:
-            return answer
-    return None
+            if isinstance(answer, dict) and "executable" in answer:
+                return Interpreter(
+                    executable=answer["executable"] or executable,
+                    version=answer["version"],
+                    prefix=answer["prefix"],
+                    paths=tuple(answer["paths"]),
+                    include=answer["include"] or "",
+                    pip=answer["pip"],
+                    ninja=answer["ninja"] is not None,
+                    cxx=(answer["cxx"] or "").split(" ")[0],
+                    torch_origin=answer["torch"] or "",
+                    deepspeed_origin=answer["deepspeed"] or "",
+                )
+    last = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    why = f"it did not answer within {timeout_s:g} s" if done.timed_out else (last[-1] if last else "no answer")
+    return Interpreter(executable, error=why[:120])
 
 
 def packages(paths: Iterable[str]) -> list[Package]:
     """List the packages on these paths; the first of a name wins, as at import."""
     found: dict[str, Package] = {}
     for folder in paths:
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            continue
-        for name in sorted(names):
+        for name in sorted(machine.names_in(folder)):
             if match := _DIST.match(name):
                 plain = re.sub(r"[-_.]+", "-", match["name"]).lower()
                 where = os.path.join(folder, name)

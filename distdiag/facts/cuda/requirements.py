@@ -49,7 +49,8 @@ def _unmet(installed: dict[str, Package], python: str) -> Iterator[Unmet]:
             around = _OF_TORCH.match(name) if package.name in ("torch", "cuda-toolkit") else name == "torch"
             if around and name in installed and fits(installed[name].version, wants) is False:
                 has = installed[name].version
-                yield Unmet(f"{package.name} {package.version}", name, wants, has, _is_compiled(package))
+                is_compiled = ".so," in machine.read_text(f"{package.folder}/RECORD")
+                yield Unmet(f"{package.name} {package.version}", name, wants, has, is_compiled)
 
 
 def _requires(package: Package, python: str) -> Iterator[tuple[str, str]]:
@@ -123,7 +124,3 @@ def _fits_one(have: tuple[int, ...], operator: str, value: str) -> bool | None:
 
 def _numbers(text: str) -> tuple[int, ...] | None:
     return tuple(map(int, text.split("."))) if re.fullmatch(r"\d{1,9}(\.\d{1,9}){0,9}", text) else None
-
-
-def _is_compiled(package: Package) -> bool:
-    return re.search(r"\.so,", machine.read_text(f"{package.folder}/RECORD")) is not None

@@ -78,7 +78,9 @@ def read_torch(place: Interpreter) -> Torch | None:
     if not folder:
         return None
     path = f"{folder}/version.py"
-    version = Source(path)
+    version, extension = Source(path), Source(f"{folder}/utils/cpp_extension.py")
+    releases = _mapping(Source(f"{folder}/cuda/__init__.py").literal("PYTORCH_RELEASES_CODE_CC"))
+    here = "aarch64" if platform.machine() == "aarch64" else "x86_64"
     library = f"{folder}/lib/libtorch_cuda.so"
     library = library if os.path.exists(library) else ""
     code = fatbin.archs(library) if library else None
@@ -94,21 +96,12 @@ def read_torch(place: Interpreter) -> Torch | None:
         archs=code.cubins if code else (),
         ptx=code.ptx if code else (),
         rpath_first=bool(header and header.rpath and not header.runpath),
-        **_rules(folder),
+        gcc=_bounds(extension.literal("CUDA_GCC_VERSIONS")),
+        clang=_bounds(extension.literal("CUDA_CLANG_VERSIONS")),
+        known_archs=_strings(extension.literal("supported_arches")),
+        named_archs=_names(extension.literal("named_arches")),
+        releases={str(cuda): _codes(archs, here) for cuda, archs in releases.items()},
     )
-
-
-def _rules(folder: str) -> dict[str, Any]:
-    extension = Source(f"{folder}/utils/cpp_extension.py")
-    releases = _mapping(Source(f"{folder}/cuda/__init__.py").literal("PYTORCH_RELEASES_CODE_CC"))
-    here = "aarch64" if platform.machine() == "aarch64" else "x86_64"
-    return {
-        "gcc": _bounds(extension.literal("CUDA_GCC_VERSIONS")),
-        "clang": _bounds(extension.literal("CUDA_CLANG_VERSIONS")),
-        "known_archs": _strings(extension.literal("supported_arches")),
-        "named_archs": _names(extension.literal("named_arches")),
-        "releases": {str(cuda): _codes(archs, here) for cuda, archs in releases.items()},
-    }
 
 
 def _codes(archs: Any, processor: str) -> tuple[int, ...]:  # noqa: ANN401 - somebody's literal
@@ -149,7 +142,8 @@ def read_deepspeed(place: Interpreter, version: str) -> DeepSpeed | None:
     built = Source(f"{folder}/git_version_info_installed.py")
     info, ops = _mapping(built.literal("torch_info")), _mapping(built.literal("installed_ops"))
     prebuilt = tuple(str(name) for name, there in ops.items() if there)
-    builder = next((path for path in _builders(folder) if os.path.exists(path)), "")
+    builders = (f"{home}/op_builder/builder.py" for home in (f"{folder}/ops", os.path.dirname(folder)))
+    builder = next(filter(os.path.exists, builders), "")
     minor = Source(builder).literal("cuda_minor_mismatch_ok") if builder else None
     return DeepSpeed(
         version=version,
@@ -159,7 +153,3 @@ def read_deepspeed(place: Interpreter, version: str) -> DeepSpeed | None:
         built_ops=prebuilt,
         minor_ok={str(major): _strings(versions) for major, versions in _mapping(minor).items()},
     )
-
-
-def _builders(folder: str) -> list[str]:
-    return [f"{folder}/ops/op_builder/builder.py", f"{os.path.dirname(folder)}/op_builder/builder.py"]

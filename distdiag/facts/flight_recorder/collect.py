@@ -14,12 +14,11 @@ import resource
 import select
 import signal
 import stat
-import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distdiag.facts import machine, programs
-from distdiag.facts.flight_recorder.read_dump import NotADump, Unreadable, read
+from distdiag.facts.flight_recorder.read_dump import Dump, NotADump, Unreadable, read
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ _MEMORY_BYTES = 3 * 2**30
 _FILE_S = 60.0
 _CHILDREN = 8
 _FILES_A_CHILD = 4
-_HEAD = struct.Struct("<cIQ")
 _PIPE_VARIABLES = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 NO_READER = "no process reads it"
@@ -46,55 +44,6 @@ class Ask:
     paths: Sequence[str]
     trigger: bool = False
     wait_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Dump:
-    """One dump, see read_dump. `entries` are packed; `groups`: (name, description, ranks folded).
-
-    `rank`: None if unknown; `candidates`: the possible ranks, folded. `operations`: (operation, backend, input sizes,
-    output sizes, input types, output types, source, target), the last two for a send or recv, as numbers in the group.
-    `status`: (group, last enqueued, last completed). `modified_s`: of the file. `unreadable`: number of entries damaged
-    or in an unknown form.
-    """
-
-    path: str
-    modified_s: float
-    form: str
-    backends: tuple[str, ...]
-    version: str
-    rank: int | None
-    candidates: str
-    world_size: int
-    host: str
-    error: str
-    dumped_s: float
-    truncated: bool
-    unreadable: int
-    groups: tuple[tuple[str, str, str], ...]
-    p2p_groups: tuple[str, ...]
-    status: tuple[tuple[str, int, int], ...]
-    operations: tuple[
-        tuple[
-            str,
-            str,
-            tuple[tuple[int, ...], ...],
-            tuple[tuple[int, ...], ...],
-            tuple[str, ...],
-            tuple[str, ...],
-            int,
-            int,
-        ],
-        ...,
-    ]
-    sites: tuple[tuple[str, str, int], ...]
-    count: int
-    entries: str
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether entries are missing, so that the absence of a call proves nothing."""
-        return self.truncated or self.unreadable > 0
 
 
 @dataclass(frozen=True)
@@ -170,7 +119,7 @@ def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _read_all(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read files in children; yield each dump, or {"kind", "why"}."""
+    """Read files in children; yield the fields of each dump, or {"kind", "why"}."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     count = max(1, min(processors, _CHILDREN, -(-len(files) // _FILES_A_CHILD)))
     children = [_Child(files[number::count]) for number in range(count) if files[number::count]]
@@ -179,40 +128,33 @@ def _read_all(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             ready, _, _ = select.select([child.pipe for child in children], [], [], 1.0)
             for child in list(children):
                 if child.pipe in ready:
-                    yield from child.replies()
+                    yield from child.answers()
                 elif child.is_late():
                     child.kill()
-                if child.done:
+                if not child.left:
                     children.remove(child)
     finally:
         for child in children:
             child.kill()
-            child.reap()
+            child.end()
 
 
 class _Child:
-    """Reads some files in a child process; if it dies, its current file is reported as damaged."""
+    """Reads some files in a child process, a line of JSON for each; if it dies, its current file is damaged."""
 
     def __init__(self, files: Sequence[str]) -> None:
-        self._files = list(files)
-        self.done = False
+        self.left = list(files)
         self._start()
 
     def _start(self) -> None:
         self.pipe, theirs = os.pipe()
-        self._data = bytearray()
-        self._at = 0
-        self._since = time.monotonic()
-        self._late = False
+        self._data, self._since, self._late = bytearray(), time.monotonic(), False
         self._pid = os.fork()
         if not self._pid:
-            status = 1
             try:
-                os.close(self.pipe)
-                _work(self._files, theirs)
-                status = 0
+                _work(self.left, theirs)
             finally:
-                os._exit(status)
+                os._exit(0)
         os.close(theirs)
 
     def is_late(self) -> bool:
@@ -223,37 +165,27 @@ class _Child:
         with contextlib.suppress(OSError):
             os.kill(self._pid, signal.SIGKILL)
 
-    def reap(self) -> None:
+    def end(self) -> None:
         os.close(self.pipe)
         with contextlib.suppress(OSError):
             os.waitpid(self._pid, 0)
 
-    def replies(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
         data = os.read(self.pipe, 2**20)
         self._data += data
-        while len(self._data) >= _HEAD.size:
-            kind, number, size = _HEAD.unpack_from(self._data)
-            if len(self._data) < _HEAD.size + size:
-                break
-            text = bytes(self._data[_HEAD.size : _HEAD.size + size])
-            del self._data[: _HEAD.size + size]
-            self._at, self._since = number, time.monotonic()
-            if kind == b"D":
-                self._at = number + 1
-                yield self._files[number], json.loads(text)
-        if not data:
-            yield from self._ended()
-
-    def _ended(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        self.reap()
-        if self._at < len(self._files):
+        if b"\n" in data:
+            *lines, self._data = self._data.split(b"\n")
+            for line in lines:
+                self._since = time.monotonic()
+                yield self.left.pop(0), json.loads(line)
+        if data and self.left:
+            return
+        self.end()
+        if self.left:
             why = "reading it timed out" if self._late else "it crashed the reader process"
-            yield self._files[self._at], {"kind": "damaged", "why": why}
-            self._files = self._files[self._at + 1 :]
-            if self._files:
-                self._start()
-                return
-        self.done = True
+            yield self.left.pop(0), {"kind": "damaged", "why": why}
+        if self.left:
+            self._start()
 
 
 def _work(files: Sequence[str], pipe: int) -> None:
@@ -265,15 +197,10 @@ def _work(files: Sequence[str], pipe: int) -> None:
     limit = used + _MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    for number, path in enumerate(files):
-        _write(pipe, _HEAD.pack(b"B", number, 0))
-        text = json.dumps(_one(path)).encode()
-        _write(pipe, _HEAD.pack(b"D", number, len(text)) + text)
-
-
-def _write(pipe: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(pipe, data) :]
+    for path in files:
+        data = json.dumps(_one(path)).encode() + b"\n"
+        while data:
+            data = data[os.write(pipe, data) :]
 
 
 def _one(path: str) -> dict[str, Any]:
@@ -286,7 +213,7 @@ def _one(path: str) -> dict[str, Any]:
             if status.st_size > _MOST_BYTES:
                 return {"kind": "damaged", "why": f"larger than {_MOST_BYTES >> 20} MiB"}
             data = file.read(status.st_size)
-        return {"path": path, "modified_s": status.st_mtime, **read(data or b"")}
+        return vars(replace(read(data or b""), path=path, modified_s=status.st_mtime))
     except NotADump:
         return {"kind": "other", "why": "not a flight recorder dump"}
     except Unreadable as error:

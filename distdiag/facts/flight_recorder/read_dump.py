@@ -14,6 +14,7 @@ import pickle
 import re
 import sys
 import zlib
+from dataclasses import dataclass
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,6 +35,49 @@ _LIBRARY = re.compile(
 _MOST_RANKS = 2**20
 _BIG = 2**63
 
+_Sizes = tuple[tuple[int, ...], ...]
+Operation = tuple[str, str, _Sizes, _Sizes, tuple[str, ...], tuple[str, ...], int, int]
+"""(operation, backend, input sizes, output sizes, input types, output types, source, target).
+
+Source and target are those of a send or recv, as numbers in the group; else -1.
+"""
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One dump. `entries` are packed, see `pack`; `groups`: (name, description, ranks folded).
+
+    `rank`: None if unknown; `candidates`: the possible ranks, folded. `status`: (group, last enqueued,
+    last completed). `modified_s`: of the file. `unreadable`: number of entries damaged
+    or in an unknown form.
+    """
+
+    form: str
+    backends: tuple[str, ...]
+    version: str
+    rank: int | None
+    world_size: int
+    groups: tuple[tuple[str, str, str], ...]
+    operations: tuple[Operation, ...]
+    count: int
+    entries: str
+    unreadable: int
+    path: str = ""
+    modified_s: float = 0.0
+    candidates: str = ""
+    host: str = ""
+    error: str = ""
+    dumped_s: float = 0.0
+    truncated: bool = False
+    p2p_groups: tuple[str, ...] = ()
+    status: tuple[tuple[str, int, int], ...] = ()
+    sites: tuple[tuple[str, str, int], ...] = ()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether entries are missing, so that the absence of a call proves nothing."""
+        return self.truncated or self.unreadable > 0
+
 
 class Unreadable(Exception):
     """Not a readable dump. `truncated`: it starts like one; `is_code`: it would run code."""
@@ -47,8 +91,8 @@ class NotADump(Exception):
     """It does not even start like a dump."""
 
 
-def read(data: bytes) -> dict[str, Any]:
-    """Return a dump as the fields of collect.Dump. Raises Unreadable, NotADump."""
+def read(data: bytes) -> Dump:
+    """Read a dump; `path` and `modified_s` are left to the caller. Raises Unreadable, NotADump."""
     head = data[:64].lstrip()
     if not data:
         raise Unreadable("empty file", truncated=True)
@@ -238,7 +282,7 @@ def _state(entry: dict[str, Any], backend: str) -> int:
     return state
 
 
-def _of_document(document: Any, form: str, *, truncated: bool) -> dict[str, Any]:  # noqa: ANN401 - not known yet
+def _of_document(document: Any, form: str, *, truncated: bool) -> Dump:  # noqa: ANN401 - not known yet
     entries = document.get("entries") if isinstance(document, dict) else None
     if not isinstance(document, dict) or not ("entries" in document or "pg_config" in document):
         raise Unreadable("no flight recorder entries")
@@ -250,8 +294,6 @@ def _of_document(document: Any, form: str, *, truncated: bool) -> dict[str, Any]
 
 
 class _Document:
-    """A pickle or JSON of PyTorch's recorder."""
-
     def __init__(self, document: dict[str, Any], form: str, *, truncated: bool) -> None:
         self._document, self._form, self._truncated = document, form, truncated
         self._groups, self._operations, self._sites = _Table(), _Table(), _Table()
@@ -263,7 +305,7 @@ class _Document:
         self._columns = [array.array("q") for _ in COLUMNS]
         self._unreadable = 0
 
-    def read(self, entries: list[Any]) -> dict[str, Any]:
+    def read(self, entries: list[Any]) -> Dump:
         descriptions: dict[str, str] = {}
         coalesced: dict[tuple[int, int, int], list[int]] = {}
         for entry in entries:
@@ -280,35 +322,28 @@ class _Document:
             self._fail_last()
         configured = self._configured()
         names = list(self._groups.numbers)
-        groups = [
-            [
-                name,
-                configured.get(name, ("", []))[0] or descriptions.get(name, ""),
-                fold(configured.get(name, ("", []))[1]),
-            ]
-            for name in [*names, *(name for name in configured if name not in self._groups.numbers)]
-        ]
+        known = {name: configured.get(name, ("", [])) for name in [*names, *configured]}
         rank, candidates = self._rank(configured)
-        return {
-            "form": self._form,
-            "backends": sorted(self._backends)[:8],
-            "version": version,
-            "rank": None if rank < 0 else rank,
-            "candidates": candidates,
-            "world_size": min(_MOST_RANKS, max(0, _whole(self._document.get("distdiag_world_size")))),
-            "host": _text(self._document.get("distdiag_host")),
-            "error": error,
-            "dumped_s": max(0, _whole(self._document.get("distdiag_dumped_ns"), 0)) / 1e9,
-            "truncated": self._truncated,
-            "unreadable": self._unreadable,
-            "groups": groups,
-            "p2p_groups": sorted(self._p2p),
-            "status": self._status(configured),
-            "operations": [list(operation) for operation in self._operations.numbers],
-            "sites": [list(site) for site in self._sites.numbers],
-            "count": len(self._columns[0]),
-            "entries": pack(self._columns),
-        }
+        return Dump(
+            form=self._form,
+            backends=tuple(sorted(self._backends)[:8]),
+            version=version,
+            rank=None if rank < 0 else rank,
+            candidates=candidates,
+            world_size=min(_MOST_RANKS, max(0, _whole(self._document.get("distdiag_world_size")))),
+            host=_text(self._document.get("distdiag_host")),
+            error=error,
+            dumped_s=max(0, _whole(self._document.get("distdiag_dumped_ns"), 0)) / 1e9,
+            truncated=self._truncated,
+            unreadable=self._unreadable,
+            groups=tuple((name, own[0] or descriptions.get(name, ""), fold(own[1])) for name, own in known.items()),
+            p2p_groups=tuple(sorted(self._p2p)),
+            status=tuple(self._status(configured)),
+            operations=tuple(self._operations.numbers),
+            sites=tuple(self._sites.numbers),
+            count=len(self._columns[0]),
+            entries=pack(self._columns),
+        )
 
     def _entry(
         self, entry: dict[str, Any], descriptions: dict[str, str], coalesced: dict[tuple[int, int, int], list[int]]
@@ -420,7 +455,7 @@ class _Document:
             return -1, ""
         return (next(iter(common)), "") if len(common) == 1 else (-1, fold(sorted(common)))
 
-    def _status(self, configured: dict[str, tuple[str, list[int]]]) -> list[list[Any]]:
+    def _status(self, configured: dict[str, tuple[str, list[int]]]) -> list[tuple[str, int, int]]:
         """List (group, last enqueued, last completed); the status is by pg_id, which only entries map to names.
 
         Even without entries, a rank has created its groups in the order of both lists.
@@ -439,7 +474,7 @@ class _Document:
             about = status[key]
             if key in names and isinstance(about, dict):
                 enqueued = _whole(about.get("last_enqueued_collective"))
-                found.append([names[key][:300], enqueued, _whole(about.get("last_completed_collective"))])
+                found.append((names[key][:300], enqueued, _whole(about.get("last_completed_collective"))))
         return found
 
 
@@ -457,7 +492,7 @@ class _Clog:
         self._unreadable = self._ends = 0
         self._base = 0.0
 
-    def read(self, data: bytes) -> dict[str, Any]:
+    def read(self, data: bytes) -> Dump:
         lines = data.decode("utf-8", "replace").split("\n")
         truncated = bool(lines[-1])  # the last line has no end
         for line in lines[:-1] if truncated else lines:
@@ -471,27 +506,18 @@ class _Clog:
         world, (rank, size) = max(self._own.items(), key=lambda item: item[1][1], default=("", (-1, -1)))
         if world and world not in self._members:
             self._members[world] = list(range(size))
-        groups = [[name, name, fold(self._members.get(name, ()))] for name in self._groups.numbers]
-        return {
-            "form": "clog",
-            "backends": ["torchcomms"],
-            "version": "1",
-            "rank": None if rank < 0 else rank,
-            "candidates": "",
-            "world_size": max(0, size),
-            "host": "",
-            "error": "",
-            "dumped_s": 0.0,
-            "truncated": False,
-            "unreadable": self._unreadable,
-            "groups": groups,
-            "p2p_groups": [],
-            "status": [],
-            "operations": [list(operation) for operation in self._operations.numbers],
-            "sites": [],
-            "count": len(self._columns[0]),
-            "entries": pack(self._columns),
-        }
+        return Dump(
+            form="clog",
+            backends=("torchcomms",),
+            version="1",
+            rank=None if rank < 0 else rank,
+            world_size=max(0, size),
+            unreadable=self._unreadable,
+            groups=tuple((name, name, fold(self._members.get(name, ()))) for name in self._groups.numbers),
+            operations=tuple(self._operations.numbers),
+            count=len(self._columns[0]),
+            entries=pack(self._columns),
+        )
 
     def _line(self, fields: list[str]) -> None:
         if fields[0] == "V":

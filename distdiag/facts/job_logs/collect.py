@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass, replace
 
 from distdiag.facts import machine
-from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux
-from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Scan, Stream
+from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, Stream
+from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Scan
 from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, stream
 
 TYPE_CHECKING = False
@@ -208,7 +208,7 @@ def files_of(path: str) -> Iterator[tuple[str, str]]:
 
 def of_path(path: str) -> Stream:
     """Derive rank and attempt from a path: torchrun's --log-dir, and names with `rank3`."""
-    stream = Stream(file=0)
+    stream = Stream()
     attempt, named = _PATH_ATTEMPT.search(path), _PATH_RANK.search(path)
     if attempt:
         stream.generation, stream.local = int(attempt[1]), int(attempt[2])

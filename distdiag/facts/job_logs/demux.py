@@ -27,7 +27,7 @@ _DEPTH = 2
 
 @dataclass(frozen=True)
 class Format:
-    """One launcher's line prefix. Groups of `pattern`: rank, local, host, pid, stream.
+    """One launcher's line prefix. Groups of `pattern`: rank, local, host, pid.
 
     `torn`: pieces may end within a line. `share`: share of the first lines that must have it, for a prefix that is not
     distinctive.
@@ -44,7 +44,7 @@ FORMATS = (
         "mpirun",
         re.compile(
             _STAMP + rb"\[[^\[\]\s,]{1,120},(?P<rank>\d{1,6})\](?:\[(?P<host>[\w.-]{1,100}):(?P<pid>\d{1,18})\])?"
-            rb"<(?P<stream>std\w{3,4})>:"
+            rb"<std\w{3,4}>:"
         ),
         torn=True,
     ),
@@ -82,22 +82,26 @@ _NO_HOST = re.compile(
 
 
 @dataclass
-class Label:
-    """The writer of lines, as given by their prefixes; `text`: the prefixes themselves."""
+class Stream:
+    """The output of one rank, or of a launcher itself, in one file. `label`: the prefixes of its lines."""
 
-    text: str = ""
+    file: int = 0
+    label: str = ""
     rank: int | None = None
     local: int | None = None
     host: str = ""
     pid: int | None = None
-    stream: str = ""
+    lines: int = 0
+    generation: int = 0
+    by_path: bool = False
+    """Its rank is known only from the file's name."""
 
 
 @dataclass
 class Demux:
     """Joins and labels the lines of one file; `labels` are in order of appearance."""
 
-    labels: dict[bytes, Label] = field(default_factory=lambda: {b"": Label()})
+    labels: dict[bytes, Stream] = field(default_factory=lambda: {b"": Stream()})
     forms: list[Format] = field(default_factory=list)
     joined: int = 0
     """Number of joined lines."""
@@ -219,8 +223,8 @@ class Demux:
             self.labels[label] = self._describe(prefix, label)
         return label
 
-    def _describe(self, line: bytes, text: bytes) -> Label:
-        label, at = Label(text=text.decode("utf-8", "replace").strip()), 0
+    def _describe(self, line: bytes, text: bytes) -> Stream:
+        label, at = Stream(label=text.decode("utf-8", "replace").strip()), 0
         for form in self.forms:
             match = form.pattern.match(line, at)
             if match is None:
@@ -230,9 +234,8 @@ class Demux:
             for name in ("rank", "local", "pid"):
                 if groups.get(name):
                     setattr(label, name, int(groups[name]))
-            for name in ("host", "stream"):
-                if groups.get(name):
-                    setattr(label, name, groups[name].decode("utf-8", "replace"))
+            if groups.get("host"):
+                label.host = groups["host"].decode("utf-8", "replace")
         if label.rank is not None and label.local is not None:
             # A task of srun or mpirun that runs a torchrun: its number is a node's.
             label.rank, label.host = None, label.host or f"task {label.rank}"

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, harmless, plain
+from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, Stream, harmless, plain
 from distdiag.facts.job_logs.signs import Signs
 from distdiag.facts.line_patterns import Patterns
 
@@ -129,22 +129,6 @@ class Event:
     groups: dict[str, str] = field(default_factory=dict)
     frames: tuple[str, ...] = ()
     count: int = 1
-
-
-@dataclass
-class Stream:
-    """The output of one rank, or of a launcher itself, in one file."""
-
-    file: int
-    label: str = ""
-    rank: int | None = None
-    local: int | None = None
-    host: str = ""
-    pid: int | None = None
-    lines: int = 0
-    generation: int = 0
-    by_path: bool = False
-    """Its rank is known only from the file's name."""
 
 
 @dataclass
@@ -410,13 +394,12 @@ class FileScan:
                 return 0
             self._streams[key] = found
             self._scan.streams.append(
-                Stream(
+                replace(
+                    labelled,
                     file=self.number,
-                    label=labelled.text,
                     rank=rank if rank is not None else labelled.rank if label else own.rank,
                     local=labelled.local if label else own.local,
                     host=labelled.host or own.host,
-                    pid=labelled.pid,
                     generation=own.generation,
                     by_path=rank is None and not label and own.rank is not None,
                 )
@@ -532,7 +515,6 @@ class FileScan:
         return True
 
     def _when(self, line: bytes) -> float | None:
-        """Return the time in a line or before it."""
         return _time(line) or (_time(self._before) if self._before else None) or _time(self._demux.stamp)
 
     # --- tracebacks
@@ -601,7 +583,6 @@ class FileScan:
         return _TORN.search(text) is not None and self._scan.known(text) is None
 
     def _cut_off(self, number: int) -> None:
-        """Record a traceback cut off by the end of the log."""
         traceback = self._tracebacks[number]
         if traceback.chain and not (traceback.last or traceback.broken):
             traceback.last = [traceback.chain.pop()]
@@ -650,7 +631,6 @@ class FileScan:
     # --- launchers
 
     def _launcher(self, number: int, line: bytes, text: str) -> bool:
-        """Parse a launcher's report of the end of its ranks."""
         if b"will restart worker group" in line:
             self._restart(number, text)
             return True

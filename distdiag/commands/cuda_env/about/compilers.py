@@ -52,7 +52,6 @@ def _named(compiler: Compiler | None) -> str:
 
 
 def _nvcc_of(facts: CudaFacts, toolkit: Toolkit | None) -> Nvcc | None:
-    """Find a toolkit's nvcc that was queried; None if none was."""
     of_toolkit = [nvcc for nvcc in facts.nvccs if nvcc.top and toolkit is not None and nvcc.top == toolkit.real]
     return of_toolkit[0] if of_toolkit else None
 

@@ -63,7 +63,6 @@ def _details(facts: CudaFacts) -> list[str]:
 
 
 def _remedy(facts: CudaFacts) -> Remedy:
-    """Return the fix that selects the best toolkit here, or installs one."""
     best = fixes.best_toolkit(facts)
     if best is not None:
         return Remedy(
@@ -141,7 +140,6 @@ def _no_room(facts: CudaFacts, complaint: str) -> Problem:
 
 
 def _found(facts: CudaFacts) -> Problem | None:
-    """Report that no build would find a toolkit."""
     use = facts.uses["torch"]
     dangling = next(
         (toolkit for toolkit in facts.toolkits if not toolkit.exists and "CUDA" not in " ".join(toolkit.found_by)), None

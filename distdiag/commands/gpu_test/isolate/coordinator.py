@@ -29,10 +29,16 @@ def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
     found = []
     for turn in range(max(map(len, inside), default=0)):
         now = [(nodes[k], turns[turn]) for k, turns in enumerate(inside) if turn < len(turns)]
-        found.append([_pair(ranks[a], ranks[b]) for ranks, meetings in now for a, b in meetings])
+        found.append([(min(pair), max(pair)) for ranks, met in now for pair in ((ranks[a], ranks[b]) for a, b in met)])
     for meetings in _meetings(len(nodes)):
         both = [(nodes[a], nodes[b]) for a, b in meetings]
-        found.append([_pair(here[i], there[i]) for here, there in both for i in range(min(len(here), len(there)))])
+        found.append(
+            [
+                (min(here[i], there[i]), max(here[i], there[i]))
+                for here, there in both
+                for i in range(min(len(here), len(there)))
+            ]
+        )
     return [sorted(pairs) for pairs in found if pairs]
 
 
@@ -45,10 +51,6 @@ def _meetings(members: int) -> Iterator[list[Pair]]:
     for turn in range(circle if members > 1 else 0):
         pairs = [((turn + i) % circle, (turn - i) % circle) for i in range(1, (circle + 1) // 2)]
         yield pairs if members % 2 else [(turn, circle), *pairs]
-
-
-def _pair(a: int, b: int) -> Pair:
-    return (a, b) if a < b else (b, a)
 
 
 _HOPELESS = 3

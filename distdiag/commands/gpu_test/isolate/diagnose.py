@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import fold_within, name_ranks
+from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test import compute_findings
 from distdiag.commands.gpu_test.isolate.classify import classify
-from distdiag.commands.gpu_test.isolate.types import STAGES, Isolated, Kind, Pair, PairStatus, Request
+from distdiag.commands.gpu_test.isolate.types import Isolated, Kind, Pair, PairStatus, Request
 from distdiag.commands.gpu_test.types import compute_config
 from distdiag.diagnosis.wording import counted, format_size
 from distdiag.errors import UsageError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.launch_commands import Recipe
     from distdiag.cluster.records import PairMessage
     from distdiag.commands.gpu_test.isolate.types import Classification, Fault
-    from distdiag.launch.record import Allocation, Inventory, NotStarted, Plan, RunRecord, SavedRun
+    from distdiag.launch.record import Allocation, Inventory, Plan, RunRecord, SavedRun
     from distdiag.runner import Subcommand
 
 _ITERATIONS = 4
@@ -67,7 +67,7 @@ def job_of(request: Request) -> Job[Request, Isolated]:
         rank="distdiag.commands.gpu_test.isolate.rank",
         config=_config,
         diagnose=diagnose,
-        no_data=no_data,
+        data=Isolated,
     )
 
 
@@ -91,13 +91,13 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
 
 def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, Any]:
     if fault.in_compute:
-        return {"kind": fault.kind if rank in fault.first else ""}
+        return {"kind": fault.kind if rank in fault.ranks else ""}
     hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
     if not hit and nproc > 1:
         raise UsageError(
             f"--inject {fault.option} affects no pair of {nproc} ranks", hint="name some of the ranks, not all"
         )
-    return {"pairs": hit, "ranks": list(fault.first) or list(range(nproc)), "lag_s": fault.lag_s}
+    return {"pairs": hit, "ranks": list(fault.ranks) or list(range(nproc)), "lag_s": fault.lag_s}
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Isolated]:
@@ -109,7 +109,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     # No pair of these, unless a node contradicts itself.
     pairs = [Pair.of(told) for told in reported if not {told["a"], told["b"]} & left_out]
     classification, statuses = classify(pairs, host_of, least_bytes_per_s=request.expected_bytes_per_s)
-    finished, interrupted = course.outcome is Outcome.FINISHED, course.outcome is Outcome.INTERRUPTED
+    finished = course.outcome is Outcome.FINISHED
     steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
     data = Isolated(
         **rank_report.facts_of(request, scene, plan, course),
@@ -122,65 +122,44 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     found = rank_report.findings_of(request, scene, plan, course)
     found += compute_findings.findings_of(computed, course.traces, request)
     if finished and len(host_of) > 1:
-        pauses = {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
-        found += _finding(request, classification, data)
-        found += rank_report.paused(request, course.traces, pauses)
-    return Report(
-        command=request.command,
-        data=data,
-        findings=tuple(found),
-        summary=_summary(scene, data, classification, found, interrupted=interrupted),
-        interrupted=interrupted,
+        found += [_finding(request, classification, data)] if classification.kind is not Kind.HEALTHY else []
+        found += rank_report.paused(request, course.traces)
+    measured = sum(pair.busbw_bytes_per_s is not None or pair.status is PairStatus.FAILED for pair in data.pairs)
+    return rank_report.concluded(
+        request,
+        scene,
+        course.outcome,
+        data,
+        found,
+        passed=lambda hosts: _passed(data, classification, hosts),
+        so_far="" if finished else f"; {measured} of {counted(len(pairs), 'pair')} measured",
     )
 
 
-def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Isolated:
-    """Return the facts of a run that started no ranks."""
-    return Isolated(
-        **facts, size_bytes=request.size_bytes or 0, left_out=(), pairs=(), classification=None, measuring_s=None
-    )
-
-
-def _finding(request: Request, found: Classification, data: Isolated) -> list[Finding]:
-    if found.kind is Kind.HEALTHY:
-        return []
+def _finding(request: Request, found: Classification, data: Isolated) -> Finding:
     host_of = {rank.rank: rank.host for rank in data.ranks}
     # A failed pair is a fault even if the culprit is unknown; a slow pair may be as it should be.
     broken = any(pair.status in (PairStatus.FAILED, PairStatus.WRONG) for pair in data.pairs)
-    errors = dict.fromkeys(pair.error for pair in data.pairs if pair.error)
+    errors = list(dict.fromkeys(pair.error for pair in data.pairs if pair.error))
     # The first line counts pairs slower than the others: zero here.
     reason = found.reason[1:] if found.kind is Kind.UNIFORMLY_SLOW else found.reason
     ranks = sorted({*found.ranks, *(end for link in found.links for end in link)})
     hosts = tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)]))
-    return [
-        Finding(
-            id=Shared(found.kind).of(request.command),
-            level=Level.UNKNOWN if found.kind is Kind.UNDECIDABLE and not broken else Level.FAIL,
-            title=found.sentence,
-            where=Where(hosts=hosts, ranks=tuple(ranks)),
-            evidence=(*reason, *(f"torch: {error}" for error in list(errors)[:2])),
-            fix=Fix(text=found.next) if found.next else None,
-        )
-    ]
+    return Finding(
+        id=Shared(found.kind).of(request.command),
+        level=Level.UNKNOWN if found.kind is Kind.UNDECIDABLE and not broken else Level.FAIL,
+        title=found.sentence,
+        where=Where(hosts=hosts, ranks=tuple(ranks)),
+        evidence=(*reason, *(f"torch: {error}" for error in errors[:2])),
+        fix=Fix(text=found.next) if found.next else None,
+    )
 
 
-def _summary(
-    scene: Inventory, data: Isolated, found: Classification, findings: list[Finding], *, interrupted: bool
-) -> str:
-    measured = sum(pair.busbw_bytes_per_s is not None or pair.status == "failed" for pair in data.pairs)
-    pairs = counted(len(data.pairs), "pair")
-    so_far = f"{measured} of {pairs} measured"
-    wrong = [finding.title for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
-    if interrupted:
-        return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
-    if words := rank_report.worst_of(findings):
-        return words if data.classification is not None else f"{words}; {so_far}"
-    where = fold_within((place.host for place in scene.places), 160)
+def _passed(data: Isolated, found: Classification, hosts: str) -> str:
     if data.world_size == 1:
-        return f"a single rank on {where}: no pair to test"
+        return f"a single rank on {hosts}: no pair to test"
     on = rank_report.ran_on(data.backend, data.device)
-    warnings = "".join(f"; but {finding.title}" for finding in findings if finding.level is Level.WARN)
-    return f"{data.world_size} ranks on {where}, {pairs} ({on}): {found.sentence}{warnings}"
+    return f"{data.world_size} ranks on {hosts}, {counted(len(data.pairs), 'pair')} ({on}): {found.sentence}"
 
 
 def isolate_view(report: Report[Isolated]) -> Iterator[RenderableType]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.commands.gpu_test.types import compute_options
+from distdiag.commands.gpu_test import types as gpu_test
 from distdiag.errors import UsageError
 from distdiag.launch import types
 
@@ -107,30 +107,17 @@ STAGES = ("start", "connect", "init", "compute", "pairs", "done")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A real fault: one end of some pairs never answers or calls late, or a rank computes wrong or slow products."""
+class Fault(types.Fault):
+    """A real fault: one end of some pairs never answers or calls late, or a rank computes wrong or slow products.
 
-    option: str
-    """As typed."""
-    kind: str
-    """slow, block, split, slow-compute or wrong-compute."""
-    first: tuple[int, ...]
-    """slow and block: a rank, or the two ends of a link, or all (empty). split: the ranks of one group. Else a rank."""
+    `kind`: slow, block, split, slow-compute or wrong-compute. `ranks`: for slow and block a rank, the two ends of a
+    link, or all (empty); for split one group.
+    """
 
     @property
     def in_compute(self) -> bool:
         """Return whether it affects the stage compute, not pairs."""
         return self.kind in _IN_COMPUTE
-
-    @property
-    def highest_rank(self) -> int | None:
-        """The highest rank named, None for all ranks."""
-        return max(self.first, default=None)
-
-    @property
-    def words(self) -> str:
-        """Its effect."""
-        return self.kind if self.in_compute else "delay" if self.lag_s else "no answer"
 
     @property
     def lag_s(self) -> float:
@@ -139,52 +126,38 @@ class Fault:
 
     def meets(self, a: int, b: int) -> bool:
         """Return whether this pair is affected."""
-        mine = {a, b} & set(self.first)
+        mine = {a, b} & set(self.ranks)
         if self.kind == "split":
             return len(mine) == 1
-        return len(mine) == len(self.first) if len(self.first) != 1 else bool(mine)
+        return len(mine) == len(self.ranks) if len(self.ranks) != 1 else bool(mine)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(types.Request):
-    """The options of one run; sizes in bytes, bandwidths in bytes per second."""
+class Request(gpu_test.Request):
+    """The options of one run."""
 
-    command = "gpu-test"
     stages = STAGES
-    size_bytes: int | None = None
     expected_bytes_per_s: float | None = None
-    compute_s: float | None = None
-    """As for gpu-test without --isolate."""
     fault: Fault | None = None
-
-    @property
-    def injected(self) -> Fault | None:
-        """The fault to inject."""
-        return self.fault
 
     def own_options(self) -> dict[str, object]:
         """Options that differ from their defaults."""
         expected = None if self.expected_bytes_per_s is None else f"{self.expected_bytes_per_s / 1e9:g}"
-        return {"isolate": "", "size": self.size_bytes, "expect": expected, **compute_options(self.compute_s)}
-
-    def less(self) -> dict[str, str]:
-        """Options that send less data."""
-        return {"size": "1MiB"}
+        return {"isolate": "", "expect": expected, **super().own_options()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Isolated(types.RunFacts):
     """The facts of one run. `classification` is None if not all pairs were measured.
 
-    `left_out`: ranks excluded from pairs for computing wrongly or slowly.
+    `left_out`: ranks excluded for computing wrongly or slowly. `measuring_s`: from the first pair to the last.
     """
 
-    size_bytes: int
-    left_out: tuple[int, ...]
-    pairs: tuple[Pair, ...]
-    classification: Classification | None
-    measuring_s: float | None
-    """From the first pair to the last; None if no pair was measured."""
+    size_bytes: int = 0
+    left_out: tuple[int, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    classification: Classification | None = None
+    measuring_s: float | None = None
 
 
 _IN_COMPUTE = ("slow-compute", "wrong-compute")
@@ -206,4 +179,4 @@ def parse_fault(text: str) -> Fault:
     kind, named = found[found.lastindex - 1], found[found.lastindex]
     ends = [list(map(int, part.split("-"))) for part in named.split(",")] if named != "all" else []
     ranks = {rank for part in ends for rank in (range(part[0], part[-1] + 1) if kind == "split" else part)}
-    return Fault(option=text, kind=kind, first=tuple(sorted(ranks)))
+    return Fault(option=text, kind=kind, ranks=tuple(sorted(ranks)))
