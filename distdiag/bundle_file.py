@@ -7,20 +7,15 @@ size, number and time. So a link, device, upward path or decompression bomb is o
 
 from __future__ import annotations
 
+import gzip
 import io
 import re
-import shutil
 import tarfile
-import tempfile
 import time
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.cluster.records import InvalidData
-from distdiag.errors import DistdiagError, UsageError
-from distdiag.facts import programs
-from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, stream
+from distdiag.facts.packed_files import CannotUnpack, packing_of, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,8 +28,6 @@ _MOST_BYTES = 256 * 2**20
 _MOST_MEMBERS = 20_000
 _READ_S = 60.0
 _BLOCK = 512
-_PACK_S = 120.0
-_LEVEL = 10
 
 
 def is_bundle(path: Path) -> bool:
@@ -52,11 +45,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def saved_facts(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, content) of the files of --save in a bundle.
-
-    Raises:
-        InvalidData: it is damaged, or larger than any bundle.
-    """
+    """Yield (name, content) of the files of --save in a bundle. Raises InvalidData."""
     try:
         with _Unpacked(path) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
             for number, member in enumerate(archive):
@@ -79,7 +68,7 @@ class _Unpacked(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._pieces = _pieces(str(path))
+        self._pieces = stream(str(path), packing_of(str(path)), _READ_S)
         self._rest = b""
         self._left = _MOST_BYTES
         self._until = time.monotonic() + _READ_S
@@ -114,79 +103,15 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
 
-def _pieces(path: str) -> Any:  # noqa: ANN401 - a generator of bytes
-    packing = packing_of(path)
-    module = zstd_module() if packing is Packing.ZSTD else None
-    if module is None:
-        yield from stream(path, packing, _READ_S)
-        return
-    try:
-        with module.open(path, "rb") as file:
-            while piece := file.read(2**18):
-                yield piece
-    except module.ZstdError as error:
-        raise ValueError(str(error)) from error
-
-
-def zstd_module() -> Any:  # noqa: ANN401 - one of two modules
-    """Return Python's own module for zstd (3.14), or the package `zstandard`; None without both."""
-    for name, parent in (("compression.zstd", "compression"), ("zstandard", "zstandard")):
-        if find_spec(parent) is not None:
-            try:
-                return import_module(name)
-            except ImportError:
-                continue
-    return None
-
-
-def can_zstd() -> bool:
-    """Return whether a .tar.zst can be written here."""
-    return shutil.which("zstd") is not None or zstd_module() is not None
-
-
-def packing_named(target: str) -> str:
-    """Return "zst" or "gz" by how a file is named. Raises UsageError."""
-    if target.endswith((".tar.gz", ".tgz")):
-        return "gz"
-    if not target.endswith((".tar.zst", ".tzst")):
-        raise UsageError(f"-o {target}: not the name of a bundle", hint="call it FILE.tar.zst or FILE.tar.gz")
-    if not can_zstd():
-        raise UsageError(
-            f"-o {target}: there is no zstd here", hint="call it FILE.tar.gz; or install zstd, or pip install zstandard"
-        )
-    return "zst"
-
-
-def pack(members: Iterable[tuple[str, bytes]], packing: str, at: float) -> bytes:
-    """Return a compressed tar of (name below the top, content): regular files, 0600, no owner. Raises DistdiagError."""
-    plain = io.BytesIO()
-    with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as archive:
+def pack(members: Iterable[tuple[str, bytes]], at: float) -> bytes:
+    """Return a compressed tar of (name below the top, content): regular files, 0600, no owner."""
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=int(at)) as packing,
+        tarfile.open(fileobj=packing, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
         for name, content in members:
             entry = tarfile.TarInfo(f"{TOP}/{name}")
             entry.size, entry.mode, entry.mtime = len(content), 0o600, int(at)
             archive.addfile(entry, io.BytesIO(content))
-    if packing == "gz":
-        import gzip
-
-        return gzip.compress(plain.getvalue(), 6, mtime=int(at))
-    module = zstd_module()
-    if module is not None:
-        compressed: bytes = module.compress(plain.getvalue(), level=_LEVEL)
-        return compressed
-    return _by_program(plain.getvalue())
-
-
-def _by_program(data: bytes) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:  # 0700; the content is already redacted
-        place, packed = f"{folder}/bundle.tar", f"{folder}/bundle.tar.zst"
-        with open(place, "xb") as file:
-            file.write(data)
-        try:
-            done = programs.run(["zstd", "-q", f"-{_LEVEL}", "-o", packed, place], timeout_s=_PACK_S)
-        except programs.CannotRun as error:
-            raise DistdiagError(str(error), hint="name the file .tar.gz") from error
-        if done.status != 0:
-            why = done.stderr.decode("utf-8", "replace").strip()[:200]
-            raise DistdiagError(f"zstd failed: {why or done.status}", hint="name the file .tar.gz")
-        with open(packed, "rb") as file:
-            return file.read()
+    return packed.getvalue()

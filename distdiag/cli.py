@@ -19,185 +19,142 @@ from distdiag.program_name import as_called
 
 GROUPS: Groups = {
     "Start here": (
-        Sub(
-            "demo",
-            "demo.command:demo",
-            "Start a small job with a real fault, to try a diagnosis on.",
-            symptoms=(("try it on a job that hangs", "demo hang"),),
-        ),
-        Sub("config", "config:config", "Show the defaults of options that variables and files set."),
-        Sub("skill", "skill:skill", "Print or install the instructions for coding agents."),
+        Sub("demo", "Start a small job with a real fault, to try a diagnosis on."),
+        Sub("config", "Show the defaults of options that variables and files set.", home="config:config"),
+        Sub("skill", "Print or install the instructions for coding agents.", home="skill:skill"),
     ),
     "A stuck job": (
-        Sub(
-            "hang",
-            "hang.command:hang",
-            "Find which rank is stuck, where and why.",
-            symptoms=(("it hangs, or never starts", "hang"),),
-        ),
-        Sub(
-            "pyspy-all",
-            "pyspy_all.command:pyspy_all",
-            "Show the stacks of all ranks (one of the sources of hang).",
-            symptoms=(("I only need the stacks", "pyspy-all"),),
-        ),
-        Sub(
-            "flight-recorder",
-            "flight_recorder.command:flight_recorder",
-            "Find the rank missing from a collective, from NCCL's or Gloo's dumps.",
-            symptoms=(("NCCL timed out, and dumps exist", "flight-recorder DIR"),),
-        ),
+        Sub("hang", "Find which rank is stuck, where and why."),
+        Sub("pyspy-all", "Show the stacks of all ranks (one of the sources of hang)."),
+        Sub("flight-recorder", "Find the rank missing from a collective, from NCCL's or Gloo's dumps."),
         Sub(
             "trace",
-            "",
             "Show what ranks wait for, and what they did last: blocked (a source of hang), fds, py, show, sys.",
+            home="",
             about="Show what each rank waits for, and what it did last: system calls, lines of Python.",
             below=(
                 Sub(
                     "blocked",
-                    "trace.blocked.command:blocked",
                     "Show what each rank waits for, from /proc (one of the sources of hang).",
+                    home="trace.blocked.command:blocked",
                 ),
-                Sub("fds", "trace.fds.command:fds", "Show the open files of a process, and who has the other ends."),
-                Sub("py", "trace.py:trace_py", "Run a job and record the last Python lines of every thread."),
-                Sub("show", "trace.show.command:trace_show", "Show the lines that `trace py` recorded."),
+                Sub(
+                    "fds", "Show the open files of a process, and who has the other ends.", home="trace.fds.command:fds"
+                ),
+                Sub("py", "Run a job and record the last Python lines of every thread.", home="trace.py:trace_py"),
+                Sub("show", "Show the lines that `trace py` recorded.", home="trace.show.command:trace_show"),
                 Sub(
                     "sys",
-                    "trace.sys.command:trace_sys",
                     "Trace the system calls of running ranks, or read strace logs.",
+                    home="trace.sys.command:trace_sys",
                 ),
             ),
-            symptoms=(("it will be killed; keep its last lines", "trace py -- train.py"),),
         ),
     ),
     "A failed job": (
-        Sub(
-            "logs",
-            "logs.command:logs",
-            "Find the rank that failed first, and why, in a job's logs.",
-            symptoms=(("it crashed", "logs FILE..."),),
-        ),
-        Sub(
-            "explain",
-            "explain.command:explain",
-            "Explain an error line, a log, or the id of a finding.",
-            symptoms=(("I only have an error line", "explain 'LINE'"),),
-        ),
-        Sub(
-            "run",
-            "run.command:run",
-            "Start a job; if it fails, report which rank failed first, and why.",
-            starts_job=True,
-            symptoms=(("it fails now and then; record it", "run -- torchrun train.py"),),
-        ),
-        Sub(
-            "core-bt",
-            "core_bt.command:core_bt",
-            "Show the thread that crashed, its Python and C frames, and the reason.",
-            symptoms=(("it left a core file", "core-bt CORE"),),
-        ),
-        Sub(
-            "bundle",
-            "bundle.command:bundle",
-            "Collect everything about a job in one redacted file.",
-            symptoms=(("I need evidence for a ticket", "bundle --job ID"),),
-        ),
+        Sub("logs", "Find the rank that failed first, and why, in a job's logs."),
+        Sub("explain", "Explain an error line, a log, or the id of a finding."),
+        Sub("run", "Start a job; if it fails, report which rank failed first, and why.", starts_job=True),
+        Sub("core-bt", "Show the thread that crashed, its Python and C frames, and the reason."),
+        Sub("bundle", "Collect everything about a job in one redacted file."),
     ),
-    "A slow job": (
-        Sub(
-            "allreduce-bench",
-            "allreduce_bench.command:allreduce_bench",
-            "Measure collectives, and compare them with the bandwidth to expect.",
-            symptoms=(
-                ("which rank is the straggler?", "pyspy-all --samples 20"),
-                ("is it the network?", "allreduce-bench"),
-            ),
-        ),
-    ),
+    "A slow job": (Sub("allreduce-bench", "Measure collectives, and compare them with the bandwidth to expect."),),
     "Nodes and network": (
-        Sub(
-            "doctor",
-            "doctor.command:doctor",
-            "Check whether the nodes are ready for a job; name the node that differs.",
-            symptoms=(("are the nodes ready for a job?", "doctor --hosts LIST"),),
-        ),
-        Sub(
-            "ports",
-            "ports.command:ports",
-            "Test the network between nodes in both directions, and the choice of NICs.",
-            symptoms=(("the nodes cannot connect", "ports --hosts LIST"),),
-        ),
-        Sub(
-            "gpu-test",
-            "gpu_test.command:gpu_test",
-            "Test communication, all_reduce, memory and computing on all ranks.",
-            symptoms=(("do the GPUs and NCCL work?", "gpu-test"),),
-        ),
+        Sub("doctor", "Check whether the nodes are ready for a job; name the node that differs."),
+        Sub("ports", "Test the network between nodes in both directions, and the choice of NICs."),
+        Sub("gpu-test", "Test communication, all_reduce, memory and computing on all ranks."),
     ),
-    "Environment": (
-        Sub(
-            "cuda-env",
-            "cuda_env.command:cuda_env",
-            "Explain why CUDA does not run or build here, and how to fix it.",
-            symptoms=(("CUDA does not run or build", "cuda-env"),),
-        ),
-    ),
+    "Environment": (Sub("cuda-env", "Explain why CUDA does not run or build here, and how to fix it."),),
     "Numbers": (
         Sub(
             "overflow",
-            "overflow.command:overflow",
             "Find the rank, step and module that first produce NaN or Inf; overflow show: where numbers grew.",
             below=(
                 Sub(
                     "show",
-                    "overflow.show.command:overflow_show",
                     "Show where numbers grew, or where two runs first differ.",
+                    home="overflow.show.command:overflow_show",
                 ),
             ),
-            symptoms=(("the loss is NaN", "overflow -- train.py"),),
         ),
-        Sub(
-            "floatcmp",
-            "floatcmp.command:floatcmp",
-            "Compare two tensor files up to rounding; show where they first differ.",
-            symptoms=(("two runs or checkpoints differ", "floatcmp A B"),),
-        ),
+        Sub("floatcmp", "Compare two tensor files up to rounding; show where they first differ."),
     ),
     "In a script": (
         Sub(
             "sync-check",
-            "sync_check:sync_check",
             "Find the first value that differs between ranks, and the ranks.",
-            symptoms=(("do all ranks hold the same weights?", "sync-check DIR"),),
+            home="sync_check:sync_check",
         ),
     ),
     "More": (
         Sub(
             "slurm",
-            "",
             "Run recurring SLURM jobs, and check that jobs are still queued (cron, watch).",
+            home="",
             about="Run recurring SLURM jobs, and check that jobs are still queued.",
             below=(
-                Sub("cron", "slurm.cron:cron", "Run a command every few hours, as a job that submits its next run."),
-                Sub("watch", "slurm.watch:watch", "Check that a job runs or waits, and that it can start."),
+                Sub(
+                    "cron", "Run a command every few hours, as a job that submits its next run.", home="slurm.cron:cron"
+                ),
+                Sub("watch", "Check that a job runs or waits, and that it can start.", home="slurm.watch:watch"),
             ),
         ),
         Sub(
             "kill-switch",
-            "",
             "Stop a job at its next step, without the right to cancel it (on, off, status).",
+            home="",
             about="Stop a job that uses `distdiag.KillSwitch` at its next step, on all ranks.",
             below=(
-                Sub("on", "kill_switch:on", "Turn it on: the job stops at its next step."),
-                Sub("off", "kill_switch:off", "Turn it off, so that the next job runs."),
-                Sub("status", "kill_switch:status", "Show whether it is on, and why."),
+                Sub("on", "Turn it on: the job stops at its next step.", home="kill_switch:on"),
+                Sub("off", "Turn it off, so that the next job runs.", home="kill_switch:off"),
+                Sub("status", "Show whether it is on, and why.", home="kill_switch:status"),
             ),
         ),
-        Sub("estimate", "estimate.command:estimate", "Estimate TFLOPS of a training run, and the network it needs."),
+        Sub("estimate", "Estimate TFLOPS of a training run, and the network it needs."),
     ),
-    "Help": (Sub("hosts", "hosts:hosts", "The options for hosts, which most commands share: distdiag help hosts."),),
+    "Help": (
+        Sub("hosts", "The options for hosts, which most commands share: distdiag help hosts.", home="hosts:hosts"),
+    ),
 }
 """All commands by purpose; the last group has the pages of `distdiag help`."""
+_SYMPTOMS = {
+    "Start here": {
+        "try it on a job that hangs": "demo hang",
+    },
+    "A stuck job": {
+        "it hangs, or never starts": "hang",
+        "I only need the stacks": "pyspy-all",
+        "NCCL timed out, and dumps exist": "flight-recorder DIR",
+        "it will be killed; keep its last lines": "trace py -- train.py",
+    },
+    "A failed job": {
+        "it crashed": "logs FILE...",
+        "I only have an error line": "explain 'LINE'",
+        "it fails now and then; record it": "run -- torchrun train.py",
+        "it left a core file": "core-bt CORE",
+        "I need evidence for a ticket": "bundle --job ID",
+    },
+    "A slow job": {
+        "which rank is the straggler?": "pyspy-all --samples 20",
+        "is it the network?": "allreduce-bench",
+    },
+    "Nodes and network": {
+        "are the nodes ready for a job?": "doctor --hosts LIST",
+        "the nodes cannot connect": "ports --hosts LIST",
+        "do the GPUs and NCCL work?": "gpu-test",
+    },
+    "Environment": {
+        "CUDA does not run or build": "cuda-env",
+    },
+    "Numbers": {
+        "the loss is NaN": "overflow -- train.py",
+        "two runs or checkpoints differ": "floatcmp A B",
+    },
+    "In a script": {
+        "do all ranks hold the same weights?": "sync-check DIR",
+    },
+}
+"""What users see, by group, with the words to type after `distdiag`: rows of the first screen."""
 _SUBCOMMANDS = tuple(sub for title, group in GROUPS.items() for sub in group if title != "Help")
 _ABOUT = "Find out why a distributed PyTorch job hangs, crashes, crawls or won't build, and how to fix it."
 
@@ -205,9 +162,8 @@ _ABOUT = "Find out why a distributed PyTorch job hangs, crashes, crawls or won't
 def _first_screen() -> str:
     """Return the overview: one command per symptom, each line within 80 columns."""
     lines = [_ABOUT.replace(", and how", ",\nand how")]
-    for title, group in GROUPS.items():
-        rows = [f"  {seen:<40}distdiag {words}" for sub in group for seen, words in sub.symptoms]
-        lines += ["", title, *rows] if rows else []
+    for title, symptoms in _SYMPTOMS.items():
+        lines += ["", title, *(f"  {seen:<40}distdiag {words}" for seen, words in symptoms.items())]
     return "\n".join([*lines, "", "All commands: distdiag --help. Options and examples: distdiag COMMAND -h.\n"])
 
 

@@ -93,18 +93,10 @@ def files() -> tuple[File, ...]:
 
 
 def chosen(command: str, parameters: Sequence[Any], given: Container[str], read: Sequence[File]) -> tuple[Default, ...]:
-    """Return the defaults for a command line.
+    """Return the defaults for a command line. `given`: names of the typed parameters; `read`: the files.
 
-    With saved facts, explicit hosts or a launcher, no default selects hosts.
-
-    Args:
-        command: its name, "trace blocked".
-        parameters: Typer's, of that command.
-        given: names of the typed parameters.
-        read: the files.
-
-    Raises:
-        ValueError: the table of this command has an unknown option, or a value of a wrong type.
+    With saved facts, explicit hosts or a launcher, no default selects hosts. Raises ValueError: the table of this
+    command has an unknown option, or a value of a wrong type.
     """
     from distdiag.facts.rank_identity import identify
 

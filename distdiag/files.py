@@ -58,11 +58,7 @@ def make_folder(option: str, folder: str) -> None:
 
 
 def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
-    """Write a file atomically, by default private; see private_files.write_whole.
-
-    Raises:
-        DistdiagError: it cannot be written.
-    """
+    """Write a file atomically, by default private; see private_files.write_whole. Raises DistdiagError."""
     try:
         private_files.write_whole(path, data, mode)
     except OSError as error:
@@ -84,8 +80,7 @@ def named_files(paths: Sequence[str]) -> Iterator[Path]:
 def log_text(name: str) -> tuple[str, str]:
     """Read a log, possibly packed, as text; "-" is stdin. Return the text, and a note on omitted parts, else "".
 
-    Raises:
-        UsageError: it is unreadable.
+    Raises UsageError: it is unreadable.
     """
     from distdiag.facts.job_logs.collect import Unreadable, blocks
     from distdiag.facts.packed_files import CannotUnpack

@@ -22,7 +22,7 @@ from distdiag.errors import Interrupted
 from distdiag.output import choose_findings, choose_markdown, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from distdiag.defaults import Default
 
@@ -44,21 +44,22 @@ _completion_shared._completion_scripts["zsh"] = _completion_classes.ZshComplete.
 
 @dataclass(frozen=True)
 class Sub:
-    """One subcommand. `home`: module below distdiag.commands and function; empty for a group.
+    """One subcommand.
 
-    `starts_job`: its first word that is no option begins another program's command line, with or without `--`.
+    `home`: module below distdiag.commands and function, by default NAME.command:NAME; empty for a group. `starts_job`:
+    its first word that is no option begins another program's command line, with or without `--`. `about`: shown on its
+    own page instead of `help`, where it only has subcommands. `below`: its subcommands: `distdiag overflow show FILE`.
     """
 
     name: str
-    home: str
     help: str
-    about: str = ""
-    """Shown on its own page instead of `help`, where it only has subcommands."""
-    below: tuple[Sub, ...] = ()
-    """Subcommands of it: `distdiag overflow -- train.py`, `distdiag overflow show FILE`."""
+    home: str = "{name}.command:{name}"
     starts_job: bool = False
-    symptoms: tuple[tuple[str, str], ...] = ()
-    """What users see, each with the words to type after `distdiag`: rows of the first screen."""
+    about: str = ""
+    below: tuple[Sub, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "home", self.home.format(name=self.name.replace("-", "_")))
 
 
 Groups = dict[str, tuple[Sub, ...]]
@@ -116,21 +117,31 @@ def load(subcommand: Sub, words: Sequence[str], typed: Invocation) -> Any:  # no
     return made
 
 
-def _markdown_option() -> TyperOption:
-    def choose(ctx: Any, parameter: Any, value: bool) -> None:  # noqa: ANN401
-        if value and ctx.find_root().obj.has("--json"):
-            raise typer.BadParameter("use either --json or --markdown")
-        if value:
-            choose_markdown()
+def _output_option(name: str, about: str, choose: Callable[[Any, Any], None], **settings: Any) -> TyperOption:  # noqa: ANN401
+    """Return an option of every report; `choose` gets the context and the typed value, if any."""
+
+    def callback(ctx: Any, parameter: Any, value: Any) -> None:  # noqa: ANN401
+        if value and not ctx.resilient_parsing:
+            choose(ctx, value)
 
     return TyperOption(
-        param_decls=["--markdown"],
-        is_flag=True,
-        default=False,
+        param_decls=[f"--{name}"],
         expose_value=False,
-        callback=choose,
-        help="Print the report as Markdown, for a ticket.",
+        callback=callback,
+        help=about,
         rich_help_panel="Output",
+        **settings,
+    )
+
+
+def _markdown_option() -> TyperOption:
+    def choose(ctx: Any, _: object) -> None:  # noqa: ANN401
+        if ctx.find_root().obj.has("--json"):
+            raise typer.BadParameter("use either --json or --markdown")
+        choose_markdown()
+
+    return _output_option(
+        "markdown", "Print the report as Markdown, for a ticket.", choose, is_flag=True, default=False
     )
 
 
@@ -141,9 +152,7 @@ _CHOICES = {
 
 
 def _choice(name: str) -> TyperOption:
-    def choose(ctx: Any, parameter: Any, value: Sequence[str] | None) -> None:  # noqa: ANN401
-        if not value or ctx.resilient_parsing:
-            return
+    def choose(_: object, value: Sequence[str]) -> None:
         from distdiag.diagnosis.finding_ids import declared
 
         for id_ in (each.partition("=")[0].strip() for each in value):
@@ -153,20 +162,11 @@ def _choice(name: str) -> TyperOption:
         choose_findings(**{name: value})
 
     metavar, about = _CHOICES[name]
-    return TyperOption(
-        param_decls=[f"--{name}"],
-        type=str,
-        multiple=True,
-        expose_value=False,
-        callback=choose,
-        metavar=metavar,
-        help=about,
-        rich_help_panel="Output",
-    )
+    return _output_option(name, about, choose, type=str, multiple=True, metavar=metavar)
 
 
 def listing(
-    name: str, groups: Groups, about: str, settings: dict[str, Any] | None = None, *, first_screen: str = ""
+    name: str, groups: Groups, about: str, settings: dict[str, object] | None = None, *, first_screen: str = ""
 ) -> typer.Typer:
     """Return a group of subcommands; `first_screen`: printed instead of help if run without any."""
     program = typer.Typer(
@@ -303,12 +303,8 @@ def _interruptible(command: Callable[..., None], typed: Invocation) -> Callable[
         typed.parsed_json = bool(options.get("as_json"))
         interrupts.release()
         if options.get("verbose"):
-            _name_origins(typed.used)
+            for default in typed.used:
+                say(f"distdiag: {default.option} {default.shown} from {default.origin}")
         command(**options)
 
     return run
-
-
-def _name_origins(used: Iterable[Default]) -> None:
-    for default in used:
-        say(f"distdiag: {default.option} {default.shown} from {default.origin}")

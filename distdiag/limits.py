@@ -15,17 +15,12 @@ def hint_for(words: str) -> str:
     if "Too many open files" in words:
         return _raise("n", "nofile", resource.RLIMIT_NOFILE)
     if "Resource temporarily unavailable" in words or "can't start new thread" in words:
-        memory = _soft(resource.RLIMIT_AS)
-        if memory != resource.RLIM_INFINITY:  # a thread needs a stack
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:  # a thread needs a stack
             return f"{_raise('u', 'nproc', resource.RLIMIT_NPROC)}; or more memory: ulimit -v unlimited"
         return f"{_raise('u', 'nproc', resource.RLIMIT_NPROC)}; in a container, check its pids limit"
     if "Cannot allocate memory" in words or "MemoryError" in words:
         return "ulimit -v unlimited; in a container, check its memory limit"
     return ""
-
-
-def _soft(which: int) -> int:
-    return resource.getrlimit(which)[0]
 
 
 def _raise(letter: str, name: str, which: int) -> str:

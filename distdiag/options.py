@@ -216,13 +216,7 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def answer_as(ctx: typer.Context, words: Sequence[str], stdin: str | None = None) -> None:
-    """Run another command in place of this one.
-
-    Args:
-        ctx: that of this command.
-        words: the command and its options, as typed.
-        stdin: the new command's input, if this command has already read it.
-    """
+    """Run another command, as typed, in place of this one. `stdin`: its input, if this command has already read it."""
     root = ctx.find_root()
     root.obj.command, root.obj.words = "", list(words)
     with tempfile.TemporaryFile() as file:

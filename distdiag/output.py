@@ -17,6 +17,7 @@ import typer
 
 from distdiag import __version__, interrupts
 from distdiag.errors import DistdiagError, Interrupted
+from distdiag.fold import by_key
 from distdiag.program_name import as_called
 from distdiag.report import Level, Verdict
 
@@ -96,7 +97,7 @@ def _page(report: Report[Data], view: Callable[[Report[Data]], Iterable[Renderab
     if output.brief:
         return f"distdiag {report.command}: {report.verdict.upper()}: {' '.join(report.summary.split())}\n"
     hint = as_called("For programs: the same command with --json prints one JSON document.\n")
-    return _render(report, view, whole=output.findings_in_view) + (hint if _in_shell_of_agent() else "")
+    return _render(report, view, whole=output.findings_in_view) + (hint if any(map(os.environ.get, _AGENTS)) else "")
 
 
 def choose_markdown() -> None:
@@ -138,10 +139,6 @@ def _is_below(id_: str, prefix: str) -> bool:
     return id_ == prefix or id_.startswith(f"{prefix}.")
 
 
-def _in_shell_of_agent() -> bool:
-    return any(os.environ.get(name) for name in _AGENTS)
-
-
 def load() -> None:
     """Import the rendering libraries, while waiting for other processes."""
     import msgspec  # noqa: F401
@@ -149,7 +146,7 @@ def load() -> None:
     import rich.table  # noqa: F401
 
 
-def document(report: Report[Data], *, strict: bool = False) -> dict[str, Any]:
+def document(report: Report[Data], *, strict: bool = False) -> dict[str, object]:
     """Return the document that --json prints."""
     return _envelope(report, report.exit_code(strict=strict))
 
@@ -281,9 +278,7 @@ def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
     from distdiag.cluster.host_results import HostState
     from distdiag.cluster.hosts import fold, fold_within
 
-    groups: dict[tuple[str, str], list[HostResult]] = {}
-    for row in rows:
-        groups.setdefault((row.state, row.stage), []).append(row)
+    groups = by_key(((row.state, row.stage), row) for row in rows)
     if all(state == HostState.OK for state, _ in groups):
         return
     table = plain_table(
@@ -407,7 +402,7 @@ def _discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _as_json(document: dict[str, Any]) -> str:
+def _as_json(document: dict[str, object]) -> str:
     text = json.dumps(document, indent=2)
     if "\\ud" in text:  # a lone surrogate, as in a name outside UTF-8: other programs reject the whole document
         whole = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
@@ -415,7 +410,7 @@ def _as_json(document: dict[str, Any]) -> str:
     return text + "\n"
 
 
-def _head(command: str, exit_code: int) -> dict[str, Any]:
+def _head(command: str, exit_code: int) -> dict[str, object]:
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -424,7 +419,7 @@ def _head(command: str, exit_code: int) -> dict[str, Any]:
     }
 
 
-def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
+def _envelope(report: Report[Data], code: int) -> dict[str, object]:
     import msgspec
 
     return {

@@ -9,6 +9,7 @@ Ctrl-C with a partial report, unusable hosts, several names for one machine, pro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from dataclasses import dataclass, fields, replace
@@ -26,10 +27,10 @@ from distdiag.cluster.targets import describe, find_targets
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.text import printable
 from distdiag.files import make_folder
-from distdiag.gathered import Foreign, Gathered, read, save
 from distdiag.ids import Id
 from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, of_interest, pod_table
 from distdiag.report import Finding, Fix, Level
+from distdiag.saved_facts import Foreign, Gathered, read, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ class Subcommand(Generic[Asked, Facts, Data]):
     findings_in_view: bool = False
     saved_as: str = ""
     """Name of its saved facts, if not `name`."""
-    page: Callable[[Mapping[str, Any]], dict[str, Any]] = pages.whole
+    page: pages.Reduce = pages.whole
     """Reduces the data of the report to that shown on the HTML page."""
     by_every_rank: bool = False
     """Every process started by a launcher runs the command; else rank 0 alone."""
@@ -102,11 +103,7 @@ def run(
 ) -> NoReturn:
     """Run the command, print its report, and exit with its status.
 
-    Args:
-        subcommand: the command.
-        make_request: builds the request from the command line; may raise UsageError.
-        options: the shared options.
-        finish: processes the report before printing; may add to it, or raise DistdiagError.
+    `make_request` may raise UsageError. `finish` may add to the report before printing, or raise DistdiagError.
     """
     if options.explain:
         deliver_lines(subcommand.name, lambda: subcommand.explain(make_request()), as_json=options.as_json)
@@ -233,12 +230,9 @@ def _read(
     if saved is None:
         return (subcommand.foreign.request(request) if subcommand.foreign is not None else request), gathered
     typed = {name: getattr(request, name) for name in subcommand.shown_as_typed}
-    changed = {name: value for name, value in typed.items() if value != _default(request, name)}
+    defaults = {field.name: field.default for field in fields(request)}
+    changed = {name: value for name, value in typed.items() if value != defaults[name]}
     return replace(saved, program=request.program, **changed), gathered
-
-
-def _default(request: Any, name: str) -> object:  # noqa: ANN401 - a dataclass
-    return next(field.default for field in fields(request) if field.name == name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +265,7 @@ class Question(Generic[First, Part, Facts]):
     """Progress line; empty for quick queries."""
     each_name: bool = False
     """Query a machine under each of its names, which may lead to different environments."""
-    before: Callable[[Mapping[str, Node]], None] = lambda _: None
+    before: Callable[[Mapping[str, Node]], object] = lambda _: None
     """Called first, with the nodes to be queried."""
     timed: Callable[[Part, float, float], Part] = lambda part, *_: part
     """Called with each answer, and the times of request and receipt, by this machine's clock (s)."""
@@ -314,6 +308,20 @@ def gather(
         return replace(
             gathered, rows=() if local else fleet.rows, refusals=dict(fleet.refusals), interrupted=interrupted
         )
+
+
+def merged(parts: Sequence[Part]) -> dict[str, Any]:
+    """Join the messages of a node by field: tuples and dictionaries together, of other fields the first that is set."""
+    found: dict[str, Any] = {}
+    for name in (field.name for field in fields(parts[0])) if parts else ():  # type: ignore[arg-type]
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], tuple):
+            found[name] = tuple(itertools.chain.from_iterable(values))
+        elif isinstance(values[0], dict):
+            found[name] = {key: value for own in values for key, value in own.items()}
+        else:
+            found[name] = next(filter(None, values), values[0])
+    return found
 
 
 def gather_once(cluster: Cluster, agent: Agent, progress: Progress) -> Gathered[Any]:

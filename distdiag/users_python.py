@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 
 from distdiag import program_name
@@ -53,3 +55,14 @@ def _is_apart() -> bool:
     signs = ("pipx_metadata.json", "uv-receipt.toml")
     kept = any(os.path.exists(os.path.join(sys.prefix, name)) for name in signs)
     return kept or os.path.basename(os.path.dirname(sys.prefix)).startswith(("archive-v", "environments-v"))
+
+
+def installed(*packages: str) -> tuple[int, int] | None:
+    """Return (major, minor) of the first of these packages that is installed for distdiag, without importing it."""
+    from importlib import metadata
+
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            match = re.match(r"(\d+)\.(\d+)", metadata.version(package))
+            return (int(match[1]), int(match[2])) if match else None
+    return None

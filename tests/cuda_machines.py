@@ -20,7 +20,7 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.collect import Ask, CudaFacts, look
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.types import Goal, Request
-from distdiag.gathered import Gathered
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

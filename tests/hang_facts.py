@@ -14,9 +14,9 @@ from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.types import Request
 from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.procs import Standstill
-from distdiag.gathered import Gathered
 from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.types import NodePicture
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -252,7 +252,7 @@ def parsed_command(home: str) -> Any:  # noqa: ANN401 - Typer's command is priva
     """Return the command object of `module:function` below distdiag.commands."""
     from distdiag.lazy_typer import Invocation, Sub, load
 
-    return load(Sub("command", home, ""), (), Invocation(()))
+    return load(Sub("command", "", home=home), (), Invocation(()))
 
 
 def _command(above: str, name: str, home: str) -> list[str]:

@@ -436,7 +436,7 @@ def save_facts(machine: Machine, folder: Path) -> None:
     """Keep the facts of a modelled machine as `cuda-env --save` does."""
     from distdiag.cluster.targets import Cluster
     from distdiag.commands.cuda_env.types import Goal, Request
-    from distdiag.gathered import Gathered, save
+    from distdiag.saved_facts import Gathered, save
 
     with pytest.MonkeyPatch.context() as patch:
         facts = machine.examine(patch)

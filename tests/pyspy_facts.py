@@ -10,10 +10,10 @@ from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.types import Request
 from distdiag.facts.rank_identity import Identity
 from distdiag.facts.stack_types import Counter, Frame, Sample, Thread
-from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.types import NodePicture
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,8 +15,8 @@ from distdiag.facts.blocked_threads import Blocked, Futex, Lock, Target, Thread
 from distdiag.facts.descriptors import Descriptor, End
 from distdiag.facts.socket_owners import Network, Owned, PeerProcess
 from distdiag.facts.sockets import Socket
-from distdiag.gathered import Gathered
 from distdiag.jobs.picture import SourceEnd
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from distdiag.diagnosis.verdicts import read_table
+from distdiag.diagnosis.verdicts import TABLES, read_table
 from distdiag.errors import UsageError
 from distdiag.ids import FindingId, Id, RowId, Shared
 from distdiag.knowledge.known_lines import known_builds, known_lines
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OF_ROLE = {"job": "fail", "warning": "warn"}
 _OF_BUILD = {"cause": "fail"}
-_RANKS = "gpu-test allreduce-bench"
+_RANKS = ("gpu-test", "allreduce-bench")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def _of_rows() -> Iterator[tuple[FindingId, Iterable[str], str]]:
         for row in read_table(table)[kind]:
             id_ = row.get("id", row["name"])
             yield RowId(f"{command}.{id_}"), _levels(row), means[id_]
-    for row in (*read_table("verdicts")["verdict"], *read_table("number_verdicts")["verdict"]):
+    for row in (row for table in TABLES for row in read_table(table)["verdict"]):
         for id_ in _ids(row):
-            yield id_, _levels(row), _plain(row["title"])
+            yield id_, _levels(row), row.get("means") or _plain(row["title"])
     for line in known_lines().values():
         if levels := _levels_of(line):
             yield RowId(f"logs.{line.id}"), levels, _plain(line.means)
@@ -86,7 +86,7 @@ def _levels_of(line: KnownLine) -> tuple[str, ...]:
 def _ids(row: Mapping[str, Any]) -> Iterator[FindingId]:
     id_ = str(row.get("id", row["name"]))
     for name in row.get("names", (row["name"],)):
-        for command in str(row.get("of", _RANKS)).split() if "{command}" in id_ else ("",):
+        for command in row.get("of", _RANKS) if "{command}" in id_ else ("",):
             own = id_.replace("{name}", name).replace("{command}", command)
             yield RowId(own if "." in own else f"logs.{own}")
 
@@ -96,15 +96,9 @@ def _plain(text: str) -> str:
 
 
 def chosen(given: str, command: str, checks: Iterable[str]) -> str:
-    """Resolve an id or id prefix ("toolkit"), with or without the command's name.
+    """Resolve an id or its prefix ("toolkit"), with or without the command's name. Raises UsageError.
 
-    Args:
-        given: as typed.
-        command: name of the command.
-        checks: all its ids, without the command's name.
-
-    Raises:
-        UsageError: no id matches.
+    `checks`: all ids of the command, without its name.
     """
     known = list(checks)
     plain = given.strip().removeprefix(f"{command}.").rstrip(".*")

@@ -7,12 +7,15 @@ to blame.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec  # noqa: TID253 - this module is imported when RAS has answered
+
+from distdiag.diagnosis.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 
     Process = tuple[str, int, str]
 
-_MOST_RANKS = 2**20
 _NO_COMMA = re.compile(r'("nvml_dev": -?\d+)(\s+"status":)')
 """NCCL 2.28.9 omits a comma in each rank that did not answer."""
 _IN_PROGRESS = 7  # ncclInProgress
@@ -46,7 +48,7 @@ class Member:
 
 
 class RasState(StrEnum):
-    """The state of a job. HEALTHY: no rank is behind another; `stands_still` shows whether the job moves.
+    """The state of a job. HEALTHY: no rank is behind another.
 
     DIFFERENT: some ranks call other collectives than the rest, or with other sizes.
     """
@@ -81,17 +83,13 @@ class Lag:
 
 @dataclass(frozen=True)
 class RasVerdict:
-    """The judgement. `why`: one sentence. `stands_still`: no count rose between readings; None if unknown."""
+    """The judgement. `why`: one sentence."""
 
     state: RasState
     why: str
     lags: tuple[Lag, ...] = ()
     dead: tuple[Member, ...] = ()
-    missing: tuple[Member, ...] = ()
     n_ranks: int = 0
-    n_communicators: int = 0
-    nccl_version: str = ""
-    stands_still: bool | None = None
 
 
 @dataclass
@@ -119,14 +117,12 @@ class Communicator:
 class Snapshot:
     """One parsed reading. `counts`: of each process over its communicators (JSON only)."""
 
-    version: str = ""
     n_ranks: int = 0
     n_communicators: int = 0
     communicators: list[Communicator] = field(default_factory=list)
     dead: list[Member] = field(default_factory=list)
     missing: list[Member] = field(default_factory=list)
     counts: dict[tuple[str, int], tuple[int, ...]] | None = None
-    timeouts: int = 0
     n_missing: int = 0
     n_dead: int = 0
 
@@ -137,9 +133,9 @@ def parse(reading: Reading) -> Snapshot:
         raise ValueError(reading.error)
     if reading.text.lstrip().startswith("{"):
         try:
-            return _parse_json(json.loads(_NO_COMMA.sub(r"\1,\2", reading.text)))
-        except (RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"unexpected JSON: {type(error).__name__}") from None
+            return _of_json(msgspec.json.decode(_NO_COMMA.sub(r"\1,\2", reading.text), type=_Document))
+        except (RecursionError, msgspec.MsgspecError) as error:
+            raise ValueError(f"unexpected JSON: {str(error)[:100]}") from None
     return _Text().parse(reading.text)
 
 
@@ -167,10 +163,12 @@ class _Judgement:
         last = self._last
         if last.dead or last.n_dead:
             number = max(len(last.dead), last.n_dead)
-            return self._make(RasState.DEAD, f"{_count(number, 'process')} did not answer RAS for 60 s or more")
+            return self._make(
+                RasState.DEAD, f"{counted(number, 'process', 'processes')} did not answer RAS for 60 s or more"
+            )
         if last.missing or last.n_missing:
             number = max(len(last.missing), last.n_missing)
-            return self._make(RasState.MISSING, f"{_count(number, 'process')} did not answer RAS in time")
+            return self._make(RasState.MISSING, f"{counted(number, 'process', 'processes')} did not answer RAS in time")
         for communicator in last.communicators:
             if communicator.errors and (differing := self._differing(communicator)):
                 why = f"{_shown(differing)}; {communicator.errors[0]}"
@@ -197,33 +195,18 @@ class _Judgement:
         )
 
     def _make(self, state: RasState, why: str, lags: Iterable[Lag] = ()) -> RasVerdict:
-        last = self._last
-        return RasVerdict(
-            state,
-            why,
-            tuple(lags),
-            _unique(last.dead),
-            _unique(last.missing),
-            last.n_ranks,
-            last.n_communicators,
-            last.version,
-            self._stands_still(),
-        )
-
-    def _stands_still(self) -> bool | None:
-        if self._second is None or self._first.counts is None or self._second.counts is None:
-            return None
-        return self._first.counts == self._second.counts
+        return RasVerdict(state, why, tuple(lags), _unique(self._last.dead), self._last.n_ranks)
 
     def _of_counts(self) -> RasVerdict:
         lags = list(_lags(self._last))
         initialising = [each for each in self._last.communicators if len(each.states) > 1 and "INIT" in each.states]
         if not lags and initialising:
             number = initialising[0].states["INIT"]
-            why = f"{_count(number, 'rank')} of communicator {initialising[0].hash} still initialising"
+            why = f"{counted(number, 'rank')} of communicator {initialising[0].hash} still initialising"
             return self._make(RasState.UNKNOWN, why)
         if not lags:
-            if self._stands_still() is False:
+            first, second = self._first.counts, self._last.counts
+            if first is not None and second is not None and first != second:
                 return self._make(RasState.MOVING, "the operation counts rise between the two readings")
             if not self._last.n_communicators:
                 return self._make(RasState.UNKNOWN, "RAS lists no communicator")
@@ -266,15 +249,10 @@ class _Judgement:
         return self._make(RasState.LAGGING, _shown(few[0]), few)
 
 
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
 def _shown(lag: Lag) -> str:
     operation = lag.operation or "operation"
     return (
-        f"{_count(lag.n_lagging, 'rank')} of communicator {lag.communicator} stopped at {operation} {lag.behind}, "
+        f"{counted(lag.n_lagging, 'rank')} of communicator {lag.communicator} stopped at {operation} {lag.behind}, "
         f"{lag.n_ahead} at {lag.ahead}"
     )
 
@@ -372,72 +350,85 @@ def _without(lag: Lag, waiting: set[Process]) -> Lag | None:
     return Lag(lag.communicator, lag.operation, kept, number, lag.behind, lag.ahead, lag.n_ahead, tuple(left))
 
 
-def _number(value: object) -> int:
-    if type(value) is not int or not -1 <= value < 2**63:
-        raise ValueError(f"{str(value)[:40]!r} is not a count")
-    return value
+_Number = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
 
 
-def _member(about: dict[str, Any]) -> Member:
-    rank = _number(about["rank"])
-    if not 0 <= rank < _MOST_RANKS:
-        raise ValueError(f"rank {rank}")
-    return Member(
-        rank, str(about.get("host", ""))[:100], _number(about.get("pid", 0)), str(about.get("cuda_dev", ""))[:8]
-    )
+class _Status(msgspec.Struct):
+    init_state: _Number = 0
+    async_error: _Number = 0
+    abort_flag: int | bool = 0
+    finalize_called: int | bool = 0
+    destroy_flag: int | bool = 0
+    considered_dead: int | bool = 0
+    unresponsive: int | bool = 0
 
 
-def _parse_json(document: dict[str, Any]) -> Snapshot:
-    found = Snapshot(version=str(document.get("nccl_version", ""))[:40], counts={})
-    processes = set()
-    for about in document["communicators"]:
-        communicator = Communicator(str(about["hash"])[:40], _number(about["size"]))
+class _Rank(msgspec.Struct):
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
+    host: str = ""
+    pid: _Number = 0
+    cuda_dev: int | str = ""
+    status: _Status = msgspec.field(default_factory=_Status)
+    collective_counts: dict[str, _Number] = {}
+
+    @property
+    def member(self) -> Member:
+        return Member(self.rank, self.host[:100], self.pid, str(self.cuda_dev)[:8])
+
+
+class _About(msgspec.Struct):
+    hash: str
+    size: _Number
+    ranks: list[_Rank]
+    missing_ranks: list[_Rank] = []
+
+
+class _Document(msgspec.Struct):
+    """The parts of an answer in JSON that are judged."""
+
+    communicators: list[_About]
+
+
+def _of_json(document: _Document) -> Snapshot:
+    found = Snapshot(counts={})
+    counts = found.counts = {}
+    for about in document.communicators:
+        communicator = Communicator(about.hash[:40], about.size)
         by_count: dict[str, dict[int, list[Member]]] = defaultdict(lambda: defaultdict(list))
-        for rank in about["ranks"]:
-            member = _member(rank)
-            processes.add(member.process)
-            _add_state(communicator, member, rank["status"])
-            counts = {str(name)[:40]: _number(count) for name, count in rank["collective_counts"].items()}
-            for name, count in counts.items():
-                by_count[name][count].append(member)
-            found.counts[communicator.hash, member.rank] = tuple(counts.values())  # type: ignore[index]
-        for rank in about.get("missing_ranks", ()):
-            _add_missing(found, communicator, _member(rank), rank.get("status", {}))
+        for rank in about.ranks:
+            _add_state(communicator, rank)
+            for name, count in rank.collective_counts.items():
+                by_count[name[:40]][count].append(rank.member)
+            counts[communicator.hash, rank.rank] = tuple(rank.collective_counts.values())
+        for rank in about.missing_ranks:
+            if rank.status.considered_dead:
+                found.dead.append(rank.member)
+            elif rank.status.unresponsive:
+                found.missing.append(rank.member)
+            else:  # the process answered but has left the communicator
+                communicator.states["NOCOMM"] = communicator.states.get("NOCOMM", 0) + 1
         communicator.groups = {
-            name: [Group(count, len(members), members) for count, members in counts.items()]
-            for name, counts in by_count.items()
+            name: [Group(count, len(members), members) for count, members in own.items()]
+            for name, own in by_count.items()
         }
         found.communicators.append(communicator)
     found.n_communicators = len(found.communicators)
     found.n_ranks = max((each.size for each in found.communicators), default=0)
-    found.timeouts = _number(document.get("ras", {}).get("timeouts_count", 0))
     return found
 
 
-def _add_state(communicator: Communicator, member: Member, status: dict[str, Any]) -> None:
-    init, asynchronous = _number(status.get("init_state", 0)), _number(status.get("async_error", 0))
-    state = "RUNNING" if init == 0 else "INIT"
-    if status.get("abort_flag"):
-        state = "ABORT"
-    elif status.get("finalize_called") or status.get("destroy_flag"):
-        state = "FINALIZE"
+def _add_state(communicator: Communicator, rank: _Rank) -> None:
+    status = rank.status
+    state = "RUNNING" if status.init_state == 0 else "INIT"
+    state = "FINALIZE" if status.finalize_called or status.destroy_flag else state
+    state = "ABORT" if status.abort_flag else state
     communicator.states[state] = communicator.states.get(state, 0) + 1
-    for code in (init, asynchronous):
+    for code in (status.init_state, status.async_error):
         if code not in (0, _IN_PROGRESS):
             reason = _ERRORS_BY_CODE.get(code, f"error {code}")
-            communicator.errors.append(f"rank {member.rank} reports {reason}")
+            communicator.errors.append(f"rank {rank.rank} reports {reason}")
 
 
-def _add_missing(found: Snapshot, communicator: Communicator, member: Member, status: dict[str, Any]) -> None:
-    if status.get("considered_dead"):
-        found.dead.append(member)
-    elif status.get("unresponsive"):
-        found.missing.append(member)
-    else:  # the process answered but has left the communicator
-        communicator.states["NOCOMM"] = communicator.states.get("NOCOMM", 0) + 1
-
-
-_VERSION = re.compile(r"NCCL version (\S{1,40})")
 _TABLE = re.compile(
     r"^\s*(\d{1,9})\s+(\d{1,9})\s+\d+\s+\S+\s+(\d{1,9})\s+(\d{1,9})\s+(?:NOCOMM|INIT|RUNNING|FINALIZE|ABORT)\s+\S+\s*$"
 )
@@ -473,10 +464,10 @@ class _Text:
         self._group: Group | None = None
 
     def parse(self, text: str) -> Snapshot:
-        version = _VERSION.search(text[:4096])
-        if version is None or "Communicators..." not in text or "\nWarnings\n" not in text or not text.endswith("\n\n"):
-            raise ValueError("the status is not whole" if version is not None else "not a NCCL RAS status")
-        self._found.version = version[1]
+        if "NCCL version " not in text[:4096]:
+            raise ValueError("not a NCCL RAS status")
+        if "Communicators..." not in text or "\nWarnings\n" not in text or not text.endswith("\n\n"):
+            raise ValueError("the status is not whole")
         for line in text.splitlines():
             self._line(line)
         self._found.communicators = list(self._communicators.values())
@@ -508,7 +499,7 @@ class _Text:
         elif (process := _PROCESS.match(line)) is not None:
             self._lost(Member(-1, process[2], int(process[1]), process[3]))
         elif (error := _ERROR_LINE.match(line)) is not None and self._current is not None:
-            self._current.errors.append(f"{error[1].lower()} error on {_count(int(error[2]), 'rank')}")
+            self._current.errors.append(f"{error[1].lower()} error on {counted(int(error[2]), 'rank')}")
         elif (ranks := _RANKS.match(line)) is not None:
             self._add_ranks(int(ranks[1]), int(ranks[2] or 0), ranks[3])
         elif (rank := _RANK.match(line)) is not None:

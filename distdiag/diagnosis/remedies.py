@@ -6,6 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wording import format_hosts
+from distdiag.fold import by_key
 from distdiag.report import Fix
 
 if TYPE_CHECKING:
@@ -27,10 +28,8 @@ def again(program: str, cluster: Cluster, *words: str) -> str:
 
 def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
     """Return the commands that resume stopped processes (host, pid), one per host."""
-    by_host: dict[str, list[str]] = {}
-    for host, pid in processes:
-        by_host.setdefault(host, []).append(str(pid))
-    commands = {host: " ".join(["kill -CONT", *pids]) for host, pids in by_host.items()}
+    by_host = by_key(processes)
+    commands = {host: " ".join(["kill -CONT", *map(str, pids)]) for host, pids in by_host.items()}
     if len(commands) > 1:
         lines = tuple(f"{command}  # on {host}" for host, command in commands.items())
         some = f" (the first {_HOSTS} of {len(lines)} hosts)" if len(lines) > _HOSTS else ""

@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.fold import by_key
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
@@ -59,9 +61,7 @@ def _by_end(edges: Iterable[Edge], end: int) -> Mapping[str, set[Edge]]:
 
 def merged(found: Iterable[Culprit]) -> list[Culprit]:
     """Merge culprits of the same kind."""
-    kinds: dict[tuple[str, tuple[str, ...]], list[Culprit]] = {}
-    for culprit in found:
-        kinds.setdefault((culprit.kind, culprit.others), []).append(culprit)
+    kinds = by_key(((culprit.kind, culprit.others), culprit) for culprit in found)
     return [
         Culprit(
             kind=kind,
@@ -75,12 +75,8 @@ def merged(found: Iterable[Culprit]) -> list[Culprit]:
 
 def pairs(closed: Collection[Edge]) -> list[Culprit]:
     """Merge sources that fail to reach the same targets."""
-    targets: dict[str, set[str]] = defaultdict(set)
-    for source, target in closed:
-        targets[source].add(target)
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for source in sorted(targets):
-        groups.setdefault(tuple(sorted(targets[source])), []).append(source)
+    targets = {source: tuple(sorted(set(others))) for source, others in by_key(closed).items()}
+    groups = by_key((targets[source], source) for source in sorted(targets))
     return [
         Culprit(
             kind="pair",

@@ -97,7 +97,7 @@ def waits(state: RankState, *, alone: bool = False) -> str:
         return f"for {'its GPU' if alone else 'their GPUs'}{_in_call(state)}{f' at {spot(frame)}' if frame else ''}"
     peer = (
         f" {_DIRECTIONS['recv' in state.thread.location.operation]} rank {state.thread.peer}"
-        if alone and _has_peer(state)
+        if alone and state.thread.location.is_p2p and state.thread.peer is not None
         else ""
     )
     return (
@@ -114,10 +114,6 @@ def _in_call(state: RankState) -> str:
 
 
 _DIRECTIONS = {True: "from", False: "to"}
-
-
-def _has_peer(state: RankState) -> bool:
-    return state.thread.location.is_p2p and state.thread.peer is not None
 
 
 def does(state: RankState) -> str:

@@ -13,7 +13,10 @@ from distdiag.knowledge.known_lines import fill
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+TABLES = ("verdicts", "number_verdicts", "job_verdicts")
+_WORST_FIRST = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +69,10 @@ def finding(
     where: Where | None = None,
     witnesses: Witnesses | None = None,
     evidence: tuple[str, ...] = (),
+    repair: Fix | None = None,
     **given: object,
 ) -> Finding:
-    """Return the finding of a row; non-empty `words` and `given` fill its placeholders."""
+    """Return the finding of a row; non-empty `words` and `given` fill its placeholders; `repair` replaces its fix."""
     row = filled(_rows("verdict")[verdict], {**(words or {}), **given})
     return Finding(
         id=RowId(row.id if "." in row.id else f"logs.{row.id}"),
@@ -78,8 +82,13 @@ def finding(
         where=where or Where(),
         witnesses=witnesses or Witnesses(),
         evidence=evidence,
-        fix=row.repair(),
+        fix=repair or row.repair(),
     )
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Sort findings by level."""
+    return sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.level))
 
 
 def exists(verdict: str) -> bool:
@@ -95,5 +104,5 @@ def ending(name: str) -> Verdict | None:
 
 @cache
 def _rows(kind: str) -> dict[str, Verdict]:
-    numbers = rows("number_verdicts", kind, Verdict) if kind == "verdict" else {}
-    return {**rows("verdicts", kind, Verdict), **numbers}
+    tables = TABLES if kind == "verdict" else TABLES[:1]
+    return {name: row for table in tables for name, row in rows(table, kind, Verdict).items()}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.facts import syscall_names
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -97,9 +98,8 @@ class WaitGraph:
 def wait_trees(graph: WaitGraph) -> list[WaitTree]:
     """Find the processes that others wait for, with their waiters; most waiters first."""
     edges = {edge.waiter: edge for edge in map(graph.edge, graph.by_process) if edge is not None}
-    found: dict[Key, list[Edge]] = {}
-    for key, root in find_roots({key: edge.to for key, edge in edges.items()}).items():
-        found.setdefault(root, []).append(edges[key])
+    roots = find_roots({key: edge.to for key, edge in edges.items()})
+    found = by_key((root, edges[key]) for key, root in roots.items())
     trees = [
         WaitTree(root, tuple(sorted(own, key=lambda edge: edge.to != root)), is_cycle=root in edges)
         for root, own in found.items()

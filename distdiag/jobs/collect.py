@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distdiag.facts import deadlines, machine, procs, ptrace_permission
 from distdiag.facts.activity import Activity  # noqa: TC001 - decoded by its annotations
@@ -43,19 +43,19 @@ class Process:
 
     pid: int
     parent: int
-    above: tuple[int, ...]
-    user: int
-    state: str
-    comm: str
-    command: str
-    kind: str
-    python: bool
-    torch: bool
-    gpu: bool
-    hidden: bool
-    place: Identity | None
-    job: dict[str, str]
-    started_s: float
+    above: tuple[int, ...] = ()
+    user: int = -1
+    state: str = ""
+    comm: str = ""
+    command: str = ""
+    kind: str = ""
+    python: bool = False
+    torch: bool = False
+    gpu: bool = False
+    hidden: bool = False
+    place: Identity | None = None
+    job: dict[str, str] = field(default_factory=dict)
+    started_s: float = 0.0
     network: str = ""
     asked: bool = False
     store: bool = False
@@ -73,11 +73,11 @@ class Processes:
     """
 
     host: str
-    user: int
-    ptrace_scope: int | None
-    may_trace: bool
-    processes: tuple[Process, ...]
-    asked_missing: tuple[int, ...]
+    user: int = -1
+    ptrace_scope: int | None = None
+    may_trace: bool = False
+    processes: tuple[Process, ...] = ()
+    asked_missing: tuple[int, ...] = ()
     asked_unseen: tuple[int, ...] = ()
     shows_others: bool = True
     uptime_s: float = 0.0
@@ -212,17 +212,11 @@ def _locked(proc: Proc, table: dict[int, Proc]) -> Process:
         pid=proc.pid,
         parent=proc.parent,
         above=tuple(_above(proc.pid, table)),
-        user=-1,
         state=proc.state,
         comm=proc.comm,
         command=proc.comm,
         kind="locked",
-        python=False,
-        torch=False,
-        gpu=False,
         hidden=True,
-        place=None,
-        job={},
         started_s=proc.started / os.sysconf("SC_CLK_TCK"),
     )
 

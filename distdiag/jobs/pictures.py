@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag import runner
@@ -19,11 +19,10 @@ from distdiag.runner import Asks, Question
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from distdiag.cluster.node import Node
     from distdiag.cluster.targets import Cluster
-    from distdiag.gathered import Gathered
     from distdiag.jobs.picture import Ask
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 COLLECT = "distdiag.jobs.picture"
 _SPARE_S = 1.0
@@ -49,13 +48,7 @@ def gather(
 ) -> Gathered[NodePicture]:
     """Find the processes on all hosts, `choose` some, and read them. Raises the errors of `choose`.
 
-    Args:
-        cluster: the hosts.
-        finder: the agent that finds the processes.
-        ask: the sources with options, without the processes of a node.
-        choose: selects hosts and processes.
-        progress: shows progress.
-        doing: the progress line; {processes} in it is the number of processes.
+    `ask`: without the processes of a node. `doing`: the progress line; {processes} in it is the number of processes.
     """
     kept: dict[str, Processes] = {}
 
@@ -77,13 +70,9 @@ def gather(
         part=Part,
         plan=plan,
         join=lambda host, first, parts, why: merge(host, kept.get(host, first), parts, why),
-        before=_bring,
+        before=lambda nodes: bring_py_spy(nodes.values(), at_most=_BRING_TO),
     )
     return runner.gather(cluster, finder, question, progress)
-
-
-def _bring(nodes: Mapping[str, Node]) -> None:
-    bring_py_spy(nodes.values(), at_most=_BRING_TO)
 
 
 def _of_node(ask: Ask, processes: Processes) -> Ask | None:
@@ -120,15 +109,14 @@ def _heads(processes: Processes, sampled: set[int]) -> list[int]:
 
 def merge(host: str, processes: Processes, parts: Sequence[Part], why: str) -> NodePicture:
     """Merge the parts sent by a node; of a process sent twice, the last one counts."""
-    joined = {field.name: tuple(each for part in parts for each in getattr(part, field.name)) for field in fields(Part)}
-    once = {name: tuple({each.pid: each for each in joined[name]}.values()) for name in ("watched", "blocked")}
+    joined = runner.merged(parts)
+    once = {name: tuple({each.pid: each for each in joined.get(name, ())}.values()) for name in ("watched", "blocked")}
     return NodePicture(host=host, processes=processes, missing=why, **{**joined, **once})
 
 
 def unread(host: str, why: str) -> NodePicture:
     """Return a placeholder for a node that sent no facts, or an unreadable file."""
-    nothing = Processes(host, -1, None, may_trace=False, processes=(), asked_missing=())
-    return NodePicture(host=host, processes=nothing, missing=why)
+    return NodePicture(host=host, processes=Processes(host), missing=why)
 
 
 def all_nodes(gathered: Gathered[NodePicture]) -> list[NodePicture]:

@@ -11,6 +11,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from distdiag.fold import by_key
 from distdiag.jobs.servers import find_servers
 from distdiag.jobs.types import Helper, Job, Member, NodeStacks
 from distdiag.knowledge.process_titles import read_title
@@ -78,11 +79,10 @@ def find_jobs(nodes: Iterable[NodeStacks], *, whole: bool = True) -> list[Job]:
 
     `whole`: all processes of the hosts are known, so that an absent rank is missing.
     """
-    parts: dict[str, list[_Part]] = {}
-    for node in nodes:
-        watched = {samples.pid: samples for samples in node.watched}
-        for part in _parts_of(node.host, node.processes.processes, watched):
-            parts.setdefault(part.name, []).append(part)
+    on_host = (
+        _parts_of(node.host, node.processes.processes, {each.pid: each for each in node.watched}) for node in nodes
+    )
+    parts = by_key((part.name, part) for own in on_host for part in own)
     _unite(parts)
     return [_join(name, own, whole=whole) for name, own in parts.items()]
 
@@ -112,11 +112,8 @@ def in_rendezvous(member: Member) -> bool:
 
 
 def _rendezvous(members: Sequence[Member]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    places: dict[str, list[int]] = {}
-    for member in members:
-        names = member.process.job if member.process is not None else {}
-        if member.rank is not None and "MASTER_ADDR" in names:
-            places.setdefault(f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}", []).append(member.rank)
+    named = [(_address(member.process.job), member.rank) for member in members if member.process is not None]
+    places = by_key((place, rank) for place, rank in named if place and rank is not None)
     return tuple((place, tuple(ranks)) for place, ranks in places.items()) if len(places) > 1 else ()
 
 
@@ -325,16 +322,19 @@ def _aliases(names: Mapping[str, str]) -> set[str]:
     found = {
         value for name, value in names.items() if name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID")
     }
-    if "MASTER_ADDR" in names:
-        found.add(f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}")
+    found.update(filter(None, [_address(names)]))
     if "SLURM_STEP_ID" in names:
         found.add(f"{names.get('SLURM_JOB_ID', '')}.{names['SLURM_STEP_ID']}")
     return found
 
 
+def _address(names: Mapping[str, str]) -> str:
+    return f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}" if "MASTER_ADDR" in names else ""
+
+
 def job_name(launcher: str, names: Mapping[str, str]) -> str:
     """Return a job's name, equal on all hosts; empty if jobs cannot be distinguished."""
-    rendezvous = f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}" if "MASTER_ADDR" in names else ""
+    rendezvous = _address(names)
     if launcher == "torchrun" and (run_id := names.get("TORCHELASTIC_RUN_ID", "none")) not in ("none", ""):
         return f"{run_id} at {rendezvous}" if rendezvous and len(run_id) < 20 else rendezvous or run_id
     if launcher == "srun":
@@ -348,25 +348,23 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
     served = find_servers(processes)
     yield from (_server_part(server, host, processes, watched) for server in served.servers)
     processes = [process for process in processes if process.pid not in served.pids]
-    labelled: dict[tuple[str, int], list[Process]] = {}
-    for process in processes:
-        if process.place is not None and process.kind not in _NO_RANK and not _has_pod_rank(process):
-            key = (job_name(process.place.launcher, process.job), process.place.rank)
-            labelled.setdefault(key, []).append(process)
+    labelled = by_key(
+        ((job_name(process.place.launcher, process.job), process.place.rank), process)
+        for process in processes
+        if process.place is not None and process.kind not in _NO_RANK and not _has_pod_rank(process)
+    )
     parts: dict[str, _Part] = {}
     used: set[int] = set()
     heads = {key: _heads(same) for key, same in labelled.items()}
     # Unrelated processes with one rank: jobs of the same name, in containers or from different parents.
-    networks: dict[str, set[str]] = {name: set() for (name, _), own in heads.items() if len(own) > 1}
-    for (name, _), own in heads.items():
-        if name in networks:
-            networks[name].update(head.network for head, _ in own)
+    several = {name for (name, _), own in heads.items() if len(own) > 1}
+    networks = by_key((name, head.network) for (name, _), own in heads.items() if name in several for head, _ in own)
     for (name, rank), own in heads.items():
         same = labelled[name, rank]
         for head, parent in own:
             own_name = name
             if name in networks:
-                mark = f"in {head.network}" if len(networks[name]) > 1 else f"started by pid {parent}"
+                mark = f"in {head.network}" if len(set(networks[name])) > 1 else f"started by pid {parent}"
                 own_name = f"{name} {mark}".strip()
             _add_rank(parts, own_name, host, head, same, watched)
         used.update(process.pid for process in same)

@@ -83,11 +83,7 @@ class Sampled:
 def sample(chosen: Sampled, how: Sampling, left_s: float, tell: Callable[[Watched], None]) -> None:
     """Sample processes and send each after its last sample; before a long pause also after the first.
 
-    Args:
-        chosen: the processes.
-        how: the options.
-        left_s: time until the deadline.
-        tell: called with the samples of a process.
+    `left_s`: time until the deadline.
     """
     options = SampleOptions(timeout_s=how.sample_s, all_threads=how.all_threads)
     look = _Look(chosen, options)
@@ -277,9 +273,7 @@ def _worth_another_sample(samples: list[Sample], once: bool) -> bool:
 
 
 def _hints(pid: int, samples: list[Sample]) -> tuple[tuple[str, int, str], ...]:
-    """Classify innermost frames by source line, as `.item()` and `.wait()` have no frames; the source stays on the
-    node.
-    """
+    """Classify innermost frames by source line, as `.item()` has no frame; the source stays on the node."""
     innermost = {
         (sample.threads[0].frames[0].file, sample.threads[0].frames[0].line)
         for sample in samples

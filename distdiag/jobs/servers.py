@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.fold import by_key
 from distdiag.knowledge.process_titles import Title, read_title
 
 if TYPE_CHECKING:
@@ -74,18 +75,12 @@ def _groups(
     ranks: Sequence[Process], own: set[int], titles: Mapping[int, Title]
 ) -> Iterator[tuple[int, list[Process]]]:
     """Group ranks by the topmost process of their server; by parent if titles repeat, as with two engines."""
-    groups: dict[int, list[Process]] = {}
-    for process in ranks:
-        known = [pid for pid in process.above if pid in own]
-        groups.setdefault(known[-1] if known else process.parent, []).append(process)
-    for root, group in groups.items():
+    known = [[process.parent, *(pid for pid in process.above if pid in own)] for process in ranks]
+    for root, group in by_key((pids[-1], process) for pids, process in zip(known, ranks, strict=True)).items():
         if len({titles[process.pid].name for process in group}) == len(group):
             yield root, group
-            continue
-        parents: dict[int, list[Process]] = {}
-        for process in group:
-            parents.setdefault(process.parent, []).append(process)
-        yield from parents.items()
+        else:
+            yield from by_key((process.parent, process) for process in group).items()
 
 
 def _name(root: int, process: Process | None, kind: str) -> str:

@@ -24,7 +24,6 @@ from distdiag.diagnosis.nic_selection import RendezvousOverrides, rendezvous_add
 from distdiag.errors import DistdiagError, NodeFailed, UsageError
 from distdiag.facts import machine
 from distdiag.facts.rank_identity import identify
-from distdiag.gathered import Gathered
 from distdiag.launch import findings, rank_report, under_launcher
 from distdiag.launch.attribution import position
 from distdiag.launch.collect import find_gpus
@@ -34,6 +33,7 @@ from distdiag.launch.record import Inventory, NodeSlot, NotStarted, RunRecord, S
 from distdiag.launch.types import Backend, Device, Request
 from distdiag.report import Finding
 from distdiag.runner import Subcommand
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from distdiag.report import Report
 
-    Reduce = Callable[[Mapping[str, Any]], dict[str, Any]]
+    Reduce = Callable[[Mapping[str, Any]], Mapping[str, object]]
     """Reduces the data of a report to the part that the page shows."""
 
 # JSON in a script element: these characters could close it, or start a comment that swallows the page.
@@ -34,7 +34,7 @@ def check_place(path: str) -> None:
         raise UsageError(f"--html {path}: cannot write this file", hint="choose a writable path")
 
 
-def whole(data: Mapping[str, Any]) -> dict[str, Any]:
+def whole(data: Mapping[str, Any]) -> Mapping[str, object]:
     """Return the data of a report unreduced, as a page reads it."""
     return {"data": data}
 

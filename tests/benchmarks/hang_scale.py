@@ -23,7 +23,7 @@ from unit.test_hang_verdict import job_of, ras  # noqa: E402 - the tests are no 
 
 from distdiag.cluster.host_results import HostError, HostResult, HostState  # noqa: E402
 from distdiag.commands.hang.types import COMMAND  # noqa: E402
-from distdiag.gathered import Gathered, save  # noqa: E402
+from distdiag.saved_facts import Gathered, save  # noqa: E402
 
 STUCK, STUCK_ON = 777, "n0097"
 

@@ -25,8 +25,8 @@ from distdiag.cluster.targets import Cluster  # noqa: E402
 from distdiag.diagnosis.job_logs.diagnose import diagnose  # noqa: E402
 from distdiag.diagnosis.job_logs.types import Request  # noqa: E402
 from distdiag.facts.job_logs.collect import Reader  # noqa: E402
-from distdiag.gathered import Gathered  # noqa: E402
 from distdiag.knowledge.known_lines import for_nodes  # noqa: E402
+from distdiag.saved_facts import Gathered  # noqa: E402
 
 PROGRAM = str(Path(sys.executable).with_name("distdiag"))
 _ROOT = re.compile(rb"Root Cause \(first observed failure\).*?rank\s+: (\d+)", re.DOTALL)

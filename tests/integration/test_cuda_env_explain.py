@@ -14,8 +14,8 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.explain import judge
 from distdiag.commands.cuda_env.log_fixes import toolkit_of
 from distdiag.commands.cuda_env.types import Request
-from distdiag.gathered import Gathered
 from distdiag.report import Level
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts

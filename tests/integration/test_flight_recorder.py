@@ -22,8 +22,8 @@ from distdiag.cluster.targets import Cluster
 from distdiag.diagnosis.flight_recorder.diagnose import diagnose
 from distdiag.diagnosis.flight_recorder.types import Request
 from distdiag.facts.flight_recorder.collect import Ask, NodeDumps, Pipe, more
-from distdiag.gathered import Gathered
 from distdiag.pages import make_page
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,8 +20,8 @@ from support import distdiag
 
 from distdiag.commands.allreduce_bench import earlier as baselines
 from distdiag.errors import DistdiagError
-from distdiag.gathered import Gathered, save
 from distdiag.output import emit
+from distdiag.saved_facts import Gathered, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -32,10 +32,10 @@ from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, RendezvousTest
 from distdiag.cluster.targets import Cluster
 from distdiag.cluster.transports import Transport
 from distdiag.commands.trace.ranks import Wanted
-from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.pictures import merge
 from distdiag.jobs.types import NodePicture, NodeStacks
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -240,13 +240,14 @@ def judge_blocked(reported: Replies) -> tuple[Report[Any], Callable[[Any], Itera
 
 def judge_doctor(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.doctor.diagnose import diagnose
-    from distdiag.commands.doctor.subcommand import join
-    from distdiag.commands.doctor.types import Request
+    from distdiag.commands.doctor.types import NodeDoctor, Request
     from distdiag.commands.doctor.view import doctor_view, metrics
+    from distdiag.runner import merged
 
     rows, refusals, missing = reported.reached
     nodes = [
-        join(node.host, reported.more.get(node.name, ()), missing.get(node.name, "")) for node in reported.machines
+        NodeDoctor(host=node.host, missing=missing.get(node.name, ""), **merged(reported.more.get(node.name, ())))
+        for node in reported.machines
     ]
     request = Request(program="distdiag", cluster=CLUSTER)
     report = diagnose(request, Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals))

@@ -70,9 +70,10 @@ TRUTH: dict[str, tuple[RasState, set[int]]] = {
 
 @pytest.mark.parametrize("scenario", TRUTH)
 def test_exactly_the_ranks_that_lag_or_are_lost_are_named(scenario: str, tmp_path: Path) -> None:
-    verdict = judge(asked(scenario, tmp_path))
+    facts = asked(scenario, tmp_path)
+    verdict, last = judge(facts), parse(facts.readings[-1])
     named = {rank for lag in verdict.lags for rank in lag.lagging}
-    named |= {member.rank for member in (*verdict.dead, *verdict.missing)}
+    named |= {member.rank for member in (*verdict.dead, *last.missing)}
     assert (verdict.state, named) == TRUTH[scenario], verdict
 
 
@@ -83,11 +84,6 @@ def test_the_host_and_pid_of_a_lagging_rank_lead_to_its_stack(tmp_path: Path) ->
         ("10.0.0.113", 4900, "4"),
     ]
     assert (lag.operation, lag.behind, lag.ahead, lag.n_lagging, lag.n_ahead) == ("AllReduce", 6648, 6649, 2, 1022)
-
-
-def test_whether_the_job_stands_still_is_told_by_json_and_unknown_from_text(tmp_path: Path) -> None:
-    assert judge(asked("json_healthy", tmp_path)).stands_still is True
-    assert judge(asked("healthy", tmp_path)).stands_still is None
 
 
 @pytest.mark.parametrize("scenario", ["no_handshake", "no_status", "endless_line", "other_service", "trickle"])

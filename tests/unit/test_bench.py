@@ -119,7 +119,7 @@ def test_other_words_are_read() -> None:
     assert parse_ops("all") == OPS
     assert parse_ops("all-reduce,broadcast") == ("all_reduce", "broadcast")
     assert parse_dtype("torch.bfloat16") == parse_dtype("bfloat16") == "bfloat16"
-    assert parse_fault("kill:1@3").row == 3
+    assert parse_fault("kill:1@3").place == "3"
     for wrong in ("all_reduces", "", "all,broadcast"):
         with pytest.raises(UsageError):
             parse_ops(wrong)

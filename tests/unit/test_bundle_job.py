@@ -18,7 +18,7 @@ from distdiag.errors import UsageError
 if TYPE_CHECKING:
     from distdiag.jobs.collect import Process, Processes
 
-REQUEST = Request(program="distdiag", cluster=Cluster(), target="x.tar.gz", packing="gz")
+REQUEST = Request(program="distdiag", cluster=Cluster(), target="x.tar.gz")
 NOTEBOOK = process(900, above=(1,), parent=1, command="python notebook.py", job={})
 
 

@@ -7,7 +7,8 @@ import base64
 import pytest
 from secrets_corpus import harmless, planted
 
-from distdiag.commands.bundle.redact import Known, Redactor, learn
+from distdiag.commands.bundle.collect import Names
+from distdiag.commands.bundle.redact import Redactor, learn
 from distdiag.knowledge.secrets import rules
 
 SECRET = 'hunter2-abc!"x'
@@ -15,12 +16,20 @@ SECRET = 'hunter2-abc!"x'
 
 @pytest.fixture
 def redactor() -> Redactor:
-    known = Known(
-        hosts=["node17", "gpu-a.cluster.local", "b", "train"],
-        users=["alice", "root"],
-        homes=["/nfs/staff/alice"],
-        addresses=["12.4.5.9"],
-        secrets=[SECRET],
+    known = Names(
+        hosts=(
+            "node17",
+            "gpu-a.cluster.local",
+            "b",
+            "train",
+        ),
+        users=(
+            "alice",
+            "root",
+        ),
+        homes=("/nfs/staff/alice",),
+        addresses=("12.4.5.9",),
+        secrets=(SECRET,),
     )
     return Redactor(known)
 
@@ -85,8 +94,7 @@ def test_documents_keep_their_shape(redactor: Redactor) -> None:
 
 
 def test_names_are_learned_from_facts() -> None:
-    known = Known()
-    learn(known, [{"host": "n7", "path": "/home/carol/run", "local": "10.2.1.243:5"}])
+    known = learn(Names(), [{"host": "n7", "path": "/home/carol/run", "local": "10.2.1.243:5"}])
     redactor = Redactor(known)
     assert redactor.text("n7 carol 10.2.1.243") == "host-1 user-1 10.0.0.1"
 
@@ -101,7 +109,7 @@ def test_planted_secrets_are_replaced_and_their_rules_have_a_source() -> None:
     left = [
         (case.kind, case.text)
         for case in cases
-        if any(line in Redactor(Known()).text(case.text) for line in case.secret.split("\n"))
+        if any(line in Redactor(Names()).text(case.text) for line in case.secret.split("\n"))
     ]
     assert (len(cases), len({case.kind for case in cases}) >= 40, left) == (150, True, [])
     assert all(rule.source and rule.words for rule in rules())
@@ -109,7 +117,7 @@ def test_planted_secrets_are_replaced_and_their_rules_have_a_source() -> None:
 
 def test_hashes_identifiers_and_sentences_stay_readable() -> None:
     texts = harmless()
-    replaced = [text for text in texts if (redactor := Redactor(Known())).text(text) and redactor.secrets]
+    replaced = [text for text in texts if (redactor := Redactor(Names())).text(text) and redactor.secrets]
     assert (len(set(texts)), len(replaced) <= 3) == (300, True), replaced
 
 

@@ -10,7 +10,7 @@ from distdiag.commands.core_bt.collect import CoreFacts, NodeCores
 from distdiag.commands.core_bt.diagnose import diagnose
 from distdiag.commands.core_bt.types import Request
 from distdiag.facts.core.core_file import CoreNotes, CoreThread
-from distdiag.gathered import Gathered
+from distdiag.saved_facts import Gathered
 
 NOTES = CoreNotes(
     machine="x86_64",

@@ -18,7 +18,7 @@ from distdiag.facts.cuda.driver import Driver
 from distdiag.facts.cuda.environment import Interpreter
 from distdiag.facts.cuda.toolkits import Toolkit, Use
 from distdiag.facts.cuda.torchfiles import DeepSpeed, Torch
-from distdiag.gathered import Gathered
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from distdiag.report import Report
@@ -55,6 +55,7 @@ BUILDING = Building(
     root=False,
     uv="",
 )
+TORCH = Torch("/venv/torch", "2.9.1+cu124", "12.4", "", "/venv/torch/version.py", 0.0)
 FACTS = CudaFacts(
     host="node1",
     goal="all",
@@ -62,7 +63,7 @@ FACTS = CudaFacts(
     variables={"CUDA_HOME": ROOT},
     python=Interpreter("/venv/bin/python", "3.11.2", "/venv", include="/usr/include/python3.11", pip=True),
     packages={},
-    torch=Torch("/venv/torch", "2.9.1+cu124", "12.4", "", "/venv/torch/version.py", 0.0),
+    torch=TORCH,
     imported=None,
     deepspeed=None,
     driver=Driver("550.90", "", "", "", 0, 0, "", False, (), False, ""),
@@ -90,7 +91,7 @@ def ids(report: Report[Any]) -> set[str]:
         ("cuda-env.build.libaio", {"deepspeed": DEEPSPEED, "building": replace(BUILDING, aio_header="")}),
         ("cuda-env.build.python-h", {"building": replace(BUILDING, python_header="")}),
         ("cuda-env.sys.shm", {"building": replace(BUILDING, shm_total_bytes=64 << 20)}),
-        ("cuda-env.deepspeed.cuda-minor", {"deepspeed": DEEPSPEED, "torch": replace(FACTS.torch, cuda="12.1")}),
+        ("cuda-env.deepspeed.cuda-minor", {"deepspeed": DEEPSPEED, "torch": replace(TORCH, cuda="12.1")}),
     ],
 )
 def test_a_fact_gives_its_finding(id_: str, changes: dict[str, Any]) -> None:

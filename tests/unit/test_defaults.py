@@ -16,8 +16,8 @@ from distdiag.lazy_typer import Invocation, Sub, load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-HANG = Sub("hang", "hang.command:hang", "")
-LOGS = Sub("logs", "logs.command:logs", "")
+HANG = Sub("hang", "")
+LOGS = Sub("logs", "")
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_trust_is_a_list(home: Path) -> None:
 def test_every_option_of_hosts_and_files_needs_trust() -> None:
     names = {
         each.name
-        for sub in (HANG, Sub("core-bt", "core_bt.command:core_bt", ""), Sub("run", "run.command:run", ""))
+        for sub in (HANG, Sub("core-bt", ""), Sub("run", ""))
         for each in load(sub, [], Invocation([])).params
         if defaults._needs_trust(each)
     }

@@ -9,8 +9,8 @@ import pytest
 from pyspy_facts import REQUEST, frames, job, judge, loads, twice, waits
 from support_warm import distdiag
 
-from distdiag.gathered import Gathered, save
 from distdiag.pages import write_page
+from distdiag.saved_facts import Gathered, save
 
 if TYPE_CHECKING:
     from pathlib import Path

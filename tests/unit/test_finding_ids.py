@@ -22,10 +22,10 @@ from distdiag.diagnosis.job_logs.types import Request
 from distdiag.diagnosis.stuck.types import StuckKind
 from distdiag.diagnosis.verdicts import read_table
 from distdiag.facts.job_logs.collect import Reader
-from distdiag.gathered import Gathered
 from distdiag.ids import Id, Shared
 from distdiag.knowledge.known_lines import for_nodes
 from distdiag.report import Level
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

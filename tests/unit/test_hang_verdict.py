@@ -29,7 +29,6 @@ from distdiag.facts.procs import Proc
 from distdiag.facts.rank_identity import Identity
 from distdiag.facts.socket_owners import Network, Owned
 from distdiag.facts.stack_types import Counter, Frame
-from distdiag.gathered import Gathered
 from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.roles import of_job
 from distdiag.jobs.types import NodePicture
@@ -38,6 +37,7 @@ from distdiag.knowledge.known_lines import for_kernels
 from distdiag.output import document
 from distdiag.pages import make_page
 from distdiag.report import Verdict
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,9 +15,9 @@ from distdiag.diagnosis.job_logs.types import Logs, Request
 from distdiag.facts import kernel_signs
 from distdiag.facts.job_logs.collect import Reader
 from distdiag.facts.line_patterns import Patterns
-from distdiag.gathered import Gathered
 from distdiag.knowledge.known_lines import JOBS, _rows, for_kernels, for_nodes, known_lines
 from distdiag.knowledge.logs import recognise
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from pathlib import Path

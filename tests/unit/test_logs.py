@@ -14,9 +14,9 @@ from distdiag.diagnosis.job_logs.diagnose import diagnose
 from distdiag.diagnosis.job_logs.types import Logs, Request
 from distdiag.facts.job_logs.collect import Reader
 from distdiag.facts.job_logs.demux import Demux
-from distdiag.gathered import Gathered
 from distdiag.knowledge.known_lines import for_nodes, known_lines
 from distdiag.knowledge.logs import known_exception
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from pathlib import Path

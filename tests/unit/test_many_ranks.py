@@ -24,10 +24,10 @@ from distdiag.diagnosis.wording import format_members, format_ranks, shorten_hos
 from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.procs import Standstill
 from distdiag.facts.socket_owners import Network
-from distdiag.gathered import Gathered
 from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.types import NodePicture
 from distdiag.output import as_page
+from distdiag.saved_facts import Gathered
 from distdiag.training.sync_check import Entry, compare
 
 if TYPE_CHECKING:

@@ -108,5 +108,6 @@ def test_ras_of_a_rank_with_calls_of_its_own() -> None:
 
 
 def test_ras_without_a_comma_after_a_lost_rank() -> None:
-    verdict = answer("no-comma.json")
-    assert (verdict.state, [member.rank for member in verdict.missing]) == (RasState.MISSING, [0, 2])
+    snapshot = ras.parse(Reading((RECORDED / "ras" / "no-comma.json").read_text(), at_s=0))
+    assert answer("no-comma.json").state is RasState.MISSING
+    assert [member.rank for member in snapshot.missing] == [0, 2]

@@ -14,8 +14,8 @@ from distdiag.commands.run.types import TIME_LIMIT, NodeRun, Picture, RankRun, R
 from distdiag.commands.run.view import run_view
 from distdiag.facts.job_logs.collect import NodeLogs, Reader
 from distdiag.facts.stack_types import Frame
-from distdiag.gathered import Gathered
 from distdiag.knowledge.known_lines import for_nodes
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from pathlib import Path

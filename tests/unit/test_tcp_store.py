@@ -47,11 +47,11 @@ def test_the_members_of_each_kind_of_start_are_read_and_nothing_is_changed(store
     state.participants = dict.fromkeys(nodes, 0)
     state.wait_list = {_NodeDesc("node3", 13, 0)}
     state.last_heartbeats = dict.fromkeys(nodes, datetime.now(UTC))
-    store.set("torch.rendezvous.7", base64.b64encode(pickle.dumps(state)))
+    store.set("torch.rendezvous.7", base64.b64encode(pickle.dumps(state)).decode())
     state.complete = True
-    store.set("torch.rendezvous.8", base64.b64encode(pickle.dumps(state)))
+    store.set("torch.rendezvous.8", base64.b64encode(pickle.dumps(state)).decode())
     PrefixStore("none", store).set("torchelastic/role_info/1", "{}")
-    address = struct.pack("<Q", 5) + b"node3" + bytes(40)
+    address = (struct.pack("<Q", 5) + b"node3" + bytes(40)).decode()
     PrefixStore("default_pg/0//cpu/", store).set("0/2", address)
     before = sorted(store.list_keys())
     assert read(store.port) == Store(

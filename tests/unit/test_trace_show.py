@@ -13,7 +13,7 @@ from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Threa
 from distdiag.commands.trace.show.diagnose import diagnose
 from distdiag.commands.trace.show.types import Request
 from distdiag.commands.trace.show.view import trace_show_view
-from distdiag.gathered import Gathered
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from distdiag.commands.trace.show.types import TraceShow

@@ -17,10 +17,10 @@ from distdiag.diagnosis.wording import counted
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.rank_identity import identify
 from distdiag.files import check_picture
-from distdiag.gathered import Gathered, are_facts, read
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job, SavedRun
 from distdiag.runner import not_saved
+from distdiag.saved_facts import Gathered, are_facts, read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,14 +12,14 @@ from distdiag.commands.bundle.find_job import taken_job
 from distdiag.commands.bundle.parts import PARTS
 from distdiag.commands.bundle.types import NodeDetails
 from distdiag.errors import DistdiagError, Interrupted, UsageError
-from distdiag.gathered import Gathered
 from distdiag.jobs import collect as processes_of
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.roles import of_job, to_sample, without_lone
 from distdiag.runner import Asks, Question
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from distdiag.cluster.targets import Cluster
     from distdiag.commands.bundle import parts
@@ -106,7 +106,7 @@ def _details(request: Request, cluster: Cluster, progress: Progress) -> Gathered
     question = Question[Processes, Part, NodeDetails](
         part=Part,
         plan=lambda hosts, _: _plan(request, hosts),
-        join=lambda host, _, parts, why: _join(host, parts, why),
+        join=lambda host, _, parts, why: NodeDetails(host=host, missing=why, **runner.merged(parts)),
         doing="reading limits, settings and the ends of logs",
     )
     return runner.gather(cluster, agent(request), question, progress)
@@ -131,15 +131,4 @@ def _ask(request: Request, on_host: Processes) -> Ask:
         logs=request.logs,
         tail_bytes=_TAIL_BYTES,
         most_bytes=_ALL_TAILS_BYTES,
-    )
-
-
-def _join(host: str, parts: Sequence[Part], why: str) -> NodeDetails:
-    return NodeDetails(
-        host=host,
-        machine=next((part.machine for part in parts if part.machine is not None), None),
-        names=next((part.names for part in parts if part.names is not None), None),
-        ranks=tuple(rank for part in parts for rank in part.ranks),
-        logs=tuple(log for part in parts for log in part.logs),
-        missing=why,
     )

@@ -23,7 +23,7 @@ def bundle(
             "--output",
             "-o",
             metavar="FILE",
-            help="File to write: FILE.tar.zst or FILE.tar.gz. [default: distdiag-bundle-TIME.tar.zst here]",
+            help="File to write: FILE.tar.gz. [default: distdiag-bundle-TIME.tar.gz here]",
         ),
     ] = "",
     job: JobOpt = "",
@@ -59,8 +59,8 @@ def bundle(
     \b
     Examples:
       distdiag bundle                                   # the job on this node
-      distdiag bundle --slurm-job 4711 -o hung.tar.zst  # all nodes of the job
-      distdiag bundle --show -o hung.tar.zst            # read what is packed
+      distdiag bundle --slurm-job 4711 -o hung.tar.gz   # all nodes of the job
+      distdiag bundle --show -o hung.tar.gz             # read what is packed
     """
     from distdiag import runner
     from distdiag.commands.bundle.types import COMMAND
@@ -71,12 +71,10 @@ def bundle(
 
         if show and as_json:
             raise UsageError("--show prints text, and --json prints one document", hint="leave out one of them")
-        target, packing = _target(output)
         return Request(
             program=called_as(),
             cluster=cluster,
-            target=target,
-            packing=packing,
+            target=_target(output),
             job=job,
             user=user,
             logs=tuple(logs or ()),
@@ -103,19 +101,18 @@ def bundle(
     deliver(COMMAND, report, view, Output(json=as_json, strict=strict))  # type: ignore[arg-type]
 
 
-def _target(output: str) -> tuple[str, str]:
-    """Return the file to write and its compression. Raises UsageError."""
+def _target(output: str) -> str:
+    """Return the file to write. Raises UsageError."""
     import os
     import time
 
-    from distdiag.bundle_file import can_zstd, packing_named
-
-    name = output or f"distdiag-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.{'zst' if can_zstd() else 'gz'}"
-    packing = packing_named(name)
+    name = output or f"distdiag-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
+    if not name.endswith((".tar.gz", ".tgz")):
+        raise UsageError(f"-o {name}: not the name of a bundle", hint="call it FILE.tar.gz")
     folder = os.path.dirname(os.path.abspath(name))
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UsageError(f"-o {name}: cannot write to {folder}", hint="choose a writable folder")
-    return name, packing
+    return name
 
 
 def _write(request: Request, *, show: bool) -> Report[Bundle]:
@@ -146,10 +143,9 @@ def _write(request: Request, *, show: bool) -> Report[Bundle]:
     map_file = f"{request.target}.map.json"
     write_whole(map_file, json.dumps(redactor.map, indent=1).encode("utf-8", "replace"))
     write_whole(request.target, data)
-    names = {stand_in: name for stand_in, name in redactor.map.items()}
 
     def at_home(stand_in: str) -> str:
-        return names.get(stand_in, stand_in)
+        return redactor.map.get(stand_in, stand_in)
 
     here = {each.part.name: each.report.summary for each in collected if each.report is not None}
     made = Bundle(

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec  # noqa: TID253 - this module is only imported when there are facts
 
-from distdiag import __version__
+from distdiag import __version__, runner
 from distdiag.bundle_file import pack
 from distdiag.cluster.hosts import fold
+from distdiag.commands.bundle.collect import Names
 from distdiag.commands.bundle.find_job import in_words
-from distdiag.commands.bundle.redact import Known, Redactor, learn
+from distdiag.commands.bundle.redact import Redactor, learn
 from distdiag.commands.bundle.types import Member, Verdict
 from distdiag.diagnosis.wording import counted, format_size
 from distdiag.errors import DistdiagError
-from distdiag.gathered import decode, documents
 from distdiag.output import as_page, document
+from distdiag.saved_facts import decode, documents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
     from distdiag.commands.bundle.collect_all import Collected
     from distdiag.commands.bundle.types import NodeDetails, Request, TakenJob
-    from distdiag.gathered import Gathered
     from distdiag.report import Report
+    from distdiag.saved_facts import Gathered
 
 MANIFEST = "MANIFEST.txt"
 _WORST = ("fail", "unknown", "warn", "ok")
@@ -66,11 +67,7 @@ class Composed:
 def compose(
     request: Request, job: TakenJob | None, details: Gathered[NodeDetails], collected: Sequence[Collected]
 ) -> tuple[Composed, Redactor]:
-    """Compose the files.
-
-    Raises:
-        DistdiagError: one of the files would contain a secret.
-    """
+    """Compose the files. Raises DistdiagError if one of them would contain a secret."""
     raw = {
         each.part.name: [
             (name, json.loads(content)) for name, content in documents(each.part.name, each.request, each.gathered)
@@ -78,9 +75,8 @@ def compose(
         for each in collected
     }
     own = [msgspec.to_builtins(replace(node, names=None)) for node in details.facts]
-    known = _known(request, details, collected)
-    learn(known, [*own, *(tree for files in raw.values() for _, tree in files)])
-    redactor = Redactor(known)
+    trees = [*own, *(tree for files in raw.values() for _, tree in files)]
+    redactor = Redactor(learn(_known(request, details, collected), trees))
     composed = Composed(hosts=[redactor.text(host, is_host=True) for host in _hosts(details, collected)])
     if job is not None:
         processes = [f"{redactor.text(each.host, is_host=True)}: {in_words(each)}" for each in job.processes]
@@ -99,16 +95,16 @@ def compose(
     return composed, redactor
 
 
-def _known(request: Request, details: Gathered[NodeDetails], collected: Sequence[Collected]) -> Known:
-    known = Known()
-    for node in details.facts:
-        if node.names is not None:
-            for name in ("hosts", "users", "homes", "addresses", "secrets"):
-                getattr(known, name).extend(getattr(node.names, name))
-    known.hosts = [*_hosts(details, collected), *known.hosts]
-    known.users += re.findall(r"([\w.-]+)@", request.cluster.hosts)
-    known.secrets += [value for _, _, value in (text.partition("=") for text in request.cluster.env) if len(value) > 5]
-    return known
+def _known(request: Request, details: Gathered[NodeDetails], collected: Sequence[Collected]) -> Names:
+    own = runner.merged([node.names for node in details.facts if node.names is not None])
+    typed = [value for _, _, value in (text.partition("=") for text in request.cluster.env) if len(value) > 5]
+    return Names(
+        hosts=(*_hosts(details, collected), *own.get("hosts", ())),
+        users=(*own.get("users", ()), *re.findall(r"([\w.-]+)@", request.cluster.hosts)),
+        homes=own.get("homes", ()),
+        addresses=own.get("addresses", ()),
+        secrets=(*own.get("secrets", ()), *typed),
+    )
 
 
 def _hosts(details: Gathered[Any], collected: Sequence[Collected]) -> list[str]:
@@ -226,7 +222,7 @@ def packed(request: Request, composed: Composed, redactor: Redactor, at: float) 
         if share < 1.0 and logs:
             composed.cut = [f"of the ends of {counted(len(logs), 'log')}, {share:.0%} is kept: --max-size"]
         manifest = _manifest(composed, redactor, at).encode()
-        data = pack([(MANIFEST, manifest), *composed.files.items()], request.packing, at)
+        data = pack([(MANIFEST, manifest), *composed.files.items()], at)
         if len(data) <= request.most_bytes or not logs:
             break
     if len(data) > request.most_bytes:

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
 from distdiag.commands.bundle.types import COMMAND, Bundle
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_size
-from distdiag.ids import Id
-from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.fold import by_key
+from distdiag.report import Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from distdiag.commands.bundle.types import Request
+    from distdiag.report import Finding
 
 
 def diagnose(request: Request, bundle: Bundle, missing: Mapping[str, str], errors: Sequence[str]) -> Report[Bundle]:
@@ -25,44 +27,14 @@ def diagnose(request: Request, bundle: Bundle, missing: Mapping[str, str], error
 
 
 def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], errors: Sequence[str]) -> Iterator[Finding]:
-    reasons: dict[str, list[str]] = {}
-    for host, why in missing.items():
-        reasons.setdefault(why.replace(host, "it"), []).append(host)
-    for why, hosts in reasons.items():
-        yield Finding(
-            id=Id.BUNDLE_INCOMPLETE,
-            level=Level.WARN,
-            title=f"the bundle does not have all facts of {fold(hosts)}",
-            detail=why,
-            where=Where(hosts=tuple(hosts)),
-            fix=Fix(text="send it anyway: the bundle lists what is missing; or increase --timeout"),
-        )
+    for why, hosts in by_key((why.replace(host, "it"), host) for host, why in missing.items()).items():
+        yield finding(f"{COMMAND}.incomplete", where=Where(hosts=tuple(hosts)), hosts=fold(hosts), detail=why)
     for error in errors:
-        yield Finding(id=Id.BUNDLE_NO_FACTS, level=Level.WARN, title=error)
+        yield finding(f"{COMMAND}.no-facts", error=error)
     if not set(bundle.hosts) - set(bundle.missing):
-        yield Finding(
-            id=Id.BUNDLE_EMPTY,
-            level=Level.UNKNOWN,
-            title="no host returned facts: the bundle only says why",
-            fix=Fix(
-                text="check how the hosts are reached", commands=(f"{request.program} bundle --explain-transport",)
-            ),
-        )
+        yield finding(f"{COMMAND}.empty", program=request.program)
     for sentence in bundle.cut:
-        yield Finding(
-            id=Id.BUNDLE_CUT,
-            level=Level.WARN,
-            title=sentence,
-            fix=Fix(text="increase --max-size if the ticket accepts larger files"),
-        )
+        yield finding(f"{COMMAND}.cut", cut=sentence)
     for verdict in bundle.verdicts:
         if not verdict.same:
-            yield Finding(
-                id=Id.BUNDLE_VERDICT_DIFFERS,
-                level=Level.WARN,
-                title=f"{verdict.command} judges the redacted facts differently",
-                fix=Fix(
-                    text="run the command here, and add its output to the ticket",
-                    commands=(f"{request.program} {verdict.command}",),
-                ),
-            )
+            yield finding(f"{COMMAND}.verdict-differs", program=request.program, command=verdict.command)

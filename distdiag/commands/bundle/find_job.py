@@ -56,10 +56,19 @@ def _several(jobs: Sequence[Job]) -> UsageError:
 def _taken(found: Sequence[Job], jobs: Sequence[Job], named: str, nodes: Sequence[NodeStacks]) -> TakenJob:
     processes = [process for job in found for process in _processes(job)]
     above = {pid for process in processes for pid in process.above}
+    members = [member for job in found for member in job.members if member.pid]
+    on_hosts = (
+        OnHost(
+            host=node.host,
+            ranks=tuple(member.pid for member in members if member.host == node.host and member.pid),
+            launchers=tuple(p.pid for p in node.processes.processes if p.kind == "launcher" and p.pid in above),
+        )
+        for node in nodes
+    )
     return TakenJob(
         name=named or (short_name(found[0], jobs) if len(found) == 1 else ""),
         title="; ".join(replace(summarize(job), hosts=()).title() for job in found),
-        processes=tuple(filter(_has_any, (_on_host(node, found, above) for node in nodes))),
+        processes=tuple(each for each in on_hosts if each.ranks or each.launchers),
         has_gpu=any(process.gpu for process in processes),
     )
 
@@ -67,20 +76,6 @@ def _taken(found: Sequence[Job], jobs: Sequence[Job], named: str, nodes: Sequenc
 def _processes(job: Job) -> list[Process]:
     heads = [member.process for member in job.members if member.process is not None]
     return [*heads, *(helper.process for member in job.members for helper in member.helpers)]
-
-
-def _on_host(node: NodeStacks, jobs: Sequence[Job], above: set[int]) -> OnHost:
-    return OnHost(
-        host=node.host,
-        ranks=tuple(member.pid for job in jobs for member in job.members if member.host == node.host and member.pid),
-        launchers=tuple(
-            process.pid for process in node.processes.processes if process.kind == "launcher" and process.pid in above
-        ),
-    )
-
-
-def _has_any(host: OnHost) -> bool:
-    return bool(host.ranks or host.launchers)
 
 
 def in_words(host: OnHost) -> str:

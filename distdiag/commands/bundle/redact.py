@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
@@ -23,6 +23,8 @@ from distdiag.commands.bundle.collect import SECRET_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from distdiag.commands.bundle.collect import Names
 
 # fmt: off
 _COMMON = frozenset((
@@ -70,21 +72,10 @@ _NO_PERSON = re.compile(
 _LEFT, _RIGHT = r"(?<![A-Za-z0-9])", r"(?![A-Za-z0-9])"
 
 
-@dataclass
-class Known:
-    """The values to replace, as known on the nodes."""
-
-    hosts: list[str] = field(default_factory=list)
-    users: list[str] = field(default_factory=list)
-    homes: list[str] = field(default_factory=list)
-    addresses: list[str] = field(default_factory=list)
-    secrets: list[str] = field(default_factory=list)
-
-
 class Redactor:
     """Replaces names and secrets; `map` has the original of each placeholder except secrets, kept in memory only."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: Names) -> None:
         self.map: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
         self._domains: dict[str, str] = {}
@@ -156,7 +147,7 @@ class Redactor:
         return made
 
     def _compile(self) -> re.Pattern[str]:
-        words = [name for name in self._hosts if _is_distinct(name)]
+        words = [name for name in self._hosts if name not in _COMMON and len(name) > 2 - any(map(str.isdigit, name))]
         words += [name for name in self._domains if "." in name]
         stems = {match[1] for name in words if (match := re.fullmatch(r"(.*?[a-z][-_]?)0*\d+", name))}
         parts = [_UUID]
@@ -294,8 +285,8 @@ class Redactor:
         return made + tail
 
 
-def learn(known: Known, documents: Iterable[Any]) -> None:
-    """Collect names from facts: `host` of any record, homes in paths, addresses of sockets."""
+def learn(known: Names, documents: Iterable[Any]) -> Names:
+    """Add the names in facts: `host` of any record, homes in paths, addresses of sockets."""
     hosts, users, addresses = dict.fromkeys(known.hosts), dict.fromkeys(known.users), dict.fromkeys(known.addresses)
     for key, text in (pair for document in documents for pair in _strings(document, "")):
         if key in _OF_HOSTS and re.fullmatch(r"[\w.-]{1,253}", text):
@@ -307,7 +298,7 @@ def learn(known: Known, documents: Iterable[Any]) -> None:
                 users[owner["owner"]] = None
         for owner in re.finditer(r"(?<![\w-])(?:USER|LOGNAME|USERNAME)=([a-z_][\w.-]{1,31})", text):
             users[owner[1]] = None
-    known.hosts, known.users, known.addresses = list(hosts), list(users), list(addresses)
+    return replace(known, hosts=tuple(hosts), users=tuple(users), addresses=tuple(addresses))
 
 
 def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any JSON
@@ -359,10 +350,6 @@ def _own_domains(domains: Iterable[str]) -> list[str]:
         if any(len(label) > 3 for label in above.split(".")[:-1]):
             found.add(above)
     return sorted(found, key=len, reverse=True)
-
-
-def _is_distinct(name: str) -> bool:
-    return name not in _COMMON and (len(name) > 2 or (len(name) > 1 and any(letter.isdigit() for letter in name)))
 
 
 def _is_address(text: str) -> bool:

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 
 # msgspec reads the annotations.
 from distdiag.cluster.targets import Cluster  # noqa: TC001
-from distdiag.commands.bundle.collect import LogTail, Machine, Names, RankProcess  # noqa: TC001
+from distdiag.commands.bundle.collect import Part
 
 COMMAND = "bundle"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options. `logs` and `recorder` are paths on the hosts; `packing`: zst or gz."""
+    """The options. `logs` and `recorder` are paths on the hosts."""
 
     program: str
     cluster: Cluster
     target: str
-    packing: str
     job: str = ""
     user: str = ""
     logs: tuple[str, ...] = ()
@@ -28,14 +27,10 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeDetails:
+class NodeDetails(Part):
     """Bundle's own facts of one node; `missing`: why some are missing."""
 
     host: str
-    machine: Machine | None = None
-    names: Names | None = None
-    ranks: tuple[RankProcess, ...] = ()
-    logs: tuple[LogTail, ...] = ()
     missing: str = ""
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.host_results import HostResult
     from distdiag.commands.core_bt.collect import CoreFacts, NodeCores
     from distdiag.commands.core_bt.types import Request
-    from distdiag.gathered import Gathered
     from distdiag.knowledge.crashes import Crash
+    from distdiag.saved_facts import Gathered
 
 _SAME_FRAMES = 3
 _MAX_MESSAGE_LINES = 6

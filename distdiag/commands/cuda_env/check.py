@@ -18,9 +18,9 @@ from distdiag.users_python import users_python
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.types import CudaEnv
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.report import Report
+    from distdiag.saved_facts import Gathered
 
 _SPARE_S = 20.0
 _FOLDER = "distdiag.commands.cuda_env"

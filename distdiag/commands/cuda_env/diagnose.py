@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.types import Problem, Request
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
 
 @dataclass

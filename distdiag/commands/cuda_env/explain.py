@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.types import CudaEnv, Problem, Request
-    from distdiag.gathered import Gathered
     from distdiag.knowledge.logs import Match
+    from distdiag.saved_facts import Gathered
 
 _SHOWN_LINES = 5
 _LIKE_AN_ERROR = re.compile(

@@ -14,20 +14,21 @@ from distdiag.commands.doctor.gpu_symptoms import gpu_symptoms
 from distdiag.commands.doctor.node_differences import difference_findings
 from distdiag.commands.doctor.node_symptoms import node_symptoms, versions_of
 from distdiag.commands.doctor.settings_symptoms import overloaded, rebooted, settings_symptoms
-from distdiag.commands.doctor.symptoms import symptom
+from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced
 from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.diagnosis.pcie_paths import PcieNode
-from distdiag.diagnosis.wording import counted, format_age, format_duration, format_size
-from distdiag.ids import RowId
-from distdiag.report import Finding, Level, Report, Where
+from distdiag.diagnosis.verdicts import worst_first
+from distdiag.diagnosis.wording import counted, format_duration, format_size
+from distdiag.fold import by_key
+from distdiag.report import Finding, Level, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from distdiag.commands.doctor.types import NodeDoctor, Request, Symptom
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
 FIT, WARNED, UNFIT, UNKNOWN = "fit", "fit with warnings", "not fit", "unknown"
 _LATE_CLOCK_S, _WRONG_CLOCK_S = 1.0, 15.0
@@ -35,7 +36,6 @@ _LATE_CLOCK_S, _WRONG_CLOCK_S = 1.0, 15.0
 _MANY_FLAPS, _FLAPS_RATIO = 10, 5
 _ROOM = 60
 _EVIDENCE_LINES = 8
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 
 
 def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]:
@@ -48,16 +48,16 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
         *host_findings(gathered.refusals, gathered.rows),
         *_incomplete(gathered),
         *own,
-        *paths.judge(COMMAND, {node.host: node.paths for node in nodes if node.paths is not None}),
+        *paths.judge({node.host: node.paths for node in nodes if node.paths is not None}),
         *_clocks(nodes),
         *_flaps(nodes),
-        *_rebooted(nodes),
-        *_overloaded(nodes),
+        *rebooted(nodes),
+        *overloaded(nodes),
         *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
         *odd,
     ]
-    findings = [_to_paste(request, finding) for finding in all_findings if not _left_out(request, finding.id)]
-    findings.sort(key=lambda finding: _ORDER.index(finding.level))
+    wanted = (finding for finding in all_findings if not _left_out(request, finding.id))
+    findings = worst_first(_to_paste(request, finding) for finding in wanted)
     judged = [_node_row(node, findings) for node in nodes]
     unreached = tuple(dict.fromkeys([*gathered.refusals, *(row.host for row in judged if row.fit == UNKNOWN)]))
     exclude = _exclude(judged, unreached)
@@ -139,34 +139,16 @@ def _silenced(request: Request, findings: Iterable[Finding]) -> tuple[Silenced, 
 
 def _incomplete(gathered: Gathered[NodeDoctor]) -> list[Finding]:
     """Report missing parts: unknown never passes as OK."""
-    groups: dict[str, list[str]] = {}
     known = {node.host for node in gathered.facts}
-    for host, why in gathered.missing.items():
-        if host not in known:
-            groups.setdefault(why, []).append(host)
+    why_by_host = [(why, host) for host, why in gathered.missing.items() if host not in known]
     for node in gathered.facts:
-        for part in node.late:
-            groups.setdefault(f"{part} not read in time", []).append(node.host)
-        for part, why in node.failed.items():
-            groups.setdefault(f"{part} not read: {why}", []).append(node.host)
-        if node.missing:
-            groups.setdefault(node.missing, []).append(node.host)
+        parts = [f"{part} not read in time" for part in node.late]
+        parts += [f"{part} not read: {why}" for part, why in node.failed.items()]
+        why_by_host += [(why, node.host) for why in (*parts, *filter(None, [node.missing]))]
     return [
-        _of_hosts(symptom("incomplete", hosts=fold_within(hosts, _ROOM), why=words), hosts)
-        for words, hosts in groups.items()
+        finding_about(symptom("incomplete", hosts=fold_within(hosts, _ROOM), why=words), hosts)
+        for words, hosts in by_key(why_by_host).items()
     ]
-
-
-def _of_hosts(one: Symptom, hosts: Iterable[str]) -> Finding:
-    return Finding(
-        id=RowId(f"{COMMAND}.{one.id}"),
-        level=one.level,
-        title=one.title,
-        detail=one.detail,
-        where=Where(hosts=tuple(dict.fromkeys(hosts))),
-        evidence=one.evidence,
-        fix=one.fix,
-    )
 
 
 @dataclass
@@ -209,7 +191,7 @@ def _finding(group: _Group, *, several: bool) -> Finding:
     others = [f"{fold(hosts)}: {words}" for words, hosts in group.titles.items()] if len(group.titles) > 1 else []
     if len(others) > _EVIDENCE_LINES:
         others = [*others[:_EVIDENCE_LINES], f"... and {len(others) - _EVIDENCE_LINES} more"]
-    return _of_hosts(replace(one, title=title, evidence=(*one.evidence, *others)), group.hosts)
+    return finding_about(replace(one, title=title, evidence=(*one.evidence, *others)), group.hosts)
 
 
 def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
@@ -235,7 +217,7 @@ def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
             else "Logs, traces and dumps of the nodes cannot be put in order.",
             evidence=(f"measured as {measured} from this machine; the middle of all: {middle:+.3f} s",),
         )
-        found.append(_of_hosts(named, [host]))
+        found.append(finding_about(named, [host]))
     return found
 
 
@@ -255,20 +237,8 @@ def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
         beside = "" if usual is None else f"{usual:g}"
         level = Level.WARN if beside else Level.INFO
         named = symptom("link-flaps", level=level, host=host, link=link, count=count, usual=beside)
-        found.append(_of_hosts(named, [host]))
+        found.append(finding_about(named, [host]))
     return found
-
-
-def _overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
-    """Name nodes with foreign load on the cores: a warning if the other nodes are idle."""
-    for node, jobs, system, alone in overloaded(nodes):
-        words = {"host": node.host, "load": f"{jobs.load:.0f}", "cpus": counted(system.cpus_online, "CPU")}
-        yield _of_hosts(symptom("load", words, level=Level.WARN if alone else Level.INFO), [node.host])
-
-
-def _rebooted(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
-    for node, up_s, age_s in rebooted(nodes):
-        yield _of_hosts(symptom("rebooted", host=node.host, up=format_age(up_s), age=format_age(age_s)), [node.host])
 
 
 def _pcie(node: NodeDoctor) -> PcieNode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     from distdiag.facts.gpu_health import GpuHealth, GpuProcess
     from distdiag.knowledge.xids import XidLine
 
+    _Say = Callable[..., Symptom]
+
 _MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH, nvml.h
 _FABRIC = 802  # CUDA_ERROR_SYSTEM_NOT_READY, cuda.h
 _NO_GPU = (100, 101)
 _FEW_LINK_ERRORS = 10
 _MANY_REPLAYS = 1000
 _BUSY_PERCENT, _AT_POWER_LIMIT = 90, 0.9
+_SERVICES = ("nvidia-cuda-mps", "nv-hostengine", "dcgm")
 _LONG_S = 20
 """A call that exceeds this hangs: 8 GPUs without persistence mode need less."""
 
@@ -74,43 +78,29 @@ def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     yield from _driver(node, gpus)
     most_links = max((_active_links(gpu) for gpu in gpus.health.gpus), default=0)
     for gpu in gpus.health.gpus:
-        name = _Name(gpu, node, first_rank)
-        yield from _errors(gpu, str(name))
-        yield from _links(gpu, str(name), most_links)
-        yield from _slow(gpu, str(name))
-        yield from _users(gpu, str(name))
+        name = _name(gpu, node, first_rank)
+        say = partial(symptom, words={"gpu": name, "index": gpu.index}, subject=name)
+        yield from _errors(gpu, say)
+        yield from _links(gpu, say, most_links)
+        yield from _slow(gpu, say)
+        yield from _users(gpu, say)
     yield from _beside_others(node, gpus.health.gpus, first_rank)
     yield from _settings(gpus.health.gpus)
     yield from _imex(gpus)
     yield from _xids(node, first_rank)
 
 
-class _Name:
-    """Name of a GPU: its index, its PCI address, and its local rank in a job."""
-
-    def __init__(self, gpu: GpuHealth, node: NodeDoctor, first_rank: int | None) -> None:
-        self._gpu = gpu
-        self._first = first_rank
-        variables = node.system.variables if node.system is not None else {}
-        self._visible = variables.get("CUDA_VISIBLE_DEVICES")
-
-    def local_rank(self) -> int | None:
-        """Return its index among the visible GPUs of a job; None if hidden or unknown."""
-        if self._visible is None:
-            return self._gpu.index
-        words = [word.strip() for word in self._visible.split(",")]
-        own = (str(self._gpu.index), self._gpu.uuid)
-        return next((at for at, word in enumerate(words) if word and (word in own or _is_uuid_of(word, own[1]))), None)
-
-    def __str__(self) -> str:
-        local = self.local_rank()
-        rank = f", rank {self._first + local}" if self._first and local is not None else ""
-        place = f", local rank {local}{rank}" if local is not None else ", hidden by CUDA_VISIBLE_DEVICES"
-        return f"GPU {self._gpu.index} ({_short(self._gpu.address)}{place})"
-
-
-def _is_uuid_of(word: str, uuid: str) -> bool:
-    return word.startswith("GPU-") and uuid.startswith(word)
+def _name(gpu: GpuHealth, node: NodeDoctor, first_rank: int | None) -> str:
+    """Name a GPU: its index, its PCI address, and its local rank in a job, the place among the visible GPUs."""
+    visible = (node.system.variables if node.system is not None else {}).get("CUDA_VISIBLE_DEVICES")
+    local: int | None = gpu.index
+    if visible is not None:
+        words = [word.strip() for word in visible.split(",")]
+        is_own = [word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word)) for word in words]
+        local = is_own.index(True) if True in is_own else None
+    rank = f", rank {first_rank + local}" if first_rank and local is not None else ""
+    place = f", local rank {local}{rank}" if local is not None else ", hidden by CUDA_VISIBLE_DEVICES"
+    return f"GPU {gpu.index} ({_short(gpu.address)}{place})"
 
 
 def _short(address: str) -> str:
@@ -177,58 +167,47 @@ def _is_shared(node: NodeDoctor, gpus: Gpus) -> bool:
     return bool(in_step or gpus.driver.container or gpus.driver.answer.blocked)
 
 
-def _errors(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
-    words = {"gpu": name, "index": gpu.index}
+def _errors(gpu: GpuHealth, say: _Say) -> Iterator[Symptom]:
     if gpu.broken:
-        yield symptom("gpu.broken", words, subject=name, error=gpu.broken)
+        yield say("gpu.broken", error=gpu.broken)
     if gpu.recovery not in ("", "None"):
-        yield symptom("gpu.reset-required", words, subject=name, recovery=gpu.recovery)
+        yield say("gpu.reset-required", recovery=gpu.recovery)
     if gpu.remap_failed or gpu.sram_threshold:
         what = "remapping a bad memory row failed" if gpu.remap_failed else "the threshold of SRAM errors is exceeded"
-        yield symptom("gpu.remap-failed", words, subject=name, what=what)
+        yield say("gpu.remap-failed", what=what)
     elif gpu.remap_pending or gpu.retired_pending:
         what = "a bad memory row waits for a reset to be remapped" if gpu.remap_pending else "pages wait to be retired"
-        yield symptom("gpu.remap-pending", words, subject=name, what=what)
+        yield say("gpu.remap-pending", what=what)
     if gpu.uncorrectable:
-        errors = counted(gpu.uncorrectable, "uncorrectable memory error")
-        yield symptom("gpu.ecc", words, subject=name, errors=errors)
+        yield say("gpu.ecc", errors=counted(gpu.uncorrectable, "uncorrectable memory error"))
     state, _, status = gpu.fabric.partition(", ")
     if state not in ("", "Completed", "Not Supported") or status not in ("", "Success"):
-        yield symptom("gpu.not-joined", words, subject=name, state=gpu.fabric)
+        yield say("gpu.not-joined", state=gpu.fabric)
 
 
 def _active_links(gpu: GpuHealth) -> int:
     return gpu.links - len(gpu.inactive_links)
 
 
-def _links(gpu: GpuHealth, name: str, most_links: int) -> Iterator[Symptom]:
+def _links(gpu: GpuHealth, say: _Say, most_links: int) -> Iterator[Symptom]:
     """Compare the NVLinks with those of the other GPUs: without a bridge, or with a small one, links are unused."""
     if gpu.inactive_links and _active_links(gpu) < most_links:
         links = ", ".join(map(str, gpu.inactive_links))
-        some = "all NVLinks are" if len(gpu.inactive_links) == gpu.links else f"NVLink {links}:"
-        yield symptom("gpu.nvlink", subject=name, gpu=name, links=some)
+        yield say("gpu.nvlink", links="all NVLinks are" if len(gpu.inactive_links) == gpu.links else f"NVLink {links}:")
     many = {link: count for link, count in gpu.link_errors.items() if count >= _FEW_LINK_ERRORS}
     if many:
         worst = max(many, key=lambda link: many[link])
-        yield symptom(
-            "gpu.nvlink-errors",
-            subject=name,
-            gpu=name,
-            link=worst.removeprefix("link "),
-            count=many[worst],
-            index=gpu.index,
-            evidence=(f"{link}: {count}" for link, count in many.items()),
-        )
+        evidence = (f"{link}: {count}" for link, count in many.items())
+        yield say("gpu.nvlink-errors", evidence=evidence, link=worst.removeprefix("link "), count=many[worst])
 
 
-def _slow(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
+def _slow(gpu: GpuHealth, say: _Say) -> Iterator[Symptom]:
     if gpu.slowdowns:
-        reasons = ", ".join(gpu.slowdowns)
-        yield symptom("gpu.throttled", subject=name, gpu=name, reasons=reasons, temperature=gpu.temperature_c)
+        yield say("gpu.throttled", reasons=", ".join(gpu.slowdowns), temperature=gpu.temperature_c)
     if _lanes(gpu.pcie_width) < _lanes(gpu.pcie_width_max):
-        yield symptom("gpu.pcie-width", subject=name, gpu=name, width=gpu.pcie_width, most=gpu.pcie_width_max)
+        yield say("gpu.pcie-width", width=gpu.pcie_width, most=gpu.pcie_width_max)
     if (gpu.pcie_replays or 0) >= _MANY_REPLAYS:
-        yield symptom("gpu.pcie-replays", subject=name, gpu=name, count=gpu.pcie_replays)
+        yield say("gpu.pcie-replays", count=gpu.pcie_replays)
 
 
 def _beside_others(node: NodeDoctor, gpus: Sequence[GpuHealth], first_rank: int | None) -> Iterator[Symptom]:
@@ -239,16 +218,10 @@ def _beside_others(node: NodeDoctor, gpus: Sequence[GpuHealth], first_rank: int 
             usual = median(values.values()) if len(values) > 2 else 0.0
             low = [gpu for gpu in gpus if values.get(gpu.index, usual) < (1 - limit.tolerance) * usual]
             for gpu in low:
-                name = str(_Name(gpu, node, first_rank))
-                yield symptom(
-                    "gpu.slower",
-                    subject=f"{name} {limit.label}",
-                    gpu=name,
-                    limit=limit.label,
-                    value=limit.write(values[gpu.index]),
-                    usual=limit.write(usual),
-                    index=str(gpu.index),
-                )
+                name = _name(gpu, node, first_rank)
+                words = {"gpu": name, "index": str(gpu.index), "limit": limit.label}
+                written = {"value": limit.write(values[gpu.index]), "usual": limit.write(usual)}
+                yield symptom("gpu.slower", {**words, **written}, subject=f"{name} {limit.label}")
 
 
 def _lanes(text: str) -> int:
@@ -257,23 +230,13 @@ def _lanes(text: str) -> int:
     return int(number) if number.isdecimal() and int(number) else 0
 
 
-def _users(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
+def _users(gpu: GpuHealth, say: _Say) -> Iterator[Symptom]:
     """Report processes on a GPU before the job starts, as leftovers occupy memory."""
-    found = [process for process in gpu.processes if "C" in process.kind and not _is_service(process)]
-    if not found:
-        return
-    yield symptom(
-        "gpu.busy",
-        subject=name,
-        gpu=name,
-        who=", ".join(map(_who, found[:3])) + " and more" * (len(found) > 3),
-        pid=found[0].pid,
-        evidence=(f"memory in use: {gpu.memory_used_mib} of {gpu.memory_total_mib} MiB",),
-    )
-
-
-def _is_service(process: GpuProcess) -> bool:
-    return any(name in process.name for name in ("nvidia-cuda-mps", "nv-hostengine", "dcgm"))
+    found = [each for each in gpu.processes if "C" in each.kind and not any(name in each.name for name in _SERVICES)]
+    if found:
+        who = ", ".join(map(_who, found[:3])) + " and more" * (len(found) > 3)
+        evidence = (f"memory in use: {gpu.memory_used_mib} of {gpu.memory_total_mib} MiB",)
+        yield say("gpu.busy", evidence=evidence, who=who, pid=found[0].pid)
 
 
 def _who(process: GpuProcess) -> str:
@@ -305,7 +268,7 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
                 newest[key] = (parsed, line.age_s, line.text)
     for (code, address), (parsed, age_s, text) in newest.items():
         own = next((gpu for gpu in _gpus(node) if _is_at(gpu, address)), None)
-        name = str(_Name(own, node, first_rank)) if own is not None else f"GPU at {address}"
+        name = _name(own, node, first_rank) if own is not None else f"GPU at {address}"
         yield symptom(
             "log.xid",
             subject=f"{code} {address}",

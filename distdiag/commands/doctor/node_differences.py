@@ -6,17 +6,17 @@ is reported without naming a node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.drift import differences, grouped
 from distdiag.cluster.hosts import fold, fold_within
 from distdiag.commands.doctor.gpu_symptoms import SPEED_LIMITS
+from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, DifferenceRow
 from distdiag.diagnosis.wording import format_size
 from distdiag.facts.file_systems import NO_ANSWER
-from distdiag.ids import Id
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.fold import by_key
+from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,101 +24,18 @@ if TYPE_CHECKING:
     from distdiag.cluster.drift import Difference
     from distdiag.commands.doctor.collect import Disks, Gpus, NodeNetwork, Software, System
     from distdiag.commands.doctor.types import NodeDoctor
+    from distdiag.report import Finding
 
 _ROOM = 60
 _MEMORY, _SPACE = 0.02, 0.1
 """Relative gaps between clusters: firmware reserves memory on each node, and file systems differ by bytes."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Possible harm of a kind of difference; _KINDS is ordered by harm."""
-
-    level: Level
-    causes: str
-    fix: str
-
-
-_KINDS = {
-    "debug": _Kind(
-        Level.FAIL,
-        "With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective across ranks before it runs; ranks that "
-        "have it set wait for ever for those that do not.",
-        "set it on all nodes, or on none",
-    ),
-    "nccl": _Kind(
-        Level.WARN,
-        "NCCL of different versions fails or hangs while it connects.",
-        "install the same version on all nodes",
-    ),
-    "torch": _Kind(
-        Level.WARN,
-        "Ranks with different versions hang, crash on what the other sends, or compute different results.",
-        "install the same version on all nodes, or use one environment on a shared file system",
-    ),
-    "files": _Kind(
-        Level.WARN,
-        "The same version has the same files everywhere: a copy of the environment broke off, or another build of it.",
-        "copy the environment again, or use one on a shared file system",
-    ),
-    "imex": _Kind(
-        Level.WARN,
-        "GPUs share memory over NVLink only with nodes of the same list and clique: NCCL fails or uses the network.",
-        "make /etc/nvidia-imex/nodes_config.cfg equal, then restart nvidia-imex on all nodes",
-    ),
-    "driver": _Kind(
-        Level.WARN,
-        "A program that runs on one node may not start on the other.",
-        "install the same driver on all nodes",
-    ),
-    "python": _Kind(
-        Level.WARN,
-        "Pickled objects and compiled extensions of one Python may not load in the other.",
-        "use the same Python on all nodes",
-    ),
-    "gpus": _Kind(
-        Level.WARN,
-        "A job with one rank for each GPU does not start, or waits for the slower GPUs.",
-        "leave these nodes out, or find what became of the GPUs",
-    ),
-    "rdma": _Kind(
-        Level.WARN,
-        "NCCL pairs the rails of the nodes: a rail that is missing or slower slows down all of them.",
-        "check these ports: ibstat",
-    ),
-    "network": _Kind(
-        Level.WARN,
-        "Ranks cannot connect, or large messages are lost where the MTU differs, and the job hangs.",
-        "configure the interface as on the other nodes",
-    ),
-    "environment": _Kind(
-        Level.WARN,
-        "NCCL, Gloo and torch choose another interface, transport or algorithm for such a rank: they hang or are slow.",
-        "set the same value for all ranks, in the script that the launcher runs",
-    ),
-    "limits": _Kind(
-        Level.WARN,
-        "Ranks on such a node fail or hang where the others go on.",
-        "raise the limit as on the other nodes, and restart the daemon that starts jobs there",
-    ),
-    "mounts": _Kind(
-        Level.WARN,
-        "Ranks there do not find their data, code or checkpoints, or write them where they are lost.",
-        "mount the same file systems on all nodes",
-    ),
-    "memory": _Kind(
-        Level.WARN,
-        "Ranks there run out of memory first.",
-        "check for a memory module that failed, or a limit of a cgroup",
-    ),
-    "cpus": _Kind(Level.WARN, "Ranks there are slower, and all others wait for them.", "check cores and cgroup limits"),
-    "shm": _Kind(Level.WARN, "NCCL and DataLoader workers there die with SIGBUS when it is full.", "make it as large"),
-    "system": _Kind(
-        Level.INFO,
-        "Mostly harmless; worth knowing when only these nodes fail.",
-        "install the same system on all nodes",
-    ),
-}
+_KINDS = (
+    *("debug", "nccl", "torch", "files", "imex", "driver", "python", "gpus", "rdma", "network", "environment"),
+    *("limits", "mounts", "memory", "cpus", "shm", "system"),
+)
+"""The most harmful first; rows differs.KIND of knowledge/doctor_symptoms.toml."""
 _HINTS = ("IFNAME", "_HCA", "_DEBUG", "_FILE", "_HOSTID", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_")
 """Variables that may legitimately differ between nodes."""
 
@@ -140,21 +57,14 @@ _SAID_BY = {
 def difference_findings(
     nodes: Sequence[NodeDoctor], said: Mapping[str, Collection[str]]
 ) -> tuple[list[Finding], list[DifferenceRow]]:
-    """Compare the nodes: findings, the most harmful first, and a row for each differing fact.
-
-    Args:
-        nodes: at least two.
-        said: hosts by id of findings above INFO; a difference covered by one of them is not repeated.
-    """
+    """Compare nodes: findings, the most harmful first, except those `said` (hosts by id), and all differing facts."""
     found = [*_all_differences(nodes)]
-    ranks = list(_KINDS)
-    found.sort(key=lambda pair: ranks.index(pair[0]))
-    groups: dict[tuple[str, Level, tuple[str, ...]], list[Difference]] = {}
-    for kind, difference in found:
-        level = _level(kind, difference)
-        if _is_reported(difference, said):
-            continue
-        groups.setdefault((kind, level, _outliers(difference)), []).append(difference)
+    found.sort(key=lambda pair: _KINDS.index(pair[0]))
+    groups = by_key(
+        ((kind, _level(kind, difference), _outliers(difference)), difference)
+        for kind, difference in found
+        if not _is_reported(difference, said)
+    )
     findings = [_finding(kind, level, odd, group) for (kind, level, odd), group in groups.items()]
     return findings, [_row(kind, difference) for kind, difference in found]
 
@@ -335,13 +245,13 @@ def _of_gpus(gpus: Gpus) -> _Values:
     return values
 
 
-def _level(kind: str, difference: Difference) -> Level:
+def _level(kind: str, difference: Difference) -> Level | None:
+    """Return INFO for a difference that does no harm, else None: the level of the row."""
     if kind == "environment" and any(word in difference.fact for word in _HINTS):
         return Level.INFO
     values = (difference.common, *(value for value, _ in difference.others))
-    if kind == "debug" and not any(value.upper() == "DETAIL" for value in values):
-        return Level.INFO
-    return _KINDS[kind].level
+    is_harmless = kind == "debug" and not any(value.upper() == "DETAIL" for value in values)
+    return Level.INFO if is_harmless else None
 
 
 def _outliers(difference: Difference) -> tuple[str, ...]:
@@ -350,18 +260,9 @@ def _outliers(difference: Difference) -> tuple[str, ...]:
     return () if any(len(hosts) >= most for _, hosts in difference.others) else difference.odd_hosts
 
 
-def _finding(kind: str, level: Level, odd: tuple[str, ...], group: Sequence[Difference]) -> Finding:
-    about = _KINDS[kind]
-    first = group[0]
-    return Finding(
-        id=Id(f"{COMMAND}.differs.{kind}"),
-        level=level,
-        title=_title(first, odd),
-        detail=about.causes,
-        where=Where(hosts=odd),
-        evidence=tuple(_line(difference) for difference in group) if len(group) > 1 or len(first.others) > 1 else (),
-        fix=Fix(text=about.fix),
-    )
+def _finding(kind: str, level: Level | None, odd: tuple[str, ...], group: Sequence[Difference]) -> Finding:
+    evidence = map(_line, group) if len(group) > 1 or len(group[0].others) > 1 else ()
+    return finding_about(symptom(f"differs.{kind}", level=level, evidence=evidence, title=_title(group[0], odd)), odd)
 
 
 def _title(difference: Difference, odd: tuple[str, ...]) -> str:
@@ -381,7 +282,7 @@ def _line(difference: Difference) -> str:
 def _row(kind: str, difference: Difference) -> DifferenceRow:
     values = {difference.common: difference.common_hosts, **dict(difference.others)}
     return DifferenceRow(
-        id=Id(f"{COMMAND}.differs.{kind}"),
+        id=f"{COMMAND}.differs.{kind}",
         fact=difference.fact.lstrip("~"),
         values=values,
         outliers=_outliers(difference),

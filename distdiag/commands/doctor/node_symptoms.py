@@ -129,7 +129,8 @@ def _raise(limit: Limit, value: str, system: System) -> Fix:
 def _memory(system: System) -> Iterator[Symptom]:
     cgroup, total, left = system.cgroup, system.memory_bytes, system.available_bytes
     if left is not None and total and left < min(_LITTLE_MEMORY, _LOW_SHARE * total):
-        evidence = (f"memory {format_size(total)}, cgroup limit {_size_or_none(cgroup.memory_bytes)}",)
+        limit = "none" if cgroup.memory_bytes is None else format_size(cgroup.memory_bytes)
+        evidence = (f"memory {format_size(total)}, cgroup limit {limit}",)
         yield symptom("memory", free=format_size(left), evidence=evidence)
     elif cgroup.memory_bytes is not None and total and cgroup.memory_bytes < total:
         yield symptom("memory-limit", limit=format_size(cgroup.memory_bytes), total=format_size(total))
@@ -139,10 +140,6 @@ def _memory(system: System) -> Iterator[Symptom]:
         yield symptom("pids-limit", limit=cgroup.pids, used=cgroup.pids_used)
     if cgroup.oom_kills:
         yield symptom("oom", kills=counted(cgroup.oom_kills, "OOM kill"))
-
-
-def _size_or_none(size_bytes: int | None) -> str:
-    return "none" if size_bytes is None else format_size(size_bytes)
 
 
 def _shm(node: NodeDoctor, system: System) -> Iterator[Symptom]:

@@ -6,19 +6,19 @@ large packets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.agent import protocol
 from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.records import ReachEnded, ReachListening
 from distdiag.cluster.rendezvous_test import RANKS, LookUp, NetworkPath, PathTest, Prober
+from distdiag.commands.doctor.symptoms import finding_about, symptom
+from distdiag.commands.doctor.types import COMMAND, NodePaths
 from distdiag.diagnosis.connectivity import Case, path_findings, slow_links, slow_paths
 from distdiag.diagnosis.nic_selection import address_of
 from distdiag.diagnosis.wording import counted
-from distdiag.facts.network import Network  # noqa: TC001 - saved facts are decoded by it
-from distdiag.ids import Shared
-from distdiag.report import Finding, Fix, Level, Witnesses
+from distdiag.report import Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from distdiag.agent.tcp_probe import ProbeResult
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
+    from distdiag.report import Finding
 
 _ALL_PAIRS = 16
 _BULK_BYTES = 2**18
@@ -34,20 +35,6 @@ _ORDER_S = 2.0
 _MORE_TRIES, _DOUBTFUL_SHARE = 3, 0.5
 """While a path looks slow, all are tested again and the best result counts: busy endpoints are slow occasionally, a bad
 link always."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodePaths:
-    """Results of one node for its paths to others.
-
-    `peers`: the hosts it had to test; `silent`: it did not respond when the test began.
-    """
-
-    network: Network | None = None
-    address: str = ""
-    peers: tuple[str, ...] = ()
-    paths: tuple[NetworkPath, ...] = ()
-    silent: bool = False
 
 
 class PathProbe(Prober):
@@ -115,7 +102,7 @@ def _peers(source: str, names: list[str]) -> list[str]:
     return [names[(at + 1) % len(names)], names[at - 1]]
 
 
-def judge(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
+def judge(by_host: Mapping[str, NodePaths]) -> list[Finding]:
     """Judge the paths between all nodes, with the criteria of ports and gpu-test. Pure."""
     test = PathTest(
         hosts={host: host for host in by_host},
@@ -126,30 +113,19 @@ def judge(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
     )
     lost = set(test.silent)
     test.paths = [path for path in test.paths if not {path.source, path.target} & lost]
-    case = Case(command=command, test=test, head=next(iter(by_host), ""))
-    return [
-        *path_findings(case),
-        *slow_links(case),
-        *_untested(command, by_host),
-    ]
+    case = Case(command=COMMAND, test=test, head=next(iter(by_host), ""))
+    return [*path_findings(case), *slow_links(case), *_untested(by_host)]
 
 
-def _untested(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
+def _untested(by_host: Mapping[str, NodePaths]) -> list[Finding]:
     """Report paths without a result as unknown."""
     tried = {(path.source, path.target) for own in by_host.values() for path in own.paths}
     left = [(host, peer) for host, own in by_host.items() for peer in own.peers if (host, peer) not in tried]
     if not left:
         return []
     hosts = tuple(dict.fromkeys(host for edge in left for host in edge))
-    return [
-        Finding(
-            id=Shared.PATHS_UNTESTED.of(command),
-            level=Level.UNKNOWN,
-            title=f"no result for {counted(len(left), 'path')} between {fold_within(hosts, 40)}",
-            witnesses=Witnesses(hosts=hosts),
-            fix=Fix(text="test them with more time", commands=("distdiag ports --hosts LIST",)),
-        )
-    ]
+    found = finding_about(symptom("paths-untested", paths=counted(len(left), "path"), hosts=fold_within(hosts, 40)), ())
+    return [replace(found, witnesses=Witnesses(hosts=hosts))]
 
 
 def add_paths(

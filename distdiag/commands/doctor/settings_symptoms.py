@@ -6,14 +6,16 @@ import ipaddress
 from statistics import median
 from typing import TYPE_CHECKING
 
-from distdiag.commands.doctor.symptoms import symptom
-from distdiag.report import quoted
+from distdiag.commands.doctor.symptoms import finding_about, symptom
+from distdiag.diagnosis.wording import counted, format_age
+from distdiag.report import Level, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from distdiag.commands.doctor.collect import Disks, Jobs, System
+    from distdiag.commands.doctor.collect import Disks, System
     from distdiag.commands.doctor.types import NodeDoctor, Symptom
+    from distdiag.report import Finding
 
 _FEW_PORTS = 4096
 """Each pair of ranks using TCP has at least one connection, and a closed connection holds its port for a minute."""
@@ -124,26 +126,24 @@ def _nfs(disks: Disks) -> Iterator[Symptom]:
         )
 
 
-def overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[NodeDoctor, Jobs, System, bool]]:
-    """Yield each node with foreign load on its cores, and whether the other nodes are idle."""
+def overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
+    """Name nodes with foreign load on the cores: a warning if the other nodes are idle."""
     loads = {node.host: node.jobs.load for node in nodes if node.jobs is not None}
     for node in nodes:
         jobs, system = node.jobs, node.system
         if jobs is None or system is None or jobs.pids or jobs.load <= _OVERLOAD * system.cpus_online + 1:
             continue
         others = [load for host, load in loads.items() if host != node.host]
-        yield node, jobs, system, bool(others) and jobs.load > _BESIDE_OTHERS * median(others)
+        level = Level.WARN if others and jobs.load > _BESIDE_OTHERS * median(others) else Level.INFO
+        words = {"host": node.host, "load": f"{jobs.load:.0f}", "cpus": counted(system.cpus_online, "CPU")}
+        yield finding_about(symptom("load", words, level=level), [node.host])
 
 
-def rebooted(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[NodeDoctor, float, float]]:
-    """Yield each node without ranks that booted after the ranks elsewhere started.
-
-    Yields:
-        The node, seconds since boot, and the age of the oldest rank elsewhere in seconds.
-    """
+def rebooted(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:
+    """Name nodes without ranks that booted after the ranks elsewhere started."""
     ages = [node.jobs.oldest_s for node in nodes if node.jobs is not None and node.jobs.oldest_s is not None]
     for node in nodes:
-        if node.jobs is None or node.jobs.pids or node.system is None or not ages:
-            continue
-        if 0 < node.system.up_s < max(ages):
-            yield node, node.system.up_s, max(ages)
+        is_idle = node.jobs is not None and not node.jobs.pids
+        if ages and is_idle and node.system is not None and 0 < node.system.up_s < max(ages):
+            words = {"host": node.host, "up": format_age(node.system.up_s), "age": format_age(max(ages))}
+            yield finding_about(symptom("rebooted", words), [node.host])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 _AGENT = Agent(
     collect="distdiag.commands.doctor.collect",
@@ -32,7 +32,6 @@ _AGENT = Agent(
     start_s=10.0,  # an unreachable node delays the others by this much
 )
 _SPARE_S = 4.0
-_PARTS = ("system", "disks", "network", "software", "gpus", "kernel", "jobs")
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
@@ -46,7 +45,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
         plan=lambda hosts, local: Asks(
             by_host=dict.fromkeys(hosts, ask(local=local)), timeout_s=request.timeout_s + _SPARE_S
         ),
-        join=lambda host, _, parts, why: join(host, parts, why),
+        join=lambda host, _, parts, why: NodeDoctor(host=host, missing=why, **runner.merged(parts)),
         doing="reading limits, disks, network, GPUs and versions",
         timed=_with_clock,
         together=_with_paths if request.connects else None,
@@ -65,22 +64,6 @@ def _with_clock(part: Part, asked_at: float, read_at: float) -> Part:
 def _with_paths(fleet: Fleet, nodes: Mapping[str, Node], facts: Sequence[NodeDoctor]) -> list[NodeDoctor]:
     variables = {node.host: node.system.variables for node in facts if node.system is not None}
     return paths.add_paths(fleet, nodes, facts, variables)
-
-
-def join(host: str, parts: Sequence[Part], why: str) -> NodeDoctor:
-    """Merge the messages of a node."""
-
-    def first(name: str) -> Any:  # noqa: ANN401 - a part of some type
-        return next((value for part in parts if (value := getattr(part, name)) is not None), None)
-
-    return NodeDoctor(
-        host=host,
-        clock=first("clock"),
-        **{name: first(name) for name in _PARTS},
-        late=tuple(name for part in parts for name in part.late),
-        failed={name: words for part in parts for name, words in part.failed.items()},
-        missing=why,
-    )
 
 
 SUBCOMMAND = Subcommand(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from distdiag.commands.doctor.types import Symptom
+from distdiag.commands.doctor.types import COMMAND, Symptom
 from distdiag.diagnosis.verdicts import Verdict, filled, rows
+from distdiag.ids import RowId
+from distdiag.report import Finding, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,11 +28,7 @@ def symptom(
     repair: Fix | None = None,
     **given: object,
 ) -> Symptom:
-    """Make the symptom of a row; non-empty `words` and `given` fill its texts.
-
-    Args:
-        repair: the check's own fix, replacing the row's.
-    """
+    """Make the symptom of a row; non-empty `words` and `given` fill its texts, and `repair` replaces its fix."""
     text = filled(_rows()[row], {**(words or {}), **given})
     return Symptom(
         id=text.id,
@@ -40,6 +38,19 @@ def symptom(
         detail=text.detail,
         evidence=tuple(filter(None, evidence)),
         fix=repair or text.repair(),
+    )
+
+
+def finding_about(one: Symptom, hosts: Iterable[str]) -> Finding:
+    """Return the finding of a symptom of these hosts."""
+    return Finding(
+        id=RowId(f"{COMMAND}.{one.id}"),
+        level=one.level,
+        title=one.title,
+        detail=one.detail,
+        where=Where(hosts=tuple(dict.fromkeys(hosts))),
+        evidence=one.evidence,
+        fix=one.fix,
     )
 
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # msgspec reads the annotations.
+from distdiag.cluster.rendezvous_test import NetworkPath  # noqa: TC001
 from distdiag.cluster.targets import Cluster  # noqa: TC001
-from distdiag.commands.doctor.collect import (  # noqa: TC001
-    Clock,
-    Disks,
-    Gpus,
-    Jobs,
-    KernelLog,
-    NodeNetwork,
-    Software,
-    System,
-)
-from distdiag.commands.doctor.paths import NodePaths  # noqa: TC001
+from distdiag.commands.doctor.collect import Part
+from distdiag.facts.network import Network  # noqa: TC001
 from distdiag.report import Fix, Level  # noqa: TC001
 
 COMMAND = "doctor"
@@ -40,21 +32,25 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeDoctor:
+class NodePaths:
+    """Results of one node for its paths to others.
+
+    `peers`: the hosts it had to test; `silent`: it did not respond when the test began.
+    """
+
+    network: Network | None = None
+    address: str = ""
+    peers: tuple[str, ...] = ()
+    paths: tuple[NetworkPath, ...] = ()
+    silent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeDoctor(Part):
     """The facts of one node; a missing part is None, with the reason in `late`, `failed` or `missing`."""
 
     host: str
-    clock: Clock | None = None
-    system: System | None = None
-    disks: Disks | None = None
-    network: NodeNetwork | None = None
-    software: Software | None = None
-    gpus: Gpus | None = None
-    kernel: KernelLog | None = None
-    jobs: Jobs | None = None
     paths: NodePaths | None = None
-    late: tuple[str, ...] = ()
-    failed: dict[str, str] = field(default_factory=dict)
     missing: str = ""
 
 

@@ -8,6 +8,7 @@ from rich.table import Column
 
 from distdiag.cluster.hosts import fold_within
 from distdiag.commands.doctor.diagnose import FIT, UNFIT, UNKNOWN, WARNED
+from distdiag.fold import by_key
 from distdiag.output import Whole, Wrapped, plain_table
 from distdiag.program_name import as_called
 from distdiag.report import Level
@@ -56,9 +57,7 @@ def _facts(data: Doctor) -> Iterator[RenderableType]:
     table = plain_table(*columns[: 2 + several])
     table.show_header = several
     for label in dict.fromkeys(label for row in data.nodes for label in row.facts):
-        groups: dict[str, list[str]] = {}
-        for row in data.nodes:
-            groups.setdefault(row.facts.get(label, "?"), []).append(row.host)
+        groups = by_key((row.facts.get(label, "?"), row.host) for row in data.nodes)
         for value, hosts in sorted(groups.items(), key=lambda group: -len(group[1])):
             nodes = ("all" if len(groups) == 1 else fold_within(hosts, _ROOM),) if several else ()
             table.add_row(label, value, *nodes)

@@ -25,12 +25,6 @@ def flight_recorder(
     wait: Annotated[
         float, typer.Option(min=1.0, max=600.0, metavar="SECONDS", help="Maximum time to wait for triggered dumps.")
     ] = 20.0,
-    world_size: Annotated[
-        int,
-        typer.Option(
-            min=0, max=2**20, metavar="N", help="Number of ranks. [default: from the dumps]", show_default=False
-        ),
-    ] = 0,
     html: HtmlOpt = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
     save: SaveOpt = "",
@@ -76,7 +70,6 @@ def flight_recorder(
             paths=tuple(paths or ()),
             trigger=trigger,
             wait_s=wait,
-            world_size=world_size,
             verbose=verbose,
         )
 

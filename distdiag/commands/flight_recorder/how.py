@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from distdiag.users_python import installed
+
 
 def lines(program: str) -> list[str]:
     """Return the settings, those for this version of torch first."""
-    installed = _torch_version()
-    new = installed is None or installed >= (2, 9)
-    shown = f"torch {installed[0]}.{installed[1]} is installed here" if installed else "torch is not installed here"
+    torch = installed("torch")
+    new = torch is None or torch >= (2, 9)
+    shown = f"torch {torch[0]}.{torch[1]} is installed here" if torch else "torch is not installed here"
     first, second = (_NEW, _OLD) if new else (_OLD, _NEW)
     return [
         f"# {shown}. Set these before the job starts, on all ranks.",
@@ -49,14 +51,3 @@ _OLD = [
     "export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=/shared/fr/rank_",
     *_COMMON,
 ]
-
-
-def _torch_version() -> tuple[int, int] | None:
-    """Read the installed version without importing torch."""
-    from importlib import metadata
-
-    try:
-        major, minor = metadata.version("torch").split(".")[:2]
-        return int(major), int(minor)
-    except (metadata.PackageNotFoundError, ValueError):
-        return None

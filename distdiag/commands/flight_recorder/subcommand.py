@@ -14,10 +14,8 @@ from distdiag.facts.flight_recorder.collect import Ask, NodeDumps
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 _AGENT = Agent(collect="distdiag.facts.flight_recorder.collect", facts=NodeDumps)
 _SPARE_S = 600.0
@@ -30,7 +28,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDumps]:
         plan=lambda hosts, local: Asks(
             by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=_SPARE_S + request.wait_s
         ),
-        join=lambda host, _, parts, __: _join(host, parts),
+        join=lambda host, _, parts, __: NodeDumps(**{**runner.merged(parts), "host": host}),
         doing="triggering the dumps" if request.trigger else "reading the dumps",
     )
     return runner.gather(request.cluster, _AGENT, question, progress)
@@ -41,16 +39,6 @@ def _ask(request: Request, *, local: bool) -> Ask:
     return Ask(paths, request.trigger, request.wait_s)
 
 
-def _join(host: str, parts: Sequence[NodeDumps]) -> NodeDumps:
-    return NodeDumps(
-        host=host,
-        dumps=tuple(dump for part in parts for dump in part.dumps),
-        unread=tuple(unread for part in parts for unread in part.unread),
-        pipes=tuple(pipe for part in parts for pipe in part.pipes),
-        others=sum(part.others for part in parts),
-    )
-
-
 SUBCOMMAND = Subcommand(
     name=COMMAND,
     request=Request,
@@ -59,5 +47,5 @@ SUBCOMMAND = Subcommand(
     diagnose=diagnose,
     view=lambda request, _, report: flight_recorder_view(report.data, verbose=request.verbose),
     explain=lambda request: runner.explain(request.cluster, _AGENT),
-    shown_as_typed=("verbose", "world_size"),
+    shown_as_typed=("verbose",),
 )

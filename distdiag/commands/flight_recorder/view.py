@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks_within
+from distdiag.fold import by_key
 from distdiag.output import plain_table
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.diagnosis.flight_recorder.types import CallRow, FlightRecorder, RankRow
+    from distdiag.diagnosis.flight_recorder.types import FlightRecorder
 
 
 _ROOM = 24
@@ -24,14 +24,11 @@ _ROOM = 24
 
 def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[RenderableType]:
     """Draw the ranks by place, with stuck ranks marked."""
-    groups: dict[tuple[object, ...], list[RankRow]] = {}
-    for row in data.ranks:
-        key = (
-            (row.rank,)
-            if verbose
-            else (row.accused, row.status, name(row.waiting or row.last), site(row.waiting or row.last))
-        )
-        groups.setdefault(key, []).append(row)
+    shown = [(row, row.waiting or row.last) for row in data.ranks]
+    groups = by_key(
+        ((row.rank,) if verbose else (row.accused, row.status, call and call.name, call and call.site), row)
+        for row, call in shown
+    )
     if not data.ranks:
         return
     table = plain_table(
@@ -45,27 +42,7 @@ def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[Ren
         first = rows[0]
         call = first.waiting or first.last
         mark = "" if not first.accused else "<- suspect" if first.status.endswith("dump") else "<- stuck"
-        table.add_row(
-            fold_ranks_within((row.rank for row in rows), _ROOM),
-            mark,
-            first.status,
-            name(call) or "-",
-            site(call) or "-",
-        )
+        name, site = (call.name, call.site) if call is not None else ("", "")
+        ranks = fold_ranks_within((row.rank for row in rows), _ROOM)
+        table.add_row(ranks, mark, first.status, name or "-", site or "-")
     yield table
-
-
-def name(call: CallRow | None) -> str:
-    """Format a call: "all_reduce #5 of default_pg"."""
-    if call is None:
-        return ""
-    if call.number is not None:
-        return f"{call.operation} #{call.number} of {call.group}"
-    peer = call.target if call.operation == "send" else call.source
-    to = "to" if call.operation == "send" else "from"
-    return f"{call.operation} {to} rank {peer}" if peer is not None else call.operation
-
-
-def site(call: CallRow | None) -> str:
-    """Format the calling line: "train (job.py:25)"."""
-    return f"{call.function} ({os.path.basename(call.file)}:{call.line})" if call is not None and call.file else ""

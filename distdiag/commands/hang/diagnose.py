@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.join import Joined
     from distdiag.diagnosis.stuck.types import Claim
-    from distdiag.gathered import Gathered
     from distdiag.jobs.types import NodePicture
+    from distdiag.saved_facts import Gathered
 
 _FRAMES = 12
 

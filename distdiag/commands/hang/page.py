@@ -33,7 +33,7 @@ _LETTERS = {
 _EDGES = 400
 
 
-def content(data: Mapping[str, Any]) -> dict[str, Any]:
+def content(data: Mapping[str, Any]) -> dict[str, object]:
     """Reduce a report's data to the page's content."""
     strings, stacks = Pool(), Pool()
     processes = sorted(data["processes"], key=_order)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from distdiag.cluster.start_fleet import Agent
-    from distdiag.gathered import Gathered
     from distdiag.jobs.collect import Processes
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 _REACH_SHARE = 0.35
 """Share of --timeout for each stage of reaching a host: the cost of a dead node. The sources use the rest."""

@@ -9,6 +9,7 @@ from rich.table import Column
 
 from distdiag.diagnosis.stuck.types import Stand, StuckKind
 from distdiag.diagnosis.wording import counted, named
+from distdiag.fold import by_key
 from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ def hang_view(report: Report[Hang], request: Request) -> Iterator[RenderableType
 
 
 def _ranks(rows: Sequence[HangRank], *, verbose: bool) -> Iterator[RenderableType]:
-    groups: dict[tuple[str, str, tuple[str, ...]], list[HangRank]] = {}
-    for row in rows:
-        groups.setdefault((row.stuck, row.doing, row.frames), []).append(row)
+    groups = by_key(((row.stuck, row.doing, row.frames), row) for row in rows)
     ordered = sorted(groups.items(), key=lambda item: (not item[0][0], len(item[1])))
     for (stuck, doing, frames), members in ordered if verbose else ordered[:_SHOWN]:
         mark = f"  <- {stuck}" if stuck else ""

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.job_logs.types import Logs, Request
     from distdiag.facts.job_logs.collect import NodeLogs, Reader
     from distdiag.facts.job_logs.scan import Event
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.runner import Asks, Subcommand
+    from distdiag.saved_facts import Gathered
 
 _TIMEOUT_S = 3600.0
 
@@ -133,8 +133,8 @@ def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     """Read in this process, which owns stdin and pipes, and runs kubectl for pods' logs."""
     from distdiag.commands.logs import pod_logs
     from distdiag.facts.job_logs.collect import Reader
-    from distdiag.gathered import Gathered
     from distdiag.knowledge.known_lines import for_nodes
+    from distdiag.saved_facts import Gathered
 
     reader, interrupted = Reader(for_nodes(), follow=request.follow), False
     if request.follow:

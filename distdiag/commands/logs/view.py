@@ -9,6 +9,7 @@ from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks_within
 from distdiag.diagnosis.wording import counted, format_size
+from distdiag.fold import by_key
 from distdiag.output import Wrapped, plain_table
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ def _ends(data: Logs, first: Sequence[int]) -> Table:
         Column("exit", no_wrap=True),
         Column("reports", overflow="fold"),
     )
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for end in data.ranks:
-        groups.setdefault((end.role, end.exit, _shape(end.what)), []).append(end.rank)
+    groups = by_key(((end.role, end.exit, _shape(end.what)), end.rank) for end in data.ranks)
     what = {_shape(end.what): end.what for end in reversed(data.ranks)}
 
     def order(group: tuple[tuple[str, str, str], list[int]]) -> tuple[bool, bool]:

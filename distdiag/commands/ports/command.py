@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.ports.types import PortsData, PortsFacts, Request
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.runner import Subcommand
+    from distdiag.saved_facts import Gathered
 
 _MOST_TARGETS = 65536
 _MOST_HOSTS = 256
@@ -125,7 +125,7 @@ def _subcommand() -> Subcommand[Request, PortsFacts, PortsData]:
     from distdiag.commands.ports import gather, types
     from distdiag.commands.ports.diagnose import diagnose
     from distdiag.commands.ports.view import ports_view
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
     def collect(request: Request, progress: Progress) -> Gathered[PortsFacts]:
         facts = gather.gather(request, progress)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+import msgspec  # noqa: TID253 - imported with the subcommand
+
 from distdiag.commands.pyspy_all.findings import reason_of, straggler_findings
 from distdiag.commands.pyspy_all.types import (
     COMMAND,
@@ -20,6 +22,7 @@ from distdiag.diagnosis.outliers import mark, split
 from distdiag.diagnosis.stack_classes import classify_stack, helper_frames
 from distdiag.diagnosis.stuck.judge import job_findings, judge, where_of
 from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked, StuckKind
+from distdiag.fold import by_key
 from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.types import summarize
 from distdiag.knowledge.frames import library_path
@@ -33,9 +36,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState, StackClass
     from distdiag.diagnosis.stuck.join import Joined
     from distdiag.facts.stack_types import Frame, Sample
-    from distdiag.gathered import Gathered
-    from distdiag.jobs.collect import Process, Watched
-    from distdiag.jobs.types import Member, NodePicture
+    from distdiag.jobs.types import Helper, NodePicture
+    from distdiag.saved_facts import Gathered
 
 
 def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyAll]:
@@ -82,9 +84,7 @@ def asked_of(request: Request) -> Asked:
 def _groups(verdict: JobVerdict) -> Iterator[Group]:
     """Group the ranks with the same stack: outliers first, then smallest first."""
     outliers = {id(state) for state in verdict.outliers}
-    by_thread: dict[tuple[bool, int], list[RankState]] = {}
-    for state in verdict.states:
-        by_thread.setdefault((id(state) in outliers, id(state.thread)), []).append(state)
+    by_thread = by_key(((id(state) in outliers, id(state.thread)), state) for state in verdict.states)
     folded: dict[tuple[bool, StackClass, tuple[Frame, ...], bool | None], list[RankState]] = {}
     for (is_outlier, _), members in by_thread.items():
         thread = members[0].thread
@@ -128,55 +128,47 @@ def _outliers(joined: Joined) -> Iterator[Outlier]:
 def _process_rows(verdict: JobVerdict) -> Iterator[ProcessRow]:
     threads: dict[int, tuple[ThreadRow, ...]] = {}
     for state in verdict.states:
-        samples = state.member.watched.samples if state.member.watched is not None else ()
+        member, thread = state.member, state.thread
+        samples = member.watched.samples if member.watched is not None else ()
         if id(samples) not in threads:
-            threads[id(samples)] = _threads(samples, str(state.thread.kind))
-        yield _rank_row(state, verdict.job.name, samples, threads[id(samples)])
-        for helper in state.member.helpers:
-            yield _helper_row(state.member, helper.process, helper.watched, verdict.job.name)
+            threads[id(samples)] = _threads(samples, str(thread.kind))
+        row = ProcessRow(
+            host=member.host,
+            pid=member.pid,
+            rank=member.rank,
+            local_rank=member.local_rank,
+            job=verdict.job.name,
+            role="rank",
+            state=samples[-1].state if samples else member.process.state if member.process is not None else "",
+            status=thread.status,
+            reason=thread.reason,
+            class_=str(thread.kind),
+            moving=thread.moving,
+            cpu_s=_used(samples),
+            counters=dict(thread.counters),
+            helpers=tuple(helper.process.pid for helper in member.helpers),
+            threads=threads[id(samples)],
+        )
+        yield row
+        yield from (_helper_row(row, helper) for helper in member.helpers)
 
 
-def _rank_row(state: RankState, job: str, samples: Sequence[Sample], threads: tuple[ThreadRow, ...]) -> ProcessRow:
-    member, thread = state.member, state.thread
-    process = member.process
-    return ProcessRow(
-        host=member.host,
-        pid=member.pid,
-        rank=member.rank,
-        local_rank=member.local_rank,
-        job=job,
-        role="rank",
-        state=samples[-1].state if samples else process.state if process is not None else "",
-        status=thread.status,
-        reason=thread.reason,
-        class_=str(thread.kind),
-        moving=thread.moving,
-        cpu_s=_used(samples),
-        counters=dict(thread.counters),
-        helpers=tuple(helper.process.pid for helper in member.helpers),
-        threads=threads,
-    )
-
-
-def _helper_row(member: Member, process: Process, watched: Watched | None, job: str) -> ProcessRow:
-    samples = watched.samples if watched is not None else ()
-    kind = classify_stack(helper_frames(watched))[0]
-    return ProcessRow(
-        host=member.host,
-        pid=process.pid,
-        rank=member.rank,
-        local_rank=member.local_rank,
-        job=job,
+def _helper_row(rank: ProcessRow, helper: Helper) -> ProcessRow:
+    samples = helper.watched.samples if helper.watched is not None else ()
+    kind = str(classify_stack(helper_frames(helper.watched))[0] or "")
+    return msgspec.structs.replace(
+        rank,
+        pid=helper.process.pid,
         role="helper",
-        state=samples[-1].state if samples else process.state,
+        state=samples[-1].state if samples else helper.process.state,
         status=samples[-1].status if samples else "",
-        reason=samples[-1].reason if samples else process.kind or "not sampled",
-        class_=str(kind or ""),
+        reason=samples[-1].reason if samples else helper.process.kind or "not sampled",
+        class_=kind,
         moving=None,
         cpu_s=_used(samples),
         counters={},
         helpers=(),
-        threads=_threads(samples, str(kind or "")),
+        threads=_threads(samples, kind),
     )
 
 

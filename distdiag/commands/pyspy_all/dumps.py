@@ -15,6 +15,7 @@ from distdiag.facts.rank_identity import Identity
 from distdiag.facts.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
 from distdiag.facts.text import printable
 from distdiag.files import as_text
+from distdiag.fold import by_key
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.roles import DUMPED
 from distdiag.jobs.types import NodePicture
@@ -113,9 +114,8 @@ def as_nodes(dumps: Sequence[Dump]) -> list[NodePicture]:
     """Convert dumps to nodes, with the ranks given by labels; other labels are assumed to be host names."""
     ranks = _ranks(dumps)
     size = max((rank for rank in ranks if rank is not None), default=-1) + 1
-    by_host: dict[str, list[tuple[Dump, int | None]]] = {}
-    for dump, rank in zip(dumps, ranks, strict=True):
-        by_host.setdefault(dump.label if dump.labelled and rank is None else "", []).append((dump, rank))
+    pairs = zip(dumps, ranks, strict=True)
+    by_host = by_key((dump.label if dump.labelled and rank is None else "", (dump, rank)) for dump, rank in pairs)
     return [_node(host, own, size) for host, own in by_host.items()]
 
 
@@ -215,9 +215,7 @@ def _json(text: str, name: str) -> list[Dump]:
         answer = read_json(text.encode("utf-8", "replace"), list[_DumpedThread])
     except InvalidData:
         return []
-    by_pid: dict[int, list[_DumpedThread]] = {}
-    for thread in answer:
-        by_pid.setdefault(thread["pid"], []).append(thread)
+    by_pid = by_key((thread["pid"], thread) for thread in answer)
     return [Dump(name, False, pid, "", read_threads(own, {}), "") for pid, own in by_pid.items()]
 
 
@@ -227,32 +225,15 @@ def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> Nod
     for number, (dump, rank) in enumerate(dumps):
         pid = dump.pid or -number - 1
         place = Identity("saved dumps", rank, size, None, None) if rank is not None else None
-        processes.append(_process(pid, printable(dump.command), place))
+        command = printable(dump.command)
+        kind = "launcher" if "torchrun" in command or "torch.distributed.run" in command else ""
+        parent = DUMPED if place is None else 0
+        processes.append(Process(pid, parent, command=command, kind=kind, python=True, torch=True, place=place))
         if id(dump.threads) not in samples:
             samples[id(dump.threads)] = (_sample(dump),)
         watched.append(Watched(pid, samples[id(dump.threads)], ()))
-    facts = Processes(host, -1, None, may_trace=True, processes=tuple(processes), asked_missing=())
+    facts = Processes(host, may_trace=True, processes=tuple(processes))
     return NodePicture(host=host, processes=facts, watched=tuple(watched))
-
-
-def _process(pid: int, command: str, place: Identity | None) -> Process:
-    return Process(
-        pid=pid,
-        parent=DUMPED if place is None else 0,
-        above=(),
-        user=-1,
-        state="",
-        comm="",
-        command=command,
-        kind="launcher" if "torchrun" in command or "torch.distributed.run" in command else "",
-        python=True,
-        torch=True,
-        gpu=False,
-        hidden=False,
-        place=place,
-        job={},
-        started_s=0.0,
-    )
 
 
 def _sample(dump: Dump) -> Sample:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.fold import by_key
 from distdiag.pages import Pool, folded_where
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class _Shared:
             tuple((thread["name"], thread["class"], self.stack(thread["frames"])) for thread in threads)
         )
 
-    def process(self, process: Mapping[str, Any]) -> dict[str, Any]:
+    def process(self, process: Mapping[str, Any]) -> dict[str, object]:
         return {
             **{field: self.strings.number(process[field]) for field in _FIELDS},
             **{field: process[field] for field in _AS_IS},
@@ -49,7 +50,7 @@ class _Shared:
         }
 
 
-def content(data: Mapping[str, Any]) -> dict[str, Any]:
+def content(data: Mapping[str, Any]) -> dict[str, object]:
     """Reduce a report's data to the page's content; processes are referred to by index in `rows`."""
     shared = _Shared()
     processes = sorted(data["processes"], key=_order)
@@ -76,10 +77,8 @@ class _Members:
     """Finds the processes of a group or an outlier, whose hosts and pids are sets rather than pairs."""
 
     def __init__(self, processes: Iterable[Mapping[str, Any]]) -> None:
-        self._by_rank: dict[int | None, list[tuple[int, Mapping[str, Any]]]] = {}
-        for place, process in enumerate(processes):
-            if process["role"] == "rank":
-                self._by_rank.setdefault(process["rank"], []).append((place, process))
+        ranks = ((place, process) for place, process in enumerate(processes) if process["role"] == "rank")
+        self._by_rank = by_key((process["rank"], (place, process)) for place, process in ranks)
 
     def of(self, some: Mapping[str, Any], job: str | None = None) -> str:
         """Fold the indexes of the processes: "0-1,3-511"."""
@@ -95,7 +94,7 @@ class _Members:
         )
 
 
-def _group(group: Mapping[str, Any], members: _Members, shared: _Shared) -> dict[str, Any]:
+def _group(group: Mapping[str, Any], members: _Members, shared: _Shared) -> dict[str, object]:
     return {
         **{key: group[key] for key in ("job", "class", "moving")},
         "stack": shared.stack(group["frames"]),
@@ -103,6 +102,6 @@ def _group(group: Mapping[str, Any], members: _Members, shared: _Shared) -> dict
     }
 
 
-def _outlier(outlier: Mapping[str, Any], members: _Members) -> dict[str, Any]:
+def _outlier(outlier: Mapping[str, Any], members: _Members) -> dict[str, object]:
     shown = {key: outlier[key] for key in ("kind", "class", "frame", "reason")}
     return {**shown, **folded_where(outlier), "members": members.of(outlier)}

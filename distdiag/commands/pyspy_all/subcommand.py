@@ -13,21 +13,21 @@ from distdiag.commands.pyspy_all.types import COMMAND, Request, Threads
 from distdiag.commands.pyspy_all.view import pyspy_all_view
 from distdiag.diagnosis.stuck.types import OF_PROCESSES
 from distdiag.errors import UsageError
-from distdiag.gathered import Foreign
 from distdiag.jobs import pictures
 from distdiag.jobs.picture import Ask
 from distdiag.jobs.roles import find_jobs, job_options, known_of, of_interest, of_job, without_lone
 from distdiag.jobs.sample_stacks import Sampling
 from distdiag.jobs.types import NodePicture, NodeStacks
 from distdiag.runner import Subcommand
+from distdiag.saved_facts import Foreign
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from distdiag.cluster.start_fleet import Agent
-    from distdiag.gathered import Gathered
     from distdiag.jobs.collect import Processes
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 _SPARE_S = 20.0
 _LONGEST_S = 11.0

@@ -11,6 +11,7 @@ from rich.table import Column
 from distdiag.cluster.hosts import fold_ranks, fold_ranks_within
 from distdiag.diagnosis.stack_wording import samples_in_words
 from distdiag.diagnosis.wording import named, shorten_hosts
+from distdiag.fold import by_key
 from distdiag.knowledge.frames import is_native, library_path
 from distdiag.output import Whole, Wrapped, plain_table
 
@@ -217,20 +218,21 @@ def _alike(rows: Sequence[ProcessRow], *, all_ranks: bool) -> Iterator[list[Proc
     if all_ranks or len(rows) <= _FEW_ROWS:
         yield from ([process] for process in rows)
         return
-    groups: dict[tuple[object, ...], list[ProcessRow]] = {}
-    for process in rows:
-        own = process.pid if process.role == "helper" else None
-        groups.setdefault((own, process.role, process.state, process.class_, process.reason), []).append(process)
-    yield from groups.values()
+    own = {id(process): process.pid for process in rows if process.role == "helper"}
+    keys = ((own.get(id(each)), each.role, each.state, each.class_, each.reason) for each in rows)
+    yield from by_key(zip(keys, rows, strict=True)).values()
 
 
 def _all_threads(processes: Sequence[ProcessRow], *, verbose: bool) -> Iterator[RenderableType]:
     """Show the threads other than the main threads; equal stacks fold."""
-    folded: dict[tuple[str, str, tuple[FrameRow, ...]], list[str]] = {}
-    for process in processes:
-        for thread in process.threads[1:]:
-            name = f"rank {process.rank}" if process.rank is not None else f"pid {process.pid}"
-            folded.setdefault((thread.name, thread.class_, thread.frames), []).append(name)
+    folded = by_key(
+        (
+            (thread.name, thread.class_, thread.frames),
+            f"rank {process.rank}" if process.rank is not None else f"pid {process.pid}",
+        )
+        for process in processes
+        for thread in process.threads[1:]
+    )
     for (name, class_, frames), owners in folded.items():
         more = f" and {len(owners) - _PIDS} more" if len(owners) > _PIDS else ""
         yield _line(f"thread {name!r} of {', '.join(owners[:_PIDS])}{more}" + (f": {class_}" if class_ else ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -10,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from distdiag.options import FromOpt, JsonOpt, StrictOpt, called_as
+from distdiag.options import FromOpt, JsonOpt, StrictOpt, called_as, parse_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distdiag.commands.run.supervise import Plan
     from distdiag.commands.run.switches import Switches
     from distdiag.commands.run.types import NodeRun, Request, Run
     from distdiag.runner import Subcommand
@@ -87,7 +91,7 @@ def run(
       distdiag run --stall 600 --on-stall kill --save run42 -- torchrun train.py
       distdiag run --sync --recorder --rank 3 -- torchrun train.py
     """
-    from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_ranks, parse_subsystems
+    from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_subsystems
     from distdiag.errors import UsageError
     from distdiag.output import fail
 
@@ -108,13 +112,16 @@ def run(
             trace_py=trace_py,
             overflow=overflow,
             sanitizer=parse(sanitizer, "|".join(SANITIZERS), "--sanitizer", f"use {', '.join(SANITIZERS)}"),
-            ranks=parse_ranks(rank),
+            ranks=parse_ranks([rank]) if rank else None,
         )
         if print_env:
             _print_variables(switches, save, as_json=as_json)
         if not command:
             raise UsageError("no command given", hint=f"{called_as()} run -- torchrun --nproc-per-node 8 train.py")
-        _run(command, switches, save, stall_s=stall, on_stall=on_stall, pictures=pictures, prefix=prefix)
+        from distdiag.commands.run.supervise import Plan
+
+        plan = functools.partial(Plan, stall_s=stall, on_stall=on_stall, pictures=pictures, prefix=prefix)
+        _run(command, switches, save, plan)
     except UsageError as error:
         fail("run", error, as_json=as_json)
 
@@ -124,13 +131,14 @@ def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoRetur
 
     from distdiag.commands.run.switches import variables
     from distdiag.output import deliver_lines
+    from distdiag.users_python import installed
 
-    chosen = variables(switches, os.path.abspath(save) if save else "$DIR", _version("torch"))
+    chosen = variables(switches, os.path.abspath(save) if save else "$DIR", installed("torch"))
     of_ranks = f" (ranks {','.join(map(str, switches.ranks))})" if switches.ranks is not None else ""
 
     def lines() -> list[str]:
-        nccl = _version("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-        beside = [("PyTorch", _version("torch")), ("NCCL", nccl)]
+        nccl = installed("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+        beside = [("PyTorch", installed("torch")), ("NCCL", nccl)]
         names = [f"{name} {version[0]}.{version[1]}" if version else f"no {name}" for name, version in beside]
         return [f"# next to this Python: {', '.join(names)}"] + [
             f"export {each.name}={shlex.quote(each.value)}  # {each.why}{of_ranks}" for each in chosen
@@ -139,28 +147,7 @@ def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoRetur
     deliver_lines("run", lines, as_json=as_json)
 
 
-def _version(*packages: str) -> tuple[int, int] | None:
-    """Return (major, minor) of the first of these packages for this Python, without importing it."""
-    import re
-    from importlib import metadata
-
-    for package in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            match = re.match(r"(\d+)\.(\d+)", metadata.version(package))
-            return (int(match[1]), int(match[2])) if match else None
-    return None
-
-
-def _run(
-    command: list[str],
-    switches: Switches,
-    save: str,
-    *,
-    stall_s: float,
-    on_stall: str,
-    pictures: bool,
-    prefix: bool,
-) -> NoReturn:
+def _run(command: list[str], switches: Switches, save: str, plan: Callable[..., Plan]) -> NoReturn:
     import glob
 
     from distdiag import child_job
@@ -170,27 +157,17 @@ def _run(
     from distdiag.files import make_folder
     from distdiag.output import say
     from distdiag.training.recorded_output import VARIABLE
+    from distdiag.users_python import installed
 
     program = called_as()
     argv = child_job.argv_of(command, example=f"{program} run -- torchrun train.py")
     folder = os.path.abspath(save) if save else tempfile.mkdtemp(prefix="", dir=temporary_folder("run"))
     make_folder("--save", folder)
     child_job.say_python(argv, command, say)
-    chosen = variables(switches, folder, _version("torch"))
+    chosen = variables(switches, folder, installed("torch"))
     words = sanitizer_words(switches.sanitizer, folder)
     env, asked = environment(chosen, switches, words, child_job.watched(VARIABLE, ""))
-    plan = supervise.Plan(
-        argv=argv,
-        env=env,
-        asked=asked,
-        folder=folder,
-        stall_s=stall_s,
-        on_stall=on_stall,
-        pictures=pictures,
-        cores=switches.cores,
-        prefix=prefix,
-    )
-    node = supervise.run(plan, say=say)
+    node = supervise.run(plan(argv=argv, env=env, asked=asked, folder=folder, cores=switches.cores), say=say)
     if switches.recorder and not glob.glob(os.path.join(glob.escape(folder), "recorder_*")):
         say("distdiag run: --recorder: no dump and no pipe: PyTorch records NCCL's collectives only")
     wrote = switches.nccl_debug or switches.recorder or switches.trace_py or switches.sanitizer
@@ -212,9 +189,9 @@ def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
     from distdiag.commands.run.view import run_view
     from distdiag.errors import DistdiagError
     from distdiag.files import write_whole
-    from distdiag.gathered import Gathered, save
     from distdiag.output import Output, deliver, document, say
     from distdiag.report import Verdict
+    from distdiag.saved_facts import Gathered, save
 
     request = Request(program=program, cluster=Cluster(), argv=node.argv, folder=folder)
     gathered = Gathered(facts=[node])

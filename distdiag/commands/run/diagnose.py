@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import math
 import os
 import shlex
 import time
@@ -10,26 +11,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.commands.run.types import COMMAND, TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Run
+from distdiag.commands.run.types import COMMAND, TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Run, status_text
 from distdiag.diagnosis.job_logs import diagnose as logs_diagnose
 from distdiag.diagnosis.job_logs.types import Request as LogsRequest
 from distdiag.diagnosis.job_logs.types import number_in
 from distdiag.diagnosis.stack_wording import place
+from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted, format_duration, format_ranks
 from distdiag.facts.job_logs.demux import Stream
 from distdiag.facts.job_logs.scan import Event
-from distdiag.facts.programs import signal_name
-from distdiag.gathered import Gathered
-from distdiag.ids import Id
-from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.fold import by_key
+from distdiag.report import Finding, Level, Report, Where
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.commands.run.types import Request
     from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.report import Finding
 
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _OF_FIRST = ("logs.first-failure", "logs.same-failure", f"{COMMAND}.died-first")
 _SHOWN = 8
 
@@ -40,7 +41,7 @@ def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
     found = list(_judge(request, nodes))
     found += _sanitized(nodes)
     found += host_findings(gathered.refusals, gathered.rows)
-    found.sort(key=lambda finding: _ORDER.index(finding.level))
+    found = worst_first(found)
     ranks = tuple(_of_one_clock(rank, nodes) for node in nodes for rank in node.ranks)
     statuses = [node.status for node in nodes]
     status = next((status for status in statuses if status), 0) if statuses else None
@@ -58,7 +59,7 @@ def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
             ranks=ranks,
             pictures=tuple(picture for node in nodes for picture in node.pictures),
             stacks=tuple(node.stacks for node in nodes if node.stacks is not None),
-            first=next((finding.where.ranks for finding in found if finding.id in _OF_FIRST), ()),
+            first=next((each.where.ranks for each in found if each.id in _OF_FIRST), ()),
             launcher_says=next(filter(None, (_launcher_says(node.logs) for node in nodes)), ""),
             folder=request.folder,
             hosts=tuple(node.host for node in nodes),
@@ -73,11 +74,16 @@ def _judge(request: Request, nodes: Sequence[NodeRun]) -> Iterator[Finding]:
     deaths = sorted(_deaths(nodes), key=lambda rank: _unix(rank, nodes))
     stall = next((p for node in nodes for p in node.pictures if p.reason == "stall" and p.verdict == "fail"), None)
     is_bad = any(node.status for node in nodes)
-    if stall is not None and (not deaths or _before(stall, deaths[0], nodes)):
+    first_death = _unix(deaths[0], nodes) if deaths else math.inf
+
+    def began(node: NodeRun, at_s: float) -> float:
+        return node.began_at + at_s
+
+    if stall is not None and began(next(node for node in nodes if stall in node.pictures), stall.at_s) < first_death:
         yield _stalled(stall, killed=any(node.killed for node in nodes))
         return
     stopped = next(((name, at, node) for node in nodes for name, at in node.signals), None)
-    if stopped is not None and is_bad and _signal_was_first(stopped[1], stopped[2], deaths, nodes):
+    if stopped is not None and is_bad and began(stopped[2], stopped[1]) < first_death:
         yield _terminated(stopped[0], stopped[1], nodes)
         return
     if not is_bad and not deaths:
@@ -121,15 +127,6 @@ def _unix(rank: RankRun, nodes: Sequence[NodeRun]) -> float:
     return node.began_at + (rank.ended_s or 0.0)
 
 
-def _before(picture: Picture, death: RankRun, nodes: Sequence[NodeRun]) -> bool:
-    node = next(node for node in nodes if picture in node.pictures)
-    return node.began_at + picture.at_s < _unix(death, nodes)
-
-
-def _signal_was_first(at_s: float, node: NodeRun, deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> bool:
-    return not deaths or node.began_at + at_s < _unix(deaths[0], nodes)
-
-
 def _with_exits(node: NodeRun, deaths: Sequence[RankRun]) -> NodeLogs:
     """Add the kernel's exit statuses of ranks to the logs, in place of the launchers' reports on them.
 
@@ -159,19 +156,13 @@ def _with_exits(node: NodeRun, deaths: Sequence[RankRun]) -> NodeLogs:
             **({"first": "yes"} if is_first else {}),
         }
         at = node.began_at + (rank.ended_s or 0.0) - start_of_year
-        text = f"rank {rank.rank}: {_status(rank.status)}"
+        text = f"rank {rank.rank}: {status_text(rank.status)}"
         events.append(Event("exit", stream, 0, text, at, rank.generation, None, groups))
         if rank.oom:
             text = "memory.events of its cgroup: oom_kill rose while it ran"
             events.append(Event("oom-kill", stream, 0, text, at, rank.generation, None, {"pid": str(rank.pid)}))
     streams = (*logs.streams, Stream(file=len(logs.files), label="distdiag run"))
     return replace(logs, streams=streams, events=tuple(events))
-
-
-def _status(status: int | None) -> str:
-    if status is None:
-        return "exit status unknown"
-    return signal_name(-status) if status < 0 else f"exit status {status}"
 
 
 def _about_the_end(first: Sequence[int], deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> Iterator[str]:
@@ -193,7 +184,7 @@ def _about_the_end(first: Sequence[int], deaths: Sequence[RankRun], nodes: Seque
 
 def _ended(rank: RankRun) -> str:
     memory = ", out of memory" if rank.oom else ""
-    return f"rank {rank.rank} ({_status(rank.status)}{memory}) at {rank.ended_s or 0.0:.2f} s"
+    return f"rank {rank.rank} ({status_text(rank.status)}{memory}) at {rank.ended_s or 0.0:.2f} s"
 
 
 def _where_others_were(nodes: Sequence[NodeRun]) -> Iterator[str]:
@@ -202,9 +193,7 @@ def _where_others_were(nodes: Sequence[NodeRun]) -> Iterator[str]:
         if node.stacks is None:
             continue
         on = f" on {node.host}" if len(nodes) > 1 else ""
-        places: dict[str, list[int]] = {}
-        for stack in node.stacks.ranks:
-            places.setdefault(_place(stack), []).append(stack.rank)
+        places = by_key((_place(stack), stack.rank) for stack in node.stacks.ranks)
         words = "; ".join(f"{format_ranks(ranks)} {place}" for place, ranks in places.items())
         yield f"where the others were{on}: {words or 'not recorded, they had ended'}"
 
@@ -242,14 +231,13 @@ def _pictured(nodes: Sequence[NodeRun]) -> Iterator[str]:
 
 
 def _stalled(picture: Picture, *, killed: bool) -> Finding:
-    title = picture.summary + ("; the job was ended (--on-stall kill)" if killed else "")
-    return Finding(
-        id=Id.RUN_STALLED,
-        level=Level.FAIL,
-        title=title,
+    return finding(
+        f"{COMMAND}.stalled",
         where=Where(ranks=picture.ranks),
         evidence=(f"hang looked at {format_duration(picture.at_s)}, for {format_duration(picture.took_s)}",),
-        fix=Fix(text="see every rank at that moment", commands=(f"distdiag hang --from {picture.folder}",)),
+        summary=picture.summary,
+        killed="--on-stall kill" if killed else "",
+        folder=picture.folder,
     )
 
 
@@ -259,43 +247,36 @@ def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
     seen = [picture for node in nodes for picture in node.pictures if picture.ranks_seen]
     last = max(seen, key=lambda picture: picture.at_s, default=None)
     hung = last if last is not None and last.verdict == "fail" else None
-    before = f"at {format_duration(hung.at_s)} it hung: {hung.summary}" if hung is not None else "no rank had failed"
-    return Finding(
-        id=Id.RUN_TERMINATED,
+    by_ctrl_c = "It was interrupted, as by Ctrl-C."
+    return finding(
+        f"{COMMAND}.terminated",
         level=Level.UNKNOWN if hung is None else Level.FAIL,
-        title=f"the job was ended from outside, by {name} after {format_duration(at_s)}; {before}",
-        detail="It was a time limit, a preemption or a user."
-        if name != "SIGINT"
-        else "It was interrupted, as by Ctrl-C.",
         where=Where(ranks=hung.ranks if hung is not None else ()),
         evidence=tuple(_pictured(nodes)),
-        fix=Fix(text="see why", commands=(f"sacct -j {shlex.quote(job)} --format=State,Elapsed,Timelimit",))
-        if job
-        else None,
+        signal=name,
+        after=format_duration(at_s),
+        before=f"at {format_duration(hung.at_s)} it hung: {hung.summary}" if hung else "no rank had failed",
+        detail=by_ctrl_c if name == "SIGINT" else "It was a time limit, a preemption or a user.",
+        why="why" if job else "",
+        job=shlex.quote(job),
     )
 
 
 def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Finding | None, folder: str) -> Finding:
     rank = deaths[0]
-    missing = rank.world - len({each.rank for node in nodes for each in node.ranks})
-    if missing > 0:
-        title = f"{format_ranks([rank.rank], [rank.host])} ended first of the ranks recorded here; why is unknown"
-        fix: Fix | None = Fix(text="judge all nodes together, from one folder", commands=("distdiag run --from DIR",))
-    else:
-        why = logs.title if logs is not None and logs.id == "logs.order-unknown" else "why is unknown"
-        title = f"{format_ranks([rank.rank], [rank.host])} ended first, with {_status(rank.status)}; {why}"
-        output = shlex.quote(os.path.join(folder, f"output.{rank.host}"))
-        fix = Fix(
-            text="read what it wrote", commands=(f"tail -n 50 {output}/rank{rank.rank}.g{rank.generation}.*.log",)
-        )
-    return Finding(
-        id=Id.RUN_DIED_FIRST,
-        level=Level.UNKNOWN,
-        title=title,
-        detail=logs.title if logs is not None and logs.title not in title else "",
+    is_whole = rank.world <= len({each.rank for node in nodes for each in node.ranks})
+    title = logs.title if logs is not None else ""
+    is_order = logs is not None and logs.id == "logs.order-unknown" and is_whole
+    output = shlex.quote(os.path.join(folder, f"output.{rank.host}"))
+    return finding(
+        f"{COMMAND}.died-first{'' if is_whole else '-here'}",
         where=Where(ranks=(rank.rank,), hosts=(rank.host,), pids=(rank.pid,)),
         evidence=tuple(_about_the_end((rank.rank,), deaths, nodes)),
-        fix=fix,
+        who=format_ranks([rank.rank], [rank.host]),
+        status=status_text(rank.status),
+        why=title if is_order else "why is unknown",
+        detail="" if is_order else title,
+        output=f"{output}/rank{rank.rank}.g{rank.generation}.*.log",
     )
 
 
@@ -303,17 +284,13 @@ def _unexplained(folder: str, nodes: Sequence[NodeRun]) -> Finding:
     node = next(node for node in nodes if node.status)
     ranks = node.ranks
     ended = sorted((rank for rank in ranks if rank.ended_s and rank.status), key=lambda rank: rank.ended_s or 0.0)
-    first = f"rank {ended[0].rank} ended first, with {_status(ended[0].status)}" if ended else "none failed"
-    what = f"{counted(len(ranks), 'rank')} started, {first}" if ranks else "no rank started"
-    return Finding(
-        id=Id.RUN_LAUNCHER_FAILED,
-        level=Level.UNKNOWN,
-        title=f"the launcher ended with {_status(node.status)}; {what}",
+    first = f"rank {ended[0].rank} ended first, with {status_text(ended[0].status)}" if ended else "none failed"
+    return finding(
+        f"{COMMAND}.launcher-failed",
         evidence=tuple(_pictured(nodes)),
-        fix=Fix(
-            text="read what the launcher wrote",
-            commands=(f"tail -n 50 {shlex.quote(os.path.join(folder, f'output.{node.host}'))}/job.*.log",),
-        ),
+        status=status_text(node.status),
+        ranks=f"{counted(len(ranks), 'rank')} started, {first}" if ranks else "no rank started",
+        output=f"{shlex.quote(os.path.join(folder, f'output.{node.host}'))}/job.*.log",
     )
 
 
@@ -322,22 +299,16 @@ def _sanitized(nodes: Sequence[NodeRun]) -> Iterator[Finding]:
     for node in nodes:
         for log in node.sanitizer:
             if log.errors or (log.errors is None and log.first):
-                where = format_ranks([log.rank], [node.host])
-                yield Finding(
-                    id=Id.RUN_SANITIZER,
-                    level=Level.FAIL,
-                    title=f"compute-sanitizer, {where}: {log.first}",
+                yield finding(
+                    f"{COMMAND}.sanitizer",
                     where=Where(ranks=(log.rank,), hosts=(node.host,)),
                     evidence=(counted(log.errors, "error") if log.errors else "the rank ended before the summary",),
-                    fix=Fix(text="read the stack of the kernel", commands=(f"less {shlex.quote(log.path)}",)),
+                    who=format_ranks([log.rank], [node.host]),
+                    first=log.first,
+                    path=shlex.quote(log.path),
                 )
 
 
 def _restarted(deaths: Sequence[RankRun]) -> Finding:
     ranks = sorted({rank.rank for rank in deaths})
-    return Finding(
-        id=Id.RUN_RECOVERED,
-        level=Level.WARN,
-        title=f"the job exited with status 0 after {format_ranks(ranks)} had failed",
-        where=Where(ranks=tuple(ranks)),
-    )
+    return finding(f"{COMMAND}.recovered", where=Where(ranks=tuple(ranks)), ranks=format_ranks(ranks))

@@ -12,7 +12,10 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec  # noqa: TID253 - this module is imported when a job is started
 
 from distdiag import child_job
 from distdiag.commands.run import time_limit
@@ -20,16 +23,18 @@ from distdiag.commands.run.switches import SANITIZER_LOG
 from distdiag.commands.run.types import TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, SanitizerLog, Stacks
 from distdiag.diagnosis.stack_classes import thread_at_work
 from distdiag.facts import machine, private_files, procs, programs
-from distdiag.facts.core.setup import PatternKind, read_pattern
+from distdiag.facts.core.setup import read_pattern
 from distdiag.facts.job_logs.collect import Reader
 from distdiag.facts.job_logs.demux import plain
 from distdiag.facts.stack_sampler import SampleOptions, take_samples
 from distdiag.facts.text import printable
+from distdiag.report import Where  # noqa: TC001 - msgspec reads the annotations
 from distdiag.training import recorded_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.facts.stack_types import Sample
 
 _HANG_S = 60.0
@@ -41,6 +46,45 @@ _STILL = 0.01
 """A main thread that ran for a smaller share of the time makes no progress."""
 _MOST_LOGS = 8192
 _LAST_BYTES = 65536
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """A line of the recorder: start and end of a rank, held, drained. `at`: Unix time; `master`: address and port."""
+
+    event: str
+    at: float
+    pid: int = 0
+    rank: int = 0
+    local: int | None = None
+    generation: int = 0
+    host: str = ""
+    world: int | None = None
+    master: str = ""
+    streams: tuple[str, ...] = ()
+    status: int | None = None
+    oom: bool = False
+
+
+class _Accused(msgspec.Struct, frozen=True):
+    where: Where
+
+
+class _Row(msgspec.Struct, frozen=True):
+    pid: int | None
+
+
+class _HangData(msgspec.Struct, frozen=True):
+    class_name: str = ""
+    processes: tuple[_Row, ...] = ()
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """The parts of hang's report that a snapshot keeps."""
+
+    verdict: str = ""
+    summary: str = ""
+    findings: tuple[_Accused, ...] = ()
+    data: _HangData = _HangData()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +124,8 @@ def _raise_core_limit() -> str:
     pattern = read_pattern()
     if most == 0:
         return "no core dumps: the hard limit is 0 (ulimit -Hc); ask for a higher one in limits.conf or slurm.conf"
-    if pattern is None:
-        return "core dumps: core_pattern cannot be read"
-    if pattern.kind is PatternKind.NOWHERE:
-        return f"no core dumps: core_pattern discards them ({pattern.text})"
-    if pattern.kind is PatternKind.RELATIVE:
-        shared = "" if pattern.unique else "; ranks overwrite each other's (set kernel.core_uses_pid=1)"
-        return f"core dumps go to the working directory of each rank: {pattern.text}{shared}"
-    return f"core dumps go to {pattern.text}; read them with: distdiag core-bt"
+    to = f"core dumps go to {pattern.text}" if pattern is not None else "core_pattern cannot be read"
+    return f"{to}; check it with: distdiag core-bt --check-setup; read them with: distdiag core-bt"
 
 
 @dataclass
@@ -103,7 +141,7 @@ class _Job:
     killed: bool = False
     pictures: list[Picture] = field(default_factory=list)
     signals: list[tuple[str, float]] = field(default_factory=list)
-    _events: list[dict[str, Any]] = field(default_factory=list)
+    _events: list[_Event] = field(default_factory=list)
     _read_to: int = 0
     _control: int = -1
     _stall: _Stall | None = None
@@ -116,7 +154,7 @@ class _Job:
         path = os.path.join(place, f"{os.getpid()}.{time.time_ns():x}")
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(path)
-        stack.callback(_unlink, path)
+        stack.callback(Path(path).unlink, missing_ok=True)
         listener.listen(1024)
         control, self._control = os.pipe()
         streams, writes = [], {}
@@ -163,9 +201,9 @@ class _Job:
     def turn(self) -> None:
         """Check, once per second, for a dead rank or a stall."""
         self._read()
-        held = next((event for event in self._events if event["event"] == "held"), None)
+        held = next(iter(self._of("held")), None)
         if held is not None and self._stacks is None:
-            self._read_stacks(held["at"])
+            self._read_stacks(held.at)
         living = self._living()
         if self._look_at is not None and time.time() >= self._look_at and living:
             self._look_at = None
@@ -175,7 +213,7 @@ class _Job:
 
     def _read_stacks(self, held_at: float) -> None:
         """Read the stacks of living ranks, then release the launcher, held since `held_at` (Unix time)."""
-        ranks = {event["pid"]: event["rank"] for event in self._events if event["event"] == "start"}
+        ranks = {event.pid: event.rank for event in self._of("start")}
         samples = take_samples(self._living(), SampleOptions(timeout_s=_STACKS_S))
         os.write(self._control, b"release\n")
         held_s = time.time() - held_at
@@ -208,7 +246,7 @@ class _Job:
     def _picture(self, reason: str, limit_s: float) -> Picture:
         began = time.monotonic()
         folder = os.path.join(self.plan.folder, f"hang-{len(self.pictures)}.{machine.host_name()}")
-        masters = {event["master"] for event in self._events if len(event.get("master", "")) > 1}
+        masters = {event.master for event in self._events if len(event.master) > 1}
         words = ["hang", "--json", "--save", folder, "--timeout", f"{limit_s:g}", "--user", str(os.geteuid())]
         words += ["--job", masters.pop()] if len(masters) == 1 else []
         words += ["--logs", self.output]
@@ -217,22 +255,20 @@ class _Job:
             "from distdiag.__main__ import main; main()"
         )
         done = programs.run([sys.executable, "-c", code, *words], timeout_s=limit_s + 5, env=_without_rank())
-        answer: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):
-            answer = json.loads(done.stdout)
-        data: dict[str, Any] = answer.get("data") or {}
-        where: list[int] = next((finding["where"]["ranks"] for finding in answer.get("findings", ())), [])
+        answer = _Answer()
+        with contextlib.suppress(msgspec.MsgspecError):
+            answer = msgspec.json.decode(done.stdout, type=_Answer)
         picture = Picture(
             reason=reason,
             at_s=round(began - self.began, 2),
             took_s=round(time.monotonic() - began, 2),
-            verdict=answer.get("verdict", ""),
-            summary=answer.get("summary", ""),
-            ranks=tuple(where),
-            ranks_seen=len([row for row in data.get("processes", ()) if row["pid"] is not None]),
-            class_name=data.get("class_name", ""),
+            verdict=answer.verdict,
+            summary=answer.summary,
+            ranks=next((finding.where.ranks for finding in answer.findings), ()),
+            ranks_seen=sum(row.pid is not None for row in answer.data.processes),
+            class_name=answer.data.class_name,
             folder=folder,
-            error="" if answer else f"hang did not answer: {done.stderr[-300:].decode('utf-8', 'replace')}",
+            error="" if answer.verdict else f"hang did not answer: {done.stderr[-300:].decode('utf-8', 'replace')}",
         )
         self.pictures.append(picture)
         with contextlib.suppress(OSError):
@@ -246,11 +282,14 @@ class _Job:
                 if not line.endswith(b"\n"):
                     break
                 self._read_to += len(line)
-                self._events.append(json.loads(line))
+                self._events.append(msgspec.json.decode(line, type=_Event))
+
+    def _of(self, kind: str) -> list[_Event]:
+        return [event for event in self._events if event.event == kind]
 
     def _living(self) -> list[int]:
-        ended = {event["pid"] for event in self._events if event["event"] != "start"}
-        return [event["pid"] for event in self._events if event["event"] == "start" and event["pid"] not in ended]
+        ended = {event.pid for event in self._events if event.event != "start"}
+        return [event.pid for event in self._of("start") if event.pid not in ended]
 
     def drain(self) -> None:
         """Let the recorder finish. Ranks still running keep it alive, and daemons are not awaited."""
@@ -259,7 +298,7 @@ class _Job:
         deadline = time.monotonic() + _DRAIN_S
         while time.monotonic() < deadline and not os.waitpid(self.recorder, os.WNOHANG)[0]:
             self._read()
-            if any(event["event"] == "drained" for event in self._events):
+            if self._of("drained"):
                 break
             time.sleep(0.01)
         os.close(self._control)
@@ -267,15 +306,14 @@ class _Job:
     def result(self, status: int) -> NodeRun:
         """Convert the record to facts."""
         self._read()
-        ends = {event["pid"]: event for event in self._events if event["event"] == "end"}
-        starts = [event for event in self._events if event["event"] == "start"]
+        ends = {event.pid: event for event in self._of("end")}
         return NodeRun(
             host=machine.host_name(),
             argv=tuple(self.plan.argv),
             began_at=self.began_at,
             took_s=round(self.took_s, 2),
             status=status,
-            ranks=tuple(self._rank(event, ends.get(event["pid"])) for event in starts),
+            ranks=tuple(self._rank(event, ends.get(event.pid)) for event in self._of("start")),
             logs=_logs(self.output),
             pictures=tuple(self.pictures),
             signals=tuple(self.signals),
@@ -287,30 +325,30 @@ class _Job:
 
     def _no_stacks(self) -> Stacks | None:
         """Return empty stacks if a rank of several failed when no other was left to inspect."""
-        bad = [event for event in self._events if event["event"] == "end" and event["status"] != 0]
-        ranks = {event["rank"] for event in self._events if event["event"] == "start"}
+        bad = [event for event in self._of("end") if event.status != 0]
+        ranks = {event.rank for event in self._of("start")}
         if not (self.plan.pictures and bad and len(ranks) > 1) or self.pictures or self.signals:
             return None
-        return Stacks(at_s=round(bad[0]["at"] - self.began_at, 2))
+        return Stacks(at_s=round(bad[0].at - self.began_at, 2))
 
-    def _rank(self, start: dict[str, Any], end: dict[str, Any] | None) -> RankRun:
+    def _rank(self, start: _Event, end: _Event | None) -> RankRun:
         return RankRun(
-            rank=start["rank"],
-            local=start["local"],
-            generation=start["generation"],
-            host=start["host"],
-            pid=start["pid"],
-            world=start["world"],
-            started_s=round(start["at"] - self.began_at, 3),
-            ended_s=None if end is None else round(end["at"] - self.began_at, 3),
-            status=None if end is None else end["status"],
-            oom=bool(end and end["oom"]),
-            last_line="" if end is None or end["status"] == 0 else self._last_line(start),
+            rank=start.rank,
+            local=start.local,
+            generation=start.generation,
+            host=start.host,
+            pid=start.pid,
+            world=start.world or 0,
+            started_s=round(start.at - self.began_at, 3),
+            ended_s=None if end is None else round(end.at - self.began_at, 3),
+            status=None if end is None else end.status,
+            oom=end is not None and end.oom,
+            last_line="" if end is None or end.status == 0 else self._last_line(start),
         )
 
-    def _last_line(self, start: dict[str, Any]) -> str:
-        name = "output" if "output" in start["streams"] else "stdout"
-        path = os.path.join(self.output, f"rank{start['rank']}.g{start['generation']}.{name}.log")
+    def _last_line(self, start: _Event) -> str:
+        name = "output" if "output" in start.streams else "stdout"
+        path = os.path.join(self.output, f"rank{start.rank}.g{start.generation}.{name}.log")
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
             before, *_ = re.split(rb"^.*Traceback \(most recent", file.read(), maxsplit=1, flags=re.MULTILINE)
@@ -368,7 +406,7 @@ def _main_thread_s(pid: int) -> float:
     return next((task.cpu_s for task in procs.tasks(pid) if task.tid == pid), 0.0)
 
 
-def _logs(folder: str) -> Any:  # noqa: ANN401 - NodeLogs
+def _logs(folder: str) -> NodeLogs:
     """Read the kept output, each file as its rank's, the launcher's own lines last."""
     from distdiag.knowledge.known_lines import for_nodes
 
@@ -408,8 +446,3 @@ def _without_rank() -> dict[str, str]:
     names = ("SLURM_", "OMPI_", "PMI", "PRTE_", "TORCHELASTIC_", "MPI_", "HYDRA_")
     plain = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if not name.startswith(names) and name not in plain}
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)

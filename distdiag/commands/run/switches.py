@@ -56,43 +56,30 @@ class Variable:
 def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) -> list[Variable]:
     """List the variables for the switches. `torch`: (major, minor) of the job's PyTorch, None if unknown.
 
-    Raises:
-        UsageError: this PyTorch has no flight recorder.
+    Raises UsageError: this PyTorch has no flight recorder.
     """
-    found: list[Variable] = []
-    if switches.sync:
-        why = "each CUDA call waits for its kernel: tracebacks show the right line. Slow; hides races"
-        found.append(Variable(name="CUDA_LAUNCH_BLOCKING", value="1", why=why))
-    if switches.gpus:
-        value = "" if switches.gpus == "none" else switches.gpus
-        found.append(Variable(name="CUDA_VISIBLE_DEVICES", value=value, why="the only GPUs that the ranks see"))
-    if switches.nccl_debug:
-        found.append(Variable(name="NCCL_DEBUG", value="INFO", why="NCCL logs its setup and its calls"))
-        found.append(Variable(name="NCCL_DEBUG_SUBSYS", value=switches.nccl_debug, why="of these subsystems"))
-        path = os.path.join(folder, "nccl.%h.%p.log")
-        found.append(Variable(name="NCCL_DEBUG_FILE", value=path, why="a file for each process: lines are not torn"))
-    if switches.recorder:
-        found += _recorder(folder, torch)
-    if switches.check_collectives:
-        why = "torch compares operation and shape of each collective on all ranks; slow"
-        found.append(Variable(name="TORCH_DISTRIBUTED_DEBUG", value="DETAIL", why=why))
-    if switches.trace_py:
-        value = line_trace.Settings(os.path.join(folder, LINES_FOLDER)).to_text()
-        why = "keep the last lines of Python of each thread; slow"
-        found.append(Variable(name=line_trace.VARIABLE, value=value, why=why))
-    if switches.overflow:
-        value = overflow.Settings(folder=os.path.join(folder, "overflow")).to_text()
-        why = "stop at the first nan or inf, and name its module"
-        found.append(Variable(name=overflow.VARIABLE, value=value, why=why))
-    return found
+    gpus = "" if switches.gpus == "none" else switches.gpus
+    lines = line_trace.Settings(os.path.join(folder, LINES_FOLDER)).to_text()
+    numbers = overflow.Settings(folder=os.path.join(folder, "overflow")).to_text()
+    log, nccl = os.path.join(folder, "nccl.%h.%p.log"), switches.nccl_debug
+    late_line = "each CUDA call waits for its kernel: tracebacks show the right line. Slow; hides races"
+    compares = "torch compares operation and shape of each collective on all ranks; slow"
+    rows = [
+        (switches.sync, "CUDA_LAUNCH_BLOCKING", "1", late_line),
+        (switches.gpus, "CUDA_VISIBLE_DEVICES", gpus, "the only GPUs that the ranks see"),
+        (nccl, "NCCL_DEBUG", "INFO", "NCCL logs its setup and its calls"),
+        (nccl, "NCCL_DEBUG_SUBSYS", nccl, "of these subsystems"),
+        (nccl, "NCCL_DEBUG_FILE", log, "a file for each process: lines are not torn"),
+        *((True, *row) for row in (_recorder(folder, torch) if switches.recorder else ())),
+        (switches.check_collectives, "TORCH_DISTRIBUTED_DEBUG", "DETAIL", compares),
+        (switches.trace_py, line_trace.VARIABLE, lines, "keep the last lines of Python of each thread; slow"),
+        (switches.overflow, overflow.VARIABLE, numbers, "stop at the first nan or inf, and name its module"),
+    ]
+    return [Variable(name=name, value=value, why=why) for is_on, name, value, why in rows if is_on]
 
 
 def sanitizer_words(tool: str, folder: str) -> list[str]:
-    """Return the words to insert before a rank's command; empty for an empty `tool`.
-
-    Raises:
-        UsageError: compute-sanitizer is neither on PATH nor in a CUDA toolkit.
-    """
+    """Return the words to insert before a rank's command; empty for an empty `tool`. Raises UsageError."""
     if not tool:
         return []
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
@@ -107,7 +94,7 @@ def sanitizer_words(tool: str, folder: str) -> list[str]:
     return [program, f"--tool={tool}", f"--log-file={log}"]
 
 
-def _recorder(folder: str, torch: tuple[int, int] | None) -> list[Variable]:
+def _recorder(folder: str, torch: tuple[int, int] | None) -> list[tuple[str, str, str]]:
     if torch is not None and torch < _FIRST_RECORDER:
         raise UsageError(
             f"--recorder: PyTorch {torch[0]}.{torch[1]} has no flight recorder",
@@ -118,10 +105,10 @@ def _recorder(folder: str, torch: tuple[int, int] | None) -> list[Variable]:
     file = "TORCH_FR_DUMP_TEMP_FILE" if renamed else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     path = os.path.join(folder, "recorder_")
     return [
-        Variable(name=size, value="2000", why="entries of the flight recorder; 0 is off"),
-        Variable(name=file, value=path, why="each rank's dump: this and its rank"),
-        Variable(name="TORCH_NCCL_DUMP_ON_TIMEOUT", value="1", why="write the dump before the watchdog ends the rank"),
-        Variable(name="TORCH_NCCL_DEBUG_INFO_PIPE_FILE", value=path, why="a pipe that asks a running rank for a dump"),
+        (size, "2000", "entries of the flight recorder; 0 is off"),
+        (file, path, "each rank's dump: this and its rank"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "write the dump before the watchdog ends the rank"),
+        ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", path, "a pipe that asks a running rank for a dump"),
     ]
 
 
@@ -138,20 +125,6 @@ def parse_subsystems(text: str) -> str:
         if name not in SUBSYSTEMS:
             raise UsageError(f"--nccl-debug: NCCL has no subsystem {name!r}", hint=f"use {', '.join(SUBSYSTEMS)}")
     return text.upper()
-
-
-def parse_ranks(text: str) -> tuple[int, ...] | None:
-    """Parse ranks with commas and ranges: 0,4-7; None for an empty text. Raises UsageError."""
-    if not text:
-        return None
-    found: set[int] = set()
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", word)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise UsageError(f"--rank {text!r}: {word!r} is not a rank", hint="write --rank 3, or --rank 0,4-7")
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
 
 
 def environment(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - saved requests are decoded by it
 from distdiag.facts.job_logs.collect import NodeLogs  # noqa: TC001
+from distdiag.facts.programs import signal_name
 from distdiag.facts.stack_types import Frame  # noqa: TC001
 
 COMMAND = "run"
@@ -41,6 +42,13 @@ class RankRun:
     status: int | None = None
     oom: bool = False
     last_line: str = ""
+
+
+def status_text(status: int | None) -> str:
+    """Format an exit status: "exit status 1", "SIGKILL"."""
+    if status is None:
+        return "exit status unknown"
+    return signal_name(-status) if status < 0 else f"exit status {status}"
 
 
 TIME_LIMIT = "time limit"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks_within, fold_within
+from distdiag.commands.run.types import status_text
 from distdiag.diagnosis.wording import counted, format_duration
-from distdiag.facts.programs import signal_name
 from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
@@ -71,13 +71,8 @@ def _times(ends: list[float]) -> str:
     return f"{first} s" if first == last else f"{first}-{last} s"
 
 
-def status_text(status: int) -> str:
-    """Format an exit status: "exit status 1", "SIGKILL"."""
-    return signal_name(-status) if status < 0 else f"exit status {status}"
-
-
 def _end(rank: RankRun) -> str:
     if rank.ended_s is None:
         return "not ended"
-    end = "unknown status" if rank.status is None else status_text(rank.status)
+    end = status_text(rank.status)
     return f"{end}, out of memory" if rank.oom else end

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.host_results import HostError, HostResult
     from distdiag.commands.trace.ranks import Chosen, Wanted
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.report import Report
+    from distdiag.saved_facts import Gathered
 
 Reply = TypeVar("Reply")
 Data = TypeVar("Data")

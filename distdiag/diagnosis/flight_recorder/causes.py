@@ -221,17 +221,15 @@ class _Search:
         stuck = {rank for cause in self._found for rank in cause.ranks}
         sinks = sorted(rank for rank in waited if not self._edges.get(rank))
         present = [rank for rank in sinks if rank in self._job.dumps and not self._job.dumps[rank].is_partial]
+        in_flight = {call.rank for front in self._fronts if not front.ended for call in front.calls}
         for rank in sinks:
-            if rank in stuck or rank in self._explained or self._is_in_flight(rank):
+            if rank in stuck or rank in self._explained or rank in in_flight:
                 continue
             if rank in present or not present:
                 self._sink(rank, waited[rank])
         if not sinks:
             for circle in _circles(self._edges):
                 self._circle(circle)
-
-    def _is_in_flight(self, rank: int) -> bool:
-        return any(call.rank == rank and not front.ended for front in self._fronts for call in front.calls)
 
     def _sink(self, rank: int, calls: Sequence[Call]) -> None:
         first = min(calls, key=lambda call: (call.pair is not None, call.created_ns, call.rank))
@@ -360,11 +358,6 @@ def _circles(edges: Mapping[int, Mapping[int, Call]]) -> list[list[int]]:
     ]
 
 
-def _is_mostly(each: Sequence[int], threshold: float) -> bool:
-    """Return whether a rank was late in three of four calls; a busy machine delays any rank occasionally."""
-    return 4 * sum(by > threshold for by in each) >= 3 * len(each)
-
-
 def _late(job: Job) -> Iterator[Cause]:
     """Find ranks that repeatedly call collectives later than the others."""
     for key, group in job.groups.items():
@@ -389,7 +382,9 @@ def _late(job: Job) -> Iterator[Cause]:
         period = median(later - earlier for earlier, later in itertools.pairwise(starts))
         among = sorted(usual.values())
         threshold = max(_LATE_NS, _LATE_SHARE * period, 4 * among[(len(among) - 1) // 2])
-        late = tuple(sorted(rank for rank, each in behind.items() if _is_mostly(each, threshold)))
+        # In three of four calls; a busy machine delays any rank occasionally.
+        often = {rank: 4 * sum(by > threshold for by in each) >= 3 * len(each) for rank, each in behind.items()}
+        late = tuple(sorted(rank for rank, is_often in often.items() if is_often))
         if late and 2 * len(late) < len(usual) + (len(usual) == 2):
             by = int(max(usual[rank] for rank in late))
             hosts = {job.dumps[rank].host for rank in group.members}

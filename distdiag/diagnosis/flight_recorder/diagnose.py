@@ -9,9 +9,10 @@ from distdiag.diagnosis.flight_recorder.causes import Kind, find_causes
 from distdiag.diagnosis.flight_recorder.findings import all_ended, finding_of, notes, undecided
 from distdiag.diagnosis.flight_recorder.matching import Job, match
 from distdiag.diagnosis.flight_recorder.types import COMMAND, CallRow, FlightRecorder, RankRow
+from distdiag.diagnosis.verdicts import worst_first
 from distdiag.facts.flight_recorder.collect import NO_READER
 from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED, STARTED
-from distdiag.report import Level, Report
+from distdiag.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.matching import Call
     from distdiag.diagnosis.flight_recorder.types import Request
     from distdiag.facts.flight_recorder.collect import NodeDumps
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _STATES = {ENDED: "ended", FAILED: "failed", STARTED: "started"}
 
 
@@ -39,7 +39,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDumps]) -> Report[FlightRe
     if all(cause.kind is Kind.LATE for cause in causes) and job.dumps:
         still = [row.rank for row in rows if row.waiting is not None]
         found.append(undecided(still) if still else all_ended(job, request, is_slow=bool(causes)))
-    found.sort(key=lambda finding: _ORDER.index(finding.level))
+    found = worst_first(found)
     return Report(
         command=COMMAND,
         data=FlightRecorder(world_size=job.world_size, ranks=rows),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
@@ -39,6 +40,19 @@ class CallRow:
     line: int = 0
     source: int | None = None
     target: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The call: "all_reduce #5 of default_pg"."""
+        if self.number is not None:
+            return f"{self.operation} #{self.number} of {self.group}"
+        to, peer = ("to", self.target) if self.operation == "send" else ("from", self.source)
+        return f"{self.operation} {to} rank {peer}" if peer is not None else self.operation
+
+    @property
+    def site(self) -> str:
+        """The calling line: "train (job.py:25)"."""
+        return f"{self.function} ({os.path.basename(self.file)}:{self.line})" if self.file else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,7 @@ class Round:
         """Return the failures of a rank, in log order."""
         return [failure for failure in self.failures if failure.rank == rank]
 
-    def exits_of(self, rank: int) -> list[Exit]:
+    def exits_of(self, rank: int | None) -> list[Exit]:
         """Return the exits reported for a rank; summaries precede the agent's lines."""
         return [exit_ for exit_ in self.exits if exit_.rank == rank]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.job_logs.types import number_in
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -181,9 +182,8 @@ def _is_of_several(members: Iterable[RankInGroup]) -> bool:
 
 
 def _by_number(members: Iterable[RankInGroup]) -> str:
-    by_number: dict[str, list[int]] = {}
-    for member in sorted(members, key=lambda member: member.seq or 0):
-        by_number.setdefault(f"{member.seq}{f' ({member.op})' if member.op else ''}", []).append(member.rank)
+    ordered = sorted(members, key=lambda member: member.seq or 0)
+    by_number = by_key((f"{member.seq}{f' ({member.op})' if member.op else ''}", member.rank) for member in ordered)
     return "; ".join(f"{_ranks(ranks)} in {number}" for number, ranks in list(by_number.items())[:4])
 
 

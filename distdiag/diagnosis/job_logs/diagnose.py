@@ -12,8 +12,9 @@ from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.book import Round
 from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
-from distdiag.diagnosis.verdicts import finding
+from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted
+from distdiag.fold import by_key
 from distdiag.knowledge.known_lines import trust
 from distdiag.report import Level, Report, Where
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.job_logs.types import Request
     from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.facts.job_logs.scan import Event
-    from distdiag.gathered import Gathered
     from distdiag.report import Finding
+    from distdiag.saved_facts import Gathered
 
 _APART_S = 1.5
 """Minimum time between two ranks' failures that shows an order: launchers log whole seconds."""
@@ -38,7 +39,6 @@ _IN_VAIN = ("clients-missing", "rendezvous-timed-out", "rendezvous-closed", "age
 """Lines of a process that reached the rendezvous and waited there for others."""
 _LATER = {"rank-never-came": 1, "gloo-connect": 2}
 """Lines that explain less than others of the same round."""
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NEAR = 5
 """Maximum lines between an exception and the one raised from it."""
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
@@ -63,7 +63,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     found += nccl.findings_of(book.comms, ended=bool(failed or book.watchdog))
     found += _unread(nodes, gathered)
     found += host_findings(gathered.refusals, gathered.rows)
-    found.sort(key=lambda finding: _ORDER.index(finding.level))
+    found = worst_first(found)
     if len(found) > 1:
         found = [finding for finding in found if finding.id not in ("logs.no-failure", "logs.empty")]
     number = failed.number if failed is not None else 0
@@ -119,7 +119,7 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
             for failure in wordless
             if failure.known.startswith("exit")
             and failure.rank not in reported
-            and _is_first(round_, failure)
+            and any(exit_.first for exit_ in round_.exits_of(failure.rank))
             and not (None in reported and failure.known == "exit-status")
         ]
     elif not job:
@@ -282,9 +282,7 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
         return missing
     if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
         return missing
-    groups: dict[tuple[str, str], list[Failure]] = {}
-    for failure in doubtful:
-        groups.setdefault(findings.kind_of(failure), []).append(failure)
+    groups = by_key((findings.kind_of(failure), failure) for failure in doubtful)
     return findings.several(list(groups.values()), round_, book)
 
 
@@ -323,7 +321,12 @@ def _causes(round_: Round) -> list[Failure]:
             last, lines = None, sure
         if rank is None:
             found += _merged([failure for failure in exceptions if failure.role == "cause"] + lines)
-        elif last is not None and last.role == "cause" and not _is_echo(last, lines):
+        elif (
+            last is not None
+            and last.role == "cause"
+            and not (lines and last.known == "exception" and "NCCL error" in last.text)
+        ):
+            # Unless it is torch's wrapper around an NCCL error already reported.
             found.append(last)
         elif lines:
             found.append(lines[0])
@@ -364,11 +367,6 @@ def _without_echo(lines: list[Failure]) -> list[Failure]:
     return [line for line in own if not (killed and line.known == "loader-exited")] or lines
 
 
-def _is_echo(exception: Failure, lines: Sequence[Failure]) -> bool:
-    """Return whether an exception is torch's wrapper around an NCCL error already reported."""
-    return bool(lines) and exception.known == "exception" and "NCCL error" in exception.text
-
-
 def _wordless(round_: Round) -> list[Failure]:
     """Return failures for ranks that ended with a bad status and logged no reason."""
     found = []
@@ -388,10 +386,6 @@ def _wordless(round_: Round) -> list[Failure]:
             continue
         found.append(findings.wordless(exit_, round_))
     return found
-
-
-def _is_first(round_: Round, failure: Failure) -> bool:
-    return any(exit_.first for exit_ in round_.exits_of(failure.rank or 0)) if failure.rank is not None else False
 
 
 def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequence[Failure] = ()) -> list[Finding]:
@@ -416,8 +410,12 @@ def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequenc
 
 def _earliest(groups: list[list[Failure]], round_: Round) -> list[Failure] | None:
     """Return the group that certainly failed first, comparing times of one kind and clock; else None."""
-    for clock in (_time_of_line, _time_of_exit):
-        times = [[clock(failure, round_) for failure in group] for group in groups]
+    exits: dict[int | None, float | None] = {
+        exit_.rank: exit_.at for exit_ in reversed(round_.exits) if exit_.at is not None
+    }
+    of_lines = [[failure.at for failure in group] for group in groups]
+    of_exits = [[exits.get(failure.rank) for failure in group] for group in groups]
+    for times in (of_lines, of_exits):
         if any(time is None for group in times for time in group):
             continue
         hosts = {round_.book.hosts.get(failure.rank or 0, "") for group in groups for failure in group}
@@ -426,16 +424,6 @@ def _earliest(groups: list[list[Failure]], round_: Round) -> list[Failure] | Non
         if starts[1][0] - starts[0][0] > apart:
             return groups[starts[0][1]]
     return None
-
-
-def _time_of_line(failure: Failure, round_: Round) -> float | None:
-    return failure.at
-
-
-def _time_of_exit(failure: Failure, round_: Round) -> float | None:
-    if failure.rank is None:
-        return None
-    return next((exit_.at for exit_ in round_.exits_of(failure.rank) if exit_.at is not None), None)
 
 
 def _missing_rank(round_: Round, book: Book) -> Finding:
@@ -450,7 +438,10 @@ def _missing_rank(round_: Round, book: Book) -> Finding:
     if len({name for name, _ in collectives.values()}) > 1:
         return findings.different_collectives(collectives, round_)
     silent = [rank for rank in range(book.world) if rank not in waiting]
-    if at and len(silent) == 1 and _is_certain(silent[0], at, round_) and not _has_failed(silent[0], round_):
+    # A rank that failed on its own did not hang.
+    of_silent = (exit_ for rank in silent for exit_ in round_.exits_of(rank))
+    has_failed = any(exit_.is_bad and not exit_.by_launcher for exit_ in of_silent)
+    if at and len(silent) == 1 and _is_certain(silent[0], at, round_) and not has_failed:
         return findings.never_joined(silent[0], at, round_)
     gone = [rank for rank in silent if not any(exit_.by_launcher for exit_ in round_.exits_of(rank))]
     lost = [failure for failure in waiting.values() if not findings.timed_out(failure)]
@@ -472,11 +463,6 @@ def _is_certain(rank: int, waiting: Mapping[int, Failure], round_: Round) -> boo
     if len({failure.file for failure in waiting.values()}) == 1 and min(waiting) < rank < max(waiting):
         return True  # one console for all ranks
     return rank in round_.book.ranks and (len(waiting) > 1 or bool(round_.exits))
-
-
-def _has_failed(rank: int, round_: Round) -> bool:
-    """Return whether a rank failed on its own, so that it did not hang."""
-    return any(exit_.is_bad and not exit_.by_launcher for exit_ in round_.exits_of(rank))
 
 
 def _unread(nodes: Sequence[NodeLogs], gathered: Gathered[NodeLogs]) -> list[Finding]:

@@ -10,6 +10,8 @@ from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.diagnosis.verdicts import ending, finding
+from distdiag.diagnosis.wording import counted
+from distdiag.fold import by_key
 from distdiag.ids import FindingId, Id, RowId
 from distdiag.knowledge.known_lines import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -177,7 +179,7 @@ def first_failure(
     if others and blames and ranks:
         followers = [rank for rank in others if _followed(rank, round_)]
         if followers:
-            title += f"; {_count(len(followers), 'other rank')} ended because of it"
+            title += f"; {counted(len(followers), 'other rank')} ended because of it"
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
     meaning = failure.means if failure.means and blames else ""
     if failure.known == "exit-without-destroy" and len(ranks) == 1 and (words := last_words(ranks[0], round_)):
@@ -235,10 +237,7 @@ def _sentence(text: str) -> str:
 
 def _differences(group: Sequence[Failure]) -> str:
     """Format the differences between similar failures: messages and places."""
-    texts: dict[str, list[int]] = {}
-    for failure in group:
-        if failure.rank is not None:
-            texts.setdefault(f"{failure.what[:120]} at {failure.place}", []).append(failure.rank)
+    texts = by_key((f"{one.what[:120]} at {one.place}", one.rank) for one in group if one.rank is not None)
     if len(texts) < 2:
         return ""
     parts = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:_NAMED]]
@@ -290,9 +289,7 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
 
 def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Round) -> Finding:
     """Report the collectives that ranks waited in, blaming a minority."""
-    by_name: dict[str, list[int]] = {}
-    for rank, (name, _) in collectives.items():
-        by_name.setdefault(name, []).append(rank)
+    by_name = by_key((name, rank) for rank, (name, _) in collectives.items())
     ordered = sorted(by_name.items(), key=lambda item: -len(item[1]))
     few = sorted(rank for _, ranks in ordered[1:] for rank in ranks)
     clear = len(ordered[0][1]) > len(few)
@@ -335,9 +332,7 @@ def _without(
 
 def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
     """Report the available evidence if the first failure is unknown."""
-    known: dict[str, list[Failure]] = {}
-    for failure in round_.failures:
-        known.setdefault(failure.known, []).append(failure)
+    known = by_key((failure.known, failure) for failure in round_.failures)
     waiting = [failure for failure in round_.failures if failure.role == "consequence"]
     if stuck := known.get("heartbeat"):
         ranks = _ranks_of(stuck)
@@ -509,15 +504,12 @@ def unreadable(broken: Sequence[tuple[str, LogFile]], *, all_: bool) -> Finding:
         path=file.path,
         host=host,
         error=file.error,
-        more=_count(more, "more file") if more else "",
+        more=counted(more, "more file") if more else "",
     )
 
 
 def _evidence(group: Iterable[Failure]) -> tuple[str, ...]:
-    lines: dict[str, list[Failure]] = {}
-    for failure in group:
-        if failure.line:
-            lines.setdefault(_SHAPE.sub("#", failure.what), []).append(failure)
+    lines = by_key((_SHAPE.sub("#", failure.what), failure) for failure in group if failure.line)
     shown = []
     for same in list(lines.values())[:_NAMED]:
         failure = same[0]
@@ -530,7 +522,3 @@ def _evidence(group: Iterable[Failure]) -> tuple[str, ...]:
 def _ranks(ranks: Sequence[int], book: Book) -> str:
     hosts = sorted({book.hosts.get(rank, "") for rank in ranks} - {""})
     return name_ranks(ranks) + (f" ({hosts[0]})" if len(hosts) == 1 else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

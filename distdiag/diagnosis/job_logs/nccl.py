@@ -67,8 +67,12 @@ def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
         ("network", lambda comm: (comm.network,), "network"),
         ("interface", lambda comm: (comm.interface,), "bootstrap interface"),
         ("plugin", lambda comm: (comm.plugin,), "network plugin"),
-        ("transport", _remote, "transport between nodes"),
-        ("local-transport", _local, "transport within a node"),
+        ("transport", lambda comm: (kind for kind in comm.edges if kind.startswith("NET")), "transport between nodes"),
+        (
+            "local-transport",
+            lambda comm: (kind for kind in comm.edges if not kind.startswith("NET")),
+            "transport within a node",
+        ),
     )
     found = []
     for name, value, words in kinds:
@@ -97,11 +101,3 @@ def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
             )
         )
     return found
-
-
-def _remote(comm: NcclRank) -> Iterable[str]:
-    return (kind for kind in comm.edges if kind.startswith("NET"))
-
-
-def _local(comm: NcclRank) -> Iterable[str]:
-    return (kind for kind in comm.edges if not kind.startswith("NET"))

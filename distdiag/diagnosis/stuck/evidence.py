@@ -14,8 +14,8 @@ from distdiag.diagnosis.rank_gpus import rank_gpus
 from distdiag.diagnosis.stuck.types import Source
 from distdiag.diagnosis.wait_graph import WaitGraph, find_roots
 from distdiag.diagnosis.wait_reasons import wait_of
-from distdiag.gathered import Gathered
 from distdiag.jobs.roles import restart_loop
+from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,6 +19,7 @@ from distdiag.diagnosis.stuck.stacks import kind_in_job
 from distdiag.diagnosis.stuck.types import GOES_ON, Source, Stand, StuckKind
 from distdiag.diagnosis.wait_reasons import lasting
 from distdiag.diagnosis.wording import named
+from distdiag.fold import by_key
 from distdiag.ids import Id
 from distdiag.knowledge.activities import activity_of
 from distdiag.knowledge.frames import library_path
@@ -91,7 +92,7 @@ def _about_ranks(
     level = Level.WARN if kind in GOES_ON else joined.level
     in_common = common_to(states, joined.evidence.stacks, joined.evidence.asked.groups)
     about = (_moves(states), _waiting(joined, kind), _pace(joined, states, kind), _ends(joined, kind))
-    details = (*about, _also_gone(joined), _also_polls(joined, states), _why(joined), in_common)
+    details = (*about, _also_gone(joined), _also_polls(joined, states), claim.detail, in_common)
     return Finding(
         id=Id(f"{PREFIX}.{kind}"),
         level=level,
@@ -139,7 +140,8 @@ def _title(joined: Joined, claim: Claim, states: list[RankState], kind: StuckKin
         return claim.says
     if kind is StuckKind.BUSY:
         activity = activity_of(first.thread.frames)
-        return f"{name} {_plural(activity, several) if activity else _busy_words(several)}: {does(first)}"
+        busy = f"{'are' if several else 'is'} busy outside of the collective"
+        return f"{name} {_plural(activity, several) if activity else busy}: {does(first)}"
     if kind is StuckKind.LOCK and first.thread.kind in (StackClass.LOCK, StackClass.GIL):
         kind = StuckKind.NOT_IN_COLLECTIVE  # does() already describes the lock or thread
     verb = _VERBS[kind][several]
@@ -151,10 +153,6 @@ def _title(joined: Joined, claim: Claim, states: list[RankState], kind: StuckKin
             return f"{name} {verb}{by}"
         return f"{name}: {does(first)}" if may_never_have_started(first) else f"{name} {does(first)}"
     return f"{name} {verb}: {does(first)}"
-
-
-def _busy_words(several: bool) -> str:
-    return f"{'are' if several else 'is'} busy outside of the collective"
 
 
 def _moves(states: Sequence[RankState]) -> str:
@@ -263,10 +261,6 @@ def _timeout(joined: Joined) -> tuple[float | None, str]:
     return max(0.0, limit_s - evidence.waited_s), default
 
 
-def _why(joined: Joined) -> str:
-    return joined.claim.detail if joined.claim is not None else ""
-
-
 def _proof(rows: Sequence[SourceRow], title: str) -> tuple[str, ...]:
     chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES) and not _is_in_title(row.says, title)]
     disagrees = {Stand.DISAGREES: " disagrees"}
@@ -291,7 +285,7 @@ def _about_all(joined: Joined, claim: Claim, rows: Sequence[SourceRow]) -> Findi
         id=Id(f"{PREFIX}.{joined.kind}"),
         level=joined.level,
         title=title,
-        detail=_why(joined),
+        detail=claim.detail,
         where=Where(hosts=claim.hosts, ranks=tuple(sorted(claim.ranks)) if joined.kind is StuckKind.RESTART else ()),
         witnesses=Witnesses(ranks=tuple(sorted(claim.witnesses))),
         evidence=(*_proof(rows, title), *claim.evidence)[:_SHOWN],
@@ -360,9 +354,7 @@ def _why_none(evidence: Evidence) -> str:
 
 def _counter_lines(evidence: Evidence) -> tuple[str, ...]:
     """List the differing loop counters of waiting ranks: "rank 1: step 4"."""
-    by_counters: dict[tuple[tuple[str, int], ...], list[RankState]] = {}
-    for state in evidence.stacks.waiting:
-        by_counters.setdefault(state.thread.counters, []).append(state)
+    by_counters = by_key((state.thread.counters, state) for state in evidence.stacks.waiting)
     if len(by_counters) < 2 or evidence.stacks.outcome is not Outcome.ALL_WAITING:
         return ()
     groups = sorted((item for item in by_counters.items() if item[0]), key=lambda item: len(item[1]))

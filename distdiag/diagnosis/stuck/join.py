@@ -9,7 +9,7 @@ unknown where hang decides, but never contradicts it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.gpu_use import GpuKind
 from distdiag.diagnosis.motion import Motion
@@ -91,21 +91,22 @@ def join(evidence: Evidence) -> Joined:
     missing = sources.availability(evidence)
     claims = {source: _CLAIMS[source](evidence) for source in evidence.asked.sources if source not in missing}
     if all(state.thread.kind is StackClass.EXITED for state in evidence.stacks.states):
-        return _made(evidence, claims, StuckKind.UNKNOWN, Level.UNKNOWN, None, candidates=_ENDED)
-    if Source.STACKS in claims and claims[Source.STACKS].kind is StuckKind.RENDEZVOUS:
-        claim = claims[Source.STACKS]
-        if claim.is_sure:
-            return _made(evidence, claims, StuckKind.RENDEZVOUS, Level.FAIL, claim)
-        candidates = (claim.says, "a rank that cannot reach the others")
-        return _made(evidence, claims, StuckKind.UNKNOWN, Level.UNKNOWN, None, candidates=candidates)
+        return _unknown(evidence, claims, _ENDED)
+    stacks = claims.get(Source.STACKS)
+    if stacks is not None and stacks.kind is StuckKind.RENDEZVOUS:
+        if stacks.is_sure:
+            return _made(evidence, claims, StuckKind.RENDEZVOUS, Level.FAIL, stacks)
+        return _unknown(evidence, claims, (stacks.says, "a rank that cannot reach the others"))
     if evidence.restart_loop is not None:
-        return _restart_loop(evidence, claims)
-    moves = Source.STACKS in claims and claims[Source.STACKS].kind is StuckKind.NOT_HUNG
+        log = claims.get(Source.LOG)  # no rank lives long enough to hang
+        claim = log if log is not None and log.kind is not None else stacks
+        return _made(evidence, claims, StuckKind.RESTART, Level.FAIL, claim)
+    moves = stacks is not None and stacks.kind is StuckKind.NOT_HUNG
     accusing = [claim for claim in _in_order(claims) if _counts(claim, moves=moves)]
     if accusing:
         return _accused(evidence, claims, accusing, moves=moves)
     if moves:
-        return _made(evidence, claims, StuckKind.NOT_HUNG, Level.INFO, claims[Source.STACKS])
+        return _made(evidence, claims, StuckKind.NOT_HUNG, Level.INFO, stacks)
     return _no_rank_accused(evidence, claims)
 
 
@@ -148,13 +149,11 @@ def _accused(evidence: Evidence, claims: Mapping[Source, Claim], accusing: Seque
     if (against and not is_fact) or (moves and first.kind is not StuckKind.SLOW):
         others = against or [claims[Source.STACKS]]
         candidates = tuple(dict.fromkeys(_candidate(claim) for claim in [first, *others]))[:2]
-        return _made(
-            evidence, claims, StuckKind.UNKNOWN, Level.UNKNOWN, None, against=tuple(others), candidates=candidates
-        )
+        return replace(_unknown(evidence, claims, candidates), against=tuple(others))
     assert first.kind is not None
     goes_on = first.kind in GOES_ON or (first.source is Source.STACKS and evidence.stacks.only_slow)
     level = Level.WARN if goes_on else Level.FAIL
-    return _made(evidence, claims, first.kind, level, first, accused=accused, against=tuple(against))
+    return replace(_made(evidence, claims, first.kind, level, first), accused=accused, against=tuple(against))
 
 
 def _is_holder(claim: Claim, first: Claim) -> bool:
@@ -194,18 +193,11 @@ def _no_rank_accused(evidence: Evidence, claims: Mapping[Source, Claim]) -> Join
     if recorder is not None and recorder.kind is StuckKind.OUTSIDE and stacks.outcome is Outcome.STANDSTILL:
         return _made(evidence, claims, StuckKind.OUTSIDE, Level.UNKNOWN, recorder)
     if stacks.outcome is Outcome.LEFT:
-        return _made(evidence, claims, StuckKind.UNKNOWN, Level.UNKNOWN, None, candidates=_ENDING)
+        return _unknown(evidence, claims, _ENDING)
     suspects = [claim for claim in claims.values() if claim.accused and claim.kind is not None]
     candidates = tuple(map(_candidate, suspects[:2]))
     candidates = candidates or _open_candidates(evidence, in_flight=in_flight)
-    return _made(evidence, claims, StuckKind.UNKNOWN, Level.UNKNOWN, None, candidates=candidates)
-
-
-def _restart_loop(evidence: Evidence, claims: Mapping[Source, Claim]) -> Joined:
-    """Judge a job in a restart loop: no rank lives long enough to hang."""
-    log = claims.get(Source.LOG)
-    claim = log if log is not None and log.kind is not None else claims.get(Source.STACKS)
-    return _made(evidence, claims, StuckKind.RESTART, Level.FAIL, claim)
+    return _unknown(evidence, claims, candidates)
 
 
 def _candidate(claim: Claim) -> str:
@@ -238,15 +230,14 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
     return ("a rank that was not read holds up the others", "a rank on a host that was not asked does")
 
 
+def _unknown(evidence: Evidence, claims: Mapping[Source, Claim], candidates: tuple[str, ...]) -> Joined:
+    return replace(_made(evidence, claims, StuckKind.UNKNOWN, Level.UNKNOWN, None), candidates=candidates)
+
+
 def _made(
-    evidence: Evidence,
-    claims: Mapping[Source, Claim],
-    kind: StuckKind,
-    level: Level,
-    claim: Claim | None,
-    **more: Any,  # noqa: ANN401 - the other fields of Joined
+    evidence: Evidence, claims: Mapping[Source, Claim], kind: StuckKind, level: Level, claim: Claim | None
 ) -> Joined:
-    return Joined(evidence=evidence, claims=claims, kind=kind, level=level, claim=claim, **more)
+    return Joined(evidence=evidence, claims=claims, kind=kind, level=level, claim=claim)
 
 
 def source_rows(joined: Joined) -> tuple[SourceRow, ...]:

@@ -16,7 +16,9 @@ from distdiag.diagnosis.stuck.findings import findings_of
 from distdiag.diagnosis.stuck.join import join, source_rows
 from distdiag.diagnosis.stuck.starts import start_claims, without_place
 from distdiag.diagnosis.stuck.types import Source, StuckKind
-from distdiag.diagnosis.wording import format_hosts, listed, no_rank_seen
+from distdiag.diagnosis.verdicts import finding
+from distdiag.diagnosis.wording import counted, format_hosts, listed, no_rank_seen
+from distdiag.fold import by_key
 from distdiag.ids import Id
 from distdiag.jobs.roles import (
     find_jobs,
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.join import Joined
     from distdiag.diagnosis.stuck.types import Asked, Claim
-    from distdiag.gathered import Gathered
     from distdiag.jobs.types import Job, NodePicture
+    from distdiag.saved_facts import Gathered
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _ITS_OWN = (StuckKind.STOPPED, StuckKind.DEBUGGER)
@@ -132,7 +134,11 @@ def job_findings(
     found += map(start_finding, launcher_claims(asked, judged, nodes))
     if not judged and not found and (nodes or not gathered.refusals):
         found.append(no_job(asked, nodes))
-    found += [_incomplete(node) for node in nodes if node.missing]
+    found += [
+        finding("hang.incomplete", where=Where(hosts=(node.host,)), host=node.host, why=node.missing)
+        for node in nodes
+        if node.missing
+    ]
     return [*found, *_left_stopped(nodes), *host_findings(gathered.refusals, gathered.rows)]
 
 
@@ -143,7 +149,7 @@ def _of_job(asked: Asked, joined: Joined, nodes: Sequence[NodePicture]) -> list[
     is_wanted = by_stacks or asked.command == "pyspy-all"  # pyspy-all also reports missing stacks
     unread = _unreadable(verdict, asked, nodes) if is_wanted else []
     if is_closed(verdict.job):
-        unread = [replace(finding, title=unread_in_words(verdict.job)) for finding in unread[:1]]
+        unread = [replace(each, title=unread_in_words(verdict.job)) for each in unread[:1]]
     unseen = _unseen_ranks(verdict.job)
     is_clear = verdict.outcome is Outcome.UNREADABLE and joined.kind is StuckKind.UNKNOWN and not joined.against
     if is_clear and unread:
@@ -159,100 +165,58 @@ def _from_proc(joined: Joined) -> str:
     return f"From /proc: {waits.says}." if waits is not None and not is_denied else ""
 
 
-def _incomplete(node: NodePicture) -> Finding:
-    title = f"not all of {node.host} is known: {node.missing}"
-    return Finding(id=Id.HANG_INCOMPLETE, level=Level.UNKNOWN, title=title, where=Where(hosts=(node.host,)))
-
-
 def _left_stopped(nodes: Sequence[NodePicture]) -> Iterator[Finding]:
     """Report processes found stopped after sampling, which should never happen."""
     for node in nodes:
         for watched in node.watched:
             if any(sample.left_stopped for sample in watched.samples):
-                yield Finding(
-                    id=Id.HANG_LEFT_STOPPED,
-                    level=Level.WARN,
-                    title=f"pid {watched.pid} on {node.host} was stopped after sampling; distdiag resumed it",
-                    where=Where(hosts=(node.host,), pids=(watched.pid,)),
-                )
+                where = Where(hosts=(node.host,), pids=(watched.pid,))
+                yield finding("hang.left-stopped", where=where, host=node.host, pid=watched.pid)
 
 
 def no_job(asked: Asked, nodes: Sequence[NodePicture]) -> Finding:
     """Report that no rank was found, with the search criteria and the jobs present."""
     hosts = format_hosts(node.host for node in nodes)
     launchers = without_ranks([node.stacks for node in nodes])
+    command = f"{asked.program} {asked.command}"
     if asked.pids:
         return _no_process(asked, nodes, hosts)
     if launchers and not asked.job:
         host, launcher = launchers[0]
-        return Finding(
-            id=Id.HANG_NO_RANK,
-            level=Level.UNKNOWN,
-            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) runs, but none of its ranks does",
-            detail="torchrun waits in its rendezvous until all nodes have joined; srun and mpirun wait for resources. "
-            "If it had ranks before, they have just ended.",
+        return finding(
+            "hang.no-rank",
             where=Where(hosts=tuple(dict.fromkeys(host for host, _ in launchers)), pids=(launcher.pid,)),
-            fix=Fix(
-                text="check that it runs on all nodes, and that they reach its endpoint",
-                commands=(asked.again("ports"),),
-            ),
+            launcher=launcher_name(launcher),
+            pid=launcher.pid,
+            host=host,
+            again=asked.again("ports"),
         )
     others = find_jobs([node.stacks for node in nodes], whole=False) if asked.job else []
-    options = job_options(of_interest(others))
-    if options:
-        return Finding(
-            id=Id.HANG_NO_JOB,
-            level=Level.UNKNOWN,
-            title=f"no rank of job {asked.job} was found on {hosts}",
-            detail=f"Jobs found: {listed(options)}.",
-            fix=Fix(
-                text="name one of these, or the hosts of the job",
-                commands=tuple(asked.again(asked.command, option) for option in options[:_SHOWN]),
-            ),
-        )
+    if options := job_options(of_interest(others)):
+        commands = tuple(asked.again(asked.command, option) for option in options[:_SHOWN])
+        repair = Fix(text="name one of these, or the hosts of the job", commands=commands)
+        return finding("hang.other-jobs", repair=repair, job=asked.job, hosts=hosts, options=listed(options))
+    seen = no_rank_seen(node.processes for node in nodes)
     closed = [user for node in nodes for user in node.processes.closed]
     if closed and not asked.user:
-        several = f"{len(closed)} Python processes" if len(closed) > 1 else "1 Python process"
-        return Finding(
-            id=Id.HANG_NO_JOB,
-            level=Level.UNKNOWN,
-            title=f"{several} of {listed(sorted(set(closed)))} on {hosts} cannot be read: they may be the job",
-            detail=no_rank_seen(node.processes for node in nodes),
-            fix=remedies.as_other_user(f"{asked.program} {asked.command}"),
-        )
-    of = f" of job {asked.job}" if asked.job else f" of user {asked.user}" if asked.user else ""
-    return Finding(
-        id=Id.HANG_NO_JOB,
-        level=Level.UNKNOWN,
-        title=f"no rank{of} was found" + (f" on {hosts}" if hosts else ""),
-        detail=no_rank_seen(node.processes for node in nodes),
-        fix=Fix(text="name the hosts of the job", commands=(f"{asked.program} {asked.command} --hosts LIST",)),
-    )
+        words = {"processes": counted(len(closed), "Python process", "Python processes"), "hosts": hosts}
+        users = listed(sorted(set(closed)))
+        return finding("hang.closed", words, repair=remedies.as_other_user(command), users=users, detail=seen)
+    of = f"job {asked.job}" if asked.job else f"user {asked.user}" if asked.user else ""
+    return finding("hang.no-job", of=of, hosts=hosts, detail=seen, program=command)
 
 
 def _no_process(asked: Asked, nodes: Sequence[NodePicture], hosts: str) -> Finding:
     """Report pids that belong to no job; with several hosts, each pid is meant for one of them."""
-    pids = ", ".join(map(str, asked.pids))
     is_hidden = any(node.processes.asked_unseen for node in nodes)
     is_gone = all(set(asked.pids) <= set(node.processes.asked_missing) for node in nodes)
-    name = f"process {pids}"
-    if is_hidden:
-        title = f"{name} on {hosts}: alive, but /proc hides it from this user"
-        fix = Fix(text="run it as root or as that user")
-    elif is_gone:
-        title = f"{name} not found on {hosts}"
-        fix = Fix(text="exited, or on another host: --hosts LIST")
-    else:
-        title = f"{name} on {hosts}: belongs to no job, and it is no Python process that has loaded torch"
-        fix = None
-    return Finding(id=Id.HANG_NO_JOB, level=Level.UNKNOWN, title=title, where=Where(), fix=fix)
+    row = "process-hidden" if is_hidden else "process-gone" if is_gone else "process-of-no-job"
+    return finding(f"hang.{row}", pids=", ".join(map(str, asked.pids)), hosts=hosts)
 
 
 def _unreadable(verdict: JobVerdict, asked: Asked, nodes: Sequence[NodePicture]) -> list[Finding]:
     """Report unreadable processes by reason, with the fix."""
-    by_reason: dict[tuple[str, str], list[RankState]] = {}
-    for state in verdict.unreadable:
-        by_reason.setdefault((state.thread.status, state.thread.reason), []).append(state)
+    by_reason = by_key(((state.thread.status, state.thread.reason), state) for state in verdict.unreadable)
     return [_cannot_read(members, asked, _node_of(members[0], nodes)) for members in by_reason.values()]
 
 
@@ -263,13 +227,13 @@ def _node_of(state: RankState, nodes: Sequence[NodePicture]) -> NodePicture | No
 def _cannot_read(members: list[RankState], asked: Asked, node: NodePicture | None) -> Finding:
     status, reason = members[0].thread.status, members[0].thread.reason
     remedy = Fix(text=_REMEDIES[status]) if status in _REMEDIES else None
-    return Finding(
-        id=Id.HANG_UNREADABLE,
-        level=Level.UNKNOWN,
-        title=f"{who(members)} could not be read: {reason}",
+    return finding(
+        "hang.unreadable",
         where=where_of(members),
         evidence=kernel_words(members) or _not_sampled(node),
-        fix=_rights(members, asked, node) if status == "denied" else remedy,
+        repair=_rights(members, asked, node) if status == "denied" else remedy,
+        who=who(members),
+        reason=reason,
     )
 
 
@@ -287,17 +251,16 @@ def _rights(members: Sequence[RankState], asked: Asked, node: NodePicture | None
 
 def _deduced(verdict: JobVerdict) -> list[Finding]:
     """List processes with a rank inferred from the other ranks."""
+    deduced = [member for member in verdict.job.members if member.deduced and member.rank is not None]
     return [
-        Finding(
-            id=Id.HANG_RANK_DEDUCED,
-            level=Level.INFO,
-            title=f"pid {member.process.pid} on {member.host} is assumed to be rank {member.rank}",
-            detail="Its environment does not set a rank. It started the other ranks of its host, has a connection on "
-            "their MASTER_PORT, and this is the only rank unaccounted for. Lightning starts ranks this way.",
-            where=Where(hosts=(member.host,), ranks=(member.rank,), pids=(member.process.pid,)),
+        finding(
+            "hang.rank-deduced",
+            where=Where(hosts=(member.host,), ranks=(member.rank or 0,), pids=(member.pid or 0,)),
+            pid=member.pid,
+            host=member.host,
+            rank=member.rank,
         )
-        for member in verdict.job.members
-        if member.deduced and member.rank is not None and member.process is not None
+        for member in deduced
     ]
 
 
@@ -327,12 +290,5 @@ def _unseen_ranks(job: Job) -> list[Finding]:
     if not job.unseen:
         return []
     hosts = format_hosts(member.host for member in job.members)
-    return [
-        Finding(
-            id=Id.HANG_UNSEEN,
-            level=Level.UNKNOWN,
-            title=f"{name_ranks(job.unseen)} of {job.world_size} not found on {hosts}: exited, or on other hosts",
-            where=Where(ranks=job.unseen),
-            fix=Fix(text="include all hosts of the job: --hosts LIST, or --slurm-job ID"),
-        )
-    ]
+    words = {"ranks": name_ranks(job.unseen), "size": job.world_size, "hosts": hosts}
+    return [finding("hang.unseen", words, where=Where(ranks=job.unseen))]

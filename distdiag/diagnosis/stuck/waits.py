@@ -12,6 +12,7 @@ from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
 from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait, lasting
 from distdiag.diagnosis.wording import format_hosts, format_ranks
 from distdiag.facts.machine import STOPPED
+from distdiag.fold import by_key
 from distdiag.report import Fix
 
 if TYPE_CHECKING:
@@ -295,9 +296,7 @@ def several(keys: Iterable[Key], index: ProcessIndex, *, whole: bool = False) ->
 
 def waiting(tree: WaitTree, index: ProcessIndex) -> str:
     """Format the waiters: "rank 0 waits for its data: recvfrom on 10.0.0.2:51916; rank 2 waits for rank 0: ..."."""
-    groups: dict[tuple[Key, str, str], list[Edge]] = {}
-    for edge in tree.edges:
-        groups.setdefault((edge.to, edge.wait.call, edge.wait.wants), []).append(edge)
+    groups = by_key(((edge.to, edge.wait.call, edge.wait.wants), edge) for edge in tree.edges)
     parts = [_group(group, tree, index) for group in list(groups.values())[:_PARTS]]
     rest = sum(len(group) for group in list(groups.values())[_PARTS:])
     return "; ".join([*parts, *([f"{rest} more wait for them"] if rest else [])])
@@ -320,10 +319,8 @@ def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
 
 def describe_waits(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
     """Format and fold activities: "ranks 0-1,3 wait for another thread of the process (futex, 60 s)"."""
-    groups: dict[tuple[Kind, str], list[tuple[Key, Wait]]] = {}
-    for key, wait in zip(keys, waits, strict=True):
-        alike = (wait.kind, wait.call) if wait.kind in _ALIKE else (wait.kind, f"{key}")
-        groups.setdefault(alike, []).append((key, wait))
+    pairs = list(zip(keys, waits, strict=True))
+    groups = by_key(((wait.kind, wait.call if wait.kind in _ALIKE else f"{key}"), (key, wait)) for key, wait in pairs)
     parts = []
     for group in list(groups.values())[:_PARTS]:
         members, first = [key for key, _ in group], group[0][1]

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.wait_graph import WaitTree
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.facts.blocked_threads import Blocked, Thread
-    from distdiag.gathered import Gathered
     from distdiag.jobs.types import Job, NodePicture
+    from distdiag.saved_facts import Gathered
 
 
 def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[TraceBlocked]:

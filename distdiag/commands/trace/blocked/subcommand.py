@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from distdiag.cluster.start_fleet import Agent
-    from distdiag.gathered import Gathered
     from distdiag.jobs.collect import Processes
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 _LONGEST_S = 11.0
 """Maximum sampling time for ranks without progress."""

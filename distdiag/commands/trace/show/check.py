@@ -17,8 +17,8 @@ from distdiag.runner import Asks, Question, Subcommand
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
+    from distdiag.saved_facts import Gathered
 
 _AGENT = Agent(collect="distdiag.commands.trace.show.collect", facts=NodeLines)
 _PATIENCE_S = 60.0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.show.classify import Member, Run, RunVerdict
     from distdiag.commands.trace.show.collect import NodeLines
     from distdiag.commands.trace.show.types import Request
-    from distdiag.gathered import Gathered
+    from distdiag.saved_facts import Gathered
 
 _PATHS = 6
 _MOST_RANKS = 2**20

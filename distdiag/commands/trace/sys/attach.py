@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
     from distdiag.commands.trace.sys.types import TraceSys
-    from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.report import Report
+    from distdiag.saved_facts import Gathered
 
 _COLLECT = "distdiag.commands.trace.sys.collect"
 _TURN_S = 0.1

@@ -76,8 +76,8 @@ def trace_sys(
     from distdiag.commands.trace.sys.attach import SUBCOMMAND
     from distdiag.commands.trace.sys.types import COMMAND, Request
     from distdiag.commands.trace.sys.view import trace_sys_view
-    from distdiag.gathered import are_facts
     from distdiag.output import Output, deliver
+    from distdiag.saved_facts import are_facts
 
     logs, own = split_pids(log or ())
     pids = (*own, *(pid or ()))

@@ -155,15 +155,7 @@ def read(
     """Read files written by --save; of several runs, return the first request.
 
     An unreadable file counts as a host that did not answer, if it was named or has the suffix of readable files.
-
-    Args:
-        paths: files, folders, and files written by `distdiag bundle`.
-        command: the command of the facts; other commands' facts are skipped.
-        types: of the request, and of the facts of one host.
-        foreign: parser for other tools' files.
-
-    Raises:
-        UsageError: a path does not exist, or no file is readable.
+    Facts of other commands are skipped. `types`: of the request, and of the facts of one host. Raises UsageError.
     """
     reader = _Reader(command, types, foreign)
     files = [(name, path) for name in paths for path in named_files([name])]
