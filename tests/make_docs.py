@@ -308,7 +308,7 @@ _DATA = {
     "slurm watch": ("commands.slurm.watch:Watch",),
     "sync-check": ("commands.sync_check:SyncCheck",),
     "trace blocked": ("commands.trace.blocked.types:TraceBlocked",),
-    "trace fds": ("commands.trace.fds.command:TraceFds",),
+    "trace fds": ("commands.trace.fds.diagnose:TraceFds",),
     "trace show": ("commands.trace.show.types:TraceShow",),
     "trace sys": ("commands.trace.sys.types:TraceSys",),
 }

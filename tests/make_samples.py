@@ -349,14 +349,6 @@ def overflow_show(folder: Path) -> str:
     return run(folder, "distdiag overflow show frames-1.jsonl")
 
 
-@sample
-def overflow_show_two(folder: Path) -> str:
-    """Two ranks, of which one grows."""
-    frames(folder, "30000", "frames-1.jsonl")
-    frames(folder, "1", "frames-0.jsonl")
-    return run(folder, "distdiag overflow show frames-0.jsonl frames-1.jsonl --module 'block.2*'")
-
-
 def frames(folder: Path, scale: str, name: str) -> None:
     """Keep the frames of a run."""
     script = str(SCRIPTS / "overflows.py")

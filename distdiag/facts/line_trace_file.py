@@ -20,7 +20,6 @@ import os
 import stat
 import struct
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from distdiag.facts import procs
 
@@ -44,6 +43,8 @@ _MOST_LINES = 2**20
 _NO_PLACE = 2.0**62
 """Larger numbers are not places, nor are infinity and NaN."""
 LIVE, ENDED = 1, 2
+JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that tell jobs apart."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,9 @@ class About:
     started: int
     began_s: float
     monotonic_s: float
-    python: str
-    command: str
     rings: int
     lines: int
-    include: tuple[str, ...]
     rank: int | None
-    local_rank: int | None
     world_size: int | None
     launcher: str
     job: dict[str, str]
@@ -274,20 +271,11 @@ def _thread(
 def _records(values: memoryview[float], codes: dict[int, Code]) -> list[Record]:
     """Put the blocks in order of time."""
     size = 1 + PLACES
-    begun = sorted((values[k], k) for k in range(0, len(values), size) if values[k] > 0)
-    return [
-        _record(at_s, place, codes)
-        for at_s, k in begun
-        for place in values[k + 1 : k + size].tolist()
-        if place != 0 and abs(place) < _NO_PLACE
-    ]
-
-
-def _record(at_s: float, place: float, codes: dict[int, Code]) -> Record:
-    code, line = divmod(int(abs(place)), 1 << LINE_BITS)
-    return Record(at_s, codes.get(code) or _unknown(code), line, place < 0)
-
-
-@lru_cache
-def _unknown(code: int) -> Code:
-    return Code(f"<code {code}, whose name was not recorded>", "?", "user")
+    found = []
+    for at_s, k in sorted((values[k], k) for k in range(0, len(values), size) if values[k] > 0):
+        for place in values[k + 1 : k + size].tolist():
+            if place != 0 and abs(place) < _NO_PLACE:
+                number, line = divmod(int(abs(place)), 1 << LINE_BITS)
+                code = codes.get(number) or Code(f"<code {number}, whose name was not recorded>", "?", "user")
+                found.append(Record(at_s, code, line, place < 0))
+    return found

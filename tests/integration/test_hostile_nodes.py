@@ -331,7 +331,7 @@ def readers() -> dict[str, Reader]:
             more=Part,
             judge=judge_blocked,
         ),
-        "fds": trace("fds", fds.Reply, ("command", "command", "command")),
+        "fds": trace("fds", fds.Reply, ("diagnose", "diagnose", "view")),
         "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), *attach),
     }
 

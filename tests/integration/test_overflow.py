@@ -236,7 +236,7 @@ def test_wrong_words() -> None:
     for words in (
         ["--trace-batches", "x"],
         ["--trace-batches", "3-1"],
-        ["--unit", "epoch"],
+        ["--grads", "some"],
         ["--nproc", "2", "--", "ls"],
     ):
         typed = words if "--" in words else [*words, "--", PROGRAM]

@@ -117,7 +117,7 @@ def test_a_traced_batch_in_which_something_is_found_is_kept_once(tmp_path: Path)
     assert [one.module for one in report.data.detections] == ["head"]
 
 
-def test_growth_near_the_limit_is_found_and_compared_with_the_batch_before(folder: Path) -> None:
+def test_growth_near_the_limit_is_found(folder: Path) -> None:
     result = distdiag("overflow", "show", "--json", str(folder / "near.jsonl"))
     report = result.report
     assert (result.code, report["verdict"], report["command"]) == (0, "warn", "overflow show")
@@ -127,17 +127,8 @@ def test_growth_near_the_limit_is_found_and_compared_with_the_batch_before(folde
     ends = [(one["module"], one["tensor"]) for one in (grown["through"][0], grown["through"][-1])]
     assert ends == [("block.3.norm", "output"), ("block.3.ff.wo", "input")]
     assert grown["factor"] > 1000
-    parts = report["data"]["divergence"]["first"]
-    assert (parts["what"], parts["a"]["module"], report["data"]["divergence"]["compared"]) == (
-        "numbers",
-        "block.3.ff.wo",
-        33,
-    )
-    # Code in ff made it, and not wo.
-    assert parts["given_b"] > 1000 * parts["given_a"]
     assert {one["id"]: one["level"] for one in report["findings"]} == {
         "overflow.near-limit": "warn",
-        "overflow.diverges": "info",
     }
     assert report["summary"].startswith("the input of `block.3.ff.wo` (Linear) reaches ")
 
@@ -151,16 +142,16 @@ def test_people_see_the_answer_first_in_80_columns_without_colour(folder: Path) 
     assert lines[1].startswith("batch 1 (optimizer step 0): ")
     assert " inf in `input[0]` of `block.3.ff.wo`" in result.out.replace("\n  ", " ")
     assert "FAIL  overflow.detected" in result.out
-    assert " overflow show found.jsonl --batch 1 --module 'block.3*' --verbose" in result.out
+    assert " overflow show found.jsonl --batch 1 --verbose" in result.out
     assert max(len(one) for one in lines if not one.startswith("    ")) <= 80
-    assert "batch 0   batch 1" in result.out
+    assert "batch 1, module by module:" in result.out
 
 
 def test_a_pattern_and_a_batch_choose_what_is_shown(folder: Path) -> None:
     words = ("overflow", "show", str(folder / "near.jsonl"), "--json")
     data = distdiag(*words, "--module", "*.wo", "--batch", "2").report["data"]
     assert [one["module"] for one in data["rows"]] == [f"block.{number}.ff.wo" for number in range(6)]
-    assert (data["divergence"], {one["of"]["batch"] for one in data["rows"]}) == (None, {2})
+    assert {one["of"]["batch"] for one in data["rows"]} == {2}
     near = words[2]
     assert len(checked(Request(paths=(near,), everything=True)).data.rows) == 66
     with pytest.raises(UsageError) as refused:
@@ -176,8 +167,6 @@ def test_two_files_and_a_folder_of_them(folder: Path) -> None:
     data = result.report["data"]
     assert result.code == 1
     assert [Path(one["path"]).name for one in data["files"]] == ["found.jsonl", "near.jsonl"]
-    # Batch 0 is the only one that both have, and is the same in both.
-    assert (data["divergence"]["a"]["batch"], data["divergence"]["first"]) == (0, None)
 
 
 def test_files_that_are_cut_off_empty_foreign_or_of_a_later_distdiag(folder: Path, tmp_path: Path) -> None:

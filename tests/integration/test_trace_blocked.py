@@ -86,7 +86,6 @@ class Seen:
 
     findings: list[dict[str, Any]]
     threads: list[dict[str, Any]]
-    chains: list[dict[str, Any]]
 
     @property
     def title(self) -> str:
@@ -107,7 +106,6 @@ def seen(jobs: dict[str, Job]) -> dict[str, Seen]:
         kind: Seen(
             [one for one in result.report["findings"] if one["title"].startswith(f"job {job.name}: ")],
             [one for one in result.report["data"]["threads"] if one["job"] == job.name],
-            [one for one in result.report["data"]["chains"] if one["job"] == job.name],
         )
         for kind, job in jobs.items()
     }
@@ -126,8 +124,6 @@ def test_the_rank_that_sleeps_is_named(jobs: dict[str, Job], seen: dict[str, See
     assert last["fd_target"].startswith("socket:[")
     assert last["blocked_s"] > 5
     assert (second["rank"], second["kind"]) == (1, "sleep")
-    (chain,) = one.chains
-    assert (chain["rank"], chain["cause"], [other["rank"] for other in chain["waiting"]]) == (1, "sleep", [0])
 
 
 def test_a_stopped_rank_is_told_with_the_command_that_lets_it_go_on(
@@ -139,7 +135,7 @@ def test_a_stopped_rank_is_told_with_the_command_that_lets_it_go_on(
     (waits,) = [line for line in one.findings[0]["evidence"] if line.startswith("waits: ")]
     assert "; rank 0 waits for its data: recvfrom on 127.0.0.1:" in waits
     assert one.findings[0]["fix"]["commands"] == [f"kill -CONT {pid}"]
-    assert one.chains[0]["cause"] == "stopped"
+    assert one.threads[1]["kind"] == "stopped"
 
 
 def test_a_fifo_that_nobody_writes(jobs: dict[str, Job], seen: dict[str, Seen]) -> None:

@@ -188,9 +188,9 @@ def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
     result = distdiag("trace", "show", "--json", "--count", "total", str(tmp_path))
     rings_of = {one["pid"]: one for one in result.report["data"]["rings"]}
     assert {one["rank"] for one in rings_of.values()} == {3}
-    (worker,) = (one for one in rings_of.values() if one["count"])
-    assert (worker["count"], worker["full"], worker["thread"]) == (9, False, f"pid {worker['pid']} MainThread")
-    assert worker["kept"] >= 17
+    (worker,) = (one for one in rings_of.values() if one["thread"]["count"])
+    assert (worker["thread"]["count"], worker["full"], worker["thread"]["name"]) == (9, False, "MainThread")
+    assert worker["thread"]["kept"] >= 17
     text = distdiag("trace", "show", "--count", "total", str(tmp_path)).out
     assert f"{worker['pid']} (its child)" in text
 
@@ -203,9 +203,7 @@ def test_a_module_of_the_standard_library_is_included_by_its_name_and_an_unknown
     files = {one.code.file for one in ring.threads[0].records if one.code.kind == "stdlib"}
     assert {os.path.basename(os.path.dirname(file)) for file in files} == {"json"}
     assert (done.returncode, done.stderr.count(b"traces nothing")) == (0, 3)
-    assert b"--include jsno traces nothing: no package of that name is installed; did you mean --include json?" in (
-        done.stderr
-    )
+    assert b"--include jsno traces nothing: no package of that name is installed; " in done.stderr
     assert b"--include pytest.nothing traces nothing: pytest has no nothing" in done.stderr
     text = distdiag("trace", "show", "--count", "dumps", str(tmp_path)).out
     assert "more than the last 20 lines, which were recorded: earlier lines are not counted" in " ".join(text.split())
@@ -336,7 +334,7 @@ def show(*arguments: str) -> Result:
 
 
 def last_place(ring: dict[str, Any]) -> tuple[str, int]:
-    return os.path.basename(ring["last"][-1]["file"]), ring["last"][-1]["line"]
+    return os.path.basename(ring["thread"]["last"][-1]["file"]), ring["thread"]["last"][-1]["line"]
 
 
 def test_the_stuck_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path: Path) -> None:
@@ -354,13 +352,14 @@ def test_the_stuck_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path:
     assert finding["where"]["ranks"] == [1]
     assert f"hangs_by_line.py:{late}" in finding["title"]
     assert f"waits in `all_reduce` called from `step` hangs_by_line.py:{waits}" in finding["title"]
-    places = {ring["rank"]: last_place(ring) for ring in dead.report["data"]["rings"] if ring["thread"] == "MainThread"}
+    places = {ring["rank"]: last_place(ring) for ring in dead.report["data"]["rings"] if ring["thread"]["main"]}
     assert places == {0: ("hangs_by_line.py", waits), 1: ("hangs_by_line.py", late)}
     assert [group["ranks"] for group in dead.report["data"]["groups"]] == [[0], [1]]
     counted = show("--count", r"dist\.all_reduce", str(tmp_path)).report["data"]["rings"]
-    assert {ring["rank"]: ring["count"] for ring in counted if ring["thread"] == "MainThread"} == {0: 4, 1: 3}
-    (found,) = (ring for ring in show("--grep", "time.sleep", str(tmp_path)).report["data"]["rings"] if ring["matches"])
-    assert (found["rank"], found["matches"][0]["line"]) == (1, late)
+    assert {ring["rank"]: ring["thread"]["count"] for ring in counted if ring["thread"]["main"]} == {0: 4, 1: 3}
+    rings = show("--grep", "time.sleep", str(tmp_path)).report["data"]["rings"]
+    (found,) = (ring for ring in rings if ring["thread"]["matches"])
+    assert (found["rank"], found["thread"]["matches"][0]["line"]) == (1, late)
 
 
 def test_a_job_that_comes_to_its_end_is_fine_and_an_older_run_is_not_mixed_in(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_zero3_at_400_gbps() -> None:
     slow = diagnose(run, None, 12.5e9).findings
     assert [finding.id for finding in slow] == ["estimate.network-bound"]
     too_slow = diagnose(run, None, 1e9)
-    assert too_slow.summary == too_slow.findings[-1].title
+    assert (too_slow.findings[-1].id, too_slow.summary) == ("estimate.network-too-slow", too_slow.findings[-1].title)
     assert too_slow.summary.startswith("the traffic of a step takes 1054 s, longer than the step itself (105.22 s)")
 
 

@@ -123,8 +123,10 @@ def test_what_was_asked_for_is_no_finding_and_the_same_unasked_is() -> None:
     unasked = judged(cuda, kind=TF32, of_limit=9.0)
     assert [finding.id for finding in unasked.findings] == ["floatcmp.op-coarse"]
     assert "as coarse as TF32" in unasked.summary
-    assert judged(cuda, kind=BEYOND).verdict == "fail"
-    assert judged(cuda, reproducible=False).verdict == "ok"
+    assert [one.id for one in judged(cuda, kind=BEYOND).findings] == ["floatcmp.op-wrong"]
+    assert [one.id for one in judged(cuda, not_finite=3).findings] == ["floatcmp.op-not-finite"]
+    again = judged(cuda, reproducible=False)
+    assert (again.verdict, [one.id for one in again.findings]) == ("ok", ["floatcmp.op-not-reproducible"])
     promised = Side(typed="cuda,deterministic", device="cuda", deterministic=True)
     assert judged(promised, reproducible=False).verdict == "fail"
 

@@ -62,8 +62,15 @@ def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None
 def test_the_fix_fits_what_differs(kind: str, name: str, fix: str) -> None:
     values = {rank: [Entry(kind, name, "int", 5 + (rank == 2))] for rank in range(3)}
     (finding,) = diagnose(values, 3).findings
+    assert finding.id == "sync-check.out-of-sync"
     assert finding.fix is not None
     assert fix in finding.fix.text
+
+
+def test_ids_of_ranks_without_a_file_and_of_statistics_of_each_rank() -> None:
+    statistics = {rank: [Entry("BatchNorm statistics", "n.running_mean", "(4,)", rank)] for rank in range(3)}
+    found = [(finding.id, finding.level) for finding in diagnose(statistics, 4).findings]
+    assert sorted(found) == [("sync-check.batchnorm-statistics", "info"), ("sync-check.ranks-missing", "unknown")]
 
 
 def test_the_rank_where_a_value_is_missing_is_named() -> None:

@@ -13,7 +13,8 @@ from trace_facts import NET, owned
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.fds.collect import Opened, Reply
-from distdiag.commands.trace.fds.command import Request, diagnose, trace_fds_view
+from distdiag.commands.trace.fds.diagnose import Request, diagnose
+from distdiag.commands.trace.fds.view import trace_fds_view
 from distdiag.commands.trace.nodes import Answers
 from distdiag.facts.descriptors import Descriptor, End
 from distdiag.facts.socket_owners import Network, PeerProcess
@@ -22,7 +23,7 @@ from distdiag.facts.sockets import Socket
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.trace.fds.command import TraceFds
+    from distdiag.commands.trace.fds.diagnose import TraceFds
     from distdiag.report import Report
 
 REQUEST = Request(program="distdiag", cluster=Cluster(), wanted=ranks.Wanted(ranks=(0,)))

@@ -45,13 +45,9 @@ def process(rank: int | None, at: tuple[str, int], *more: Line, **changes: objec
         "pid": 1000 + (rank or 0),
         "parent": 1,
         "rank": rank,
-        "local_rank": rank,
         "world_size": 4,
         "launcher": "torchrun",
         "job": {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
-        "command": "python train.py",
-        "python": "3.11.7",
-        "include": (),
         "lines": 1000,
         "state": "died",
         "error": "",
@@ -219,3 +215,16 @@ def test_nothing_there_says_how_to_begin() -> None:
     assert report.exit_code() == 3
     assert report.findings[0].fix is not None
     assert "distdiag trace py -- train.py" in report.findings[0].fix.commands
+
+
+def test_each_outcome_has_its_id() -> None:
+    silent = process(0, REDUCE, threads=())
+    cases = {
+        "trace.same-place": ranks(dict.fromkeys(range(4), REDUCE)),
+        "trace.undecided": ranks({0: REDUCE, 1: REDUCE, 2: BARRIER, 3: BARRIER}),
+        "trace.no-lines": [silent],
+        "trace.exited-first": [process(0, REDUCE, state="raised", error="E", ended_s=80.0), process(1, REDUCE)],
+        "trace.threads-not-recorded": ranks(dict.fromkeys(range(4), COMPUTE), state="ended", untold=3),
+    }
+    for id_, processes in cases.items():
+        assert id_ in [one.id for one in judged(*processes).findings], id_

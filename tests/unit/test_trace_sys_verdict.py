@@ -411,3 +411,33 @@ def test_times_are_read(text: str, seconds: float) -> None:
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_duration(text, "--for", longest_s=600)
+
+
+def test_each_grave_error_has_its_id(tmp_path: Path) -> None:
+    calls = {
+        "read(3</data/x>, 0x1, 1)": ("EIO", "ESTALE", "EUCLEAN"),
+        "write(4</data/y>, 0x1, 1)": ("EDQUOT", "EPIPE"),
+        'openat(AT_FDCWD</w>, "/data/z", O_WRONLY)': ("EROFS", "ENFILE"),
+        "mmap(NULL, 4096, PROT_READ, MAP_PRIVATE, 5</data/m>, 0)": ("ENOMEM",),
+        f"recvfrom(7<TCP:[{MINE}->{THEIRS}]>, 0x1, 1, 0, NULL, NULL)": ("ECONNRESET", "ETIMEDOUT"),
+        f"sendto(7<TCP:[{MINE}->{THEIRS}]>, 0x1, 1, 0, NULL, 0)": ("EHOSTUNREACH", "ENETUNREACH"),
+        f"bind(8<TCP:[{MINE}]>, 0x1, 16)": ("EADDRINUSE", "EADDRNOTAVAIL"),
+    }
+    names = [(call, error) for call, errors in calls.items() for error in errors]
+    text = "".join(line(100, number, call, f"-1 {error} (text)") for number, (call, error) in enumerate(names))
+    found = {str(one.id) for one in written(tmp_path, rank_0=text).findings}
+    wanted = {
+        *("trace.error-eio", "trace.error-estale", "trace.error-euclean", "trace.error-edquot", "trace.error-epipe"),
+        *("trace.error-erofs", "trace.error-enfile", "trace.error-enomem", "trace.error-econnreset"),
+        *("trace.error-etimedout", "trace.error-ehostunreach", "trace.error-enetunreach", "trace.error-eaddrinuse"),
+        "trace.error-eaddrnotavail",
+    }
+    assert sorted(wanted - found) == []
+
+
+def test_a_log_without_times_beside_a_good_one_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "a.strace").write_text("read(3, 0x1, 1) = 1\n" * 30)
+    (tmp_path / "new.strace").write_text(line(100, 1.0, "getppid()", "1") * 30)
+    report = judge(tmp_path / "old", tmp_path / "new.strace")
+    assert only(report, "trace.log-unread").title

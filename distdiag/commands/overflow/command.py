@@ -46,7 +46,6 @@ def overflow(
             "step, or never.",
         ),
     ] = "each",
-    unit: Annotated[str, typer.Option(metavar="forward|step", help="What counts as a batch.")] = "forward",
     ignore: Annotated[
         str, typer.Option(metavar="PATTERNS", help="Modules where NaN and Inf are expected: 'lm_head,*.mask:output'.")
     ] = "",
@@ -80,14 +79,14 @@ def overflow(
     program = called_as()
     try:
         argv = parse_command(command, nproc, program)
-        _check(unit, grads)
+        if grads not in ("each", "step", "off"):
+            raise UsageError(f"--grads {grads!r}: unknown value", hint="use each, step or off")
         settings = Settings(
             folder="",
             max_frames_to_save=frames,
             trace_batch_nums=parse_numbers([trace] if trace.strip() else [], "--trace-batches", "batch", "batches"),
             abort_after_batch_num=abort_after,
             mode="full" if full else "step",
-            unit=unit,
             gradients=grads,
             ignore=tuple(pattern.strip() for pattern in ignore.split(",") if pattern.strip()),
             on_detect="report" if go_on else "raise",
@@ -114,10 +113,3 @@ def parse_command(command: Sequence[str], nproc: int | None, program: str) -> li
         raise UsageError(f"--nproc needs a script or -m MODULE; {argv[0]} is neither", hint="remove --nproc")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc))
     return [argv[0], *torchrun, *argv[1:]]
-
-
-def _check(unit: str, grads: str) -> None:
-    if unit not in ("forward", "step"):
-        raise UsageError(f"--unit {unit!r}: unknown unit", hint="use --unit forward or --unit step")
-    if grads not in ("each", "step", "off"):
-        raise UsageError(f"--grads {grads!r}: unknown value", hint="use each, step or off")

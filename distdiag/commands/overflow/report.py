@@ -43,9 +43,14 @@ class Overflow:
     folder: str = ""
 
     @property
-    def models(self) -> list[WatchedModel]:
+    def watched(self) -> list[tuple[WatchedProcess, WatchedModel]]:
         """All models of all processes."""
-        return [model for process in self.processes for model in process.models]
+        return [(process, model) for process in self.processes for model in process.models]
+
+    @property
+    def models(self) -> list[WatchedModel]:
+        """The models alone."""
+        return [model for _, model in self.watched]
 
     @property
     def was_aborted(self) -> bool:
@@ -98,14 +103,8 @@ def _detected(outcome: Overflow, program: str) -> Iterator[Finding]:
             fix = Fix(text=text, commands=(f"{program} overflow show {shown}",))
         ranks = () if found.rank is None else (found.rank, *found.other_ranks)
         where = Where(hosts=(found.host,) if found.host else (), ranks=ranks)
-        yield Finding(
-            id=Id.OVERFLOW_DETECTED,
-            level=Level.FAIL,
-            title=found.sentence,
-            where=where,
-            evidence=found.hints,
-            fix=fix,
-        )
+        id_, title = Id.OVERFLOW_DETECTED, found.sentence
+        yield Finding(id=id_, level=Level.FAIL, title=title, where=where, evidence=found.hints, fix=fix)
 
 
 def _blind_spots(outcome: Overflow) -> Iterator[Finding]:
@@ -113,62 +112,50 @@ def _blind_spots(outcome: Overflow) -> Iterator[Finding]:
     if outcome.saw_nothing:
         early = f"The job ended with {outcome.ended} before it called a model."
         attach = Fix(text="attach the detector in the script: DebugUnderflowOverflow(model)")
-        yield Finding(
-            id=Id.OVERFLOW_NOTHING_WATCHED,
-            level=Level.UNKNOWN,
-            title=_NOTHING,
-            detail=early if outcome.status else _HOW_FOUND,
-            fix=None if outcome.status else attach,
-        )
+        detail, fix = (early, None) if outcome.status else (_HOW_FOUND, attach)
+        yield Finding(id=Id.OVERFLOW_NOTHING_WATCHED, level=Level.UNKNOWN, title=_NOTHING, detail=detail, fix=fix)
     for why in dict.fromkeys(why for process in outcome.processes for why in process.left_out):
-        processes = [process for process in outcome.processes if why in process.left_out]
-        yield _blind(Id.OVERFLOW_NOT_WATCHED, Level.UNKNOWN, f"part of the job was not checked: {why}", *processes)
-    watched = [(process, model) for process in outcome.processes for model in process.models]
-    for process, model in watched:
+        where = _where(*[process for process in outcome.processes if why in process.left_out])
+        title = f"part of the job was not checked: {why}"
+        yield Finding(id=Id.OVERFLOW_NOT_WATCHED, level=Level.UNKNOWN, title=title, where=where)
+    for process, model in outcome.watched:
         if model.off:
-            yield _blind(
-                Id.OVERFLOW_GAVE_UP, Level.UNKNOWN, f"the detector of {model.model} stopped: {model.off}", process
-            )
-    for process, model in watched:
+            title = f"the detector of {model.model} stopped: {model.off}"
+            yield Finding(id=Id.OVERFLOW_GAVE_UP, level=Level.UNKNOWN, title=title, where=_where(process))
         if model.unread:
             all_ = "" if model.unread == model.batches else f"{model.unread:,} of {model.batches:,} times "
             title = f"the output of {model.model} {all_}cannot be read ({model.kind})"
             full = Fix(text="check the tensors of all modules: add --full before the --")
             # The gradients show a bad output of training, too.
             level = Level.WARN if model.steps else Level.UNKNOWN
-            yield _blind(Id.OVERFLOW_OUTPUTS_UNREADABLE, level, title, process, fix=full)
+            yield Finding(id=Id.OVERFLOW_OUTPUTS_UNREADABLE, level=level, title=title, where=_where(process), fix=full)
 
 
-def _blind(id_: Id, level: Level, title: str, *processes: WatchedProcess, fix: Fix | None = None) -> Finding:
-    where = Where(
+def _where(*processes: WatchedProcess) -> Where:
+    return Where(
         hosts=tuple(dict.fromkeys(process.host for process in processes)),
         ranks=tuple(process.rank for process in processes if process.rank is not None),
         pids=tuple(process.pid for process in processes),
     )
-    return Finding(id=id_, level=level, title=title, where=where, fix=fix)
 
 
 def _warnings(outcome: Overflow) -> Iterator[Finding]:
-    warnings = {
-        text: process for process in reversed(outcome.processes) for model in process.models for text in model.warnings
-    }
+    warnings = {text: process for process, model in reversed(outcome.watched) for text in model.warnings}
     for text, process in warnings.items():
-        where = Where(hosts=(process.host,), ranks=() if process.rank is None else (process.rank,))
-        yield Finding(id=Id.OVERFLOW_WARNING, level=Level.WARN, title=text, where=where)
+        yield Finding(id=Id.OVERFLOW_WARNING, level=Level.WARN, title=text, where=_where(process))
 
 
 def _ends(outcome: Overflow) -> Iterator[Finding]:
     """Report the exits of processes and job, if no detection explains them."""
+    if outcome.detections:
+        return
     lost = [process for process in outcome.processes if not process.ended]
-    if lost and not outcome.detections:
-        yield Finding(
-            id=Id.OVERFLOW_ENDED_EARLY,
-            level=Level.UNKNOWN,
-            title=f"{len(lost)} of {len(outcome.processes)} processes ended before they reported their results",
-            detail="They were killed, crashed, or exited by os._exit().",
-            where=Where(hosts=tuple({process.host for process in lost}), pids=tuple(process.pid for process in lost)),
-        )
-    if outcome.status and not outcome.detections:
+    if lost:
+        title = f"{len(lost)} of {len(outcome.processes)} processes ended before they reported their results"
+        detail = "They were killed, crashed, or exited by os._exit()."
+        id_ = Id.OVERFLOW_ENDED_EARLY
+        yield Finding(id=id_, level=Level.UNKNOWN, title=title, detail=detail, where=_where(*lost))
+    if outcome.status:
         asked = "the job was stopped after the batch of --abort-after"
         title = asked if outcome.was_aborted else f"the job itself ended with {outcome.ended}"
         yield Finding(id=Id.OVERFLOW_JOB_ENDED, level=Level.INFO if outcome.was_aborted else Level.UNKNOWN, title=title)
@@ -187,9 +174,8 @@ def overflow_view(report: Report[Overflow]) -> Iterator[RenderableType]:
     table = plain_table(
         *(Column(title, overflow="fold") if title in names else Column(title, justify="right") for title in titles)
     )
-    for process in report.data.processes:
-        for model in process.models:
-            rank = "-" if process.rank is None else str(process.rank)
-            counts = (model.batches, model.steps, model.began)
-            table.add_row(rank, process.host, str(process.pid), model.model, *[f"{count:,}" for count in counts])
+    for process, model in report.data.watched:
+        rank = "-" if process.rank is None else str(process.rank)
+        counts = (model.batches, model.steps, model.began)
+        table.add_row(rank, process.host, str(process.pid), model.model, *[f"{count:,}" for count in counts])
     yield table

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.errors import UsageError
-from distdiag.training.line_trace import session as line_trace
+from distdiag.training.line_trace import recorder as line_trace
 from distdiag.training.overflow import session as overflow
 
 if TYPE_CHECKING:

@@ -13,21 +13,19 @@ from distdiag.ids import Id
 from distdiag.jobs.collect import Ask, Processes
 from distdiag.jobs.types import NodeStacks
 from distdiag.report import Finding, Level, Where
-from distdiag.runner import Asks, Question, Subcommand
+from distdiag.runner import Asks, Question
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from rich.console import RenderableType
-
+    from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.host_results import HostError, HostResult
+    from distdiag.cluster.node import Node
     from distdiag.commands.trace.ranks import Chosen, Wanted
     from distdiag.output import Progress
-    from distdiag.report import Report
     from distdiag.saved_facts import Gathered
 
 Reply = TypeVar("Reply")
-Data = TypeVar("Data")
 AnyRequest = Any
 """A request: each command has its own."""
 
@@ -81,44 +79,22 @@ def incomplete(answers: Answers[Any]) -> list[Finding]:
     ]
 
 
-def about_processes(
-    name: str,
-    request: type[Any],
+def gather(
+    request: AnyRequest,
+    progress: Progress,
+    collect: str,
     reply: type[Reply],
-    plan: Callable[[Sequence[NodeStacks], AnyRequest], Asks],
-    diagnose: Callable[[AnyRequest, Answers[Reply]], Report[Data]],
-    view: Callable[[Data], Iterable[RenderableType]],
-) -> Subcommand[Any, NodeAnswer[Reply], Data]:
-    """Return a subcommand that reads some processes of each node.
-
-    Args:
-        name: of the command; nodes run jobs.collect.facts and the more() of its folder's collect.
-        request: the type of its request.
-        reply: the type of more()'s replies.
-        plan: from the processes of all nodes, by host the argument of more().
-        diagnose: judges; pure. May raise DistdiagError if no selected process exists.
-        view: renders the report's data.
-    """
-    module = f"distdiag.commands.{name.replace(' ', '.')}.collect"
-
-    def collect(request: AnyRequest, progress: Progress) -> Gathered[NodeAnswer[Reply]]:
-        question = Question[Processes, Reply, NodeAnswer[Reply]](
-            part=reply,
-            plan=lambda hosts, _: plan([NodeStacks(host, own, ()) for host, own in hosts.items()], request),
-            join=lambda host, first, parts, _: NodeAnswer(host=host, processes=first, replies=tuple(parts)),
-        )
-        return runner.gather(request.cluster, finder(module, request.wanted), question, progress)
-
-    return Subcommand(
-        name=name,
-        request=request,
-        facts=NodeAnswer[reply],  # type: ignore[valid-type]
-        collect=collect,
-        diagnose=lambda request, gathered: diagnose(request, answers_of(gathered)),
-        view=lambda _, __, report: view(report.data),
-        explain=lambda request: runner.explain(request.cluster, finder(module, request.wanted)),
-        shown_as_typed=("threads",) if "threads" in request.__dataclass_fields__ else (),
+    plan: Callable[[Mapping[str, Processes], bool], Asks],
+    together: Callable[[Fleet, Mapping[str, Node], Sequence[NodeAnswer[Reply]]], list[NodeAnswer[Reply]]] | None = None,
+) -> Gathered[NodeAnswer[Reply]]:
+    """Ask all nodes for their processes, then some about the selected ones: `plan` and `together` as in Question."""
+    question = Question[Processes, Reply, NodeAnswer[Reply]](
+        part=reply,
+        plan=plan,
+        join=lambda host, first, parts, _: NodeAnswer(host=host, processes=first, replies=tuple(parts)),
+        together=together,
     )
+    return runner.gather(request.cluster, finder(collect, request.wanted), question, progress)
 
 
 def index_of(answers: Answers[Any]) -> ProcessIndex:

@@ -12,7 +12,7 @@ from distdiag.child_job import argv_of, execute, say_python, watched
 from distdiag.errors import UsageError
 from distdiag.options import called_as
 from distdiag.output import fail, say
-from distdiag.training.line_trace.session import LINES, THREADS, VARIABLE, Settings
+from distdiag.training.line_trace.recorder import LINES, THREADS, VARIABLE, Settings
 
 
 def trace_py(
@@ -85,36 +85,21 @@ def _names(text: str) -> list[str]:
 
 
 def _unknown(name: str, python: str) -> str:
-    """Format the error for an unknown package name, with a suggestion; empty if known or not checkable."""
+    """Return why --include of a package traces nothing; empty if it may, or cannot be checked here."""
     from importlib import machinery
 
     top, _, below = name.partition(".")
     if name in ("all", "stdlib") or os.path.realpath(python) != os.path.realpath(sys.executable):
         return ""
     spec = machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-    if spec is None:
-        if top in sys.stdlib_module_names:
-            return f"--include {name} traces nothing: it contains no Python code"
-        close = _close(top)
-        hint = f"; did you mean --include {close}?" if close else "; use the name that the package is imported by"
-        return f"--include {name} traces nothing: no package of that name is installed{hint}"
-    folders = list(spec.submodule_search_locations or ())
-    if not folders and not (spec.origin or "").endswith(".py"):
-        return f"--include {name} traces nothing: it contains no Python code"
-    paths = [os.path.join(folder, *below.split(".")) for folder in folders] if below else []
-    if below and not any(os.path.exists(path) or os.path.exists(f"{path}.py") for path in paths):
-        return f"--include {name} traces nothing: {top} has no {below}"
-    return ""
-
-
-def _close(name: str) -> str:
-    """Return the import name of an installed package (pillow is PIL), or the closest spelling."""
-    import difflib
-    from importlib import metadata
-
-    found = metadata.packages_distributions()
-    wanted = name.lower().replace("_", "-")
-    for package, names in found.items():
-        if not package.startswith("_") and wanted in {name.lower().replace("_", "-") for name in names}:
-            return package
-    return next(iter(difflib.get_close_matches(name, [*found, *sys.stdlib_module_names], 1)), "")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    paths = [os.path.join(folder, *below.split(".")) for folder in folders]
+    if spec is None and top not in sys.stdlib_module_names:
+        why = "no package of that name is installed; use the name that it is imported by"
+    elif spec is None or not (folders or (spec.origin or "").endswith(".py")):
+        why = "it contains no Python code"
+    elif below and folders and not any(os.path.exists(path) or os.path.exists(f"{path}.py") for path in paths):
+        why = f"{top} has no {below}"
+    else:
+        return ""
+    return f"--include {name} traces nothing: {why}"

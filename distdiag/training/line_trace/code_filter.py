@@ -23,7 +23,7 @@ class CodeFilter:
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
         paths = sysconfig.get_paths()
         self._stdlib = tuple({os.path.join(paths[name], "") for name in ("stdlib", "platstdlib")})
-        places = {paths["purelib"], paths["platlib"], *_user_site()}
+        places = {paths["purelib"], paths["platlib"], site.getusersitepackages()}
         self._sites = tuple(sorted((os.path.join(place, "") for place in places), key=len, reverse=True))
         self._include = tuple(include)
         self._exclude = tuple(exclude)
@@ -73,11 +73,8 @@ class CodeFilter:
         return None
 
     def _is_in(self, below: str, wanted: Sequence[str]) -> bool:
-        for name in wanted:
-            path = name.replace(".", os.sep)
-            if name == "all" or below.startswith(path + os.sep) or below == path + ".py":
-                return True
-        return False
+        paths = [name.replace(".", os.sep) for name in wanted]
+        return "all" in wanted or any(below.startswith(path + os.sep) or below == path + ".py" for path in paths)
 
     def _is_below(self, file: str, wanted: str) -> bool:
         """Return whether a user's file matches `wanted`: a directory, a file, or a package."""
@@ -86,10 +83,3 @@ class CodeFilter:
             return file == named or file.startswith(named + os.sep)
         path = os.sep + wanted.replace(".", os.sep)
         return path + os.sep in file or file.endswith(path + ".py")
-
-
-def _user_site() -> tuple[str, ...]:
-    try:
-        return (site.getusersitepackages(),)
-    except (AttributeError, OSError):
-        return ()

@@ -63,7 +63,7 @@ class MonitoringTracer:
         """Stop in all threads."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         monitoring.set_events(self._tool, 0)
-        for code in self._recorder.codes():
+        for code in list(self._recorder.codes):
             monitoring.set_local_events(self._tool, code, 0)
         monitoring.free_tool_id(self._tool)
 

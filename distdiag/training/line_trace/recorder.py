@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from distdiag.facts import line_trace_file, machine, private_files, procs, rank_identity
 from distdiag.training.line_trace.code_filter import CodeFilter
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
     from typing import Any, TypeVar
 
-    from distdiag.training.line_trace.session import Settings
-
     Result = TypeVar("Result")
 
+VARIABLE = "DISTDIAG_LINES"
+LINES = 1000
+THREADS = 32
 _MOST_CODE = 200_000
 _ERROR = 300
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(line_trace_file.__file__ or "")) + os.sep
 _NAMES_BYTES = 8 * 2**20
 """Limit on the names file; code beyond it is not traced."""
-_COMMAND = 300
 _SLOW_S = 0.005
 _SLOW_LINES = 64
 """Number of lines with a timestamp each after a slow line, or a slow block of 16 lines."""
@@ -43,6 +43,25 @@ _MADE_AT_ONCE = 32
 _MOST_ANCESTORS = 4
 _DEEP = 64
 """Limit on frames searched for the caller: a callback may be called through frames of a library."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how much to record: `lines` for each of at most `threads` concurrent threads, in `folder`.
+
+    `include`: packages besides the user's own code ("torch", "torch.nn", "json"; "all": all packages; "stdlib");
+    `exclude`: packages or directories to skip.
+    """
+
+    folder: str
+    lines: int = LINES
+    threads: int = THREADS
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """Format for the environment variable of the job's processes."""
+        return json.dumps(asdict(self))
 
 
 def _nowhere() -> Iterator[list[float]]:
@@ -58,7 +77,8 @@ class Recorder:
         """id of a code object -> the base of its places, to which a line number is added."""
         self._settings = settings
         self._filter = CodeFilter(settings.include, settings.exclude)
-        self._kept: list[CodeType] = []
+        self.codes: list[CodeType] = []
+        """The traced code objects, kept: or an id could be reused."""
         self._names: list[bytes] = []
         self._trace_file: TraceFile | None = None
         self._broken = False
@@ -89,7 +109,7 @@ class Recorder:
         name = getattr(code, "co_qualname", code.co_name)
         kind = self._filter.kind_of(code.co_filename, name, str(frame.f_globals.get("__name__", "")))
         trace_file = None if kind is None else self._file()
-        if trace_file is None or len(self._kept) >= _MOST_CODE:
+        if trace_file is None or len(self.codes) >= _MOST_CODE:
             return None
         file = code.co_filename
         path = file if file.startswith("<") else os.path.abspath(file)
@@ -99,13 +119,9 @@ class Recorder:
             if not trace_file.write_names(line):
                 return None
             self._names.append(line)
-            self._kept.append(code)  # or its id could be reused
+            self.codes.append(code)
             base = self.bases[id(code)] = float(number << line_trace_file.LINE_BITS)
         return base
-
-    def codes(self) -> list[CodeType]:
-        """Return the traced code objects."""
-        return list(self._kept)
 
     def place_of_caller(self, frame: FrameType) -> float | None:
         """Return the place this frame returns to: the nearest traced caller at its current line."""
@@ -200,10 +216,8 @@ class RingLease:
 
 def complain(what: str) -> None:
     """Print to stderr why the job is not traced, or only in part."""
-    try:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr: the job continues
         sys.stderr.write(f"distdiag trace: {what}\n")
-    except (OSError, ValueError, AttributeError):  # no stderr: the job continues
-        return
 
 
 class TraceFile:
@@ -240,7 +254,7 @@ class TraceFile:
         flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(stem + line_trace_file.SUFFIX, os.O_RDWR | flags, 0o600, dir_fd=folder)
         try:
-            _take_space(fd, size)
+            os.posix_fallocate(fd, 0, size)  # else a full disk kills the job by SIGBUS, at a hole of the mapped file
             self._map = mmap.mmap(fd, size)
             flags |= os.O_WRONLY | os.O_APPEND
             self._names = os.open(stem + line_trace_file.NAMES_SUFFIX, flags, 0o600, dir_fd=folder)
@@ -265,16 +279,12 @@ class TraceFile:
             started=self._proc.started if self._proc is not None else int(self._began[0]),
             began_s=self._began[0],
             monotonic_s=self._began[1],
-            python=".".join(map(str, sys.version_info[:3])),
-            command=machine.command_line(self.pid)[:_COMMAND],
             rings=self._settings.threads,
             lines=self._settings.lines,
-            include=self._settings.include[:20],
             rank=None if place is None else place.rank,
-            local_rank=None if place is None else place.local_rank,
             world_size=None if place is None else place.world_size,
             launcher="" if place is None else place.launcher,
-            job={name: os.environ[name][:80] for name in _JOB if name in os.environ},
+            job={name: os.environ[name][:80] for name in line_trace_file.JOB_NAMES if name in os.environ},
             error=error,
             raised_at=raised_at,
         )
@@ -374,14 +384,6 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
             yield all_places[:1] if slow > 0 else all_places
 
 
-def _take_space(fd: int, size: int) -> None:
-    """Allocate the blocks now: writing to a hole of a mapped file on a full disk would kill the job by SIGBUS."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, size)
-    else:
-        os.pwrite(fd, bytes(size), 0)
-
-
 def _ancestors() -> tuple[int, ...]:
     """Return pids above the parent: a fork server or shell may lie between a rank and its worker."""
     found: list[int] = []
@@ -390,9 +392,6 @@ def _ancestors() -> tuple[int, ...]:
         found.append(above.parent)
         above = procs.read(above.parent)
     return tuple(found)
-
-
-_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 
 
 def _thread_name() -> str:

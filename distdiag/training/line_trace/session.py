@@ -6,41 +6,14 @@ import atexit
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
 
 from distdiag.facts.line_trace_file import default_folder
-from distdiag.training.line_trace.recorder import Recorder, complain
+from distdiag.training.line_trace.recorder import LINES, THREADS, VARIABLE, Recorder, Settings, complain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType, TracebackType
-
-    from distdiag.training.line_trace.monitoring_tracer import MonitoringTracer
-    from distdiag.training.line_trace.settrace_tracer import SettraceTracer
-
-VARIABLE = "DISTDIAG_LINES"
-LINES = 1000
-THREADS = 32
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Where and how much to record: `lines` for each of at most `threads` concurrent threads, in `folder`.
-
-    `include`: packages besides the user's own code ("torch", "torch.nn", "json"; "all": all packages; "stdlib");
-    `exclude`: packages or directories to skip.
-    """
-
-    folder: str
-    lines: int = LINES
-    threads: int = THREADS
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-
-    def to_text(self) -> str:
-        """Format for the environment variable of the job's processes."""
-        return json.dumps(asdict(self))
 
 
 def _from_text(text: str) -> Settings:
@@ -55,13 +28,14 @@ _running: Session | None = None
 class Session:
     """A running tracer, at most one per process."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.recorder = Recorder(settings)
-        self._pid = os.getpid()
-        self._tracer = _tracer(self.recorder)
-
-    def start(self, frame: FrameType | None) -> None:
+    def __init__(self, settings: Settings, frame: FrameType | None) -> None:
         """Start tracing, also in the running function `frame` and its callers."""
+        self.recorder, self._pid = Recorder(settings), os.getpid()
+        if sys.version_info >= (3, 12):
+            from distdiag.training.line_trace.monitoring_tracer import MonitoringTracer as Tracer
+        else:
+            from distdiag.training.line_trace.settrace_tracer import SettraceTracer as Tracer
+        self._tracer = Tracer(self.recorder)
         self._tracer.start(frame)
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self._at_exit)
@@ -85,18 +59,10 @@ class Session:
             self.recorder.close()
 
 
-def _tracer(recorder: Recorder) -> SettraceTracer | MonitoringTracer:
-    if sys.version_info >= (3, 12):
-        from distdiag.training.line_trace.monitoring_tracer import MonitoringTracer
-
-        return MonitoringTracer(recorder)
-    from distdiag.training.line_trace.settrace_tracer import SettraceTracer
-
-    return SettraceTracer(recorder)
-
-
 def _obstacle() -> str:
     """Return why tracing is impossible here, or ""."""
+    if _running is not None:
+        return "already traced"
     if sys.implementation.name != "cpython":
         return f"{sys.implementation.name} is not supported; CPython is"
     if sys.version_info >= (3, 13) and not sys._is_gil_enabled():
@@ -109,18 +75,15 @@ def _obstacle() -> str:
 def begin(settings: Settings, frame: FrameType | None) -> Session | None:
     """Start a tracer, or print to stderr why not."""
     global _running
-    why = "already traced" if _running is not None else _obstacle()
+    why = _obstacle()
     if not why:
-        session = Session(settings)
         try:
-            session.start(frame)
+            _running = Session(settings, frame)
         except Exception as error:  # noqa: BLE001 - never fail the job
             why = f"{type(error).__name__} {error}".strip()
-        else:
-            _running = session
-            return session
-    complain(f"this process is not traced: {why}")
-    return None
+    if why:
+        complain(f"this process is not traced: {why}")
+    return None if why else _running
 
 
 def begin_from_environment() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from threading import Condition, get_ident
-from time import monotonic
+import time
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Callers:
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
-        self._gate = Condition()
+        self._gate = RLock()
         self._replays = self._framed = 0
 
     @property
@@ -34,30 +34,25 @@ class Callers:
 
     @property
     def has_frames(self) -> bool:
-        """Whether the frames are those of this thread's call."""
+        """Whether the frames are those of this thread's call; of others only the outputs are judged."""
         return self._framed == get_ident()
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether this thread has begun a call."""
-        return get_ident() in self._calls
-
-    def wait(self) -> None:
-        """Wait while another thread replays."""
-        if self._replays:
-            with self._gate:
-                self._gate.wait_for(lambda: not self._replays, _LONGEST_S)
+    @contextlib.contextmanager
+    def no_replay(self) -> Iterator[None]:
+        """Wait while another thread replays, and keep others from it meanwhile."""
+        is_held = self._gate.acquire(timeout=_LONGEST_S)
+        try:
+            yield
+        finally:
+            if is_held:
+                self._gate.release()
 
     def begin(self, call: Call) -> bool:
-        """Begin a call of this thread; return False if another thread has the frames.
-
-        Then only the outputs of this call are judged.
-        """
+        """Begin a call of this thread; return False if another thread has the frames."""
         self._calls[get_ident()] = call
-        with self._gate:
-            if not self._framed or self._framed not in sys._current_frames():
-                self._framed = get_ident()
-            return self.has_frames
+        if not self._framed or self._framed not in sys._current_frames():
+            self._framed = get_ident()
+        return self.has_frames
 
     def end(self) -> Call | None:
         """End the call of this thread; release_frames() follows."""
@@ -75,26 +70,21 @@ class Callers:
     @contextlib.contextmanager
     def alone(self) -> Iterator[str]:
         """Keep other threads out of the model during a replay; yields the reason if not possible, else ""."""
-        me = get_ident()
-        with self._gate:
-            self._gate.wait_for(lambda: not self._replays, _LEAVE_S)
-            why = "another thread is running the model" if self._replays else ""
-            if not why:
-                self._replays = me  # from here on no call begins
-                until = monotonic() + _LEAVE_S
-                while self._has_others(me) and monotonic() < until:
-                    self._gate.wait(0.01)
-                if self._has_others(me):
-                    self._replays, why = 0, "another thread is running the model"
-                    self._gate.notify_all()
+        until = time.monotonic() + _LEAVE_S
+        is_held = self._gate.acquire(timeout=_LEAVE_S)  # from here on no call begins
         try:
-            yield why
+            while is_held and self._has_others() and time.monotonic() < until:
+                time.sleep(0.01)
+            if not is_held or self._has_others():
+                yield "another thread is running the model"
+                return
+            self._replays = get_ident()
+            yield ""
         finally:
-            if not why:
-                with self._gate:
-                    self._replays = 0
-                    self._gate.notify_all()
+            if is_held:
+                self._replays = 0
+                self._gate.release()
 
-    def _has_others(self, me: int) -> bool:
+    def _has_others(self) -> bool:
         living = sys._current_frames()
-        return any(thread != me and thread in living for thread in list(self._calls))
+        return any(thread != get_ident() and thread in living for thread in list(self._calls))

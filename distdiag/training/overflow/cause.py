@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distdiag.training.overflow import extrema, modules
-from distdiag.training.overflow.frames import NEAR, Reading
+from distdiag.training.overflow.frames import NEAR, Found
 from distdiag.training.overflow.replay import COLLECTIVES
 from distdiag.training.overflow.report import (
     BACKWARD,
@@ -24,10 +24,7 @@ from distdiag.training.overflow.report import (
     HERE,
     LOSS,
     WEIGHTS,
-    Became,
     Detection,
-    Found,
-    Place,
 )
 
 if TYPE_CHECKING:
@@ -35,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from distdiag.training.overflow.frames import Frame, Line, Recorder
-    from distdiag.training.overflow.report import Tally, When
+    from distdiag.training.overflow.frames import Frame, Line, Reading, Recorder
+    from distdiag.training.overflow.report import Place, Tally, When
 
 
 _FILL = ("fill", "where", "scatter", "index", "copy", "lift", "put", "tri", "clone", "detach", "pad")
@@ -48,12 +45,13 @@ _LOGS = {"log": 0, "log2": 0, "log10": 0, "log1p": -1, "logit": 0, "xlogy": 0}
 """The largest input for which each yields nan or inf."""
 _ROOTS = ("sqrt", "pow", "acos", "asin", "acosh", "atanh")
 _DIVISIONS = ("div", "reciprocal", "rsqrt", "remainder", "fmod")
-_BY_ORIGIN = {
+FIXES = {
     GIVEN: "check the batch: the data, or the code before the model",
     WEIGHTS: "check the previous step: clip gradients, lower the learning rate, skip steps whose gradients are bad",
     LOSS: "check the loss: a log of 0, a division by 0, an exp of large values?",
     BACKWARD: "check the loss and its scale; gradients='each' finds the first bad gradient",
 }
+"""By origin, without a known module."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +110,7 @@ class Origins(TorchDispatchMode):
 
     def of(self, line: Line) -> Maker | None:
         """Return the operation that made a line's tensor non-finite."""
-        return self.maker_of(line.what.source) if isinstance(line.what, Reading) else None
+        return self.maker_of(line.reading.source) if line.reading else None
 
 
 class _Given:
@@ -163,7 +161,7 @@ def from_frames(
     origin, frame = _origin(line, frame)
     place, made_by = line.frame.place, frame.place
     tally = _tally(line)
-    became = None if line is bad else Became(*bad.frame.place, bad.label, _bad_kinds(bad))
+    became = "" if line is bad else f", and {bad.frame.place} turned it into {_bad_kinds(bad)}"
     detection = Detection(
         "",
         *when,
@@ -174,9 +172,8 @@ def from_frames(
         made_by=made_by.module,
         made_by_class=made_by.kind,
         operation="" if maker is None else maker.operation,
-        what=tally.kinds if tally else _kinds(line),
+        what=tally.kinds if tally else line.reading.not_finite if line.reading else "",
         why=_why(origin, made_by, _before(line, masks, origin), maker, became),
-        became=became,
         hints=tuple(_hints(bad, frames, masks)),
         fix=_fix(origin, maker, line, made_by),
         tally=tally,
@@ -277,74 +274,66 @@ def _before(line: Line, masks: Sequence[Line], origin: str) -> str:
     return f"Outputs before it were finite except for -inf in `{mask.label}` of {mask.frame.place}, as in masks"
 
 
-def _why(origin: str, made_by: Place, before: str, maker: Maker | None, became: Became | None) -> str:
+def _why(origin: str, made_by: Place, before: str, maker: Maker | None, became: str) -> str:
+    """Describe the origin; `became`: the module that turned -inf, possibly intended, into nan or inf."""
     by = f" ({how(maker)})" if maker else ""
-    then = f", and {Place(became.module, became.module_class)} turned it into {became.what}" if became else ""
     if origin == HERE:
-        return f"{before or 'Inputs were finite'}; this module produced it{by}{then}."
+        return f"{before or 'Inputs were finite'}; this module produced it{by}{became}."
     if origin == BETWEEN:
         before = before or "All outputs before it were finite"
-        return f"{before}: the forward of {made_by} produced it{by} and passed it on{then}."
+        return f"{before}: the forward of {made_by} produced it{by} and passed it on{became}."
     return ""
 
 
 def _tally(line: Line) -> Tally | None:
-    reading = line.what
-    source = reading.source if isinstance(reading, Reading) and reading.unchanged() else None
+    reading = line.reading
+    source = reading.source if reading and reading.unchanged() else None
     return None if source is None else extrema.tally(source)
 
 
 def _bad_kinds(line: Line) -> str:
     """Count nan and inf of a tensor without the -inf passed through."""
     tally = _tally(line)
-    return (replace(tally, minus_inf=0).kinds if tally else "") or _kinds(line)
-
-
-def _kinds(line: Line) -> str:
-    return line.what.not_finite if isinstance(line.what, Reading) else ""
+    return (replace(tally, minus_inf=0).kinds if tally else "") or (line.reading.not_finite if line.reading else "")
 
 
 def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> Iterator[str]:
     if bad.phase == "output":
-        rows = [mask for mask in masks if mask.order < bad.order and _has_masked_row(mask.what)]
+        rows = [mask for mask in masks if mask.order < bad.order and _has_masked_row(mask.reading)]
         for mask in rows[-1:]:
             yield f"A whole row of the mask `{mask.label}` of {mask.frame.place} is -inf: its softmax is nan."
-    lines = [line for frame in frames for line in frame.lines if line is not bad and isinstance(line.what, Reading)]
-    near = max(lines, key=_share, default=None)
-    if near is not None and isinstance(near.what, Reading) and _share(near) >= NEAR:
-        dtype = str(near.what.dtype)[len("torch.") :]
-        of_limit = f"{near.what.abs_max:.2e} = {100 * _share(near):.0f}% of {dtype} max"
+    near = max((line for frame in frames for line in frame.lines if line is not bad), key=_share, default=bad)
+    if near.reading is not None and near is not bad and _share(near) >= NEAR:
+        dtype = str(near.reading.dtype)[len("torch.") :]
+        of_limit = f"{near.reading.abs_max:.2e} = {100 * _share(near):.0f}% of {dtype} max"
         wider = " Run that part in bfloat16 or float32." if dtype == "float16" else ""
         yield f"Before it: {of_limit}, `{near.label}` of {near.frame.place}.{wider}"
-    what = bad.what
-    weights = [line.what for line in bad.frame.lines if line.phase == "weight" and isinstance(line.what, Reading)]
-    source = what.source if isinstance(what, Reading) and what.dtype is torch.float16 else None
-    if source is not None and bad.phase == "output" and not any(each.dtype is torch.float16 for each in weights):
-        yield in_float32(bad.frame.name, source.device.type)  # only autocast makes float16 of float32 weights
+    weights = [line.reading for line in bad.frame.lines if line.phase == "weight"]
+    source = bad.reading.source if bad.reading and bad.reading.dtype is torch.float16 else None
+    if (
+        source is not None
+        and bad.phase == "output"
+        and not any(each and each.dtype is torch.float16 for each in weights)
+    ):
+        yield _in_float32(bad.frame.name, source.device.type)  # only autocast makes float16 of float32 weights
 
 
-def _has_masked_row(what: Reading | str) -> bool:
-    if isinstance(what, str) or what.numbers is None or not what.unchanged():
-        return False
-    return extrema.has_masked_row(what.numbers)
+def _has_masked_row(reading: Reading | None) -> bool:
+    numbers = reading.numbers if reading and reading.unchanged() else None
+    return numbers is not None and extrema.has_masked_row(numbers)
 
 
 def _share(line: Line) -> float:
-    return line.what.share_of_limit if isinstance(line.what, Reading) else 0.0
-
-
-def fix_of_origin(origin: str) -> str:
-    """Return the fix for an origin without a known module."""
-    return _BY_ORIGIN.get(origin, "")
+    return line.reading.share_of_limit if line.reading else 0.0
 
 
 def _fix(origin: str, maker: Maker | None, line: Line, made_by: Place) -> str:
     """Return the fix, or a check if the cause is uncertain."""
-    dtype = line.what.dtype if isinstance(line.what, Reading) else None
+    dtype = line.reading.dtype if line.reading else None
     if origin == HERE:
         return _of_operation(maker) or _of_dtype(dtype, "this module")
     if origin != BETWEEN:
-        return fix_of_origin(origin)
+        return FIXES.get(origin, "")
     by = f"`{made_by.module}`" if made_by.module else "the model"
     where = f"in the forward of {by}, before it calls `{line.frame.name}`"
     if maker is None:
@@ -377,7 +366,7 @@ def _of_dtype(dtype: torch.dtype | None, what: str) -> str:
     return f"check the formula of {what} and the size of its inputs"
 
 
-def in_float32(name: str, device: str) -> str:
+def _in_float32(name: str, device: str) -> str:
     """Write the lines that make a module run in float32, without autocast."""
     module = f"model.get_submodule({name!r})" if name else "model"
     return (

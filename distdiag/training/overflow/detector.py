@@ -18,11 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, ranks
-from distdiag.training.overflow.advice import Advice
+from distdiag.training.overflow.advice import LostUpdates, Underflow
 from distdiag.training.overflow.calls import Callers
 from distdiag.training.overflow.cause import diverges
-from distdiag.training.overflow.frames import TracedBatches
-from distdiag.training.overflow.gradients import NO_GRADIENTS, GradientReader, listen, stop
+from distdiag.training.overflow.gradients import GradientReader, listen, stop
 from distdiag.training.overflow.judge import Forward, Judge, Pending, Seen, losses_of, outputs_of
 from distdiag.training.overflow.modules import Hook
 from distdiag.training.overflow.replay import Call, State
@@ -32,10 +31,10 @@ from distdiag.training.overflow.report import (
     WEIGHTS,
     Aborted,
     OverflowDetected,
-    ReportWriter,
     WatchedModel,
     When,
 )
+from distdiag.training.overflow.writer import ReportWriter, TracedBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,13 +46,22 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from distdiag.training.overflow.report import Detection, Found
+    from distdiag.training.overflow.frames import Found, Recorder
+    from distdiag.training.overflow.report import Detection
 
 
 _MOST_SKIPPED = 20
 """Consecutive skipped steps: a GradScaler that starts at 2**16 and halves is below 1 by then, no longer searching for
 its scale."""
 _order = itertools.count(1)
+_detectors: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
+"""By watched model, as returned by `within_ddp`."""
+
+
+def detector_of(module: Module) -> DebugUnderflowOverflow | None:
+    """Return the detector of a model."""
+    found = _detectors.get(module)
+    return found() if found is not None else None
 
 
 class DebugUnderflowOverflow:
@@ -75,7 +83,6 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: raise ValueError after this batch.
         mode: "step": as described above. "full": read every tensor of every module in each forward, for forwards that
             cannot be replayed.
-        unit: what counts as a batch: a "forward" of the model or a "step" of the optimizer.
         gradients: "step": check them before the optimizer uses them. "each": check each as it is computed, which finds
             the first bad gradient, before clipping. "off": do not check them.
         ignore: patterns of modules, or module:tensor, that may contain nan and inf: "lm_head", "*.attn:input*".
@@ -86,8 +93,7 @@ class DebugUnderflowOverflow:
         save: file for the frames shown and for the detection, to be read by `distdiag overflow show`; "{rank}" is
             replaced by the rank.
 
-    An additive mask of 0 and -inf is not reported, nor is -inf that goes into a softmax. Underflow is a warning, and so
-    are float16 outputs that grow towards the maximum of float16.
+    An additive mask of 0 and -inf is not reported, nor is -inf that goes into a softmax. Underflow is a warning.
 
     Raises:
         ValueError: the model is in DataParallel or already has a detector, or an argument is invalid.
@@ -104,7 +110,6 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
         *,
         mode: Literal["step", "full"] = "step",
-        unit: Literal["forward", "step"] = "forward",
         gradients: Literal["step", "each", "off"] = "step",
         ignore: Sequence[str] | str = (),
         on_detect: Literal["raise", "report"] | Callable[[Detection], object] = "raise",
@@ -112,20 +117,19 @@ class DebugUnderflowOverflow:
         save: str = "",
     ) -> None:
         _check("mode", mode, "step", "full")
-        _check("unit", unit, "forward", "step")
         _check("gradients", gradients, "step", "each", "off")
         if not callable(on_detect):
             _check("on_detect", on_detect, "raise", "report")
         if max_frames_to_save < 1:
             raise ValueError(f"max_frames_to_save must be at least 1, not {max_frames_to_save}")
         self._root = modules.within_ddp(model)
-        other = modules.detector_of(self._root)
+        other = detector_of(self._root)
         if other is not None and other.gives_way:
             other.detach()
         elif other is not None:
             raise ValueError(f"this {type(self._root).__name__} already has a detector; detach() that first")
         self._model, self._ddp = modules.innermost(self._root), modules.ddp_in(self._root)
-        self._last, self._unit, self._on_detect, self._agree = abort_after_batch_num, unit, on_detect, agree
+        self._last, self._on_detect, self._agree = abort_after_batch_num, on_detect, agree
         self._sharing, self._state = ranks.Sharing(self._model), State(self._model)
         self._callers, self._pending = Callers(), Pending()
         self._judge = Judge(
@@ -144,15 +148,14 @@ class DebugUnderflowOverflow:
         self._full = self._judge.recorder(exact=False) if mode == "full" and not self._is_compiled else None
         if self._is_compiled and (mode == "full" or trace_batch_nums):
             self._output.note("a compiled model has no frames to read: only its outputs are checked")
-        self._gradients = GradientReader(self._model, each=gradients == "each")
-        self._checks_gradients = gradients != "off"
-        self._advice = Advice(self._model, reads_frames=not self._is_compiled)
+        self._gradients = GradientReader(self._model, gradients)
+        self._underflow, self._lost_updates = Underflow(), LostUpdates()
         self._handles: list[RemovableHandle] = []
         self._recent: deque[Tensor] = deque(maxlen=8)
         """The last losses."""
         self._steps_of: dict[int, int] = {}
         self._skipped = 0
-        self._is_off = self._is_scaled = False
+        self._is_scaled = False
         self.last_forward = 0
         """When the last forward ended, in the order of all detectors."""
         self.counts = WatchedModel(modules.kind_of(self._model))
@@ -175,11 +178,6 @@ class DebugUnderflowOverflow:
             self.detach()
 
     @property
-    def batch(self) -> int:
-        """The current or next batch."""
-        return self.counts.batches if self._unit == "forward" else self.counts.steps
-
-    @property
     def found(self) -> int:
         """The number of detections."""
         return self.counts.found
@@ -196,8 +194,8 @@ class DebugUnderflowOverflow:
         atexit.unregister(self._at_end)
         self._stop_looking()
         self._pending = Pending()
-        if modules.detector_of(self._root) is self:
-            del modules.detectors[self._root]
+        if detector_of(self._root) is self:
+            del _detectors[self._root]
             if self._compiled is not None:
                 self._root._compiled_call_impl = self._compiled
 
@@ -214,7 +212,7 @@ class DebugUnderflowOverflow:
 
     def before_backward(self, tensors: object) -> None:
         """Read the tensors that backward is called on, unless a GradScaler scaled them."""
-        if self._is_off or self._is_not_the_scripts() or self._pending.last is None:
+        if self.counts.off or self._is_not_the_scripts() or self._pending.last is None:
             return
         was_scaled, self._is_scaled = self._is_scaled, False
         if was_scaled:
@@ -222,7 +220,7 @@ class DebugUnderflowOverflow:
         found = None
         with self._harmless(), torch.no_grad():
             losses = losses_of(tensors, self._pending.last.when)
-            self._recent += [loss.output.extrema[1] for loss in losses if loss.tensor.dim() == 0]
+            self._recent += [loss.value.extrema[1] for loss in losses if loss.value.tensor.dim() == 0]
             if self._pending.is_alone:
                 last = self._pending.last
                 found = self._judge.judge(Seen(last.when, last, losses=losses))
@@ -234,11 +232,11 @@ class DebugUnderflowOverflow:
         """Read the loss before a GradScaler scales it, instead of the result."""
         self.before_backward(tensors)
         self._is_scaled = True
-        self._advice.scaled |= scales
+        self._underflow.scaled |= scales
 
     def before_update(self, *, skips: bool) -> None:
         """Check the gradients where a GradScaler keeps skipping steps: it no longer looks for its scale."""
-        if self._is_off or self._is_not_the_scripts():
+        if self.counts.off or self._is_not_the_scripts():
             return
         found = None
         self._skipped = self._skipped + 1 if skips else 0
@@ -265,11 +263,10 @@ class DebugUnderflowOverflow:
         if self._full is not None:
             self._full.attach()
         listen(self)
-        modules.detectors[self._root] = weakref.ref(self)
+        _detectors[self._root] = weakref.ref(self)
 
     def _stop_looking(self) -> None:
         self._traced.stop()
-        self._advice.stop()
         self._callers.clear()
         self._pending.last = None
         self._gradients.detach()
@@ -287,9 +284,8 @@ class DebugUnderflowOverflow:
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._is_not_the_scripts():
             return
-        with self._harmless():
-            self._callers.wait()
-            if self._is_off:
+        with self._harmless(), self._callers.no_replay():
+            if self.counts.off:
                 return
             grad = torch.is_grad_enabled()
             with torch.no_grad():
@@ -299,25 +295,25 @@ class DebugUnderflowOverflow:
                     self._begin_frames(call, args, kwargs, grad=grad)
 
     def _begin_frames(self, call: Call, args: tuple[object, ...], kwargs: dict[str, object], *, grad: bool) -> None:
-        self._advice.stop()  # of a forward left by an exception, as are the next
-        self._traced.stop()
+        self._traced.stop()  # of a forward left by an exception
         if grad:
-            self._advice.before_forward(self.counts.steps, call, args, kwargs)
+            self._underflow.autocast = call.casts_to(torch.float16)
         if self._full is not None:
-            self._full.begin(args, kwargs, everything=self.batch in self._traced, grad=grad)
-        elif self.batch in self._traced and not self._is_compiled:
-            self._traced.begin(self.batch, args, kwargs)
+            self._full.begin(args, kwargs, grad=grad)
+        if self.counts.batches in self._traced and not self._is_compiled:
+            self._traced.begin(self.counts.batches, args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
         if self._is_not_the_scripts():
             return
-        if not self._callers.is_inside and not self._is_off:  # it was attached while the model ran
+        call = self._callers.end()
+        if call is None and not self.counts.off:  # it was attached while the model ran
             return
         grad = torch.is_grad_enabled()
         trains = self._agree and self._root.training and grad
         found = None
         with self._harmless(), torch.no_grad():
-            forward = self._seen(output)
+            forward = self._seen(call, output)
             self._pending.last = forward if grad else None
             self._pending.since_step += grad
             self.counts.batches += 1
@@ -332,41 +328,33 @@ class DebugUnderflowOverflow:
             elif self._pending.wait(forward, group, any_step=self.counts.steps > 0):
                 found = self._judge.judge(self._pending.take(self._when_pending()))
         self._settle(found)
-        self._maybe_abort("forward", self.counts.batches)
+        self._maybe_abort()
 
-    def _seen(self, output: object) -> Forward:
-        call, when = self._callers.end(), self._when(self.batch)
+    def _seen(self, call: Call | None, output: object) -> Forward:
+        when = self._when(self.counts.batches)
         if call is None:
             return Forward(when, None)
         call.returned()
         if not self._callers.has_frames:
             return Forward(when, call, outputs_of(output))
         try:
-            self._warn(self._advice.after_forward(output))
-            return (
-                self._seen_by_outputs(when, call, output) if self._full is None else self._seen_by_frames(call, output)
-            )
+            self._traced.end(output)
+            if self._full is not None:
+                return self._seen_by_frames(self._full, when, call, output)
         finally:
             self._callers.release_frames()
-
-    def _seen_by_frames(self, call: Call, output: object) -> Forward:
-        recorder, when = self._full, self._when(self.batch)
-        assert recorder is not None
-        recorder.end(output)
-        if recorder.failed:
-            raise RuntimeError(recorder.failed)
-        if self.batch in self._traced:
-            self._output.frames(self.batch, recorder.frames)
-        at_end = any(mask.phase == "output" and mask.frame.parent is None for mask in recorder.masks)
-        outputs = outputs_of(output) if at_end and not torch.is_grad_enabled() else ()
-        return Forward(when, call, outputs, found=self._judge.of_recorder(recorder, when))
-
-    def _seen_by_outputs(self, when: When, call: Call, output: object) -> Forward:
-        self._traced.end(output)
         outputs = outputs_of(output)
         if not outputs and next(modules.tensors(output, ""), None) is None:
             self.counts.unread, self.counts.kind = self.counts.unread + 1, type(output).__name__
         return Forward(when, call, outputs)
+
+    def _seen_by_frames(self, recorder: Recorder, when: When, call: Call, output: object) -> Forward:
+        recorder.end(output)
+        if recorder.failed:
+            raise RuntimeError(recorder.failed)
+        at_end = any(mask.phase == "output" and mask.frame.parent is None for mask in recorder.masks)
+        outputs = outputs_of(output) if at_end and not torch.is_grad_enabled() else ()
+        return Forward(when, call, outputs, found=self._judge.of_recorder(recorder, when))
 
     def _before_step(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._is_not_the_scripts():
@@ -380,30 +368,29 @@ class DebugUnderflowOverflow:
                 self._output.note(
                     "no forward seen before this step: with torch.compile, pass the compiled model to the detector"
                 )
-            checks = self._checks_gradients and not self._is_off
-            made = self._gradients.start(optimizer) if checks else NO_GRADIENTS
+            made = self._gradients.start(optimizer)
             self._pending.begin_step(optimizer)
             group = self._pending.group
             seen = self._pending.take(self._when_pending(), made)
             found = self._judge.judge(seen, group)
-            if found is None and not self._is_off:
-                self._warn(self._advice.before_step(made.now, self.counts.steps, optimizer))
+            if found is None and not self.counts.off:
+                self._lost_updates.before_step(optimizer)
+                self._warn(self._underflow.look(made.now, self.counts.steps))
         self._settle(found)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._is_not_the_scripts() or not self._gradients.are_stepped_by(optimizer):
             return
         with self._harmless(), torch.no_grad():
-            self._warn(self._advice.after_step(optimizer, self.counts.steps))
+            self._warn(self._lost_updates.after_step(optimizer, self.counts.steps))
         self._state.steps += 1
         self._pending.end_step()
         # With several optimizers per model, a training step has one step of each.
         self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         self.counts.steps = max(self._steps_of.values())
-        self._maybe_abort("step", self.counts.steps)
 
     def _judge_the_rest(self, *, at_end: bool) -> None:
-        if self._is_off or self._is_not_the_scripts():
+        if self.counts.off or self._is_not_the_scripts():
             return
         found = None
         with self._harmless(), torch.no_grad():
@@ -412,11 +399,10 @@ class DebugUnderflowOverflow:
         self._settle(found, at_end=at_end)
 
     def _when(self, batch: int) -> When:
-        phase = "training" if self._root.training else "evaluation"
-        return When(batch, self.counts.steps, self._unit, phase)
+        return When(batch, self.counts.steps, "training" if self._root.training else "evaluation")
 
     def _when_pending(self) -> When:
-        return self._when(self.counts.steps if self._unit == "step" else max(0, self.counts.batches - 1))
+        return self._when(max(0, self.counts.batches - 1))
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -427,7 +413,6 @@ class DebugUnderflowOverflow:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - never fail the job
-            self._is_off = True
             self.counts.off = self.counts.off or f"{type(error).__name__} {error}".splitlines()[0][:300]
             self._stop_looking()
             if ranks.count() == 1 or not self._agree:
@@ -458,10 +443,10 @@ class DebugUnderflowOverflow:
             self.counts.warnings.append(what)
             self._output.note(what)
 
-    def _maybe_abort(self, unit: str, done: int) -> None:
-        if unit == self._unit and self._last is not None and done > self._last:
+    def _maybe_abort(self) -> None:
+        if self._last is not None and self.counts.batches > self._last:
             self.counts.aborted = True
-            why = f"aborting after {done} batches due to `abort_after_batch_num={self._last}` arg"
+            why = f"aborting after {self.counts.batches} batches due to `abort_after_batch_num={self._last}` arg"
             raise Aborted(f"{self._by}: {why}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,31 @@ def start(tensor: Tensor) -> Started | str:
         return "unread"
 
 
+class Watched(NamedTuple):
+    """A tensor with its extrema still on the device. `tensor`: its maximum alone if it was not to be kept.
+
+    Outputs of a model are not: until the next optimizer step that would be the logits of many forwards.
+    """
+
+    label: str
+    extrema: tuple[Tensor, ...]
+    tensor: Tensor
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it has nan or inf, and does not look like masked logits."""
+        least, greatest = fetch(self.extrema)
+        return is_bad(least, greatest) and not may_be_masked(least, greatest, self.extrema[0].dtype)
+
+
+def watch(named: Iterable[tuple[str, Tensor]], *, keep: bool = False) -> list[Watched]:
+    """Start to read tensors, except for the unreadable; `keep` them too."""
+    with torch.no_grad():
+        read = [(label, tensor, start(tensor)) for label, tensor in named]
+    found = ((label, tensor, both[1]) for label, tensor, both in read if not isinstance(both, str))
+    return [Watched(label, both, tensor if keep else both[1]) for label, tensor, both in found]
+
+
 def pairs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, float, float]]:
     """Return the readable tensors with minimum and maximum; synchronizes with the device once."""
     with torch.no_grad():
@@ -88,24 +113,25 @@ def pairs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, float, float]]:
 
 def fetch(found: Sequence[Tensor]) -> list[float]:
     """Return the values of 0-d tensors of any dtypes; synchronizes once per device."""
-    if not found:
-        return []
-    dtype = found[0].dtype
-    if dtype in _FLOATS and len({value.dtype for value in found}) == 1:
-        try:
-            return torch.stack(tuple(found)).tolist()
-        except RuntimeError:  # of several devices
-            pass
-    values = [0.0] * len(found)
-    places: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    if len({(value.dtype, value.device) for value in found}) == 1 and found[0].dtype in _FLOATS:
+        return torch.stack(tuple(found)).tolist()
+    devices = {value.device for value in found}
+    values: dict[int, float] = {}
+    for device in devices:
+        order = [at for at, value in enumerate(found) if value.device == device]
+        values.update(zip(order, stacked([found[at] for at in order], device).tolist()))
+    return [values[at] for at in range(len(found))]
+
+
+def stacked(found: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return 0-d tensors of any dtypes and devices as one tensor of the widest float on a device, without a fetch."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, value in enumerate(found):
-        places.setdefault(value.device, {}).setdefault(value.dtype, []).append(number)
-    for device, by_dtype in places.items():
-        widest = torch.float32 if device.type == "mps" else torch.float64
-        parts = [torch.stack([found[at] for at in where]).to(widest) for where in by_dtype.values()]
-        order = [at for where in by_dtype.values() for at in where]
-        for at, value in zip(order, torch.cat(parts).tolist()):
-            values[at] = value
+        places.setdefault((value.device, value.dtype), []).append(number)
+    widest = torch.float32 if device.type == "mps" else torch.float64
+    values = torch.empty(len(found), dtype=widest, device=device)
+    for where in places.values():
+        values[torch.tensor(where, device=device)] = torch.stack([found[at] for at in where]).to(device, widest)
     return values
 
 

@@ -7,7 +7,6 @@ import glob
 import json
 import logging
 import os
-import re
 import sys
 import time
 import traceback
@@ -19,28 +18,28 @@ from torch.nn import DataParallel
 
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
-from distdiag.training.overflow.detector import DebugUnderflowOverflow
-from distdiag.training.overflow.modules import detector_of, within_ddp
+from distdiag.training.overflow.detector import DebugUnderflowOverflow, detector_of
+from distdiag.training.overflow.modules import within_ddp
 from distdiag.training.overflow.report import Aborted, OverflowDetected, WatchedProcess, is_of_script
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
-
-    from distdiag.training.overflow.session import Settings
+    from typing import Any
 
 
 _MOST = 64
 """Limit on watched models; a script with more recreates them for each batch."""
 _TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
-_OTHER_FAILURE = re.compile(r"failed \(exitcode: (?!1\))")
 
 
 class Finder:
     """Watches each model from its first call on."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, folder: str, *, quiet: bool, arguments: Mapping[str, Any]) -> None:
+        """`folder`: for the records; `quiet`: no tracebacks; `arguments`: of each DebugUnderflowOverflow."""
+        self._folder, self._is_quiet, self._arguments = folder, quiet, arguments
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._detectors: list[weakref.ref[DebugUnderflowOverflow]] = []
         self._process = WatchedProcess(own_rank(), host_name(), os.getpid())
@@ -61,8 +60,8 @@ class Finder:
 
         nn.Module.__call__ = call_and_look  # type: ignore[method-assign]
         atexit.register(self._end)
-        if self._settings.quiet:
-            _end_quietly(self._settings.folder)
+        if self._is_quiet:
+            _end_quietly(self._folder)
 
     def meet(self, module: nn.Module) -> None:
         """Watch a called module, unless it is watched already or has no parameters."""
@@ -88,12 +87,11 @@ class Finder:
         self._write()
 
     def _watch(self, module: nn.Module) -> DebugUnderflowOverflow:
-        settings, process, number = self._settings, self._process, len(self._process.models)
+        process, number = self._process, len(self._process.models)
         rank = own_rank()
         whose = [*([] if rank is None else [rank]), process.host, process.pid, *([number] if number else [])]
-        given = {name: value for name, value in vars(settings).items() if name not in ("folder", "quiet")}
-        path = os.path.join(settings.folder, f"frames-{'-'.join(map(str, whose))}.jsonl")
-        return DebugUnderflowOverflow(module, **given, save=path)
+        path = os.path.join(self._folder, f"frames-{'-'.join(map(str, whose))}.jsonl")
+        return DebugUnderflowOverflow(module, **self._arguments, save=path)
 
     def _leave_out(self, why: str) -> None:
         if why not in self._process.left_out:
@@ -115,27 +113,27 @@ class Finder:
             return
         self._process.rank = own_rank()
         try:
-            self._process.write(self._settings.folder)
+            self._process.write(self._folder)
         except OSError as error:  # never fail the job
-            sys.stderr.write(f"distdiag: cannot write to {self._settings.folder}: {error.strerror}\n")
+            sys.stderr.write(f"distdiag: cannot write to {self._folder}: {error.strerror}\n")
 
 
 def _end_quietly(folder: str) -> None:
-    """Replace the traceback of a stopped process by one line; `folder` has the records of the ranks."""
+    """Replace the traceback of a stopped process by one line, and of a torchrun whose ranks are stopped by none.
+
+    `folder` has the records of the ranks.
+    """
     previous = sys.excepthook
     began = time.time() - 1  # file timestamps may be coarse
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (OverflowDetected, Aborted)):
             sys.stderr.write(f"distdiag overflow: {_line(error, trace)}\n")
-        elif not (_is_of_torchrun(error) and _are_stopped(folder, began)):
+        elif kind.__name__ != "ChildFailedError" or not _are_stopped(folder, began):
             previous(kind, error, trace)
 
-    def is_other(record: logging.LogRecord) -> bool:
-        return bool(_OTHER_FAILURE.search(record.getMessage())) or not _are_stopped(folder, began)
-
     sys.excepthook = hook
-    logging.getLogger(_TORCHRUN_LOGGER).addFilter(is_other)
+    logging.getLogger(_TORCHRUN_LOGGER).addFilter(lambda _: not _are_stopped(folder, began))
 
 
 def _line(error: OverflowDetected | Aborted, trace: TracebackType | None) -> str:
@@ -145,14 +143,6 @@ def _line(error: OverflowDetected | Aborted, trace: TracebackType | None) -> str
         return f"{at}: --abort-after"
     rank = error.detection.rank
     return f"{at}: nan or inf detected" + ("" if rank in (None, own_rank()) else f" on rank {rank}")
-
-
-def _is_of_torchrun(error: BaseException) -> bool:
-    """Return whether torchrun reports only ranks stopped by the detector."""
-    failures = getattr(error, "failures", None)
-    if type(error).__name__ != "ChildFailedError" or not isinstance(failures, dict):
-        return False
-    return all(failure.exitcode in (1, -15) for failure in failures.values())
 
 
 def _are_stopped(folder: str, began: float) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.modules import Hook, kind_of, named
-from distdiag.training.overflow.report import MODEL, Place, ReportWriter, finite_or_text
+from distdiag.training.overflow.report import MODEL, Detection, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
@@ -33,6 +33,11 @@ _HELD_BYTES = 1 << 28
 """Limit on tensors kept until they are fetched: a tensor must not change between the hook and the fetch."""
 _HELD_FRAMES = 4
 """Frames that keep their tensors without autograd: with all, a forward took 1.1 to 1.5 times as long."""
+
+
+def finite_or_text(value: float | None) -> float | str | None:
+    """Convert a number for JSON, which has no infinity and no nan."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 class Reading:
@@ -102,9 +107,14 @@ class Line(NamedTuple):
     what: Reading | str
 
     @property
+    def reading(self) -> Reading | None:
+        """The tensor's; None for a text."""
+        return None if isinstance(self.what, str) else self.what
+
+    @property
     def is_bad(self) -> bool:
         """Whether it is a tensor with nan or inf."""
-        return isinstance(self.what, Reading) and self.what.is_bad
+        return self.reading is not None and self.reading.is_bad
 
     def text(self, *, classic: bool) -> str:
         """Format it: `3.18e-04 6.27e+04 output`; with `classic`, -inf is inf."""
@@ -115,9 +125,9 @@ class Line(NamedTuple):
         most = "" if classic else self.what.not_finite
         return f"{shown} {most or f'{self.what.abs_max:.2e}':>8} {self.label}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert for a frame file."""
-        fields: dict[str, Any] = {"label": self.label, "phase": self.phase}
+        fields: dict[str, object] = {"label": self.label, "phase": self.phase}
         what = self.what
         if isinstance(what, str):
             return {**fields, "text": what}
@@ -154,10 +164,21 @@ class Frame:
         name = self.name if classic else self.name or MODEL
         return "\n".join([f"{'':17} {name} {self.kind}", *[line.text(classic=classic) for line in self.lines]])
 
-    def to_json(self, batch: int) -> dict[str, Any]:
+    def to_json(self, batch: int) -> dict[str, object]:
         """Convert for a frame file; inf and nan become text, an unknown number null."""
         about = {"kind": "frame", "batch": batch, "number": self.number, "module": self.name, "class": self.kind}
         return {**about, "lines": [line.to_json() for line in self.lines]}
+
+
+class Found(NamedTuple):
+    """A detection in the process that made it, and the frames up to it."""
+
+    detection: Detection
+    frames: tuple[Frame, ...] = ()
+
+    def but(self, **changes: Any) -> Found:  # noqa: ANN401 - fields of the detection
+        """Return it with changes in the detection."""
+        return self._replace(detection=replace(self.detection, **changes))
 
 
 def version_of(tensor: Tensor) -> int:
@@ -207,7 +228,7 @@ class Recorder:
         self._doubtful: list[Line] = []
         self._given: list[Line] = []
         self._judged = self._held = self._count = self._order = 0
-        self._last, self._most = -1, self._keep
+        self._last = -1
         self._any_bad, self.runs, self._grad = self._bad_weights, False, True
 
     @property
@@ -238,12 +259,9 @@ class Recorder:
         self._weights.clear()
         self._clear()
 
-    def begin(
-        self, args: tuple[object, ...], kwargs: dict[str, object], *, everything: bool = False, grad: bool = True
-    ) -> None:
-        """Begin a forward. `everything`: keep all of its frames; `grad`: autograd keeps the tensors alive."""
+    def begin(self, args: tuple[object, ...], kwargs: dict[str, object], *, grad: bool = True) -> None:
+        """Begin a forward. `grad`: autograd keeps the tensors alive."""
         self._clear()
-        self._most = sys.maxsize if everything else self._keep
         self.runs, self._grad, self._thread = True, grad, get_ident()
         self._before(self._model, args, kwargs)
 
@@ -346,8 +364,8 @@ class Recorder:
         self._any_bad = self._any_bad or extrema.any_bad(values)
         if self._any_bad:
             self._judge()
-        if len(self.frames) > self._most:
-            self.frames = self.frames[-self._most :]
+        if len(self.frames) > self._keep:
+            self.frames = self.frames[-self._keep :]
             if self._seen:  # dropped frames release their tensors
                 kept = {id(raw[3]) for frame in (*self.frames, *self._stack) for raw in frame.raw}
                 self._seen = {key: reading for key, reading in self._seen.items() if id(reading) in kept}
@@ -396,38 +414,3 @@ def _leaves_inputs_alone(module: Module) -> bool:
     """Return whether a module never writes to its inputs: one hook instead of two."""
     ours = type(module).__module__.startswith("torch.nn.modules.")
     return ours and not module._modules and not getattr(module, "inplace", False)
-
-
-class TracedBatches:
-    """Batches whose frames are all printed; `last` is -1 without any."""
-
-    def __init__(self, model: Module, batches: Iterable[int] | None, output: ReportWriter) -> None:
-        self._model, self._output = model, output
-        self._batches = set(batches or ())
-        self._recorder: Recorder | None = None
-        self.last = max(self._batches, default=-1)
-
-    def __contains__(self, batch: int) -> bool:
-        return batch in self._batches
-
-    def begin(self, batch: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Begin a forward of this batch."""
-
-        def show(frame: Frame) -> None:
-            self._output.frames(batch, [frame])
-
-        self._recorder = Recorder(self._model, 1, ("*",), exact=True, on_frame=show)
-        self._recorder.attach()
-        self._recorder.begin(args, kwargs)
-
-    def end(self, output: object) -> None:
-        """End it."""
-        if self._recorder is not None:
-            self._recorder.end(output)
-        self.stop()
-
-    def stop(self) -> None:
-        """Remove the hooks, also where the forward was left by an exception."""
-        if self._recorder is not None:
-            self._recorder.detach()
-            self._recorder = None

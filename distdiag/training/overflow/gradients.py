@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from distdiag.training.overflow import extrema
+from distdiag.training.overflow.extrema import Watched, watch
 from distdiag.training.overflow.modules import clean
 
 if TYPE_CHECKING:
@@ -19,46 +19,51 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from distdiag.training.overflow.detector import DebugUnderflowOverflow
+    class Listener(Protocol):
+        """A detector, notified of calls of torch's functions; `last_forward` orders detectors by their last forward."""
 
+        last_forward: int
 
-class Gradient(NamedTuple):
-    """A gradient with its extrema still on the device."""
+        def before_backward(self, tensors: object) -> None:
+            """The script calls backward on these."""
 
-    name: str
-    tensor: Tensor
-    extrema: tuple[Tensor, ...]
+        def before_scale(self, tensors: object, *, scales: bool) -> None:
+            """A GradScaler, if enabled, is about to scale these."""
+
+        def before_update(self, *, skips: bool) -> None:
+            """A GradScaler updates its scale, after a skipped step or not."""
 
 
 class StepGradients(NamedTuple):
     """Gradients before an optimizer step, the last computed first; `early`: as read during the backward."""
 
-    now: list[Gradient]
-    early: list[Gradient]
+    now: list[Watched]
+    early: list[Watched]
 
 
 NO_GRADIENTS = StepGradients([], [])
 
 
 class GradientReader:
-    """Reads the gradients of one model; with `each`, also one by one during the backward.
+    """Reads the gradients of one model: not, before each step, or with "each" also one by one during the backward.
 
     That finds the first bad gradient, before clipping or scaling.
     """
 
-    def __init__(self, model: Module, *, each: bool) -> None:
-        self._model = model
+    def __init__(self, model: Module, mode: str) -> None:
+        self._model, self._is_off = model, mode == "off"
         self._names: dict[int, str] = {}
         self._own: set[int] = set()
-        self._made: dict[str, Gradient] = {}
+        self._made: dict[str, Watched] = {}
         self._handles: list[RemovableHandle] = []
-        for name, weight in model.named_parameters() if each else ():
+        for name, weight in model.named_parameters() if mode == "each" else ():
             if weight.requires_grad:
                 hook = functools.partial(self._saw, clean(name))
                 self._handles.append(weight.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and read no more."""
+        self._is_off = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -75,8 +80,8 @@ class GradientReader:
     def start(self, optimizer: Optimizer) -> StepGradients:
         """Start to read the gradients of an optimizer's parameters."""
         early, self._made = list(self._made.values()), {}
-        if getattr(optimizer, "found_inf", None) is not None:
-            return NO_GRADIENTS  # a GradScaler with a fused optimizer: still scaled, and checked by those
+        if self._is_off or getattr(optimizer, "found_inf", None) is not None:
+            return NO_GRADIENTS  # or a GradScaler with a fused optimizer: still scaled, and checked by those
         own = ((self._names.get(id(weight)), weight) for weight in _weights(optimizer))
         return StepGradients(_started((name, weight) for name, weight in own if name is not None), early)
 
@@ -87,17 +92,11 @@ class GradientReader:
 
     def _saw(self, name: str, weight: Tensor) -> None:
         self._made.pop(name, None)  # from a skipped step, or an earlier backward of this step
-        self._made.update((gradient.name, gradient) for gradient in _started([(name, weight)]))
+        self._made.update((gradient.label, gradient) for gradient in _started([(name, weight)]))
 
 
-def _started(weights: Iterable[tuple[str, Tensor]]) -> list[Gradient]:
-    gradients = []
-    with torch.no_grad():
-        for name, weight in weights:
-            found = "none" if weight.grad is None else extrema.start(weight.grad)
-            if weight.grad is not None and not isinstance(found, str):
-                gradients.append(Gradient(name, weight.grad, found[1]))
-    return gradients[::-1]
+def _started(weights: Iterable[tuple[str, Tensor]]) -> list[Watched]:
+    return watch(((name, weight.grad) for name, weight in weights if weight.grad is not None), keep=True)[::-1]
 
 
 def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -105,12 +104,12 @@ def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-_listeners: weakref.WeakSet[DebugUnderflowOverflow] = weakref.WeakSet()
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 _ours: dict[str, Callable[..., Any]] = {}
 """Our wrappers of torch's functions, by name."""
 
 
-def listen(detector: DebugUnderflowOverflow) -> None:
+def listen(detector: Listener) -> None:
     """Notify a detector of backward and of a GradScaler's scale and update from now on."""
     _listeners.add(detector)
     for name, (place, before) in _places().items():
@@ -118,7 +117,7 @@ def listen(detector: DebugUnderflowOverflow) -> None:
             _wrap(place, name, before)
 
 
-def stop(detector: DebugUnderflowOverflow) -> None:
+def stop(detector: Listener) -> None:
     """Stop notifying it; after the last detector torch is restored, unless another wrapper was added since."""
     _listeners.discard(detector)
     if not _listeners:
@@ -154,7 +153,7 @@ def _before_scale(scaler: torch.amp.GradScaler, outputs: object = None) -> None:
     _newest().before_scale(outputs, scales=scaler.is_enabled())
 
 
-def _newest() -> DebugUnderflowOverflow:
+def _newest() -> Listener:
     return max(_listeners, key=lambda detector: detector.last_forward)
 
 

@@ -13,12 +13,12 @@ import torch
 from distdiag.facts.machine import host_name
 from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, ranks
-from distdiag.training.overflow.cause import Origins, except_for_masks, fix_of_origin, from_frames, how
-from distdiag.training.overflow.frames import Recorder
+from distdiag.training.overflow.cause import FIXES, Origins, except_for_masks, from_frames, how
+from distdiag.training.overflow.frames import Found, Recorder
 from distdiag.training.overflow.gradients import NO_GRADIENTS, StepGradients
 from distdiag.training.overflow.modules import kind_of, named
 from distdiag.training.overflow.replay import Terms
-from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, WEIGHTS, Detection, Found, Place, is_of_script
+from distdiag.training.overflow.report import BACKWARD, LOSS, UNSEEN, WEIGHTS, Detection, Place, is_of_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from distdiag.training.overflow.gradients import Gradient
+    from distdiag.training.overflow.extrema import Watched
     from distdiag.training.overflow.replay import Call
     from distdiag.training.overflow.report import When
 
@@ -53,38 +53,20 @@ _FINITE = "All module inputs and outputs in the forward were finite"
 _ORDER = {LOSS: 1, BACKWARD: 2}
 
 
-class ModelOutput(NamedTuple):
-    """One output tensor of the model; its extrema are still on the device.
-
-    The tensor is not kept: until the next optimizer step that would be the logits of many forwards.
-    """
-
-    label: str
-    extrema: tuple[Tensor, ...]
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether it has nan or inf, and does not look like masked logits."""
-        least, greatest = extrema.fetch(self.extrema)
-        masked = extrema.may_be_masked(least, greatest, self.extrema[0].dtype)
-        return extrema.is_bad(least, greatest) and not masked
-
-
 @dataclass(frozen=True)
 class Forward:
     """A finished forward not yet judged; `found`: the result of its frames (mode="full")."""
 
     when: When
     call: Call | None
-    outputs: tuple[ModelOutput, ...] = ()
+    outputs: Sequence[Watched] = ()
     found: Found | None = None
 
 
 class Loss(NamedTuple):
-    """A tensor passed to backward, with its extrema still on the device."""
+    """A tensor passed to backward."""
 
-    tensor: Tensor
-    output: ModelOutput
+    value: Watched
     when: When
     hints: tuple[str, ...]
 
@@ -110,7 +92,7 @@ class Seen(NamedTuple):
             for output in forward.outputs
             for value in output.extrema
         ]
-        found += [(value, _IN_LOSS) for loss in self.losses for value in loss.output.extrema]
+        found += [(value, _IN_LOSS) for loss in self.losses for value in loss.value.extrema]
         return found + [(value, _IN_GRADIENTS) for gradient in self.gradients.now for value in gradient.extrema]
 
 
@@ -304,17 +286,17 @@ class Judge:
     def _is_bad(self, forward: Forward) -> bool:
         return forward.found is not None or any(self._is_bad_output(output) for output in forward.outputs)
 
-    def _is_bad_output(self, output: ModelOutput) -> bool:
+    def _is_bad_output(self, output: Watched) -> bool:
         return output.is_bad and not self._is_ignored(output)
 
-    def _is_ignored(self, output: ModelOutput) -> bool:
+    def _is_ignored(self, output: Watched) -> bool:
         return any(fnmatchcase(name, pattern) for name in ("", f":{output.label}") for pattern in self.ignore)
 
     def _of_loss(self, seen: Seen) -> Found | None:
-        loss = next((loss for loss in seen.losses if loss.output.is_bad), None)
+        loss = next((loss for loss in seen.losses if loss.value.is_bad), None)
         if loss is None:
             return None
-        return self._bare(loss.when, "loss", LOSS, *loss.hints, tensor=loss.tensor)
+        return self._bare(loss.when, "loss", LOSS, *loss.hints, tensor=loss.value.tensor)
 
     def _of_gradients(self, gradients: StepGradients, when: When) -> Found | None:
         bad = _bad_gradients(gradients.now)
@@ -323,7 +305,7 @@ class Judge:
         early = _bad_gradients(gradients.early)
         first = (early or bad)[0]
         hint = f"{len(bad)} of {len(gradients.now)} gradients contain nan or inf."
-        name, _, weight = first.name.rpartition(".")
+        name, _, weight = first.label.rpartition(".")
         kind = next((kind_of(module) for module, other in named(self.model).items() if other == name), "")
         hint = hint if self.each else f"{hint} {_NOT_EACH}"
         found = self._bare(when, f"{weight}.grad", BACKWARD, hint, tensor=first.tensor, place=Place(name, kind))
@@ -352,7 +334,7 @@ class Judge:
             made_by_class=kind,
             what=tally.kinds if tally else "",
             hints=hints,
-            fix=fix_of_origin(origin),
+            fix=FIXES.get(origin, ""),
             tally=tally,
         )
         return Found(detection)
@@ -405,13 +387,9 @@ def _of_backward(forwards: int, replayed: Replayed, is_first: bool) -> str:
 
 def losses_of(tensors: object, when: When) -> list[Loss]:
     """Start to read the tensors that backward is called on; note the line of the call and the last operations."""
-    losses = []
-    for label, tensor in modules.tensors(tensors, "loss"):
-        found = extrema.start(tensor.detach())
-        if not isinstance(found, str):
-            hints = (*_place_of_call(), *_calculation(tensor))
-            losses.append(Loss(tensor.detach(), ModelOutput(label, found[1]), when, hints))
-    return losses
+    given = dict(modules.tensors(tensors, "loss"))
+    read = extrema.watch(((label, tensor.detach()) for label, tensor in given.items()), keep=True)
+    return [Loss(value, when, (*_place_of_call(), *_calculation(given[value.label]))) for value in read]
 
 
 def _place_of_call() -> list[str]:
@@ -434,13 +412,12 @@ def _calculation(tensor: Tensor) -> list[str]:
     return [f"It is the output of: {' <- '.join(names)}."] if names else []
 
 
-def outputs_of(value: object) -> tuple[ModelOutput, ...]:
+def outputs_of(value: object) -> list[Watched]:
     """Start to read the outputs of a model."""
-    found = ((label, extrema.start(tensor)) for label, tensor in modules.tensors(value, "output"))
-    return tuple(ModelOutput(label, pair[1]) for label, pair in found if not isinstance(pair, str))
+    return extrema.watch(modules.tensors(value, "output"))
 
 
-def _bad_gradients(gradients: Sequence[Gradient]) -> list[Gradient]:
+def _bad_gradients(gradients: Sequence[Watched]) -> list[Watched]:
     values = extrema.fetch([value for gradient in gradients for value in gradient.extrema])
     judged = zip(gradients, values[::2], values[1::2])
     return [gradient for gradient, least, greatest in judged if extrema.is_bad(least, greatest)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections import UserDict
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -21,20 +20,9 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from distdiag.training.overflow.detector import DebugUnderflowOverflow
-
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Attributes under which torch.compile, FSDP and activation checkpointing keep the wrapped module."""
-
-detectors: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
-"""By watched model, as returned by `within_ddp`."""
-
-
-def detector_of(module: Module) -> DebugUnderflowOverflow | None:
-    """Return the detector of a model."""
-    found = detectors.get(module)
-    return found() if found is not None else None
 
 
 def within_ddp(model: Module) -> Module:
@@ -43,8 +31,7 @@ def within_ddp(model: Module) -> Module:
     Raises:
         ValueError: the model is DataParallel, which copies modules and their hooks into threads.
     """
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = next(module for module in _nested(model) if not isinstance(module, DistributedDataParallel))
     if isinstance(model, DataParallel):
         raise ValueError("DataParallel copies the model for each device; use DistributedDataParallel (torchrun)")
     return model
@@ -52,21 +39,18 @@ def within_ddp(model: Module) -> Module:
 
 def ddp_in(model: Module) -> DistributedDataParallel | None:
     """Find the DistributedDataParallel that a compiled model calls."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = model._modules.get("_orig_mod")
-        if inner is None:
-            return None
-        model = inner
-    return model
+    return next((module for module in _nested(model) if isinstance(module, DistributedDataParallel)), None)
 
 
 def innermost(model: Module) -> Module:
     """Return the user's own module, without DistributedDataParallel and torch.compile."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
-        if inner is None:
-            return model
-        model = inner
+    return list(_nested(model))[-1]
+
+
+def _nested(model: Module | None) -> Iterator[Module]:
+    while model is not None:
+        yield model
+        model = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
 
 
 def named(model: Module) -> dict[Module, str]:

@@ -120,7 +120,7 @@ def agree(weighted: Sequence[tuple[Tensor, int]], known: int, group: Any) -> int
     device = _device(group)
     worst = torch.tensor([known], dtype=torch.float64).to(device)
     if weighted:
-        are_bad = ~torch.isfinite(_on_one_device([value for value, _ in weighted], device))
+        are_bad = ~torch.isfinite(extrema.stacked([value for value, _ in weighted], device))
         weights = torch.tensor([weight for _, weight in weighted], dtype=torch.float64).to(device)
         worst = torch.maximum(worst, (are_bad * weights).max())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
@@ -164,15 +164,3 @@ def _device(group: Any) -> torch.device:  # noqa: ANN401
     if "nccl" in backend and "gloo" not in backend:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _on_one_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number, value in enumerate(tensors):
-        groups.setdefault((value.device, value.dtype), []).append(number)
-    values = torch.empty(len(tensors), dtype=torch.float64, device=device)
-    for where in groups.values():
-        values[torch.tensor(where, device=device)] = torch.stack([tensors[at] for at in where]).to(
-            device, torch.float64
-        )
-    return values

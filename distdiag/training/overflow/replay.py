@@ -25,7 +25,7 @@ from distdiag.training.overflow import extrema, modules
 from distdiag.training.overflow.frames import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.nn import Module
 
@@ -120,7 +120,7 @@ class State:
     """State that a forward changes beside its outputs; `steps` counts optimizer steps."""
 
     def __init__(self, model: Module) -> None:
-        self.model, self.buffers, self.numbers = model, Buffers(model), RandomNumbers()
+        self.model, self.buffers = model, Buffers(model)
         self.steps = 0
 
 
@@ -135,7 +135,7 @@ class Call:
         leaves = [leaf for _, leaf in modules.leaves((args, self.kwargs), "")]
         self._versions = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._drawn = [(leaf, leaf.get_state()) for leaf in leaves if isinstance(leaf, torch.Generator)]
-        self._random = state.numbers.save()
+        self._random = _random_states(all_devices=False)
         self._autocast = _autocast()
 
     def casts_to(self, dtype: torch.dtype) -> bool:
@@ -145,7 +145,6 @@ class Call:
     def returned(self) -> None:
         """Note the end of the forward."""
         self._saved = self._state.buffers.learn(self._saved)
-        self._state.numbers.learn(self._random)
 
     @property
     def kept_bytes(self) -> int:
@@ -214,7 +213,7 @@ class Call:
 
     @contextlib.contextmanager
     def _as_it_was(self, terms: Terms) -> Iterator[tuple[Guard, tuple[object, ...], dict[str, object]]]:
-        now = {name: get() for name, (get, _) in _generators().items()}
+        now = _random_states(all_devices=True)
         with contextlib.ExitStack() as stack:
             stack.callback(_set_random_states, now)
             extrema.replaying.add(get_ident())
@@ -303,7 +302,7 @@ class Guard(TorchDispatchMode):
             self._made |= {_memory_of(value) for value in _flat((made,)) if isinstance(value, Tensor)}
         return made
 
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ANN401
         if getattr(func, "namespace", "") in COLLECTIVES and not _ranks_of_collective(args, kwargs) <= self._ranks:
             self._refuse("it communicates with other ranks, which do not replay it")
         if self._writes:
@@ -353,7 +352,7 @@ def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:  # noqa: ANN40
     return tuple((at, argument.name) for at, argument in found)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[object]:  # noqa: ANN401
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> Iterator[object]:  # noqa: ANN401
     places = _arguments_written(func)
     if places and places[0][1].startswith("running_") and _is_off(func, args, kwargs):
         return
@@ -361,7 +360,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         yield from _flat((args[at] if at < len(args) else kwargs.get(name),))
 
 
-def _is_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ANN401
+def _is_off(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, object]) -> bool:  # noqa: ANN401
     """Return whether a batch norm runs with training=False."""
     at = next(
         (at for at, argument in enumerate(func._schema.arguments) if argument.name in ("training", "train")), None
@@ -381,7 +380,7 @@ def _makes_anew(func: Any) -> bool:  # noqa: ANN401
     return schema.name == "aten::lift_fresh" or all(value.alias_info is None for value in schema.returns)
 
 
-def _ranks_of_collective(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+def _ranks_of_collective(args: tuple[Any, ...], kwargs: Mapping[str, object]) -> frozenset[int]:
     """Return the ranks of a collective, with -1 among them if unknown."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _resolve_process_group
@@ -445,35 +444,24 @@ class Snapshot:
 def _undo_of(value: Any) -> tuple[Callable[[], object] | None, Iterable[object]]:  # noqa: ANN401
     """Return a function that restores an object's attributes or items, and the objects that it references."""
     if isinstance(value, (dict, list, deque, bytearray, set)):
-        return _undo_of_container(value), _inside(value)
+        before, content = _parts(value), dict(value) if isinstance(value, dict) else list(value)
+
+        def undo() -> None:
+            now = _parts(value)
+            if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+                value.clear()
+                (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+
+        return undo, [] if isinstance(value, (set, bytearray)) else before
     if isinstance(value, tuple):
         return None, value
-    undo = _undo_of_generator(value)
-    held = getattr(value, "__dict__", None) if undo is None else None
-    return undo, [held] if isinstance(held, dict) else []
+    generator = _undo_of_generator(value)
+    held = getattr(value, "__dict__", None) if generator is None else None
+    return generator, [held] if isinstance(held, dict) else []
 
 
-def _undo_of_container(value: Any) -> Callable[[], object]:  # noqa: ANN401
-    before, content = _flat_parts(value), dict(value) if isinstance(value, dict) else list(value)
-    refill = value.update if isinstance(value, (dict, set)) else value.extend
-
-    def undo() -> None:
-        now = _flat_parts(value)
-        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-            value.clear()
-            refill(content)
-
-    return undo
-
-
-def _flat_parts(value: Any) -> list[object]:  # noqa: ANN401
+def _parts(value: Any) -> list[object]:  # noqa: ANN401
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
-
-
-def _inside(value: Any) -> list[object]:  # noqa: ANN401
-    return (
-        list(value.values()) if isinstance(value, dict) else [] if isinstance(value, (set, bytearray)) else list(value)
-    )
 
 
 def _undo_of_generator(value: Any) -> Callable[[], object] | None:  # noqa: ANN401
@@ -487,24 +475,9 @@ def _undo_of_generator(value: Any) -> Callable[[], object] | None:  # noqa: ANN4
     return None
 
 
-class RandomNumbers:
-    """States of the random number generators that the model's forward uses."""
-
-    def __init__(self) -> None:
-        self._slow = {"python", "numpy"}
-        self._learns = 2
-
-    def save(self) -> dict[str, Any]:
-        """Copy torch's states, and Python's and numpy's unless the first forwards did not use them."""
-        skipped = {"devices"} if self._learns else {"devices", *self._slow}
-        return {name: get() for name, (get, _) in _generators().items() if name not in skipped}
-
-    def learn(self, before: dict[str, Any]) -> None:
-        """Check after each of the first forwards which generators were used: copying all is slow."""
-        if self._learns:
-            self._learns -= 1
-            now = _generators()
-            self._slow -= {name for name in self._slow & before.keys() if str(before[name]) != str(now[name][0]())}
+def _random_states(*, all_devices: bool) -> dict[str, object]:
+    """Copy the states of the global generators; of the GPUs that of the current one, which the forward uses, or all."""
+    return {name: get() for name, (get, _) in _generators().items() if all_devices or name != "devices"}
 
 
 def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
@@ -522,7 +495,7 @@ def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]
     return found
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
+def _set_random_states(states: dict[str, object]) -> None:
     known = _generators()
     for name, state in states.items():
         known[name][1](state)

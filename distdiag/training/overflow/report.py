@@ -5,29 +5,19 @@ A process writes `watched-*.json` (WatchedProcess) and frame files: JSON lines o
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
-import sys
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from distdiag.facts import private_files
-from distdiag.facts.machine import host_name
-from distdiag.facts.rank_identity import own_rank, torch_distributed
-from distdiag.training.printflock import printflock
+from distdiag.facts.rank_identity import torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from distdiag.training.overflow.frames import Frame
+    from collections.abc import Sequence
 
 SCHEMA = "distdiag-frames/1"
-HEADING = "abs min  abs max  metadata"
-"""The heading of transformers' detector; COLUMNS is ours."""
-COLUMNS = "abs min  abs max  module, class, and its tensors"
 MODEL = "the model"
 """The outermost module, without a name."""
 
@@ -85,14 +75,13 @@ class WatchedProcess:
 
 
 class When(NamedTuple):
-    """`batch` counts forwards or steps (`unit`) from 0, `step` completed optimizer steps.
+    """`batch` counts forwards from 0, `step` completed optimizer steps.
 
     `phase`: "training" or "evaluation"; forwards count in both.
     """
 
     batch: int
     step: int
-    unit: str = "forward"
     phase: str = "training"
 
     def __str__(self) -> str:
@@ -147,28 +136,17 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Became:
-    """The output (`tensor` of `module`) that turned -inf, possibly intended, into nan or inf (`what`)."""
-
-    module: str = ""
-    module_class: str = ""
-    tensor: str = ""
-    what: str = ""
-
-
-@dataclass(frozen=True)
 class Detection:
     """The first bad tensor of a job, in `module`; code of `made_by` produced it.
 
-    `batch`, `step`, `unit` and `phase` as in When; `origin`: HERE or another of the origins. `what`: counts of nan and
-    inf; `operation`: produced them from finite inputs, if that was observed. `path`: the frame file read. `number`: of
-    the frame, or the order of the gradient; the rank with the lowest was first.
+    `batch`, `step` and `phase` as in When; `origin`: HERE or another of the origins. `what`: counts of nan and
+    inf; `operation`: produced them from finite inputs, if that was observed. `number`: of the frame, or the order of
+    the gradient; the rank with the lowest was first.
     """
 
     sentence: str
     batch: int
     step: int = 0
-    unit: str = "forward"
     phase: str = "training"
     rank: int | None = None
     host: str = ""
@@ -182,11 +160,9 @@ class Detection:
     operation: str = ""
     what: str = ""
     why: str = ""
-    became: Became | None = None
     hints: tuple[str, ...] = ()
     fix: str = ""
     tally: Tally | None = None
-    path: str = ""
     number: int = 0
 
     def as_sentence(self) -> str:
@@ -195,20 +171,9 @@ class Detection:
         others = f" (also on rank{'s' * (len(self.other_ranks) > 1)} {_ranks(self.other_ranks)})"
         where = f"`{self.tensor}` of {Place(self.module, self.module_class)}"
         where = "the loss that backward was called on" if self.origin == LOSS else where
-        when = When(self.batch, self.step, self.unit, self.phase)
+        when = When(self.batch, self.step, self.phase)
         why = self.why or _BY_DEFAULT.get(self.origin, "")
         return f"{who}{when}: {self.what or 'nan or inf'} in {where}{others * bool(self.other_ranks)}. {why}".rstrip()
-
-
-class Found(NamedTuple):
-    """A detection in the process that made it, and the frames up to it."""
-
-    detection: Detection
-    frames: tuple[Frame, ...] = ()
-
-    def but(self, **changes: Any) -> Found:  # noqa: ANN401 - fields of the detection
-        """Return it with changes in the detection."""
-        return self._replace(detection=replace(self.detection, **changes))
 
 
 class OverflowDetected(ValueError):
@@ -230,80 +195,6 @@ def is_one_of_many() -> bool:
     """Return whether this process is one of several ranks."""
     dist = torch_distributed()
     return dist is not None and int(dist.get_world_size()) > 1
-
-
-def finite_or_text(value: float | None) -> float | str | None:
-    """Convert a number for JSON, which has no infinity and no nan."""
-    return value if value is None or math.isfinite(value) else str(value)
-
-
-class ReportWriter:
-    """Prints, and keeps frames in a file of JSON lines, created with the first record.
-
-    `classic`: frames are printed in the format of transformers' detector.
-    """
-
-    def __init__(self, path: str, model: str) -> None:
-        self._path, self._model = path, model
-        self._begun = False
-        self._traced = -1
-        self.classic = True
-
-    def frames(self, batch: int, frames: Iterable[Frame]) -> None:
-        """Print and keep the frames of a traced batch, with a heading before its first."""
-        frames = list(frames)
-        texts = [frame.text(classic=self.classic) for frame in frames]
-        if frames and frames[0].number == 0:
-            head = f"\n\n{'':17} *** Starting batch number={batch} ***\n{HEADING}"
-            texts.insert(0, head if self.classic else f"\nFrames of batch {batch}:\n{COLUMNS}")
-        _print("\n".join(texts))
-        self._keep([frame.to_json(batch) for frame in frames])
-        self._traced = batch
-
-    def detection(self, found: Found, *, show: bool) -> None:
-        """Keep a detection, and its frames unless those of its batch were kept; print it if `show`."""
-        batch = found.detection.batch
-        frames = () if self._traced == batch else found.frames
-        self._keep([*(frame.to_json(batch) for frame in frames), {"kind": "detection", **asdict(found.detection)}])
-        if show:
-            _print(self._text(found))
-
-    def _text(self, found: Found) -> str:
-        lines, told, count = [], found.detection, len(found.frames)
-        if found.frames:
-            head = [f"The last {count} frames of batch {told.batch}, up to the detection:", COLUMNS]
-            if self.classic:
-                head = [f"Detected inf/nan during batch_number={told.batch}", f"Last {count} forward frames:", HEADING]
-            lines = ["", *head, *(frame.text(classic=self.classic) for frame in found.frames), ""]
-        lines += [f"distdiag: {told.sentence}", *(told.tally.lines() if told.tally else ()), *told.hints]
-        return "\n".join([*lines, f"fix: {told.fix}"] if told.fix else lines) + "\n"
-
-    def note(self, text: str) -> None:
-        """Print a remark on stderr."""
-        printflock(f"distdiag: {text}", file=sys.stderr, prefix=is_one_of_many())
-
-    def _keep(self, records: list[dict[str, Any]]) -> None:
-        if not self._path:
-            return
-        rank = own_rank()
-        path = self._path.replace("{rank}", str(rank or 0))
-        if not self._begun:
-            head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": host_name()}
-            records = [head, *records]
-        try:
-            private_files.make_folder(os.path.dirname(path))
-            flags = os.O_WRONLY | (os.O_APPEND if self._begun else 0)
-            with open(private_files.open_file(path, flags), "w", encoding="utf-8") as file:
-                file.write("".join(json.dumps(record) + "\n" for record in records))
-        except OSError as error:  # never fail the job
-            self._path = ""
-            self.note(f"the frames are not saved: {error}")
-        self._begun = True
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stdout is closed; the detection counts all the same
-        printflock(text, prefix=is_one_of_many())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

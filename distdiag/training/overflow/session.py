@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ class Settings:
     trace_batch_nums: tuple[int, ...] = ()
     abort_after_batch_num: int | None = None
     mode: str = "step"
-    unit: str = "forward"
     gradients: str = "each"
     ignore: tuple[str, ...] = ()
     on_detect: str = "raise"
@@ -78,35 +78,22 @@ class _AfterTorch(MetaPathFinder):
         finally:
             self._asks = False
         if spec is not None and spec.loader is not None:  # looking for torch does not load it
-            spec.loader = _Loads(spec.loader, self._begin)
+            load = functools.partial(self._load_and_begin, spec.loader.exec_module)
+            spec.loader.exec_module = load  # type: ignore[method-assign] # of this loader alone, not of its class
         return spec
 
-    def _begin(self) -> None:
+    def _load_and_begin(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
+        load(module)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         try:
             # distdiag itself is loaded already; the rest of it is found beside it.
             from distdiag.training.overflow.finder import Finder
 
-            Finder(self._settings).begin()
+            given = vars(self._settings).copy()
+            Finder(given.pop("folder"), quiet=given.pop("quiet"), arguments=given).begin()
         except Exception as error:  # noqa: BLE001 - never fail the job
             _give_up(self._settings.folder, f"{type(error).__name__} {error}")
-
-
-class _Loads(Loader):
-    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
-        self._loader, self._then = loader, then
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # Restore the original loader: torch inspects it.
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._then()
 
 
 def _complain(why: str) -> None:

@@ -22,20 +22,12 @@ def overflow_show(
         ),
     ],
     module: Annotated[str, typer.Option(metavar="PATTERN", help="Show only modules whose names match: '*.wo'.")] = "",
-    batch: Annotated[
-        str, typer.Option(metavar="N[,M]", help="Show only these batches; two batches of one file are compared.")
-    ] = "",
-    factor: Annotated[
-        float,
-        typer.Option(
-            min=1.001, max=1e9, metavar="TIMES", help="Two values diverge when they differ by more than this factor."
-        ),
-    ] = 2.0,
+    batch: Annotated[str, typer.Option(metavar="N[,M]", help="Show only these batches.")] = "",
     all_: Annotated[bool, typer.Option("--verbose", "-v", help="Show every row of every batch.")] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
-    """Show what was detected, where a model's values grow, and where two batches or two ranks start to diverge.
+    """Show what was detected, and where a model's values grow.
 
     Read the frames that `distdiag overflow --save DIR` or DebugUnderflowOverflow(model, save=...) wrote. No code in the
     files is executed.
@@ -45,8 +37,7 @@ def overflow_show(
     \b
     Examples:
       distdiag overflow show frames        # what `overflow --save frames` wrote
-      distdiag overflow show frames-0.jsonl frames-1.jsonl  # compare two ranks
-      distdiag overflow show frames-0.jsonl --batch 0,3     # compare two batches
+      distdiag overflow show frames-0.jsonl --batch 0,3
     """
     from distdiag.commands.overflow.show.view import overflow_show_view
     from distdiag.output import Output, Progress, deliver
@@ -60,7 +51,6 @@ def overflow_show(
             paths=tuple(files),
             module=module,
             batches=parse_numbers([batch] if batch.strip() else [], "--batch", "batch", "batches"),
-            factor=factor,
             everything=all_,
         )
         with Progress() as progress:

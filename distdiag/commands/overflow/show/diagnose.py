@@ -1,11 +1,11 @@
-"""Frame files -> Report: the detections, where the numbers grew, where two forwards diverge."""
+"""Frame files -> Report: the detections, and where the numbers grew."""
 
 from __future__ import annotations
 
+import itertools
 import os
-import shlex
-from itertools import takewhile
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 
@@ -13,14 +13,9 @@ from distdiag.commands.overflow.show.forwards import (
     COMMAND,
     FEW,
     MOST_ROWS,
-    Divergence,
     Growth,
-    Mismatch,
     Names,
-    compare,
     growth_of,
-    name_of_source,
-    ratio,
 )
 from distdiag.commands.overflow.show.recording import INPUT, NEAR, NotFrames, Reader, Row
 from distdiag.diagnosis.wording import counted
@@ -37,6 +32,7 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".jsonl"
 _SHOWN = 8
+_MOST_DETECTIONS = 100
 _NEAREST = 8
 _BAD = 3
 _MOST_GROWTH = 32
@@ -65,7 +61,6 @@ class OverflowShow(msgspec.Struct, frozen=True):
     files: tuple[FileRead, ...]
     detections: tuple[Detection, ...]
     growth: tuple[Growth, ...]
-    divergence: Divergence | None
     rows: tuple[Row, ...]
 
 
@@ -130,27 +125,21 @@ def diagnose(
 ) -> Report[OverflowShow]:
     """Diagnose frames; `unread` has the files that could not be read, with the reasons. Pure."""
     selection = Selection(request, recordings)
-    sides = [[forward for owner, forward in selection.owned if owner is each] for each in selection.recordings]
-    compared = compare(request, sides, [selection.name_of(each) for each in selection.recordings])
+    detected = list(_detected(request, selection))
     findings = (
-        *_detected(request, selection),
+        *detected,
         *_not_finite(selection),
         *_near(request, selection),
-        *_diverges(compared),
         *_incomplete(selection, unread, interrupted=interrupted),
     )
-    files = [
-        FileRead(**{name: getattr(recording, name) for name in FileRead.__struct_fields__})
-        for recording in selection.recordings
-    ]
+    files = ({name: getattr(each, name) for name in FileRead.__struct_fields__} for each in selection.recordings)
     return Report(
         command=COMMAND,
         data=OverflowShow(
-            answer=tuple(answer(selection, compared)),
-            files=tuple(files),
+            answer=tuple(_answer(selection, detected)),
+            files=tuple(FileRead(**file) for file in files),
             detections=tuple(found for recording in selection.recordings for found in recording.detections),
             growth=tuple(selection.growth),
-            divergence=compared if isinstance(compared, Divergence) else None,
             rows=tuple(selection.rows()),
         ),
         findings=findings,
@@ -160,50 +149,31 @@ def diagnose(
 
 
 def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
-    for level in (Level.FAIL, Level.UNKNOWN):
-        for finding in findings:
-            if finding.level == level:
-                return finding.title
-    near = (finding.title for finding in findings if finding.id in ("overflow.not-finite", "overflow.near-limit"))
-    return next(near, f"nothing detected; {grew(selection)}")
+    near = (Id.OVERFLOW_NOT_FINITE, Id.OVERFLOW_NEAR_LIMIT)
+    ordered = [[finding for finding in findings if finding.level == level] for level in (Level.FAIL, Level.UNKNOWN)]
+    found = [*itertools.chain(*ordered), *(finding for finding in findings if finding.id in near)]
+    return found[0].title if found else f"nothing detected; {grew(selection)}"
+
+
+def _finding(id_: Id, level: Level, title: str, about: Iterable[Recording], **more: Any) -> Finding:  # noqa: ANN401
+    """Make a finding about recordings; `more`: its other fields."""
+    recordings = list(about)
+    hosts = dict.fromkeys(recording.host for recording in recordings if recording.host)
+    ranks = sorted({recording.rank for recording in recordings if recording.rank is not None})
+    return Finding(id=id_, level=level, title=title, where=Where(hosts=tuple(hosts), ranks=tuple(ranks)), **more)
 
 
 def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
-    found = selection.detections
-    for recording, detection in found[:_SHOWN]:
-        rank = detection.rank if detection.rank is not None else recording.rank
-        host = detection.host or recording.host
-        tally = tuple(detection.tally.lines()) if detection.tally is not None else ()
-        yield Finding(
-            id=Id.OVERFLOW_DETECTED,
-            level=Level.FAIL,
-            title=sentence(selection, recording, detection),
-            where=Where(
-                hosts=(host,) if host else (), ranks=(*(() if rank is None else (rank,)), *detection.other_ranks)
-            ),
-            evidence=(*tally, *detection.hints),
-            fix=_fix(request, detection),
-        )
-    if len(found) > _SHOWN:
-        yield Finding(
-            id=Id.OVERFLOW_DETECTED, level=Level.FAIL, title=f"{len(found) - _SHOWN} more detections (--json)"
-        )
-
-
-def _fix(request: Request, detection: Detection) -> Fix | None:
-    if not detection.fix:
-        return None
-    around = _around(detection)
-    words = ("--module", f"{around}*") if around else ()
-    command = request.again("--batch", str(detection.batch), *words, "--verbose")
-    return Fix(text=f"{detection.fix}; what leads up to it:", commands=(command,))
-
-
-def _around(detection: Detection) -> str:
-    """Return the common parent module of the origin and the output that became nan; empty for the whole model."""
-    names = [detection.made_by or detection.module, *([detection.became.module] if detection.became else [])]
-    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    """Report the detections; one that names no rank also by its file, if there are several."""
+    for recording, found in selection.detections[:_MOST_DETECTIONS]:
+        tally = tuple(found.tally.lines()) if found.tally is not None else ()
+        again = request.again("--batch", str(found.batch), "--verbose")
+        fix = Fix(text=f"{found.fix}; what leads up to it:", commands=(again,)) if found.fix else None
+        unnamed = found.rank is None and len(selection.recordings) > 1
+        title, evidence = f"{recording.path}: " * unnamed + found.sentence, (*tally, *found.hints)
+        finding = _finding(Id.OVERFLOW_DETECTED, Level.FAIL, title, [recording], evidence=evidence, fix=fix)
+        where = Where(hosts=(found.host,), ranks=(found.rank or 0, *found.other_ranks))
+        yield finding if found.rank is None else replace(finding, where=where)
 
 
 def _not_finite(selection: Selection) -> Iterator[Finding]:
@@ -216,15 +186,11 @@ def _not_finite(selection: Selection) -> Iterator[Finding]:
     ]
     if found:
         row = found[0][0]
-        yield Finding(
-            id=Id.OVERFLOW_NOT_FINITE,
-            level=Level.WARN,
-            title=f"{row.abs_max} in `{row.tensor}` of {named(row.module)} ({row.class_}), "
-            f"{selection.names.of(row.of)}, not reported by the detector",
-            detail="Masks of -inf and the modules in `ignore` are not reported; or the job was killed "
-            "before the report.",
-            where=_where([recording for _, recording in found]),
-        )
+        what = f"{row.abs_max} in `{row.tensor}` of {named(row.module)} ({row.class_}), {selection.names.of(row.of)}"
+        detail = "Masks of -inf and the modules in `ignore` are not reported; or the job was killed before the report."
+        about = [recording for _, recording in found]
+        title = f"{what}, not reported by the detector"
+        yield _finding(Id.OVERFLOW_NOT_FINITE, Level.WARN, title, about, detail=detail)
 
 
 def _near(request: Request, selection: Selection) -> Iterator[Finding]:
@@ -239,82 +205,49 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     if not ordered:
         return
     lines = [f"{of_limit(row)} {selection.names.within(row.of)}" for row, _ in ordered[:_SHOWN]]
-    more = f"; {counted(len(ordered) - 1, 'other module')} above {percent(NEAR)}"
+    more = f"; {counted(len(ordered) - 1, 'other module')} above {percent(NEAR)}" if len(ordered) > 1 else ""
     small = all(row.dtype == "float16" or row.dtype.startswith("float8") for row, _ in ordered)
     wider = "run these modules in bfloat16 or float32, or scale down their inputs"
-    yield Finding(
-        id=Id.OVERFLOW_NEAR_LIMIT,
-        level=Level.WARN,
-        title=lines[0] + (more if len(ordered) > 1 else ""),
-        where=_where([recording for _, recording in ordered]),
-        evidence=tuple(lines[1:]),
-        fix=Fix(text=wider if small else "scale down the inputs of these modules"),
-    )
-
-
-def _diverges(found: Divergence | str | None) -> Iterator[Finding]:
-    """Report the divergence of two forwards. Different data explains different values, not another dtype or nan."""
-    if found is None:
-        return
-    if isinstance(found, str):
-        yield Finding(id=Id.OVERFLOW_NOT_COMPARED, level=Level.UNKNOWN, title=found)
-        return
-    evidence = tuple(_only_in(found))
-    if found.first or evidence:
-        level = Level.WARN if found.first and found.first.what is not Mismatch.NUMBERS else Level.INFO
-        yield Finding(id=Id.OVERFLOW_DIVERGES, level=level, title=diverged(found), evidence=evidence)
-
-
-def _only_in(found: Divergence) -> Iterator[str]:
-    for name, rows in zip(found.names, (found.only_a, found.only_b), strict=True):
-        if rows:
-            more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-            yield f"only in {name}: {', '.join(named(row.module) for row in rows[:_SHOWN])}{more}"
+    fix = Fix(text=wider if small else "scale down the inputs of these modules")
+    about = [recording for _, recording in ordered]
+    yield _finding(Id.OVERFLOW_NEAR_LIMIT, Level.WARN, lines[0] + more, about, evidence=tuple(lines[1:]), fix=fix)
 
 
 def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
     if unread:
-        yield Finding(
-            id=Id.OVERFLOW_UNREADABLE,
-            level=Level.UNKNOWN,
-            title=f"{counted(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
-            evidence=tuple(list(unread.values())[1:_SHOWN]),
-        )
+        title = f"{counted(len(unread), 'file')} could not be read: {next(iter(unread.values()))}"
+        evidence = tuple(list(unread.values())[1:_SHOWN])
+        yield _finding(Id.OVERFLOW_UNREADABLE, Level.UNKNOWN, title, (), evidence=evidence)
     for recording in selection.recordings:
-        if why := lacks(recording):
+        if why := "; ".join(_lacks(recording)):
             # The detection may be missing from a truncated file: without one, no verdict of OK.
             may_lack_detection = not recording.detections and (recording.truncated or recording.torn > 0)
-            yield Finding(
-                id=Id.OVERFLOW_INCOMPLETE,
-                level=Level.UNKNOWN if may_lack_detection else Level.WARN,
-                title=f"{recording.path}: {why}",
-                where=_where([recording]),
-            )
+            level = Level.UNKNOWN if may_lack_detection else Level.WARN
+            yield _finding(Id.OVERFLOW_INCOMPLETE, level, f"{recording.path}: {why}", [recording])
     empty = [recording for recording in selection.recordings if recording.is_empty]
     if empty and not interrupted:
         others = f", and neither do {len(empty) - 1} more files" if len(empty) > 1 else ""
-        yield Finding(
-            id=Id.OVERFLOW_NO_FRAMES,
-            level=Level.UNKNOWN,
-            title=f"{empty[0].path} has no frames{others}",
-            detail="The detector saves the frames of batches in trace_batch_nums, and the last frames "
-            "before a detection.",
-            where=_where(empty),
-        )
+        detail = "The detector saves the batches in trace_batch_nums, and the last frames before a detection."
+        title = f"{empty[0].path} has no frames{others}"
+        yield _finding(Id.OVERFLOW_NO_FRAMES, Level.UNKNOWN, title, empty, detail=detail)
 
 
-def _where(recordings: Sequence[Recording]) -> Where:
-    hosts = dict.fromkeys(recording.host for recording in recordings if recording.host)
-    ranks = sorted({recording.rank for recording in recordings if recording.rank is not None})
-    return Where(hosts=tuple(hosts), ranks=tuple(ranks))
+def _lacks(recording: Recording) -> Iterator[str]:
+    """Describe the parts of a file that could not be read."""
+    if recording.truncated:
+        yield "the last line is incomplete: the job was killed or is still writing; the lines before it were read"
+    if recording.torn:
+        own = 'if several ranks write to this file, give each its own: save="frames-{rank}.jsonl"'
+        yield f"{counted(recording.torn, 'line')} cannot be read: {own}"
+    if recording.left_out:
+        yield f"the file is too large: its last {recording.left_out:,} frames were skipped; select others by --batch"
 
 
 class Selection:
     """The forwards selected by --batch, with their recordings, in the order of ranks.
 
-    `detections`: the earliest first, each once. `highest`: the forwards to describe, of the first detection, then those
-    nearest to a limit; `main`: the first of them. `growth`: their paths that end in modules selected by --module, in
-    file order.
+    `detections`: the earliest first, each once. `main`: the forward to describe, of the first detection, else that
+    nearest to a limit. `growth`: of the forwards nearest to a limit, in file order.
     """
 
     def __init__(self, request: Request, recordings: Iterable[Recording]) -> None:
@@ -324,35 +257,21 @@ class Selection:
         self.owned = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
         self.names = Names([forward.id for _, forward in self.owned])
         self.detections = _distinct(self.recordings)
-        detected = [
-            forward
-            for owner, found in self.detections
-            for recording, forward in self.owned
-            if owner is recording and found.batch == forward.id.batch
-        ]
-        by_peak = sorted((forward for _, forward in self.owned), key=lambda forward: -forward.peak())
-        highest = [*detected[:1], *by_peak[:_MOST_GROWTH]]
-        self.main = next(iter(highest), None)
-        wanted = set(map(id, highest))
-        growth = (growth_of(forward) for _, forward in self.owned if id(forward) in wanted)
-        self.growth = [each for each in growth if each is not None and request.fits(each.through[-1].module)]
-
-    def growth_of(self, forward: Forward | None) -> Growth | None:
-        """Return the growth path of a forward."""
-        return next((growth for growth in self.growth if forward is not None and growth.of is forward.id), None)
-
-    def name_of(self, recording: Recording) -> str:
-        """Name a recording among the others."""
-        return name_of_source((recording.path, recording.rank), [(each.path, each.rank) for each in self.recordings])
+        first = [(id(recording), found.batch) for recording, found in self.detections]
+        detected = [forward for recording, forward in self.owned if (id(recording), forward.id.batch) in first[:1]]
+        highest = sorted((forward for _, forward in self.owned), key=lambda forward: -forward.peak())[:_MOST_GROWTH]
+        self.main = next(iter([*detected, *highest]), None)
+        wanted = {id(forward) for forward in (self.main, *highest)}
+        found = ((id(forward), growth_of(forward)) for _, forward in self.owned if id(forward) in wanted)
+        growth = {key: each for key, each in found if each is not None}
+        self.growth, self.of_main = list(growth.values()), growth.get(id(self.main))
 
     def rows(self) -> list[Row]:
         """Return the rows to show."""
         shown = [forward for _, forward in self.owned] if self.request.everything else filter(None, [self.main])
-        rows: list[Row] = []
-        for forward in shown:
-            if len(rows) < MOST_ROWS:
-                rows += rows_that_matter(self.request, forward, self.growth_of(forward))
-        return rows[:MOST_ROWS]
+        path = self.of_main.through if self.of_main else ()
+        rows = itertools.chain.from_iterable(rows_that_matter(self.request, forward, path) for forward in shown)
+        return list(itertools.islice(rows, MOST_ROWS))
 
 
 def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detection]]:
@@ -366,23 +285,18 @@ def _distinct(recordings: Sequence[Recording]) -> list[tuple[Recording, Detectio
     return sorted(found.values(), key=lambda pair: (pair[1].step, pair[1].batch))
 
 
-def rows_that_matter(request: Request, forward: Forward, growth: Growth | None) -> list[Row]:
+def rows_that_matter(request: Request, forward: Forward, path: Sequence[Row]) -> list[Row]:
     """Choose the rows of one forward to show; all of them if few or requested.
 
-    Chosen are the growth path, the first rows with nan or inf, the rows nearest to a limit, and both ends.
+    Chosen are the path of growth, the first rows with nan or inf, the rows nearest to a limit, and both ends.
     """
     rows = [row for call in forward.calls if request.fits(call.module) for row in call.rows]
     if request.everything or len(rows) <= FEW:
         return rows
-    path = growth.through if growth is not None else ()
-    through = {(row.number, row.tensor) for row in path}
     near = sorted((row for row in rows if row.share_of_limit >= NEAR), key=lambda row: -row.share_of_limit)
-    grew = [row for row in rows if path and path[0].number <= row.number <= path[-1].number]
-    if len(grew) > FEW:
-        grew = [row for row in grew if (row.number, row.tensor) in through]
-    bad = [row for row in rows if row.is_bad]
-    kept = {id(row) for row in (rows[0], rows[-1], *grew[:FEW], *bad[:_BAD], *near[:_NEAREST])}
-    return [row for row in rows if id(row) in kept]
+    kept = [rows[0], rows[-1], *path, *near[:_NEAREST], *[row for row in rows if row.is_bad][:_BAD]]
+    places = {(row.number, row.tensor) for row in kept}
+    return [row for row in rows if (row.number, row.tensor) in places]
 
 
 def named(module: str) -> str:
@@ -405,41 +319,25 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.01 else "<1%"
 
 
-def answer(selection: Selection, compared: Divergence | str | None) -> Iterator[str]:
-    """Yield a few sentences: the detection, the growth of values, the divergence of two forwards."""
-    detections = selection.detections
-    if detections:
-        more = len(detections) - 1
-        yield sentence(selection, *detections[0]) + (f" ({more} more below)" if more else "")
+def _answer(selection: Selection, detected: Sequence[Finding]) -> Iterator[str]:
+    """Yield a few sentences: the detection, the growth of values."""
+    for finding in detected[:1]:
+        yield finding.title + (f" ({len(detected) - 1} more below)" if len(detected) > 1 else "")
     yield grew(selection)
-    if compared is not None:
-        yield compared if isinstance(compared, str) else diverged(compared)
-
-
-def sentence(selection: Selection, recording: Recording, detection: Detection) -> str:
-    """Return the detector's sentence; where it names no rank, of several files with the name of the file."""
-    if detection.rank is not None or len(selection.recordings) == 1:
-        return detection.sentence
-    return f"{selection.name_of(recording)}: {detection.sentence}"
 
 
 def grew(selection: Selection) -> str:
     """Describe where the numbers of the main forward grew."""
-    main, growth = selection.main, selection.growth_of(selection.main)
+    main, growth = selection.main, selection.of_main
     if main is None:
         return "no frames were saved"
-    if growth is None and main.peak() and selection.request.module:
-        return f"the largest value is outside the modules of --module {shlex.quote(selection.request.module)}"
     if growth is None:
         return "the frames have no floating-point tensor that is all finite"
     where = selection.names.within(main.id)
     start, end = growth.through[0], growth.through[-1]
     limit = f"{percent(end.share_of_limit)} of {end.dtype} max"
     if growth.factor < _GREW:
-        text = "values do not grow: the largest finite value"
-        if selection.detections:
-            text = "in tensors that are all finite, values do not grow: the largest"
-        return f"{text} is {magnitude(end.abs_max)}, from {_at(end)} {where} ({limit})"
+        return f"finite values do not grow: they reach {magnitude(end.abs_max)}, in {_at(end)} {where} ({limit})"
     return (
         f"abs max grows {times(growth.factor)}x from {_at(start)} to {_at(end)} "
         f"({magnitude(start.abs_max)} -> {magnitude(end.abs_max)}, {limit}) {where}"
@@ -455,46 +353,3 @@ def of_limit(row: Row) -> str:
     what = "the input of " if row.tensor == INPUT else f"`{row.tensor}` of "
     share = f"{percent(row.share_of_limit)} of {row.dtype} max"
     return f"{what}{named(row.module)} ({row.class_}) reaches {magnitude(row.abs_max)} = {share}"
-
-
-def lacks(recording: Recording) -> str:
-    """Describe the part of a file that could not be read; empty if all of it was."""
-    why = []
-    if recording.truncated:
-        why.append("the last line is incomplete: the job was killed or is still writing; the lines before it were read")
-    if recording.torn:
-        torn = f"{counted(recording.torn, 'line')} cannot be read, first line {recording.first_torn}"
-        why.append(f'{torn}: if several ranks write to this file, give each its own: save="frames-{{rank}}.jsonl"')
-    if recording.left_out:
-        why.append(
-            f"the file is too large: its last {recording.left_out:,} frames were skipped; select others by --batch"
-        )
-    return "; ".join(why)
-
-
-def diverged(found: Divergence) -> str:
-    """Describe where two forwards begin to diverge."""
-    first, names = found.first, f"{found.names[0]} and {found.names[1]}"
-    if first is None:
-        batches = f" in {found.batches:,} batches" if found.batches > 1 else ""
-        compared = counted(found.compared, "call")
-        return f"{names} do not diverge{batches}: {compared} compared, values within {found.factor:g}x"
-    of_one_file = (found.a.path, found.a.rank) == (found.b.path, found.b.rank)
-    batch = f" in batch {found.a.batch}" if found.a.batch == found.b.batch and not of_one_file else ""
-    a, b = first.a, first.b
-    text = f"abs max {magnitude(a.abs_max)} vs {magnitude(b.abs_max)}"
-    if first.what in (Mismatch.KIND, Mismatch.DTYPE):
-        text = f"{_like(a)} vs {_like(b)}"
-    elif first.what is Mismatch.NOT_FINITE:
-        text = f"{magnitude(a.abs_max)} in {found.names[0]}, {magnitude(b.abs_max)} in {found.names[1]}"
-    has_numbers = first.what in (Mismatch.NUMBERS, Mismatch.NOT_FINITE)
-    if has_numbers and first.given_a is not None and first.given_b is not None:
-        how = "were similar" if ratio(first.given_a, first.given_b) <= found.factor else "already differed"
-        text += f"; their inputs {how} ({magnitude(first.given_a)} vs {magnitude(first.given_b)})"
-    return f"{names} diverge{batch} starting at {named(a.module)} ({a.class_}), `{a.tensor}`: {text}"
-
-
-def _like(row: Row) -> str:
-    """Format dtype and shape, float16 [2, 8], or the text in place of a tensor."""
-    shape = "" if row.shape is None else f" [{', '.join(map(str, row.shape))}]"
-    return row.text or f"{row.dtype or 'unknown dtype'}{shape}"

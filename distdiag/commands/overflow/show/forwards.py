@@ -1,15 +1,11 @@
-"""Which numbers of a forward grew, and where two forwards diverge. Pure."""
+"""Which numbers of a forward grew. Pure."""
 
 from __future__ import annotations
 
-import math
-import os
 import shlex
 import sys
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from dataclasses import dataclass
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -18,11 +14,9 @@ import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 from distdiag.commands.overflow.show.recording import INPUT, ForwardId, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from distdiag.commands.overflow.show.recording import Call, Forward
-
-    Keyed = dict[tuple[str, int], Call]
 
 COMMAND = "overflow show"
 FEW = 24
@@ -37,22 +31,19 @@ _LEVEL = 1.25
 """Values within this factor of the smallest do not grow yet."""
 _NEARBY = 8
 """Distance in frames up to which an equal maximum alone, without minimum, identifies a tensor."""
-_BEFORE, _AFTER = 3, 8
-"""Outputs to show around a divergence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Command-line options. `module`: name pattern, empty for all; `batches`: empty for all.
 
-    `factor`: values of two sides differing by more diverge. `everything`: every row of every batch.
+    `everything`: every row of every batch.
     """
 
     program: str = "distdiag"
     paths: tuple[str, ...]
     module: str = ""
     batches: tuple[int, ...] = ()
-    factor: float = 2.0
     everything: bool = False
 
     def again(self, *words: str) -> str:
@@ -65,33 +56,24 @@ class Request:
 
 
 class Names:
-    """Names of forwards among each other: "rank 1", "batch 3", "rank 1, batch 3", "batch 3, forward 2"."""
+    """Names of forwards among each other: "rank 1", "batch 3", "rank 1, batch 3"; without distinct ranks the files'."""
 
     def __init__(self, among: Sequence[ForwardId]) -> None:
-        self._sources = list(dict.fromkeys((each.path, each.rank) for each in among))
+        sources = {(each.path, each.rank) for each in among}
+        self._are_several = len(sources) > 1
+        self._have_ranks = len({rank for _, rank in sources if rank is not None}) == len(sources)
         self._has_many_batches = len({each.batch for each in among}) > 1
-        self._steps = {each.batch for each in among if each.forward}
 
     def of(self, forward: ForwardId) -> str:
         """Return the name of a forward."""
-        parts = [name_of_source((forward.path, forward.rank), self._sources)] if len(self._sources) > 1 else []
-        if self._has_many_batches or not parts:
-            parts.append(f"batch {forward.batch}")
-        return ", ".join([*parts, f"forward {forward.forward}"] if forward.batch in self._steps else parts)
+        source = f"rank {forward.rank}" if self._have_ranks else forward.path
+        parts = [source] if self._are_several else []
+        return ", ".join([*parts, f"batch {forward.batch}"] if self._has_many_batches or not parts else parts)
 
     def within(self, forward: ForwardId) -> str:
         """Return where: "in batch 3", "on rank 1 in batch 3"."""
         name = self.of(forward)
         return "on " + name.replace(", ", " in ", 1) if name.startswith("rank ") else f"in {name}"
-
-
-def name_of_source(source: tuple[str, int | None], among: Sequence[tuple[str, int | None]]) -> str:
-    """Name a recording, by path and rank, among others: by its rank if no other has that, else by its file."""
-    path, rank = source
-    if rank is not None and [other for _, other in among].count(rank) == 1:
-        return f"rank {rank}"
-    name = os.path.basename(path)
-    return name if [os.path.basename(other) for other, _ in among].count(name) == 1 else path
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -113,21 +95,12 @@ def growth_of(forward: Forward) -> Growth | None:
     An earlier output with the same largest and smallest magnitude and element count is an input's source. Without one,
     the parent module's code computed the input from the parent's own input.
     """
-    calls = forward.calls
-    # Of equals the first: it made the input of the others.
-    index = max(range(len(calls)), key=lambda at: calls[at].share, default=0)
-    if not calls or not calls[index].share:
+    reached = _REACHED * forward.peak()
+    if not reached:
         return None
-    flow = _Dataflow(calls)
-    reached = _REACHED * calls[index].share
-    # Several modules, and their parents, may have passed the same value through: find the first.
-    index, row = flow.first_to_reach(index, reached)
-    for at, earlier in flow.back(index, row)[1:]:
-        if earlier.share_of_limit < reached:
-            break
-        index, row = (at, earlier) if earlier.tensor == INPUT else flow.first_to_reach(at, reached)
-    path = [earlier for _, earlier in flow.back(index, row)]
-    least = min(row.size for row in path)
+    flow = _Dataflow(forward.calls)
+    path = flow.back(*flow.first_to_reach(reached))
+    row, least = path[0], min(row.size for row in path)
     start = next(at for at, row in enumerate(path) if row.size <= _LEVEL * least)
     factor = min(row.size / path[start].size, sys.float_info.max)
     return Growth(forward.id, factor, row.share_of_limit, row.dtype, tuple(path[start::-1]))
@@ -146,10 +119,18 @@ class _Dataflow:
                 if row.most is not None:
                     self._made.setdefault(row.numbers, []).append((index, row))
 
-    def back(self, index: int, row: Row) -> list[tuple[int, Row]]:
+    def first_to_reach(self, share: float) -> tuple[int, Row]:
+        """Return the first tensor that reaches a share of the limit, which one must: an output or a new input."""
+        for at, call in enumerate(self._calls):
+            is_new = call.given is not None and self._maker(call.given, self._begin(at)) is None
+            for row in (*([call.given] if call.given and is_new else []), *call.rows):
+                if row.share_of_limit >= share:
+                    return at, row
+        raise ValueError("no value reaches this share of the limit")
+
+    def back(self, index: int, row: Row) -> list[Row]:
         """Return the path of a tensor to its source, itself first; it ends at larger values or at outside input."""
-        path = [(index, row)]
-        least = row.size
+        path, least = [row], row.size
         at = self._around(index) if row.tensor == INPUT else index
         while at is not None:
             given = self._calls[at].given
@@ -157,19 +138,9 @@ class _Dataflow:
                 break
             least = min(least, given.size)
             made = self._maker(given, self._begin(at))
-            path.append(made or (at, given))
+            path.append(made[1] if made else given)
             at = made[0] if made else self._around(at)
         return path
-
-    def first_to_reach(self, index: int, share: float) -> tuple[int, Row]:
-        """Return the first tensor of a module or its submodules that reaches a share of the limit; one must."""
-        for at in range(self._begin(index), index + 1):
-            given, top = self._calls[at].given, max(self._calls[at].rows, key=lambda row: row.share_of_limit)
-            if given is not None and given.share_of_limit >= share and self._maker(given, self._begin(at)) is None:
-                return at, given
-            if top.share_of_limit >= share:
-                return at, top
-        raise ValueError("no value reaches this share of the limit")
 
     def _maker(self, given: Row, before: int) -> tuple[int, Row] | None:
         """Find the last output before a frame that equals this input."""
@@ -198,153 +169,3 @@ class _Dataflow:
             if after < len(called):
                 return called[after]
         return None
-
-
-class Mismatch(StrEnum):
-    """Difference of two outputs; `kind`: a tensor on one side only. Other shapes are none: other data explains them."""
-
-    KIND = "kind"
-    NOT_FINITE = "not-finite"
-    DTYPE = "dtype"
-    NUMBERS = "numbers"
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """Two different outputs of the same name, the `ratio` of their abs max (None with 0), and the largest inputs."""
-
-    what: Mismatch
-    a: Row
-    b: Row
-    given_a: float | None
-    given_b: float | None
-    ratio: float | None = None
-
-
-class Divergence(msgspec.Struct, frozen=True):
-    """Two forwards, `compared` calls of both, of `batches` batches. `first`: the first difference, or None.
-
-    `only_a` and `only_b`: calls of one side alone. `around`: outputs of both near the divergence, all with --verbose.
-    """
-
-    names: tuple[str, str]
-    a: ForwardId
-    b: ForwardId
-    factor: float
-    compared: int
-    first: Difference | None
-    only_a: tuple[Row, ...]
-    only_b: tuple[Row, ...]
-    around: tuple[tuple[Row, Row], ...]
-    batches: int = 1
-
-
-def compare(request: Request, sides: Sequence[Sequence[Forward]], names: Sequence[str]) -> Divergence | str | None:
-    """Compare the only two forwards of one file, or the first diverging batch of two files.
-
-    Returns the reason if they are not comparable; None without exactly two.
-    """
-    if [len(side) for side in sides] == [2]:
-        pairs = [(sides[0][0], sides[0][1])]
-    elif len(sides) != 2 or not any(sides):
-        return None
-    elif len(sides[0]) == len(sides[1]) == 1:
-        pairs = [(sides[0][0], sides[1][0])]
-    else:
-        others = {(forward.id.batch, forward.id.forward): forward for forward in sides[1]}
-        keyed = (((forward.id.batch, forward.id.forward), forward) for forward in sides[0])
-        pairs = [(forward, others[key]) for key, forward in keyed if key in others]
-    if not pairs:
-        empty = [name for name, side in zip(names, sides, strict=True) if not side]
-        why = f"no frames of {empty[0]}" if empty else "no batch in common"
-        return f"{names[0]} and {names[1]} cannot be compared: {why}"
-    found = [compare_forwards(request, *pair) for pair in pairs]
-    first = next((each for each in found if each.first), max(found, key=lambda each: each.compared > 0))
-    if not first.compared:
-        return f"{first.names[0]} and {first.names[1]} cannot be compared: no module call in common"
-    if first.first is None and len(pairs) > 1:
-        return msgspec.structs.replace(first, names=(names[0], names[1]), batches=len(pairs))
-    return first
-
-
-def compare_forwards(request: Request, a: Forward, b: Forward) -> Divergence:
-    """Compare two forwards; values differing by more than --factor diverge.
-
-    Calls are matched by number if both forwards called the same modules in the same order, else by module and its call
-    count. A frame of one side alone counts only if the other kept frames around it.
-    """
-    keyed_a, keyed_b = _keyed(a.calls, b.calls)
-    pairs = [(call, keyed_b[key]) for key, call in keyed_a.items() if key in keyed_b and request.fits(call.module)]
-    first = next(_differences(pairs, request.factor), None)
-    names = Names([a.id, b.id])
-    both = [rows for pair in pairs for rows in _rows(pair)]
-    if not request.everything and len(both) > FEW:
-        at = next((at for at, (row, _) in enumerate(both) if first is not None and row is first.a), -_AFTER - 1)
-        both = both[max(0, at - _BEFORE) : at + _AFTER + 1]
-    return Divergence(
-        names=(names.of(a.id), names.of(b.id)),
-        a=a.id,
-        b=b.id,
-        factor=request.factor,
-        compared=len(pairs),
-        first=first,
-        only_a=tuple(row for row in _only(keyed_a, keyed_b, b.calls) if request.fits(row.module)),
-        only_b=tuple(row for row in _only(keyed_b, keyed_a, a.calls) if request.fits(row.module)),
-        around=tuple(both[:MOST_ROWS]),
-    )
-
-
-def _rows(pair: tuple[Call, Call]) -> list[tuple[Row, Row]]:
-    others = {row.tensor: row for row in pair[1].rows}
-    return [(row, others[row.tensor]) for row in pair[0].rows if row.tensor in others]
-
-
-def ratio(a: float, b: float) -> float:
-    """Return the ratio of two magnitudes, 1 or more; infinity if only one is 0."""
-    low, high = min(a, b), max(a, b)
-    return high / low if low else math.inf if high else 1.0
-
-
-def _keyed(*sides: Sequence[Call]) -> list[Keyed]:
-    """Map each side's calls by module and number, or by module and its call count."""
-    a, b = ({call.number: call.module for call in side} for side in sides)
-    shared = a.keys() & b.keys()
-    if shared and all(a[number] == b[number] for number in shared):
-        return [{(call.module, call.number): call for call in side} for side in sides]
-    return [_by_count(side) for side in sides]
-
-
-def _by_count(side: Sequence[Call]) -> Keyed:
-    seen: Counter[str] = Counter()
-    found = {}
-    for call in side:
-        found[call.module, seen[call.module]] = call
-        seen[call.module] += 1
-    return found
-
-
-def _only(own: Keyed, other: Keyed, others: Sequence[Call]) -> list[Row]:
-    if not others:
-        return []
-    first, last = others[0].number, others[-1].number
-    whole = first == 0 and not others[-1].module
-    missing = [call for key, call in own.items() if key not in other]
-    return [call.rows[0] for call in missing if whole or first <= call.number <= last]
-
-
-def _differences(pairs: Sequence[tuple[Call, Call]], factor: float) -> Iterator[Difference]:
-    for pair in pairs:
-        given_a, given_b = (None if call.given is None else call.given.most for call in pair)
-        for a, b in _rows(pair):
-            times = 1.0 if a.most is None or b.most is None else ratio(a.most, b.most)
-            what = _unlike(a, b) or (Mismatch.NUMBERS if times > factor else None)
-            if what is not None:
-                known = times if what is Mismatch.NUMBERS and math.isfinite(times) else None
-                yield Difference(what, a, b, given_a, given_b, known)
-
-
-def _unlike(a: Row, b: Row) -> Mismatch | None:
-    if bool(a.text) != bool(b.text) or (a.abs_max is None) != (b.abs_max is None):
-        return Mismatch.KIND
-    if a.is_bad != b.is_bad:
-        return Mismatch.NOT_FINITE
-    return Mismatch.DTYPE if a.dtype != b.dtype else None

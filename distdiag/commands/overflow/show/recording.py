@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
@@ -94,12 +94,11 @@ _NO_OUTPUT = Line("output", "output", text="nothing")
 
 
 class ForwardId(msgspec.Struct):
-    """Which forward: `forward` is 0 except where a batch is a step of several."""
+    """Which forward."""
 
     path: str
     rank: int | None
     batch: int
-    forward: int = 0
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, rename={"class_": "class"}):
@@ -163,7 +162,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Forward:
-    """One forward of the model: a batch, or with gradient accumulation one of several of a step.
+    """One forward of the model, a batch.
 
     `bad` is its first tensor with nan or inf, of any phase: weight, buffer, input, output.
     """
@@ -188,8 +187,7 @@ class Forward:
 class Recording:
     """The frames of one rank.
 
-    `torn`: number of unreadable lines, the first at `first_torn` (from 1); `left_out`: frames beyond the limit.
-    `passed`: batches not requested.
+    `torn`: number of unreadable lines; `left_out`: frames beyond the limit; `passed`: batches not requested.
     """
 
     path: str
@@ -200,7 +198,6 @@ class Recording:
     detections: list[Detection] = field(default_factory=list)
     truncated: bool = False
     torn: int = 0
-    first_torn: int = 0
     left_out: int = 0
     passed: set[int] = field(default_factory=set)
 
@@ -220,11 +217,9 @@ class Recording:
         return sum(len(forward.calls) for forward in self.forwards)
 
     def forward_of(self, frame: Frame) -> Forward:
-        """Return the forward of a frame; a frame number that does not increase begins another forward."""
-        last = self.forwards[-1] if self.forwards else None
-        if last is None or last.id.batch != frame.batch or frame.number <= last.calls[-1].number:
-            turn = last.id.forward + 1 if last is not None and last.id.batch == frame.batch else 0
-            self.forwards.append(Forward(ForwardId(self.path, self.rank, frame.batch, turn)))
+        """Return the forward of a frame."""
+        if not self.forwards or self.forwards[-1].id.batch != frame.batch:
+            self.forwards.append(Forward(ForwardId(self.path, self.rank, frame.batch)))
         return self.forwards[-1]
 
 
@@ -257,19 +252,19 @@ class Reader:
             OSError: it cannot be read.
         """
         recording: Recording | None = None
-        number = done = 0
+        done = 0
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             while line := file.readline(_MOST_LINE_BYTES):
-                number, before, done = number + 1, done, done + len(line)
+                before, done = done, done + len(line)
                 if before // _NEWS_EVERY_BYTES < done // _NEWS_EVERY_BYTES:
                     self._news(f"reading {path}: {done / 1e6:.0f}{f' of {size / 1e6:.0f}' if size else ''} MB")
                 if line.strip():
-                    recording = self._take(path, recording, line, number)
+                    recording = self._take(path, recording, line)
         if recording is None:  # empty, or no complete line
             self.recordings.append(Recording(path=path, truncated=size > 0))
 
-    def _take(self, path: str, recording: Recording | None, line: bytes, number: int) -> Recording | None:
+    def _take(self, path: str, recording: Recording | None, line: bytes) -> Recording | None:
         decoder, record = _DECODERS.get(line[:16]), None
         if decoder is not None:
             with contextlib.suppress(*_MALFORMED):
@@ -283,12 +278,11 @@ class Reader:
             self._keep(recording, record)
         elif isinstance(record, Detection):
             room = _MOST_DETECTIONS - len(recording.detections)
-            recording.detections += [replace(record, path=path)][:room]
+            recording.detections += [record][:room]
         elif not line.endswith(b"\n"):
             recording.truncated = True
         elif decoder is not None or not line.startswith(_KIND):  # else of a later kind
             recording.torn += 1
-            recording.first_torn = recording.first_torn or number
         return recording
 
     def _keep(self, recording: Recording, frame: Frame) -> None:
@@ -317,12 +311,9 @@ class Reader:
 
 
 def _begun(path: str, head: Head) -> Recording:
-    if head.schema == SCHEMA:
-        return Recording(path=path, model=head.model, rank=head.rank, host=head.host)
-    if not head.schema.startswith(SCHEMA.rstrip("0123456789")):
-        raise NotFrames(path, f"not a frame file, but {head.schema[:60]!r}")
-    later = f"written by a newer distdiag ({head.schema}; this version reads {SCHEMA})"
-    raise NotFrames(path, later, "upgrade distdiag here")
+    if head.schema != SCHEMA:
+        raise NotFrames(path, f"of format {head.schema[:60]}; this version reads {SCHEMA}", "upgrade distdiag here")
+    return Recording(path=path, model=head.model, rank=head.rank, host=head.host)
 
 
 def _check_beginning(path: str, line: bytes, record: object) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from distdiag.commands.overflow.show.diagnose import magnitude, named, percent, times
-from distdiag.commands.overflow.show.forwards import Names, ratio
+from distdiag.commands.overflow.show.forwards import Names
 from distdiag.commands.overflow.show.recording import NEAR
 from distdiag.diagnosis.wording import counted
 from distdiag.output import Whole, Wrapped
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.commands.overflow.show.diagnose import FileRead, OverflowShow
-    from distdiag.commands.overflow.show.forwards import Divergence, Growth
+    from distdiag.commands.overflow.show.forwards import Growth
     from distdiag.commands.overflow.show.recording import Row
     from distdiag.report import Report
 
 
 def overflow_show_view(report: Report[OverflowShow]) -> Iterator[RenderableType]:
-    """The answer, the files, each forward in a line, two side by side, and one module by module."""
+    """The answer, the files, each forward in a line, and one module by module."""
     data = report.data
     for line in data.answer:
         yield Wrapped(line, margin=0, hang=2, style="bold")
@@ -36,9 +35,6 @@ def overflow_show_view(report: Report[OverflowShow]) -> Iterator[RenderableType]
     if len(data.growth) > 1:
         yield ""
         yield from _forwards(data.growth, names)
-    if data.divergence is not None and data.divergence.around:
-        yield ""
-        yield from _side_by_side(data.divergence)
     for forward, rows in groupby(data.rows, key=lambda row: row.of):
         yield ""
         yield Wrapped(f"{names.of(forward)}, module by module:", margin=0)
@@ -77,19 +73,6 @@ def _rows(rows: Sequence[Row]) -> Iterator[RenderableType]:
         growth = "-" if row.growth is None else times(row.growth)
         style = "bold red" if row.is_bad else "yellow" if row.share_of_limit >= NEAR else ""
         yield Whole(f"{value}  {share:>6}  {growth:>7}  {_name(row)}", style=style)
-
-
-def _side_by_side(found: Divergence) -> Iterator[RenderableType]:
-    a, b = Names([found.a, found.b]).of(found.a), Names([found.a, found.b]).of(found.b)
-    width = max(9, len(a), len(b)) + 1
-    yield Wrapped("abs max side by side:", margin=0)
-    yield Whole(f"{a:>{width}}{b:>{width}}{'times':>8}  module, class, tensor", style="bold")
-    for before, (row, other) in zip([None, *(row for row, _ in found.around)], found.around, strict=False):
-        yield from _gap(before, row)
-        cells = [each.text or magnitude(each.abs_max) for each in (row, other)]
-        factor = ratio(row.most, other.most) if row.most and other.most else math.inf
-        shown = times(factor) if math.isfinite(factor) else "-"
-        yield Whole(f"{cells[0]:>{width}}{cells[1]:>{width}}{shown:>8}  {_name(row)}")
 
 
 def _gap(before: Row | None, row: Row) -> Iterator[Whole]:

@@ -6,22 +6,13 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace import ranks
-from distdiag.commands.trace.blocked.types import (
-    COMMAND,
-    Chain,
-    Last,
-    Request,
-    ThreadRow,
-    Threads,
-    TraceBlocked,
-    Waiter,
-)
+from distdiag.commands.trace.blocked.types import COMMAND, Last, Request, ThreadRow, Threads, TraceBlocked
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.diagnosis.stuck.judge import job_findings, judge_jobs
 from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked
 from distdiag.diagnosis.stuck.waits import root_wait
-from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
+from distdiag.diagnosis.wait_graph import WaitGraph
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
 from distdiag.ids import Id
 from distdiag.jobs.pictures import all_nodes
@@ -35,7 +26,6 @@ if TYPE_CHECKING:
 
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.diagnosis.process_index import Key
-    from distdiag.diagnosis.wait_graph import WaitTree
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.facts.blocked_threads import Blocked, Thread
     from distdiag.jobs.types import Job, NodePicture
@@ -52,14 +42,12 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[TraceB
     graph = WaitGraph({key: _waits_of(process, key, index) for key, process in sampled.items()}, index)
     keys = tuple((choice.host, choice.process.pid) for choice in chosen if choice.process is not None)
     jobs = list({id(choice.job): choice.job for choice in chosen if choice.job is not None}.values())
-    trees = [tree for tree in wait_trees(graph) if _is_about(tree, keys)]
     found = list(_findings(request, gathered, nodes, jobs, chosen, graph))
-    shown = [*keys, *_awaited_helpers(keys, graph)]
+    shown, all_threads = [*keys, *_awaited_helpers(keys, graph)], request.threads is Threads.ALL
     data = TraceBlocked(
         interval_s=SAMPLED_S,
         jobs=tuple(summarize(job) for job in jobs),
-        threads=tuple(row for key in shown for row in _rows(key, sampled, graph, all_threads=_shows_all(request))),
-        chains=tuple(_chain(tree, graph) for tree in trees),
+        threads=tuple(row for key in shown for row in _rows(key, sampled, graph, all_threads=all_threads)),
         helpers=sum(len(each.member.helpers) for each in chosen if each.member is not None and not each.is_helper)
         - (len(shown) - len(keys)),
     )
@@ -135,15 +123,6 @@ def _waits_of(process: Blocked, key: Key, index: ProcessIndex) -> tuple[Wait, ..
     return tuple(wait_of(thread, process, key[0], index) for thread in ordered)
 
 
-def _is_about(tree: WaitTree, keys: Sequence[Key]) -> bool:
-    """Return whether a selected process is in the tree."""
-    return not {tree.root, *(edge.waiter for edge in tree.edges)}.isdisjoint(keys)
-
-
-def _shows_all(request: Request) -> bool:
-    return request.threads is Threads.ALL
-
-
 def _awaited_helpers(keys: Sequence[Key], graph: WaitGraph) -> list[Key]:
     """List the helpers with waiters among the selected processes."""
     found: dict[Key, None] = {}
@@ -157,11 +136,8 @@ def _awaited_helpers(keys: Sequence[Key], graph: WaitGraph) -> list[Key]:
 
 
 def _rows(key: Key, sampled: dict[Key, Blocked], graph: WaitGraph, *, all_threads: bool) -> Iterator[ThreadRow]:
-    process = sampled.get(key)
-    if process is None:
-        return
-    place = graph.index.places.get(key)
-    for wait in graph.by_process[key][: None if all_threads else 1]:
+    process, place = sampled.get(key), graph.index.places.get(key)
+    for wait in graph.by_process.get(key, ())[: None if all_threads else 1]:
         thread = wait.thread
         assert thread is not None
         yield ThreadRow(
@@ -173,7 +149,7 @@ def _rows(key: Key, sampled: dict[Key, Blocked], graph: WaitGraph, *, all_thread
             tid=thread.tid,
             comm=thread.comm,
             state=thread.state,
-            moved=thread.tid in process.moved,
+            moved=process is not None and thread.tid in process.moved,
             kind=wait.kind,
             on=wait.on,
             last=_last(thread, wait, graph.index),
@@ -188,36 +164,5 @@ def _last(thread: Thread, wait: Wait, index: ProcessIndex) -> Last:
         args=thread.arguments,
         fd_target=thread.path or (targets[0] if targets else ""),
         peer_rank=ranks.pop() if len(ranks) == 1 else None,
-        blocked_s=None if wait.kind is Kind.RUNS else _rounded(wait.since_s),
+        blocked_s=None if wait.kind is Kind.RUNS or wait.since_s is None else round(wait.since_s, 3),
     )
-
-
-def _chain(tree: WaitTree, graph: WaitGraph) -> Chain:
-    wait, index = root_wait(graph, tree.root), graph.index
-    place = index.places.get(tree.root)
-    return Chain(
-        job=place.job.name if place is not None else "",
-        host=tree.root[0],
-        rank=index.rank(tree.root),
-        pid=tree.root[1],
-        cause="cycle" if tree.is_cycle else wait.kind,
-        does=wait.does,
-        blocked_s=_rounded(wait.since_s),
-        waiting=tuple(
-            Waiter(
-                host=edge.waiter[0],
-                rank=index.rank(edge.waiter),
-                pid=edge.waiter[1],
-                call=edge.wait.call,
-                on=edge.wait.on,
-                blocked_s=_rounded(edge.wait.since_s),
-                for_rank=index.rank(edge.to),
-                for_pid=edge.to[1],
-            )
-            for edge in tree.edges
-        ),
-    )
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)

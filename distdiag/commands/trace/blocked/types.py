@@ -66,42 +66,10 @@ class ThreadRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiter:
-    """A process that waits, and the process it waits for."""
-
-    host: str
-    rank: int | None
-    pid: int
-    call: str
-    on: str
-    blocked_s: float | None
-    for_rank: int | None
-    for_pid: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chain:
-    """All processes that wait, directly or not, for one root (for a cycle: its first member).
-
-    `cause`: the wait of the root itself, of Kind; "cycle" if it waits for one of these.
-    """
-
-    job: str
-    host: str
-    rank: int | None
-    pid: int
-    cause: str
-    does: str
-    blocked_s: float | None
-    waiting: tuple[Waiter, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class TraceBlocked:
     """The result. `helpers`: number of hidden helpers, with no process waiting for them."""
 
     interval_s: float
     jobs: tuple[JobSummary, ...]
     threads: tuple[ThreadRow, ...]
-    chains: tuple[Chain, ...]
     helpers: int

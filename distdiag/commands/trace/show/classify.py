@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from distdiag.diagnosis.outliers import minority_of, stuck_of
+from distdiag.facts.line_trace_file import JOB_NAMES
 from distdiag.knowledge.calls import call_in
 from distdiag.knowledge.frames import kind_of
 
@@ -27,7 +28,6 @@ FRESH_S = 2.0
 """A process with a younger last line makes progress."""
 LONG_S = 10.0
 """A line that takes longer than this counts as stuck, if the others wait."""
-_JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Place(NamedTuple):
@@ -223,25 +223,21 @@ def find_runs(nodes: Iterable[NodeLines]) -> list[Run]:
     """
     jobs: dict[Hashable, list[list[Member]]] = {}
     members = [member for node in nodes for member in _members(node)]
-    for member in sorted(members, key=_began_s):
+    for member in sorted(members, key=lambda member: member.process.began_s):
         runs = jobs.setdefault(_job(member), [])
         if not runs or member.rank in {other.rank for other in runs[-1]}:
             runs.append([])
         runs[-1].append(member)
-    groups = sorted((group for runs in jobs.values() for group in runs), key=lambda group: _began_s(group[-1]))
+    groups = sorted((group for runs in jobs.values() for group in runs), key=lambda group: group[-1].process.began_s)
     return [
         Run(
             name=_name(group[0].process),
             world_size=group[0].process.world_size,
             members=tuple(sorted(group, key=lambda member: (member.order, member.host))),
-            began_s=_began_s(group[0]),
+            began_s=group[0].process.began_s,
         )
         for group in groups
     ]
-
-
-def _began_s(member: Member) -> float:
-    return member.process.began_s
 
 
 def newest(runs: Sequence[Run]) -> list[Run]:
@@ -283,7 +279,7 @@ def _job(member: Member) -> Hashable:
     if process.rank is None:
         return ("", process.owner, member.host, process.pid)
     # Whoever may write beside a job's files must not become one of its ranks.
-    return (process.launcher, process.owner, *(process.job.get(name, "") for name in _JOB_NAMES), process.world_size)
+    return (process.launcher, process.owner, *(process.job.get(name, "") for name in JOB_NAMES), process.world_size)
 
 
 def _name(process: Process) -> str:

@@ -13,7 +13,7 @@ from distdiag.facts import line_trace_file, machine, procs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 _MOST_FILES = 4096
 _MOST_MATCHES = 1000
@@ -88,13 +88,11 @@ class NodeLines:
     """All files found on a node in `searched`.
 
     `unread`: (path, why); `not_ours`: likewise, for files and folders of other users, whose content is not trusted.
-    `left_out`: number of files skipped because of the limit.
     """
 
     host: str
     processes: tuple[Process, ...] = ()
     unread: tuple[tuple[str, str], ...] = ()
-    left_out: int = 0
     not_ours: tuple[tuple[str, str], ...] = ()
     searched: tuple[str, ...] = ()
 
@@ -107,67 +105,49 @@ def facts() -> NodeLines:
 def more(ask: Ask, tell: Callable[[NodeLines], None]) -> None:
     """Read all files."""
     linecache.checkcache()
-    search = _Search(ask.paths)
-    processes = []
-    files = search.files()
-    for path, owners in files[:_MOST_FILES]:
+    searched = tuple(ask.paths or (line_trace_file.default_folder(),))
+    processes: list[Process] = []
+    unread: list[tuple[str, str]] = []
+    not_ours: list[tuple[str, str]] = []
+    for path, owners in _find(searched, not ask.paths, unread, not_ours)[:_MOST_FILES]:
         try:
             processes.append(_Reader(line_trace_file.read(path, owners), ask).process(path))
         except line_trace_file.NotOurs as error:
-            search.not_ours.append((path, str(error)))
+            not_ours.append((path, str(error)))
         except line_trace_file.NotARing as error:
-            search.unread.append((path, str(error)))
+            unread.append((path, str(error)))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            search.unread.append((path, f"invalid header: {error!r}"))
+            unread.append((path, f"invalid header: {error!r}"))
         except OSError as error:
-            search.unread.append((path, error.strerror or str(error)))
-    tell(
-        NodeLines(
-            host=machine.host_name(),
-            processes=tuple(processes),
-            unread=tuple(search.unread),
-            left_out=max(0, len(files) - _MOST_FILES),
-            not_ours=tuple(search.not_ours),
-            searched=search.paths,
-        )
-    )
+            unread.append((path, error.strerror or str(error)))
+    tell(NodeLines(machine.host_name(), tuple(processes), tuple(unread), tuple(not_ours), searched))
 
 
-class _Search:
-    """Finds the files and the required owner of each: None (any owner) for a file named by the user.
+def _find(
+    paths: Sequence[str], by_default: bool, unread: list[tuple[str, str]], not_ours: list[tuple[str, str]]
+) -> list[tuple[str, tuple[int, ...] | None]]:
+    """List the files, the newest first, also of folders below, and the required owner of each.
 
-    In a folder named by the user, the folder's owner is accepted too, as when root reads a user's job.
+    None is any owner, for a file named by the user. In a folder named by the user, the folder's owner is accepted too,
+    as when root reads a user's job.
     """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = tuple(paths or (line_trace_file.default_folder(),))
-        self.unread: list[tuple[str, str]] = []
-        self.not_ours: list[tuple[str, str]] = []
-        self._by_default = not paths
-
-    def files(self) -> list[tuple[str, tuple[int, ...] | None]]:
-        """List the files, the newest first; directories are searched, also those below."""
-        found: dict[str, tuple[int, ...] | None] = {}
-        for path in self.paths:
-            if os.path.isdir(path):
-                found.update(self._in_folder(path))
-            elif os.path.exists(path):
+    found: dict[str, tuple[int, ...] | None] = {}
+    for path in paths:
+        if not os.path.isdir(path):
+            if os.path.exists(path):
                 found[path] = None
             else:
-                self.unread.append((path, "No such file or directory"))
-        return sorted(found.items(), key=lambda item: -_modified(item[0]))
-
-    def _in_folder(self, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+                unread.append((path, "No such file or directory"))
+            continue
         me, owner = os.geteuid(), os.stat(path).st_uid
-        if self._by_default and (os.path.islink(path) or owner != me):
-            what = "a symbolic link" if os.path.islink(path) else f"owned by another user (uid {owner})"
-            self.not_ours.append((path, what))
-            return
-        walk = os.walk(path, onerror=lambda error: self.unread.append((str(error.filename), error.strerror or "")))
-        for folder, _, names in walk:
-            for name in names:
-                if name.endswith(line_trace_file.SUFFIX):
-                    yield os.path.join(folder, name), (me, owner)
+        if by_default and (os.path.islink(path) or owner != me):
+            is_link = os.path.islink(path)
+            not_ours.append((path, "a symbolic link" if is_link else f"owned by another user (uid {owner})"))
+            continue
+        walk = os.walk(path, onerror=lambda error: unread.append((str(error.filename), error.strerror or "")))
+        names = (os.path.join(folder, name) for folder, _, inside in walk for name in inside)
+        found.update((name, (me, owner)) for name in names if name.endswith(line_trace_file.SUFFIX))
+    return sorted(found.items(), key=lambda item: -_modified(item[0]))
 
 
 @cache
@@ -176,6 +156,7 @@ def _is_file(path: str) -> bool:
     return os.path.isfile(path)
 
 
+@cache
 def _modified(path: str) -> float:
     try:
         return os.stat(path).st_mtime
@@ -191,7 +172,6 @@ class _Reader:
         self._grep = re.compile(ask.grep) if ask.grep else None
         self._count = re.compile(ask.count) if ask.count else None
         self._to_wall = ring.about.began_s - ring.about.monotonic_s
-        self._modified_at: dict[str, float] = {}
 
     def process(self, path: str) -> Process:
         ring = self._ring
@@ -254,13 +234,8 @@ class _Reader:
             kind=record.code.kind,
             source=linecache.getline(file, record.line).strip()[:_SOURCE] if _is_file(file) else "",
             returned=record.back,
-            changed=self._modified(file) > self._about.began_s,
+            changed=_modified(file) > self._about.began_s,
         )
-
-    def _modified(self, file: str) -> float:
-        if file not in self._modified_at:
-            self._modified_at[file] = _modified(file)
-        return self._modified_at[file]
 
 
 @cache

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.show.types import Request
+from distdiag.commands.trace.show.types import COMMAND, Request
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.commands.trace.show.collect import NodeLines
+    from distdiag.commands.trace.show.types import TraceShow
+    from distdiag.output import Progress
+    from distdiag.runner import Asks, Subcommand
+    from distdiag.saved_facts import Gathered
+
+_PATIENCE_S = 60.0
+_LINES_FOR_PLACE = 5
 
 
 @on_hosts
@@ -52,7 +66,6 @@ def trace_show(
     """
     from distdiag import runner
     from distdiag.cluster.targets import check_paths
-    from distdiag.commands.trace.show.check import SUBCOMMAND
 
     def request() -> Request:
         if not from_:
@@ -68,7 +81,41 @@ def trace_show(
             verbose=verbose,
         )
 
-    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(_subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+
+
+def _subcommand() -> Subcommand[Request, NodeLines, TraceShow]:
+    from distdiag import runner
+    from distdiag.cluster.start_fleet import Agent
+    from distdiag.commands.trace.show.collect import Ask, NodeLines
+    from distdiag.commands.trace.show.diagnose import diagnose
+    from distdiag.commands.trace.show.view import trace_show_view
+
+    agent = Agent(collect="distdiag.commands.trace.show.collect", facts=NodeLines)
+
+    def collect(request: Request, progress: Progress) -> Gathered[NodeLines]:
+        def plan(hosts: Mapping[str, NodeLines], local: bool) -> Asks:
+            paths = [os.path.abspath(path) if local else path for path in request.paths]
+            # Placing a rank also needs the library lines after the user's last line, even with a small --last.
+            ask = Ask(paths, max(request.last, _LINES_FOR_PLACE), request.grep, request.count)
+            return runner.Asks(by_host=dict.fromkeys(hosts, ask), timeout_s=_PATIENCE_S)
+
+        def join(host: str, _: NodeLines, parts: Sequence[NodeLines], why: str) -> NodeLines | None:
+            return replace(parts[-1], host=host) if parts and not why else None
+
+        question = runner.Question[NodeLines, NodeLines, NodeLines](part=NodeLines, plan=plan, join=join)
+        return runner.gather(request.cluster, agent, question, progress)
+
+    return runner.Subcommand(
+        name=COMMAND,
+        request=Request,
+        facts=NodeLines,
+        collect=collect,
+        diagnose=diagnose,
+        view=lambda request, gathered, _: trace_show_view(request, gathered.facts),
+        explain=lambda request: runner.explain(request.cluster, agent),
+        shown_as_typed=("last", "all_runs", "verbose"),
+    )
 
 
 def _pattern(option: str, text: str) -> str:

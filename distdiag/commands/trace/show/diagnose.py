@@ -10,7 +10,7 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace.show.classify import COMM, Outcome, are_young, by_place, classify_run, find_runs, newest
 from distdiag.commands.trace.show.types import COMMAND, Group, Ring, TraceShow
-from distdiag.commands.trace.show.wording import briefly, does, end_of, spot, waits, who
+from distdiag.commands.trace.show.wording import briefly, does, end_of, waits, who
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.wording import counted
 from distdiag.ids import Id
@@ -242,33 +242,23 @@ def _nothing_recorded(request: Request, nodes: Sequence[NodeLines]) -> Finding:
 
 
 def _unread(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
-    """Report unreadable files, those left out, and other users' files, which are untrusted and so not read."""
+    """Report unreadable files, and other users' files, which are untrusted and so not read."""
     unread = [(node.host, path, why) for node in nodes for path, why in node.unread]
     if unread:
-        title = f"{counted(len(unread), 'file')} could not be read: {': '.join(unread[0][1:])}"
-        where, evidence = _hosts_of(unread), tuple(map(": ".join, unread[1:_PATHS]))
-        yield Finding(id=Id.TRACE_UNREAD, level=Level.UNKNOWN, title=title, where=where, evidence=evidence)
-    left_out = sum(node.left_out for node in nodes)
-    if left_out:
-        yield Finding(id=Id.TRACE_TOO_MANY, level=Level.INFO, title=f"{left_out} older files were not read")
+        yield _of_files(Id.TRACE_UNREAD, Level.UNKNOWN, unread)
     foreign = [(node.host, path, why) for node in nodes for path, why in node.not_ours]
     if foreign:
-        _, path, why = foreign[0]
-        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        named = f"{request.program} trace show {shlex.quote(path)}"
-        yield Finding(
-            id=Id.TRACE_OTHER_USER,
-            level=Level.WARN,
-            title=f"{path}{more} not read: {why}",
-            detail="Only files of the user who runs the job are read.",
-            where=_hosts_of(foreign),
-            evidence=tuple(map(": ".join, foreign[1:_PATHS])),
-            fix=Fix(text="if that user runs the job, name the file or folder", commands=(named,)),
-        )
+        detail, named = "Only files of the user who runs the job are read.", shlex.quote(foreign[0][1])
+        commands = (f"{request.program} trace show {named}",)
+        fix = Fix(text="if that user runs the job, name the file or folder", commands=commands)
+        yield replace(_of_files(Id.TRACE_OTHER_USER, Level.WARN, foreign), detail=detail, fix=fix)
 
 
-def _hosts_of(files: Sequence[tuple[str, str, str]]) -> Where:
-    return Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files)))
+def _of_files(id_: Id, level: Level, files: Sequence[tuple[str, str, str]]) -> Finding:
+    more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
+    title = f"{files[0][1]}{more} not read: {files[0][2]}"
+    where = Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files)))
+    return Finding(id=id_, level=level, title=title, where=where, evidence=tuple(map(": ".join, files[1:_PATHS])))
 
 
 def _where(members: Sequence[Member]) -> Where:
@@ -282,47 +272,37 @@ def _where(members: Sequence[Member]) -> Where:
 def _rings(request: Request, run: Run) -> Iterator[Ring]:
     for member in run.members:
         for process in member.processes:
-            helper = "" if process is member.process else f"pid {process.pid} "
             for thread in process.threads:
                 yield Ring(
                     host=member.host,
                     rank=member.rank,
                     pid=process.pid,
-                    thread=f"{helper}{thread.name}",
                     state=process.state,
                     age_s=process.age_s,
-                    last=thread.last[-request.last :],
-                    matches=thread.matches,
-                    count=thread.count if request.count else None,
-                    kept=thread.kept,
                     full=thread.kept >= process.lines,
+                    thread=replace(thread, last=thread.last[-request.last :]),
                 )
 
 
 def _group(group: Sequence[Member]) -> Group:
     where, place = _where(group), group[0].place
-    ages_s = [member.process.age_s for member in group if member.process.age_s is not None]
     return Group(
         ranks=where.ranks,
         pids=where.pids,
         hosts=where.hosts,
         kind=place.kind,
         operation=place.operation,
-        file=place.line.file if place.line is not None else "",
-        line=place.line.line if place.line is not None else 0,
-        function=place.line.function if place.line is not None else "",
-        source=place.user.source if place.user is not None else "",
-        library=spot(place.library) if place.library is not None else "",
+        user=place.user,
+        library=place.library,
         state=group[0].process.state,
-        oldest_age_s=max(ages_s, default=None),
+        oldest_age_s=max((age_s for member in group if (age_s := member.process.age_s) is not None), default=None),
     )
 
 
 def _summary(verdicts: Sequence[RunVerdict], findings: Sequence[Finding]) -> str:
-    for level in (Level.FAIL, Level.UNKNOWN, Level.WARN):
-        for finding in findings:
-            if finding.level is level:
-                return finding.title
+    order = (Level.FAIL, Level.UNKNOWN, Level.WARN)
+    if worst := next((finding.title for level in order for finding in findings if finding.level is level), ""):
+        return worst
     if not verdicts:
         return "no recorded lines"
     run = verdicts[-1].run

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
-    from distdiag.commands.trace.show.collect import Line
+    from distdiag.commands.trace.show.collect import Line, Thread
 
 COMMAND = "trace show"
 
@@ -29,22 +29,15 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """One thread's ring. `matches` and `count`: of the `kept` lines, for --grep and --count.
-
-    `age_s` since the process's last line. `full`: earlier lines were overwritten.
-    """
+    """One thread's ring. `age_s` since the process's last line. `full`: earlier lines were overwritten."""
 
     host: str
     rank: int | None
     pid: int
-    thread: str
     state: str
     age_s: float | None
-    last: tuple[Line, ...]
-    matches: tuple[Line, ...]
-    count: int | None
-    kept: int
     full: bool
+    thread: Thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +49,8 @@ class Group:
     hosts: tuple[str, ...]
     kind: str
     operation: str
-    file: str
-    line: int
-    function: str
-    source: str
-    library: str
+    user: Line | None
+    library: Line | None
     state: str
     oldest_age_s: float | None
 

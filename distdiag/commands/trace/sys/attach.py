@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.agent.protocol import Collect
 from distdiag.cluster.node import NodeStage
 from distdiag.commands.trace import ranks
-from distdiag.commands.trace.nodes import NodeAnswer, answers_of, chosen_of, finder
+from distdiag.commands.trace.nodes import NodeAnswer, answers_of, chosen_of, finder, gather
 from distdiag.commands.trace.sys.collect import Ask, Reply
 from distdiag.commands.trace.sys.diagnose import diagnose
 from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.view import trace_sys_view
 from distdiag.commands.trace.sys.wording import log_name
 from distdiag.diagnosis.wording import counted, format_duration
-from distdiag.jobs.collect import Processes
 from distdiag.jobs.types import NodeStacks
-from distdiag.runner import Asks, Question, Subcommand
+from distdiag.runner import Asks, Subcommand
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
     from distdiag.commands.trace.sys.types import TraceSys
+    from distdiag.jobs.collect import Processes
     from distdiag.output import Progress
     from distdiag.report import Report
     from distdiag.saved_facts import Gathered
@@ -111,13 +111,7 @@ class _Session:
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodeAnswer[Reply]]:
     session = _Session(request, progress)
-    question = Question[Processes, Reply, NodeAnswer[Reply]](
-        part=Reply,
-        plan=session.plan,
-        join=lambda host, first, parts, _: NodeAnswer(host=host, processes=first, replies=tuple(parts)),
-        together=session.finish,
-    )
-    gathered: Gathered[Any] = runner.gather(request.cluster, finder(_COLLECT, request.wanted), question, progress)
+    gathered = gather(request, progress, _COLLECT, Reply, session.plan, session.finish)
     missing = {**gathered.missing, **session.missing}
     return replace(gathered, missing=missing, interrupted=gathered.interrupted or session.interrupted)
 
