@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from typer import _completion_classes, _completion_shared
+from typer._click.exceptions import NoSuchOption
+from typer._click.types import FloatRange, IntRange
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
@@ -28,6 +30,16 @@ if TYPE_CHECKING:
 
 _FOLDED = {"Hosts": (("hosts", "slurm_job", "kube"), "All host options: distdiag help hosts")}
 """Panels of options that -h shows in part: these options, and where the others are."""
+_MEANT = {
+    "--timeout": {"--stall", "--sample-timeout", "--tool-timeout", "--read-timeout", "--connect-timeout"},
+    "--for": {"--goal", "--timeout"},
+    "--nproc-per-node": {"--nproc"},
+    "--nodes": {"--hosts"},
+}
+"""Words that are an option elsewhere, and the options meant by them where they are not."""
+_ALIKE = 0.75
+"""Least difflib ratio between a mistyped option and a suggested one."""
+IntRange.name, FloatRange.name = "whole number", "number"  # "'x' is not a valid ..."
 _ZSH = (
     _completion_shared.COMPLETION_SCRIPT_ZSH.partition("\ncompdef ")[0]
     + """
@@ -231,6 +243,27 @@ class _Command(TyperCommand):
         return [piece[1:-1] if piece[:1] + piece[-1:] == "{}" else piece for piece in pieces]
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
+        try:
+            return self._parse(ctx, args)
+        except NoSuchOption as wrong:
+            wrong.possibilities = self._meant(wrong.option_name)
+            raise
+
+    def _meant(self, word: str) -> list[str]:
+        """Return the options meant by a word that is none."""
+        from difflib import SequenceMatcher
+
+        options = [
+            option for each in self.params for option in (*each.opts, *each.secondary_opts) if option[:2] == "--"
+        ]
+        if meant := [option for option in options if option in _MEANT.get(word, ())]:
+            return meant
+        part = word.strip("-")
+        ratios = {option: SequenceMatcher(None, word, option).ratio() for option in options}
+        near = [option for option in options if ratios[option] >= _ALIKE or (len(part) > 2 and part in option)]
+        return sorted(near, key=lambda option: -ratios[option])[:2]
+
+    def _parse(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
         if ctx.resilient_parsing:  # TAB
             return super().parse_args(ctx, args)
         from distdiag import defaults

@@ -38,7 +38,7 @@ def _finding(finding: Finding, summary: str) -> Iterator[str]:
     if finding.evidence:
         yield from (*_fenced("\n".join(finding.evidence), "text"), "")
     if finding.fix is not None:
-        yield from (f"Fix: {_escaped(finding.fix.text)}", "")
+        yield from (_escaped(f"{finding.fix.labelled[0].upper()}{finding.fix.labelled[1:]}"), "")
         if finding.fix.commands:
             yield from (*_fenced("\n".join(map(as_called, finding.fix.commands)), "sh"), "")
 

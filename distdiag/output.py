@@ -512,7 +512,7 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
         else:
             console.print("    " + _bounded(line), soft_wrap=True)
     if finding.fix is not None:
-        _print_text(console, "fix: " + finding.fix.text)
+        _print_text(console, finding.fix.labelled)
         for command in finding.fix.commands:
             console.print("    " + as_called(command), soft_wrap=True)
 

@@ -58,6 +58,11 @@ class Fix:
     text: str
     commands: tuple[str, ...] = ()
 
+    @property
+    def labelled(self) -> str:
+        """The text with its label: "fix: ...", or "next: ..." for commands that only show more."""
+        return self.text if self.text.startswith("next: ") else f"fix: {self.text}"
+
 
 def quoted(word: str) -> str:
     """Quote a word of a printed command, for zsh too, which expands words and values that begin with = or ^."""

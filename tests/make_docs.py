@@ -324,6 +324,9 @@ def data_schemas() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     _import_annotated()
     every = [each for several in classes.values() for each in several]
     references, definitions = msgspec.json.schema_components(every, ref_template="#/$defs/{name}")
+    for shape in definitions.values():
+        if "description" in shape:  # Python 3.13 strips the indentation of docstrings itself
+            shape["description"] = inspect.cleandoc(shape["description"])
     by_class = dict(zip(every, references, strict=True))
     alone = {command: [by_class[each] for each in several] for command, several in classes.items()}
     return {command: each[0] if len(each) == 1 else {"anyOf": each} for command, each in alone.items()}, definitions

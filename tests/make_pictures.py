@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -47,8 +48,9 @@ def pages(folder: Path) -> dict[str, Path]:
     dumps.mkdir()
     for rank in range(RANKS):
         (dumps / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(rank), protocol=2))
-    command = [sys.executable, "-m", "distdiag", "flight-recorder", str(dumps), "--html", str(recorder)]
-    subprocess.run(command, check=False, capture_output=True)
+    command = ["distdiag", "flight-recorder", str(dumps), "--html", str(recorder)]  # by name: no path of this machine
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(command, env=environment, check=False, capture_output=True)
     return {"hang-page": hang, "flight-recorder-page": recorder}
 
 

@@ -89,6 +89,7 @@ class RasVerdict:
     why: str
     lags: tuple[Lag, ...] = ()
     dead: tuple[Member, ...] = ()
+    missing: tuple[Member, ...] = ()
     n_ranks: int = 0
 
 
@@ -195,7 +196,8 @@ class _Judgement:
         )
 
     def _make(self, state: RasState, why: str, lags: Iterable[Lag] = ()) -> RasVerdict:
-        return RasVerdict(state, why, tuple(lags), _unique(self._last.dead), self._last.n_ranks)
+        last = self._last
+        return RasVerdict(state, why, tuple(lags), _unique(last.dead), _unique(last.missing), last.n_ranks)
 
     def _of_counts(self) -> RasVerdict:
         lags = list(_lags(self._last))

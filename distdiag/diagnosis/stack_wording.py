@@ -78,7 +78,7 @@ def rendezvous_in_words(job: Job) -> str:
     """Describe ranks of a starting job that use different rendezvous addresses."""
     places = [f"{place} for {named(ranks)}" for place, ranks in job.rendezvous[:_PLACES]]
     more = f", and {len(job.rendezvous) - _PLACES} more" if len(job.rendezvous) > _PLACES else ""
-    return f"the ranks wait for each other in different places: MASTER_ADDR:MASTER_PORT is {', '.join(places)}{more}"
+    return f"the ranks use different rendezvous addresses: MASTER_ADDR:MASTER_PORT is {', '.join(places)}{more}"
 
 
 _PLACES = 4
@@ -167,7 +167,7 @@ def _doing(state: RankState) -> str:
     if state.thread.moving:
         words = "moving between samples"
     elif state.thread.motion is Motion.POLLS:
-        words = "sleeping and looking again"
+        words = "polling"
     return ", ".join(part for part in (kind, words) if part)
 
 
@@ -192,7 +192,6 @@ def _gil_wait(state: RankState) -> str:
 
 
 def _holder(state: RankState) -> str:
-    """Format the thread that holds the GIL."""
     sample = state.last_sample
     holder = (
         next((thread for thread in sample.threads[1:] if thread.os_thread_id == sample.gil_holder), None)

@@ -115,7 +115,6 @@ def lasting(seconds: float | None) -> str:
 
 
 def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
-    """Classify the wait of a thread in state S."""
     call = thread.syscall
     if call in syscall_names.SLEEPS:
         left = f"a sleep, {lasting(thread.wakes_in_s)} left" if thread.wakes_in_s is not None else "a sleep"

@@ -68,7 +68,8 @@ def peer_processes(pids: Iterable[int]) -> tuple[PeerProcess, ...]:
 
 def _network(name: str, pids: list[int], look: Look) -> Network:
     namespace = look.tables.of(pids[0])
-    own = [_owned(pid, namespace.sockets[inode]) for pid in pids for inode in inodes(pid) if _is_inet(namespace, inode)]
+    inet = {inode: sock for inode, sock in namespace.sockets.items() if sock.protocol in _PROTOCOLS}
+    own = [_owned(pid, inet[inode]) for pid in pids for inode in inodes(pid) if inode in inet]
     return Network(name, namespace.addresses, (*own, *_strangers(own, namespace, look)))
 
 
@@ -91,10 +92,6 @@ def _strangers(own: list[Owned], namespace: Namespace, look: Look) -> Iterator[O
     for inode, sock in wanted.items():
         for pid in sorted({end.pid for end in look.ends(f"socket:[{inode}]")}):
             yield _owned(pid, sock)
-
-
-def _is_inet(namespace: Namespace, inode: int) -> bool:
-    return inode in namespace.sockets and namespace.sockets[inode].protocol in _PROTOCOLS
 
 
 def _owned(pid: int, sock: Socket) -> Owned:

@@ -4,7 +4,7 @@
 const { results, arrivals, verdict: expectation, device_name, nodes } = data.data;
 showVerdict(
   [device_name, counted(nodes, "node")].filter(Boolean).join(", "),
-  expectation ? expectation.lines.join(" ") : "");
+  ...(expectation?.lines ?? []));
 
 const UNITS = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
 const size = (bytes) => { const [factor, unit] = UNITS.find(([least]) => bytes >= least) ?? UNITS.at(-1); return `${+(bytes / factor).toFixed(1)} ${unit}`; };
@@ -16,21 +16,23 @@ function chart(rows) {
   if (points.length < 2) return null;
   const [low, high] = [Math.log2(points[0].size_bytes), Math.log2(points.at(-1).size_bytes)];
   const most = Math.max(...points.map((row) => row.busbw_bytes_per_s), expectation?.expected_busbw_bytes_per_s ?? 0);
-  const x = (row) => 60 + (820 * (Math.log2(row.size_bytes) - low)) / (high - low || 1);
+  const width = Math.min(912, byId("page").clientWidth);
+  const end = width - 32;
+  const x = (row) => 60 + ((end - 60) * (Math.log2(row.size_bytes) - low)) / (high - low || 1);
   const y = (value) => 250 - (220 * value) / most;
-  const svg = draw(element("div", "wide"), "svg", { viewBox: "0 0 912 290", width: 912, role: "img", "aria-label": "bus bandwidth by size" });
+  const svg = draw(element("div", "wide"), "svg", { viewBox: `0 0 ${width} 290`, width, role: "img", "aria-label": "bus bandwidth by size" });
   for (const part of [0, 0.5, 1]) {
-    draw(svg, "path", { d: `M 60 ${y(part * most)} H 880`, class: "grid" });
+    draw(svg, "path", { d: `M 60 ${y(part * most)} H ${end}`, class: "grid" });
     draw(svg, "text", { x: 4, y: y(part * most) + 4, class: "quiet" }, `${speed(part * most)}`);
   }
   draw(svg, "path", { d: points.map((row, at) => `${at ? "L" : "M"} ${x(row)} ${y(row.busbw_bytes_per_s)}`).join(" "), class: "line" });
   for (const row of points) draw(svg, "circle", { cx: x(row), cy: y(row.busbw_bytes_per_s), r: 3 });
   const expected = expectation?.expected_busbw_bytes_per_s;
   if (expected) {
-    draw(svg, "path", { d: `M 60 ${y(expected)} H 880`, "stroke-dasharray": "6 4" });
-    draw(svg, "text", { x: 700, y: y(expected) - 6, class: "quiet" }, `expected ${speed(expected)} GB/s`);
+    draw(svg, "path", { d: `M 60 ${y(expected)} H ${end}`, "stroke-dasharray": "6 4" });
+    draw(svg, "text", { x: end - 150, y: y(expected) - 6, class: "quiet" }, `expected ${speed(expected)} GB/s`);
   }
-  for (const row of [points[0], points.at(-1)]) draw(svg, "text", { x: Math.min(x(row), 840) - 10, y: 276, class: "quiet" }, size(row.size_bytes));
+  for (const row of [points[0], points.at(-1)]) draw(svg, "text", { x: Math.min(x(row), end - 40) - 10, y: 276, class: "quiet" }, size(row.size_bytes));
   return svg.parentNode;
 }
 

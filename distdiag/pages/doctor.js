@@ -1,8 +1,8 @@
 
 // ---- doctor
 
-const { nodes, fit, exclude, differences, unchecked } = data.data;
-showVerdict(nodes.length > 1 ? `${counted(nodes.length, "node")}: ${fit}` : "");
+const { nodes, exclude, differences, unchecked } = data.data;
+showVerdict();
 if (exclude) section("To start without the nodes that are not fit", commandToCopy(`--exclude=${exclude}`));
 
 const LEVEL = { fit: "ok", "fit with warnings": "warn", "not fit": "fail", unknown: "unknown" };
@@ -10,7 +10,7 @@ const facts = [...new Set(nodes.flatMap((node) => Object.keys(node.facts)))];
 const order = Object.keys(LEVEL).reverse();
 const worstFirst = [...nodes].sort((a, b) => order.indexOf(a.fit) - order.indexOf(b.fit));
 section("Nodes", table(
-  [["node", "key"], ["fit", "key"], ["findings", "text"], ...facts.map((name) => [name, "text"])],
+  [["node", worstFirst.some((node) => node.host.includes("[")) ? "text" : "key"], ["fit", "key"], ["findings", "text"], ...facts.map((name) => [name, "text fact"])],
   worstFirst.map((node) => [
     node.host,
     element("span", LEVEL[node.fit], node.fit),

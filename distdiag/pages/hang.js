@@ -74,7 +74,7 @@ function show(detail, row) {
     row.recorder && element("p", "", `recorder: ${row.recorder}`),
     element("pre", "", row.frames.length ? row.frames.join("\n") : "no stack"),
     row.recent.length ? calls : "",
-    ...others.map((source) => element("p", "", `${source.source} ${source.stand}: ${source.says}`)),
+    ...others.map((source) => element("p", "", `${source.source} (${source.stand}): ${source.says}`)),
   ].filter(Boolean));
 }
 
@@ -94,31 +94,11 @@ function sources() {
     ])));
 }
 
-function graph() {
+function waits() {
   if (!data.edges.length) return;
-  const edges = data.edges.slice(0, 30);
-  const targets = [...new Set(edges.map((edge) => edge.to))];
-  const height = 54;
-  const place = element("div", "wide");
-  const shown = section("Which rank waits for which", place);
-  const svg = draw(place, "svg", { viewBox: `0 0 912 ${height * Math.max(edges.length, targets.length)}`, width: 912, role: "img", "aria-label": "wait-for graph" });
-  const spread = (edges.length * height) / targets.length;
-  edges.forEach((edge, n) => {
-    const from = n * height + height / 2;
-    const to = targets.indexOf(edge.to) * spread + spread / 2;
-    draw(svg, "path", { d: `M 360 ${from} C 450 ${from}, 470 ${to}, 560 ${to}` });
-    draw(svg, "path", { d: `M 550 ${to - 6} L 560 ${to} L 550 ${to + 6}` });
-    box(svg, 10, from, edge.from, edge.doing, "");
-  });
-  targets.forEach((target, n) => box(svg, 560, n * spread + spread / 2, target, "", "stuck"));
-  if (data.edges.length > edges.length) shown.append(element("p", "quiet", `and ${data.edges.length - edges.length} more`));
-}
-
-function box(svg, x, y, title, below, mark) {
-  draw(svg, "rect", { x, y: y - 22, width: 340, height: 44, rx: 6, class: mark });
-  const cut = title.length > 44 ? `${title.slice(0, 43)}...` : title;
-  draw(svg, "text", { x: x + 10, y: below ? y - 3 : y + 5 }, cut);
-  if (below) draw(svg, "text", { x: x + 10, y: y + 15 }, below);
+  section("Which rank waits for which", table(
+    [["ranks", "text"], ["in", "key"], ["wait for", "key"]],
+    data.edges.map((edge) => [brief(edge.from), edge.doing, element("span", "fail", brief(edge.to))])));
 }
 
 function recorder() {
@@ -134,6 +114,6 @@ function recorder() {
 
 showVerdict(...data.jobs.map((job) => `job ${job.job} (${job.launcher}): ${job.ranks}${job.world_size ? ` of ${job.world_size}` : ""} ranks on ${job.hosts}`));
 picture();
-graph();
+waits();
 sources();
 recorder();

@@ -90,7 +90,8 @@ function finding(one, isVerdict) {
   shown.append(element("p", "quiet", [where, one.id].filter(Boolean).join(" \u00b7 ")));
   if (one.evidence.length) shown.append(element("pre", "evidence", one.evidence.join("\n")));
   if (one.fix) {
-    shown.append(element("p", "", element("strong", "", "Fix: "), element("span", "", one.fix.text)));
+    const [, next, text] = /^(next: )?(.*)$/s.exec(one.fix.text);
+    shown.append(element("p", "", element("strong", "", next ? "Next: " : "Fix: "), element("span", "", text)));
     for (const command of one.fix.commands) shown.append(commandToCopy(command));
   }
   return shown;
@@ -126,7 +127,7 @@ function table(every, cellsOf) {
 // ---- timelines: a row for each rank, calls aligned at the newest, on the right
 
 function timeline(rows) {
-  const head = element("tr", "", element("th", "key", "rank"), element("th", "calls", "calls, the newest on the right"));
+  const head = element("tr", "", element("th", "key", "rank"), element("th", "calls", "calls, newest last"));
   const body = element("tbody");
   const box = element("div", "timeline", element("table", "", element("thead", "", head), body));
   box.tabIndex = 0;

@@ -52,7 +52,7 @@ function showOutliers() {
   const shown = withId("outliers", section("Outliers"));
   for (const outlier of data.outliers) {
     const { class: kind, frame, reason, ranks } = outlier;
-    const text = [kind, frame ? `in ${frameText([frame.function, frame.file, frame.line])}` : "", reason].filter(Boolean).join("; ");
+    const text = [kind, frame ? `in ${frameText([frame.function, frame.file, frame.line])}` : "", data.summary.includes(reason) ? "" : reason].filter(Boolean).join("; ");
     const title = element("strong", "outlier", `${outlier.kind.toUpperCase()} ${whereText(outlier)}: `);
     const show = ranks ? button("Show below", () => setFilter(ranks)) : null;
     shown.append(element("p", "", title, element("span", "", text), " ", show));

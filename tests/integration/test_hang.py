@@ -90,9 +90,7 @@ def test_the_rank_at_fault_and_its_class_are_named(how: str, stuck: dict[str, Jo
     assert first["where"]["ranks"] == ranks
     assert first["fix"] is not None
     if how == "sleeps":
-        assert re.search(r"The process group's own timeout ends the wait in 5\d\d s\.", first["detail"]), first[
-            "detail"
-        ]
+        assert re.search(r"The process group's timeout ends the wait in \d+ min\.", first["detail"]), first["detail"]
 
 
 def test_a_busy_rank_is_told_from_a_stuck_one_and_its_bar_says_how_long_still(tmp_path: Path) -> None:

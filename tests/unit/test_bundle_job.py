@@ -11,8 +11,9 @@ from pyspy_facts import node, process
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.bundle.collect_all import _ask
 from distdiag.commands.bundle.compose import in_order, verdict_in_words
+from distdiag.commands.bundle.diagnose import diagnose
 from distdiag.commands.bundle.find_job import in_words, taken_job
-from distdiag.commands.bundle.types import OnHost, Request, TakenJob, Verdict
+from distdiag.commands.bundle.types import Bundle, OnHost, Request, TakenJob, Verdict
 from distdiag.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def test_a_process_without_a_rank_is_no_job() -> None:
 def test_of_several_jobs_none_is_taken_unless_it_is_named() -> None:
     everything = host(*JOB_A, *JOB_B, NOTEBOOK)
     with pytest.raises(
-        UsageError, match=r"2 jobs are running, and a bundle is of one: job A at .* on n1; job B"
+        UsageError, match=r"2 jobs are running; a bundle covers a single job: job A at .* on n1; job B"
     ) as raised:
         taken_job(REQUEST, [everything])
     assert raised.value.hint == "name one: --job A or --job B"
@@ -95,3 +96,29 @@ def test_verdicts_are_listed_the_worst_first_and_those_of_gpus_last_where_none_i
     listed = [verdict_in_words(verdict) for verdict in in_order(verdicts, job)]
     assert listed[0] == ("cuda-env: FAIL: no CUDA" if gpu else "pyspy-all: WARN: rank 1 is slower")
     assert listed[-1] == last
+
+
+def test_each_gap_of_a_bundle_has_its_id() -> None:
+    verdict = Verdict(command="hang", verdict="fail", summary="rank 1 is stopped", same=False)
+    made = Bundle(
+        file="x.tar.gz",
+        bytes=1,
+        map_file="x.tar.gz.map.json",
+        hosts=("n1",),
+        missing=("n1",),
+        verdicts=(verdict,),
+        job=None,
+        members=(),
+        cut=("of the ends of 2 logs, 50% is kept: --max-size",),
+        secrets=0,
+        replaced=(),
+        stand_ins=0,
+    )
+    report = diagnose(REQUEST, made, {"n1": "n1 did not answer"}, ["doctor: no python3"])
+    assert [(one.id, str(one.level)) for one in report.findings] == [
+        ("bundle.incomplete", "warn"),
+        ("bundle.no-facts", "warn"),
+        ("bundle.empty", "unknown"),
+        ("bundle.cut", "warn"),
+        ("bundle.verdict-differs", "warn"),
+    ]

@@ -179,9 +179,7 @@ def test_what_the_kernel_killed_and_what_runs_is_said_in_words_and_details_by_ve
     line = kernel_signs.KernelLine("oom", "Memory cgroup out of memory: Killed process 7 (python) total-vm:9kB", 2404.0)
     report = judged(node(kernel=KernelLog((line,)), jobs=Jobs((11, 12), 3.14)))
     killed, runs = remarks(report)["log.oom"], remarks(report)["job-running"]
-    assert (
-        killed.title == "the kernel killed a process for lack of memory 40 min ago: pid 7 (python), in a memory cgroup"
-    )
+    assert killed.title == "the OOM killer killed a process 40 min ago: pid 7 (python), in a memory cgroup"
     assert runs.title.startswith("2 ranks are running here (pids 11, 12), load 3.1 on 64 CPUs")
     assert (report.data.fit, "dmesg" in shown(report), "dmesg" in shown(report, verbose=True)) == ("fit", False, True)
     assert "-v: details and fixes of these" in shown(report)
@@ -281,7 +279,7 @@ def test_a_limit_below_that_of_the_others_names_the_gpu_and_the_node(label: str,
     others = [node(host, gpus=gpus(h100(count=8))) for host in "bc"]
     report = found(judged(node("a", gpus=gpus(h100(change, count=8))), *others))
     assert report["gpu.slower"].where.hosts == ("a",)
-    assert f"GPU 7 (0000:1f:00.0, local rank 7): its {label} is " in report["gpu.slower"].title
+    assert f"GPU 7 (0000:1f:00.0, local rank 7): {label} is " in report["gpu.slower"].title
     assert (report["differs.gpus"].where.hosts, label in report["differs.gpus"].title) == (("a",), True)
     whole = found(judged(node("a", gpus=gpus(h100(change))), *(node(host, gpus=gpus(h100())) for host in "bc")))
     assert (whole["differs.gpus"].where.hosts, "gpu.slower" in whole) == (("a",), False)
@@ -295,7 +293,7 @@ def test_the_clock_of_a_busy_gpu_is_compared_with_that_of_busy_ones() -> None:
 
     low = found(judged(node("a", gpus=gpus(loaded(1980, 1935, 1200, 1980)))))["gpu.slower"]
     assert "GPU 2 (" in low.title
-    assert "its SM clock under load is 1200 MHz, 1958 MHz on the other GPUs" in low.title
+    assert "SM clock under load is 1200 MHz, but 1958 MHz on the other GPUs" in low.title
     for health in (loaded(1980, 1700, 1980), loaded(1980, 1200, 1980, percent=50), loaded(1980, 1200, 1980, watts=690)):
         assert not found(judged(node("a", gpus=gpus(health))))
     three = found(
@@ -759,3 +757,57 @@ def test_gpus_of_an_nvlink_domain_need_a_channel_and_one_list() -> None:
     assert "gpu.imex" not in found(judged(node(gpus=ready)))
     finding = found(judged(node("a", gpus=ready), node("b", gpus=ready), node("c", gpus=other)))["differs.imex"]
     assert finding.where.hosts == ("c",)
+
+
+def _gpu(**more: object) -> NodeDoctor:
+    health = h100()
+    return node(gpus=gpus(replace(health, gpus=(replace(health.gpus[0], **more),))))  # type: ignore[arg-type]
+
+
+def _of_driver(**answer: object) -> NodeDoctor:
+    found = gpus(h100())
+    return node(gpus=replace(found, driver=replace(found.driver, answer=replace(found.driver.answer, **answer))))  # type: ignore[arg-type]
+
+
+def _logged(kind: str, age_s: float = 60.0) -> NodeDoctor:
+    return node(kernel=KernelLog((kernel_signs.KernelLine(kind, f"a line of {kind}", age_s),)))
+
+
+def test_each_of_these_facts_of_a_node_has_its_id() -> None:
+    table = {
+        ("doctor.gpu.driver-mismatch", "fail"): _of_driver(nvml_status=18),
+        ("doctor.gpu.init", "fail"): _of_driver(cuda_status=3),
+        ("doctor.gpu.nvlink-errors", "warn"): _gpu(link_errors={"link 3": 50}),
+        ("doctor.gpu.persistence", "info"): _gpu(persistence="Disabled"),
+        ("doctor.gpu.power-limit", "info"): _gpu(power_limit_w=500.0, default_limit_w=700.0),
+        ("doctor.gpu.share", "info"): node(gpus=gpus(h100(), hardware=4)),
+        ("doctor.log.gpu-lost", "warn"): _logged("gpu-lost"),
+        ("doctor.log.hardware", "warn"): _logged("hardware"),
+        ("doctor.log.link", "warn"): _logged("link"),
+        ("doctor.log.nvlink", "warn"): _logged("nvlink"),
+        ("doctor.log.storage", "info"): _logged("storage", 7200.0),
+        ("doctor.log.sxid", "warn"): _logged("sxid"),
+        ("doctor.log.unread", "info"): node(kernel=KernelLog((), "Operation not permitted")),
+        ("doctor.cpu-limit", "info"): node(system=system(cgroup=Cgroup(cpus=2.0))),
+        ("doctor.pids-limit", "warn"): node(system=system(cgroup=Cgroup(pids=100, pids_used=90))),
+    }
+    made = {key: {(one.id, str(one.level)) for one in judged(own).findings} for key, own in table.items()}
+    assert {key: ids for key, ids in made.items() if key not in ids} == {}
+
+
+def test_each_of_these_facts_of_two_nodes_has_its_id() -> None:
+    driver = replace(gpus(h100()).driver, kernel="550.54.14")
+    port = IbPort("mlx5_0", 1, "ACTIVE", "LinkUp", "InfiniBand", 4 * 10**11, ())
+    mount = Space("/data", 100 * GIB, 50 * GIB, 1000, 900, "nfs4", "server:/data")
+    table = {
+        ("doctor.advisory", "info"): node("b"),
+        ("doctor.differs.driver", "warn"): node("b", gpus=replace(gpus(h100()), driver=driver)),
+        ("doctor.differs.mounts", "warn"): node("b", disks=replace(DISKS, spaces=(*DISKS.spaces, mount))),
+        ("doctor.differs.rdma", "warn"): node("b", network=network(ib_ports=(port,))),
+        ("doctor.differs.system", "info"): node("b", system=system(kernel="5.15.0")),
+        ("doctor.name-slow", "warn"): node("b", network=network(names=None)),
+        ("doctor.nccl-ifname", "fail"): node("b", system=system(variables={"NCCL_SOCKET_IFNAME": "=ib7"})),
+    }
+    plain = node("a", gpus=gpus(h100()))
+    made = {key: {(one.id, str(one.level)) for one in judged(plain, own).findings} for key, own in table.items()}
+    assert {key: ids for key, ids in made.items() if key not in ids} == {}

@@ -216,7 +216,7 @@ def test_a_step_faster_than_the_card_is_not_believed() -> None:
         (("--layout", "tp"), "not a layout"),
         (("--layout", "zero=4"), "not a layout"),
         (("--gpus", "4x0"), "not a number of GPUs"),
-        (("--busbw", "fast"), "not a valid float"),
+        (("--busbw", "fast"), "not a valid number"),
     ],
 )
 def test_wrong_usage_names_the_option(more: tuple[str, ...], says: str) -> None:

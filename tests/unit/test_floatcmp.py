@@ -335,7 +335,7 @@ def test_a_share_is_never_rounded_to_all_or_none() -> None:
     ]
 
 
-def test_ids_of_integers_nan_on_both_sides_and_of_what_is_no_tensor() -> None:
+def test_ids_of_integers_nan_on_both_sides_and_other_values() -> None:
     sides = [{"i": torch.tensor([1, number]), "n": torch.tensor([NAN]), "o": object()} for number in (1, 2)]
     found = diagnose(Request(a="a.pt", b="b.pt"), floatcmp(*sides)).findings
     assert {str(one.id) for one in found} == {"floatcmp.integers", "floatcmp.both-nan", "floatcmp.not-compared"}

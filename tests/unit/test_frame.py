@@ -240,6 +240,8 @@ def test_the_skill_is_printed_and_installed(tmp_path: Path) -> None:
         (("core_bt", "core"), "core-bt"),
         (("trace", "block"), "blocked"),
         (("ports", "--host", "gpu01"), "--hosts"),
+        (("gpu-test", "--timeout", "30"), "--stall"),
+        (("cuda-env", "--for", "build"), "--goal"),
         (("trace", "blocked", "--ranks", "1"), "--rank"),
         (("overflow", "show", "--jsn"), "--json"),
         (("overflow", "shwo", "frames"), "overflow show"),

@@ -56,7 +56,7 @@ def test_a_slow_gpu_comes_with_what_it_says_under_load() -> None:
         power_w=310, power_limit_w=700, pcie_width="16x", pcie_width_max="16x",
     )  # fmt: skip
     (found,) = judged(gpu(), gpu(), replace(gpu(400), health=health))
-    assert "rank 2: clocks held down by HW Thermal Slowdown" in found.evidence
+    assert "rank 2: throttled by HW Thermal Slowdown" in found.evidence
     assert any("SM clock 1200 of 1980 MHz, power 310 of 700 W, 88 C" in line for line in found.evidence)
 
 

@@ -435,7 +435,7 @@ def test_pairs_alone_cannot_tell_whether_all_are_slow() -> None:
 
 
 def test_a_single_pair_has_nothing_to_be_compared_with() -> None:
-    assert exact(*complete((2,), {})).sentence == "1.4 GB/s, and nothing to compare it with"
+    assert exact(*complete((2,), {})).sentence == "1.4 GB/s, without a figure to compare it with"
 
 
 def test_what_is_expected_tells_that_all_are_slow() -> None:

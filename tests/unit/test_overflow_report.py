@@ -1,4 +1,4 @@
-"""overflow: from what the processes wrote to the ids of the report."""
+"""overflow: records of the processes -> findings by id and level."""
 
 from __future__ import annotations
 

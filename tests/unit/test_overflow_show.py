@@ -127,7 +127,7 @@ def read(path: str, most_rows: int = 1000, batches: tuple[int, ...] = ()) -> lis
 def test_growth_begins_where_a_norm_made_the_numbers_small_and_ends_where_they_were_made() -> None:
     grown = growth_of(forward(*model()))
     assert grown is not None
-    # Not at the block and not at the model, which hand on what `wo` made.
+    # Not at the block and not at the model, which pass on the output of `wo`.
     assert [at.module for at in grown.through] == ["block.1.norm", "block.1.wi", "block.1.wo"]
     assert grown.factor == pytest.approx(62700 / 1.7)
     assert grown.share_of_limit == pytest.approx(62700 / 65504)

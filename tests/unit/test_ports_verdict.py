@@ -54,7 +54,7 @@ def test_a_host_name_that_is_loopback_is_a_remark_of_one_node_and_a_fault_of_sev
 def test_a_port_that_is_asked_for_without_a_host_is_looked_up_here() -> None:
     report = diagnose(Request(program="distdiag", cluster=Cluster(), ports=(29611, 29612)), of(node("10.0.0.1", STORE)))
     assert report.summary.startswith("port 29611 is in use here: pid 7 (python train.py --lr); nothing listens here on")
-    assert "on port 29612; other nodes were not tried" in report.summary
+    assert "on port 29612; no other node was tested" in report.summary
 
 
 def test_a_closed_port_of_this_machine_says_what_listens_instead() -> None:

@@ -266,7 +266,7 @@ def test_who_has_waited_for_a_moment_only_may_wait_for_a_slow_step() -> None:
     fix = report.findings[0].fix
     assert fix is not None
     assert (fix.text, fix.commands) == (
-        "next: look again in a minute: if it is still there, it is stuck",
+        "next: rerun in a minute: if the rank is still there, it is stuck",
         ("distdiag hang",),
     )
 
@@ -563,7 +563,7 @@ def test_a_rank_that_sleeps_and_looks_again_may_be_slow_for_five_minutes() -> No
         waiting = twice(waits(), apart_s=apart_s)
         report = judge(job(waiting, pauses, waiting))
         assert (report.verdict, ids(report), outlier_ranks(report)) == (verdict, [found], [[1]])
-        assert "train.py:9, sleeping and looking again" in report.summary
+        assert "train.py:9, polling" in report.summary
     # Where none waits for another, waking up proves neither.
     assert judge(job(pauses, pauses)).verdict is Verdict.UNKNOWN
 
@@ -626,7 +626,7 @@ RAY_LOOP = frames(
 
 
 def with_thread(stack: Sequence[Frame], name: str = "trainer", main: Sequence[Frame] = JOINS) -> tuple[Sample, ...]:
-    """Let a main thread join another one that has this stack."""
+    """Let a main thread join another thread with this stack."""
     trains = Thread(7, name, False, False, "S", (*stack[:-1], Frame("train", "/home/me/train.py", 70)), ())
     return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(main))
 

@@ -172,3 +172,16 @@ def test_a_thousand_ranks_are_three_rows(tmp_path: Path) -> None:
     table = table[: table.index("")]
     assert len(table) <= 8, table
     assert any("125 hosts" in line for line in table), table
+
+
+def test_each_of_these_ends_has_its_id(tmp_path: Path) -> None:
+    recorded = node(tmp_path)
+    silent = Reader(for_nodes()).found()
+    table = {
+        ("run.died-first", "unknown"): replace(recorded, logs=silent, ranks=recorded.ranks[:1]),
+        ("run.launcher-failed", "unknown"): replace(recorded, logs=silent, ranks=()),
+        ("run.recovered", "warn"): replace(recorded, status=0),
+        ("run.terminated", "unknown"): replace(recorded, logs=silent, ranks=(), signals=(("SIGTERM", 3.0),)),
+    }
+    made = {key: {(one.id, str(one.level)) for one in report(own).findings} for key, own in table.items()}
+    assert {key: ids for key, ids in made.items() if key not in ids} == {}

@@ -39,8 +39,8 @@ INPUT = thread(
 @pytest.mark.parametrize(
     ("of", "text"),
     [
-        (at("fifo", "/run/job/tokens"), "on n1, start what writes to /run/job/tokens"),
-        (at("fifo", "/run/job/log", wants="w", call="write"), "on n1, start what reads from /run/job/log"),
+        (at("fifo", "/run/job/tokens"), "on n1, start the process that writes to /run/job/tokens"),
+        (at("fifo", "/run/job/log", wants="w", call="write"), "on n1, start the process that reads from /run/job/log"),
         (thread(102, "openat", path="/run/job/tokens"), "on n1, start the process at the other end of /run/job/tokens"),
         (at("file", "/dev/pts/3"), "it waits for input: answer it, or start the job with `< /dev/null`"),
         (INPUT, "it waits for input: answer it, or start the job with `< /dev/null`"),
@@ -101,7 +101,7 @@ def test_the_lock_of_a_build_that_was_killed_is_removed() -> None:
     assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.FAIL, StuckKind.LOCK, (2,))
     assert report.summary == (
         "rank 2 (n1, pid 102) is not in the collective: `load` train.py:3 (in `FileBaton.wait`), waiting for a lock, "
-        "sleeping and looking again"
+        "polling"
     )
     assert fix_of(report)[1] == ("rm '/tmp/a b/lock'",)
 

@@ -120,7 +120,6 @@ def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
 
 
 def _ask(request: Request, on_host: Processes) -> Ask:
-    """List the ranks of the job and the launchers above."""
     processes = of_job(without_lone(on_host), request.job, strict=True).processes
     sampled = set(to_sample(processes, helpers=False)[0])
     ranks = [process for process in processes if process.pid in sampled]

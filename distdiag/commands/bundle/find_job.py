@@ -48,7 +48,7 @@ def _several(jobs: Sequence[Job]) -> UsageError:
     names = [f"--job {shlex.quote(name)}" for job in jobs[:_SHOWN] if (name := short_name(job, jobs))]
     more = f"; and {len(jobs) - _SHOWN} more" if len(jobs) > _SHOWN else ""
     return UsageError(
-        f"{len(jobs)} jobs are running, and a bundle is of one: {titles}{more}",
+        f"{len(jobs)} jobs are running; a bundle covers a single job: {titles}{more}",
         hint=f"name one: {' or '.join(names)}" if names else "select one by --user",
     )
 

@@ -90,7 +90,6 @@ _NO_SECRET_NAME = re.compile(
 _IS_PASSWORD = re.compile(r"(?i)passw|passphrase|passcode|pwd|pass$|pw$")
 _PATH = re.compile(r"(?:~|\.{1,2})?/(?:[\w.@+-]+/)*[\w.@+-]*")
 _SEPARATORS = re.compile(r"[_/+~.=-]")
-_LEAST_HEX = 16
 _LEAST_RANDOM = 20
 _LONG_KEY = 24
 _CHANGES = 0.35

@@ -55,8 +55,8 @@ def bundle_view(report: Report[Bundle], request: Request) -> Iterator[Renderable
     yield table
     yield ""
     yield Wrapped(
-        f"Replaced in it: {counted(bundle.stand_ins, 'name')} and {counted(bundle.secrets, 'secret')}. The map of "
-        f"placeholders to names, {bundle.map_file}, is not in it: keep it.",
+        f"Redacted: {counted(bundle.stand_ins, 'name')} and {counted(bundle.secrets, 'secret')}. Keep "
+        f"{bundle.map_file}: it maps placeholders to names, and is not in the bundle.",
         margin=0,
     )
     for row in bundle.replaced:

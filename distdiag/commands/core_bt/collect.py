@@ -87,13 +87,10 @@ def more(ask: Ask, tell: Callable[[object], None]) -> None:
     """Read the cores, or the setup."""
     host = machine.host_name()
     if ask.setup:
-        tell(NodeCores(host, setup=setup.read(_rank_pids())))
+        ranks = [pid for pid in procs.table() if pid != os.getpid() and _rank(procs.variables(pid) or {}) is not None]
+        tell(NodeCores(host, setup=setup.read(ranks)))
     else:
         tell(_cores(host, ask))
-
-
-def _rank_pids() -> list[int]:
-    return [pid for pid in procs.table() if pid != os.getpid() and _rank(procs.variables(pid) or {}) is not None]
 
 
 def _cores(host: str, ask: Ask) -> NodeCores:

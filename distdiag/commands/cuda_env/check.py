@@ -64,16 +64,12 @@ def prepared(request: Request, gathered: Gathered[CudaFacts]) -> Gathered[CudaFa
     return replace(gathered, facts=facts)
 
 
-def _diagnose(request: Request, gathered: Gathered[CudaFacts]) -> Report[CudaEnv]:
-    return diagnose(request, prepared(request, gathered))
-
-
 SUBCOMMAND = Subcommand(
     name=COMMAND,
     request=Request,
     facts=CudaFacts,
     collect=_collect,
-    diagnose=_diagnose,
+    diagnose=lambda request, gathered: diagnose(request, prepared(request, gathered)),
     view=lambda request, _, report: cuda_env_view(report, request),
     explain=lambda request: runner.explain(request.cluster, _AGENT),
     shown_as_typed=("goal", "only", "ignore", "gpus", "verbose"),

@@ -80,7 +80,7 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
         silenced=_silenced(request, whole),
         exports=exports,
         steps=tuple(
-            Step(id=f"{COMMAND}.{problem.id}", title=problem.title, fix=problem.fix, commands=problem.commands)
+            Step(id=f"{COMMAND}.{problem.id}", title=problem.title, fix=problem.text, commands=problem.commands)
             for problem in left
             if problem.level in (Level.FAIL, Level.UNKNOWN)
         ),
@@ -163,7 +163,7 @@ def _finding(problem: Problem, hosts: tuple[str, ...]) -> Finding:
         detail="\n".join(filter(None, (problem.cause, breaks))),
         where=Where(hosts=hosts),
         evidence=tuple(filter(None, problem.evidence)),
-        fix=Fix(text=problem.fix, commands=problem.to_paste) if problem.fix else None,
+        fix=Fix(text=problem.text, commands=problem.to_paste) if problem.text else None,
     )
 
 

@@ -105,7 +105,8 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
         findings = [_nothing(text, found, here), *findings]
     if elsewhere:
         findings.append(finding("build-elsewhere", signs=", ".join(elsewhere)))
-    if request.gpus and not any("arch" in match.known.id or _names_archs(match) for match in found):
+    about_archs = any("arch" in one.known.id or "ARCH" in " ".join(one.known.commands) for one in found)
+    if request.gpus and not about_archs:
         findings.append(finding("build-gpu", gpus=", ".join(request.gpus)))
     if unread:
         findings.append(finding("build-cut", unread=unread))
@@ -203,7 +204,7 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
     if compiler is not None and (known.id in OF_THE_LOG or own is None):
         own, (here_too, fix) = None, compiler
     elif own is not None:
-        here_too, fix = f"on this machine: {own.title}", Fix(text=own.fix, commands=own.to_paste)
+        here_too, fix = f"on this machine: {own.title}", Fix(text=own.text, commands=own.to_paste)
     else:
         here_too, fix = _generic(match, here)
     level = {"cause": Level.FAIL, "consequence": Level.INFO}.get(known.role, Level.INFO)
@@ -249,10 +250,6 @@ def _for_log(command: str, match: Match) -> str:
     """Select torch wheels that include the log's architecture."""
     sm = re.match(r"\d+", match.groups.get("sm", ""))
     return command.replace("/whl/cu128", "/whl/cu126") if sm is not None and int(sm[0]) < _OLD_ARCH else command
-
-
-def _names_archs(match: Match) -> bool:
-    return any("ARCH" in command for command in match.known.commands)
 
 
 def _nothing(text: str, found: Sequence[Match], here: _Here) -> Finding:

@@ -8,6 +8,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.archs import Arch, from_capability, from_nvcc, how_it_runs
+from distdiag.commands.cuda_env.types import Remedy
 from distdiag.knowledge.cuda import major, minor, newest_cuda, tables, version
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ ANOTHERS = re.compile(
     r"|tmpxft|No space left|Could not open output"
 )
 """Complaints of nvcc about something else: the host compiler, a flag, the directory for temporary files."""
+_ANY_GCC = 99
 _INDEX = "https://download.pytorch.org/whl"
 
 
@@ -340,6 +342,25 @@ def allowed_pair(facts: CudaFacts, newest: int, oldest: int = 6) -> tuple[Compil
             pairs.append((compiler, other))
     # A numbered name is stable; a plain gcc may change at the next upgrade.
     return max(pairs, key=lambda pair: (version(pair[0].version), "-" in os.path.basename(pair[0].path)), default=None)
+
+
+def use_gcc(facts: CudaFacts, newest: int | None, oldest: int = 6) -> Remedy:
+    """Use the newest installed gcc of these major versions (None: any), else install one."""
+    pair = allowed_pair(facts, newest or _ANY_GCC, oldest)
+    if pair is not None:
+        gcc, gxx = (shlex.quote(compiler.path) for compiler in pair)
+        exports = (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx))
+        return Remedy(text=f"use the installed gcc {pair[0].version}", exports=exports)
+    known = [number for number in facts.compilers.installable if oldest <= number <= (newest or _ANY_GCC)]
+    wanted = max(known, default=newest or 0)
+    apt = f"gcc-{wanted} g++-{wanted}" if wanted else ""
+    name = f"gcc {wanted}" if wanted else f"gcc {oldest} or newer,"
+    is_unsure = apt and not known and facts.building.package_tool == "apt-get"
+    where = f" (apt-get install {apt}, where the distribution has it)" if is_unsure else ""
+    return Remedy(
+        text=f"install {name} with its g++{where}, then set CC and CXX to them",
+        commands=install_system(facts, apt=apt if known else "", dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
+    )
 
 
 def newest_host_gcc(facts: CudaFacts, toolkit: Toolkit) -> int | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import as_list, from_nvcc
 from distdiag.commands.cuda_env.sections import after, sections_of
-from distdiag.commands.cuda_env.types import Goal, Problem
+from distdiag.commands.cuda_env.types import Goal, Remedy
 from distdiag.knowledge.cuda import major, version
 from distdiag.report import Fix, Level
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.toolkits import Toolkit
     from distdiag.knowledge.logs import Match
 
-_NEWEST, _OLDEST = 99, 6
+_OLDEST = 6
 _TOO_NEW = "gcc-too-new-for-nvcc"
 OF_THE_LOG = (_TOO_NEW, "gcc-headers-unreadable", "cxx-too-new-for-torch", "cxx-too-old-for-torch")
 """The log's compiler limits take precedence over this machine's."""
@@ -51,40 +52,34 @@ def compiler_fix(match: Match, facts: CudaFacts) -> tuple[str, Fix] | None:
     """Return this machine's compilers and the fix, for a failure of the host compiler; None for any other failure."""
     if match.known.id in _ANY_GCC:
         toolkit = fixes.target_toolkit(facts)
-        bounds = (_OLDEST, (fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None) or _NEWEST)
+        bounds = _OLDEST, fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     elif match.known.id in OF_THE_LOG and (said := _bounds(match, facts)) is not None:
         bounds = said
     else:
         return None
     oldest, newest = bounds
-    pair = fixes.allowed_pair(facts, newest, oldest)
-    if pair is not None:
-        gcc, gxx = pair[0].path, pair[1].path
-        fix = Fix(
-            text=f"use the installed gcc {pair[0].version}",
-            commands=(f"export CC={gcc} CXX={gxx} NVCC_CCBIN={gxx} CUDAHOSTCXX={gxx}",),
-        )
-        return _sentence(f"on this machine: {_gccs(facts)}", _build_used(match, facts)), fix
-    toolkit = _accepting(facts) if match.known.id == _TOO_NEW else None
-    here = f"on this machine: {_gccs(facts)}"
-    if toolkit is not None and toolkit.limit is not None:
+    here, remedy = f"on this machine: {_gccs(facts)}", fixes.use_gcc(facts, newest, oldest)
+    if remedy.exports:
+        remedy = replace(remedy, exports=(*remedy.exports, ("CUDAHOSTCXX", dict(remedy.exports)["CXX"])))
+    elif match.known.id == _TOO_NEW and (toolkit := _accepting(facts)) is not None and toolkit.limit is not None:
         here += f"; the toolkit in {toolkit.root} ({toolkit.version}) supports gcc up to {toolkit.limit.gcc_max}"
-    return _sentence(here, _build_used(match, facts)), _without_pair(facts, oldest, newest, toolkit)
+        text = f"use the toolkit in {toolkit.root}; or {remedy.text}"
+        remedy = Remedy(text=text, exports=fixes.choose_toolkit(facts, toolkit))
+    return _sentence(here, _build_used(match, facts)), Fix(text=remedy.text, commands=remedy.to_paste)
 
 
 def _sentence(*lines: str) -> str:
     return "\n".join(filter(None, reversed(lines)))
 
 
-def _bounds(match: Match, facts: CudaFacts) -> tuple[int, int] | None:
-    """Return the oldest and newest gcc (major versions) allowed by a log; None if unknown."""
+def _bounds(match: Match, facts: CudaFacts) -> tuple[int, int | None] | None:
+    """Return the oldest and newest gcc (major versions; None: any) allowed by a log; None if unknown."""
     said = match.groups
     if match.known.id == _TOO_NEW:
         return _OLDEST, major(said["max"]) if "max" in said else major(said.get("from", "")) - 1
     if match.known.id == "cxx-too-old-for-torch":
         toolkit = fixes.target_toolkit(facts)
-        newest = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
-        return major(said["minimum"]), newest or _NEWEST
+        return major(said["minimum"]), fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     if match.known.id == "gcc-headers-unreadable":
         of_gcc = re.search(r"/(?:c\+\+|gcc/[^/]+)/(\d+)", match.file)
         return (_OLDEST, int(of_gcc[1]) - 1) if of_gcc else None
@@ -135,23 +130,6 @@ def _holds(facts: CudaFacts, exports: Iterable[tuple[str, str]]) -> bool:
         problem for section in sections_of(after(facts, exports, ()), Goal.BUILD) for problem in section.problems
     )
     return not any(problem.level is Level.FAIL and problem.id.startswith(("cc.", "toolkit.")) for problem in problems)
-
-
-def _without_pair(facts: CudaFacts, oldest: int, newest: int, toolkit: Toolkit | None) -> Fix:
-    """Return the fix if no gcc here is allowed: another toolkit, or a gcc to install."""
-    known = [number for number in facts.compilers.installable if oldest <= number <= newest]
-    wanted = max(known) if known else newest if newest != _NEWEST else 0
-    name = f"gcc {wanted} with its g++" if wanted else f"gcc {oldest} or newer, with its g++"
-    commands = fixes.install_system(facts, apt=f"gcc-{max(known)} g++-{max(known)}") if known else ()
-    unsure = (
-        f" (apt-get install gcc-{wanted} g++-{wanted}, where the distribution has it)"
-        if wanted and not known and facts.building.package_tool == "apt-get"
-        else ""
-    )
-    if toolkit is None:
-        return Fix(text=f"install {name}{unsure}, then set CC and CXX to them", commands=commands)
-    chosen = Problem(id="", goals=frozenset(), level=Level.FAIL, title="", exports=fixes.choose_toolkit(facts, toolkit))
-    return Fix(text=f"use the toolkit in {toolkit.root}; or install {name}{unsure}", commands=chosen.to_paste)
 
 
 def fitted(commands: Sequence[str], facts: CudaFacts | None, archs: Sequence[Arch]) -> tuple[str, ...]:

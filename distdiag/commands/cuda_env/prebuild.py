@@ -19,10 +19,10 @@ from distdiag.output import say
 from distdiag.report import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.commands.cuda_env.types import Problem, Request
+    from distdiag.commands.cuda_env.types import Request
 
 USUAL = ("cpu_adam", "fused_adam", "utils")
 _LATER = ("build.jobs", "build.cache-stale", "build.libaio")
@@ -55,13 +55,18 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     here = nodes[0]
     gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
     archs = as_list(gpus) or recommended(here)
-    lines = list(_before(here))
+    problems = [found for section in sections_of(here, Goal.BUILD) for found in section.problems]
+    lines: list[str] = []
+    for found in problems:
+        about = found.id.startswith(("torch.", "toolkit.", "cc.", "build.")) and found.id not in _LATER
+        if about and found.level in (Level.FAIL, Level.WARN):
+            lines += [f"# first: {found.title}", *found.to_paste]
     missing = libaio(here) if not ops or {"aio", "gds"} & set(ops) else None
     lines += [f"# first: {missing.title}", *missing.to_paste] if missing is not None else []
     switches = " ".join(f"DS_BUILD_{op.upper()}=1" for op in ops) if ops else "DS_BUILD_OPS=1"
     setting = f'TORCH_CUDA_ARCH_LIST="{archs}" ' if archs else ""
     start = f"{setting}{switches} MAX_JOBS={jobs(here)}"
-    skip = "DS_SKIP_CUDA_CHECK=1 " if _refused(here) else ""
+    skip = "DS_SKIP_CUDA_CHECK=1 " if any(found.id.startswith("deepspeed.cuda") for found in problems) else ""
     version = here.deepspeed.version.partition("+")[0] if here.deepspeed is not None else tables().deepspeed.version
     pip, python = fixes.pip(here), fixes.python(here)
     wheel = f"{python} -m pip wheel"
@@ -83,19 +88,3 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
         f"{skip}{start} {wheel} {flags} --no-deps -w dist deepspeed=={version} {log}",
         "# if it fails: " + "distdiag cuda-env --explain build.log",
     ]
-
-
-def _problems(here: CudaFacts) -> Iterator[Problem]:
-    return (found for section in sections_of(here, Goal.BUILD) for found in section.problems)
-
-
-def _before(here: CudaFacts) -> Iterator[str]:
-    for found in _problems(here):
-        about = found.id.startswith(("torch.", "toolkit.", "cc.", "build.")) and found.id not in _LATER
-        if about and found.level in (Level.FAIL, Level.WARN):
-            yield f"# first: {found.title}"
-            yield from found.to_paste
-
-
-def _refused(here: CudaFacts) -> bool:
-    return any(found.id.startswith("deepspeed.cuda") for found in _problems(here))

@@ -50,7 +50,7 @@ def problem(
         cause=text.cause,
         breaks=text.breaks,
         evidence=tuple(filter(None, evidence)),
-        fix=remedy.text or text.fix,
+        text=remedy.text or text.fix,
         exports=remedy.exports,
         unset=remedy.unset,
         commands=remedy.commands or text.commands,

@@ -52,7 +52,7 @@ def sections_of(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch] = ()) -
         again = _judged(after(facts, problem.exports, problem.unset), goal, everywhere)
         if _counted(again)[problem.id, problem.level] < count[problem.id, problem.level]:
             return problem
-        return replace(problem, fix=f"no environment variable fixes it here; {problem.fix}", exports=(), unset=())
+        return replace(problem, text=f"no environment variable fixes it here; {problem.text}", exports=(), unset=())
 
     return [replace(section, problems=tuple(map(tried, section.problems))) for section in found]
 

@@ -43,17 +43,10 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One problem on one host. `exports`: variables that fix it, as (name, value) in shell syntax."""
+class Remedy:
+    """A fix: text, variables to set, as (name, value) in shell syntax, and to unset, and commands."""
 
-    id: str
-    goals: frozenset[Goal]
-    level: Level
-    title: str
-    cause: str = ""
-    breaks: str = ""
-    evidence: tuple[str, ...] = ()
-    fix: str = ""
+    text: str = ""
     exports: tuple[tuple[str, str], ...] = ()
     unset: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
@@ -67,13 +60,16 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """A fix: text, variables to set and to unset, and commands."""
+class Problem(Remedy):
+    """One problem on one host, with its fix."""
 
-    text: str = ""
-    exports: tuple[tuple[str, str], ...] = ()
-    unset: tuple[str, ...] = ()
-    commands: tuple[str, ...] = ()
+    id: str
+    goals: frozenset[Goal]
+    level: Level
+    title: str
+    cause: str = ""
+    breaks: str = ""
+    evidence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

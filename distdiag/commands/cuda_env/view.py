@@ -105,7 +105,7 @@ def _finding(finding: Finding, *, margin: int, verbose: bool) -> Iterator[Render
     for line in shown:
         yield Whole(" " * (margin + 2) + line)
     if finding.fix is not None:
-        yield Wrapped("fix: " + finding.fix.text, margin=margin)
+        yield Wrapped(finding.fix.labelled, margin=margin)
         for command in finding.fix.commands:
             yield Whole(" " * (margin + 2) + command)
 

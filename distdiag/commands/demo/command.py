@@ -45,7 +45,7 @@ def demo(
         with Demo(fault) as job:
             job.wait_for_fault()
             command = job.command()
-            emit(f"A job of 4 ranks {_SYMPTOMS[fault]} (log: {job.log}).\n\n")
+            emit(f"A job of 4 ranks {_SYMPTOMS[fault]}.\nlog: {job.log}\n\n")
             typed = f"{called_as()} {shlex.join(command)}"
             if auto:
                 emit(f"$ {typed}\n")

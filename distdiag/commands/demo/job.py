@@ -94,8 +94,8 @@ class Demo:
             self._reap()
 
     def run(self, argv: Sequence[str]) -> int:
-        """Run a command to its end; return its exit status."""
-        pid = self._start(argv, {**os.environ, "TMPDIR": self._folder})  # torch and torchrun leave files there
+        """Run a command to its end; return its exit status. torch and torchrun leave files in TMPDIR."""
+        pid = self._start(argv, {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": self._folder})
         while pid in self._running:
             time.sleep(_TURN_S)
             self._reap()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,6 @@ def _unchecked(request: Request, nodes: Sequence[NodeDoctor]) -> tuple[str, ...]
 
 
 def _without_gpu(nodes: Sequence[NodeDoctor]) -> bool:
-    """Return whether all nodes certainly lack GPUs."""
     return bool(nodes) and all(
         node.gpus is not None and not (node.gpus.health.gpus or node.gpus.driver.devices or node.gpus.driver.hardware)
         for node in nodes
@@ -151,30 +151,15 @@ def _incomplete(gathered: Gathered[NodeDoctor]) -> list[Finding]:
     ]
 
 
-@dataclass
-class _Group:
-    symptom: Symptom
-    hosts: list[str] = field(default_factory=list)
-    titles: dict[str, list[str]] = field(default_factory=dict)
-
-
 def _folded(nodes: Sequence[NodeDoctor], *, several: bool) -> list[Finding]:
     """Merge symptoms of several nodes by id and subject, ignoring their numbers."""
-    groups: dict[tuple[str, Level, str], _Group] = {}
-    for node, first_rank in zip(nodes, _first_ranks(nodes), strict=True):
-        own = (*node_symptoms(node, several=several), *settings_symptoms(node), *gpu_symptoms(node, first_rank))
-        for each in own:
-            group = groups.setdefault((each.id, each.level, each.subject), _Group(each))
-            group.hosts.append(node.host)
-            group.titles.setdefault(each.title, []).append(node.host)
-    return [_finding(_as_meant(group, len(nodes)), several=several) for group in groups.values()]
-
-
-def _as_meant(group: _Group, nodes: int) -> _Group:
-    """Downgrade a symptom usually intended if equal on all nodes: RDMA ports without a cable."""
-    if group.symptom.id != "rdma-down" or nodes < 2 or len(group.hosts) < nodes or len(group.titles) > 1:
-        return group
-    return _Group(replace(group.symptom, level=Level.INFO), group.hosts, group.titles)
+    found = [
+        (node.host, each)
+        for node, first_rank in zip(nodes, _first_ranks(nodes), strict=True)
+        for each in (*node_symptoms(node, several=several), *settings_symptoms(node), *gpu_symptoms(node, first_rank))
+    ]
+    groups = by_key(((each.id, each.level, each.subject), (host, each)) for host, each in found)
+    return [_finding(group, len(nodes)) for group in groups.values()]
 
 
 def _first_ranks(nodes: Sequence[NodeDoctor]) -> list[int | None]:
@@ -185,13 +170,16 @@ def _first_ranks(nodes: Sequence[NodeDoctor]) -> list[int | None]:
     return [sum(counts[:number]) for number in range(len(counts))]
 
 
-def _finding(group: _Group, *, several: bool) -> Finding:
-    one = group.symptom
-    title = f"{fold_within(group.hosts, _ROOM)}: {one.title}" if several else one.title
-    others = [f"{fold(hosts)}: {words}" for words, hosts in group.titles.items()] if len(group.titles) > 1 else []
+def _finding(group: Sequence[tuple[str, Symptom]], nodes: int) -> Finding:
+    one, hosts = group[0][1], [host for host, _ in group]
+    titles = by_key((each.title, host) for host, each in group)
+    if one.id == "rdma-down" and 1 < nodes <= len(hosts) and len(titles) == 1:
+        one = replace(one, level=Level.INFO)  # ports without a cable, as intended
+    title = f"{fold_within(hosts, _ROOM)}: {one.title}" if nodes > 1 else one.title
+    others = [f"{fold(hosts)}: {words}" for words, hosts in titles.items()] if len(titles) > 1 else []
     if len(others) > _EVIDENCE_LINES:
         others = [*others[:_EVIDENCE_LINES], f"... and {len(others) - _EVIDENCE_LINES} more"]
-    return finding_about(replace(one, title=title, evidence=(*one.evidence, *others)), group.hosts)
+    return finding_about(replace(one, title=title, evidence=(*one.evidence, *others)), hosts)
 
 
 def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
@@ -211,11 +199,11 @@ def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
             level=Level.FAIL if far else Level.WARN,
             host=host,
             off=f"{format_duration(abs(off))} {'ahead' if off > 0 else 'behind'}",
-            detail="torchrun's rendezvous takes a node whose clock is 15 s off for dead, and SLURM refuses its "
+            detail="torchrun's rendezvous treats a node whose clock is off by 15 s as dead, and SLURM refuses its "
             "credentials."
             if far
             else "Logs, traces and dumps of the nodes cannot be put in order.",
-            evidence=(f"measured as {measured} from this machine; the middle of all: {middle:+.3f} s",),
+            evidence=(f"measured as {measured} from this machine; median of all nodes: {middle:+.3f} s",),
         )
         found.append(finding_about(named, [host]))
     return found
@@ -288,9 +276,7 @@ def _facts_of(node: NodeDoctor) -> dict[str, str]:
             f"{words} {versions[name]}" for name, words in _VERSIONS.items() if name in versions
         )
     if node.gpus is not None:
-        kinds: dict[str, int] = {}
-        for gpu in node.gpus.health.gpus:
-            kinds[gpu.name] = kinds.get(gpu.name, 0) + 1
+        kinds = Counter(gpu.name for gpu in node.gpus.health.gpus)
         found["GPUs"] = ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "none"
     return found
 

@@ -278,7 +278,9 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             means=parsed.xid.means or "an error that distdiag does not know",
             action=parsed.action,
             ago=format_age(age_s),
-            detail="If the GPU was reset since, that fixed it." if parsed.blames in ("gpu", "memory") and own else "",
+            detail="If the GPU has been reset since, this is already fixed."
+            if parsed.blames in ("gpu", "memory") and own
+            else "",
             evidence=(text, xids.SOURCE),
         )
     for kind in ("gpu-lost", "nvlink", "sxid"):

@@ -6,6 +6,7 @@ is reported without naming a node.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.drift import differences, grouped
@@ -198,11 +199,8 @@ def _of_network(network: NodeNetwork) -> _Values:
         loops = all(address.startswith("127.") or address == "::1" for address in network.names.host_addresses)
         own = "does not resolve" if network.names.host_error else "loopback" if loops else "its address"
         values.text("network", "what its own host name resolves to", own)
-    counts: dict[str, int] = {}
-    for port in network.ib_ports:
-        if port.state == "ACTIVE":
-            kind = f"{port.link} {(port.rate_bits_per_s or 0) / 1e9:g} Gb/s"
-            counts[kind] = counts.get(kind, 0) + 1
+    active = (port for port in network.ib_ports if port.state == "ACTIVE")
+    counts = Counter(f"{port.link} {(port.rate_bits_per_s or 0) / 1e9:g} Gb/s" for port in active)
     values.text("rdma", "active RDMA ports", ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())))
     firmware = ", ".join(sorted(set(network.counters.firmware.values())))
     values.text("system", "firmware of RDMA cards", firmware)
@@ -226,9 +224,7 @@ def _of_software(software: Software) -> _Values:
 
 def _of_gpus(gpus: Gpus) -> _Values:
     values = _Values()
-    kinds: dict[str, int] = {}
-    for gpu in gpus.health.gpus:
-        kinds[gpu.name] = kinds.get(gpu.name, 0) + 1
+    kinds = Counter(gpu.name for gpu in gpus.health.gpus)
     found = ", ".join(f"{count} x {name}" for name, count in sorted(kinds.items()))
     values.text("gpus", "GPUs", found or (f"{gpus.driver.hardware} on the bus" if gpus.driver.hardware else None))
     values.text("driver", "NVIDIA driver", gpus.driver.kernel)
@@ -271,7 +267,7 @@ def _title(difference: Difference, odd: tuple[str, ...]) -> str:
         return f"nodes differ: {_line(difference)}"
     value, hosts = difference.others[0]
     others = f"the other {len(difference.common_hosts)} nodes"
-    return f"{fold_within(hosts, _ROOM)}: {label} is {value[:_ROOM]}, {difference.common[:_ROOM]} on {others}"
+    return f"{fold_within(hosts, _ROOM)}: {label} is {value[:_ROOM]}, but {difference.common[:_ROOM]} on {others}"
 
 
 def _line(difference: Difference) -> str:

@@ -335,7 +335,6 @@ def _software(node: NodeDoctor) -> Iterator[Symptom]:
             subject=advisory.id,
             kind=advisory.kind,
             about=advisory.title,
-            todo=advisory.fix,
             detail=f"{advisory.symptom[:1].upper()}{advisory.symptom[1:]}.",
             evidence=(f"here: {advisory.applies}", advisory.source),
             repair=Fix(text=advisory.fix, commands=advisory.commands),

@@ -118,7 +118,6 @@ def judge(by_host: Mapping[str, NodePaths]) -> list[Finding]:
 
 
 def _untested(by_host: Mapping[str, NodePaths]) -> list[Finding]:
-    """Report paths without a result as unknown."""
     tried = {(path.source, path.target) for own in by_host.values() for path in own.paths}
     left = [(host, peer) for host, own in by_host.items() for peer in own.peers if (host, peer) not in tried]
     if not left:

@@ -12,7 +12,7 @@ from distdiag.commands.doctor import paths
 from distdiag.commands.doctor.collect import Arrived, Ask, Clock, Part
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.types import COMMAND, NodeDoctor, Request
-from distdiag.commands.doctor.view import doctor_view
+from distdiag.commands.doctor.view import doctor_view, page_content
 from distdiag.knowledge.known_lines import for_kernels
 from distdiag.runner import Asks, Question, Subcommand
 
@@ -73,6 +73,7 @@ SUBCOMMAND = Subcommand(
     collect=_collect,
     diagnose=diagnose,
     view=lambda request, _, report: doctor_view(report, verbose=request.verbose),
+    page=page_content,
     explain=lambda request: runner.explain(request.cluster, _AGENT),
     shown_as_typed=("only", "ignore", "verbose"),
     findings_in_view=True,

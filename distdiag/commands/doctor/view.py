@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Column
 
-from distdiag.cluster.hosts import fold_within
+from distdiag.cluster.hosts import fold, fold_within
 from distdiag.commands.doctor.diagnose import FIT, UNFIT, UNKNOWN, WARNED
 from distdiag.fold import by_key
 from distdiag.output import Whole, Wrapped, plain_table
@@ -14,7 +15,7 @@ from distdiag.program_name import as_called
 from distdiag.report import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from rich.console import RenderableType
 
@@ -75,9 +76,25 @@ def _finding(finding: Finding, *, whole: bool = True) -> Iterator[RenderableType
     for line in finding.evidence:
         yield Whole(f"    {line}")
     if finding.fix is not None:
-        yield Wrapped(f"fix: {finding.fix.text}", margin=2)
+        yield Wrapped(finding.fix.labelled, margin=2)
         for command in finding.fix.commands:
             yield Whole(f"    {as_called(command)}")
+
+
+def page_content(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce the data to what the page shows: nodes with equal facts and findings are one row."""
+    alike: dict[str, list[str]] = {}
+    for node in data["nodes"]:
+        alike.setdefault(json.dumps([node["fit"], node["findings"], node["facts"]]), []).append(node["host"])
+    nodes = [
+        dict(zip(("fit", "findings", "facts"), json.loads(row), strict=True), host=fold(hosts))
+        for row, hosts in alike.items()
+    ]
+    differences = [
+        {**each, "values": {value: fold(hosts) for value, hosts in each["values"].items()}}
+        for each in data["differences"]
+    ]
+    return {"data": {**data, "nodes": nodes, "differences": differences}}
 
 
 def metrics(report: Report[Doctor], at: float) -> bytes:

@@ -159,7 +159,7 @@ def _health(gpu: GpuHealth | None) -> Iterator[str]:
     if gpu is None:
         return
     if gpu.slowdowns:
-        yield f"clocks held down by {', '.join(gpu.slowdowns)}"
+        yield f"throttled by {', '.join(gpu.slowdowns)}"
     clocks = f"SM clock {gpu.clock_mhz} of {gpu.max_clock_mhz} MHz, " if gpu.clock_mhz and gpu.max_clock_mhz else ""
     power = f"power {gpu.power_w:g} of {gpu.power_limit_w:g} W, " if gpu.power_w and gpu.power_limit_w else ""
     yield (

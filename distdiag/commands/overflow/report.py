@@ -25,7 +25,7 @@ _HOW_FOUND = (
     "distdiag finds a model when it is called, in a Python process that the command started and that reads "
     "PYTHONPATH (not python -S, -I or -E)."
 )
-_NOTHING = "no forward of a torch model seen: nothing was checked"
+_NOTHING = "no torch model ran a forward pass: nothing was checked"
 
 
 @dataclass(frozen=True, kw_only=True)

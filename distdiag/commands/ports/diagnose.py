@@ -123,8 +123,8 @@ def _summary(request: Request, facts: PortsFacts, findings: list[Finding]) -> st
         count = sum(map(len, facts.scanned.values()))
         return f"{count} port{'' if count == 1 else 's'} tested, none blocked"
     if facts.nodes and request.ports:
-        return f"{'; '.join(_listeners_on(facts, request.ports))}; other nodes were not tried: name a HOST, or --hosts"
-    return "no network problem seen on this node; other nodes were not tried: name a HOST, or --hosts"
+        return f"{'; '.join(_listeners_on(facts, request.ports))}; no other node was tested: pass a HOST, or --hosts"
+    return "no network problem seen on this node; no other node was tested: pass a HOST, or --hosts"
 
 
 def _listeners_on(facts: PortsFacts, ports: Sequence[int]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from distdiag.fold import by_key
 from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.types import summarize
 from distdiag.knowledge.frames import library_path
-from distdiag.report import Report
+from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from distdiag.jobs.types import Helper, NodePicture
     from distdiag.saved_facts import Gathered
 
+_MANY_SAMPLES = 10
+
 
 def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyAll]:
     """Find the jobs, judge each by its processes, and build the report."""
@@ -47,7 +50,9 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
     judged = judge(asked, nodes)
     verdicts = [joined.evidence.stacks for joined in judged]
     slow = [own for verdict in verdicts for own in straggler_findings(verdict, request)]
-    found = [*slow, *job_findings(asked, judged, nodes, gathered)]
+    is_answered = bool(slow) or request.samples >= _MANY_SAMPLES  # "look for a slow rank" is done
+    rest = job_findings(asked, judged, nodes, gathered)
+    found = [*slow, *(replace(each, fix=None) if is_answered and each.level is Level.INFO else each for each in rest)]
     data = PySpyAll(
         samples=request.samples,
         interval_s=_interval_s(request, verdicts),

@@ -65,8 +65,8 @@ def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
         + common_to(slow.slow, verdict, request.groups),
         where=where_of(slow.slow),
         fix=Fix(
-            text=f"find out why only {briefly(slow.slow)} {'does' if is_alone else 'do'} this work; if all ranks do, "
-            "compare the hosts: clocks, load, storage"
+            text=f"profile {spot(slow.frame) if slow.frame is not None else 'a step'} on {briefly(slow.slow)}; "
+            "if every rank runs it, compare the hosts: clocks, load, storage"
         ),
     )
 

@@ -60,7 +60,6 @@ def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
             pictures=tuple(picture for node in nodes for picture in node.pictures),
             stacks=tuple(node.stacks for node in nodes if node.stacks is not None),
             first=next((each.where.ranks for each in found if each.id in _OF_FIRST), ()),
-            launcher_says=next(filter(None, (_launcher_says(node.logs) for node in nodes)), ""),
             folder=request.folder,
             hosts=tuple(node.host for node in nodes),
         ),
@@ -208,14 +207,6 @@ def _launcher_names(logs: NodeLogs) -> int | None:
     """Return the rank that a launcher reports as the first failure."""
     first = next((event for event in logs.events if event.id == "exit" and event.groups.get("first")), None)
     return None if first is None else number_in(first.groups.get("rank"))
-
-
-def _launcher_says(logs: NodeLogs) -> str:
-    exits = [event for event in logs.events if event.id == "exit"]
-    first = next((event for event in exits if event.groups.get("first")), None)
-    if first is None:
-        return ""
-    return first.text.partition("\n")[0].partition(": To enable traceback see")[0][:200]
 
 
 def _pictured(nodes: Sequence[NodeRun]) -> Iterator[str]:

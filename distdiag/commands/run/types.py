@@ -148,6 +148,5 @@ class Run:
     pictures: tuple[Picture, ...]
     stacks: tuple[Stacks, ...] = ()
     first: tuple[int, ...] = ()
-    launcher_says: str = ""
     folder: str = ""
     hosts: tuple[str, ...] = ()

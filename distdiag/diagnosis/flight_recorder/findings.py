@@ -270,10 +270,10 @@ def _of_files(nodes: Sequence[NodeDumps], *, any_read: bool) -> Iterator[Finding
         files = sorted(unsorted, key=lambda file: file[1])
         yield finding(
             f"{COMMAND}.{'code' if kind == 'code' else 'file'}",
+            {} if kind == "code" else {"name": kind},
             level=Level.WARN if kind == "truncated" and any_read else Level.UNKNOWN,
             where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files))),
             evidence=tuple(printable(path) for _, path, _ in files[1:_SHOWN]),
-            name=kind,
             path=printable(files[0][1]),
             why=printable(files[0][2]),
             more=len(files) - 1 or "",

@@ -23,27 +23,16 @@ if TYPE_CHECKING:
 
     GroupKey = tuple[str, str]
 
-_MUST_AGREE = {
-    "all_reduce": "in",
-    "allreduce": "in",
-    "allreduce_coalesced": "in",
-    "all_reduce_coalesced": "in",
-    "broadcast": "in",
-    "reduce": "in",
-    "_all_gather_base": "in",
-    "_allgather_base": "in",
-    "all_gather_into_tensor": "in",
-    "all_gather_single": "in",
-    "gather": "in",
-    "gather_single": "in",
-    "_reduce_scatter_base": "out",
-    "reduce_scatter_tensor": "out",
-    "reduce_scatter_single": "out",
-    "scatter": "out",
-}
-"""Tensors with an element count common to all ranks, by operation; sizes of other operations may differ."""
-_MUST_AGREE_IN_GLOO = {"all_gather": "in", "reduce_scatter": "out"}
-"""NCCL accepts different sizes for these."""
+_SAME_INPUT = frozenset(
+    (
+        *("all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_coalesced", "broadcast", "reduce"),
+        *("_all_gather_base", "_allgather_base", "all_gather_into_tensor", "all_gather_single"),
+        *("gather", "gather_single"),
+    )
+)
+_SAME_OUTPUT = frozenset(("_reduce_scatter_base", "reduce_scatter_tensor", "reduce_scatter_single", "scatter"))
+"""Operations whose input, or output, has an element count common to all ranks; sizes of others may differ. NCCL accepts
+different sizes for all_gather and reduce_scatter too, Gloo does not."""
 _ENDS_TOGETHER = frozenset(
     (
         *("all_reduce", "allreduce", "all_reduce_barrier", "barrier", "all_gather", "_all_gather_base"),
@@ -298,10 +287,11 @@ def _elements(sizes: Iterable[Sequence[int]]) -> int:
 
 def _operation(declared: Sequence[Any]) -> Operation:
     name, backend, inputs, outputs, input_types, output_types = declared[:6]
-    side = _MUST_AGREE.get(name) or ("" if backend.startswith("nccl") else _MUST_AGREE_IN_GLOO.get(name, ""))
-    sizes = {"in": inputs, "out": outputs}.get(side)
-    dtypes = output_types if side == "out" else input_types
-    agrees = (name, None if sizes is None else _elements(sizes), dtypes)
+    is_nccl = backend.startswith("nccl")
+    of_output = name in _SAME_OUTPUT or (name == "reduce_scatter" and not is_nccl)
+    of_input = name in _SAME_INPUT or (name == "all_gather" and not is_nccl)
+    sizes = outputs if of_output else inputs if of_input else None
+    agrees = (name, None if sizes is None else _elements(sizes), output_types if of_output else input_types)
     return Operation(name, backend, inputs, outputs, input_types or output_types, agrees)
 
 

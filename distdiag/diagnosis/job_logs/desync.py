@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.job_logs.types import number_in
 from distdiag.fold import by_key
 
@@ -15,14 +16,8 @@ if TYPE_CHECKING:
     from distdiag.facts.job_logs.scan import Event
 
 _EQUAL_SIZES = (
-    "ALLREDUCE",
-    "ALLGATHER",
-    "BROADCAST",
-    "REDUCE",
-    "BARRIER",
-    "ALLGATHER_BASE",
-    "_ALLGATHER_BASE",
-    "REDUCE_SCATTER_BASE",
+    *("ALLREDUCE", "ALLGATHER", "BROADCAST", "REDUCE", "BARRIER"),
+    *("ALLGATHER_BASE", "_ALLGATHER_BASE", "REDUCE_SCATTER_BASE"),
 )
 _MOST_SILENT = 0.25
 
@@ -143,11 +138,7 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
     if behind:
         return made("behind", behind, what, min(members[rank].enqueued or 0 for rank in behind))
     if len({member.seq for member in waiting.values()}) > 1:
-        return made(
-            "unclear",
-            (),
-            f"ranks wait in different collectives: {_by_number(waiting.values())}",
-        )
+        return made("unclear", (), f"ranks wait in different collectives: {_by_number(waiting.values())}")
     differing = _differing(at_last)
     if differing is not None:
         return made("mismatch", *differing)
@@ -170,7 +161,7 @@ def _differing(members: list[RankInGroup]) -> tuple[list[int], str] | None:
     if len(ops) < 2:
         return None
     ordered = sorted(ops.items(), key=lambda item: -len(item[1]))
-    words = "; ".join(f"{op} on {_ranks(ranks)}" for op, ranks in ordered[:4])
+    words = "; ".join(f"{op} on {name_ranks(ranks)}" for op, ranks in ordered[:4])
     minority = [rank for _, ranks in ordered[1:] for rank in ranks]
     return (minority if len(ordered[0][1]) > len(minority) else []), words
 
@@ -184,10 +175,4 @@ def _is_of_several(members: Iterable[RankInGroup]) -> bool:
 def _by_number(members: Iterable[RankInGroup]) -> str:
     ordered = sorted(members, key=lambda member: member.seq or 0)
     by_number = by_key((f"{member.seq}{f' ({member.op})' if member.op else ''}", member.rank) for member in ordered)
-    return "; ".join(f"{_ranks(ranks)} in {number}" for number, ranks in list(by_number.items())[:4])
-
-
-def _ranks(ranks: list[int]) -> str:
-    from distdiag.cluster.hosts import name_ranks
-
-    return name_ranks(ranks)
+    return "; ".join(f"{name_ranks(ranks)} in {number}" for number, ranks in list(by_number.items())[:4])

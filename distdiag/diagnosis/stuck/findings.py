@@ -18,7 +18,7 @@ from distdiag.diagnosis.stuck.shared import common_to
 from distdiag.diagnosis.stuck.stacks import kind_in_job
 from distdiag.diagnosis.stuck.types import GOES_ON, Source, Stand, StuckKind
 from distdiag.diagnosis.wait_reasons import lasting
-from distdiag.diagnosis.wording import named
+from distdiag.diagnosis.wording import format_age, named
 from distdiag.fold import by_key
 from distdiag.ids import Id
 from distdiag.knowledge.activities import activity_of
@@ -44,7 +44,7 @@ _VERBS = {
     StuckKind.NOT_IN_COLLECTIVE: ("is not in the collective", "are not in the collective"),
     StuckKind.STORAGE: ("waits for storage", "wait for storage"),
     StuckKind.DATA: ("waits for data", "wait for data"),
-    StuckKind.LOCK: ("waits for a lock", "wait for a lock"),
+    StuckKind.LOCK: ("is not in the collective", "are not in the collective"),  # does() describes the lock
     StuckKind.DEBUGGER: ("is in a debugger", "are in a debugger"),
     StuckKind.DEVICE: ("waits for its GPU", "wait for their GPUs"),
     StuckKind.COMPILE: ("compiles", "compile"),
@@ -142,8 +142,6 @@ def _title(joined: Joined, claim: Claim, states: list[RankState], kind: StuckKin
         activity = activity_of(first.thread.frames)
         busy = f"{'are' if several else 'is'} busy outside of the collective"
         return f"{name} {_plural(activity, several) if activity else busy}: {does(first)}"
-    if kind is StuckKind.LOCK and first.thread.kind in (StackClass.LOCK, StackClass.GIL):
-        kind = StuckKind.NOT_IN_COLLECTIVE  # does() already describes the lock or thread
     verb = _VERBS[kind][several]
     if kind is StuckKind.STOPPED:
         return f"{name} {'are' if several else 'is'} {does(first)}"
@@ -246,18 +244,18 @@ def _ends(joined: Joined, kind: StuckKind) -> str:
     is_default = joined.evidence.ends_in_s is None
     if left_s is None or (is_default and kind not in GOES_ON and (joined.evidence.waited_s or 0.0) < _LONG_WAIT_S):
         return ""
-    return f"{whose} ends the wait in {lasting(left_s)}."
+    return f"{whose} ends the wait in {format_age(left_s)}."
 
 
 def _timeout(joined: Joined) -> tuple[float | None, str]:
     """Return the seconds until the waiting ranks time out, and the origin: the process group or torch's default."""
     evidence = joined.evidence
     if evidence.ends_in_s is not None:
-        return evidence.ends_in_s, "The process group's own timeout"
+        return evidence.ends_in_s, "The process group's timeout"
     if evidence.waited_s is None:
         return None, ""
     limit_s, backend = (_NCCL_TIMEOUT_S, "NCCL") if has_gpu(evidence) else (_GLOO_TIMEOUT_S, "Gloo")
-    default = f"{backend}'s default timeout of {lasting(limit_s)}, unless the job set another,"
+    default = f"{backend}'s default timeout of {format_age(limit_s)}, unless the job set another,"
     return max(0.0, limit_s - evidence.waited_s), default
 
 

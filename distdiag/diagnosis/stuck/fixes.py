@@ -84,7 +84,7 @@ def fix_of(joined: Joined, claim: Claim, states: Sequence[RankState], kind: Stuc
 def _look_again(evidence: Evidence) -> Fix:
     is_hang = evidence.asked.command == "hang"
     commands = () if is_hang else (evidence.again("hang"),)
-    return Fix(text=f"{_NEXT}look again in a minute: if it is still there, it is stuck", commands=commands)
+    return Fix(text=f"{_NEXT}rerun in a minute: if the rank is still there, it is stuck", commands=commands)
 
 
 def _at_its_place(states: Sequence[RankState], kind: StuckKind, evidence: Evidence) -> Fix | None:
@@ -93,8 +93,8 @@ def _at_its_place(states: Sequence[RankState], kind: StuckKind, evidence: Eviden
     if kind is StuckKind.LOCK and pid is not None:
         show = evidence.asked.again("pyspy-all", "--threads", "all", "--pid", str(pid))
         return Fix(text=f"{_NEXT}see which of its threads it waits for", commands=(show,))
-    it, runs = ("it", "runs") if len(states) == 1 else ("these ranks", "run")
-    text = f"see why only {it} {runs} that line: a branch on the rank, uneven data, a retry"
+    it, runs = ("this rank", "runs") if len(states) == 1 else ("these ranks", "run")
+    text = f"find out why only {it} {runs} that line: a branch on the rank, uneven data, a retry"
     return Fix(text=text) if kind is StuckKind.NOT_IN_COLLECTIVE else None
 
 
@@ -198,7 +198,7 @@ def _file(state: RankState, wait: Wait, evidence: Evidence) -> Fix | None:
     if first is None or first.descriptor is None or first.descriptor.kind != "fifo":
         return None
     other = "writes to" if "r" in first.wants else "reads from"
-    return Fix(text=f"on {host}, start what {other} {first.descriptor.target}")
+    return Fix(text=f"on {host}, start the process that {other} {first.descriptor.target}")
 
 
 def _lock(state: RankState, wait: Wait, evidence: Evidence) -> Fix | None:
@@ -245,7 +245,7 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
     if all(state.thread.kind is StackClass.EXITED for state in states):
         return "find the first failure in its log", (f"{asked.program} logs PATH",)
     if joined.against:
-        return "look again a minute later: what moved was not stuck", (evidence.again(asked.command),)
+        return "rerun in a minute: what has moved was not stuck", (evidence.again(asked.command),)
     if evidence.asked.command != "hang":
         return "join the stacks with all other evidence", (evidence.again("hang"),)
     native = [state for state in states if state.thread.kind in (StackClass.GIL, StackClass.LOCK)]
@@ -254,7 +254,7 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
         words = ("pyspy-all", "--native", "--threads", "all", *whom)
         return "see which C++ function waits (this pauses the process for about a second)", (asked.again(*words),)
     if any(state.thread.motion is Motion.COMPUTES for state in states):
-        return "look for longer: a loop that ends moves on", (evidence.again("pyspy-all", "--interval", "60"),)
+        return "sample for longer: a loop that ends moves on", (evidence.again("pyspy-all", "--interval", "60"),)
     is_recorded = evidence.recorder is not None and len({member.host for member in evidence.job.members}) > 1
     if is_recorded or in_communicator_init(states):
         return "test the network without the job", (asked.again("ports"),)

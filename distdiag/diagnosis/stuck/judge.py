@@ -215,7 +215,6 @@ def _no_process(asked: Asked, nodes: Sequence[NodePicture], hosts: str) -> Findi
 
 
 def _unreadable(verdict: JobVerdict, asked: Asked, nodes: Sequence[NodePicture]) -> list[Finding]:
-    """Report unreadable processes by reason, with the fix."""
     by_reason = by_key(((state.thread.status, state.thread.reason), state) for state in verdict.unreadable)
     return [_cannot_read(members, asked, _node_of(members[0], nodes)) for members in by_reason.values()]
 
@@ -250,7 +249,6 @@ def _rights(members: Sequence[RankState], asked: Asked, node: NodePicture | None
 
 
 def _deduced(verdict: JobVerdict) -> list[Finding]:
-    """List processes with a rank inferred from the other ranks."""
     deduced = [member for member in verdict.job.members if member.deduced and member.rank is not None]
     return [
         finding(
@@ -286,7 +284,6 @@ def kernel_words(members: Sequence[RankState]) -> tuple[str, ...]:
 
 
 def _unseen_ranks(job: Job) -> list[Finding]:
-    """Report ranks found on none of the hosts."""
     if not job.unseen:
         return []
     hosts = format_hosts(member.host for member in job.members)

@@ -268,7 +268,6 @@ def _looks_again(wait: Wait) -> bool:
 
 
 def _is_at_device(wait: Wait) -> bool:
-    """Return whether it waits in a device driver."""
     return wait.kind is Kind.KERNEL and wait.thread is not None and "/dev/" in wait.on
 
 

@@ -17,6 +17,7 @@ _OTHERS = (
     *("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH"),  # gcc's header directories, searched before its own
     *("GCC_EXEC_PREFIX", "COMPILER_PATH", "LD_LIBRARY_PATH"),  # programs started and libraries loaded by gcc and nvcc
 )
+_ERRORS = ("error", "fatal", "not found", "No such file")
 _SOURCE = """\
 #if __cplusplus < 201703L
 #error torch needs C++17 or newer
@@ -91,10 +92,6 @@ def _no_object(path: str) -> str:
 def first_error(text: str) -> str:
     """Return the decisive error in nvcc's output: the first, and nvcc's own verdict if present."""
     lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if _is_error(line)]
+    errors = [line for line in lines if any(word in line for word in _ERRORS)]
     verdict = [line for line in errors[1:] if line.startswith("nvcc fatal")]
     return "; ".join([*(errors or lines or ["it failed without a word"])[:1], *verdict[:1]])
-
-
-def _is_error(line: str) -> bool:
-    return any(word in line for word in ("error", "fatal", "not found", "No such file"))

@@ -271,7 +271,7 @@ def verdict(pair: Pair) -> str:
     if pair.likeness == Likeness.LONG_SUM:
         length = sum_length(pair.max_scaled_ulp)
         return f"equal within {near}: rounding, provided it is a sum of about {length} numbers"
-    return f"differs beyond rounding: by up to {near}, where {limits(pair.unit)[1]} can be rounding"
+    return f"differs beyond rounding: by up to {near}; rounding explains at most {limits(pair.unit)[1]}"
 
 
 def details(pair: Pair, names: tuple[str, str]) -> Iterator[str]:

@@ -126,9 +126,10 @@ class Tally:
 
     def lines(self) -> list[str]:
         """Describe the tensor, with the underflowed share from 0.1 % up."""
-        at = "" if self.first is None else f", first at [{', '.join(map(str, self.first))}]"
+        at = "" if not self.first else f", first at [{', '.join(map(str, self.first))}]"
         most = f"; largest finite value {self.abs_max:.2e}" if isinstance(self.abs_max, float) else ""
-        lines = [f"{self.dtype} of shape [{', '.join(map(str, self.shape))}], {self.of:,} numbers{at}{most}."]
+        numbers = f"{self.of:,} number{'s' * (self.of != 1)}"
+        lines = [f"{self.dtype} of shape [{', '.join(map(str, self.shape))}], {numbers}{at}{most}."]
         if self.zeros + self.subnormals >= self.of / 1000 > 0:
             zeros, subnormals = 100 * self.zeros / self.of, 100 * self.subnormals / self.of
             lines.append(f"{zeros:.1f}% are zero, {subnormals:.1f}% subnormal.")

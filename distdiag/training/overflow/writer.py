@@ -62,7 +62,8 @@ class ReportWriter:
     def _text(self, found: Found) -> str:
         lines, told, count = [], found.detection, len(found.frames)
         if found.frames:
-            head = [f"The last {count} frames of batch {told.batch}, up to the detection:", COLUMNS]
+            last = "The last frame" if count == 1 else f"The last {count} frames"
+            head = [f"{last} of batch {told.batch}, up to the detection:", COLUMNS]
             if self.classic:
                 head = [f"Detected inf/nan during batch_number={told.batch}", f"Last {count} forward frames:", HEADING]
             lines = ["", *head, *(frame.text(classic=self.classic) for frame in found.frames), ""]

@@ -122,19 +122,7 @@ def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
 
 
 def _remedy(facts: CudaFacts, toolkit: Toolkit | None) -> Remedy:
-    """Use the newest installed compiler allowed; else install one."""
-    most = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
-    pair = fixes.allowed_pair(facts, most or 99)
-    if pair is not None:
-        gcc, gxx = (shlex.quote(compiler.path) for compiler in pair)
-        exports = (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx))
-        return Remedy(text=f"use the installed gcc {pair[0].version}", exports=exports)
-    known = [number for number in facts.compilers.installable if number <= (most or 99)]
-    apt = f"gcc-{max(known)} g++-{max(known)}" if known else ""
-    return Remedy(
-        text=f"install a supported gcc{f' ({most} or older)' if most else ''}, with its g++",
-        commands=fixes.install_system(facts, apt=apt, dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
-    )
+    return fixes.use_gcc(facts, fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None)
 
 
 def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:

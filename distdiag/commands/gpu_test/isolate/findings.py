@@ -291,7 +291,7 @@ def healthy(case: Case) -> None:
     unmet = sorted(set(case.host_of).difference(*case.good))
     speeds = f"{alike}: {typical(case, case.typical)}"
     if len(case.pairs) == 1 and case.least is None:
-        speeds, doubt = f"{typical(case, case.typical)}, and nothing to compare it with", ""
+        speeds, doubt = f"{typical(case, case.typical)}, without a figure to compare it with", ""
     words = {"speeds": speeds, "doubt": doubt, "who": case.who(unmet) if unmet else "", "ranks": _are(unmet)}
     add(case, "no-result" if unmet else "healthy", fast, words, ranks=tuple(unmet))
 
