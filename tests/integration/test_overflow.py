@@ -51,7 +51,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_rank_overflows_and_all_end_alike_with_one_report(told: Path, case: str) -> None:
     ended = json.loads((told / "statuses").read_text())[case]
     assert ended["exit"] == [1, 1]
-    assert ended["seconds"] < 60  # Gloo waits for half an hour
+    assert ended["seconds"] < 180  # Gloo waits for half an hour
     wrote = [(told / f"{case}.{rank}").read_text() for rank in range(2)]
     for text in wrote:
         assert f"OverflowDetected: DebugUnderflowOverflow: rank 1 ({os.uname().nodename.partition('.')[0]}), " in text
@@ -74,7 +74,7 @@ def test_weights_that_are_bad_on_one_replica_alone_print_the_test_of_its_device(
 @pytest.mark.parametrize("case", FIRST)
 def test_nobody_waits_for_a_rank_that_runs_its_forward_alone(told: Path, case: str) -> None:
     ended = json.loads((told / "statuses").read_text())[case]
-    assert (ended["exit"], ended["seconds"] < 60) == ([1, 1], True), (told / f"{case}.0").read_text()
+    assert (ended["exit"], ended["seconds"] < 180) == ([1, 1], True), (told / f"{case}.0").read_text()
     text = (told / f"{case}.0").read_text()
     assert "OverflowDetected: DebugUnderflowOverflow: rank 0 (" in text
     assert "in `output` of `scale` (Scale)" in text
@@ -247,7 +247,7 @@ def test_wrong_words() -> None:
 def test_a_hit_where_there_is_no_numpy(tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy/__init__.py").write_text("raise ModuleNotFoundError('no numpy here', name='numpy')")
-    words = ("overflow", "--json", "--nproc", "2", "--", PROGRAM, "none:by-hand:ddp", "forward")
+    words = ("overflow", "--json", "--nproc", "2", "--", PROGRAM, "none:ddp", "forward")
     result = distdiag(*words, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert (result.code, list(result.findings)) == (1, ["detected"])
     assert HERE in result.findings["detected"]["title"]
@@ -303,7 +303,7 @@ def test_a_loop_without_optimizer_steps_is_judged_and_no_rank_hangs(tmp_path: Pa
     cases = {"forward": 3, "backward": 3, "backward optimizer": 6, "backward exits": 6}
     words = [f"{how}:{batches}" for how, batches in cases.items()]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, program, tmp_path, *words], env=env, capture_output=True, timeout=280, check=True)
+    subprocess.run([sys.executable, program, tmp_path, *words], env=env, capture_output=True, timeout=500, check=True)
     for how in cases:
         said = (tmp_path / how).read_text()
         assert "rank 1 " in said, (how, said)
