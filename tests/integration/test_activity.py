@@ -17,13 +17,13 @@ from jobs import Job, wait_for_state
 from support import wait_until
 
 from distdiag.diagnosis.activity_wording import moves_in_words
-from distdiag.facts import process_counters
-from distdiag.facts.activity import Meter
+from distdiag.facts.process import process_counters
+from distdiag.facts.process.activity import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from distdiag.facts.activity import Activity
+    from distdiag.facts.process.activity import Activity
 
 PY_SPY = str(Path(sys.executable).with_name("py-spy"))
 _SPIN = "while True: pass"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import need, need_mounts, wait_until
 
-from distdiag.facts.blocked_threads import Lock, Thread, blocked, locks_before
-from distdiag.facts.descriptors import End, Look, descriptors
+from distdiag.facts.process.blocked_threads import Lock, Thread, blocked, locks_before
+from distdiag.facts.process.descriptors import End, Look, descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,7 @@ from distdiag import output
 from distdiag.cluster.targets import Cluster
 from distdiag.diagnosis.flight_recorder.diagnose import diagnose
 from distdiag.diagnosis.flight_recorder.types import Request
-from distdiag.facts.flight_recorder.collect import Ask, NodeDumps, Pipe, more
+from distdiag.facts.recorder.collect import Ask, NodeDumps, Pipe, more
 from distdiag.pages import make_page
 from distdiag.saved_facts import Gathered
 

@@ -26,10 +26,12 @@ from distdiag.cluster import hostfile, hostlist, hosts
 from distdiag.cluster.transports import ssh_config
 from distdiag.cluster.transports.known_hosts import KnownHosts
 from distdiag.errors import DistdiagError
-from distdiag.facts import elf, line_trace_file, packed_files, sockets
+from distdiag.facts import elf, packed_files
 from distdiag.facts.core import core_file, stored_cores
 from distdiag.facts.core.core_file import NotACore
 from distdiag.facts.cuda import fatbin
+from distdiag.facts.network import sockets
+from distdiag.facts.recorder import line_trace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

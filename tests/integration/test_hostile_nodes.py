@@ -24,7 +24,7 @@ from support import distdiag, need
 
 from distdiag import output
 from distdiag.agent import wire
-from distdiag.cluster import rank_runs, records
+from distdiag.cluster import records
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host
 from distdiag.cluster.links import SocketLink
@@ -35,6 +35,7 @@ from distdiag.commands.trace.ranks import Wanted
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.pictures import merge
 from distdiag.jobs.types import NodePicture, NodeStacks
+from distdiag.launch import rank_runs
 from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:

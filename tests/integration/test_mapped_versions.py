@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distdiag.facts import mapped_versions
+from distdiag.facts.process import mapped_versions
 from distdiag.knowledge.advisories import matching
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import pytest
 from support import wait_until
 
 from distdiag.diagnosis.ras import RasState, judge, parse
-from distdiag.facts.nccl_ras import RasFacts, Reading, addresses, read
+from distdiag.facts.recorder.nccl_ras import RasFacts, Reading, addresses, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

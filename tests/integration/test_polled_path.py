@@ -12,7 +12,7 @@ import pytest
 from support import need
 from support_warm import distdiag
 
-from distdiag.facts.polled_path import stale_build_locks
+from distdiag.facts.process.polled_path import stale_build_locks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

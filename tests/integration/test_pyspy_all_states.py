@@ -14,7 +14,7 @@ from jobs import Job, free_port, states, wait_for_state
 from support import PROGRAM, need, need_mounts, need_root, wait_until
 from support_warm import distdiag
 
-from distdiag.facts import procs
+from distdiag.facts.process import procs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distdiag.facts.stack_types import steps_seen
+from distdiag.facts.stacks.stack_types import steps_seen
 from distdiag.jobs import sample_stacks
 
 if TYPE_CHECKING:

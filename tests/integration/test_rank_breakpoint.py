@@ -21,7 +21,7 @@ import pytest
 from jobs import PROGRAMS, free_port
 from support import need_root, wait_until
 
-from distdiag.facts import procs
+from distdiag.facts.process import procs
 from distdiag.training.breakpoint import debug_barrier
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from jobs import PROGRAMS, Job, free_port, states, wait_for_state
 from support import PROGRAM, need, wait_until
 from support_warm import distdiag
 
-from distdiag.facts.blocked_threads import blocked
+from distdiag.facts.process.blocked_threads import blocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

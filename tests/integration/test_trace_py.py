@@ -19,7 +19,7 @@ from jobs import PROGRAMS, Job
 from support import PROGRAM, need_mounts
 from support_warm import distdiag
 
-from distdiag.facts import line_trace_file
+from distdiag.facts.recorder import line_trace_file
 from distdiag.training import site
 
 if TYPE_CHECKING:

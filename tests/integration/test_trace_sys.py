@@ -13,7 +13,7 @@ from jobs import Job, states
 from support import Running, need, wait_until
 from support_warm import distdiag
 
-from distdiag.facts import procs
+from distdiag.facts.process import procs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distdiag.diagnosis.activity_wording import moves_in_words
-from distdiag.facts.activity import Activity, Moved
+from distdiag.facts.process.activity import Activity, Moved
 
 
 def child(pid: int, what: str, amount: float, detail: str = "rsync") -> Moved:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Payload
 from distdiag.commands.allreduce_bench.command import parse_dtype, parse_fault, parse_ops
 from distdiag.commands.allreduce_bench.diagnose import diagnose, times_of
 from distdiag.commands.allreduce_bench.formulas import OPS, bus_factor, is_in_place, needed_bytes, shape_of
 from distdiag.commands.allreduce_bench.types import Baseline, Bench, Request, SizeResult, Stat, Times, parse_sizes
 from distdiag.errors import UsageError
+from distdiag.launch.rank_runs import Outcome, RankTimeline
 from distdiag.launch.record import Allocation, Inventory, NodeSlot, Plan, RunRecord
 from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
 

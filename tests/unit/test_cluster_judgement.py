@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distdiag.agent.tcp_probe import ProbeResult
-from distdiag.cluster.drift import differences
 from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, RendezvousTest
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.connectivity import Case, path_findings, slow_links
-from distdiag.facts.network import Names, Network
-from distdiag.facts.nics import Nic
-from distdiag.facts.rank_identity import contradiction, nested_tasks
+from distdiag.diagnosis.hosts.drift import differences
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
+from distdiag.facts.network.interfaces import Names, Network
+from distdiag.facts.network.nics import Nic
+from distdiag.facts.process.rank_identity import contradiction, nested_tasks
 from distdiag.report import Finding, Level
 
 if TYPE_CHECKING:

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from distdiag.agent.tcp_probe import _VERDICTS, ProbeResult, Target, TcpProbe
-from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Inspection, Payload, StuckSocket
 from distdiag.cluster.rendezvous_test import NetworkPath, PathTest, RendezvousTest
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
 from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.diagnosis.finding_ids import declared
-from distdiag.facts import sockets
-from distdiag.facts.network import Names, Network
-from distdiag.facts.nics import Nic
+from distdiag.facts.network import sockets
+from distdiag.facts.network.interfaces import Names, Network
+from distdiag.facts.network.nics import Nic
 from distdiag.knowledge import logs
 from distdiag.launch.environment_checks import networks_that_differ
 from distdiag.launch.plan import make_plan
+from distdiag.launch.rank_runs import Outcome, RankTimeline
 from distdiag.launch.record import Inventory, NodeSlot, RunRecord
 from distdiag.launch.types import Device, Gpus, NodeFacts
 from distdiag.report import Level

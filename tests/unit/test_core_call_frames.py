@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from support import need
 
-from distdiag.facts import elf, procs
+from distdiag.facts import elf
 from distdiag.facts.core.binary import Binary
 from distdiag.facts.core.call_frames import RETURN_ADDRESS, STACK_POINTER, CannotUnwind, Cie, Fde
+from distdiag.facts.process import procs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

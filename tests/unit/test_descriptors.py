@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distdiag.facts.descriptors import Descriptor, End, Look, Watch, descriptors
+from distdiag.facts.process.descriptors import Descriptor, End, Look, Watch, descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 import distdiag.commands.doctor
-from distdiag.cluster.drift import grouped
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.doctor.collect import Clock, Disks, Gpus, Jobs, KernelLog, Limit, NodeNetwork, Software, System
 from distdiag.commands.doctor.diagnose import diagnose
@@ -22,15 +21,18 @@ from distdiag.commands.doctor.subcommand import _with_clock
 from distdiag.commands.doctor.types import NodeDoctor, NodePaths, Request
 from distdiag.commands.doctor.view import doctor_view, metrics
 from distdiag.diagnosis.finding_ids import checks
-from distdiag.facts import gpu_health, kernel_signs, link_counters, nfs
-from distdiag.facts.cgroups import Cgroup
+from distdiag.diagnosis.hosts.drift import grouped
 from distdiag.facts.cuda.driver import Answer, Driver, Gpu
-from distdiag.facts.file_systems import Space
-from distdiag.facts.gpu_health import GpuHealth, GpuProcess, Health
-from distdiag.facts.line_patterns import Patterns
-from distdiag.facts.link_counters import Counter, Counters
-from distdiag.facts.network import Names
-from distdiag.facts.nics import IbPort, Nic
+from distdiag.facts.gpu import gpu_health
+from distdiag.facts.gpu.gpu_health import GpuHealth, GpuProcess, Health
+from distdiag.facts.host import kernel_signs, nfs
+from distdiag.facts.host.cgroups import Cgroup
+from distdiag.facts.host.file_systems import Space
+from distdiag.facts.logs.line_patterns import Patterns
+from distdiag.facts.network import link_counters
+from distdiag.facts.network.interfaces import Names
+from distdiag.facts.network.link_counters import Counter, Counters
+from distdiag.facts.network.nics import IbPort, Nic
 from distdiag.knowledge import xids
 from distdiag.knowledge.known_lines import for_kernels
 from distdiag.saved_facts import Gathered

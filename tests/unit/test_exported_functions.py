@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support import need
 
-from distdiag.facts import elf, exported_functions, stack_libraries
+from distdiag.facts import elf
+from distdiag.facts.stacks import exported_functions, stack_libraries
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ from distdiag.diagnosis.job_logs.diagnose import diagnose
 from distdiag.diagnosis.job_logs.types import Request
 from distdiag.diagnosis.stuck.types import StuckKind
 from distdiag.diagnosis.verdicts import read_table
-from distdiag.facts.job_logs.collect import Reader
+from distdiag.facts.logs.collect import Reader
 from distdiag.ids import Id, Shared
 from distdiag.knowledge.known_lines import for_nodes
 from distdiag.report import Level

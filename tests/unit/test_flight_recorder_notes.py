@@ -7,8 +7,8 @@ from distdiag.diagnosis.flight_recorder.causes import Cause, Kind
 from distdiag.diagnosis.flight_recorder.findings import finding_of, notes, undecided
 from distdiag.diagnosis.flight_recorder.matching import Call, Group, Job, Operation, Outdated
 from distdiag.diagnosis.flight_recorder.types import Request
-from distdiag.facts.flight_recorder.collect import NodeDumps, Unread
-from distdiag.facts.flight_recorder.read_dump import Dump
+from distdiag.facts.recorder.collect import NodeDumps, Unread
+from distdiag.facts.recorder.read_dump import Dump
 from distdiag.saved_facts import Gathered
 
 REQUEST = Request(program="distdiag", cluster=Cluster())

@@ -110,7 +110,7 @@ def test_a_server_that_dies_later_forks_nobody(servers: list[Forkserver]) -> Non
 
 
 def test_what_is_imported_once_can_be_imported() -> None:
-    from distdiag.cluster.rank_runs import IMPORTED_ONCE
+    from distdiag.launch.rank_runs import IMPORTED_ONCE
 
     for name in IMPORTED_ONCE["modules"]:
         assert import_module(name)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from distdiag.agent.rank_progress import Progress
-from distdiag.cluster.rank_runs import RankTimeline
 from distdiag.commands.gpu_test.compute import Compute
 from distdiag.commands.gpu_test.compute_findings import findings_of
 from distdiag.commands.gpu_test.rank import Rank
 from distdiag.commands.gpu_test.types import Request
-from distdiag.facts.computed import SLOW, Computed, Product, bad_ranks, slow
-from distdiag.facts.gpu_health import GpuHealth
+from distdiag.facts.gpu.computed import SLOW, Computed, Product, bad_ranks, slow
+from distdiag.facts.gpu.gpu_health import GpuHealth
+from distdiag.launch.rank_runs import RankTimeline
 from distdiag.report import Finding, Level
 
 H100 = "NVIDIA H100 80GB HBM3, 132 multiprocessors, torch 2.13.0, 13.0, n 8192"

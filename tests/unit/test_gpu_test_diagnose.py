@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Inspection, Payload
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
@@ -18,6 +17,7 @@ from distdiag.knowledge import logs
 from distdiag.launch.environment_checks import hangs, nodes_that_differ
 from distdiag.launch.findings import covers, not_started
 from distdiag.launch.plan import make_plan
+from distdiag.launch.rank_runs import Outcome, RankTimeline
 from distdiag.launch.record import Inventory, NodeSlot, Plan, RunRecord
 from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
 from distdiag.options import parse_size

@@ -17,8 +17,9 @@ from support import wait_until
 
 from distdiag.diagnosis.gpu_use import GpuKind, GpuVerdict, judge_gpus
 from distdiag.diagnosis.rank_gpus import RankGpu, rank_gpus
-from distdiag.facts import gpu_use, procs
-from distdiag.facts.gpu_use import GpuUse
+from distdiag.facts.gpu import gpu_use
+from distdiag.facts.gpu.gpu_use import GpuUse
+from distdiag.facts.process import procs
 from distdiag.jobs.types import Helper, Member
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ from pyspy_facts import C10D, SITE, frames, job, loads, look, twice, waits
 from trace_facts import at_futex
 
 from distdiag.diagnosis.stuck.types import Source, Stand, StuckKind
-from distdiag.facts.blocked_threads import Blocked
-from distdiag.facts.gpu_use import GpuReadings, GpuUse
-from distdiag.facts.procs import Standstill
-from distdiag.facts.thread_places import Places, ThreadPlace
+from distdiag.facts.gpu.gpu_use import GpuReadings, GpuUse
+from distdiag.facts.process.blocked_threads import Blocked
+from distdiag.facts.process.procs import Standstill
+from distdiag.facts.stacks.thread_places import Places, ThreadPlace
 from distdiag.jobs.picture import SourceEnd
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.facts.stack_types import Frame, Sample
+    from distdiag.facts.stacks.stack_types import Frame, Sample
     from distdiag.jobs.types import NodePicture
 
 CUDA, NCCL, TORCH = "libcuda.so.550.90.07", "libnccl.so.2", "libtorch_cuda.so"

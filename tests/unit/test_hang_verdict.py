@@ -17,18 +17,19 @@ from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.page import content
 from distdiag.commands.hang.types import Wanted
 from distdiag.diagnosis.stuck.types import Source, Stand, StuckKind
-from distdiag.facts import job_output, kernel_signs
-from distdiag.facts.activity import Activity, Moved
-from distdiag.facts.blocked_threads import Blocked
-from distdiag.facts.job_logs.collect import NodeLogs
-from distdiag.facts.job_output import OutputFile
-from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
-from distdiag.facts.line_patterns import Patterns
-from distdiag.facts.nccl_ras import RasFacts, Reading
-from distdiag.facts.procs import Proc
-from distdiag.facts.rank_identity import Identity
-from distdiag.facts.socket_owners import Network, Owned
-from distdiag.facts.stack_types import Counter, Frame
+from distdiag.facts.host import kernel_signs
+from distdiag.facts.host.kernel_signs import KernelLine, KernelSigns, Unacknowledged
+from distdiag.facts.logs import job_output
+from distdiag.facts.logs.collect import NodeLogs
+from distdiag.facts.logs.job_output import OutputFile
+from distdiag.facts.logs.line_patterns import Patterns
+from distdiag.facts.network.socket_owners import Network, Owned
+from distdiag.facts.process.activity import Activity, Moved
+from distdiag.facts.process.blocked_threads import Blocked
+from distdiag.facts.process.procs import Proc
+from distdiag.facts.process.rank_identity import Identity
+from distdiag.facts.recorder.nccl_ras import RasFacts, Reading
+from distdiag.facts.stacks.stack_types import Counter, Frame
 from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.roles import of_job
 from distdiag.jobs.types import NodePicture
@@ -42,7 +43,7 @@ from distdiag.saved_facts import Gathered
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distdiag.facts.stack_types import Sample
+    from distdiag.facts.stacks.stack_types import Sample
 
 
 def test_a_rank_outside_of_the_collective_is_named_with_who_waits_and_since_when() -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from distdiag.facts.job_output import OutputFile, grown, of_ended, sizes
+from distdiag.facts.logs.job_output import OutputFile, grown, of_ended, sizes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,9 @@ import pytest
 from distdiag.cluster.targets import Cluster
 from distdiag.diagnosis.job_logs.diagnose import diagnose
 from distdiag.diagnosis.job_logs.types import Logs, Request
-from distdiag.facts import kernel_signs
-from distdiag.facts.job_logs.collect import Reader
-from distdiag.facts.line_patterns import Patterns
+from distdiag.facts.host import kernel_signs
+from distdiag.facts.logs.collect import Reader
+from distdiag.facts.logs.line_patterns import Patterns
 from distdiag.knowledge.known_lines import JOBS, _rows, for_kernels, for_nodes, known_lines
 from distdiag.knowledge.logs import recognise
 from distdiag.saved_facts import Gathered

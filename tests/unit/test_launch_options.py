@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distdiag.facts import launch_options
+from distdiag.facts.process import launch_options
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distdiag.facts.launch_options import Launch
+    from distdiag.facts.process.launch_options import Launch
 
 TORCHRUN = ("/venv/bin/python", "/venv/bin/torchrun")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.facts import line_trace_file
+from distdiag.facts.recorder import line_trace_file
 from distdiag.training.line_trace import recorder
 
 THREADS, LINES = 2, 4

@@ -12,8 +12,8 @@ from logs_cases import RECORDED, Case, cases
 from distdiag.cluster.targets import Cluster
 from distdiag.diagnosis.job_logs.diagnose import diagnose
 from distdiag.diagnosis.job_logs.types import Logs, Request
-from distdiag.facts.job_logs.collect import Reader
-from distdiag.facts.job_logs.demux import Demux
+from distdiag.facts.logs.collect import Reader
+from distdiag.facts.logs.demux import Demux
 from distdiag.knowledge.known_lines import for_nodes, known_lines
 from distdiag.knowledge.logs import known_exception
 from distdiag.saved_facts import Gathered

@@ -21,9 +21,9 @@ from distdiag.commands.sync_check import diagnose as diagnose_sync
 from distdiag.commands.trace.blocked.view import trace_blocked_view
 from distdiag.diagnosis.flight_recorder.types import CallRow, FlightRecorder, RankRow
 from distdiag.diagnosis.wording import format_members, format_ranks, shorten_hosts
-from distdiag.facts.blocked_threads import Blocked
-from distdiag.facts.procs import Standstill
-from distdiag.facts.socket_owners import Network
+from distdiag.facts.network.socket_owners import Network
+from distdiag.facts.process.blocked_threads import Blocked
+from distdiag.facts.process.procs import Standstill
 from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.types import NodePicture
 from distdiag.output import as_page
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.facts.stack_types import Sample
+    from distdiag.facts.stacks.stack_types import Sample
     from distdiag.report import Report
 
 RANKS, EACH = 1000, 8

@@ -12,8 +12,8 @@ from distdiag.diagnosis.nic_selection import (
     rendezvous_addresses,
     suggested,
 )
-from distdiag.facts.network import Names, Network
-from distdiag.facts.nics import Nic
+from distdiag.facts.network.interfaces import Names, Network
+from distdiag.facts.network.nics import Nic
 
 KINDS = {"lo": "loopback", "ib": "infiniband", "docker": "bridge", "virbr": "bridge", "br-": "bridge"}
 KINDS |= {"veth": "veth", "tailscale": "tunnel", "wg": "tunnel"}

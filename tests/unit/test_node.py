@@ -20,8 +20,11 @@ from support import wait_until
 
 from distdiag.agent import boot, rendezvous, wire
 from distdiag.cluster import bootstrap, bundle
-from distdiag.facts import listeners, machine, procs, programs, py_spy
-from distdiag.facts.rank_identity import Identity, identify
+from distdiag.facts import machine, programs
+from distdiag.facts.network import listeners
+from distdiag.facts.process import procs
+from distdiag.facts.process.rank_identity import Identity, identify
+from distdiag.facts.stacks import py_spy
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import time
 
 from jobs import wait_for_state
 
-from distdiag.facts import off_cpu, procs
+from distdiag.facts.process import off_cpu, procs
 
 _SLEEPER = (
     "import os, sys, time\n"

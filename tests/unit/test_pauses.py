@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.cluster.rank_runs import RankTimeline
 from distdiag.cluster.records import Event, PausedMessage
 from distdiag.commands.gpu_test.types import Request
 from distdiag.launch.rank_report import paused
+from distdiag.launch.rank_runs import RankTimeline
 
 
 def pause(paused: int, no_core: int = 0, throttled: int = 0) -> PausedMessage:

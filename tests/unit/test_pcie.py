@@ -13,9 +13,9 @@ from support import gpu_test, need_mounts
 
 from distdiag.cluster.records import read_json
 from distdiag.commands.gpu_test.types import Request
-from distdiag.facts import pcie
-from distdiag.facts.pcie import redirects
-from distdiag.facts.pcie_types import Pcie
+from distdiag.facts.host import pcie
+from distdiag.facts.host.pcie import redirects
+from distdiag.facts.host.pcie_types import Pcie
 from distdiag.launch.environment_checks import pcie_findings
 from distdiag.launch.record import NodeSlot
 from distdiag.launch.types import Device, Gpus, NodeFacts

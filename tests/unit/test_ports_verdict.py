@@ -11,9 +11,9 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.ports.collect import NodePorts
 from distdiag.commands.ports.diagnose import diagnose
 from distdiag.commands.ports.types import PortsFacts, Request
-from distdiag.facts.listeners import Listener
-from distdiag.facts.network import Names, Network
-from distdiag.facts.nics import Nic
+from distdiag.facts.network.interfaces import Names, Network
+from distdiag.facts.network.listeners import Listener
+from distdiag.facts.network.nics import Nic
 
 REQUEST = Request(program="distdiag", cluster=Cluster())
 LO = Nic("lo", "loopback", ("127.0.0.1/8",), True, True, 65536, None, False)

@@ -11,11 +11,11 @@ from trace_facts import at_futex, owned, receives
 from trace_facts import sleeps as sleeps_at
 
 from distdiag.commands.pyspy_all.command import parse_groups
-from distdiag.facts.activity import Activity, Moved
-from distdiag.facts.blocked_threads import Blocked
-from distdiag.facts.procs import Standstill
-from distdiag.facts.socket_owners import Network
-from distdiag.facts.stack_types import Frame, Thread
+from distdiag.facts.network.socket_owners import Network
+from distdiag.facts.process.activity import Activity, Moved
+from distdiag.facts.process.blocked_threads import Blocked
+from distdiag.facts.process.procs import Standstill
+from distdiag.facts.stacks.stack_types import Frame, Thread
 from distdiag.jobs.collect import Watched
 from distdiag.jobs.picture import SourceEnd
 from distdiag.report import Verdict
@@ -23,7 +23,7 @@ from distdiag.report import Verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.facts.stack_types import Sample
+    from distdiag.facts.stacks.stack_types import Sample
 
 NOT_IN = "not-in-collective"
 

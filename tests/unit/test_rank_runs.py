@@ -12,8 +12,8 @@ from distdiag.agent.wire import Writer
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host
 from distdiag.cluster.links import SocketLink
-from distdiag.cluster.rank_runs import Outcome, RankSpec, Run
 from distdiag.cluster.transports import Transport
+from distdiag.launch.rank_runs import Outcome, RankSpec, Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from support_warm import distdiag
 
 from distdiag.diagnosis import ras
 from distdiag.diagnosis.ras import RasState
-from distdiag.facts.nccl_ras import RasFacts, Reading
+from distdiag.facts.recorder.nccl_ras import RasFacts, Reading
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "nccl_h200"
 HANGS = {

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support import wait_until
 
-from distdiag.facts import procs
-from distdiag.facts.resume import resume
+from distdiag.facts.process import procs
+from distdiag.facts.process.resume import resume
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from pyspy_facts import node, process
 
 from distdiag.diagnosis.stack_wording import unread_in_words
 from distdiag.diagnosis.wording import format_members
-from distdiag.facts import procs
+from distdiag.facts.process import procs
 from distdiag.jobs.roles import find_jobs, is_closed, of_interest, of_pids, restart_loop, without_ranks
 from distdiag.knowledge.process_titles import read_title
 

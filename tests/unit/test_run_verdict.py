@@ -12,8 +12,8 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.run.diagnose import diagnose
 from distdiag.commands.run.types import TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Request, Run, Stacks
 from distdiag.commands.run.view import run_view
-from distdiag.facts.job_logs.collect import NodeLogs, Reader
-from distdiag.facts.stack_types import Frame
+from distdiag.facts.logs.collect import NodeLogs, Reader
+from distdiag.facts.stacks.stack_types import Frame
 from distdiag.knowledge.known_lines import for_nodes
 from distdiag.saved_facts import Gathered
 

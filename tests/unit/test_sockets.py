@@ -6,8 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-from distdiag.facts import sockets
-from distdiag.facts.sockets import Socket
+from distdiag.facts.network import sockets
+from distdiag.facts.network.sockets import Socket
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "proc_net"
 

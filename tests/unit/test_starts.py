@@ -13,7 +13,7 @@ from distdiag.diagnosis.stuck.judge import start_finding
 from distdiag.diagnosis.stuck.start_fixes import corrected
 from distdiag.diagnosis.stuck.starts import start_claims
 from distdiag.diagnosis.stuck.types import Asked
-from distdiag.facts.launch_options import Launch
+from distdiag.facts.process.launch_options import Launch
 from distdiag.jobs.pictures import unread
 from distdiag.jobs.starts import Meeting, Start, Starts
 from distdiag.report import Level

@@ -11,15 +11,15 @@ from pyspy_facts import SITE, frames, loads, process, twice
 from trace_facts import at_lock, connection, thread
 
 from distdiag.diagnosis.stuck.types import StuckKind
-from distdiag.facts.blocked_threads import Target
-from distdiag.facts.descriptors import Descriptor, End
-from distdiag.facts.procs import Proc
-from distdiag.facts.socket_owners import Network, Owned, PeerProcess
+from distdiag.facts.network.socket_owners import Network, Owned, PeerProcess
+from distdiag.facts.process.blocked_threads import Target
+from distdiag.facts.process.descriptors import Descriptor, End
+from distdiag.facts.process.procs import Proc
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
-    from distdiag.facts.blocked_threads import Thread
-    from distdiag.facts.stack_types import Sample
+    from distdiag.facts.process.blocked_threads import Thread
+    from distdiag.facts.stacks.stack_types import Sample
 
 
 def stuck(call: str = "read", *, since_s: float = 214.0) -> tuple[Sample, ...]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from support import need
 
-from distdiag.cluster.launch_commands import Recipe, lines
 from distdiag.cluster.targets import Cluster, Launcher, chosen_env, find_targets
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.launch.launch_commands import Recipe, lines
 from distdiag.report import quoted
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distdiag.facts import tcp_store
-from distdiag.facts.tcp_store import Rendezvous, Store
+from distdiag.facts.network import tcp_store
+from distdiag.facts.network.tcp_store import Rendezvous, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

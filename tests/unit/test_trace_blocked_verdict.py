@@ -26,9 +26,9 @@ from trace_facts import (
 
 from distdiag.commands.trace.ranks import Wanted, choose, none_found
 from distdiag.errors import UsageError
-from distdiag.facts.blocked_threads import Blocked, Target, Thread
-from distdiag.facts.descriptors import Descriptor
-from distdiag.facts.socket_owners import Network, Owned, PeerProcess
+from distdiag.facts.network.socket_owners import Network, Owned, PeerProcess
+from distdiag.facts.process.blocked_threads import Blocked, Target, Thread
+from distdiag.facts.process.descriptors import Descriptor
 from distdiag.options import parse_ranks
 
 if TYPE_CHECKING:

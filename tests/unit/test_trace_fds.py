@@ -16,9 +16,9 @@ from distdiag.commands.trace.fds.collect import Opened, Reply
 from distdiag.commands.trace.fds.diagnose import Request, diagnose
 from distdiag.commands.trace.fds.view import trace_fds_view
 from distdiag.commands.trace.nodes import Answers
-from distdiag.facts.descriptors import Descriptor, End
-from distdiag.facts.socket_owners import Network, PeerProcess
-from distdiag.facts.sockets import Socket
+from distdiag.facts.network.socket_owners import Network, PeerProcess
+from distdiag.facts.network.sockets import Socket
+from distdiag.facts.process.descriptors import Descriptor, End
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

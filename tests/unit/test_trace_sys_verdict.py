@@ -21,7 +21,7 @@ from distdiag.commands.trace.sys.logs import read
 from distdiag.commands.trace.sys.types import MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.wording import log_name, parse_log_name
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.facts.socket_owners import Network
+from distdiag.facts.network.socket_owners import Network
 from distdiag.facts.strace.types import Call, ThreadLog
 from distdiag.jobs.roles import of_job, to_sample
 from distdiag.options import parse_duration
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.trace.sys.types import TraceSys
-    from distdiag.facts.blocked_threads import Thread
+    from distdiag.facts.process.blocked_threads import Thread
     from distdiag.jobs.collect import Process
     from distdiag.report import Finding, Report
 

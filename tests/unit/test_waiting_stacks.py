@@ -18,7 +18,8 @@ import pytest
 from jobs import wait_for_state
 from support import need
 
-from distdiag.facts import elf, stack_types, waiting_stacks
+from distdiag.facts import elf
+from distdiag.facts.stacks import stack_types, waiting_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
