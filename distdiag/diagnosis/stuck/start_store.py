@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.stuck.start_fixes import corrected
+from distdiag.diagnosis.stuck.start_group import LATE_S
 from distdiag.diagnosis.wording import format_hosts, listed
 from distdiag.report import Fix, Level
 
@@ -101,7 +102,8 @@ def _ranks(group: Group, row: StartRow, store: Store) -> Iterable[Claim]:
     size, connected = row.start.world_size or 0, store.connected or 0
     ready = dict(store.ranks)
     missing = sorted(set(range(size)) - set(ready))
-    if connected < size and 0 in ready:
+    is_of_rank_0 = row.start.above is None  # the store of a torchrun waits for no rank
+    if connected < size and 0 in ready and is_of_rank_0:
         title = f"rank 0 has gone on with {connected} ranks, but {row.name} waits for WORLD_SIZE={size}"
         yield _warn(group, title, "", Fix(text="start all ranks with the same WORLD_SIZE"))
     elif 0 < connected < size:
@@ -113,7 +115,7 @@ def _ranks(group: Group, row: StartRow, store: Store) -> Iterable[Claim]:
         if row.start.above is None and row.start.tasks is not None and row.start.tasks < size:
             title += f"; the launcher has started {row.start.tasks} tasks"
         yield _warn(group, title, _LATE if absent else "", None, absent)
-    elif ready and missing:
+    elif ready and missing and is_of_rank_0:
         title = f"{connected} ranks have connected to {row.place}, but none of them is {name_ranks(missing)} of {size}"
         places = [f"{rank} on {host}" if host else str(rank) for rank, host in sorted(ready.items())]
         detail = f"Two have the same RANK, or a rank was started twice. The store has rank {listed(places[:8])}."
@@ -134,6 +136,6 @@ def _absent(group: Group, joined: Sequence[str], *, missing: int) -> list[str]:
 
 
 def _warn(group: Group, title: str, detail: str, fix: Fix | None, absent: Sequence[str] = ()) -> Claim:
-    """Claim it, with the command that asks all nodes if there is no better one."""
+    """Claim it, with the command that asks all nodes if there is no better one. Slow nodes are not accused."""
     found = group.claim(group.rows, Level.WARN, title, detail, fix or group.ask_all(absent), accuses=False)
-    return replace(found, hosts=tuple(absent))
+    return replace(found, hosts=tuple(absent) if group.waited_s > LATE_S else ())

@@ -13,6 +13,7 @@ from distdiag.diagnosis.stuck.judge import start_finding
 from distdiag.diagnosis.stuck.start_fixes import corrected
 from distdiag.diagnosis.stuck.starts import start_claims
 from distdiag.diagnosis.stuck.types import Asked
+from distdiag.facts.network.tcp_store import Rendezvous, Store
 from distdiag.facts.process.launch_options import Launch
 from distdiag.jobs.pictures import unread
 from distdiag.jobs.starts import Meeting, Start, Starts
@@ -263,3 +264,89 @@ def test_a_closed_path_accuses_both_ends_unless_another_node_comes_through() -> 
     through = replace(launcher(node_rank=2), joined=True)
     (found,) = judge(node(1, launcher(own_store(), node_rank=0)), node(2, closed), node(3, through))
     assert found.where.hosts == ("n2",)
+
+
+def _elsewhere(store: Store) -> Meeting:
+    return Meeting("n1", 29500, (HEAD,), state="open", store=store)
+
+
+def _waits(store: Store, **more: Any) -> Start:  # noqa: ANN401
+    rank = replace(launcher(_elsewhere(store), program="environment", nodes=(1, 1)), rank=2, world_size=3, joined=True)
+    return replace(rank, **more)
+
+
+_C10D: dict[str, Any] = {"backend": "c10d", "nodes": (3, 3), "run_id": "7"}
+_TORCHRUN = Launch("torchrun", "n1", 29500, "c10d", (3, 3))
+
+
+@pytest.mark.parametrize(
+    ("start", "title"),
+    [
+        (
+            launcher(_elsewhere(Store(rendezvous=(Rendezvous("7", ("n1", "n3"), is_complete=False),))), **_C10D),
+            "2 of 3 nodes have joined at n1:29500: n[1,3]",
+        ),
+        (
+            launcher(
+                _elsewhere(
+                    Store(
+                        rendezvous=(
+                            Rendezvous("7", ("n3",), is_complete=False),
+                            Rendezvous("6", ("n1", "n2"), is_complete=False),
+                        )
+                    )
+                ),
+                **_C10D,
+            ),
+            "the nodes were started with different --rdzv-id: 6 on n[1-2], 7 on n3",
+        ),
+        (
+            launcher(_elsewhere(Store(connected=2, node_ranks=(("none", 2),))), nodes=(3, 3), node_rank=2),
+            "2 of 3 nodes have connected to n1:29500",
+        ),
+        (
+            launcher(_elsewhere(Store(connected=2, node_ranks=(("none", 1),))), nodes=(2, 2), node_rank=1),
+            "2 nodes have connected to n1:29500, which waits for more: its --nnodes is not 2",
+        ),
+        (
+            launcher(_elsewhere(Store(connected=3, node_ranks=(("none", 0), ("none", 1)))), nodes=(3, 3), node_rank=1),
+            "3 nodes have connected to n1:29500, but none was started with --node-rank 2",
+        ),
+        (
+            launcher(_elsewhere(Store(connected=2, node_ranks=(("none", 1), ("old", 0)))), node_rank=1),
+            "n3 meets at n1:29500, the store of another job: its --rdzv-id is old, not none",
+        ),
+        (_waits(Store(connected=2)), "2 of 3 ranks have connected to n1:29500"),
+        (
+            _waits(Store(connected=2, ranks=((0, "n1"), (2, "n3")))),
+            "rank 0 has gone on with 2 ranks, but rank 2 on n3 waits for WORLD_SIZE=3",
+        ),
+        (
+            _waits(Store(connected=2, ranks=((0, "n1"), (2, "n3"))), above=_TORCHRUN),  # its store waits for no rank
+            "2 of 3 ranks have connected to n1:29500",
+        ),
+        (
+            _waits(Store(connected=3, ranks=((0, "n1"), (2, "n3")))),
+            "3 ranks have connected to n1:29500, but none of them is rank 1 of 3",
+        ),
+    ],
+)
+def test_one_node_reads_from_the_store_who_is_missing(start: Start, title: str) -> None:
+    (found,) = judge(node(3, start), of_ranks=start.rank is not None)
+    assert (found.level, found.title, found.where.hosts) == (Level.WARN, title, ())
+    assert found.fix is not None
+
+
+def test_a_node_of_the_list_that_the_store_lacks_is_named_and_accused_only_after_minutes() -> None:
+    listed = {"n1": (HEAD,), "n2": ("10.0.0.2",), "n3": ("10.0.0.3",)}
+    for waited_s, hosts in ((60.0, ()), (400.0, ("n2",))):
+        picture = node(3, _waits(Store(connected=2), waited_s=waited_s))
+        picture = replace(picture, starts=tuple(replace(each, expected=listed) for each in picture.starts))
+        (found,) = judge(picture, of_ranks=True)
+        assert (found.title, found.where.hosts) == ("2 of 3 ranks have connected to n1:29500: n2 has not", hosts)
+
+
+def test_a_store_whose_members_are_complete_gives_no_reason() -> None:
+    done = Store(rendezvous=(Rendezvous("7", ("n1", "n2", "n3"), is_complete=True),))
+    (found,) = judge(node(3, launcher(_elsewhere(done), **_C10D)))
+    assert found.title == "n3 is connected to n1:29500 and waits for more of its 3 nodes"
