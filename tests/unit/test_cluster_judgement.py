@@ -58,13 +58,13 @@ def meeting(*paths: NetworkPath, own: str = "10.0.0.9") -> RendezvousTest:
     )
 
 
-def judged(subject: RendezvousTest) -> list[Finding]:
+def judged(subject: RendezvousTest, command: str = "gpu-test") -> list[Finding]:
     case = Case(
-        command="gpu-test",
+        command=command,
         test=subject,
         head=subject.head,
         rendezvous_port=subject.port,
-        again=lambda extra: f"distdiag gpu-test {extra}",
+        again=lambda extra: f"distdiag {command} {extra}",
     )
     return path_findings(case)
 
@@ -75,6 +75,29 @@ def to_head(source: str, verdict: str, purpose: str = "port") -> NetworkPath:
 
 def test_all_paths_open_is_no_news() -> None:
     assert judged(meeting(to_head("n2", "ok"), to_head("n2", "ok", "ranks"))) == []
+
+
+CLOSED = (
+    *("path-broken", "path-cut-off", "path-filtered", "path-no-port"),
+    *("path-no-route", "path-refused", "path-rejected", "path-silent"),
+    *("port-broken", "port-cut-off", "port-filtered", "port-no-port"),
+    *("port-no-route", "port-refused", "port-rejected", "port-silent"),
+    *("rank-ports-broken", "rank-ports-cut-off", "rank-ports-filtered", "rank-ports-no-port"),
+    *("rank-ports-no-route", "rank-ports-refused", "rank-ports-rejected", "rank-ports-silent"),
+)
+
+
+@pytest.mark.parametrize("command", ["gpu-test", "allreduce-bench", "ports", "doctor"])
+def test_each_answer_of_a_port_has_its_id(command: str) -> None:
+    for id_ in CLOSED if command != "doctor" else CLOSED[-8:]:
+        kind, verdict = next(
+            (kind, id_.removeprefix(f"{kind}-")) for kind in ("path", "port", "rank-ports") if id_.startswith(kind)
+        )
+        port, ranks = verdict if kind != "rank-ports" else "ok", verdict if kind != "port" else "ok"
+        (found,) = judged(meeting(to_head("n2", port), to_head("n2", ranks, "ranks")), command)
+        assert (found.id, found.level) == (f"{command}.{id_}", "fail")
+    (slow,) = judged(meeting(to_head("n2", "ok"), to_head("n2", "lossy", "ranks")), command)
+    assert (slow.id, slow.level) == (f"{command}.link-slow", "fail")
 
 
 def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() -> None:
