@@ -77,6 +77,7 @@ def test_all_paths_open_is_no_news() -> None:
     assert judged(meeting(to_head("n2", "ok"), to_head("n2", "ok", "ranks"))) == []
 
 
+# Of three kinds of paths: of a requested port and of ranks, of the port only, of ranks only.
 CLOSED = (
     *("path-broken", "path-cut-off", "path-filtered", "path-no-port"),
     *("path-no-route", "path-refused", "path-rejected", "path-silent"),
@@ -89,15 +90,16 @@ CLOSED = (
 
 @pytest.mark.parametrize("command", ["gpu-test", "allreduce-bench", "ports", "doctor"])
 def test_each_answer_of_a_port_has_its_id(command: str) -> None:
-    for id_ in CLOSED if command != "doctor" else CLOSED[-8:]:
-        kind, verdict = next(
-            (kind, id_.removeprefix(f"{kind}-")) for kind in ("path", "port", "rank-ports") if id_.startswith(kind)
-        )
-        port, ranks = verdict if kind != "rank-ports" else "ok", verdict if kind != "port" else "ok"
+    def only(port: str, ranks: str) -> tuple[str, Level]:
         (found,) = judged(meeting(to_head("n2", port), to_head("n2", ranks, "ranks")), command)
-        assert (found.id, found.level) == (f"{command}.{id_}", "fail")
-    (slow,) = judged(meeting(to_head("n2", "ok"), to_head("n2", "lossy", "ranks")), command)
-    assert (slow.id, slow.level) == (f"{command}.link-slow", "fail")
+        return found.id.removeprefix(f"{command}."), found.level
+
+    for id_ in CLOSED if command != "doctor" else CLOSED[-8:]:
+        kind = next(kind for kind in ("path", "port", "rank-ports") if id_.startswith(kind))
+        verdict = id_.removeprefix(f"{kind}-")
+        closed = (verdict if kind != "rank-ports" else "ok", verdict if kind != "port" else "ok")
+        assert only(*closed) == (id_, "fail")
+    assert only("ok", "lossy") == ("link-slow", "fail")
 
 
 def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() -> None:
