@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from distdiag.agent.port_scan import PortResult
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.ports.collect import NodePorts
@@ -73,3 +75,21 @@ def test_two_names_of_one_machine_leave_nothing_to_test() -> None:
     report = diagnose(REQUEST, of(node("10.0.0.1"), doubles=("b",), local=False))
     assert report.summary == "n0,b: one machine under several names, so no path was tested"
     assert report.verdict == "warn"
+
+
+def test_each_of_these_nodes_has_its_id() -> None:
+    def and_(variables: dict[str, str], **changes: object) -> tuple[NodePorts, NodePorts]:
+        return replace(node("10.0.0.1"), variables=variables, **changes), node("10.0.0.1")  # type: ignore[arg-type]
+
+    docker = replace(ETH0, addresses=("172.17.0.2/16",))
+    bridged = Network((LO, docker), Names("vm", ("172.17.0.2",), "", "vm"), (32768, 60999), "", "", ())
+    cases = {
+        ("ports.container-network", "warn"): of(*and_({}, container="docker", network=bridged)),
+        ("ports.master-addr-differs", "warn"): of(*and_({"MASTER_ADDR": "10.0.0.1"})),
+        ("ports.nccl-ifname", "fail"): of(*and_({"NCCL_SOCKET_IFNAME": "=lo"})),
+        ("ports.nccl-ifname", "warn"): of(and_({"NCCL_SOCKET_IFNAME": "=lo"})[0]),
+        ("ports.port-range", "warn"): of(*and_({"MASTER_PORT": "40000"})),
+    }
+    for case, facts in cases.items():
+        ids = {(str(each.id), str(each.level)) for each in diagnose(REQUEST, facts).findings}
+        assert case in ids, (case, ids)
