@@ -45,7 +45,7 @@ FAMILIES: dict[str, list[str]] = {
     "paths": [f"ports.{purpose}-{end}" for purpose in connectivity._PURPOSES.values() for end in _ENDS],
 }
 """Ids that code makes of a kind and a prefix."""
-_NEVER_TESTED = 136
+_NEVER_TESTED = 0
 """Ids that occur in no test, by their text in tests/: this number may only fall."""
 
 
