@@ -100,6 +100,7 @@ def test_each_answer_of_a_port_has_its_id(command: str) -> None:
         closed = (verdict if kind != "rank-ports" else "ok", verdict if kind != "port" else "ok")
         assert only(*closed) == (id_, "fail")
     assert only("ok", "lossy") == ("link-slow", "fail")
+    assert only("busy", "ok") == ("no-answer", "unknown")
 
 
 def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() -> None:
@@ -197,14 +198,15 @@ def test_a_name_that_leads_home_is_not_called_a_refusal() -> None:
     assert [found.id for found in judged(meeting(home))] == ["gpu-test.address-loopback"]
 
 
-def test_names_that_torchrun_trips_over_are_warnings() -> None:
-    (own,) = judged(meeting(to_head("n2", "ok"), own="127.0.1.1"))
-    assert (own.id, own.level) == ("gpu-test.name-loopback", Level.WARN)
+@pytest.mark.parametrize("command", ["gpu-test", "allreduce-bench", "ports", "doctor"])
+def test_names_that_torchrun_trips_over_are_warnings(command: str) -> None:
+    (own,) = judged(meeting(to_head("n2", "ok"), own="127.0.1.1"), command)
+    assert (own.id, own.level) == (f"{command}.name-loopback", Level.WARN)
     assert own.title.startswith("n[1-3]: own host name")
     unknown = meeting(to_head("n2", "ok"))
     unknown.lookups = [LookUp(node="n2", name="n1", addresses=(), error="no")]
-    (elsewhere,) = judged(unknown)
-    assert (elsewhere.id, elsewhere.where.hosts) == ("gpu-test.name-unresolved", ("n2",))
+    (elsewhere,) = judged(unknown, command)
+    assert (elsewhere.id, elsewhere.where.hosts) == (f"{command}.name-unresolved", ("n2",))
 
 
 def test_the_minority_is_the_news() -> None:

@@ -113,3 +113,8 @@ def test_a_fact_gives_its_finding(id_: str, changes: dict[str, Any]) -> None:
 )
 def test_a_log_gives_its_finding(id_: str, text: str, unread: str, gpus: tuple[str, ...]) -> None:
     assert id_ in ids(judge(Request(cluster=Cluster(), gpus=gpus), (text, unread), Gathered(facts=[FACTS])))
+
+
+def test_a_node_without_an_answer_has_its_id() -> None:
+    request = Request(cluster=Cluster(), goal=Goal.ALL)
+    assert "cuda-env.no-answer" in ids(diagnose(request, Gathered(facts=[FACTS], missing={"node2": "timed out"})))

@@ -44,6 +44,7 @@ def recorded(picture: NodePicture) -> NodePicture:
     ("id_", "level", "facts"),
     [
         ("hang.elastic-restart", "fail", looping(20.0)),
+        ("hang.incomplete", "unknown", node(waiting(), waiting(), missing="timed out")),
         ("hang.left-stopped", "warn", node(waiting(), (replace(look(loads()), left_stopped=True),))),
         ("hang.no-rank", "unknown", node_of([TORCHRUN], {})),
         ("hang.outside-the-job", "unknown", recorded(node(twice(SAVES, still=LONG), twice(SAVES, still=LONG)))),

@@ -35,6 +35,17 @@ def found(folder: Path, *texts: bytes) -> set[tuple[str, str]]:
     return {(str(finding.id), str(finding.level)) for finding in report.findings}
 
 
+def test_logs_that_are_not_read_have_their_ids(tmp_path: Path) -> None:
+    reader = Reader(for_nodes())
+    reader.read(str(tmp_path / "nothing.log"))
+    gathered = Gathered(facts=[reader.found()], missing={"node2": "timed out"})
+    report = diagnose(Request(program="distdiag", cluster=Cluster()), gathered)
+    assert [(str(each.id), str(each.level)) for each in report.findings] == [
+        ("logs.unreadable", "unknown"),
+        ("logs.incomplete", "unknown"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("id_", "level", "name"),
     [
