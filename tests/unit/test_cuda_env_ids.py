@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,3 +119,11 @@ def test_a_log_gives_its_finding(id_: str, text: str, unread: str, gpus: tuple[s
 def test_a_node_without_an_answer_has_its_id() -> None:
     request = Request(cluster=Cluster(), goal=Goal.ALL)
     assert "cuda-env.no-answer" in ids(diagnose(request, Gathered(facts=[FACTS], missing={"node2": "timed out"})))
+
+
+def test_each_recorded_log_gives_the_ids_of_its_lines() -> None:
+    for path in sorted((Path(__file__).parents[1] / "recorded" / "cuda_logs").glob("*.txt")):
+        _, names, text = path.read_text("utf-8").split("\n", 2)
+        expected = {f"cuda-env.log.{name}" for name in names.removeprefix("# ").split() if name != "nothing"}
+        found = ids(judge(Request(cluster=Cluster()), (text, ""), Gathered(facts=[FACTS])))
+        assert expected <= found, path.name

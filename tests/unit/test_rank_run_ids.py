@@ -15,6 +15,7 @@ from distdiag.cluster.records import Ending, Event, PairMessage, Payload
 from distdiag.cluster.rendezvous_test import RendezvousTest
 from distdiag.cluster.transports.join import JoinTransport
 from distdiag.commands.allreduce_bench import diagnose as bench
+from distdiag.commands.allreduce_bench.formulas import NO_PEER
 from distdiag.commands.allreduce_bench.types import Request as BenchRequest
 from distdiag.commands.gpu_test import diagnose as gpu_test
 from distdiag.commands.gpu_test.isolate import diagnose as isolate
@@ -25,10 +26,10 @@ from distdiag.facts.network import Names, Network
 from distdiag.facts.nics import Nic
 from distdiag.facts.rank_identity import Identity
 from distdiag.launch import findings, under_launcher
-from distdiag.launch.environment_checks import hangs
+from distdiag.launch.environment_checks import hangs, surroundings
 from distdiag.launch.plan import make_plan
 from distdiag.launch.record import Inventory, NodeSlot, Plan, RunRecord
-from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
+from distdiag.launch.types import Backend, Device, Fault, Gpus, NodeFacts
 
 if TYPE_CHECKING:
     from distdiag.report import Report
@@ -123,12 +124,18 @@ def test_each_of_these_runs_has_its_id(command: str) -> None:
     cut = broken(kind="exception", message="[pair.cc:547] Connection closed by peer [10.0.1.1]:40114")
     gone = broken(kind="cuda-unavailable", message="no CUDA-capable device is detected", built_for="12.8")
     corrupt = broken(kind="memory-corrupt", chunks=[3], chunk_bytes=GIB)
+    memory = broken(kind="out-of-memory", message="CUDA out of memory. Tried to allocate 2.00 GiB")
+    torch = broken(kind="no-torch", message="No module named 'torch'", missing=True)
+    other = broken(kind="exception", message="ValueError: it cannot go on")
     fine = (rank(0, row(0.001), DONE), rank(1, row(0.001), DONE, host="n1"))
     apart = meeting("10.0.0.1", "10.0.1.1")
     cases = {
         ("connections-cut", "fail"): ran(cut, rank(1, host="n1", status=1, tail=lost), at=apart),
         ("cuda-unavailable", "fail"): ran(gone, rank(1, host="n1")),
         ("memory-corrupt", "fail"): ran(corrupt, rank(1, host="n1")),
+        ("no-torch", "fail"): ran(torch, rank(1, host="n1")),
+        ("out-of-memory", "fail"): ran(memory, rank(1, host="n1")),
+        ("rank-failed", "fail"): ran(other, rank(1, host="n1")),
         ("networks-differ", "info"): ran(*fine, at=apart),
     }
     two = (slot("n0"), slot("n1"))
@@ -137,6 +144,19 @@ def test_each_of_these_runs_has_its_id(command: str) -> None:
         assert (f"{command}.{id_}", level) in ids, (id_, ids)
     healthy = ran(*fine, at=meeting("10.0.0.1", "10.0.0.2"))
     assert judged(command, healthy, *two) == {(f"{command}.cpu-only", "info")}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_limits_of_a_test_have_their_ids(command: str) -> None:
+    request = replace(COMMANDS[command], fault=Fault(option="kill:0", kind="kill", ranks=(0,)))
+    crowded = replace(slot("n0"), facts=replace(slot("n0").facts, shm_free_bytes=2**20))
+    found = surroundings(request, plan_of(1, crowded), [crowded])
+    assert [(each.id.removeprefix(f"{command}."), each.level) for each in found] == [
+        ("injected", "info"),
+        ("cpu-only", "info"),
+        ("single-rank", "info"),
+        ("shm-small", "warn"),
+    ]
 
 
 def joined_by(*ranks: int) -> JoinTransport:
@@ -169,13 +189,17 @@ def test_each_of_these_rows_has_its_id() -> None:
     started = step("start", started=GPU)
     low = row(*[4 * GIB * 1.75 / 220e9] * 20)
     slow = row(*[0.001] * 15, *[0.02] * 5)
-    absent = row(skipped="gloo has no reduce_scatter")
-    skipped = ran(*(rank(number, absent, DONE) for number in range(2)))
+    skipped, alone, large = (
+        ran(*(rank(number, row(skipped=why), DONE) for number in range(2)))
+        for why in ("gloo has no reduce_scatter", NO_PEER, "it needs 8589934592 bytes")
+    )
     cases = {
         ("bandwidth-low", "warn"): (ran(*(rank(number, started, low, DONE) for number in range(8))), slot("n0", 8)),
         ("unsteady", "warn"): (ran(*(rank(number, slow, DONE) for number in range(2))), slot("n0")),
         ("unsupported", "warn"): (skipped, slot("n0")),
         ("nothing-measured", "unknown"): (skipped, slot("n0")),
+        ("alone", "info"): (alone, slot("n0")),
+        ("too-large", "info"): (large, slot("n0")),
     }
     for (id_, level), (course, place) in cases.items():
         ids = judged("allreduce-bench", course, place)
