@@ -58,13 +58,13 @@ def meeting(*paths: NetworkPath, own: str = "10.0.0.9") -> RendezvousTest:
     )
 
 
-def judged(subject: RendezvousTest) -> list[Finding]:
+def judged(subject: RendezvousTest, command: str = "gpu-test") -> list[Finding]:
     case = Case(
-        command="gpu-test",
+        command=command,
         test=subject,
         head=subject.head,
         rendezvous_port=subject.port,
-        again=lambda extra: f"distdiag gpu-test {extra}",
+        again=lambda extra: f"distdiag {command} {extra}",
     )
     return path_findings(case)
 
@@ -100,6 +100,19 @@ def test_each_closed_path_has_an_id_by_its_ports(command: str, verdict: str) -> 
         assert (found.id, found.level) == (f"{command}.{id_}", Level.FAIL)
         assert "{" not in found.title + found.detail
         assert "?" not in found.title + found.detail
+
+
+def test_paths_of_doctor_and_other_answers_have_their_ids() -> None:
+    def only(command: str, port: str, ranks: str) -> tuple[str, Level]:
+        (found,) = judged(meeting(to_head("n2", port), to_head("n2", ranks, "ranks")), command)
+        return found.id, found.level
+
+    for verdict, (_, of_ranks, _) in CLOSED.items():
+        assert only("doctor", "ok", verdict) == (f"doctor.{of_ranks}", "fail")
+    others = {("ok", "lossy"): ("link-slow", "fail"), ("busy", "ok"): ("no-answer", "unknown")}
+    for command in ("gpu-test", "allreduce-bench", "ports", "doctor"):
+        for (port, ranks), (id_, level) in others.items():
+            assert only(command, port, ranks) == (f"{command}.{id_}", level)
 
 
 def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() -> None:
@@ -197,14 +210,15 @@ def test_a_name_that_leads_home_is_not_called_a_refusal() -> None:
     assert [found.id for found in judged(meeting(home))] == ["gpu-test.address-loopback"]
 
 
-def test_names_that_torchrun_trips_over_are_warnings() -> None:
-    (own,) = judged(meeting(to_head("n2", "ok"), own="127.0.1.1"))
-    assert (own.id, own.level) == ("gpu-test.name-loopback", Level.WARN)
+@pytest.mark.parametrize("command", ["gpu-test", "allreduce-bench", "ports", "doctor"])
+def test_names_that_torchrun_trips_over_are_warnings(command: str) -> None:
+    (own,) = judged(meeting(to_head("n2", "ok"), own="127.0.1.1"), command)
+    assert (own.id, own.level) == (f"{command}.name-loopback", Level.WARN)
     assert own.title.startswith("n[1-3]: own host name")
     unknown = meeting(to_head("n2", "ok"))
     unknown.lookups = [LookUp(node="n2", name="n1", addresses=(), error="no")]
-    (elsewhere,) = judged(unknown)
-    assert (elsewhere.id, elsewhere.where.hosts) == ("gpu-test.name-unresolved", ("n2",))
+    (elsewhere,) = judged(unknown, command)
+    assert (elsewhere.id, elsewhere.where.hosts) == (f"{command}.name-unresolved", ("n2",))
 
 
 def test_the_minority_is_the_news() -> None:

@@ -40,8 +40,17 @@ CORE = CoreFacts("/cores/core.7", "", 1.0, NOTES, exe="/usr/bin/python3")
         ("core-bt.binary-changed", (replace(CORE, changed=("/usr/lib/libx.so",)),)),
         ("core-bt.unreadable", (CoreFacts("/cores/core.8", "not a core: no ELF header"),)),
         ("core-bt.none", ()),
+        (
+            "core-bt.consequence",
+            (replace(CORE, notes=replace(NOTES, signal=6), message="Watchdog caught collective operation timeout"),),
+        ),
     ],
 )
 def test_a_core_gives_its_finding(id_: str, cores: tuple[CoreFacts, ...]) -> None:
     report = diagnose(Request(), Gathered(facts=[NodeCores("node1", cores, searched=("/cores",))]))
     assert id_ in {str(finding.id) for finding in report.findings}
+
+
+def test_a_node_without_an_answer_has_its_id() -> None:
+    report = diagnose(Request(), Gathered(facts=[NodeCores("node1", (CORE,))], missing={"node2": "timed out"}))
+    assert "core-bt.no-answer" in {str(finding.id) for finding in report.findings}

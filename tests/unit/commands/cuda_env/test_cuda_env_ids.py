@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from distdiag.facts.cuda.driver import Driver
 from distdiag.facts.cuda.environment import Interpreter
 from distdiag.facts.cuda.toolkits import Toolkit, Use
 from distdiag.facts.cuda.torchfiles import DeepSpeed, Torch
+from distdiag.knowledge.known_lines import known_builds
 from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
@@ -113,3 +115,19 @@ def test_a_fact_gives_its_finding(id_: str, changes: dict[str, Any]) -> None:
 )
 def test_a_log_gives_its_finding(id_: str, text: str, unread: str, gpus: tuple[str, ...]) -> None:
     assert id_ in ids(judge(Request(cluster=Cluster(), gpus=gpus), (text, unread), Gathered(facts=[FACTS])))
+
+
+def test_a_node_without_an_answer_has_its_id() -> None:
+    request = Request(cluster=Cluster(), goal=Goal.ALL)
+    assert "cuda-env.no-answer" in ids(diagnose(request, Gathered(facts=[FACTS], missing={"node2": "timed out"})))
+
+
+def test_each_recorded_log_gives_the_ids_of_its_lines() -> None:
+    known = set[str]()
+    for path in sorted((Path(__file__).parents[3] / "recorded" / "cuda_logs").glob("*.txt")):
+        _, names, text = path.read_text("utf-8").split("\n", 2)
+        expected = {f"cuda-env.log.{name}" for name in names.removeprefix("# ").split() if name != "nothing"}
+        found = ids(judge(Request(cluster=Cluster()), (text, ""), Gathered(facts=[FACTS])))
+        assert expected <= found, path.name
+        known |= expected
+    assert known == {f"cuda-env.log.{name}" for name in known_builds()}

@@ -792,6 +792,8 @@ def test_each_of_these_facts_of_a_node_has_its_id() -> None:
         ("doctor.log.unread", "info"): node(kernel=KernelLog((), "Operation not permitted")),
         ("doctor.cpu-limit", "info"): node(system=system(cgroup=Cgroup(cpus=2.0))),
         ("doctor.pids-limit", "warn"): node(system=system(cgroup=Cgroup(pids=100, pids_used=90))),
+        ("doctor.memory-limit", "info"): node(system=system(cgroup=Cgroup(memory_bytes=64 * GIB))),
+        ("doctor.oom", "info"): node(system=system(cgroup=Cgroup(oom_kills=2))),
     }
     made = {key: {(one.id, str(one.level)) for one in judged(own).findings} for key, own in table.items()}
     assert {key: ids for key, ids in made.items() if key not in ids} == {}

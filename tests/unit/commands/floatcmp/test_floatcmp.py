@@ -339,6 +339,11 @@ def test_ids_of_integers_nan_on_both_sides_and_other_values() -> None:
     sides = [{"i": torch.tensor([1, number]), "n": torch.tensor([NAN]), "o": object()} for number in (1, 2)]
     found = diagnose(Request(a="a.pt", b="b.pt"), floatcmp(*sides)).findings
     assert {str(one.id) for one in found} == {"floatcmp.integers", "floatcmp.both-nan", "floatcmp.not-compared"}
+    one = torch.ones(3)
+    (coarse,) = diagnose(Request(a="a.pt", b="b.pt"), floatcmp(one, one, reference=one)).findings
+    assert (coarse.id, coarse.level) == ("floatcmp.reference", "warn")
+    (value,) = diagnose(Request(a="a.pt", b="b.pt"), floatcmp({"x": one, "o": "1"}, {"x": one, "o": "2"})).findings
+    assert (value.id, value.level) == ("floatcmp.values", "warn")
 
 
 @pytest.mark.parametrize(

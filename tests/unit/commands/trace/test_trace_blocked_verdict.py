@@ -394,3 +394,9 @@ def test_who_is_not_there() -> None:
         error = none_found(there, wanted, "distdiag trace blocked")
         assert words[0] in str(error)
         assert words[1] in error.hint
+
+
+def test_a_process_of_no_job_is_shown_with_its_wait() -> None:
+    alone = process(900, torch=False, job={})
+    report = judge({900: sleeps(900)}, others=[alone], request=replace(REQUEST, wanted=Wanted(pids=(900,))))
+    assert [(found.id, found.level) for found in report.findings] == [("hang.process", "unknown")]

@@ -136,3 +136,9 @@ def test_what_may_not_be_read() -> None:
         assert report.exit_code() == 3
         reported = found.fix.text + " ".join(found.fix.commands) if found.fix is not None else ""
         assert words in reported
+
+
+def test_a_node_that_sent_a_part_is_named() -> None:
+    answers = Answers[Reply](nodes=[node([process(100, 0, 1)], {}).stacks], missing={"n1": "timed out"})
+    report = diagnose(REQUEST, answers, ranks.choose(answers.nodes, REQUEST.wanted))
+    assert ("trace.incomplete", "unknown") in [(found.id, found.level) for found in report.findings]

@@ -228,3 +228,6 @@ def test_each_outcome_has_its_id() -> None:
     }
     for id_, processes in cases.items():
         assert id_ in [one.id for one in judged(*processes).findings], id_
+    request = Request(program="distdiag", cluster=Cluster())
+    (late,) = diagnose(request, Gathered(facts=[], missing={"node2": "timed out"})).findings
+    assert (late.id, late.level) == ("trace.no-answer", "unknown")

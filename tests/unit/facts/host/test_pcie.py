@@ -12,6 +12,7 @@ import pytest
 from support import gpu_test, need_mounts
 
 from distdiag.cluster.records import read_json
+from distdiag.commands.allreduce_bench.types import Request as BenchRequest
 from distdiag.commands.gpu_test.types import Request
 from distdiag.facts.host import pcie
 from distdiag.facts.host.pcie import redirects
@@ -139,6 +140,9 @@ def test_the_command_that_turns_it_off_names_each_bridge() -> None:
     assert acs.fix is not None
     assert acs.fix.commands == tuple(f"sudo setpci -s {bridge} ECAP_ACS+0x6.w=0000" for bridge in ABOVE)
     assert "DMA-FQ" in iommu.title
+    assert [acs.id, iommu.id] == ["gpu-test.acs", "gpu-test.iommu"]
+    same = pcie_findings(BenchRequest(), [node(HUNG)])
+    assert [found.id for found in same] == ["allreduce-bench.acs", "allreduce-bench.iommu"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 tells whether it is bare metal")

@@ -59,6 +59,15 @@ def test_each_of_these_files_has_its_id() -> None:
     assert undecided([0]).id == "flight-recorder.undecided"
 
 
+def test_each_reason_without_a_dump_has_its_id() -> None:
+    for kind in ("damaged", "other"):
+        nodes = [NodeDumps("n1", unread=(Unread("/fr/x", kind, "not a flight recorder dump"),))]
+        (found,) = notes(Job({}, world_size=0), nodes, Gathered(facts=nodes), set(), REQUEST)
+        assert (found.id, found.level) == (f"flight-recorder.{kind}", "unknown")
+    (found,) = notes(Job({}, world_size=0), [], Gathered(facts=[]), set(), REQUEST)
+    assert (found.id, found.level) == ("flight-recorder.nothing", "unknown")
+
+
 def test_a_collective_that_all_have_called_is_in_flight() -> None:
     key = ("0", "nccl")
     group = Group(key, members=(0, 1), label="default_pg")
