@@ -338,7 +338,7 @@ def test_one_node_reads_from_the_store_who_is_missing(start: Start, title: str) 
 
 
 def test_a_node_of_the_list_that_the_store_lacks_is_named_and_accused_only_after_minutes() -> None:
-    listed = {"n1": (HEAD,), "n2": ("10.0.0.2",), "n3": ("10.0.0.3",)}
+    listed: dict[str, tuple[str, ...]] = {"n1": (HEAD,), "n2": ("10.0.0.2",), "n3": ("10.0.0.3",)}
     for waited_s, hosts in ((60.0, ()), (400.0, ("n2",))):
         picture = node(3, _waits(Store(connected=2), waited_s=waited_s))
         picture = replace(picture, starts=tuple(replace(each, expected=listed) for each in picture.starts))
