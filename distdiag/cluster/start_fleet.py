@@ -13,6 +13,7 @@ from distdiag.cluster.transports.local import LocalTransport
 from distdiag.errors import UsageError
 
 if TYPE_CHECKING:
+    from distdiag.agent.agent import Config
     from distdiag.cluster.targets import Cluster, Targets
     from distdiag.cluster.transports import Transport
 
@@ -59,19 +60,14 @@ class Agent:
         """Read the sources to send."""
         return bundle.sources(bundle.AGENT, self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
 
-    def config_for_untrusted_parent(self, *, silence_s: float) -> dict[str, Any]:
+    def config_for_untrusted_parent(self, *, silence_s: float) -> Config:
         """Return the orders of an agent whose parent may be a stranger."""
         return {"collect": self.collect, "ask": self.ask, "env": {}, "silence_s": silence_s, "untrusted": True}
 
-    def config(self, cluster: Cluster, *, silence_s: float | None) -> dict[str, Any]:
-        """Return the agent's orders, see distdiag.agent.agent.serve."""
-        return {
-            "collect": self.collect,
-            "ask": self.ask,
-            "env": chosen_env(cluster),
-            "silence_s": silence_s,
-            "untrusted": False,
-        }
+    def config(self, cluster: Cluster, *, silence_s: float | None) -> Config:
+        """Return the agent's orders."""
+        env = chosen_env(cluster)
+        return {"collect": self.collect, "ask": self.ask, "env": env, "silence_s": silence_s, "untrusted": False}
 
 
 def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
