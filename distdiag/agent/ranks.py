@@ -241,8 +241,8 @@ class Ranks:
         stdin, output, events = os.pipe(), os.pipe(), os.pipe()
         theirs = [stdin[0], output[1], events[1]]
         listener = [self.listener.fileno()] if order.rank == 0 and self.listener is not None else []
-        request = {"env": self._environment(order), "entry": order.entry, "config": order.config}
-        pid = server.fork(request, theirs + listener)
+        environment = self._environment(order)
+        pid = server.fork({"env": environment, "entry": order.entry, "config": order.config}, theirs + listener)
         for fd in theirs:
             os.close(fd)
         if pid is None:

@@ -34,7 +34,7 @@ from distdiag.facts.link_counters import Counters  # noqa: TC001
 from distdiag.facts.network import Names  # noqa: TC001
 from distdiag.facts.nfs import NfsMount  # noqa: TC001
 from distdiag.facts.nics import IbPort, Nic  # noqa: TC001
-from distdiag.facts.pcie_types import Pcie
+from distdiag.facts.pcie_types import Pcie  # noqa: TC001
 from distdiag.jobs import collect as processes
 
 TYPE_CHECKING = False
@@ -311,15 +311,12 @@ def _network() -> NodeNetwork:
         "counters": lambda: link_counters.sample(_COUNTERS_S),
     }
     found, _ = deadlines.together(work, patience_s=_NAMES_S + _COUNTERS_S)
-    paths = pcie.look()
     return NodeNetwork(
         nics=nics.nics(),
         ib_ports=nics.ib_ports(),
         names=found["names"].names if "names" in found else None,
         counters=found.get("counters") or link_counters.Counters(),
-        pcie=Pcie(**{**paths, "gpus": tuple(paths["gpus"]), "redirecting": tuple(paths["redirecting"])})
-        if paths
-        else None,
+        pcie=pcie.look(),
         ephemeral_ports="-".join(machine.read_text("/proc/sys/net/ipv4/ip_local_port_range").split()),
     )
 

@@ -34,6 +34,7 @@ from distdiag.training import recorded_output
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from distdiag.agent.job_recorder import Config
     from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.facts.stack_types import Sample
 
@@ -166,7 +167,7 @@ class _Job:
             streams.append((name, read, out, status.st_dev, status.st_ino))
             keep += [read, out]
             writes.update(dict.fromkeys(numbers, write))
-        config = {
+        config: Config = {
             "folder": self.output,
             "listener": listener.fileno(),
             "control": control,
