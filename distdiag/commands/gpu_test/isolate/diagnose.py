@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.rank_runs import Outcome
@@ -75,7 +75,7 @@ def _size(request: Request, plan: Plan) -> int:
     return request.size_bytes or _SIZE_BYTES[plan.device]
 
 
-def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
+def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, object]:
     return {
         "size_bytes": _size(request, plan),
         "nodes": plan.machines,
@@ -89,7 +89,7 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
     }
 
 
-def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, Any]:
+def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, object]:
     if fault.in_compute:
         return {"kind": fault.kind if rank in fault.ranks else ""}
     hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
@@ -112,7 +112,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     finished = course.outcome is Outcome.FINISHED
     steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
     data = Isolated(
-        **rank_report.facts_of(request, scene, plan, course),
+        **vars(rank_report.facts_of(request, scene, plan, course)),
         size_bytes=_size(request, plan),
         left_out=tuple(sorted(left_out)),
         pairs=tuple(replace(pair, status=statuses[pair.a, pair.b]) for pair in pairs),
