@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from distdiag.cluster.records import PausedMessage, Started
 
 _NAP_S, _LATE_S = 0.005, 0.01
 _MOST_USERS = 3
@@ -83,16 +84,17 @@ class Pauses(threading.Thread):
         """Reset the counters."""
         self._began = (time.monotonic(), self._paused_s, self._no_core_s(), machine.throttled_s())
 
-    def since_begin(self) -> dict[str, int]:
-        """Return the pauses since `begin`, in nanoseconds: records.PausedMessage."""
+    def since_begin(self) -> PausedMessage:
+        """Return the pauses since `begin`."""
         time.sleep(2 * _NAP_S)  # a pause is noted only at the end of its nap
         at, paused_s, no_core_s, throttled_s = self._began
         paused_s = self._paused_s - paused_s
         throttled_s = min(paused_s, machine.throttled_s() - throttled_s)
         # The kernel counts a process beyond its quota as waiting for a core.
         no_core_s = max(0.0, min(paused_s, self._no_core_s() - no_core_s) - throttled_s)
-        found = {"paused": paused_s, "no_core": no_core_s, "throttled": throttled_s, "of": time.monotonic() - at}
-        return {f"{name}_ns": round(seconds * 1e9) for name, seconds in found.items()}
+        spans_s = (paused_s, no_core_s, throttled_s, time.monotonic() - at)
+        paused_ns, no_core_ns, throttled_ns, of_ns = (round(seconds * 1e9) for seconds in spans_s)
+        return {"paused_ns": paused_ns, "no_core_ns": no_core_ns, "throttled_ns": throttled_ns, "of_ns": of_ns}
 
     def _no_core_s(self) -> float:
         columns = machine.read_text(self._schedstat).split() if self._schedstat else []
@@ -179,7 +181,7 @@ class Rank:
         """Run the command's own stages."""
         raise NotImplementedError
 
-    def choose_device(self) -> dict[str, object]:
+    def choose_device(self) -> Started:
         """Set `device`, and return its name, capability and memory."""
         if self.config["device"] == "cpu":
             self.device = torch.device("cpu")

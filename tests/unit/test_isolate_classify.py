@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +15,8 @@ from distdiag.commands.gpu_test.isolate.types import Classification, Kind, Pair,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from distdiag.commands.gpu_test.isolate.coordinator import Measured
 
     Edge = tuple[int, int]
     Verdict = tuple[Kind, dict[str, object]]
@@ -701,15 +703,12 @@ class Machine(Cluster):
                 coordinator.note(edge, self.sample(edge, strays))
                 done += 1
         found, _ = classify(
-            [
-                Pair.of(one)  # type: ignore[arg-type] # with more keys, as sent
-                for one in coordinator.all_results()
-            ],
+            [Pair.of(one) for one in coordinator.all_results()],
             self.host_of,
-        )  # fmt: skip
+        )
         return found, done
 
-    def sample(self, edge: Edge, strays: dict[str, float]) -> dict[str, Any]:
+    def sample(self, edge: Edge, strays: dict[str, float]) -> Measured:
         speed = self.pair(*edge).busbw_bytes_per_s
         noise = max(strays.get(self.host_of[end], 0.0) for end in edge)
         if speed is not None and self.chance.random() < noise:
@@ -755,7 +754,7 @@ def test_of_many_slow_pairs_a_dozen_are_looked_at_again(sizes: tuple[int, ...], 
 
 def test_what_was_wrong_once_stays_wrong() -> None:
     coordinator = Coordinator([[0, 1]], 1, (1.5, 3.0), 0.0)
-    result = {"bytes_per_s": 1e9, "failed": False, "wrong": 7, "error": "", "took_s": 0.01}
+    result: Measured = {"bytes_per_s": 1e9, "failed": False, "wrong": 7, "error": "", "took_s": 0.01}
     coordinator.note((0, 1), result)
     coordinator.note((0, 1), {**result, "wrong": 0})
     assert coordinator.all_results()[0]["wrong"] == 7

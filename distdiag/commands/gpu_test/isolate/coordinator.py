@@ -14,9 +14,20 @@ from distdiag.commands.gpu_test.isolate.slowness import DOZEN, judge, parts
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from typing import Literal, TypedDict
+
+    from distdiag.cluster.records import PairMessage
 
     Pair = tuple[int, int]
-    from typing import Any
+
+    class Measured(TypedDict):
+        """One measurement of a pair; `bytes_per_s` and `took_s` are 0 if it failed, and `error` is why."""
+
+        bytes_per_s: float
+        failed: bool
+        wrong: int
+        error: str
+        took_s: float
 
 
 def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
@@ -92,7 +103,7 @@ class Coordinator:
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
         wanted = ([pair for pair in pairs if not {*left_out}.intersection(pair)] for pairs in rounds(nodes))
         self._rounds = [part for pairs in wanted for part in self._parts(pairs, at_once)]
-        self.results: dict[Pair, dict[str, Any]] = {}
+        self.results: dict[Pair, PairMessage] = {}
 
     def plan(self) -> Iterator[tuple[str, list[Pair]]]:
         """Yield the name and the pairs of each round; note its results before requesting the next round."""
@@ -113,32 +124,31 @@ class Coordinator:
                 yield f"{words}: reference pair", [self._control(pair, good)]
                 yield words, [pair]
 
-    def note(self, pair: Pair, result: dict[str, Any]) -> None:
+    def note(self, pair: Pair, result: Measured) -> None:
         """Record a result; wrong data once is wrong for good, and a pair that worked once has not failed."""
+        known = self.results.setdefault(pair, {**self._untried(pair), "failed": True, "error": result["error"]})
+        known["bandwidths"].append(result["bytes_per_s"])
+        known["wrong"] = max(known["wrong"], result["wrong"])
         if not result["failed"]:
             self._longest_s = max(self._longest_s or 0.0, result["took_s"])
-        before = self.results.get(pair, result)
-        samples = [*before.get("bandwidths", ()), result["bytes_per_s"]]
-        better = before if result["failed"] else result
-        self.results[pair] = {**better, "bandwidths": samples, "wrong": max(before["wrong"], result["wrong"])}
+            known["failed"], known["error"] = False, ""
 
     def patience_s(self) -> float:
         """Return the timeout of a pair's step in seconds, from the longest time of a working pair."""
         least, most = self._patience_s
         return most if self._longest_s is None else min(most, max(least, _PATIENCE * self._longest_s))
 
-    def level(self, pair: Pair) -> str:
+    def level(self, pair: Pair) -> Literal["node", "net"]:
         """Return whether a pair is inside a node or between two: "node" or "net"."""
         return "node" if self._node_of[pair[0]] == self._node_of[pair[1]] else "net"
 
-    def all_results(self) -> list[dict[str, Any]]:
+    def all_results(self) -> list[PairMessage]:
         """List all pairs with their results; untried pairs have neither samples nor an error."""
-        untried: dict[str, Any] = {"bandwidths": [], "failed": False, "wrong": 0, "error": ""}
-        return [
-            {"a": pair[0], "b": pair[1], "level": self.level(pair), **self.results.get(pair, untried)}
-            for pairs in self._rounds
-            for pair in pairs
-        ]
+        return [self.results.get(pair) or self._untried(pair) for pairs in self._rounds for pair in pairs]
+
+    def _untried(self, pair: Pair) -> PairMessage:
+        level = self.level(pair)
+        return {"a": pair[0], "b": pair[1], "level": level, "bandwidths": [], "failed": False, "wrong": 0, "error": ""}
 
     def _parts(self, pairs: list[Pair], at_once: int | None) -> list[list[Pair]]:
         """Split a round to bound the concurrent pairs of a node: beyond that, pairs slow each other down."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from distdiag.commands.gpu_test.isolate.coordinator import Measured
+
 _PERIOD = 2039
 """As in gpu-test: rank a of a pair sends i mod this, and rank b adds 1: integers, exact in float32."""
 
@@ -115,13 +117,13 @@ class Rank(AnyRank):
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def measure_safely(self, number: int, pair: tuple[int, int], timeout_s: float) -> dict[str, Any]:
+    def measure_safely(self, number: int, pair: tuple[int, int], timeout_s: float) -> Measured:
         """Measure a pair; an error is a result, too."""
         began = time.monotonic()
         try:
             speed, wrong = self.measure(number, pair, timeout_s)
         except (RuntimeError, ValueError, OSError) as error:
-            return {"bytes_per_s": 0.0, "failed": True, "wrong": 0, "error": first_lines(error)}
+            return {"bytes_per_s": 0.0, "failed": True, "wrong": 0, "error": first_lines(error), "took_s": 0.0}
         took_s = time.monotonic() - began
         return {"bytes_per_s": speed, "failed": False, "wrong": wrong, "error": "", "took_s": took_s}
 
