@@ -54,8 +54,8 @@ check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
 	$(BIN)/mypy
 	$(MAKE) --no-print-directory completions COMPLETIONS=$(VENV)/completions
 	diff -r completions $(VENV)/completions
-	$(BIN)/python tests/make_docs.py --check
-	$(BIN)/python tests/check_words.py
+	$(BIN)/python tools/make_docs.py --check
+	$(BIN)/python tools/check_words.py
 
 fix: $(VENV)/installed-dev ## Format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
@@ -63,22 +63,22 @@ fix: $(VENV)/installed-dev ## Format, and fix what ruff can fix
 
 COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
-	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
+	$(BIN)/python tools/make_completions.py $(COMPLETIONS)
 
 generated: $(VENV)/installed ## Generate the pages of docs/ that follow from the code: symptoms, finding ids, options, JSON schema
-	$(BIN)/python tests/make_docs.py
+	$(BIN)/python tools/make_docs.py
 
 samples: $(VENV)/installed-dev ## Run distdiag on small real faults, and write what it prints into README and docs (as root: all of them)
-	$(BIN)/python tests/make_samples.py $(SAMPLES) >/dev/null
+	PYTHONPATH=tests $(BIN)/python tools/make_samples.py $(SAMPLES) >/dev/null
 
 pictures: $(VENV)/installed ## Take the pictures of pages in docs/images, in chromium
-	$(BIN)/python tests/make_pictures.py
+	PYTHONPATH=tests $(BIN)/python tools/make_pictures.py
 
 docs: $(VENV)/installed-docs ## Build the documentation's site, in .venv/site
-	$(BIN)/python tests/make_site.py $(VENV)/site
+	$(BIN)/python tools/make_site.py $(VENV)/site
 
 zipapp: $(VENV)/installed ## Build dist/distdiag.pyz: one file that needs Python 3.11 and nothing else
-	$(BIN)/python tests/make_zipapp.py
+	$(BIN)/python tools/make_zipapp.py
 
 bench: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, transformers (30 minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done

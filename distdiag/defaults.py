@@ -98,7 +98,7 @@ def chosen(command: str, parameters: Sequence[Any], given: Container[str], read:
     With saved facts, explicit hosts or a launcher, no default selects hosts. Raises ValueError: the table of this
     command has an unknown option, or a value of a wrong type.
     """
-    from distdiag.facts.rank_identity import identify
+    from distdiag.facts.process.rank_identity import identify
 
     found: dict[str, Default] = {}
     for default in of_command(command, parameters, read):

@@ -82,7 +82,7 @@ def log_text(name: str) -> tuple[str, str]:
 
     Raises UsageError: it is unreadable.
     """
-    from distdiag.facts.job_logs.collect import Unreadable, blocks
+    from distdiag.facts.logs.collect import Unreadable, blocks
     from distdiag.facts.packed_files import CannotUnpack
 
     head, tail, cuts = [], deque[bytes](), [0]

@@ -104,7 +104,7 @@ class Invocation:
     @property
     def is_for_all(self) -> bool:
         """Whether this process reports for all processes of a launcher, which share one stdout."""
-        from distdiag.facts.rank_identity import identify
+        from distdiag.facts.process.rank_identity import identify
 
         me = identify(os.environ)
         return me is None or me.rank == 0 or me.launcher == "environment"

@@ -232,7 +232,7 @@ def is_done_by_another() -> bool:
 
     A plain RANK does not count: a pod may set it for every process.
     """
-    from distdiag.facts.rank_identity import identify
+    from distdiag.facts.process.rank_identity import identify
 
     me = identify(os.environ)
     if me is None or me.rank == 0 or me.launcher in ("environment", "torchrun"):

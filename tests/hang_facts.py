@@ -12,8 +12,8 @@ from trace_facts import at_futex
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.types import Request
-from distdiag.facts.blocked_threads import Blocked
-from distdiag.facts.procs import Standstill
+from distdiag.facts.process.blocked_threads import Blocked
+from distdiag.facts.process.procs import Standstill
 from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.types import NodePicture
 from distdiag.saved_facts import Gathered
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.hang.types import Hang
-    from distdiag.facts.activity import Activity
-    from distdiag.facts.blocked_threads import Thread
-    from distdiag.facts.stack_types import Sample
+    from distdiag.facts.process.activity import Activity
+    from distdiag.facts.process.blocked_threads import Thread
+    from distdiag.facts.stacks.stack_types import Sample
     from distdiag.report import Report
 
 REQUEST = Request(program="distdiag", cluster=Cluster())

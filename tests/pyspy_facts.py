@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.types import Request
-from distdiag.facts.rank_identity import Identity
-from distdiag.facts.stack_types import Counter, Frame, Sample, Thread
+from distdiag.facts.process.rank_identity import Identity
+from distdiag.facts.stacks.stack_types import Counter, Frame, Sample, Thread
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.picture import SourceEnd
 from distdiag.jobs.types import NodePicture
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.commands.pyspy_all.types import PySpyAll
-    from distdiag.facts.procs import Standstill
+    from distdiag.facts.process.procs import Standstill
     from distdiag.report import Report
 
 SITE = "/opt/venv/lib/python3.11/site-packages/"

@@ -11,10 +11,10 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.blocked.diagnose import diagnose
 from distdiag.commands.trace.blocked.types import Request, Threads
-from distdiag.facts.blocked_threads import Blocked, Futex, Lock, Target, Thread
-from distdiag.facts.descriptors import Descriptor, End
-from distdiag.facts.socket_owners import Network, Owned, PeerProcess
-from distdiag.facts.sockets import Socket
+from distdiag.facts.network.socket_owners import Network, Owned, PeerProcess
+from distdiag.facts.network.sockets import Socket
+from distdiag.facts.process.blocked_threads import Blocked, Futex, Lock, Target, Thread
+from distdiag.facts.process.descriptors import Descriptor, End
 from distdiag.jobs.picture import SourceEnd
 from distdiag.saved_facts import Gathered
 

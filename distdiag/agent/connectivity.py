@@ -12,7 +12,8 @@ import time
 from distdiag.agent import protocol, rendezvous
 from distdiag.agent.probe_server import ProbeServer
 from distdiag.agent.tcp_probe import Target, TcpProbe
-from distdiag.facts import listeners, network
+from distdiag.facts.network import interfaces as network
+from distdiag.facts.network import listeners
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Passes words between the processes of a job through their process manager (MPICH's Hydra, Intel MPI).
 
 This is the wire protocol of PMI-1: lines of key=value over the descriptor in PMI_FD. Source: "PMI-1 wire protocol" in
-MPICH's developer documentation. For Open MPI and SLURM see `distdiag.cluster.rank0_discovery`.
+MPICH's developer documentation. For Open MPI and SLURM see `distdiag.launch.rank0_discovery`.
 """
 
 from __future__ import annotations

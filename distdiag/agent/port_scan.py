@@ -17,7 +17,8 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from distdiag.facts import deadlines, network
+from distdiag.facts import deadlines
+from distdiag.facts.network import interfaces as network
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False

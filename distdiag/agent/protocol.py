@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any, ClassVar, dataclass_transform
 
     from distdiag.agent.tcp_probe import ProbeResult
-    from distdiag.facts.network import Network
+    from distdiag.facts.network.interfaces import Network
 else:
 
     def dataclass_transform(**_):  # noqa: ANN003, ANN201 - only for type checkers

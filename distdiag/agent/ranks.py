@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from distdiag.agent import boot, protocol, rendezvous
 from distdiag.agent.forkserver import Forkserver
-from distdiag.facts import machine, programs, py_spy
+from distdiag.facts import machine, programs
+from distdiag.facts.stacks import py_spy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ _NEEDED = (
         f"distdiag.agent.{name}"
         for name in ("boot", "forkserver", "handshake", "protocol", "rank_progress", "rendezvous")
     ),
-    *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text", "computed", "gpu_health", "gpu_use")),
+    *(
+        f"distdiag.facts.{name}"
+        for name in ("machine", "programs", "text", "gpu.computed", "gpu.gpu_health", "gpu.gpu_use")
+    ),
     "distdiag.agent.wire",
 )
 """The agent's modules that ranks import. Sending all would exceed a pipe's capacity and block each start."""
@@ -149,7 +153,7 @@ class Ranks:
 
     def inspect(self, order: protocol.Inspect) -> None:
         """Report the state of the given ranks, stopped ones first, and the stacks of the first _STACKS."""
-        from distdiag.facts import sockets
+        from distdiag.facts.network import sockets
 
         pids = self._pids(order.ranks)
         for number in pids.keys() - self.running.keys():
@@ -328,7 +332,7 @@ class Ranks:
 
 
 def _who_has(port: int, error: OSError) -> protocol.Taken:
-    from distdiag.facts import listeners
+    from distdiag.facts.network import listeners
 
     holder = listeners.port_holder(port)
     answer = rendezvous.identify_server("127.0.0.1", port, timeout_s=3.0) if holder and holder.listening else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from distdiag.agent import handshake
 from distdiag.agent.probe_server import BULK_BYTES, returned
-from distdiag.facts import network
+from distdiag.facts.network import interfaces as network
 
 _CONNECT_AGAIN_S = 0.4
 """The kernel repeats a SYN after 1, 3, 7 s: too rarely to distinguish a lossy path from a closed one."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.agent import connect_back, handshake, rendezvous
 from distdiag.cluster.links import SocketLink
-from distdiag.facts import network
+from distdiag.facts.network import interfaces as network
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -220,17 +220,12 @@ def _not_started(pods: Sequence[Pod]) -> Iterator[Finding]:
 
 
 _LACKS = {
-    "ptrace": "no SYS_PTRACE: stacks of processes of other users, gdb and strace are refused",
-    "memlock": "no IPC_LOCK: memory for RDMA cannot be locked beyond the runtime's limit (often 64 KiB to 8 MiB)",
-    "shm": "no volume at /dev/shm: it has 64 MiB; DataLoader workers and NCCL end with a bus error beyond it",
-    "processes": "no shareProcessNamespace: its other containers do not see the ranks",
+    "ptrace": ("SYS_PTRACE (stacks of other users)", "securityContext.capabilities.add: [SYS_PTRACE]"),
+    "memlock": ("IPC_LOCK (memory for RDMA)", "securityContext.capabilities.add: [IPC_LOCK]"),
+    "shm": ("large /dev/shm (it has 64 MiB)", "an emptyDir volume of medium Memory at /dev/shm"),
+    "processes": ("shareProcessNamespace (other containers do not see the ranks)", "shareProcessNamespace: true"),
 }
-_SETTINGS = {
-    "ptrace": "securityContext.capabilities.add: [SYS_PTRACE]",
-    "memlock": "securityContext.capabilities.add: [IPC_LOCK]",
-    "shm": "an emptyDir volume of medium Memory at /dev/shm",
-    "processes": "shareProcessNamespace: true in the pod's spec",
-}
+"""What is missing, and the setting in the manifest."""
 
 
 def _lacking(pods: Sequence[Pod]) -> Iterator[Finding]:
@@ -241,13 +236,12 @@ def _lacking(pods: Sequence[Pod]) -> Iterator[Finding]:
             groups.setdefault(pod.lacks, []).append(pod)
     for lacks, group in groups.items():
         owner = f"{group[0].owner_kind or 'pod'} {group[0].owner or group[0].name}"
-        text = f"add to the manifest of {owner}, and start it again: {'; '.join(_SETTINGS[each] for each in lacks)}"
+        settings = "; ".join(_LACKS[each][1] for each in lacks)
         yield Finding(
             id=Id.KUBE_POD_LACKS,
             level=Level.INFO,
-            title=f"{fold_within([pod.name for pod in group], 30)}: rights or volumes for a diagnosis are missing",
-            evidence=tuple(_LACKS[each] for each in lacks),
-            fix=Fix(text=text),
+            title=f"{fold_within([pod.name for pod in group], 30)}: no {', '.join(_LACKS[each][0] for each in lacks)}",
+            fix=Fix(text=f"add to the manifest of {owner}, and start it again: {settings}"),
         )
 
 

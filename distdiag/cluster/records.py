@@ -15,8 +15,8 @@ import msgspec  # noqa: TID253 - this module is only imported when there are nod
 from distdiag.agent import protocol
 from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
 from distdiag.errors import DistdiagError
-from distdiag.facts.computed import Computed  # noqa: TC001 - msgspec reads the annotations
-from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
+from distdiag.facts.gpu.computed import Computed  # noqa: TC001 - msgspec reads the annotations
+from distdiag.facts.network.interfaces import Network  # noqa: TC001 - msgspec reads the annotations
 from distdiag.facts.text import printable
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from distdiag.agent import handshake, protocol
 from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
 from distdiag.cluster.records import Down, ReachEnded, ReachListening, ReachName, ReachProbe, ReachServing
-from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
+from distdiag.facts.network.interfaces import Network  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from distdiag.facts.activity import Activity, Moved
+    from distdiag.facts.process.activity import Activity, Moved
 
 _MOST = 8
 """The collector keeps at most this many rows in Activity.moved."""

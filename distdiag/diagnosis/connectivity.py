@@ -21,7 +21,7 @@ from distdiag.diagnosis import verdicts
 from distdiag.diagnosis.nic_selection import export_line, exports, suggested
 from distdiag.diagnosis.root_cause import Culprit, fewest_culprits, merged, pairs
 from distdiag.diagnosis.verdicts import finding
-from distdiag.facts.network import is_loopback
+from distdiag.facts.network.interfaces import is_loopback
 from distdiag.ids import Shared
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, PathTest
-    from distdiag.facts.network import Network
+    from distdiag.facts.network.interfaces import Network
 
 EVIDENCE_LINES = 6
 _FEW_PATHS = 4

@@ -13,7 +13,7 @@ from distdiag.knowledge.gpu_libraries import kind_of_library, meaning_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.facts.thread_places import Places, ThreadPlace
+    from distdiag.facts.stacks.thread_places import Places, ThreadPlace
 
 _NEARLY_ALL = 0.8
 """Share of a thread's samples in one library from which it counts as waiting there."""

@@ -11,13 +11,13 @@ import itertools
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.facts.syscall_names import MAY_WAIT_FOR_OWN
+from distdiag.facts.process.syscall_names import MAY_WAIT_FOR_OWN
 from distdiag.knowledge.frames import kind_of, library_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.facts.stack_types import Frame, Sample, Thread
+    from distdiag.facts.stacks.stack_types import Frame, Sample, Thread
     from distdiag.jobs.collect import Watched
 
 BUSY = 0.5

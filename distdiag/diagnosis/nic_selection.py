@@ -10,14 +10,14 @@ import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.facts.nics import INTERNAL
+from distdiag.facts.network.nics import INTERNAL
 from distdiag.report import Fix, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.facts.network import Names, Network
-    from distdiag.facts.nics import Nic
+    from distdiag.facts.network.interfaces import Names, Network
+    from distdiag.facts.network.nics import Nic
 
 _MAX_IFS = 16
 """MAX_IFS of NCCL's socket.h: limits the interfaces used and the names in a list."""

@@ -14,7 +14,7 @@ from distdiag.report import Level, Where, quoted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.facts.pcie_types import Pcie
+    from distdiag.facts.host.pcie_types import Pcie
     from distdiag.report import Finding
 
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.facts.socket_peers import Endpoint, match
+from distdiag.facts.network.socket_peers import Endpoint, match
 from distdiag.jobs.roles import find_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.facts.descriptors import Descriptor
-    from distdiag.facts.socket_owners import Network, PeerProcess
+    from distdiag.facts.network.socket_owners import Network, PeerProcess
+    from distdiag.facts.process.descriptors import Descriptor
     from distdiag.jobs.collect import Process
     from distdiag.jobs.types import Job, Member, NodeStacks
 

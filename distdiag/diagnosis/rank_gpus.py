@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from distdiag.diagnosis.process_index import Key
-    from distdiag.facts.gpu_use import GpuUse
+    from distdiag.facts.gpu.gpu_use import GpuUse
     from distdiag.jobs.types import Member
 
 

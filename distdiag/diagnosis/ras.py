@@ -20,7 +20,7 @@ from distdiag.diagnosis.wording import counted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from distdiag.facts.nccl_ras import RasFacts, Reading
+    from distdiag.facts.recorder.nccl_ras import RasFacts, Reading
 
     Process = tuple[str, int, str]
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.stack_classes import StackClass, classify_stack, user_frame
-from distdiag.facts.stack_types import steps_seen
+from distdiag.facts.stacks.stack_types import steps_seen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.diagnosis.stack_classes import RankState
-    from distdiag.facts.stack_types import Frame, Sample
+    from distdiag.facts.stacks.stack_types import Frame, Sample
     from distdiag.jobs.collect import Watched
 
 ENOUGH = 15

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from distdiag.diagnosis.gpu_place import autograd_runs, gpu_place, is_located
 from distdiag.diagnosis.motion import BUSY, Motion, busy_share, has_moved, motion_of, still_s
-from distdiag.facts.stack_types import leaves_work_to_threads
+from distdiag.facts.stacks.stack_types import leaves_work_to_threads
 from distdiag.knowledge.frames import is_native, kind_of, library_path
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
 
     from distdiag.diagnosis.gpu_place import GpuPlace
-    from distdiag.facts.procs import Standstill
-    from distdiag.facts.stack_types import Frame, Sample, Thread
+    from distdiag.facts.process.procs import Standstill
+    from distdiag.facts.stacks.stack_types import Frame, Sample, Thread
     from distdiag.jobs.collect import Watched
     from distdiag.jobs.types import Member
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.diagnosis.stack_classes import RankState
-    from distdiag.facts.procs import Standstill
-    from distdiag.facts.stack_types import Frame, Thread
+    from distdiag.facts.process.procs import Standstill
+    from distdiag.facts.stacks.stack_types import Frame, Thread
     from distdiag.jobs.types import Helper, Job
 
 

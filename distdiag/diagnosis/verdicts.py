@@ -73,7 +73,7 @@ def finding(
     **given: object,
 ) -> Finding:
     """Return the finding of a row; non-empty `words` and `given` fill its placeholders; `repair` replaces its fix."""
-    row = filled(_rows("verdict")[verdict], {**(words or {}), **given})
+    row = filled(_row("verdict", verdict), {**(words or {}), **given})
     return Finding(
         id=RowId(row.id if "." in row.id else f"logs.{row.id}"),
         level=level or row.level,
@@ -98,11 +98,18 @@ def exists(verdict: str) -> bool:
 
 def ending(name: str) -> Verdict | None:
     """Return the row of a rank's exit; `name`: a signal or "status"."""
-    row = _rows("end").get(name)
-    return filled(row, {}) if row is not None else None
+    return filled(_row("end", name), {}) if name in _rows("end") else None
 
 
 @cache
-def _rows(kind: str) -> dict[str, Verdict]:
+def _rows(kind: str) -> dict[str, dict[str, object]]:
     tables = TABLES if kind == "verdict" else TABLES[:1]
-    return {name: row for table in tables for name, row in rows(table, kind, Verdict).items()}
+    return {row["name"]: row for table in tables for row in read_table(table)[kind]}
+
+
+@cache
+def _row(kind: str, name: str) -> Verdict:
+    """Return one row: to convert all of them takes as long as a whole diagnosis."""
+    import msgspec
+
+    return msgspec.convert(_rows(kind)[name], Verdict)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wait_reasons import Kind
-from distdiag.facts import syscall_names
+from distdiag.facts.process import syscall_names
 from distdiag.fold import by_key
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.facts import syscall_names
 from distdiag.facts.machine import STOPPED
+from distdiag.facts.process import syscall_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.diagnosis.process_index import Key, ProcessIndex
-    from distdiag.facts.blocked_threads import Blocked, Target, Thread
-    from distdiag.facts.descriptors import Descriptor
+    from distdiag.facts.process.blocked_threads import Blocked, Target, Thread
+    from distdiag.facts.process.descriptors import Descriptor
 
 ENDED = ("Z", "X", "")
 _FORKS = ("vfork", "clone", "clone3", "fork")

@@ -7,17 +7,18 @@ import re
 import time
 from dataclasses import dataclass, field, replace
 
-from distdiag.facts import deadlines, machine, procs, ptrace_permission
-from distdiag.facts.activity import Activity  # noqa: TC001 - decoded by its annotations
-from distdiag.facts.rank_identity import Identity, identify
-from distdiag.facts.stack_types import Sample  # noqa: TC001
-from distdiag.facts.thread_places import Places  # noqa: TC001
+from distdiag.facts import deadlines, machine
+from distdiag.facts.process import procs, ptrace_permission
+from distdiag.facts.process.activity import Activity  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.process.rank_identity import Identity, identify
+from distdiag.facts.stacks.stack_types import Sample  # noqa: TC001
+from distdiag.facts.stacks.thread_places import Places  # noqa: TC001
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.facts.procs import Proc
+    from distdiag.facts.process.procs import Proc
 
 _PATIENCE_S = 1.0
 

@@ -10,18 +10,22 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from distdiag.facts import gpu_use, job_output, kernel_signs, mapped_versions, nccl_ras, procs
-from distdiag.facts.blocked_threads import Blocked  # noqa: TC001 - decoded by its annotations
-from distdiag.facts.flight_recorder import collect as recorder
-from distdiag.facts.flight_recorder.collect import NodeDumps  # noqa: TC001
-from distdiag.facts.gpu_use import GpuReadings  # noqa: TC001
-from distdiag.facts.job_logs.collect import NodeLogs, Reader
-from distdiag.facts.job_output import Bar  # noqa: TC001
-from distdiag.facts.kernel_signs import KernelSigns  # noqa: TC001
-from distdiag.facts.line_patterns import Patterns
-from distdiag.facts.mapped_versions import MappedVersions  # noqa: TC001
-from distdiag.facts.nccl_ras import RasFacts  # noqa: TC001
-from distdiag.facts.socket_owners import Network, PeerProcess  # noqa: TC001
+from distdiag.facts.gpu import gpu_use
+from distdiag.facts.gpu.gpu_use import GpuReadings  # noqa: TC001
+from distdiag.facts.host import kernel_signs
+from distdiag.facts.host.kernel_signs import KernelSigns  # noqa: TC001
+from distdiag.facts.logs import job_output
+from distdiag.facts.logs.collect import NodeLogs, Reader
+from distdiag.facts.logs.job_output import Bar  # noqa: TC001
+from distdiag.facts.logs.line_patterns import Patterns
+from distdiag.facts.network.socket_owners import Network, PeerProcess  # noqa: TC001
+from distdiag.facts.process import mapped_versions, procs
+from distdiag.facts.process.blocked_threads import Blocked  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.process.mapped_versions import MappedVersions  # noqa: TC001
+from distdiag.facts.recorder import collect as recorder
+from distdiag.facts.recorder import nccl_ras
+from distdiag.facts.recorder.collect import NodeDumps  # noqa: TC001
+from distdiag.facts.recorder.nccl_ras import RasFacts  # noqa: TC001
 from distdiag.jobs import sample_stacks, sample_waits, starts
 from distdiag.jobs.collect import Watched, facts
 from distdiag.jobs.sample_stacks import Sampled, Sampling
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from distdiag.facts.line_patterns import Rows
+    from distdiag.facts.logs.line_patterns import Rows
 
 __all__ = ["facts", "more"]
 

@@ -6,20 +6,22 @@ import re
 import time
 from dataclasses import dataclass, replace
 
-from distdiag.facts import deadlines, polled_path, procs, stack_sampler, thread_places
-from distdiag.facts.activity import Meter
-from distdiag.facts.stack_sampler import SampleOptions
-from distdiag.facts.stack_types import steps_seen
-from distdiag.facts.syscall_names import MAY_WAIT_FOR_OWN
+from distdiag.facts import deadlines
+from distdiag.facts.process import polled_path, procs
+from distdiag.facts.process.activity import Meter
+from distdiag.facts.process.syscall_names import MAY_WAIT_FOR_OWN
+from distdiag.facts.stacks import stack_sampler, thread_places
+from distdiag.facts.stacks.stack_sampler import SampleOptions
+from distdiag.facts.stacks.stack_types import steps_seen
 from distdiag.jobs.collect import Watched
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from distdiag.facts.activity import Activity
-    from distdiag.facts.stack_types import Sample, Thread
-    from distdiag.facts.thread_places import Places
+    from distdiag.facts.process.activity import Activity
+    from distdiag.facts.stacks.stack_types import Sample, Thread
+    from distdiag.facts.stacks.thread_places import Places
 
 LONGEST_S = 31.0
 """Longest time hang samples ranks that do not move."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from distdiag.facts import blocked_threads, machine, procs
-from distdiag.facts.blocked_threads import Blocked, Thread
-from distdiag.facts.descriptors import Look
-from distdiag.facts.socket_owners import Network, PeerProcess, networks, peer_processes
+from distdiag.facts import machine
+from distdiag.facts.network.socket_owners import Network, PeerProcess, networks, peer_processes
+from distdiag.facts.process import blocked_threads, procs
+from distdiag.facts.process.blocked_threads import Blocked, Thread
+from distdiag.facts.process.descriptors import Look
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -13,27 +13,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from distdiag.agent import port_scan
-from distdiag.facts import (
-    deadlines,
-    launch_options,
-    listeners,
-    machine,
-    network,
-    nics,
-    procs,
-    programs,
-    sockets,
-    tcp_bytes,
-    tcp_store,
-)
-from distdiag.facts.launch_options import Launch
-from distdiag.facts.tcp_store import Store  # noqa: TC001 - decoded by its annotations
+from distdiag.facts import deadlines, machine, programs
+from distdiag.facts.network import interfaces as network
+from distdiag.facts.network import listeners, nics, sockets, tcp_bytes, tcp_store
+from distdiag.facts.network.tcp_store import Store  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.process import launch_options, procs
+from distdiag.facts.process.launch_options import Launch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.facts.sockets import Namespace
+    from distdiag.facts.network.sockets import Namespace
 
 _CONNECT_S = 3.2
 """Three SYNs."""

@@ -12,7 +12,7 @@ from distdiag.knowledge.tables import load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.facts.stack_types import Frame
+    from distdiag.facts.stacks.stack_types import Frame
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+T = TypeVar("T")
 
 GB = 1e9
 # Share of a link's line rate, or of a node's NICs, that a ring gets: 70 to 82% in the table's figures, mostly 80.
@@ -42,8 +47,13 @@ class Poorer:
     """Slower wiring: a pair's line rate (MESH) or a busbw (HOST). `always`: this GPU has no faster one."""
 
     way: Way
-    bytes_per_s: float
+    gb_per_s: float
     always: bool
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate in bytes/s."""
+        return self.gb_per_s * GB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +61,12 @@ class Gpu:
     """The links of a GPU; `link_bytes_per_s`: one GPU's line rate in one direction, all its links together."""
 
     name: str
-    pattern: re.Pattern[str]
+    pattern: str
     link: str
     link_bytes_per_s: float
-    bridge_bytes_per_s: float | None
-    nvls: bool
-    poorer: Poorer | None
+    bridge_bytes_per_s: float | None = None
+    nvls: bool = False
+    poorer: Poorer | None = None
     source: str
 
     def line_rate(self, ranks: int) -> float:
@@ -96,8 +106,8 @@ class Expected:
     algorithm: Algorithm
     kind: Kind
     busbw_bytes_per_s: float
-    nic_bytes_per_s: float | None
-    bridge: bool
+    nic_bytes_per_s: float | None = None
+    bridge: bool = False
     source: str
 
 
@@ -112,7 +122,7 @@ class Tables:
 
 def find_gpu(device_name: str | None) -> Gpu | None:
     """Find a GPU by its name in torch.cuda.get_device_properties(); None if the table lacks it."""
-    return next((gpu for gpu in tables().gpus if gpu.pattern.fullmatch(device_name or "")), None)
+    return next((gpu for gpu in tables().gpus if re.fullmatch(gpu.pattern, device_name or "")), None)
 
 
 @cache
@@ -122,38 +132,22 @@ def tables() -> Tables:
     sources = content["source"]
     return Tables(
         sources=sources,
-        gpus=tuple(_read_gpu(row, sources) for row in content["gpu"]),
-        expected=tuple(_read_expected(row, sources) for row in content["expected"]),
+        gpus=tuple(_converted(row, sources, Gpu) for row in content["gpu"]),
+        expected=tuple(_converted(row, sources, Expected) for row in content["expected"]),
     )
 
 
-def _read_gpu(row: dict[str, Any], sources: dict[str, str]) -> Gpu:
-    bridge, poorer = row.get("bridge_gb_per_s"), row.get("poorer")
-    return Gpu(
-        name=row["name"],
-        pattern=re.compile(row["pattern"]),
-        link=row["link"],
-        link_bytes_per_s=row["link_gb_per_s"] * GB,
-        bridge_bytes_per_s=bridge and bridge * GB,
-        nvls=row.get("nvls", False),
-        poorer=poorer and Poorer(way=Way(poorer["way"]), bytes_per_s=poorer["gb_per_s"] * GB, always=poorer["always"]),
-        source=sources[row["source"]],
-    )
+def _converted(row: Mapping[str, object], sources: Mapping[str, str], kind: type[T]) -> T:
+    """Return a row with rates in bytes/s, as `busbw_bytes_per_s` without a name, and the address of its source."""
+    import msgspec
 
-
-def _read_expected(row: dict[str, Any], sources: dict[str, str]) -> Expected:
-    nic = row.get("nic_gb_per_s")
-    return Expected(
-        gpu=row["gpu"],
-        ranks_per_node=row["ranks_per_node"],
-        nodes=row["nodes"],
-        algorithm=Algorithm(row["algorithm"]),
-        kind=Kind(row["kind"]),
-        busbw_bytes_per_s=row["gb_per_s"] * GB,
-        nic_bytes_per_s=nic and nic * GB,
-        bridge=row.get("bridge", False),
-        source=sources[row["source"]],
-    )
+    words: dict[str, object] = {}
+    for name, value in row.items():
+        if isinstance(value, (int, float)) and name.endswith("gb_per_s"):
+            words[f"{name.removesuffix('gb_per_s') or 'busbw_'}bytes_per_s"] = value * GB
+        else:
+            words[name] = sources[value] if name == "source" and isinstance(value, str) else value
+    return msgspec.convert(words, kind)
 
 
 def busbw_factor(n: int) -> float:

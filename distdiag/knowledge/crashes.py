@@ -99,7 +99,7 @@ def known_crashes() -> tuple[Crash, ...]:
 
 
 def core_limit(launcher: str) -> CoreLimit:
-    """Return how to raise the core size limit: for a launcher of facts.rank_identity, a container, or "systemd"."""
+    """Return how to raise the core size limit: for a launcher of rank_identity, a container, or "systemd"."""
     names = {"Open MPI": "mpirun", "MPICH": "mpirun", "MVAPICH2": "mpirun"}
     known = load("crashes", "limit", dict[str, CoreLimit])
     return known.get(names.get(launcher, launcher), known["shell"])

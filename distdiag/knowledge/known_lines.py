@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from distdiag.facts.line_patterns import Patterns
+from distdiag.facts.logs.line_patterns import Patterns
 from distdiag.knowledge.tables import load
 
 if TYPE_CHECKING:

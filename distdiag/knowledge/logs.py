@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from distdiag.facts.line_patterns import named
+from distdiag.facts.logs.line_patterns import named
 from distdiag.knowledge.known_lines import in_builds, job_line, known_builds, known_exceptions
 
 if TYPE_CHECKING:

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.rank_runs import Outcome
 from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
 from distdiag.knowledge import logs
+from distdiag.launch.rank_runs import Outcome
 from distdiag.launch.wording import found
 from distdiag.report import Finding, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import StuckSocket
     from distdiag.cluster.rendezvous_test import RendezvousTest
+    from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.record import RunRecord
     from distdiag.launch.types import Request
 

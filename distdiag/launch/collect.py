@@ -9,7 +9,8 @@ import threading
 from collections import Counter
 
 from distdiag.agent.protocol import Fields
-from distdiag.facts import machine, pcie
+from distdiag.facts import machine
+from distdiag.facts.host import pcie
 
 _DRIVER_TIMEOUT_S = 10.0
 # The driver's own count, which respects CUDA_VISIBLE_DEVICES; in a child, because a wedged driver never returns.
@@ -81,7 +82,7 @@ def _stale_variables() -> list[str]:
     """List variables for scripts that contradict the launcher, left over from another job."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys():
         return []
-    from distdiag.facts import rank_identity  # lazy: its imports cost every node 10 ms
+    from distdiag.facts.process import rank_identity  # lazy: its imports cost every node 10 ms
 
     me = rank_identity.identify(os.environ)
     if me is None or me.launcher in ("environment", "torchrun"):
@@ -97,7 +98,7 @@ def _stale_variables() -> list[str]:
 
 def master_addr_leads_elsewhere() -> bool:
     """Return whether MASTER_ADDR is set, and does not resolve to an address of this node, which has rank 0."""
-    from distdiag.facts import network
+    from distdiag.facts.network import interfaces as network
 
     name = os.environ.get("MASTER_ADDR", "")
     if name in ("", os.uname().nodename):
@@ -109,7 +110,7 @@ def master_addr_leads_elsewhere() -> bool:
 
 def _resolved_in_time(name: str) -> tuple[str, ...] | None:
     """Resolve a name; empty if unknown, None if the resolver is too slow."""
-    from distdiag.facts import network
+    from distdiag.facts.network import interfaces as network
 
     found: list[tuple[str, ...]] = []
     asking = threading.Thread(target=lambda: found.append(network.resolve(name)[0]), daemon=True)
@@ -121,7 +122,7 @@ def _resolved_in_time(name: str) -> tuple[str, ...] | None:
 def _rdma() -> tuple[int | None, dict[str, int]]:
     if not os.path.isdir("/sys/class/infiniband"):
         return None, {}
-    from distdiag.facts import nics
+    from distdiag.facts.network import nics
 
     active = [port for port in nics.ib_ports() if port.state == "ACTIVE"]
     kinds = Counter(f"{port.link}, {(port.rate_bits_per_s or 0) / 1e9:g} Gb/s" for port in active)

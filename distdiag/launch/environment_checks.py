@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.drift import differences
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis import pcie_paths
+from distdiag.diagnosis.hosts.drift import differences
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import format_size
@@ -20,8 +20,8 @@ from distdiag.report import Finding, Fix, Level, Where
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.rendezvous_test import RendezvousTest
+    from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.record import Inventory, NodeSlot, Plan
     from distdiag.launch.types import NodeFacts, Request
 

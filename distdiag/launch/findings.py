@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.cluster.rank_runs import Outcome
 from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
 from distdiag.facts.programs import signal_name
@@ -13,16 +12,17 @@ from distdiag.ids import Shared
 from distdiag.knowledge import logs
 from distdiag.launch import attribution
 from distdiag.launch.attribution import is_at_work
+from distdiag.launch.rank_runs import Outcome
 from distdiag.launch.wording import found, place, where, who
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import Taken
     from distdiag.errors import DistdiagError
     from distdiag.launch.attribution import Attribution
+    from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.record import RunRecord
     from distdiag.launch.types import Request
 

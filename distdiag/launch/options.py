@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distdiag.cluster.launch_commands import Recipe
+from distdiag.launch.launch_commands import Recipe
 from distdiag.launch.types import MOST_RANKS, Backend, Device
 
 NprocOpt = Annotated[

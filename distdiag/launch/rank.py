@@ -18,7 +18,8 @@ from datetime import timedelta
 
 from distdiag.agent import rendezvous
 from distdiag.agent.rank_progress import Progress
-from distdiag.facts import gpu_use, machine, programs
+from distdiag.facts import machine, programs
+from distdiag.facts.gpu import gpu_use
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from distdiag.launch.wording import found, place
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.launch.attribution import Attribution, Trouble
+    from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.types import Request
     from distdiag.report import Finding
 

@@ -7,10 +7,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from distdiag.cluster.hosts import fold_within, name_ranks
-from distdiag.cluster.rank_runs import Outcome
 from distdiag.cluster.records import Started
-from distdiag.cluster.unreached_hosts import summary_of
 from distdiag.diagnosis.connectivity import Case, path_findings
+from distdiag.diagnosis.hosts.unreached_hosts import summary_of
 from distdiag.launch import findings, rank_errors
 from distdiag.launch.attribution import attribute, cut
 from distdiag.launch.environment_checks import (
@@ -20,6 +19,7 @@ from distdiag.launch.environment_checks import (
     pcie_findings,
     surroundings,
 )
+from distdiag.launch.rank_runs import Outcome
 from distdiag.launch.record import Inventory, NotStarted
 from distdiag.launch.types import RankResult, Rendezvous, RunFacts, Status, Versions
 from distdiag.launch.wording import found
@@ -28,10 +28,10 @@ from distdiag.report import Finding, Level, Report, Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import PausedMessage
     from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.launch.attribution import Attribution
+    from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.record import Asked, Data, Job, Plan, RunRecord, SavedRun
     from distdiag.launch.types import Request
 

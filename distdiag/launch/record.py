@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001
-from distdiag.cluster.rank_runs import Outcome, RankTimeline  # noqa: TC001
 from distdiag.cluster.rendezvous_test import RendezvousTest  # noqa: TC001
 from distdiag.cluster.start_fleet import Agent
 from distdiag.facts import machine
 from distdiag.launch.collect import Ask
+from distdiag.launch.rank_runs import Outcome, RankTimeline  # noqa: TC001
 from distdiag.launch.types import Backend, Device, NodeFacts, Request, RunFacts
 from distdiag.report import Finding  # noqa: TC001
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from distdiag.cluster import rank_runs
+    from distdiag.launch import rank_runs
     from distdiag.output import Progress
     from distdiag.report import Report
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.agent import handshake
 from distdiag.agent.protocol import KeepLogs
-from distdiag.cluster import launch_commands, rank_runs, start_fleet
+from distdiag.cluster import start_fleet
 from distdiag.cluster.fleet import hint_here
 from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.launch_commands import Recipe
 from distdiag.cluster.records import Logs
 from distdiag.cluster.rendezvous_test import RendezvousProbe
 from distdiag.cluster.start_fleet import open_fleet
@@ -23,11 +22,12 @@ from distdiag.cluster.targets import THIS_NODE, Cluster, describe, find_targets
 from distdiag.diagnosis.nic_selection import RendezvousOverrides, rendezvous_addresses
 from distdiag.errors import DistdiagError, NodeFailed, UsageError
 from distdiag.facts import machine
-from distdiag.facts.rank_identity import identify
-from distdiag.launch import findings, rank_report, under_launcher
+from distdiag.facts.process.rank_identity import identify
+from distdiag.launch import findings, launch_commands, rank_report, rank_runs, under_launcher
 from distdiag.launch.attribution import position
 from distdiag.launch.collect import find_gpus
 from distdiag.launch.environment_checks import hangs
+from distdiag.launch.launch_commands import Recipe
 from distdiag.launch.plan import RANKS_WITHOUT_GPU, check_request, make_plan
 from distdiag.launch.record import Inventory, NodeSlot, NotStarted, RunRecord, SavedRun
 from distdiag.launch.types import Backend, Device, Request

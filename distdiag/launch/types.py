@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from distdiag.cluster.targets import Cluster
-from distdiag.facts.pcie_types import Pcie  # noqa: TC001 - what is sent is decoded by its annotations
+from distdiag.facts.host.pcie_types import Pcie  # noqa: TC001 - what is sent is decoded by its annotations
 from distdiag.report import quoted
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from distdiag.agent.wire import Writer
 from distdiag.cluster import links
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host, fold_ranks, name_ranks
-from distdiag.cluster.rank0_discovery import Home, find_home
 from distdiag.cluster.start_fleet import silence_s
-from distdiag.cluster.transports.join import JoinTransport, name_of
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import machine
-from distdiag.facts.rank_identity import Identity, contradiction, nested_tasks
+from distdiag.facts.process.rank_identity import Identity, contradiction, nested_tasks
 from distdiag.launch import rank_report
 from distdiag.launch.collect import master_addr_leads_elsewhere
+from distdiag.launch.join import JoinTransport, name_of
+from distdiag.launch.rank0_discovery import Home, find_home
 from distdiag.launch.record import Inventory, NodeSlot, NotStarted, SavedRun
 from distdiag.launch.types import NodeFacts
 from distdiag.launch.wording import found

@@ -12,8 +12,8 @@ from distdiag.report import Fix, Where
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.knowledge.known_lines import KnownLine
+    from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.types import Request
     from distdiag.report import Finding, Level, Witnesses
 

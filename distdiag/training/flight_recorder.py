@@ -14,7 +14,7 @@ import time
 
 from distdiag.facts import private_files
 from distdiag.facts.machine import host_name
-from distdiag.facts.rank_identity import own_rank, torch_distributed
+from distdiag.facts.process.rank_identity import own_rank, torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 
-from distdiag.facts.rank_identity import own_label, own_rank, torch_distributed
+from distdiag.facts.process.rank_identity import own_label, own_rank, torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

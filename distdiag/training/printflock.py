@@ -19,8 +19,9 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import lru_cache
 from io import TextIOWrapper
 
-from distdiag.facts import machine, private_files, procs
-from distdiag.facts.rank_identity import identify, own_label, torch_distributed
+from distdiag.facts import machine, private_files
+from distdiag.facts.process import procs
+from distdiag.facts.process.rank_identity import identify, own_label, torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ import stat
 import sys
 
 from distdiag.facts import machine, programs
-from distdiag.facts.rank_identity import identify
+from distdiag.facts.process.rank_identity import identify
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from distdiag.facts.rank_identity import Identity
+    from distdiag.facts.process.rank_identity import Identity
 
 VARIABLE = "DISTDIAG_RUN"
 """Its value is JSON.

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 from distdiag.facts import private_files
-from distdiag.facts.rank_identity import own_label, own_rank, torch_distributed
+from distdiag.facts.process.rank_identity import own_label, own_rank, torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

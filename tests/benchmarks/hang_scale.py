@@ -19,7 +19,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS)]
 from hang_facts import REQUEST  # noqa: E402
-from unit.test_hang_verdict import job_of, ras  # noqa: E402 - the tests are no package
+from unit.commands.hang.test_hang_verdict import job_of, ras  # noqa: E402 - the tests are no package
 
 from distdiag.cluster.host_results import HostError, HostResult, HostState  # noqa: E402
 from distdiag.commands.hang.types import COMMAND  # noqa: E402

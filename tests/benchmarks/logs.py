@@ -24,7 +24,7 @@ from logs_cases import Case, cases  # noqa: E402
 from distdiag.cluster.targets import Cluster  # noqa: E402
 from distdiag.diagnosis.job_logs.diagnose import diagnose  # noqa: E402
 from distdiag.diagnosis.job_logs.types import Request  # noqa: E402
-from distdiag.facts.job_logs.collect import Reader  # noqa: E402
+from distdiag.facts.logs.collect import Reader  # noqa: E402
 from distdiag.knowledge.known_lines import for_nodes  # noqa: E402
 from distdiag.saved_facts import Gathered  # noqa: E402
 

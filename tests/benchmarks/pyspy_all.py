@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from jobs import Job, wait_for_state  # noqa: E402
 
-from distdiag.facts import stack_sampler  # noqa: E402
+from distdiag.facts.stacks import stack_sampler  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 BIN = Path(sys.executable).parent

@@ -256,7 +256,7 @@ def forked(path: Path, rank: int, how: str, where: str) -> int:
     if pid:
         return pid
     programs.die_with_parent()
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(200, exit=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     with path.open("wb") as file:
         os.dup2(file.fileno(), 1)

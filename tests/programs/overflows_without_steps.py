@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which DistributedDataParallel would import in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import Cluster, find_targets
-from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.launch.collect import Ask
 from distdiag.launch.types import NodeFacts
 

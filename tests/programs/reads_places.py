@@ -10,7 +10,7 @@ import struct
 import sys
 import time
 
-from distdiag.facts import thread_places
+from distdiag.facts.stacks import thread_places
 
 _NUMBERS = {"perf_event_open": (298, 241), "ptrace": (101, 117)}
 _ALLOW, _EPERM = 0x7FFF0000, 0x00050001

@@ -170,7 +170,7 @@ def test_every_option_of_hosts_and_files_needs_trust() -> None:
         for each in load(sub, [], Invocation([])).params
         if defaults._needs_trust(each)
     }
-    assert {"via", "setup", "env", "python", "kube_debug", "accept_new", "hostfile", "save", "html", "text"} <= names
+    assert {"via", "setup", "env", "python", "kube_debug", "accept_new", "hostfile", "save", "html"} <= names
     assert {"exe", "on_stall", "sanitizer"} <= names
     assert not {"fanout", "quick", "timeout", "job", "stall", "rank"} & names
 

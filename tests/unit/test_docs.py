@@ -112,13 +112,13 @@ def test_generated_pages_are_those_of_the_code() -> None:
 def test_a_new_finding_id_makes_the_page_stale(tmp_path: Path) -> None:
     for name in ("distdiag", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)  # with the times of files: __pycache__ stays valid
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests" / "make_docs.py", tmp_path / "tests")
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "make_docs.py", tmp_path / "tools")
     ids = tmp_path / "distdiag/ids.py"
     new = '    PORTS_NEW = "ports.new", "fail", "new"\n'
     ids.write_text(ids.read_text().replace('    USAGE = "usage"', f'{new}    USAGE = "usage"'))
     done = subprocess.run(
-        [sys.executable, "tests/make_docs.py", "--check"],
+        [sys.executable, "tools/make_docs.py", "--check"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

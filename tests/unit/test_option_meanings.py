@@ -35,7 +35,7 @@ def test_limits_of_time_processes_and_jobs_are_the_same_in_all_commands() -> Non
     for name in ("--job", "--user", "--strict", "--json", "--html", "--backend"):
         assert len(helps[name]) == 1, (name, helps[name])
     assert helps["--timeout"] == {"Overall time limit."}
-    assert helps["--pid"] == {"Same as PID; repeatable.", "Same as PID; it keeps running; repeatable."}
+    assert helps["--pid"] == {"Same as PID; repeatable."}
     assert all("no" in text for text in helps["--stall"])
 
 

@@ -36,7 +36,7 @@ COMMANDS = {
     "bundle": ("distdiag.commands.bundle.collect",),
     "doctor": ("distdiag.commands.doctor.collect", "distdiag.facts.cuda"),
     "hang": ("distdiag.jobs.picture",),
-    "logs": ("distdiag.facts.job_logs.collect",),
+    "logs": ("distdiag.facts.logs.collect",),
     "trace-sys": ("distdiag.commands.trace.sys.collect",),
     "trace fds": ("distdiag.commands.trace.fds.collect",),
     "trace show": ("distdiag.commands.trace.show.collect",),
@@ -71,7 +71,7 @@ def test_a_request_arrives_as_the_type_that_the_collect_module_declares() -> Non
 
 
 @pytest.mark.parametrize(
-    "module", sorted({modules[0] for modules in COMMANDS.values()} | {"distdiag.facts.flight_recorder.collect"})
+    "module", sorted({modules[0] for modules in COMMANDS.values()} | {"distdiag.facts.recorder.collect"})
 )
 def test_the_type_that_a_collect_module_declares_is_known_on_the_node(module: str) -> None:
     collect = importlib.import_module(module)

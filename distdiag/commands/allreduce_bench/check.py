@@ -15,7 +15,7 @@ from distdiag.commands.allreduce_bench.types import Bench, FaultKind, Request
 from distdiag.commands.allreduce_bench.view import bench_view
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.facts.rank_identity import identify
+from distdiag.facts.process.rank_identity import identify
 from distdiag.files import check_picture
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job, SavedRun
@@ -25,9 +25,9 @@ from distdiag.saved_facts import Gathered, are_facts, read
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.launch_commands import Recipe
-    from distdiag.cluster.rank_runs import Run
     from distdiag.commands.allreduce_bench.types import Baseline
+    from distdiag.launch.launch_commands import Recipe
+    from distdiag.launch.rank_runs import Run
     from distdiag.launch.record import Allocation, Plan
     from distdiag.output import Progress
     from distdiag.report import Report

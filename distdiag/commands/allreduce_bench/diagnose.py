@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.allreduce_bench import findings
 from distdiag.commands.allreduce_bench.findings import short, speed
 from distdiag.commands.allreduce_bench.formulas import NO_PEER, bus_factor, is_in_place, shape_of
@@ -15,14 +14,15 @@ from distdiag.diagnosis.wording import counted
 from distdiag.ids import Shared
 from distdiag.launch import rank_report
 from distdiag.launch.rank_report import paused, without_core
+from distdiag.launch.rank_runs import Outcome
 from distdiag.report import Finding, Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import RowMessage
     from distdiag.commands.allreduce_bench.types import Request
+    from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.record import Inventory, Plan, RunRecord
 
 

@@ -6,14 +6,14 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.allreduce_bench.findings import expected_of, hardware_findings, short, speed
 from distdiag.commands.allreduce_bench.types import Bench
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
-from distdiag.facts.rank_identity import identify
+from distdiag.facts.process.rank_identity import identify
 from distdiag.knowledge.busbw import Case, Judgement
+from distdiag.launch.rank_runs import Outcome
 from distdiag.launch.types import Backend, Device, Versions
 from distdiag.report import Fix, Report
 

@@ -14,8 +14,10 @@ import stat
 import time
 from dataclasses import dataclass, field
 
-from distdiag.facts import deadlines, file_systems, job_output, machine
-from distdiag.facts.file_systems import Space  # noqa: TC001 - what is sent is decoded by its annotations
+from distdiag.facts import deadlines, machine
+from distdiag.facts.host import file_systems
+from distdiag.facts.host.file_systems import Space  # noqa: TC001 - what is sent is decoded by its annotations
+from distdiag.facts.logs import job_output
 from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False

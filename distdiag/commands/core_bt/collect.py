@@ -7,12 +7,13 @@ import os
 import signal
 from dataclasses import dataclass, replace
 
-from distdiag.facts import machine, packed_files, procs, rank_identity
+from distdiag.facts import machine, packed_files
 from distdiag.facts.core import core_file, gdb, last_words, pystack, setup, stacks, stored_cores, unwinder
 from distdiag.facts.core.call_frames import CannotUnwind
 from distdiag.facts.core.core_file import CoreNotes  # noqa: TC001 - decoding reads it
 from distdiag.facts.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
 from distdiag.facts.core.stacks import Merged  # noqa: TC001 - decoding reads it
+from distdiag.facts.process import procs, rank_identity
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.core_bt.core_dump_setup import setup_findings
 from distdiag.commands.core_bt.types import COMMAND, Core, CoreBt, Unread
 from distdiag.commands.core_bt.wording import faulting_frames, format_frame, where, who, without_numbers
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings, summary_of
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
 from distdiag.facts.core.stacks import is_eval

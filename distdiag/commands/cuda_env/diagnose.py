@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.drift import differences
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.about.toolkits import who_uses
 from distdiag.commands.cuda_env.archs import as_list
@@ -25,6 +23,8 @@ from distdiag.commands.cuda_env.types import (
     Step,
 )
 from distdiag.diagnosis.finding_ids import matches
+from distdiag.diagnosis.hosts.drift import differences
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings, summary_of
 from distdiag.ids import Id, RowId
 from distdiag.report import Finding, Fix, Level, Report, Where
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from distdiag import child_job
 from distdiag.errors import DistdiagError
-from distdiag.facts import procs
+from distdiag.facts.process import procs
 from distdiag.output import Progress
 from distdiag.users_python import users_python
 

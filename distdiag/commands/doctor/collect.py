@@ -9,32 +9,24 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from distdiag.facts import (
-    cgroups,
-    deadlines,
-    file_systems,
-    gpu_health,
-    kernel_signs,
-    link_counters,
-    machine,
-    network,
-    nfs,
-    nics,
-    pcie,
-)
-from distdiag.facts.cgroups import Cgroup  # noqa: TC001 - these are decoded by their annotations
+from distdiag.facts import deadlines, machine
 from distdiag.facts.cuda import driver, environment, torchfiles
 from distdiag.facts.cuda.driver import Driver  # noqa: TC001
 from distdiag.facts.cuda.places import Places
-from distdiag.facts.file_systems import Space  # noqa: TC001
-from distdiag.facts.gpu_health import Health
-from distdiag.facts.kernel_signs import KernelLine  # noqa: TC001
-from distdiag.facts.line_patterns import Patterns
-from distdiag.facts.link_counters import Counters  # noqa: TC001
-from distdiag.facts.network import Names  # noqa: TC001
-from distdiag.facts.nfs import NfsMount  # noqa: TC001
-from distdiag.facts.nics import IbPort, Nic  # noqa: TC001
-from distdiag.facts.pcie_types import Pcie  # noqa: TC001
+from distdiag.facts.gpu import gpu_health
+from distdiag.facts.gpu.gpu_health import Health
+from distdiag.facts.host import cgroups, file_systems, kernel_signs, nfs, pcie
+from distdiag.facts.host.cgroups import Cgroup  # noqa: TC001 - these are decoded by their annotations
+from distdiag.facts.host.file_systems import Space  # noqa: TC001
+from distdiag.facts.host.kernel_signs import KernelLine  # noqa: TC001
+from distdiag.facts.host.nfs import NfsMount  # noqa: TC001
+from distdiag.facts.host.pcie_types import Pcie  # noqa: TC001
+from distdiag.facts.logs.line_patterns import Patterns
+from distdiag.facts.network import interfaces as network
+from distdiag.facts.network import link_counters, nics
+from distdiag.facts.network.interfaces import Names  # noqa: TC001
+from distdiag.facts.network.link_counters import Counters  # noqa: TC001
+from distdiag.facts.network.nics import IbPort, Nic  # noqa: TC001
 from distdiag.jobs import collect as processes
 
 TYPE_CHECKING = False
@@ -42,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from distdiag.facts.line_patterns import Rows
+    from distdiag.facts.logs.line_patterns import Rows
 
 _LIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,

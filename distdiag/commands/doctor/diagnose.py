@@ -9,7 +9,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_within
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.doctor import paths
 from distdiag.commands.doctor.gpu_symptoms import gpu_symptoms
 from distdiag.commands.doctor.node_differences import difference_findings
@@ -19,6 +18,7 @@ from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced
 from distdiag.diagnosis import pcie_paths
 from distdiag.diagnosis.finding_ids import matches
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.verdicts import worst_first
 from distdiag.diagnosis.wording import counted, format_duration, format_size

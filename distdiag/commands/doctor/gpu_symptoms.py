@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.doctor.collect import Gpus
     from distdiag.commands.doctor.types import NodeDoctor, Symptom
-    from distdiag.facts.gpu_health import GpuHealth, GpuProcess
+    from distdiag.facts.gpu.gpu_health import GpuHealth, GpuProcess
     from distdiag.knowledge.xids import XidLine
 
     _Say = Callable[..., Symptom]

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.drift import differences, grouped
 from distdiag.cluster.hosts import fold, fold_within
 from distdiag.commands.doctor.gpu_symptoms import SPEED_LIMITS
 from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, DifferenceRow
+from distdiag.diagnosis.hosts.drift import differences, grouped
 from distdiag.diagnosis.wording import format_size
-from distdiag.facts.file_systems import NO_ANSWER
+from distdiag.facts.host.file_systems import NO_ANSWER
 from distdiag.fold import by_key
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from distdiag.cluster.drift import Difference
     from distdiag.commands.doctor.collect import Disks, Gpus, NodeNetwork, Software, System
     from distdiag.commands.doctor.types import NodeDoctor
+    from distdiag.diagnosis.hosts.drift import Difference
     from distdiag.report import Finding
 
 _ROOM = 60

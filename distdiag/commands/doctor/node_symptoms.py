@@ -16,7 +16,7 @@ from distdiag.diagnosis.nic_selection import (
     suggested,
 )
 from distdiag.diagnosis.wording import counted, format_age, format_size
-from distdiag.facts.file_systems import NO_ANSWER
+from distdiag.facts.host.file_systems import NO_ANSWER
 from distdiag.knowledge import advisories
 from distdiag.report import Fix, Level, quoted
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from distdiag.commands.doctor.collect import Disks, Limit, System
     from distdiag.commands.doctor.types import NodeDoctor, Symptom
-    from distdiag.facts.file_systems import Space
-    from distdiag.facts.kernel_signs import KernelLine
-    from distdiag.facts.nics import IbPort, Nic
+    from distdiag.facts.host.file_systems import Space
+    from distdiag.facts.host.kernel_signs import KernelLine
+    from distdiag.facts.network.nics import IbPort, Nic
 
 _MIB, _GIB = 2**20, 2**30
 _LEAST_MEMLOCK = 64 * _MIB

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distdiag.cluster.rendezvous_test import NetworkPath  # noqa: TC001
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.doctor.collect import Part
-from distdiag.facts.network import Network  # noqa: TC001
+from distdiag.facts.network.interfaces import Network  # noqa: TC001
 from distdiag.report import Fix, Level  # noqa: TC001
 
 COMMAND = "doctor"

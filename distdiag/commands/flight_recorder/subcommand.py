@@ -10,14 +10,14 @@ from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.flight_recorder.view import flight_recorder_view
 from distdiag.diagnosis.flight_recorder.diagnose import diagnose
 from distdiag.diagnosis.flight_recorder.types import COMMAND, Request
-from distdiag.facts.flight_recorder.collect import Ask, NodeDumps
+from distdiag.facts.recorder.collect import Ask, NodeDumps
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
     from distdiag.output import Progress
     from distdiag.saved_facts import Gathered
 
-_AGENT = Agent(collect="distdiag.facts.flight_recorder.collect", facts=NodeDumps)
+_AGENT = Agent(collect="distdiag.facts.recorder.collect", facts=NodeDumps)
 _SPARE_S = 600.0
 """Thousands of large dumps on a slow file system."""
 

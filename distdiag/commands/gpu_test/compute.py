@@ -21,8 +21,8 @@ import time
 from dataclasses import replace
 from importlib import metadata
 
-from distdiag.facts import gpu_health
-from distdiag.facts.computed import Computed, Product, bad_ranks
+from distdiag.facts.gpu import gpu_health
+from distdiag.facts.gpu.computed import Computed, Product, bad_ranks
 from distdiag.facts.machine import cpu_model
 
 TYPE_CHECKING = False

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.diagnosis.verdicts import exists
 from distdiag.diagnosis.wording import counted, three_digits
-from distdiag.facts.computed import BANDWIDTHS, by_model, majority, shared, slow_by_rate
+from distdiag.facts.gpu.computed import BANDWIDTHS, by_model, majority, shared, slow_by_rate
 from distdiag.knowledge.peaks import find_peaks
 from distdiag.launch.wording import found
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from distdiag.cluster.rank_runs import RankTimeline
-    from distdiag.facts.computed import Computed, Product
-    from distdiag.facts.gpu_health import GpuHealth
+    from distdiag.facts.gpu.computed import Computed, Product
+    from distdiag.facts.gpu.gpu_health import GpuHealth
+    from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.types import Request
     from distdiag.report import Finding
 

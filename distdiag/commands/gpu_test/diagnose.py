@@ -15,7 +15,7 @@ from distdiag.launch.types import Device
 from distdiag.report import Level
 
 if TYPE_CHECKING:
-    from distdiag.cluster.launch_commands import Recipe
+    from distdiag.launch.launch_commands import Recipe
     from distdiag.launch.record import Allocation, Inventory, Plan, RunRecord, SavedRun
     from distdiag.report import Finding, Report
     from distdiag.runner import Subcommand

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from distdiag.facts.computed import Computed  # noqa: TC001 - the schema reads the annotations
+from distdiag.facts.gpu.computed import Computed  # noqa: TC001 - the schema reads the annotations
 from distdiag.launch import types
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.wording import format_size, three_digits
-from distdiag.facts.computed import BANDWIDTHS, shared
+from distdiag.facts.gpu.computed import BANDWIDTHS, shared
 from distdiag.launch.view import log_lines, rank_table, run_lines
 from distdiag.output import host_table
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.diagnosis.job_logs.types import Logs, Request
-    from distdiag.facts.job_logs.collect import NodeLogs, Reader
-    from distdiag.facts.job_logs.scan import Event
+    from distdiag.facts.logs.collect import NodeLogs, Reader
+    from distdiag.facts.logs.scan import Event
     from distdiag.output import Progress
     from distdiag.runner import Asks, Subcommand
     from distdiag.saved_facts import Gathered
@@ -91,7 +91,7 @@ def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
     from distdiag.commands.logs.view import logs_view
     from distdiag.diagnosis.job_logs.diagnose import diagnose
     from distdiag.diagnosis.job_logs.types import COMMAND, Request
-    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.logs.collect import NodeLogs
 
     return runner.Subcommand(
         name=COMMAND,
@@ -107,15 +107,15 @@ def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
 
 def _agent() -> Any:  # noqa: ANN401 - imported late
     from distdiag.cluster.start_fleet import Agent
-    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.logs.collect import NodeLogs
 
-    return Agent(collect="distdiag.facts.job_logs.collect", facts=NodeLogs)
+    return Agent(collect="distdiag.facts.logs.collect", facts=NodeLogs)
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     from distdiag import runner
     from distdiag.cluster.targets import find_targets
-    from distdiag.facts.job_logs.collect import Ask, NodeLogs
+    from distdiag.facts.logs.collect import Ask, NodeLogs
     from distdiag.knowledge.known_lines import for_nodes
 
     of_pods = request.cluster.kube is not None and not request.paths
@@ -132,7 +132,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
 def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     """Read in this process, which owns stdin and pipes, and runs kubectl for pods' logs."""
     from distdiag.commands.logs import pod_logs
-    from distdiag.facts.job_logs.collect import Reader
+    from distdiag.facts.logs.collect import Reader
     from distdiag.knowledge.known_lines import for_nodes
     from distdiag.saved_facts import Gathered
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.cluster.pods import Kube, Pod
-    from distdiag.facts.job_logs.collect import Reader
+    from distdiag.facts.logs.collect import Reader
     from distdiag.output import Progress
 
 _TIMEOUT_S = 300.0

@@ -10,8 +10,8 @@ import typer
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.facts.job_logs import collect
-from distdiag.facts.job_logs.demux import Demux, harmless
+from distdiag.facts.logs import collect
+from distdiag.facts.logs.demux import Demux, harmless
 from distdiag.facts.packed_files import CannotUnpack
 from distdiag.files import make_folder
 from distdiag.options import parse_ranks
@@ -20,7 +20,7 @@ from distdiag.output import fail
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from distdiag.facts.job_logs.demux import Stream
+    from distdiag.facts.logs.demux import Stream
 
 _MOST_FILES = 512
 

@@ -15,7 +15,7 @@ import typer
 
 from distdiag import child_job
 from distdiag.commands.overflow.report import COMMAND, Overflow, diagnose, overflow_view
-from distdiag.facts.rank_identity import identify
+from distdiag.facts.process.rank_identity import identify
 from distdiag.files import make_folder
 from distdiag.output import Output, deliver, document, emit
 from distdiag.training.overflow.report import Detection, WatchedProcess
@@ -24,7 +24,7 @@ from distdiag.training.overflow.session import VARIABLE, Settings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from distdiag.facts.rank_identity import Identity
+    from distdiag.facts.process.rank_identity import Identity
     from distdiag.report import Report
 
 Record = TypeVar("Record")

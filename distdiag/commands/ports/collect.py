@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from distdiag.agent import port_scan, rendezvous
 from distdiag.agent.port_scan import PortResult  # noqa: TC001
-from distdiag.facts import machine, network, programs
-from distdiag.facts.listeners import Listener, listeners
-from distdiag.facts.network import Network  # noqa: TC001 - these are decoded by their annotations
-from distdiag.facts.nics import IbPort, ib_ports, nics
+from distdiag.facts import machine, programs
+from distdiag.facts.network import interfaces as network
+from distdiag.facts.network.interfaces import Network  # noqa: TC001 - these are decoded by their annotations
+from distdiag.facts.network.listeners import Listener, listeners
+from distdiag.facts.network.nics import IbPort, ib_ports, nics
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

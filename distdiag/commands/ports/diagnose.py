@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_ranks, fold_within
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.ports.node_findings import node_findings
 from distdiag.commands.ports.port_findings import held_by, known_as, port_findings
 from distdiag.commands.ports.types import (
@@ -21,6 +20,7 @@ from distdiag.commands.ports.types import (
     address_of,
 )
 from distdiag.diagnosis.connectivity import Case, path_findings
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.nic_selection import exports, gloo_selection, nccl_selection, suggested
 from distdiag.ids import Id
 from distdiag.report import Finding, Level, Report, Where

@@ -7,11 +7,11 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.drift import differences
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.rendezvous_test import RANKS
 from distdiag.commands.ports.types import COMMAND, address_of
 from distdiag.diagnosis.connectivity import EVIDENCE_LINES, Case, evidence_line, opening
+from distdiag.diagnosis.hosts.drift import differences
 from distdiag.diagnosis.nic_selection import (
     export_line,
     exports,
@@ -22,7 +22,7 @@ from distdiag.diagnosis.nic_selection import (
     suggested,
 )
 from distdiag.diagnosis.verdicts import finding
-from distdiag.facts.network import is_loopback
+from distdiag.facts.network.interfaces import is_loopback
 from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from distdiag.agent import handshake
 from distdiag.cluster.hosts import fold, fold_ranks
 from distdiag.diagnosis.connectivity import EVIDENCE_LINES
 from distdiag.diagnosis.verdicts import finding
-from distdiag.facts.network import is_loopback
+from distdiag.facts.network.interfaces import is_loopback
 from distdiag.report import Finding, Where
 
 if TYPE_CHECKING:
     from distdiag.agent.port_scan import PortResult
     from distdiag.commands.ports.types import PortsFacts
-    from distdiag.facts.listeners import Listener
+    from distdiag.facts.network.listeners import Listener
 
 _FEW = 16
 """Up to this many ports per host, a closed port is a finding: more are a scan."""

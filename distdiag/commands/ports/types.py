@@ -17,8 +17,8 @@ from distdiag.commands.ports.collect import NodePorts  # noqa: TC001
 from distdiag.diagnosis import nic_selection
 from distdiag.diagnosis.nic_selection import SelectedNic
 from distdiag.errors import UsageError
-from distdiag.facts.listeners import Listener
-from distdiag.facts.nics import IbPort, Nic
+from distdiag.facts.network.listeners import Listener
+from distdiag.facts.network.nics import IbPort, Nic
 
 COMMAND = "ports"
 USUAL_PORT = 29500

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.stack_classes import RankState, StackClass
     from distdiag.diagnosis.stuck.join import Joined
-    from distdiag.facts.stack_types import Frame, Sample
+    from distdiag.facts.stacks.stack_types import Frame, Sample
     from distdiag.jobs.types import Helper, NodePicture
     from distdiag.saved_facts import Gathered
 

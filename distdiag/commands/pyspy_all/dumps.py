@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from distdiag.cluster.records import InvalidData, read_json
-from distdiag.facts.rank_identity import Identity
-from distdiag.facts.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
+from distdiag.facts.process.rank_identity import Identity
+from distdiag.facts.stacks.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
 from distdiag.facts.text import printable
 from distdiag.files import as_text
 from distdiag.fold import by_key

@@ -10,16 +10,16 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.run.types import COMMAND, TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Run, status_text
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.job_logs import diagnose as logs_diagnose
 from distdiag.diagnosis.job_logs.types import Request as LogsRequest
 from distdiag.diagnosis.job_logs.types import number_in
 from distdiag.diagnosis.stack_wording import place
 from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted, format_duration, format_ranks
-from distdiag.facts.job_logs.demux import Stream
-from distdiag.facts.job_logs.scan import Event
+from distdiag.facts.logs.demux import Stream
+from distdiag.facts.logs.scan import Event
 from distdiag.fold import by_key
 from distdiag.report import Finding, Level, Report, Where
 from distdiag.saved_facts import Gathered
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.commands.run.types import Request
-    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.logs.collect import NodeLogs
     from distdiag.report import Finding
 
 _OF_FIRST = ("logs.first-failure", "logs.same-failure", f"{COMMAND}.died-first")

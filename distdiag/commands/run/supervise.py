@@ -22,11 +22,12 @@ from distdiag.commands.run import time_limit
 from distdiag.commands.run.switches import SANITIZER_LOG
 from distdiag.commands.run.types import TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, SanitizerLog, Stacks
 from distdiag.diagnosis.stack_classes import thread_at_work
-from distdiag.facts import machine, private_files, procs, programs
+from distdiag.facts import machine, private_files, programs
 from distdiag.facts.core.setup import read_pattern
-from distdiag.facts.job_logs.collect import Reader
-from distdiag.facts.job_logs.demux import plain
-from distdiag.facts.stack_sampler import SampleOptions, take_samples
+from distdiag.facts.logs.collect import Reader
+from distdiag.facts.logs.demux import plain
+from distdiag.facts.process import procs
+from distdiag.facts.stacks.stack_sampler import SampleOptions, take_samples
 from distdiag.facts.text import printable
 from distdiag.report import Where  # noqa: TC001 - msgspec reads the annotations
 from distdiag.training import recorded_output
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from distdiag.agent.job_recorder import Config
-    from distdiag.facts.job_logs.collect import NodeLogs
-    from distdiag.facts.stack_types import Sample
+    from distdiag.facts.logs.collect import NodeLogs
+    from distdiag.facts.stacks.stack_types import Sample
 
 _HANG_S = 60.0
 _HANG_ON_TERM_S = 8.0

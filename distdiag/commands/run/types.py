@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - saved requests are decoded by it
-from distdiag.facts.job_logs.collect import NodeLogs  # noqa: TC001
+from distdiag.facts.logs.collect import NodeLogs  # noqa: TC001
 from distdiag.facts.programs import signal_name
-from distdiag.facts.stack_types import Frame  # noqa: TC001
+from distdiag.facts.stacks.stack_types import Frame  # noqa: TC001
 
 COMMAND = "run"
 

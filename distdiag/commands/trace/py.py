@@ -56,7 +56,7 @@ def trace_py(
       torchrun --nproc-per-node 8 -m distdiag trace py -- train.py
       distdiag trace py --include torch -- train.py  # torch's own lines too
     """
-    from distdiag.facts.line_trace_file import default_folder
+    from distdiag.facts.recorder.line_trace_file import default_folder
 
     folder = os.path.abspath(dir_ or default_folder())
     settings = Settings(folder, lines, threads, tuple(_names(include)), tuple(_names(exclude)))

@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.flight_recorder.matching import find_call, times
-from distdiag.facts.flight_recorder.read_dump import FAILED
+from distdiag.facts.recorder.read_dump import FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

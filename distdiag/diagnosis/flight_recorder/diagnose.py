@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.flight_recorder.causes import Kind, find_causes
 from distdiag.diagnosis.flight_recorder.findings import all_ended, finding_of, notes, undecided
 from distdiag.diagnosis.flight_recorder.matching import Job, match
 from distdiag.diagnosis.flight_recorder.types import COMMAND, CallRow, FlightRecorder, RankRow
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.verdicts import worst_first
-from distdiag.facts.flight_recorder.collect import NO_READER
-from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED, STARTED
+from distdiag.facts.recorder.collect import NO_READER
+from distdiag.facts.recorder.read_dump import ENDED, FAILED, STARTED
 from distdiag.report import Report
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.flight_recorder.matching import Call
     from distdiag.diagnosis.flight_recorder.types import Request
-    from distdiag.facts.flight_recorder.collect import NodeDumps
+    from distdiag.facts.recorder.collect import NodeDumps
     from distdiag.saved_facts import Gathered
 
 _STATES = {ENDED: "ended", FAILED: "failed", STARTED: "started"}

@@ -11,7 +11,7 @@ from distdiag.diagnosis import remedies
 from distdiag.diagnosis.flight_recorder.causes import Kind
 from distdiag.diagnosis.flight_recorder.types import COMMAND
 from distdiag.diagnosis.verdicts import finding
-from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED
+from distdiag.facts.recorder.read_dump import ENDED, FAILED
 from distdiag.facts.text import printable
 from distdiag.fold import by_key
 from distdiag.report import Level, Where, Witnesses
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.flight_recorder.causes import Cause
     from distdiag.diagnosis.flight_recorder.matching import Call, Job
     from distdiag.diagnosis.flight_recorder.types import Request
-    from distdiag.facts.flight_recorder.collect import NodeDumps
+    from distdiag.facts.recorder.collect import NodeDumps
     from distdiag.report import Finding
     from distdiag.saved_facts import Gathered
 

@@ -13,13 +13,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distdiag.facts.flight_recorder.read_dump import ENDED, unpack
+from distdiag.facts.recorder.read_dump import ENDED, unpack
 
 if TYPE_CHECKING:
     import array
     from collections.abc import Iterable, Sequence
 
-    from distdiag.facts.flight_recorder.read_dump import Dump
+    from distdiag.facts.recorder.read_dump import Dump
 
     GroupKey = tuple[str, str]
 

@@ -14,9 +14,9 @@ from distdiag.knowledge.logs import known_exception
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from distdiag.facts.job_logs.collect import LogFile, NodeLogs
-    from distdiag.facts.job_logs.demux import Stream
-    from distdiag.facts.job_logs.scan import Event, NcclRank
+    from distdiag.facts.logs.collect import LogFile, NodeLogs
+    from distdiag.facts.logs.demux import Stream
+    from distdiag.facts.logs.scan import Event, NcclRank
     from distdiag.knowledge.known_lines import KnownException, KnownLine
 
     Agent = tuple[str, int, str]

@@ -13,7 +13,7 @@ from distdiag.fold import by_key
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from distdiag.facts.job_logs.scan import Event
+    from distdiag.facts.logs.scan import Event
 
 _EQUAL_SIZES = (
     *("ALLREDUCE", "ALLGATHER", "BROADCAST", "REDUCE", "BARRIER"),

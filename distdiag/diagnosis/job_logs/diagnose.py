@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.job_logs import book as books
 from distdiag.diagnosis.job_logs import desync, findings, nccl
 from distdiag.diagnosis.job_logs.book import Round
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.job_logs.book import Book, Exit
     from distdiag.diagnosis.job_logs.types import Request
-    from distdiag.facts.job_logs.collect import NodeLogs
-    from distdiag.facts.job_logs.scan import Event
+    from distdiag.facts.logs.collect import NodeLogs
+    from distdiag.facts.logs.scan import Event
     from distdiag.report import Finding
     from distdiag.saved_facts import Gathered
 

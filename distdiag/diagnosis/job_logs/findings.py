@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.job_logs.book import Book, Exit, Round
     from distdiag.diagnosis.job_logs.desync import Desync
-    from distdiag.facts.job_logs.collect import LogFile
+    from distdiag.facts.logs.collect import LogFile
 
 _NAMED = 6
 _QUOTE = 300

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.diagnosis.verdicts import finding
-from distdiag.facts.job_logs.scan import PHASES
+from distdiag.facts.logs.scan import PHASES
 from distdiag.report import Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from distdiag.facts.job_logs.scan import NcclRank
+    from distdiag.facts.logs.scan import NcclRank
     from distdiag.report import Finding
 
 _LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-")

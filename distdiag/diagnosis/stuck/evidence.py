@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.types import Asked
     from distdiag.diagnosis.wait_reasons import Wait
-    from distdiag.facts.job_output import Bar
+    from distdiag.facts.logs.job_output import Bar
     from distdiag.jobs.types import Job, NodePicture
     from distdiag.knowledge.advisories import Advisory
     from distdiag.report import Finding

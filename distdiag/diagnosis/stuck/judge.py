@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis import remedies
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.outliers import Outcome, split
 from distdiag.diagnosis.stack_wording import briefly, unread_in_words, who
 from distdiag.diagnosis.stuck.evidence import gather_evidence

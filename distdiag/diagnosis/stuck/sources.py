@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.ras import Member, RasVerdict
     from distdiag.diagnosis.stuck.evidence import Evidence
-    from distdiag.facts.kernel_signs import KernelLine
+    from distdiag.facts.host.kernel_signs import KernelLine
     from distdiag.jobs.types import NodePicture
 
 

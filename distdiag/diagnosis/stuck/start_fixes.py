@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.diagnosis.stuck.start_rows import StartRow
-    from distdiag.facts.launch_options import Launch
+    from distdiag.facts.process.launch_options import Launch
     from distdiag.jobs.starts import Start
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")

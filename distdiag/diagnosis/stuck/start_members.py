@@ -15,7 +15,7 @@ from distdiag.diagnosis.stuck.start_fixes import corrected
 from distdiag.diagnosis.stuck.start_group import LATE_S, SHOWN
 from distdiag.diagnosis.stuck.start_rows import by_interface, interfaces_in_words, meets_at_loopback, value_in_words
 from distdiag.diagnosis.wording import format_hosts, listed
-from distdiag.facts.network import is_loopback
+from distdiag.facts.network.interfaces import is_loopback
 from distdiag.report import Fix, Level
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.agent import port_scan
 from distdiag.diagnosis import nic_selection
-from distdiag.facts.network import is_loopback
+from distdiag.facts.network.interfaces import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stuck.start_group import Group
     from distdiag.diagnosis.stuck.start_rows import StartRow
     from distdiag.diagnosis.stuck.types import Claim
-    from distdiag.facts.tcp_store import Store
+    from distdiag.facts.network.tcp_store import Store
 
 _NO_ID = "none"
 """torchrun's default of --rdzv-id, the prefix of its keys."""

@@ -15,8 +15,8 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from distdiag.facts import procs
 from distdiag.facts.elf import File, Malformed
+from distdiag.facts.process import procs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import stat
 from dataclasses import dataclass
 from enum import Enum
 
-from distdiag.facts import machine, procs, rank_identity
+from distdiag.facts import machine
+from distdiag.facts.process import procs, rank_identity
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

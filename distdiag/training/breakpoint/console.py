@@ -14,7 +14,7 @@ import sys
 import threading
 
 from distdiag.facts import machine, private_files
-from distdiag.facts.rank_identity import own_label
+from distdiag.facts.process.rank_identity import own_label
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
-from distdiag.facts.rank_identity import torch_distributed
+from distdiag.facts.process.rank_identity import torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

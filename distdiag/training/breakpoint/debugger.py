@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 
 from distdiag.facts import machine
-from distdiag.facts.rank_identity import identify, own_rank, torch_distributed
+from distdiag.facts.process.rank_identity import identify, own_rank, torch_distributed
 from distdiag.training.breakpoint import debug_barrier as barrier
 from distdiag.training.breakpoint.console import open_console
 

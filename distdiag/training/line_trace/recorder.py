@@ -1,4 +1,4 @@
-"""What both tracers write into: the file of `distdiag.facts.line_trace_file`, made when the first line is to be kept.
+"""What both tracers write into: the file of `facts.recorder.line_trace_file`, made when the first line is to be kept.
 
 `Recorder` knows which code is traced, `TraceFile` hands out the parts of the file to threads.
 """
@@ -16,7 +16,9 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-from distdiag.facts import line_trace_file, machine, private_files, procs, rank_identity
+from distdiag.facts import machine, private_files
+from distdiag.facts.process import procs, rank_identity
+from distdiag.facts.recorder import line_trace_file
 from distdiag.training.line_trace.code_filter import CodeFilter
 
 TYPE_CHECKING = False

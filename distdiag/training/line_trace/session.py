@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from distdiag.facts.line_trace_file import default_folder
+from distdiag.facts.recorder.line_trace_file import default_folder
 from distdiag.training.line_trace.recorder import LINES, THREADS, VARIABLE, Recorder, Settings, complain
 
 TYPE_CHECKING = False

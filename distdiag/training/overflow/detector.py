@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distdiag.facts.machine import host_name
-from distdiag.facts.rank_identity import own_rank
+from distdiag.facts.process.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.advice import LostUpdates, Underflow
 from distdiag.training.overflow.calls import Callers

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import DataParallel
 
 from distdiag.facts.machine import host_name
-from distdiag.facts.rank_identity import own_rank
+from distdiag.facts.process.rank_identity import own_rank
 from distdiag.training.overflow.detector import DebugUnderflowOverflow, detector_of
 from distdiag.training.overflow.modules import within_ddp
 from distdiag.training.overflow.report import Aborted, OverflowDetected, WatchedProcess, is_of_script

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from distdiag.facts.machine import host_name
-from distdiag.facts.rank_identity import own_rank
+from distdiag.facts.process.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, ranks
 from distdiag.training.overflow.cause import FIXES, Origins, except_for_masks, from_frames, how
 from distdiag.training.overflow.frames import Found, Recorder

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distdiag.facts.rank_identity import torch_distributed
+from distdiag.facts.process.rank_identity import torch_distributed
 from distdiag.training.overflow import extrema
 
 if TYPE_CHECKING:

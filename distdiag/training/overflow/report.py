@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from distdiag.facts import private_files
-from distdiag.facts.rank_identity import torch_distributed
+from distdiag.facts.process.rank_identity import torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

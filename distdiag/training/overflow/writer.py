@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.facts import private_files
 from distdiag.facts.machine import host_name
-from distdiag.facts.rank_identity import own_rank
+from distdiag.facts.process.rank_identity import own_rank
 from distdiag.training.overflow.frames import Frame, Recorder
 from distdiag.training.overflow.report import SCHEMA, is_one_of_many
 from distdiag.training.printflock import printflock

@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test import compute_findings
 from distdiag.commands.gpu_test.isolate.classify import classify
 from distdiag.commands.gpu_test.isolate.types import Isolated, Kind, Pair, PairStatus, Request
 from distdiag.commands.gpu_test.types import compute_config
 from distdiag.diagnosis.wording import counted, format_size
 from distdiag.errors import UsageError
-from distdiag.facts.computed import bad_ranks
+from distdiag.facts.gpu.computed import bad_ranks
 from distdiag.ids import Shared
 from distdiag.launch import rank_report, runner
+from distdiag.launch.rank_runs import Outcome
 from distdiag.launch.record import Job
 from distdiag.launch.types import Device
 from distdiag.launch.view import log_lines, rank_table, run_lines
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from distdiag.cluster.launch_commands import Recipe
     from distdiag.cluster.records import PairMessage
     from distdiag.commands.gpu_test.isolate.types import Classification, Fault
+    from distdiag.launch.launch_commands import Recipe
     from distdiag.launch.record import Allocation, Inventory, Plan, RunRecord, SavedRun
     from distdiag.runner import Subcommand
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.blocked.types import COMMAND, Last, Request, ThreadRow, Threads, TraceBlocked
 from distdiag.diagnosis import remedies
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.diagnosis.stuck.judge import job_findings, judge_jobs
 from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.diagnosis.process_index import Key
     from distdiag.diagnosis.wait_reasons import Wait
-    from distdiag.facts.blocked_threads import Blocked, Thread
+    from distdiag.facts.process.blocked_threads import Blocked, Thread
     from distdiag.jobs.types import Job, NodePicture
     from distdiag.saved_facts import Gathered
 

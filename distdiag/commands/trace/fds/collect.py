@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from distdiag.facts import machine
-from distdiag.facts.descriptors import Descriptor, Look, descriptors
-from distdiag.facts.socket_owners import Network, PeerProcess, networks, peer_processes
+from distdiag.facts.network.socket_owners import Network, PeerProcess, networks, peer_processes
+from distdiag.facts.process.descriptors import Descriptor, Look, descriptors
 from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False

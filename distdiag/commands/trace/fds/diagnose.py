@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace.nodes import incomplete, index_of
 from distdiag.commands.trace.ranks import Wanted  # noqa: TC001 - msgspec reads the annotations
 from distdiag.diagnosis import remedies
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.wording import counted
-from distdiag.facts.descriptors import Descriptor
+from distdiag.facts.process.descriptors import Descriptor
 from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from distdiag.diagnosis.outliers import minority_of, stuck_of
-from distdiag.facts.line_trace_file import JOB_NAMES
+from distdiag.facts.recorder.line_trace_file import JOB_NAMES
 from distdiag.knowledge.calls import call_in
 from distdiag.knowledge.frames import kind_of
 

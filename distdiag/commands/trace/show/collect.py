@@ -9,7 +9,9 @@ import time
 from dataclasses import dataclass
 from functools import cache
 
-from distdiag.facts import line_trace_file, machine, procs
+from distdiag.facts import machine
+from distdiag.facts.process import procs
+from distdiag.facts.recorder import line_trace_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

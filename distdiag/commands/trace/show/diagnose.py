@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace.show.classify import COMM, Outcome, are_young, by_place, classify_run, find_runs, newest
 from distdiag.commands.trace.show.types import COMMAND, Group, Ring, TraceShow
 from distdiag.commands.trace.show.wording import briefly, does, end_of, waits, who
 from distdiag.diagnosis import remedies
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.wording import counted
 from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where

@@ -15,10 +15,11 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 
-from distdiag.facts import blocked_threads, carried_tools, machine, private_files, procs, programs
-from distdiag.facts.blocked_threads import Thread  # noqa: TC001 - decoded by its annotations
-from distdiag.facts.descriptors import Look
-from distdiag.facts.socket_owners import Network, PeerProcess, networks, peer_processes
+from distdiag.facts import carried_tools, machine, private_files, programs
+from distdiag.facts.network.socket_owners import Network, PeerProcess, networks, peer_processes
+from distdiag.facts.process import blocked_threads, procs
+from distdiag.facts.process.blocked_threads import Thread  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.process.descriptors import Look
 from distdiag.facts.strace.log import read_logs
 from distdiag.facts.strace.types import Logs, ThreadLog
 from distdiag.jobs.collect import facts

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace.nodes import incomplete, index_of
 from distdiag.commands.trace.sys import findings
 from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, TracedThread, TraceSys, state_of
 from distdiag.diagnosis import verdicts
+from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.wait_reasons import Kind, Wait, wait_of
 from distdiag.diagnosis.wording import counted, format_duration
-from distdiag.facts.blocked_threads import Blocked
+from distdiag.facts.process.blocked_threads import Blocked
 from distdiag.facts.strace.types import WAITING
 from distdiag.report import Level, Report
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.sys.collect import Attached, Reply, Traced
     from distdiag.commands.trace.sys.types import Request
     from distdiag.diagnosis.process_index import Key
-    from distdiag.facts.blocked_threads import Thread
+    from distdiag.facts.process.blocked_threads import Thread
     from distdiag.facts.strace.types import ThreadLog
     from distdiag.report import Finding
 

@@ -22,8 +22,8 @@ from distdiag.diagnosis import remedies, verdicts
 from distdiag.diagnosis.wait_graph import find_roots
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.diagnosis.wording import format_duration, listed
-from distdiag.facts import syscall_names
 from distdiag.facts.machine import STOPPED
+from distdiag.facts.process import syscall_names
 from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Where
 

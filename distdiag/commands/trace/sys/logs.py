@@ -12,7 +12,7 @@ from distdiag.commands.trace.sys.types import TracedThread, state_of
 from distdiag.commands.trace.sys.wording import name_process, parse_log_name
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.facts import syscall_names
+from distdiag.facts.process import syscall_names
 from distdiag.facts.strace import targets
 from distdiag.facts.strace.log import read_logs
 from distdiag.facts.strace.types import WAITING

@@ -1,1 +1,0 @@
-"""Dumps of PyTorch's flight recorder, read on the node that wrote them."""

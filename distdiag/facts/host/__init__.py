@@ -1,0 +1,1 @@
+"""Limits, file systems, PCIe and kernel log of a node."""

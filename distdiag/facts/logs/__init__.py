@@ -1,0 +1,1 @@
+"""Logs of jobs: their files, lines and events."""

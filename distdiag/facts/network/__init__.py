@@ -1,0 +1,1 @@
+"""Sockets, ports, interfaces and links of a node."""

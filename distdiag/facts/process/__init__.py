@@ -1,0 +1,1 @@
+"""Processes from /proc: identity, counters, threads and descriptors, and what each waits for."""

@@ -1,0 +1,1 @@
+"""Records of a job's own: flight recorder, NCCL RAS, line traces."""

@@ -1,0 +1,1 @@
+"""Stacks of live processes: Python frames, and libraries of native ones."""

@@ -1,0 +1,98 @@
+"""hang treats ranks polling their GPUs as waiting: seven jobs of tests/gpu_jobs.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import need, need_mounts, need_root
+
+MATRIX = Path(__file__).parents[2] / "benchmarks" / "gpu_waits_matrix.py"
+Rows = dict[str, dict[str, Any]]
+pytestmark = pytest.mark.timeout(400)  # their eight ranks compute all the time, at a low priority
+SIDES = (
+    ("pipe", "network-rank-0-logs", "evaluates", "init-network"),
+    ("ahead-lock", "steps-of-5-s", "init-two-sleep"),
+)
+"""Each side runs its situations one after another, beside the other side: they mostly wait."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """Run the situations; return the row of each, with the answer of hang."""
+    need_root()
+    need_mounts()
+    need("gcc", "gdb")
+    folder = tmp_path_factory.mktemp("rows")
+    common = [sys.executable, str(MATRIX), "--commands", "hang", "--settle", "8"]
+    sides = [
+        subprocess.Popen(
+            [*common, "--only", ",".join(names), "--out", str(folder / str(number))],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for number, names in enumerate(SIDES)
+    ]
+    try:
+        errors = [side.communicate(timeout=390)[1] for side in sides]
+    finally:
+        for side in sides:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(side.pid, signal.SIGKILL)
+            side.wait(10)
+    assert [side.returncode for side in sides] == [0, 0], errors
+    found = [row for number in range(len(SIDES)) for row in json.loads((folder / str(number)).read_text())]
+    return {row["situation"]: row for row in found}
+
+
+def answer_to(situation: str, rows: Rows) -> dict[str, Any]:
+    """Return hang's scored answer about a job that was verified afterwards."""
+    row = rows[situation]
+    assert row["not as claimed"] == ""
+    answer: dict[str, Any] = row["hang"]
+    return answer
+
+
+def test_a_rank_that_reads_a_pipe_while_the_others_poll_their_gpus_holds_up_the_job(rows: Rows) -> None:
+    answer = answer_to("pipe", rows)
+    assert (answer["verdict"], answer["accused"]) == ("fail", [2]), answer
+
+
+def test_ranks_that_ran_ahead_to_other_lines_are_innocent(rows: Rows) -> None:
+    answer = answer_to("ahead-lock", rows)
+    assert (answer["verdict"], answer["accused"]) == ("fail", [1]), answer
+
+
+def test_a_job_of_which_all_ranks_poll_their_gpus_is_not_fine_and_no_rank_is_blamed(rows: Rows) -> None:
+    answer = answer_to("network-rank-0-logs", rows)
+    assert (answer["score"], answer["accused"]) == ("right", []), answer
+
+
+def test_steps_of_five_seconds_are_no_hang(rows: Rows) -> None:
+    answer = answer_to("steps-of-5-s", rows)
+    assert (answer["verdict"], answer["accused"]) == ("ok", []), answer
+
+
+def test_a_rank_that_evaluates_while_the_others_wait_is_named_as_busy(rows: Rows) -> None:
+    answer = answer_to("evaluates", rows)
+    assert (answer["verdict"], answer["accused"]) == ("warn", [0]), answer
+
+
+def test_ranks_that_do_not_reach_the_bootstrap_of_nccl_are_named(rows: Rows) -> None:
+    answer = answer_to("init-two-sleep", rows)
+    assert (answer["verdict"], answer["accused"]) == ("fail", [0, 3]), answer
+
+
+def test_where_all_ranks_wait_in_the_bootstrap_of_nccl_none_is_blamed(rows: Rows) -> None:
+    answer = answer_to("init-network", rows)
+    assert (answer["verdict"], answer["accused"]) == ("unknown", []), answer
+    assert "all 4 ranks wait in `ncclCommInitRank`" in answer["titles"][0]

@@ -1,0 +1,277 @@
+"""hang on real Gloo jobs: the class and the rank of each fault; nothing is disturbed; saved facts say the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Network, need_network
+from cluster_slurm import Slurm, need_slurm
+from cluster_ssh import SSHD, serve_ssh
+from integration.hang.test_nccl_ras import service as ras_service
+from jobs import PROGRAMS, Job, free_port, states
+from support import distdiag, need, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support import Result
+
+PROGRAM = "hangs_in_every_way"
+
+
+def hung(how: str, **env: str) -> Job:
+    return Job(PROGRAM, 3, env={"HOW": how, **env}, server="shared")
+
+
+def wait_hung(job: Job, least_s: float = 6.0) -> None:
+    """Wait until the fault has happened and the others have waited for longer than a step takes."""
+    job.wait_ready()
+    wait_until(lambda: (job.folder / "bad").exists(), 60, lambda: "the fault has not happened")
+    since = time.monotonic()
+    wait_until(lambda: time.monotonic() - since > least_s, 60, lambda: "time stands still")
+
+
+def ask(job: Job, *arguments: str) -> Result:
+    return distdiag("hang", "--json", "--job", job.name, *arguments)
+
+
+def verdict(result: Result) -> tuple[str, list[int]]:
+    data = result.report["data"]
+    return data["class_name"], data["ranks"]
+
+
+def stands(result: Result) -> dict[str, str]:
+    return {row["source"]: row["stand"] for row in result.report["data"]["sources"]}
+
+
+# By fault: the class and the ranks at fault.
+TRUTH = {
+    "sleeps": ("not-in-collective", [2]),
+    "stopped": ("stopped", [2]),
+    "debugger": ("debugger", [2]),
+    "own-lock": ("lock", [2]),
+    "d-state": ("storage", [2]),
+    "recv-cycle": ("deadlock", [0, 1]),
+}
+
+
+@pytest.fixture(scope="module")
+def stuck() -> Iterator[dict[str, Job]]:
+    """A job for each fault, which all hang at the same time."""
+    with contextlib.ExitStack() as stack:
+        jobs = {how: stack.enter_context(hung(how)) for how in TRUTH}
+        for number, job in enumerate(jobs.values(), 1):
+            wait_hung(job, 6.0 if number == len(jobs) else 0.0)
+        yield jobs
+
+
+@pytest.mark.parametrize("how", TRUTH)
+def test_the_rank_at_fault_and_its_class_are_named(how: str, stuck: dict[str, Job]) -> None:
+    job = stuck[how]
+    _, ranks = TRUTH[how]
+    before = states(job.pid(rank) for rank in range(3))
+    result = ask(job)
+    assert states(job.pid(rank) for rank in range(3)) == before
+    assert (verdict(result), result.code) == (TRUTH[how], 1), result.out + result.err
+    assert stands(result)["stacks"] == "agrees"
+    assert stands(result)["recorder"] == "not available"
+    first = result.report["findings"][0]
+    assert first["where"]["ranks"] == ranks
+    assert first["fix"] is not None
+    if how == "sleeps":
+        assert re.search(r"The process group's timeout ends the wait in \d+ min\.", first["detail"]), first["detail"]
+
+
+def test_a_busy_rank_is_told_from_a_stuck_one_and_its_bar_says_how_long_still(tmp_path: Path) -> None:
+    with hung("tokenizes") as job:
+        wait_hung(job)
+        wait_until(lambda: "tokenize:" in (job.folder / "stderr-2").read_text(), 60, lambda: "no bar")
+        result = ask(job, "--save", str(tmp_path / "kept"))
+        again = distdiag("hang", "--json", "--from", str(tmp_path / "kept"))
+    assert verdict(result) == ("busy-rank", [2]), result.out + result.err
+    first = result.report["findings"][0]
+    assert result.report["verdict"] == "warn"
+    assert "rank 2" in first["title"]
+    assert "busy outside of the collective: `tokenize_corpus" in first["title"]
+    assert re.search(r"tokenize: \d+ of 100000 in .* left at this rate", first["detail"]), first["detail"]
+    assert (again.code, again.out) == (result.code, result.out)
+
+
+def test_a_recorder_names_the_rank_where_all_stacks_are_alike(tmp_path: Path) -> None:
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    with hung("two-groups", RECORD=str(dumps), TORCH_FR_BUFFER_SIZE="200") as job:
+        wait_hung(job)
+        wait_until(lambda: len(list(dumps.glob("*[0-9]"))) == 3, 60, lambda: f"dumps: {list(dumps.iterdir())}")
+        blind = ask(job)
+        result = ask(job, "--recorder", str(dumps))
+        (old := tmp_path / "old").mkdir()
+        for file in dumps.glob(
+            "*[0-9]"
+        ):  # as the job may have left them an hour ago, when it waited for something else
+            content = pickle.loads(file.read_bytes())
+            content["distdiag_dumped_ns"] -= 3600 * 10**9
+            (old / file.name).write_bytes(pickle.dumps(content))
+        stale = ask(job, "--recorder", str(old))
+    assert (verdict(blind), blind.code) == (("unknown", []), 3), blind.out + blind.err
+    assert len(blind.report["data"]["candidates"]) == 2
+    assert blind.report["data"]["next_experiment"].endswith("flight-recorder --how")
+    assert (verdict(result), result.code) == (("deadlock", [2]), 1), result.out + result.err
+    assert stands(result)["recorder"] == "agrees"
+    assert (verdict(stale), stands(stale)["recorder"]) == (("unknown", []), "cannot tell"), stale.out
+    assert re.search(r"the newest dump is 36\d\d s old, from before the ranks began to wait", stale.out)
+
+
+def test_nccl_ras_is_asked_and_only_a_rank_behind_the_others_is_blamed(tmp_path: Path) -> None:
+    port = free_port()
+    answers = {}
+    env = {"HOW": "two-groups", "NCCL_RAS_ADDR": f"127.0.0.1:{port}"}  # hang reads the address in /proc
+    with Job(PROGRAM, 3, env=env, forked=True) as job:
+        wait_hung(job)
+        for scenario in ("job_healthy", "job_lagging", "job_ahead", "job_dead"):
+            with ras_service(scenario, tmp_path, port):
+                answers[scenario] = ask(job)
+        answers["none"] = ask(job)
+    found = {scenario: (*verdict(result), stands(result)["ras"]) for scenario, result in answers.items()}
+    assert found == {
+        "job_healthy": ("unknown", [], "cannot tell"),
+        "job_lagging": ("not-in-collective", [2], "agrees"),
+        "job_ahead": ("unknown", [], "cannot tell"),  # the smaller group is ahead and waits for no rank
+        "job_dead": ("unknown", [], "cannot tell"),  # its process exists, but NCCL cannot reach it
+        "none": ("unknown", [], "not available"),
+    }, {scenario: result.report["data"]["sources"][2] for scenario, result in answers.items()}
+
+
+def test_a_slow_job_is_not_called_hung_and_goes_on() -> None:
+    with hung("slow") as job:
+        job.wait_ready()
+        steps = job.folder / "steps"
+        wait_until(steps.exists, 60, lambda: "no step was made")
+        before, made = states(job.pid(rank) for rank in range(3)), int(steps.read_text())
+        result = ask(job)
+        wait_until(lambda: int(steps.read_text() or 0) > made + 1, 30, lambda: "it makes no steps any more")
+        assert states(job.pid(rank) for rank in range(3)) == before
+    assert result.report["verdict"] in ("ok", "warn"), result.out + result.err
+    assert verdict(result)[0] in ("not-hung", "slow", "busy-rank")
+    assert set(verdict(result)[1]) <= {2}
+
+
+def losses_of(job: Job) -> list[str]:
+    return (job.folder / "losses-0").read_text().splitlines()
+
+
+def test_a_job_has_the_same_losses_whether_it_is_asked_or_not() -> None:
+    with Job("trains_well", 2, server="shared") as job:
+        job.wait_ready()
+        wait_until(lambda: len(losses_of(job)) > 40, 60, lambda: "it makes no steps")
+        unasked = losses_of(job)[:-1]
+    with Job("trains_well", 2, server="shared") as job:
+        job.wait_ready()
+        made = len(losses_of(job))
+        result = ask(job)
+        assert result.report["verdict"] != "fail", result.out
+        assert len(result.report["data"]["processes"]) == 2
+        wait_until(lambda: len(losses_of(job)) > made + 40, 60, lambda: "it makes no steps any more")
+        asked = losses_of(job)[:-1]
+    steps = min(len(asked), len(unasked))
+    assert asked[:steps] == unasked[:steps]
+
+
+def test_a_dead_node_costs_its_own_row_and_no_more_than_the_timeout(tmp_path: Path) -> None:
+    need_network()
+    need("ssh", SSHD)
+    timeout_s = 20.0
+    with Network(4) as network:
+        serve_ssh(network)
+        for rank, node in enumerate(network.nodes[:3]):
+            place = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+            env = {**place, **meeting, "JOB_FOLDER": str(tmp_path), "HOW": "sleeps", "OMP_NUM_THREADS": "1"}
+            node.start(sys.executable, str(PROGRAMS / f"{PROGRAM}.py"), env=env)
+        wait_until(lambda: (tmp_path / "bad").exists(), 60, lambda: "the fault has not happened")
+        time.sleep(6)  # the others are to have waited for longer than a step takes
+        network.nodes[3].vanish()
+        wrap, env = tuple(network.client.command()), network.client_env()
+        began = time.monotonic()
+        result = distdiag("hang", "--json", "--hosts", network.hosts, "--timeout", f"{timeout_s:g}", wrap=wrap, env=env)
+        assert time.monotonic() - began < timeout_s + 2
+    assert (verdict(result), result.code) == (("not-in-collective", [2]), 1), result.out + result.err
+    assert any(finding["where"]["hosts"] == ["node4"] for finding in result.report["findings"][1:])
+
+
+def test_a_slurm_node_that_does_not_answer_costs_its_own_row(tmp_path: Path) -> None:
+    need_slurm()
+    timeout_s = 20.0
+    with Slurm(3) as slurm:
+        job = slurm.allocate(3)
+        env = {"JOB_FOLDER": str(tmp_path), "HOW": "sleeps", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        words = [f"{name}={value}" for name, value in env.items()]
+        slurm.start_step(job, "env", *words, sys.executable, str(PROGRAMS / f"{PROGRAM}.py"), options=("--ntasks=3",))
+        wait_until(lambda: (tmp_path / "bad").exists(), 60, lambda: "the fault has not happened")
+        time.sleep(6)  # the others are to have waited for longer than a step takes
+        slurm.freeze_slurmd("mn2")
+        wrap, began, kept = tuple(slurm.client.command()), time.monotonic(), ("--save", str(tmp_path / "kept"))
+        where = ("--slurm-job", str(job), "--timeout", f"{timeout_s:g}")
+        result = distdiag("hang", "--json", *where, *kept, wrap=wrap, env=slurm.env())
+        assert time.monotonic() - began < timeout_s + 2
+        slurm.thaw_slurmd("mn2")
+    assert (verdict(result), result.code) == (("not-in-collective", [2]), 1), result.out + result.err
+    assert {finding["id"]: finding["where"]["hosts"] for finding in result.report["findings"][1:]} == {
+        "hosts.timeout": ["mn2"],
+        "hang.unseen": [],
+    }
+    again = distdiag("hang", "--json", "--from", str(tmp_path / "kept"))
+    assert again.report["findings"] == result.report["findings"]
+
+
+def test_watch_leaves_a_job_alone_until_nobody_makes_progress() -> None:
+    with hung("slow") as job:
+        job.wait_ready()
+        steps = job.folder / "steps"
+        wait_until(steps.exists, 60, lambda: "no step was made")
+        made = int(steps.read_text())
+        watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
+        with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+            wait_until(lambda: int(steps.read_text() or 0) > made + 6, 60, lambda: "it makes no steps any more")
+            assert watching.poll() is None
+            os.kill(job.pid(2), signal.SIGSTOP)
+            out, err = watching.communicate(timeout=60)
+        os.kill(job.pid(2), signal.SIGCONT)
+    report = json.loads(out)
+    assert (report["data"]["class_name"], report["data"]["ranks"], watching.returncode) == ("stopped", [2], 1), out
+    assert err.count("taking the full picture") == 1
+    assert err.count("reading all sources") == 1
+
+
+@pytest.mark.usefixtures("stuck")
+def test_watch_ends_with_the_job_though_others_go_on() -> None:
+    with hung("slow") as job:
+        job.wait_ready()
+        watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
+        with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+            assert watching.stderr is not None
+            assert any("watching" in line for line in watching.stderr)
+            for rank in range(3):
+                os.kill(job.pid(rank), signal.SIGKILL)
+            out, err = watching.communicate(timeout=80)
+    assert (json.loads(out)["findings"][0]["id"], watching.returncode) == ("hang.no-job", 3), out + err
+
+
+def test_the_page_holds_the_report(tmp_path: Path, stuck: dict[str, Job]) -> None:
+    page = tmp_path / "hang.html"
+    ask(stuck["sleeps"], "--html", str(page))
+    data = json.loads(page.read_text().partition('type="application/json">')[2].partition("</script>")[0])
+    assert data["class_name"] == "not-in-collective"
+    assert len(data["rows"]) == 3
+    assert data["edges"] == [{"from": "ranks 0-1", "to": "rank 2", "doing": "communication wait"}]
