@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 
 from distdiag.agent import rendezvous
 from distdiag.agent.rank_progress import Progress
@@ -129,7 +130,8 @@ class Rank:
                 self.fail("out-of-memory", message=memory_message(error, getattr(self, "device", None)))
             self.fail("exception", message=first_lines(error))
         finally:
-            self.leave_group()
+            if self.in_group:  # ranks that exit without this may abort
+                dist.destroy_process_group()
         self.progress.step("finished", finished=True)
 
     def enter(self, stage: str, note: str) -> None:
@@ -219,15 +221,13 @@ class Rank:
             self.listener = socket.socket(fileno=self.config["listener_fd"])
             rendezvous.receive(self.listener, self.config["key"], self.world_size)
         else:
+            answered = partial(self.progress.step, "rank 0 answered; waiting for the others", waiting=True)
             self.progress.step(f"looking for rank 0 at {address} port {port}", waiting=True)
             try:
-                rendezvous.greet(address, port, self.config["key"], self.rank, self._report_answer)
+                rendezvous.greet(address, port, self.config["key"], self.rank, answered)
             except rendezvous.ForeignServer as stranger:
                 self.fail("port-foreign", message=stranger.said, address=address, port=port)
         self.progress.step("all ranks connected")
-
-    def _report_answer(self) -> None:
-        self.progress.step("rank 0 answered; waiting for the others", waiting=True)
 
     def init(self) -> None:
         """Create torch's store and the process group."""
@@ -312,11 +312,6 @@ class Rank:
         else:
             dist.barrier()
         self.progress.step("destroying the process group", waiting=True)
-
-    def leave_group(self) -> None:
-        """Destroy the process group: ranks that exit without it may abort."""
-        if self.in_group:
-            dist.destroy_process_group()
 
 
 class _Hides:

@@ -73,7 +73,8 @@ def carry_out(job: Job[Asked, Data], progress: Progress) -> SavedRun:
         if targets.launcher is not None:
             progress.news(f"connecting to {describe(targets)}")
         try:
-            fleet.gather(lambda now: _report_reached(now, progress))
+            reached = "{} of {} hosts reached, {} failed"
+            fleet.gather(lambda now: progress.now(reached.format(len(now.up), len(now.hosts), len(now.refusals))))
             scene = _scene(fleet, targets)
             if not scene.places:
                 return SavedRun.of_none(NotStarted(scene=scene))
@@ -224,10 +225,6 @@ def _scene(fleet: Fleet, targets: Targets) -> Inventory:
 def _scene_now(scene: Inventory, fleet: Fleet) -> Inventory:
     """Update the rows of hosts that failed since; one node, or a launcher, has no rows."""
     return replace(scene, rows=fleet.rows, refusals=dict(fleet.refusals)) if scene.rows else scene
-
-
-def _report_reached(fleet: Fleet, progress: Progress) -> None:
-    progress.now(f"{len(fleet.up)} of {len(fleet.hosts)} hosts reached, {len(fleet.refusals)} failed")
 
 
 def _check_working_directory() -> None:

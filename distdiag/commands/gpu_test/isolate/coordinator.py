@@ -8,6 +8,7 @@ sent to the ranks.
 from __future__ import annotations
 
 import time
+from itertools import chain, zip_longest
 
 from distdiag.commands.gpu_test.isolate.slowness import DOZEN, judge, parts
 
@@ -36,21 +37,10 @@ def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
     First pairs inside the nodes, all nodes in parallel: for g ranks g - 1 rounds, or g if g is odd. Then pairs of
     nodes, for k nodes k - 1 or k rounds: local rank i of one node meets local rank i of the other.
     """
-    inside = [list(_meetings(len(ranks))) for ranks in nodes]
-    found = []
-    for turn in range(max(map(len, inside), default=0)):
-        now = [(nodes[k], turns[turn]) for k, turns in enumerate(inside) if turn < len(turns)]
-        found.append([(min(pair), max(pair)) for ranks, met in now for pair in ((ranks[a], ranks[b]) for a, b in met)])
-    for meetings in _meetings(len(nodes)):
-        both = [(nodes[a], nodes[b]) for a, b in meetings]
-        found.append(
-            [
-                (min(here[i], there[i]), max(here[i], there[i]))
-                for here, there in both
-                for i in range(min(len(here), len(there)))
-            ]
-        )
-    return [sorted(pairs) for pairs in found if pairs]
+    inside = ([[(ranks[a], ranks[b]) for a, b in met] for met in _meetings(len(ranks))] for ranks in nodes)
+    found = [[*chain.from_iterable(turn)] for turn in zip_longest(*inside, fillvalue=())]
+    found += [[pair for a, b in met for pair in zip(nodes[a], nodes[b])] for met in _meetings(len(nodes))]  # noqa: B905 - Python 3.9
+    return [sorted((min(pair), max(pair)) for pair in pairs) for pairs in found if pairs]
 
 
 def _meetings(members: int) -> Iterator[list[Pair]]:

@@ -97,7 +97,8 @@ def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, object]:
         raise UsageError(
             f"--inject {fault.option} affects no pair of {nproc} ranks", hint="name some of the ranks, not all"
         )
-    return {"pairs": hit, "ranks": list(fault.ranks) or list(range(nproc)), "lag_s": fault.lag_s}
+    lag_s = 0.05 if fault.kind == "slow" else 0.0  # of each call; 0: one end does not answer
+    return {"pairs": hit, "ranks": list(fault.ranks) or list(range(nproc)), "lag_s": lag_s}
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Isolated]:
