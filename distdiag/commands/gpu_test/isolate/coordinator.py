@@ -15,20 +15,11 @@ from distdiag.commands.gpu_test.isolate.slowness import DOZEN, judge, parts
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
-    from typing import Literal, TypedDict
+    from typing import Literal
 
     from distdiag.cluster.records import PairMessage
 
     Pair = tuple[int, int]
-
-    class Measured(TypedDict):
-        """One measurement of a pair; `bytes_per_s` and `took_s` are 0 if it failed, and `error` is why."""
-
-        bytes_per_s: float
-        failed: bool
-        wrong: int
-        error: str
-        took_s: float
 
 
 def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
@@ -114,13 +105,16 @@ class Coordinator:
                 yield f"{words}: reference pair", [self._control(pair, good)]
                 yield words, [pair]
 
-    def note(self, pair: Pair, result: Measured) -> None:
-        """Record a result; wrong data once is wrong for good, and a pair that worked once has not failed."""
-        known = self.results.setdefault(pair, {**self._untried(pair), "failed": True, "error": result["error"]})
-        known["bandwidths"].append(result["bytes_per_s"])
-        known["wrong"] = max(known["wrong"], result["wrong"])
-        if not result["failed"]:
-            self._longest_s = max(self._longest_s or 0.0, result["took_s"])
+    def note(self, pair: Pair, bytes_per_s: float, wrong: int, error: str, took_s: float) -> None:
+        """Record a measurement, which failed if it has an error.
+
+        Wrong data once is wrong for good, and a pair that worked once has not failed.
+        """
+        known = self.results.setdefault(pair, {**self._untried(pair), "failed": True, "error": error})
+        known["bandwidths"].append(bytes_per_s)
+        known["wrong"] = max(known["wrong"], wrong)
+        if not error:
+            self._longest_s = max(self._longest_s or 0.0, took_s)
             known["failed"], known["error"] = False, ""
 
     def patience_s(self) -> float:
@@ -163,7 +157,9 @@ class Coordinator:
             if samples:
                 _, slow, unsure = judge(samples, self._node_of)
                 good |= samples.keys() - slow - unsure
-                again = unsure | _dim(samples) - slow if also_dim else unsure
+                best = sorted(map(max, samples.values()))[-1 - len(samples) // 10]
+                dim = {pair for pair, own in samples.items() if also_dim and max(own) < _DIM * best}
+                again = unsure | dim - slow
                 found += [(-len(samples[pair]), max(samples[pair]), pair) for pair in again]
         return good, [pair for _, _, pair in sorted(found)[:DOZEN]]
 
@@ -200,8 +196,3 @@ class Coordinator:
         """Find all ranks connected to a rank by working pairs, including itself."""
         working = (pair for pair, result in self.results.items() if not result["failed"])
         return next((part for part in parts(working) if rank in part), {rank})
-
-
-def _dim(samples: dict[Pair, list[float]]) -> set[Pair]:
-    best = sorted(map(max, samples.values()))[-1 - len(samples) // 10]
-    return {pair for pair, own in samples.items() if max(own) < _DIM * best}

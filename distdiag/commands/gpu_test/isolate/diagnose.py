@@ -71,19 +71,14 @@ def job_of(request: Request) -> Job[Request, Isolated]:
     )
 
 
-def _size(request: Request, plan: Plan) -> int:
-    return request.size_bytes or _SIZE_BYTES[plan.device]
-
-
 def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, object]:
     return {
-        "size_bytes": _size(request, plan),
+        "size_bytes": request.size_bytes or _SIZE_BYTES[plan.device],
         "nodes": plan.machines,
         "iterations": _ITERATIONS,
         "at_once": max(1, (share.cpus or 2) // 2) if plan.device is Device.CPU else None,
-        "least_timeout_s": _LEAST_TIMEOUT_S[plan.device],
+        "patience_s": (_LEAST_TIMEOUT_S[plan.device], min(_PAIR_TIMEOUT_S[plan.device], request.timeout_s)),
         "pause_s": _PAUSE_S,
-        "pair_timeout_s": min(_PAIR_TIMEOUT_S[plan.device], request.timeout_s),
         "fault": None if request.fault is None else _fault(request.fault, plan.nproc, rank),
         **compute_config(request.compute_s, plan, share),
     }
@@ -114,7 +109,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
     data = Isolated(
         **vars(rank_report.facts_of(request, scene, plan, course)),
-        size_bytes=_size(request, plan),
+        size_bytes=request.size_bytes or _SIZE_BYTES[plan.device],
         left_out=tuple(sorted(left_out)),
         pairs=tuple(replace(pair, status=statuses[pair.a, pair.b]) for pair in pairs),
         classification=classification if finished else None,
@@ -189,8 +184,7 @@ def _matrix(data: Isolated) -> Table:
         *(Column(f"rank {rank}" if rank == 0 else str(rank), justify="right", no_wrap=True) for rank in ranks),
     )
     for a in ranks:
-        cells = [of.get((min(a, b), max(a, b))) if a != b else None for b in ranks]
-        table.add_row(f"rank {a}", *(_cell(pair) for pair in cells))
+        table.add_row(f"rank {a}", *(_cell(of.get((min(a, b), max(a, b)))) for b in ranks))
     return table
 
 
