@@ -74,7 +74,7 @@ class Rank(AnyRank):
         """On rank 0: plan each round, take part in it, and report its results."""
         nodes, at_once, patience_s = (self.config[name] for name in ("nodes", "at_once", "patience_s"))
         coordinator = Coordinator(nodes, at_once, patience_s, self.config["pause_s"], left_out)
-        number = 0
+        number = -1  # of the last round: bad ranks may leave no pair at all
         for number, (words, pairs) in enumerate(coordinator.plan()):
             timeout_s = coordinator.patience_s()
             self.store.set(f"round/{number}", json.dumps([words, pairs, timeout_s]))
