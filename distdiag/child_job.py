@@ -20,6 +20,8 @@ from distdiag.users_python import users_python
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from distdiag.agent.job_recorder import Config
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _FROM_PROCESS = 0
 """si_code of a signal that a process sent: SI_USER, SI_QUEUE and SI_TKILL are 0 and less.
@@ -146,7 +148,7 @@ def _first_bytes(path: str) -> bytes:
     return b""
 
 
-def start_recorder(config: Mapping[str, object], keep: Sequence[int]) -> int:
+def start_recorder(config: Config, keep: Sequence[int]) -> int:
     """Start the recorder of a job, which outlives us, in a new session; return its pid. It inherits `keep`."""
     _flush()
     child = os.fork()
@@ -163,7 +165,7 @@ def start_recorder(config: Mapping[str, object], keep: Sequence[int]) -> int:
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1, 2):
             os.dup2(nothing, number)
-        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", code, json.dumps(dict(config))])
+        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", code, json.dumps(config)])
     finally:
         os._exit(127)
 

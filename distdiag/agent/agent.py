@@ -23,19 +23,33 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
-    from typing import Any, NoReturn
+    from typing import Any, NoReturn, TypedDict
 
     from distdiag.agent.connectivity import Connectivity
     from distdiag.agent.protocol import Message
     from distdiag.agent.ranks import Ranks
     from distdiag.agent.tools import Tools
 
+    class Config(TypedDict):
+        """`collect`: the module with facts(ask) or facts(), and more(ask, report) for Collect orders.
+
+        `ask`: the argument of facts. `env`: variables to set. `silence_s`: exit after this silence of the parent, None:
+        never. `untrusted`: the parent is unauthenticated.
+        """
+
+        collect: str
+        ask: object
+        env: dict[str, str]
+        silence_s: float | None
+        untrusted: bool
+
+
 _POLL_S = 0.03
 """Longest delay in noticing the end of a rank; its events wake us at once."""
 _ALIVE_S = 1.0
 
 
-def main(config: dict[str, Any], connection: int | None = None) -> None:
+def main(config: Config, connection: int | None = None) -> None:
     """Run the agent on stdin and stdout, or on a connected socket's descriptor, see `serve`."""
     status = (
         serve(config, 0, Writer.take_stdout()) if connection is None else serve(config, connection, Writer(connection))
@@ -43,14 +57,10 @@ def main(config: dict[str, Any], connection: int | None = None) -> None:
     os._exit(status)  # skip Python's own shutdown: a tenth of an agent's run time
 
 
-def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
+def serve(config: Config, orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
     """Run the agent until it is ordered to leave, and return the status of that order.
 
     If the orders end earlier, the process exits with status lost().
-
-    config: {"collect": module with facts(ask) or facts(), returning a dataclass or an equivalent dictionary, and
-    more(ask, report) for Collect orders; "ask": argument of facts; "env": variables to set; "silence_s": exit after
-    this silence of the parent, None: never; "untrusted": the parent is unauthenticated}
     """
     os.environ.update(config["env"])
     inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)
@@ -60,8 +70,7 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
     dispatcher = Dispatcher(wire, config["collect"], untrusted=config["untrusted"])
     try:
         wire.send(host_info.hello())
-        facts = call(importlib.import_module(config["collect"]).facts, config["ask"])
-        wire.send(protocol.Facts(facts=_as_dict(facts)))
+        wire.send(protocol.Facts(facts=call(importlib.import_module(config["collect"]).facts, config["ask"])))
         return _obey(inbox, dispatcher)
     except (BrokenPipeError, ConnectionError):
         return lost()  # same as the end of the orders
@@ -195,7 +204,7 @@ class Dispatcher:
 
     def _collect_more(self, order: protocol.Collect) -> None:
         module = importlib.import_module(self._collect)
-        call(module.more, order.ask, lambda facts: self._wire.send(protocol.More(facts=_as_dict(facts))))
+        call(module.more, order.ask, lambda facts: self._wire.send(protocol.More(facts=facts)))
         self._wire.send(protocol.MoreEnd())
 
     def _take_tool(self, order: protocol.SendTool) -> None:
@@ -237,14 +246,6 @@ def _as_type(name: str, value: Any, module: str) -> Any:  # noqa: ANN401 - of an
         return value
     notes = kind.__annotations__
     return kind(**{field: _as_type(notes[field], own, kind.__module__) for field, own in value.items()})
-
-
-def _as_dict(facts: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass, or a dictionary as of one
-    if isinstance(facts, dict):
-        return facts
-    import dataclasses
-
-    return dataclasses.asdict(facts)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -113,7 +113,7 @@ class CarriedFinder:
         return compile(self.get_source(name), path, "exec", dont_inherit=True)
 
 
-def pack(sources: dict[str, str], entry: str, config: dict[str, Any], folder: str = "") -> bytes:
+def pack(sources: dict[str, str], entry: str, config: object, folder: str = "") -> bytes:
     """Return the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`.
 
     `folder`: the installed package, for a child on this machine: only this module's source is sent then. A child
@@ -123,7 +123,7 @@ def pack(sources: dict[str, str], entry: str, config: dict[str, Any], folder: st
     return zlib.compress(f"{sources[__name__]}\nbegin({order!r})\n".encode())
 
 
-def pack_message(sources: dict[str, str], entry: str, config: dict[str, Any]) -> bytes:
+def pack_message(sources: dict[str, str], entry: str, config: object) -> bytes:
     """Pack for an interpreter that already runs this module: a line with the length, then the bytes."""
     message = zlib.compress(_order(sources, entry, config, "").encode())
     return b"%d\n%b" % (len(message), message)
@@ -144,6 +144,6 @@ def begin(order: str, *arguments: Any) -> None:  # noqa: ANN401 - of the entry m
     importlib.import_module(given["entry"]).main(given["config"], *arguments)
 
 
-def _order(sources: dict[str, str], entry: str, config: dict[str, Any], folder: str) -> str:
+def _order(sources: dict[str, str], entry: str, config: object, folder: str) -> str:
     order = {"sources": sources, "entry": entry, "config": config, "folder": folder}
     return json.dumps(order, default=vars)  # of a record its fields, as in agent/protocol.py

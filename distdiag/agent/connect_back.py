@@ -18,8 +18,16 @@ from distdiag.facts import machine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
+    from collections.abc import Mapping, Sequence
+    from typing import TypedDict
+
+    class Config(TypedDict):
+        """Where the parent listens, and how long to look for it."""
+
+        addresses: list[str]
+        port: int
+        find_s: float
+
 
 NONCE = "DISTDIAG_NONCE"
 IN = b"in\n"
@@ -31,8 +39,8 @@ _PAYLOAD_S = 60.0
 """For the whole payload: one parent sends it to all nodes."""
 
 
-def main(config: dict[str, Any]) -> None:
-    """Find the parent at config["addresses"], port config["port"], within config["find_s"], and obey it.
+def main(config: Config) -> None:
+    """Find the parent and obey it.
 
     The parent sends the payload at once, see boot.pack_message; the entry module's main also gets the connection's
     descriptor.
@@ -59,7 +67,7 @@ def main(config: dict[str, Any]) -> None:
 
 
 def find(
-    places: Sequence[tuple[str, int]], nonce: str, me: dict[str, Any], *, timeout_s: float
+    places: Sequence[tuple[str, int]], nonce: str, me: Mapping[str, object], *, timeout_s: float
 ) -> socket.socket | None:
     """Try all (address, port) in parallel until the timeout; return the first that authenticates."""
     found: list[socket.socket] = []

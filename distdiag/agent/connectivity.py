@@ -6,7 +6,6 @@ of the others.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 
@@ -42,7 +41,7 @@ class Connectivity:
             except OSError as error:
                 failed[str(port)] = _why_not_listening(port, error)
         numbers = [listener.getsockname()[1] for listener in own]
-        found = dataclasses.asdict(network.look())
+        found = network.look()
         self._wire.send(protocol.ReachListening(port=numbers[0], samples=numbers, failed=failed, network=found))
 
     def serve(self, order: protocol.ReachServe, master: socket.socket | None) -> None:
@@ -69,7 +68,7 @@ class Connectivity:
         self._wire.send(protocol.ReachEnded())
 
     def _report(self, probe: TcpProbe) -> None:
-        self._send(protocol.ReachProbe(probe=dataclasses.asdict(probe.run())))
+        self._send(protocol.ReachProbe(probe=probe.run()))
 
     def _look_up(self, name: str) -> None:
         addresses, error = network.resolve(name)

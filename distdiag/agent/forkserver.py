@@ -26,7 +26,22 @@ from distdiag.facts import programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from collections.abc import Mapping
+    from typing import NoReturn, TypedDict
+
+    class Config(TypedDict):
+        """`fd`: the socket to the agent. `modules`: to import before any fork."""
+
+        fd: int
+        modules: list[str]
+
+    class Order(TypedDict):
+        """A rank to fork: `main(config)` of the module `entry`, with these variables alone."""
+
+        env: dict[str, str]
+        entry: str
+        config: Mapping[str, object]
+
 
 _MESSAGE_BYTES = 2**17
 _MOST_FDS = 4
@@ -38,7 +53,7 @@ class Forkserver:
     def __init__(self, sources: dict[str, str], modules: list[str], env: dict[str, str]) -> None:
         programs.adopt_orphans()
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config = {"fd": its.fileno(), "modules": modules}
+        config: Config = {"fd": its.fileno(), "modules": modules}
         payload = boot.pack(sources, __name__, config)
         argv = [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-ranks"]
         with its:
@@ -68,8 +83,8 @@ class Forkserver:
             else:
                 self.end()
 
-    def fork(self, order: dict[str, Any], fds: list[int]) -> int | None:
-        """Fork a rank of {"env", "entry", "config"} on these descriptors; return its pid, None if it failed.
+    def fork(self, order: Order, fds: list[int]) -> int | None:
+        """Fork a rank on these descriptors; return its pid, None if it failed.
 
         `fds`: its stdin, its stdout and stderr, its events, and rank 0's listening socket, if any.
         """
@@ -77,7 +92,7 @@ class Forkserver:
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
             pid = self._receive().get("pid")
             if pid is not None:
-                return int(pid)
+                return pid
         self.end()
         return None
 
@@ -88,7 +103,7 @@ class Forkserver:
             self._socket.close()
             programs.end_group(self.process)
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, int]:
         data = self._socket.recv(_MESSAGE_BYTES)
         return dict(json.loads(data)) if data else {}
 
@@ -100,7 +115,7 @@ class Forkserver:
                 pass
 
 
-def main(config: dict[str, Any]) -> None:
+def main(config: Config) -> None:
     """Import, report that, then fork on request."""
     programs.die_with_parent()
     programs.name_process("distdiag-ranks")
@@ -134,7 +149,7 @@ def main(config: dict[str, Any]) -> None:
             os.close(fd)
 
 
-def _fork_again(order: dict[str, Any], fds: list[int], agent: socket.socket, report: int) -> NoReturn:
+def _fork_again(order: Order, fds: list[int], agent: socket.socket, report: int) -> NoReturn:
     middle = os.getpid()
     pid = os.fork()
     os.setpgid(pid, pid)  # on both sides, so that it leads its group before its pid is known
@@ -149,7 +164,7 @@ def _fork_again(order: dict[str, Any], fds: list[int], agent: socket.socket, rep
     _become(order, fds)
 
 
-def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
+def _become(order: Order, fds: list[int]) -> NoReturn:
     stdin, output, events, *listener = fds
     for fd, place in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(fd, place)

@@ -32,7 +32,19 @@ from distdiag.facts import machine, private_files
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Mapping
+    from typing import Any, TypedDict
+
+    class Config(TypedDict):
+        """`control`, `listener`: inherited descriptors. `streams`: (name, read end, original, its device and inode)."""
+
+        folder: str
+        listener: int
+        control: int
+        hold: bool
+        prefix: bool
+        streams: list[tuple[str, int, int, int, int]]
+
 
 HEAD_BYTES = 4 * 2**20
 TAIL_BYTES = 8 * 2**20
@@ -205,7 +217,7 @@ def _read_some(fd: int) -> bytes:
 class Recorder:
     """Receives ranks' streams, copies their output and waits for their exit."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: Config) -> None:
         self._folder = config["folder"]
         self._listener = socket.socket(fileno=config["listener"])
         self._listener.setblocking(False)
@@ -214,7 +226,7 @@ class Recorder:
         self._launcher = 0
         self._held_until = 0.0
         self._did_hold = not config["hold"]
-        self._prefix = bool(config["prefix"])
+        self._prefix = config["prefix"]
         self._events = private_files.open_file(os.path.join(self._folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
         self._ranks: dict[int, dict[str, Any]] = {}
         self._job_ended = self._did_drain = False
@@ -361,7 +373,7 @@ class Recorder:
             with contextlib.suppress(OSError):
                 os.kill(self._launcher, signal.SIGCONT)
 
-    def _tell(self, event: str, about: dict[str, Any]) -> None:
+    def _tell(self, event: str, about: Mapping[str, object]) -> None:
         with contextlib.suppress(OSError):
             line = {"event": event, "at": time.time(), **about}
             _write_all(self._events, json.dumps(line).encode() + b"\n")

@@ -13,6 +13,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, ClassVar, dataclass_transform
+
+    from distdiag.agent.tcp_probe import ProbeResult
+    from distdiag.facts.network.interfaces import Network
 else:
 
     def dataclass_transform(**_):  # noqa: ANN003, ANN201 - only for type checkers
@@ -72,7 +75,7 @@ class StartRank(Message, kind="start"):
     rank: int
     env: dict[str, str]
     entry: str
-    config: dict[str, Any]
+    config: Mapping[str, object]
     forked: Mapping[str, Any] | None
 
 
@@ -170,7 +173,7 @@ class Hello(Message, kind="hello"):
 class Facts(Message, kind="facts"):
     """The first facts of the command's collect module."""
 
-    facts: dict[str, Any]
+    facts: object
 
 
 class Alive(Message, kind="alive"):
@@ -180,7 +183,7 @@ class Alive(Message, kind="alive"):
 class More(Message, kind="more"):
     """A piece of the requested facts."""
 
-    facts: dict[str, Any]
+    facts: object
 
 
 class MoreEnd(Message, kind="more-end"):
@@ -194,11 +197,21 @@ class Logs(Message, kind="logs"):
     error: str
 
 
+class Taken(Fields):
+    """Why the rendezvous port is unavailable: its owner, and the owner's answer to a stranger."""
+
+    error: str
+    listening: bool | None
+    pid: int | None
+    command: str
+    answer: str | None
+
+
 class Listening(Message, kind="listening"):
-    """The rendezvous port, or its present owner: {"error", "listening", "pid", "command", "answer"}."""
+    """The rendezvous port, or its present owner."""
 
     port: int
-    taken: dict[str, Any] | None
+    taken: Taken | None
 
 
 class RankStarted(Message, kind="started"):
@@ -261,7 +274,7 @@ class ReachListening(Message, kind="reach-listening"):
     port: int
     samples: list[int]
     failed: dict[str, str]
-    network: dict[str, Any]
+    network: Network
 
 
 class ReachServing(Message, kind="reach-serving"):
@@ -271,7 +284,7 @@ class ReachServing(Message, kind="reach-serving"):
 class ReachProbe(Message, kind="reach-probe"):
     """The result of one target."""
 
-    probe: dict[str, Any]
+    probe: ProbeResult
 
 
 class ReachName(Message, kind="reach-name"):

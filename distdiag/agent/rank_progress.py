@@ -13,6 +13,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
 
@@ -42,7 +43,7 @@ class Progress:
             self._stepped = time.monotonic()
             self._write(note, waiting, {})
 
-    def _write(self, note: str, waiting: bool, payload: dict[str, Any]) -> None:
+    def _write(self, note: str, waiting: bool, payload: Mapping[str, object]) -> None:
         event = {
             "stage": self.stage,
             "at": self._at,

@@ -21,7 +21,7 @@ from distdiag.facts.stacks import py_spy
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
-    from typing import Any, BinaryIO
+    from typing import BinaryIO
 
     from distdiag.agent.wire import Writer
 
@@ -213,16 +213,13 @@ class Ranks:
 
     def _start_alone(self, order: protocol.StartRank, began: float) -> None:
         read_end, write_end = os.pipe()
-        config = {**order.config, "events_fd": write_end, "listener_fd": None}
-        keep = [write_end]
-        if order.rank == 0 and self.listener is not None:
-            config["listener_fd"] = self.listener.fileno()
-            keep.append(self.listener.fileno())
+        listener = [self.listener.fileno()] if order.rank == 0 and self.listener is not None else []
+        config = {**order.config, "events_fd": write_end, "listener_fd": listener[0] if listener else None}
         payload = boot.pack(self._sources, order.entry, config)
         process = programs.start(
             [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-rank", str(order.rank)],
             env=self._environment(order),
-            pipes=programs.Pipes(stderr_to_stdout=True, keep=tuple(keep)),
+            pipes=programs.Pipes(stderr_to_stdout=True, keep=(write_end, *listener)),
         )
         assert process.stdin is not None
         # Some 20 KiB fit into the pipe without blocking. The pipe stays open: its end ends the rank.
@@ -248,8 +245,8 @@ class Ranks:
         stdin, output, events = os.pipe(), os.pipe(), os.pipe()
         theirs = [stdin[0], output[1], events[1]]
         listener = [self.listener.fileno()] if order.rank == 0 and self.listener is not None else []
-        request = {"env": self._environment(order), "entry": order.entry, "config": order.config}
-        pid = server.fork(request, theirs + listener)
+        environment = self._environment(order)
+        pid = server.fork({"env": environment, "entry": order.entry, "config": order.config}, theirs + listener)
         for fd in theirs:
             os.close(fd)
         if pid is None:
@@ -334,18 +331,18 @@ class Ranks:
         return status
 
 
-def _who_has(port: int, error: OSError) -> dict[str, Any]:
+def _who_has(port: int, error: OSError) -> protocol.Taken:
     from distdiag.facts.network import listeners
 
     holder = listeners.port_holder(port)
     answer = rendezvous.identify_server("127.0.0.1", port, timeout_s=3.0) if holder and holder.listening else None
-    return {
-        "error": error.strerror or str(error),
-        "listening": holder.listening if holder else None,
-        "pid": holder.pid if holder else None,
-        "command": holder.command if holder else "",
-        "answer": answer,
-    }
+    return protocol.Taken(
+        error=error.strerror or str(error),
+        listening=holder.listening if holder else None,
+        pid=holder.pid if holder else None,
+        command=holder.command if holder else "",
+        answer=answer,
+    )
 
 
 def _drain(rank: Rank, fd: int) -> bytes:

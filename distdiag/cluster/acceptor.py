@@ -7,27 +7,27 @@ import os
 import selectors
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.agent import connect_back, handshake, rendezvous
 from distdiag.cluster.links import SocketLink
 from distdiag.facts.network import interfaces as network
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 class _Caller:
     """An authenticated agent, which may still choose another of our addresses."""
 
-    def __init__(self, peer: handshake.Peer, who: dict[str, Any]) -> None:
+    def __init__(self, peer: handshake.Peer, who: Mapping[str, object]) -> None:
         self.connection, self.who, self.heard = peer.connection, who, b""
 
 
 class Acceptor(threading.Thread):
     """Listens, and calls `joined(who, link)` for each peer that proves to belong to this run."""
 
-    joined: Callable[[dict[str, Any], SocketLink], None]
+    joined: Callable[[Mapping[str, object], SocketLink], None]
     """Set before the thread starts."""
 
     def __init__(self, key: str, *, port: int = 0) -> None:

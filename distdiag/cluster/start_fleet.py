@@ -13,6 +13,7 @@ from distdiag.cluster.transports.local import LocalTransport
 from distdiag.errors import UsageError
 
 if TYPE_CHECKING:
+    from distdiag.agent.agent import Config
     from distdiag.cluster.targets import Cluster, Targets
     from distdiag.cluster.transports import Transport
 
@@ -50,7 +51,7 @@ class Agent:
 
     def pack(self, cluster: Cluster, *, here: bool, hosts: int = 1) -> bytes:
         """Pack sources and orders as input of boot.START; `here`: on this machine, which has no connection to lose."""
-        config = self.config(cluster, silence_s=None if here else silence_s(hosts))
+        config = self.config(chosen_env(cluster), silence_s=None if here else silence_s(hosts))
         if here and (folder := bundle.folder()):
             return boot.pack(bundle.only(boot.__name__), bundle.AGENT, config, folder)
         return boot.pack(self.sources(), bundle.AGENT, config)
@@ -59,19 +60,9 @@ class Agent:
         """Read the sources to send."""
         return bundle.sources(bundle.AGENT, self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
 
-    def config_for_untrusted_parent(self, *, silence_s: float) -> dict[str, Any]:
-        """Return the orders of an agent whose parent may be a stranger."""
-        return {"collect": self.collect, "ask": self.ask, "env": {}, "silence_s": silence_s, "untrusted": True}
-
-    def config(self, cluster: Cluster, *, silence_s: float | None) -> dict[str, Any]:
-        """Return the agent's orders, see distdiag.agent.agent.serve."""
-        return {
-            "collect": self.collect,
-            "ask": self.ask,
-            "env": chosen_env(cluster),
-            "silence_s": silence_s,
-            "untrusted": False,
-        }
+    def config(self, env: dict[str, str], *, silence_s: float | None, untrusted: bool = False) -> Config:
+        """Return the agent's orders."""
+        return {"collect": self.collect, "ask": self.ask, "env": env, "silence_s": silence_s, "untrusted": untrusted}
 
 
 def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
@@ -171,7 +162,7 @@ def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_
 def _step(cluster: Cluster, targets: Targets, agent: Agent, limits: Limits) -> Transport:
     from distdiag.cluster.transports.slurm import Payload, SlurmTransport
 
-    config = agent.config(cluster, silence_s=silence_s(len(targets.hosts)))
+    config = agent.config(chosen_env(cluster), silence_s=silence_s(len(targets.hosts)))
     payload = Payload(
         message=boot.pack_message(agent.sources(), bundle.AGENT, config),
         python=cluster.python or None,

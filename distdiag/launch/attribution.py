@@ -160,7 +160,11 @@ def cut(
     messages = [(trouble.rank, trouble.message) for trouble in parts.troubles]
     messages += [(trace.rank, trace.ending.tail) for trace in traces if trace.rank in parts.died and trace.ending]
     broken = [
-        Broken(host[rank], target, f"rank {rank} ({host[rank]}): {_line_with(match, words)}")
+        Broken(
+            host[rank],
+            target,
+            f"rank {rank} ({host[rank]}): {words[max(0, match.start() - 40) : match.end() + 80].strip()}",
+        )
         for rank, words in messages
         for match in _PEER.finditer(words)
         if (target := names.get(match[1] or match[2]))
@@ -193,11 +197,12 @@ def _cut(
     traces: Sequence[RankTimeline],
     request: Request,
 ) -> Finding:
+    seen_by = tuple(trace.rank for trace in traces if trace.host in witnesses)
     return found(
         "connections-cut",
         request,
         Where(hosts=tuple(accused)),
-        witnesses=_witnesses(witnesses, traces),
+        witnesses=Witnesses(hosts=tuple(witnesses), ranks=seen_by),
         evidence=list(dict.fromkeys(connection.evidence for connection in broken))[:_LINES],
         which=f"{'of' if witnesses else 'between'} {fold(accused)}",
         accused=fold(accused),
@@ -239,10 +244,6 @@ def accuse(broken: Sequence[Broken]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return hosts, ()
 
 
-def _witnesses(hosts: Sequence[str], traces: Iterable[RankTimeline]) -> Witnesses:
-    return Witnesses(hosts=tuple(hosts), ranks=tuple(trace.rank for trace in traces if trace.host in hosts))
-
-
 def _names(meeting: RendezvousTest) -> Mapping[str, str]:
     """Map addresses and names to hosts."""
     found = {host: host for host in meeting.hosts.values()}
@@ -251,8 +252,3 @@ def _names(meeting: RendezvousTest) -> Mapping[str, str]:
             if not interface.loopback:
                 found.update({entry.partition("/")[0]: meeting.hosts[node] for entry in interface.addresses})
     return found
-
-
-def _line_with(match: re.Match[str], words: str) -> str:
-    start, end = match.span()
-    return words[max(0, start - 40) : end + 80].strip()

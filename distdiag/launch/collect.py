@@ -12,10 +12,6 @@ from distdiag.agent.protocol import Fields
 from distdiag.facts import machine
 from distdiag.facts.host import pcie
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
 _DRIVER_TIMEOUT_S = 10.0
 # The driver's own count, which respects CUDA_VISIBLE_DEVICES; in a child, because a wedged driver never returns.
 _COUNT_GPUS = """
@@ -30,7 +26,6 @@ print(status, count.value)
 _RESOLVER_S = 3.0
 _PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "MASTER_ADDR")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, cuda.h
-_NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
 
 
 class Ask(Fields):
@@ -39,9 +34,21 @@ class Ask(Fields):
     gpus: bool
 
 
-def facts(ask: Ask) -> dict[str, Any]:
-    """Read this node: distdiag.launch.types.NodeFacts."""
+class Gpus(Fields):
+    """distdiag.launch.types.Gpus."""
+
+    driver_present: bool
+    visible: int | None
+    error: str
+
+
+_NO_DRIVER = Gpus(driver_present=False, visible=0, error="")
+
+
+def facts(ask: Ask) -> dict[str, object]:
+    """Read this node: distdiag.launch.types.NodeFacts, a dataclass."""
     shm = machine.shared_memory_bytes()
+    rdma_bits_per_s, rdma_ports = _rdma()
     return {
         "host": machine.host_name(),
         "kernel": os.uname().release,
@@ -52,7 +59,8 @@ def facts(ask: Ask) -> dict[str, Any]:
         "shm_free_bytes": shm[0] if shm else None,
         "shm_total_bytes": shm[1] if shm else None,
         "cpus": len(os.sched_getaffinity(0)),
-        **_rdma(),
+        "rdma_bits_per_s": rdma_bits_per_s,
+        "rdma_ports": rdma_ports,
         "pcie": pcie.look(),
         "nvidia_driver": _driver_version(),
         "machine": machine.read_text("/sys/class/dmi/id/product_name").strip(),
@@ -111,17 +119,14 @@ def _resolved_in_time(name: str) -> tuple[str, ...] | None:
     return found[0] if found else None
 
 
-def _rdma() -> dict[str, Any]:
+def _rdma() -> tuple[int | None, dict[str, int]]:
     if not os.path.isdir("/sys/class/infiniband"):
-        return {"rdma_bits_per_s": None, "rdma_ports": {}}
+        return None, {}
     from distdiag.facts.network import nics
 
     active = [port for port in nics.ib_ports() if port.state == "ACTIVE"]
     kinds = Counter(f"{port.link}, {(port.rate_bits_per_s or 0) / 1e9:g} Gb/s" for port in active)
-    return {
-        "rdma_bits_per_s": sum(port.rate_bits_per_s or 0 for port in active) or None,
-        "rdma_ports": dict(sorted(kinds.items())),
-    }
+    return sum(port.rate_bits_per_s or 0 for port in active) or None, dict(sorted(kinds.items()))
 
 
 def _driver_version() -> str:
@@ -130,8 +135,8 @@ def _driver_version() -> str:
     return next((word for word in line.split() if word.partition(".")[0].isdigit() and "." in word), "")
 
 
-def find_gpus() -> dict[str, Any]:
-    """Count the GPUs usable by a program started here: distdiag.launch.types.Gpus. Skipped without a driver."""
+def find_gpus() -> Gpus:
+    """Count the GPUs usable by a program started here. Skipped without a driver."""
     devices = os.listdir("/dev") if os.path.isdir("/dev") else []
     if not (
         any(name.startswith("nvidia") and name[6:].isdigit() for name in devices)
@@ -154,5 +159,5 @@ def find_gpus() -> dict[str, Any]:
     return _gpus(None, f"cuInit failed with error {status}")
 
 
-def _gpus(visible: int | None, error: str = "") -> dict[str, Any]:
-    return {"driver_present": True, "visible": visible, "error": error}
+def _gpus(visible: int | None, error: str = "") -> Gpus:
+    return Gpus(driver_present=True, visible=visible, error=error)

@@ -164,16 +164,12 @@ def _seen_from_outside(trace: RankTimeline) -> list[str]:
         return [f"rank {trace.rank}: not inspected"]
     kernel = f", in the kernel: {inspection.wait_channel}" if inspection.wait_channel else ""
     lines = [f"rank {trace.rank} (pid {trace.pid}): process state {inspection.state or 'exited'}{kernel}"]
-    frames = [frame for frame in inspection.frames if not _is_boot(frame)]
+    # Frames below a rank's main are equal in all ranks.
+    frames = [frame for frame in inspection.frames if "(boot.py:" not in frame and "(<string>:" not in frame]
     lines += [f"  {frame}" for frame in frames[:_STACK_LINES]]
     if len(frames) > _STACK_LINES:
         lines.append(f"  ... {counted(len(frames) - _STACK_LINES, 'more frame')}")
     return lines if inspection.frames else [*lines, f"  no stack: {inspection.stack_error}"]
-
-
-def _is_boot(frame: str) -> bool:
-    """Return whether a frame is below a rank's main, equal in all ranks."""
-    return "(boot.py:" in frame or "(<string>:" in frame
 
 
 def _fix_for_stopped(late: list[RankTimeline]) -> Fix:

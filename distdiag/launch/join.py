@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.cluster.transports.local import LocalTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from distdiag.cluster.acceptor import Acceptor
     from distdiag.cluster.hosts import Host
@@ -39,7 +39,7 @@ class JoinTransport(Transport):
 
         `patience_s`: after this time without a new process, missing processes are given up.
         """
-        self.said: dict[str, dict[str, Any]] = {}
+        self.said: dict[str, Mapping[str, object]] = {}
         self.doubles: list[int] = []
         """Ranks that more than one process claims to be."""
         self._hub = hub
@@ -67,7 +67,7 @@ class JoinTransport(Transport):
         self._over.set()
         self._hub.close()
 
-    def _joined(self, who: dict[str, Any], link: Link) -> None:
+    def _joined(self, who: Mapping[str, object], link: Link) -> None:
         rank = who.get("rank")
         name = name_of(rank) if isinstance(rank, int) else ""
         with self._lock:

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 
 from distdiag.agent import rendezvous
 from distdiag.agent.rank_progress import Progress
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from distdiag.cluster.records import PausedMessage, Started
 
 _NAP_S, _LATE_S = 0.005, 0.01
 _MOST_USERS = 3
@@ -84,16 +86,17 @@ class Pauses(threading.Thread):
         """Reset the counters."""
         self._began = (time.monotonic(), self._paused_s, self._no_core_s(), machine.throttled_s())
 
-    def since_begin(self) -> dict[str, int]:
-        """Return the pauses since `begin`, in nanoseconds: records.PausedMessage."""
+    def since_begin(self) -> PausedMessage:
+        """Return the pauses since `begin`."""
         time.sleep(2 * _NAP_S)  # a pause is noted only at the end of its nap
         at, paused_s, no_core_s, throttled_s = self._began
         paused_s = self._paused_s - paused_s
         throttled_s = min(paused_s, machine.throttled_s() - throttled_s)
         # The kernel counts a process beyond its quota as waiting for a core.
         no_core_s = max(0.0, min(paused_s, self._no_core_s() - no_core_s) - throttled_s)
-        found = {"paused": paused_s, "no_core": no_core_s, "throttled": throttled_s, "of": time.monotonic() - at}
-        return {f"{name}_ns": round(seconds * 1e9) for name, seconds in found.items()}
+        spans_s = (paused_s, no_core_s, throttled_s, time.monotonic() - at)
+        paused_ns, no_core_ns, throttled_ns, of_ns = (round(seconds * 1e9) for seconds in spans_s)
+        return {"paused_ns": paused_ns, "no_core_ns": no_core_ns, "throttled_ns": throttled_ns, "of_ns": of_ns}
 
     def _no_core_s(self) -> float:
         columns = machine.read_text(self._schedstat).split() if self._schedstat else []
@@ -127,7 +130,8 @@ class Rank:
                 self.fail("out-of-memory", message=memory_message(error, getattr(self, "device", None)))
             self.fail("exception", message=first_lines(error))
         finally:
-            self.leave_group()
+            if self.in_group:  # ranks that exit without this may abort
+                dist.destroy_process_group()
         self.progress.step("finished", finished=True)
 
     def enter(self, stage: str, note: str) -> None:
@@ -180,7 +184,7 @@ class Rank:
         """Run the command's own stages."""
         raise NotImplementedError
 
-    def choose_device(self) -> dict[str, object]:
+    def choose_device(self) -> Started:
         """Set `device`, and return its name, capability and memory."""
         if self.config["device"] == "cpu":
             self.device = torch.device("cpu")
@@ -217,15 +221,13 @@ class Rank:
             self.listener = socket.socket(fileno=self.config["listener_fd"])
             rendezvous.receive(self.listener, self.config["key"], self.world_size)
         else:
+            answered = partial(self.progress.step, "rank 0 answered; waiting for the others", waiting=True)
             self.progress.step(f"looking for rank 0 at {address} port {port}", waiting=True)
             try:
-                rendezvous.greet(address, port, self.config["key"], self.rank, self._report_answer)
+                rendezvous.greet(address, port, self.config["key"], self.rank, answered)
             except rendezvous.ForeignServer as stranger:
                 self.fail("port-foreign", message=stranger.said, address=address, port=port)
         self.progress.step("all ranks connected")
-
-    def _report_answer(self) -> None:
-        self.progress.step("rank 0 answered; waiting for the others", waiting=True)
 
     def init(self) -> None:
         """Create torch's store and the process group."""
@@ -310,11 +312,6 @@ class Rank:
         else:
             dist.barrier()
         self.progress.step("destroying the process group", waiting=True)
-
-    def leave_group(self) -> None:
-        """Destroy the process group: ranks that exit without it may abort."""
-        if self.in_group:
-            dist.destroy_process_group()
 
 
 class _Hides:

@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from distdiag.cluster.hosts import fold_within, name_ranks
+from distdiag.cluster.records import Started
 from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.diagnosis.hosts.unreached_hosts import summary_of
 from distdiag.launch import findings, rank_errors
@@ -20,7 +21,7 @@ from distdiag.launch.environment_checks import (
 )
 from distdiag.launch.rank_runs import Outcome
 from distdiag.launch.record import Inventory, NotStarted
-from distdiag.launch.types import RankResult, Rendezvous, Status, Versions
+from distdiag.launch.types import RankResult, Rendezvous, RunFacts, Status, Versions
 from distdiag.launch.wording import found
 from distdiag.report import Finding, Level, Report, Verdict
 
@@ -55,21 +56,23 @@ def findings_of(request: Request, scene: Inventory, plan: Plan, course: RunRecor
     ]
 
 
-def facts_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> dict[str, Any]:
-    """Return the fields of RunFacts."""
+def facts_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> RunFacts:
+    """Return the facts common to every command."""
+    import msgspec
+
     parts, _ = _judged(request, course)
-    return {
-        "world_size": plan.nproc,
-        "backend": plan.backend,
-        "device": plan.device,
-        "timeout_s": request.timeout_s,
-        "versions": _versions(started(course.traces)),
-        "ranks": tuple(_rank_result(trace, parts, request) for trace in course.traces),
-        "outcome": course.outcome,
-        "log_dirs": dict(course.log_dirs),
-        "hosts": scene.rows,
-        "rendezvous": _rendezvous(course.meeting),
-    }
+    return RunFacts(
+        world_size=plan.nproc,
+        backend=plan.backend,
+        device=plan.device,
+        timeout_s=request.timeout_s,
+        versions=msgspec.convert(started(course.traces), Versions),
+        ranks=tuple(_rank_result(trace, parts, request) for trace in course.traces),
+        outcome=course.outcome,
+        log_dirs=dict(course.log_dirs),
+        hosts=scene.rows,
+        rendezvous=_rendezvous(course.meeting),
+    )
 
 
 def _judged(request: Request, course: RunRecord) -> tuple[Attribution, list[Finding]]:
@@ -164,9 +167,9 @@ def payloads(traces: Sequence[RankTimeline], key: str) -> list[Any]:
     return [payload[key] for payload in reported if key in payload]
 
 
-def started(traces: Sequence[RankTimeline]) -> dict[str, Any]:
-    """Return the torch and device facts of the first rank that reported them."""
-    return next(iter(payloads(traces, "started")), {})
+def started(traces: Sequence[RankTimeline]) -> Started:
+    """Return the torch and device facts of the first rank that reported them; without one, no device."""
+    return next(iter(payloads(traces, "started")), Started(device=""))
 
 
 def _paths(request: Request, meeting: RendezvousTest | None) -> list[Finding]:
@@ -204,7 +207,7 @@ def _rank_result(trace: RankTimeline, parts: Attribution, request: Request) -> R
         local_rank=trace.local_rank,
         host=trace.host,
         pid=trace.pid,
-        device=facts.get("device"),
+        device=facts.get("device") or None,
         device_name=facts.get("device_name"),
         capability=facts.get("capability"),
         free_bytes=facts.get("free_bytes"),
@@ -240,10 +243,6 @@ def _error(trace: RankTimeline, parts: Attribution, status: Status) -> str | Non
         mine = [trouble for trouble in parts.troubles if trouble.rank == trace.rank]
         return "; ".join(trouble.message or trouble.kind for trouble in mine) or "does not match the other ranks"
     return None
-
-
-def _versions(facts: dict[str, Any]) -> Versions:
-    return Versions(**{name: facts.get(name) for name in ("python", "torch", "cuda", "hip", "nccl")})
 
 
 _MUCH = 0.2

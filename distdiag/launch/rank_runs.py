@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.agent import protocol
 from distdiag.cluster.records import (
@@ -29,7 +29,7 @@ from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.host_results import HostError
@@ -129,7 +129,7 @@ class RankSpec:
 
     rank: int
     local_rank: int
-    config: dict[str, Any]
+    config: Mapping[str, object]
     env: dict[str, str]
     forked: bool
 

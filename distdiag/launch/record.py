@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001
 from distdiag.cluster.rendezvous_test import RendezvousTest  # noqa: TC001
@@ -15,7 +15,7 @@ from distdiag.launch.types import Backend, Device, NodeFacts, Request, RunFacts
 from distdiag.report import Finding  # noqa: TC001
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from distdiag.launch import rank_runs
     from distdiag.output import Progress
@@ -148,7 +148,7 @@ class Job(Generic[Asked, Data]):
     request: Asked
     rank: str
     """The module of every rank, with main(config)."""
-    config: Callable[[Asked, Plan, Allocation, int], dict[str, Any]]
+    config: Callable[[Asked, Plan, Allocation, int], Mapping[str, object]]
     """The command's own part of a rank's configuration."""
     diagnose: Callable[[Asked, Inventory, Plan, RunRecord], Report[Data]]
     data: type[Data]

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.cluster.targets import Targets
     from distdiag.launch.record import Allocation, Asked, Data, Job, Plan
+    from distdiag.launch.types import Fault
     from distdiag.output import Progress
     from distdiag.report import Report
 
@@ -72,7 +73,8 @@ def carry_out(job: Job[Asked, Data], progress: Progress) -> SavedRun:
         if targets.launcher is not None:
             progress.news(f"connecting to {describe(targets)}")
         try:
-            fleet.gather(lambda now: _report_reached(now, progress))
+            reached = "{} of {} hosts reached, {} failed"
+            fleet.gather(lambda now: progress.now(reached.format(len(now.up), len(now.hosts), len(now.refusals))))
             scene = _scene(fleet, targets)
             if not scene.places:
                 return SavedRun.of_none(NotStarted(scene=scene))
@@ -118,7 +120,7 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
         return start_fleet.explain(request.cluster, targets, job.agent)
     hosts = [machine.host_name() if host is THIS_NODE else host.name for host in targets.hosts]
     needs_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
-    here = (find_gpus()["visible"] or 0) if request.device is not Device.CPU else 0
+    here = (find_gpus().visible or 0) if request.device is not Device.CPU else 0
     nproc = request.nproc or targets.hosts[0].slots or here
     if needs_cuda and not nproc:
         raise UsageError(
@@ -225,10 +227,6 @@ def _scene_now(scene: Inventory, fleet: Fleet) -> Inventory:
     return replace(scene, rows=fleet.rows, refusals=dict(fleet.refusals)) if scene.rows else scene
 
 
-def _report_reached(fleet: Fleet, progress: Progress) -> None:
-    progress.now(f"{len(fleet.up)} of {len(fleet.hosts)} hosts reached, {len(fleet.refusals)} failed")
-
-
 def _check_working_directory() -> None:
     """Refuse to start in a deleted directory: every rank would fail for that reason alone."""
     try:
@@ -318,14 +316,14 @@ def _specs(
         config = {**shared, "rank": rank, "local_rank": local_rank, **job.config(request, plan, share, rank)}
         env = {**common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         # On GPUs each rank imports its own torch, as in the real job.
-        forked = plan.device is Device.CPU and share.nproc > 1 and not _fault_before_torch(config["fault"])
+        forked = plan.device is Device.CPU and share.nproc > 1 and not _fault_before_torch(request.fault, rank)
         specs.append(rank_runs.RankSpec(rank=rank, local_rank=local_rank, config=config, env=env, forked=forked))
     return specs
 
 
-def _fault_before_torch(fault: dict[str, Any] | None) -> bool:
+def _fault_before_torch(fault: Fault | None, rank: int) -> bool:
     """Return whether a rank's fault is injected at startup, which needs a process of its own."""
-    return fault is not None and (fault.get("kind") == "no-import" or fault.get("stage") == "start")
+    return fault is not None and rank in fault.ranks and (fault.kind == "no-import" or fault.place == "start")
 
 
 def _interface(request: Request, share: Allocation, meeting: RendezvousTest | None) -> dict[str, str]:

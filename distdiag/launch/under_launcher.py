@@ -141,7 +141,7 @@ def _serve(me: Identity, home: Home, agent: Agent, timeout_s: float) -> int:
         )
     boot.carried.update(agent.sources())
     fd = connection.detach()
-    config = agent.config_for_untrusted_parent(silence_s=silence_s(me.world_size))
+    config = agent.config({}, silence_s=silence_s(me.world_size), untrusted=True)
     return node_agent.serve(config, fd, Writer(fd), _left_alone)
 
 

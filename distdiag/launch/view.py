@@ -11,7 +11,7 @@ from distdiag.cluster.hosts import fold, fold_ranks_within, fold_within
 from distdiag.output import plain_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from distdiag.launch.types import RankResult, RunFacts
 
@@ -32,7 +32,10 @@ def rank_table(data: RunFacts) -> Table:
         Column("seconds", justify="right", no_wrap=True),
     )
     groups: dict[tuple[str, ...], list[RankResult]] = {}
-    for host, mine in _by_host(data.ranks).items():
+    hosts: dict[str, list[RankResult]] = {}
+    for rank in data.ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    for host, mine in hosts.items():
         fared = tuple((rank.local_rank, rank.device_name or "-", rank.stage, rank.status) for rank in mine)
         alike = fared if len({cells[1:] for cells in fared}) == 1 else (host, *fared)
         for rank in mine:
@@ -50,13 +53,6 @@ def rank_table(data: RunFacts) -> Table:
             low if low == high else f"{low}-{high}",
         )
     return table
-
-
-def _by_host(ranks: Iterable[RankResult]) -> dict[str, list[RankResult]]:
-    hosts: dict[str, list[RankResult]] = {}
-    for rank in ranks:
-        hosts.setdefault(rank.host, []).append(rank)
-    return hosts
 
 
 def run_lines(data: RunFacts) -> Iterator[str]:

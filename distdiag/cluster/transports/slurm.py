@@ -15,7 +15,7 @@ import shlex
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.agent import boot, connect_back, handshake, protocol, wire
 from distdiag.cluster import bootstrap, bundle
@@ -29,7 +29,7 @@ from distdiag.facts import programs
 from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from distdiag.cluster.hosts import Host
 
@@ -174,7 +174,7 @@ class SlurmTransport(Transport):
 
     def _program(self) -> list[str]:
         payload = self._payload
-        config = {"addresses": Acceptor.addresses(), "port": self._hub.port, "find_s": _FIND_S}
+        config: connect_back.Config = {"addresses": Acceptor.addresses(), "port": self._hub.port, "find_s": _FIND_S}
         packed = boot.pack(bundle.sources(bundle.CONNECT_BACK), bundle.CONNECT_BACK, config)
         words = [boot.ARGUMENT_START, base64.b64encode(packed).decode()]
         lines = bootstrap.script(words, python=payload.python, setup=payload.setup, needs_torch=payload.needs_torch)
@@ -183,7 +183,7 @@ class SlurmTransport(Transport):
         # By its path: the task's PATH is the launcher's business.
         return ["/bin/sh", "-c", lines]
 
-    def _joined(self, who: dict[str, Any], link: Link) -> None:
+    def _joined(self, who: Mapping[str, object], link: Link) -> None:
         with self._lock:
             this = self._round
             name = None if this is None else self._place(str(who.get("name")), this)

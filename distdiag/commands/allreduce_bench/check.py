@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag import __version__
 from distdiag.commands.allreduce_bench import diagnose, earlier, plot, table
@@ -59,7 +59,7 @@ def _check_forms(request: Request) -> None:
         )
 
 
-def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
+def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, object]:
     fault = request.fault
     rows = rows_for(request, plan.device)
     row = int(fault.place or 1) if fault is not None else 1

@@ -116,7 +116,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     differs = findings.differs(request.baseline, plan.nproc, here) if request.baseline is not None else ""
     compared = findings.compare(request.baseline, results) if request.baseline is not None and not differs else ()
     data = Bench(
-        **rank_report.facts_of(request, scene, plan, course),
+        **vars(rank_report.facts_of(request, scene, plan, course)),
         device_name=device_name,
         nodes=len(plan.machines),
         stat=request.stat,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from distdiag.cluster.records import RowMessage, TroubleMessage
     from distdiag.commands.allreduce_bench.formulas import Shape
 
 _PERIOD = {"int8": 113, "uint8": 113, "bfloat16": 251}
@@ -73,8 +74,8 @@ class Rank(AnyRank):
             except _Unfit as unfit:
                 if isinstance(unfit, _Unsupported):
                     unsupported[row["op"]] = str(unfit)
-                measured = {"skipped": str(unfit)}
-            self.progress.step(f"row {number} measured", row={"number": number, **measured})
+                measured = {"number": number, "skipped": str(unfit)}
+            self.progress.step(f"row {number} measured", row=measured)
 
     def least_free_bytes(self) -> int:
         """Agree on the memory available to every rank for buffers."""
@@ -96,7 +97,7 @@ class Rank(AnyRank):
         dist.all_reduce(self.tensor([0.0], torch.float32))
         self.synchronize()
 
-    def measure(self, number: int, op: str, size_bytes: int) -> dict[str, Any]:
+    def measure(self, number: int, op: str, size_bytes: int) -> RowMessage:
         """Check and time a collective at one size; return the measurements."""
         words = f"{op} of {size_bytes} bytes"
         shape = shape_of(op, size_bytes, self.config["dtype"], self.world_size)
@@ -104,7 +105,7 @@ class Rank(AnyRank):
             raise _Unfit(NO_PEER)
         self.progress.step(f"allocating the buffers for {words}")
         work = self.prepare(op, shape)
-        wrong: dict[str, Any] | None = None
+        wrong: TroubleMessage | None = None
         if self.config["check"]:
             self.progress.step(f"sending a pattern: {words}", waiting=True)
             wrong = self.check(work)
@@ -118,12 +119,13 @@ class Rank(AnyRank):
         self.pauses.begin()
         times = self.time(work, iterations, typical_s)
         paused = self.pauses.since_begin()
-        if self.config["check"] and not (wrong or {}).get("wrong"):
+        if wrong is not None and not wrong["wrong"]:
             self.progress.step(f"checking: {words}")
             wrong = work.check(self.progress.still, after=True)
-        trouble = {"trouble": {"kind": "wrong-result", **wrong}} if wrong is not None and wrong["wrong"] else {}
+        trouble = {"trouble": wrong} if wrong is not None and wrong["wrong"] else {}
         self.progress.step(f"gathering the times of {words}", waiting=True, **trouble)
-        return {**self.gather(times), "paused": paused, "wrong": None if wrong is None else wrong["wrong"]}
+        row: RowMessage = {"number": number, "paused": paused, "wrong": None if wrong is None else wrong["wrong"]}
+        return self.gather(times, row)
 
     def prepare(self, op: str, shape: Shape) -> _Work:
         """Allocate the buffers, if every rank can."""
@@ -146,12 +148,12 @@ class Rank(AnyRank):
             raise _Unfit(f"{int(failed.item())} rank(s) could not allocate {needed} bytes")
         return work
 
-    def check(self, work: _Work) -> dict[str, Any]:
+    def check(self, work: _Work) -> TroubleMessage:
         """Run the collective once on a pattern, and check every element."""
         work.fill()
         if self.is_faulty("corrupt"):
             work.send[work.send.numel() // 2] += 1  # in this rank's own memory: the collective returns without error
-        own = work.own_wrong()
+        own_wrong, own_first, _, _ = _compare(work.send, work.sent(), lambda note: None)
         try:
             work.call()
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -159,7 +161,8 @@ class Rank(AnyRank):
                 raise
             raise _Unsupported(first_lines(error)) from error
         self.synchronize()
-        return {**work.check(self.progress.still, after=False), **own}
+        found = work.check(self.progress.still, after=False)
+        return {**found, "own_wrong": own_wrong, "own_first_index": own_first if own_wrong else None}
 
     def warm_up(self, work: _Work) -> tuple[int, float]:
         """Run it untimed; return the number of iterations to time, equal on all ranks, and the seconds of one."""
@@ -214,16 +217,16 @@ class Rank(AnyRank):
             self.synchronize()
             time.sleep(seconds)
 
-    def gather(self, times: list[int]) -> dict[str, Any]:
-        """Return the slowest rank's time of each iteration, this rank's median, and its delay in entering."""
+    def gather(self, times: list[int], row: RowMessage) -> RowMessage:
+        """Add the slowest rank's time of each iteration, this rank's median, and its delay in entering."""
         own = self.tensor(times, torch.float64)
         slowest = own.clone()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         late = (slowest - own).median().item()
-        result = {"inside_ns": round(own.median().item()), "late_ns": round(late), "iterations": len(times)}
-        if self.rank != 0:
-            return result
-        return {**result, "times_ns": [max(1, round(time_ns)) for time_ns in slowest.tolist()]}
+        row["inside_ns"], row["late_ns"], row["iterations"] = round(own.median().item()), round(late), len(times)
+        if self.rank == 0:
+            row["times_ns"] = [max(1, round(time_ns)) for time_ns in slowest.tolist()]
+        return row
 
 
 class _Work:
@@ -299,12 +302,7 @@ class _Work:
             self.send.fill_(0)
             self.receive.fill_(0)
 
-    def own_wrong(self) -> dict[str, Any]:
-        """Return the number of corrupt elements in the send buffer, and the first index."""
-        wrong, first, _, _ = _compare(self.send, self.sent(), lambda note: None)
-        return {"own_wrong": wrong, "own_first_index": first if wrong else None}
-
-    def check(self, still: Callable[[str], None], *, after: bool) -> dict[str, Any]:
+    def check(self, still: Callable[[str], None], *, after: bool) -> TroubleMessage:
         """Check every element received; `after` the timed calls, which summed zeros."""
         due = self.due()
         if after and due and self.op in _SUMMED:
@@ -312,6 +310,7 @@ class _Work:
         wrong, first, got, expected = _compare(self.receive, due, still) if due else (0, 0, 0.0, 0.0)
         how = "after the timed calls" if after else "values changed" if wrong >= 8 else "isolated values changed"
         return {
+            "kind": "wrong-result",
             "op": self.op,
             "size_bytes": self.shape.size_bytes,
             "wrong": wrong,

@@ -20,7 +20,7 @@ from distdiag.facts.host.cgroups import Cgroup  # noqa: TC001 - these are decode
 from distdiag.facts.host.file_systems import Space  # noqa: TC001
 from distdiag.facts.host.kernel_signs import KernelLine  # noqa: TC001
 from distdiag.facts.host.nfs import NfsMount  # noqa: TC001
-from distdiag.facts.host.pcie_types import Pcie
+from distdiag.facts.host.pcie_types import Pcie  # noqa: TC001
 from distdiag.facts.logs.line_patterns import Patterns
 from distdiag.facts.network import interfaces as network
 from distdiag.facts.network import link_counters, nics
@@ -303,15 +303,12 @@ def _network() -> NodeNetwork:
         "counters": lambda: link_counters.sample(_COUNTERS_S),
     }
     found, _ = deadlines.together(work, patience_s=_NAMES_S + _COUNTERS_S)
-    paths = pcie.look()
     return NodeNetwork(
         nics=nics.nics(),
         ib_ports=nics.ib_ports(),
         names=found["names"].names if "names" in found else None,
         counters=found.get("counters") or link_counters.Counters(),
-        pcie=Pcie(**{**paths, "gpus": tuple(paths["gpus"]), "redirecting": tuple(paths["redirecting"])})
-        if paths
-        else None,
+        pcie=pcie.look(),
         ephemeral_ports="-".join(machine.read_text("/proc/sys/net/ipv4/ip_local_port_range").split()),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.commands.gpu_test import compute_findings
 from distdiag.commands.gpu_test.types import SIZE_BYTES, GpuTest, Request, compute_config
@@ -38,7 +38,7 @@ def job_of(request: Request) -> Job[Request, GpuTest]:
     )
 
 
-def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
+def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, object]:
     memory = _MEMORY_ON_CPU_BYTES
     if request.memory_fraction is not None and share.memory_available_bytes is not None:
         memory = int(share.memory_available_bytes * request.memory_fraction / share.local_world_size)
@@ -77,7 +77,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
         *_paused(request, course),
     ]
     data = GpuTest(
-        **rank_report.facts_of(request, scene, plan, course),
+        **vars(rank_report.facts_of(request, scene, plan, course)),
         size_bytes=request.size_bytes or SIZE_BYTES,
         memory_bytes=min(rank_report.payloads(course.traces, "memory_bytes"), default=None),
         arch_list=tuple(rank_report.started(course.traces).get("arch_list") or ()),

@@ -35,6 +35,7 @@ from distdiag.training import recorded_output
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from distdiag.agent.job_recorder import Config
     from distdiag.facts.logs.collect import NodeLogs
     from distdiag.facts.stacks.stack_types import Sample
 
@@ -167,7 +168,7 @@ class _Job:
             streams.append((name, read, out, status.st_dev, status.st_ino))
             keep += [read, out]
             writes.update(dict.fromkeys(numbers, write))
-        config = {
+        config: Config = {
             "folder": self.output,
             "listener": listener.fileno(),
             "control": control,

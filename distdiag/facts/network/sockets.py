@@ -18,7 +18,6 @@ from distdiag.facts import machine
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any
 
 _STATES = (
     *("", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
@@ -103,7 +102,7 @@ def tcp_sockets(pid: int) -> list[Socket]:
     return [table[inode] for inode in sorted(inodes(pid) & table.keys())]
 
 
-def stuck(pid: int) -> list[dict[str, Any]]:
+def stuck(pid: int) -> list[dict[str, object]]:
     """List a process's TCP connections with an unresponsive peer, as records.StuckSocket."""
     return [
         {

@@ -104,16 +104,12 @@ def is_usual(name: str, error: str) -> bool:
 def weight(name: str, error: str, target: str) -> int:
     """Return how grave an error is: from 10 (such as a full or broken disk) to 1 (probably harmless)."""
     if error in ("ENOENT", "ENOTDIR", "ENXIO"):
-        return _weight_of_missing(target)
+        base = os.path.basename(target)[-_NAME_MAX:]
+        if _TRIED.fullmatch(base) or "/nscd/" in target:
+            return 1
+        if _LIBRARY.fullmatch(base) or target.startswith(_DEVICES):
+            return 6
+        return 4 if _DATA.fullmatch(base) and not target.startswith(("/proc/", "/sys/")) else 2
     if error == "ETIMEDOUT" and name not in ("connect", "recvfrom", "recvmsg", "read", "sendto", "sendmsg", "write"):
         return 1
     return _WEIGHTS.get(error, 1)
-
-
-def _weight_of_missing(target: str) -> int:
-    base = os.path.basename(target)[-_NAME_MAX:]
-    if _TRIED.fullmatch(base) or "/nscd/" in target:
-        return 1
-    if _LIBRARY.fullmatch(base) or target.startswith(_DEVICES):
-        return 6
-    return 4 if _DATA.fullmatch(base) and not target.startswith(("/proc/", "/sys/")) else 2

@@ -44,7 +44,12 @@ class Polls:
     def tried(self, target: str, error: str) -> None:
         """Count a call that looked for a path; another result than before begins anew."""
         exists = error in ("", "EEXIST")
-        if not (_is_lock(target) if exists else _is_missing(target, error)):
+        if exists:  # likely a lock, to be removed by another process: torch's FileBaton, SoftFileLock
+            is_awaited = "lock" in os.path.basename(target).lower()
+        else:  # on purpose, not by an import or the library loader
+            is_sought = error in ("ENOENT", "ENOTDIR") and not target.startswith(_NO_FILES)
+            is_awaited = is_sought and errors.weight("", error, target) > 1
+        if not is_awaited:
             self._held.pop(target, None)
             return
         path = self._held.get(target)
@@ -60,13 +65,3 @@ class Polls:
         for target, path in sorted(self._held.items(), key=lambda item: -item[1].tries):
             if path.tries >= FEWEST:
                 yield Poll(target, path.exists, path.tries, self._slept_s - path.slept_s)
-
-
-def _is_lock(target: str) -> bool:
-    """Return whether a file is likely one that another process removes: torch's FileBaton, SoftFileLock."""
-    return "lock" in os.path.basename(target).lower()
-
-
-def _is_missing(target: str, error: str) -> bool:
-    """Return whether a missing path is looked for on purpose, not by an import or the library loader."""
-    return error in ("ENOENT", "ENOTDIR") and not target.startswith(_NO_FILES) and errors.weight("", error, target) > 1

@@ -56,7 +56,6 @@ _ALWAYS = frozenset(
         *(b"faccessat", b"faccessat2", b"readlink", b"getsockopt", b"getppid"),
     }
 )
-_IDLE = _NOTHING | _ALWAYS
 
 
 @lru_cache(maxsize=8192)
@@ -139,7 +138,8 @@ class Tally:
         self.names[name].add(took_s, line.error, name, target)
         if where:
             self.places[where].add(took_s, line.error, name, target)
-        if line.error in _AGAIN if line.error else line.name in _IDLE and _got_nothing(line):
+        is_idle = line.name in _ALWAYS or (line.name in _NOTHING and line.result.partition(b" ")[0] == b"0")
+        if line.error in _AGAIN if line.error else is_idle:
             self._loop(head, line.error).add(line.at)
         if finds:
             self.polls.tried(target, line.error.decode())
@@ -237,10 +237,6 @@ class _Loop:
         if span_s >= _SPAN_S and length > _PER_S * span_s:
             self._spun += length
             self._span_s += span_s
-
-
-def _got_nothing(line: Line) -> bool:
-    return line.name in _ALWAYS or line.result.partition(b" ")[0] == b"0"
 
 
 def counts(sums: Mapping[str, _Sum]) -> tuple[Count, ...]:

@@ -51,7 +51,11 @@ def open_console(place: str, *, listen: bool | None, timeout_s: float) -> tuple[
             server.bind(path)
             server.listen()
             server.settimeout(timeout_s)
-            _announce(place, path)
+            host = machine.host_name()
+            command = shlex.join([sys.executable, "-m", "distdiag.training.breakpoint.console", path])
+            where = f"on {host} (from another node, first: ssh -t {host})"
+            sys.stderr.write(f"{own_label()} distdiag: stopped at {place}; to debug it, {where}: {command}\n")
+            sys.stderr.flush()
             connection = server.accept()[0]
             connection.settimeout(None)
             return _open(connection.detach())
@@ -78,14 +82,6 @@ def _terminal() -> int:
         "stdin is not a terminal and /dev/tty cannot be opened; srun without --pty and mpirun give no rank a terminal, "
         "torchrun only the ranks of its own node"
     )
-
-
-def _announce(place: str, path: str) -> None:
-    host = machine.host_name()
-    command = shlex.join([sys.executable, "-m", "distdiag.training.breakpoint.console", path])
-    where = f"on {host} (from another node, first: ssh -t {host})"
-    sys.stderr.write(f"{own_label()} distdiag: stopped at {place}; to debug it, {where}: {command}\n")
-    sys.stderr.flush()
 
 
 def main(path: str) -> str | None:

@@ -80,6 +80,12 @@ def test_a_rank_that_computes_badly_is_named_and_left_out_of_all_pairs(kind: str
     assert {(one["a"], one["b"]) for one in result.report["data"]["pairs"]} == {(0, 2), (0, 3), (2, 3)}
 
 
+def test_of_two_ranks_the_one_that_computes_well_is_not_kept_waiting() -> None:
+    result = isolate("--nproc", "2", "--size", "1MiB", "--inject", "wrong-compute:1")
+    assert result.report["data"]["outcome"] == "finished"
+    assert [id for id, found in result.findings.items() if found["level"] == "fail"] == ["wrong-compute"], result.out
+
+
 @pytest.mark.alone
 def test_a_slow_rank() -> None:
     result = isolate(*FOUR, "--inject", "slow:2")

@@ -17,7 +17,7 @@ from distdiag.commands.gpu_test.isolate.slowness import parts
 from distdiag.commands.gpu_test.isolate.types import LEVELS, NET, NODE, Classification, Kind, PairStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from distdiag.commands.gpu_test.isolate.types import Edge, Pair
 
@@ -68,23 +68,19 @@ def no_network(case: Case) -> None:
 def dead_ranks(case: Case) -> None:
     """Blame ranks that work with no other rank of any node, except possible members of a separate group."""
     dead = pair_graph.culprits(case.good, case.left)
-    unmet = _unmet(case, dead)
+    part_of = {member: part for part in parts(case.good) for member in part}
+    unmet = {}
+    # Untested peers with which a rank might work: those not connected to a tested peer.
+    for rank in dead:
+        met = set().union(*pair_graph.touching([rank], case.bad))
+        others = set().union(*pair_graph.touching([rank], case.skipped)) - {rank}
+        if possible := {other for other in others if met.isdisjoint(part_of.get(other, ()))}:
+            unmet[rank] = possible
     if unmet:
         findings.perhaps_a_group(case, unmet)
     for rank in dead:
         if rank not in unmet:
             case.accuse([rank], case.left)
-
-
-def _unmet(case: Case, dead: Iterable[int]) -> dict[int, set[int]]:
-    """Map ranks to the untested peers with which each might work: those not connected to a tested peer."""
-    part_of = {member: part for part in parts(case.good) for member in part}
-    unmet = {}
-    for rank in dead:
-        met = {end for edge in pair_graph.touching([rank], case.bad) for end in edge}
-        others = {end for edge in pair_graph.touching([rank], case.skipped) for end in edge} - {rank}
-        unmet[rank] = {other for other in others if met.isdisjoint(part_of.get(other, ()))}
-    return {rank: others for rank, others in unmet.items() if others}
 
 
 def between_nodes(case: Case) -> None:

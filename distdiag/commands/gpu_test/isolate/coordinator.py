@@ -8,15 +8,18 @@ sent to the ranks.
 from __future__ import annotations
 
 import time
+from itertools import chain, zip_longest
 
 from distdiag.commands.gpu_test.isolate.slowness import DOZEN, judge, parts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from typing import Literal
+
+    from distdiag.cluster.records import PairMessage
 
     Pair = tuple[int, int]
-    from typing import Any
 
 
 def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
@@ -25,21 +28,10 @@ def rounds(nodes: list[list[int]]) -> list[list[Pair]]:
     First pairs inside the nodes, all nodes in parallel: for g ranks g - 1 rounds, or g if g is odd. Then pairs of
     nodes, for k nodes k - 1 or k rounds: local rank i of one node meets local rank i of the other.
     """
-    inside = [list(_meetings(len(ranks))) for ranks in nodes]
-    found = []
-    for turn in range(max(map(len, inside), default=0)):
-        now = [(nodes[k], turns[turn]) for k, turns in enumerate(inside) if turn < len(turns)]
-        found.append([(min(pair), max(pair)) for ranks, met in now for pair in ((ranks[a], ranks[b]) for a, b in met)])
-    for meetings in _meetings(len(nodes)):
-        both = [(nodes[a], nodes[b]) for a, b in meetings]
-        found.append(
-            [
-                (min(here[i], there[i]), max(here[i], there[i]))
-                for here, there in both
-                for i in range(min(len(here), len(there)))
-            ]
-        )
-    return [sorted(pairs) for pairs in found if pairs]
+    inside = ([[(ranks[a], ranks[b]) for a, b in met] for met in _meetings(len(ranks))] for ranks in nodes)
+    found = [[*chain.from_iterable(turn)] for turn in zip_longest(*inside, fillvalue=())]
+    found += [[pair for a, b in met for pair in zip(nodes[a], nodes[b])] for met in _meetings(len(nodes))]  # noqa: B905 - Python 3.9
+    return [sorted((min(pair), max(pair)) for pair in pairs) for pairs in found if pairs]
 
 
 def _meetings(members: int) -> Iterator[list[Pair]]:
@@ -92,7 +84,7 @@ class Coordinator:
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
         wanted = ([pair for pair in pairs if not {*left_out}.intersection(pair)] for pairs in rounds(nodes))
         self._rounds = [part for pairs in wanted for part in self._parts(pairs, at_once)]
-        self.results: dict[Pair, dict[str, Any]] = {}
+        self.results: dict[Pair, PairMessage] = {}
 
     def plan(self) -> Iterator[tuple[str, list[Pair]]]:
         """Yield the name and the pairs of each round; note its results before requesting the next round."""
@@ -113,32 +105,34 @@ class Coordinator:
                 yield f"{words}: reference pair", [self._control(pair, good)]
                 yield words, [pair]
 
-    def note(self, pair: Pair, result: dict[str, Any]) -> None:
-        """Record a result; wrong data once is wrong for good, and a pair that worked once has not failed."""
-        if not result["failed"]:
-            self._longest_s = max(self._longest_s or 0.0, result["took_s"])
-        before = self.results.get(pair, result)
-        samples = [*before.get("bandwidths", ()), result["bytes_per_s"]]
-        better = before if result["failed"] else result
-        self.results[pair] = {**better, "bandwidths": samples, "wrong": max(before["wrong"], result["wrong"])}
+    def note(self, pair: Pair, bytes_per_s: float, wrong: int, error: str, took_s: float) -> None:
+        """Record a measurement, which failed if it has an error.
+
+        Wrong data once is wrong for good, and a pair that worked once has not failed.
+        """
+        known = self.results.setdefault(pair, {**self._untried(pair), "failed": True, "error": error})
+        known["bandwidths"].append(bytes_per_s)
+        known["wrong"] = max(known["wrong"], wrong)
+        if not error:
+            self._longest_s = max(self._longest_s or 0.0, took_s)
+            known["failed"], known["error"] = False, ""
 
     def patience_s(self) -> float:
         """Return the timeout of a pair's step in seconds, from the longest time of a working pair."""
         least, most = self._patience_s
         return most if self._longest_s is None else min(most, max(least, _PATIENCE * self._longest_s))
 
-    def level(self, pair: Pair) -> str:
+    def level(self, pair: Pair) -> Literal["node", "net"]:
         """Return whether a pair is inside a node or between two: "node" or "net"."""
         return "node" if self._node_of[pair[0]] == self._node_of[pair[1]] else "net"
 
-    def all_results(self) -> list[dict[str, Any]]:
+    def all_results(self) -> list[PairMessage]:
         """List all pairs with their results; untried pairs have neither samples nor an error."""
-        untried: dict[str, Any] = {"bandwidths": [], "failed": False, "wrong": 0, "error": ""}
-        return [
-            {"a": pair[0], "b": pair[1], "level": self.level(pair), **self.results.get(pair, untried)}
-            for pairs in self._rounds
-            for pair in pairs
-        ]
+        return [self.results.get(pair) or self._untried(pair) for pairs in self._rounds for pair in pairs]
+
+    def _untried(self, pair: Pair) -> PairMessage:
+        level = self.level(pair)
+        return {"a": pair[0], "b": pair[1], "level": level, "bandwidths": [], "failed": False, "wrong": 0, "error": ""}
 
     def _parts(self, pairs: list[Pair], at_once: int | None) -> list[list[Pair]]:
         """Split a round to bound the concurrent pairs of a node: beyond that, pairs slow each other down."""
@@ -163,7 +157,9 @@ class Coordinator:
             if samples:
                 _, slow, unsure = judge(samples, self._node_of)
                 good |= samples.keys() - slow - unsure
-                again = unsure | _dim(samples) - slow if also_dim else unsure
+                best = sorted(map(max, samples.values()))[-1 - len(samples) // 10]
+                dim = {pair for pair, own in samples.items() if also_dim and max(own) < _DIM * best}
+                again = unsure | dim - slow
                 found += [(-len(samples[pair]), max(samples[pair]), pair) for pair in again]
         return good, [pair for _, _, pair in sorted(found)[:DOZEN]]
 
@@ -200,8 +196,3 @@ class Coordinator:
         """Find all ranks connected to a rank by working pairs, including itself."""
         working = (pair for pair, result in self.results.items() if not result["failed"])
         return next((part for part in parts(working) if rank in part), {rank})
-
-
-def _dim(samples: dict[Pair, list[float]]) -> set[Pair]:
-    best = sorted(map(max, samples.values()))[-1 - len(samples) // 10]
-    return {pair for pair, own in samples.items() if max(own) < _DIM * best}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.commands.gpu_test import compute_findings
@@ -71,25 +71,20 @@ def job_of(request: Request) -> Job[Request, Isolated]:
     )
 
 
-def _size(request: Request, plan: Plan) -> int:
-    return request.size_bytes or _SIZE_BYTES[plan.device]
-
-
-def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
+def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, object]:
     return {
-        "size_bytes": _size(request, plan),
+        "size_bytes": request.size_bytes or _SIZE_BYTES[plan.device],
         "nodes": plan.machines,
         "iterations": _ITERATIONS,
         "at_once": max(1, (share.cpus or 2) // 2) if plan.device is Device.CPU else None,
-        "least_timeout_s": _LEAST_TIMEOUT_S[plan.device],
+        "patience_s": (_LEAST_TIMEOUT_S[plan.device], min(_PAIR_TIMEOUT_S[plan.device], request.timeout_s)),
         "pause_s": _PAUSE_S,
-        "pair_timeout_s": min(_PAIR_TIMEOUT_S[plan.device], request.timeout_s),
         "fault": None if request.fault is None else _fault(request.fault, plan.nproc, rank),
         **compute_config(request.compute_s, plan, share),
     }
 
 
-def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, Any]:
+def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, object]:
     if fault.in_compute:
         return {"kind": fault.kind if rank in fault.ranks else ""}
     hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
@@ -97,7 +92,8 @@ def _fault(fault: Fault, nproc: int, rank: int) -> dict[str, Any]:
         raise UsageError(
             f"--inject {fault.option} affects no pair of {nproc} ranks", hint="name some of the ranks, not all"
         )
-    return {"pairs": hit, "ranks": list(fault.ranks) or list(range(nproc)), "lag_s": fault.lag_s}
+    lag_s = 0.05 if fault.kind == "slow" else 0.0  # of each call; 0: one end does not answer
+    return {"pairs": hit, "ranks": list(fault.ranks) or list(range(nproc)), "lag_s": lag_s}
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Isolated]:
@@ -112,8 +108,8 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     finished = course.outcome is Outcome.FINISHED
     steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
     data = Isolated(
-        **rank_report.facts_of(request, scene, plan, course),
-        size_bytes=_size(request, plan),
+        **vars(rank_report.facts_of(request, scene, plan, course)),
+        size_bytes=request.size_bytes or _SIZE_BYTES[plan.device],
         left_out=tuple(sorted(left_out)),
         pairs=tuple(replace(pair, status=statuses[pair.a, pair.b]) for pair in pairs),
         classification=classification if finished else None,
@@ -188,8 +184,7 @@ def _matrix(data: Isolated) -> Table:
         *(Column(f"rank {rank}" if rank == 0 else str(rank), justify="right", no_wrap=True) for rank in ranks),
     )
     for a in ranks:
-        cells = [of.get((min(a, b), max(a, b))) if a != b else None for b in ranks]
-        table.add_row(f"rank {a}", *(_cell(pair) for pair in cells))
+        table.add_row(f"rank {a}", *(_cell(of.get((min(a, b), max(a, b)))) for b in ranks))
     return table
 
 

@@ -72,21 +72,16 @@ class Rank(AnyRank):
 
     def lead(self, left_out: set[int]) -> None:
         """On rank 0: plan each round, take part in it, and report its results."""
-        coordinator = Coordinator(
-            self.config["nodes"],
-            self.config["at_once"],
-            (self.config["least_timeout_s"], self.config["pair_timeout_s"]),
-            self.config["pause_s"],
-            left_out,
-        )
-        number = 0
+        nodes, at_once, patience_s = (self.config[name] for name in ("nodes", "at_once", "patience_s"))
+        coordinator = Coordinator(nodes, at_once, patience_s, self.config["pause_s"], left_out)
+        number = -1  # of the last round: bad ranks may leave no pair at all
         for number, (words, pairs) in enumerate(coordinator.plan()):
             timeout_s = coordinator.patience_s()
             self.store.set(f"round/{number}", json.dumps([words, pairs, timeout_s]))
             self.take_part(number, words, pairs, timeout_s)
             self.progress.step(f"waiting for the ranks of {words}", waiting=True)
             for pair in pairs:  # rank 0 waits for both ends
-                coordinator.note(pair, json.loads(self.store.get(f"result/{number}/{pair[0]}")))
+                coordinator.note(pair, *json.loads(self.store.get(f"result/{number}/{pair[0]}")))
                 self.store.get(f"result/{number}/{pair[1]}")
             self.progress.step(f"{words} done", pairs=coordinator.all_results())
         self.store.set(f"round/{number + 1}", json.dumps(None))
@@ -115,15 +110,13 @@ class Rank(AnyRank):
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def measure_safely(self, number: int, pair: tuple[int, int], timeout_s: float) -> dict[str, Any]:
-        """Measure a pair; an error is a result, too."""
+    def measure_safely(self, number: int, pair: tuple[int, int], timeout_s: float) -> tuple[float, int, str, float]:
+        """Measure a pair: see `Coordinator.note`. An error is a result, too."""
         began = time.monotonic()
         try:
-            speed, wrong = self.measure(number, pair, timeout_s)
+            return (*self.measure(number, pair, timeout_s), "", time.monotonic() - began)
         except (RuntimeError, ValueError, OSError) as error:
-            return {"bytes_per_s": 0.0, "failed": True, "wrong": 0, "error": first_lines(error)}
-        took_s = time.monotonic() - began
-        return {"bytes_per_s": speed, "failed": False, "wrong": wrong, "error": "", "took_s": took_s}
+            return 0.0, 0, first_lines(error), 0.0
 
     def measure(self, number: int, pair: tuple[int, int], timeout_s: float) -> tuple[float, int]:
         """All-reduce between two ranks; return the second best time's bandwidth and the number of wrong elements."""

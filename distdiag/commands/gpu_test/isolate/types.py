@@ -103,9 +103,6 @@ class Classification:
     """What to do, or what would decide it; empty if healthy."""
 
 
-STAGES = ("start", "connect", "init", "compute", "pairs", "done")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fault(types.Fault):
     """A real fault: one end of some pairs never answers or calls late, or a rank computes wrong or slow products.
@@ -119,11 +116,6 @@ class Fault(types.Fault):
         """Return whether it affects the stage compute, not pairs."""
         return self.kind in _IN_COMPUTE
 
-    @property
-    def lag_s(self) -> float:
-        """Delay of each call; 0: one end does not answer."""
-        return 0.05 if self.kind == "slow" else 0.0
-
     def meets(self, a: int, b: int) -> bool:
         """Return whether this pair is affected."""
         mine = {a, b} & set(self.ranks)
@@ -136,7 +128,7 @@ class Fault(types.Fault):
 class Request(gpu_test.Request):
     """The options of one run."""
 
-    stages = STAGES
+    stages = ("start", "connect", "init", "compute", "pairs", "done")
     expected_bytes_per_s: float | None = None
     fault: Fault | None = None
 

@@ -61,7 +61,7 @@ def a_machine(root: Path, *, control: int = ON, readable: int = 4096, domain: st
 
 def look(root: Path) -> Pcie | None:
     """Read a tree, and decode it as the facts of a node are."""
-    return read_json(json.dumps(pcie.look(str(root))).encode(), Pcie | None)  # type: ignore[arg-type]
+    return read_json(json.dumps(pcie.look(str(root)), default=vars).encode(), Pcie | None)  # type: ignore[arg-type]
 
 
 def test_bridges_and_the_iommu_of_a_machine_that_hung(tmp_path: Path) -> None:
