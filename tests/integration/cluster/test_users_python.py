@@ -36,8 +36,8 @@ def head(python: Path, **env: str) -> dict[str, str]:
         capture_output=True,
         check=False,
     )
-    examined: dict[str, str] = json.loads(done.stdout)["data"]["python"]
-    return examined
+    facts = json.loads(done.stdout)["data"]["nodes"][0]["facts"]
+    return {**facts["python"], "chosen": facts["chosen"]}
 
 
 def test_the_active_environment_is_examined(places: dict[str, Path]) -> None:
