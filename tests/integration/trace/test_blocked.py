@@ -204,7 +204,8 @@ def test_several_processes_share_a_look(many: Target) -> None:
 
 
 _READ = (
-    "import dataclasses, json, sys; from distdiag.facts.process import blocked_threads, descriptors; pid = int(sys.argv[1]);"
+    "import dataclasses, json, sys; from distdiag.facts.process import blocked_threads, descriptors;"
+    "pid = int(sys.argv[1]);"
     "print(json.dumps([[dataclasses.asdict(thread) for thread in blocked_threads.blocked(pid)],"
     "descriptors.descriptors(pid).unread]))"
 )
