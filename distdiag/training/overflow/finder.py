@@ -7,6 +7,7 @@ import glob
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _MOST = 64
 """Limit on watched models; a script with more recreates them for each batch."""
 _TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
+_OTHER_FAILURE = re.compile(r"failed \(exitcode: (?!1\))")
 
 
 class Finder:
@@ -119,7 +121,7 @@ class Finder:
 
 
 def _end_quietly(folder: str) -> None:
-    """Replace the traceback of a stopped process by one line, and of a torchrun whose ranks are stopped by none.
+    """Replace the traceback of a stopped process by one line, and of a torchrun whose ranks are all stopped by none.
 
     `folder` has the records of the ranks.
     """
@@ -129,11 +131,20 @@ def _end_quietly(folder: str) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, (OverflowDetected, Aborted)):
             sys.stderr.write(f"distdiag overflow: {_line(error, trace)}\n")
-        elif kind.__name__ != "ChildFailedError" or not _are_stopped(folder, began):
+        elif not (_names_stopped_ranks_only(error) and _are_stopped(folder, began)):
             previous(kind, error, trace)
 
+    def is_shown(record: logging.LogRecord) -> bool:
+        return bool(_OTHER_FAILURE.search(record.getMessage())) or not _are_stopped(folder, began)
+
     sys.excepthook = hook
-    logging.getLogger(_TORCHRUN_LOGGER).addFilter(lambda _: not _are_stopped(folder, began))
+    logging.getLogger(_TORCHRUN_LOGGER).addFilter(is_shown)
+
+
+def _names_stopped_ranks_only(error: BaseException) -> bool:
+    """Return whether this is torchrun's table of ranks ended by the detector, or by torchrun itself thereafter."""
+    failures = getattr(error, "failures", None)
+    return isinstance(failures, dict) and all(failure.exitcode in (1, -15) for failure in failures.values())
 
 
 def _line(error: OverflowDetected | Aborted, trace: TracebackType | None) -> str:
