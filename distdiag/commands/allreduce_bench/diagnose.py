@@ -128,7 +128,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     )
     found = [
         *rank_report.findings_of(request, scene, plan, course),
-        *_not_measured(request, results),
+        *_not_measured(request, results, course.outcome),
         *paused(request, course.traces),
         *findings.shape_findings(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
         *findings.hardware_findings(request, expected),
@@ -169,7 +169,7 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     return replace(report, data=data, findings=tuple(found), summary=words)
 
 
-def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Finding]:
+def _not_measured(request: Request, results: tuple[SizeResult, ...], outcome: Outcome) -> list[Finding]:
     """Return a finding for each reason to skip rows."""
     reasons: dict[tuple[Shared, str], list[SizeResult]] = {}
     for row in results:
@@ -186,7 +186,7 @@ def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Fin
         )
         for (kind, _), group in reasons.items()
     ]
-    if results and all(row.skipped for row in results):
+    if all(row.skipped for row in results) and (results or outcome is Outcome.FINISHED):
         nothing = "nothing could be measured"
         found.append(Finding(id=Shared.NOTHING_MEASURED.of(request.command), level=Level.UNKNOWN, title=nothing))
     return found

@@ -204,6 +204,8 @@ def test_each_of_these_rows_has_its_id() -> None:
     for (id_, level), (course, place) in cases.items():
         ids = judged("allreduce-bench", course, place)
         assert (f"allreduce-bench.{id_}", level) in ids, (id_, ids)
+    without_rows = ran(*(rank(number, started, DONE) for number in range(2)))  # as in damaged facts
+    assert ("allreduce-bench.nothing-measured", "unknown") in judged("allreduce-bench", without_rows, slot("n0"))
 
 
 def pair(a: int, b: int, bandwidth: float) -> PairMessage:
