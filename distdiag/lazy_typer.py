@@ -301,8 +301,8 @@ class _Command(TyperCommand):
     def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
         whole = self.help
         if _is_short(ctx) and whole:
-            first, *_, examples = whole.split("\n\n")
-            self.help = f"{first}\n\n{examples}"
+            paragraphs = whole.split("\n\n")  # the last one has the examples
+            self.help = "\n\n".join(dict.fromkeys((paragraphs[0], paragraphs[-1])))
         super().format_help_text(ctx, formatter)
         self.help = whole
 
