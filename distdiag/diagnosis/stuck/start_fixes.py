@@ -87,6 +87,11 @@ def options_for(launch: Launch, place: str) -> list[str]:
     return [f"--master{kind}addr={host}", f"--master{kind}port={port}"]
 
 
+def node_rank_option(launch: Launch) -> str:
+    """Return the name of the launcher's option for a node's number."""
+    return "--machine_rank" if launch.program == "accelerate" else "--node-rank"
+
+
 def corrected(start: Start, options: Sequence[str]) -> str:
     """Return the launcher's whole command line with other options; empty if unknown."""
     words = _words(start.command)

@@ -11,7 +11,7 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.outliers import split
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, who
-from distdiag.diagnosis.stuck.start_fixes import corrected
+from distdiag.diagnosis.stuck.start_fixes import corrected, node_rank_option
 from distdiag.diagnosis.stuck.start_group import LATE_S, SHOWN
 from distdiag.diagnosis.stuck.start_rows import by_interface, interfaces_in_words, meets_at_loopback, value_in_words
 from distdiag.diagnosis.wording import format_hosts, listed
@@ -60,11 +60,12 @@ def other_options(group: Group) -> Iterable[Claim]:
         if count > 1:
             rows = [row for row, launch in launches if launch.node_rank == rank]
             both = "both" if count == 2 else "all"
-            title = f"{format_hosts(row.host for row in rows)} were {both} started with --node-rank {rank}"
+            option = node_rank_option(group.first.launch)
+            title = f"{format_hosts(row.host for row in rows)} were {both} started with {option} {rank}"
             text = f"give each node its own: 0 to {group.first.launch.nodes[0] - 1}"
             free = sorted(set(range(group.first.launch.nodes[0])) - set(ranks))
             own = zip(rows[1:], free, strict=False)
-            lines = _lines((row.host, row.start, [f"--node-rank={number}"]) for row, number in own)
+            lines = _lines((row.host, row.start, [f"{option}={number}"]) for row, number in own)
             yield group.claim(rows, Level.FAIL, title, "", Fix(text=text, commands=lines))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.diagnosis.stuck.start_fixes import corrected
+from distdiag.diagnosis.stuck.start_fixes import corrected, node_rank_option, options_for
 from distdiag.diagnosis.stuck.start_group import LATE_S
 from distdiag.diagnosis.wording import format_hosts, listed
 from distdiag.report import Fix, Level
@@ -75,7 +75,7 @@ def _static(group: Group, row: StartRow, store: Store) -> Iterable[Claim]:
         yield _warn(group, title, "", Fix(text="start all nodes with the same --rdzv-backend"))
     elif 0 not in joined and first is not None:
         title = f"{row.name} meets at {row.place}, the store of another job: its --rdzv-id is {first}, not {own_id}"
-        options = f"--master-addr={launch.host} --master-port=PORT"
+        options = " ".join(options_for(launch, f"{launch.host}:PORT"))
         text = f"end that job if it is left over, or give this job another port: {options}"
         yield _warn(
             group, title, "", Fix(text=text, commands=(f"ss -ltnp 'sport = :{launch.port}'  # on {launch.host}",))
@@ -87,13 +87,13 @@ def _static(group: Group, row: StartRow, store: Store) -> Iterable[Claim]:
         title = f"{connected} nodes have connected to {row.place}, which waits for more: its --nnodes is not {least}"
         yield _warn(group, title, "", Fix(text="start all nodes with the same --nnodes"))
     elif missing := sorted(set(range(least)) - joined):
-        number = missing[0]
-        title = f"{connected} nodes have connected to {row.place}, but none was started with --node-rank {number}"
+        number, option = missing[0], node_rank_option(launch)
+        title = f"{connected} nodes have connected to {row.place}, but none was started with {option} {number}"
         ranks = listed(list(map(str, sorted(joined))))
         detail = (
-            f"Two of them have the same --node-rank, or a launcher was started twice. The store has node rank {ranks}."
+            f"Two of them have the same {option}, or a launcher was started twice. The store has node rank {ranks}."
         )
-        line = corrected(row.start, [f"--node-rank={number}"])
+        line = corrected(row.start, [f"{option}={number}"])
         text = f"give each node its own: 0 to {least - 1}; {row.host}, if another node is {launch.node_rank} too:"
         yield _warn(group, title, detail, Fix(text=text, commands=(line,) if line and len(missing) == 1 else ()))
 

@@ -15,6 +15,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from distdiag.facts.text import printable
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,6 +26,7 @@ _VALIDATE, _GET, _PING, _LIST_KEYS = 0, 3, 13, 17
 _MAGIC = 0x3C85F7CE
 _NONCE = 0x64647374
 _MOST_KEYS = 20_000
+_LONGEST_NAME = 255
 _MOST_BYTES = 1 << 20
 _COUNTER = "init/"
 _RENDEZVOUS = "/torch.rendezvous."
@@ -102,7 +105,7 @@ def _members(keys: Iterable[str], connection: socket.socket, answer: BinaryIO) -
         rendezvous=tuple(
             _rendezvous(key[len(_RENDEZVOUS) :], value(key)) for key in keys if key.startswith(_RENDEZVOUS)
         ),
-        node_ranks=tuple((match[1], int(match[2])) for key in keys if (match := _NODE_RANK.fullmatch(key))),
+        node_ranks=tuple((_shown(match[1]), int(match[2])) for key in keys if (match := _NODE_RANK.fullmatch(key))),
         ranks=tuple((rank, _host(value(key))) for rank, key in sorted(ranks.items())),
     )
 
@@ -137,4 +140,9 @@ def _rendezvous(run_id: str, value: bytes) -> Rendezvous:
                 hosts.append(text)
     except (ValueError, IndexError, binascii.Error):
         pass
-    return Rendezvous(run_id, tuple(hosts), is_complete)
+    return Rendezvous(_shown(run_id), tuple(map(_shown, hosts)), is_complete)
+
+
+def _shown(text: str) -> str:
+    """Make a name printable: any program may listen there."""
+    return printable(text[:_LONGEST_NAME])

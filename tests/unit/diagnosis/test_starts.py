@@ -350,3 +350,12 @@ def test_a_store_whose_members_are_complete_gives_no_reason() -> None:
     done = Store(rendezvous=(Rendezvous("7", ("n1", "n2", "n3"), is_complete=True),))
     (found,) = judge(node(3, launcher(_elsewhere(done), **_C10D)))
     assert found.title == "n3 is connected to n1:29500 and waits for more of its 3 nodes"
+
+
+def test_accelerate_gets_its_own_option_for_the_number_of_a_node() -> None:
+    line = "accelerate launch --num_machines=3 --machine_rank=1 --main_process_ip=n1 a.py"
+    store = Store(connected=3, node_ranks=(("none", 0), ("none", 1)))
+    start = launcher(_elsewhere(store), program="accelerate", nodes=(3, 3), node_rank=1)
+    (found,) = judge(node(3, replace(start, command=line)))
+    assert found.fix is not None
+    assert found.fix.commands == ("accelerate launch --machine_rank=2 --num_machines=3 --main_process_ip=n1 a.py",)

@@ -105,6 +105,12 @@ def test_a_pickle_that_would_run_code_is_only_parsed() -> None:
         assert tcp_store._rendezvous("7", value).is_complete is False
 
 
+def test_names_from_a_store_are_printable_and_short() -> None:
+    value = base64.b64encode(pickle.dumps({"participants": {"addr": "\x1b[31mn1\n" + "x" * 1000}}))
+    found = tcp_store._rendezvous("\x1b]0;a" * 100, value)
+    assert all(text.isprintable() and len(text) <= 255 * 4 for text in (found.run_id, *found.hosts))
+
+
 def test_no_listener_is_no_store() -> None:
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
