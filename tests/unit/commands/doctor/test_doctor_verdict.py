@@ -25,7 +25,7 @@ from distdiag.diagnosis.hosts.drift import grouped
 from distdiag.facts.cuda.driver import Answer, Driver, Gpu
 from distdiag.facts.gpu import gpu_health
 from distdiag.facts.gpu.gpu_health import GpuHealth, GpuProcess, Health
-from distdiag.facts.host import kernel_signs, nfs
+from distdiag.facts.host import kernel_signs
 from distdiag.facts.host.cgroups import Cgroup
 from distdiag.facts.host.file_systems import Space
 from distdiag.facts.logs.line_patterns import Patterns
@@ -729,25 +729,6 @@ def test_a_node_whose_cores_others_use_is_a_warning_beside_free_nodes_only() -> 
     assert "load" not in found(judged(busy))
     assert "load" in remarks(judged(busy))
     assert "load" not in found(judged(node("a", jobs=Jobs((), 180.0)), busy))
-
-
-MOUNTSTATS = """device rootfs mounted on / with fstype rootfs
-device nas:/data mounted on /data with fstype nfs4 statvers=1.1
-\topts:\trw,vers=4.1
-\txprt:\ttcp 0 0 2 0 3 91023 91020 0 812345 900000 2 50000 40000
-\tper-op statistics
-\t        READ: 90000 90000 3 14400000 1000000000 {queue} 180000 {total} 0
-\t       WRITE: 1000 1000 0 1000 1000 0 2000 2000 0
-"""
-
-
-@pytest.mark.parametrize(("queue_ms", "slow"), [(2_700_000, True), (9_000, False)])
-def test_nfs_requests_that_wait_for_a_slot_of_their_own_node(queue_ms: int, slow: bool) -> None:
-    (mount,) = nfs.parse(MOUNTSTATS.format(queue=queue_ms, total=queue_ms + 180_000))
-    assert (mount.path, mount.server, mount.operations, mount.timeouts) == ("/data", "nas:/data", 91_000, 3)
-    assert (mount.queue_ms, mount.server_ms, mount.slots) == (queue_ms, 182_000, 2)
-    report = judged(node(disks=replace(DISKS, nfs=(mount,))))
-    assert ("nfs-slots" in found(report)) is slow
 
 
 def test_gpus_of_an_nvlink_domain_need_a_channel_and_one_list() -> None:
