@@ -19,7 +19,7 @@ from distdiag.commands.doctor.collect import Clock, Disks, Gpus, Jobs, KernelLog
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.subcommand import _with_clock
 from distdiag.commands.doctor.types import NodeDoctor, NodePaths, Request
-from distdiag.commands.doctor.view import doctor_view, metrics
+from distdiag.commands.doctor.view import doctor_view
 from distdiag.diagnosis.finding_ids import checks
 from distdiag.diagnosis.hosts.drift import grouped
 from distdiag.facts.cuda.driver import Answer, Driver, Gpu
@@ -663,14 +663,6 @@ def test_every_symptom_can_be_chosen_and_every_row_is_used() -> None:
     assert all(name.startswith(("log.", "differs.")) for name in unused)
     made = re.findall(r'id="([a-z.-]+)"', source)
     assert set(made) <= checks("doctor").keys()
-
-
-def test_metrics_are_what_node_exporter_reads() -> None:
-    lines = metrics(judged(node('we"ird'), full("b")), 1000.0).decode().splitlines()
-    assert 'distdiag_doctor_fit{node="we\\"ird"} 1' in lines
-    assert 'distdiag_doctor_fit{node="b"} 0' in lines
-    assert 'distdiag_doctor_finding{node="b",id="doctor.disk-full",level="fail"} 1' in lines
-    assert len(lines) == len(set(lines))
 
 
 def test_lo_that_is_down_is_a_fault_and_one_that_is_up_is_none() -> None:
