@@ -199,7 +199,7 @@ def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Red
             composed.add(entry["file"], text, f"the end{rank} of {path}, {format_size(log['size_bytes'])} in all")
         clean["logs"].append(entry)
     content = json.dumps(clean, indent=1).encode("utf-8", "replace")
-    about = f"{name}: limits, cgroup, settings and command line of each rank; memory, disks, clock, kernel"
+    about = f"{name}: limits, cgroup, settings and command line of each rank"
     composed.add(f"nodes/{name}.json", content, about)
 
 
