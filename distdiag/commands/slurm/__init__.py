@@ -1,1 +1,0 @@
-"""distdiag slurm: check that jobs still run or wait."""
