@@ -124,7 +124,7 @@ def _write(request: Request, *, show: bool) -> Report[Bundle]:
     from distdiag.commands.bundle.collect_all import collect, find_job
     from distdiag.commands.bundle.compose import as_text, compose, packed
     from distdiag.commands.bundle.diagnose import diagnose
-    from distdiag.commands.bundle.types import Bundle, Replaced
+    from distdiag.commands.bundle.types import Bundle
     from distdiag.files import write_whole
     from distdiag.output import Progress, emit, is_done_by_another
 
@@ -159,7 +159,7 @@ def _write(request: Request, *, show: bool) -> Report[Bundle]:
         members=composed.members(),
         cut=tuple(composed.cut),
         secrets=sum(redactor.secrets.values()),
-        replaced=tuple(Replaced(rule=rule, secrets=number) for rule, number in redactor.secrets.items()),
+        replaced=redactor.secrets,
         stand_ins=len(redactor.map),
     )
     errors = [f"{each.part.name}: {each.error}" for each in collected if each.error]
