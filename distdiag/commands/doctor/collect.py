@@ -283,10 +283,8 @@ def _limit(name: str, number: int) -> Limit:
 
 
 def _may_lock() -> bool:
-    for line in machine.read_text("/proc/self/status").splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> _IPC_LOCK & 1)
-    return False
+    words = machine.status_words("self", "CapEff")
+    return bool(words) and bool(int(words[0], 16) >> _IPC_LOCK & 1)
 
 
 def _disks(paths: Sequence[str]) -> Disks:
