@@ -36,9 +36,6 @@ def ports(
             help="Ports to test: 6000,29500-29510; without HOST, who listens here. [default: 29500]",
         ),
     ] = None,
-    sample: Annotated[
-        int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to test on each path between nodes.")
-    ] = 2,
     data: Annotated[str, typer.Option(metavar="SIZE", help="Data to send over each path between nodes.")] = "1MiB",
     connect_timeout: Annotated[
         float, typer.Option(min=0.1, max=120.0, metavar="SECONDS", help="Give up on a port after this long.")
@@ -77,7 +74,6 @@ def ports(
             targets=_targets(words, given),
             ports=given,
             named=bool(given) or _names_ports(words),
-            sample=sample,
             bulk_bytes=_bulk_bytes(data),
             timeout_s=connect_timeout,
             verbose=verbose,

@@ -33,7 +33,6 @@ class Request:
     ports: tuple[int, ...] = ()
     named: bool = False
     """Whether ports were typed."""
-    sample: int = 2
     bulk_bytes: int = 2**20
     timeout_s: float = 3.2
     verbose: bool = False
