@@ -96,8 +96,6 @@ class Id(StrEnum):
     # fmt: off
     CORE_BT_CONSEQUENCE = "core-bt.consequence", "fail", "a crash that follows from another rank's failure"
     CORE_BT_CRASH = "core-bt.crash", "fail", "a crash: the signal, the thread, its frames and the reason"
-    CUDA_ENV_NODES_DIFFER = "cuda-env.nodes-differ", "warn", "nodes that differ from each other"
-    CUDA_ENV_NO_ANSWER = "cuda-env.no-answer", "unknown", "a host was reached, but returned no facts"
     DISTDIAG_BUG = "distdiag.bug", "unknown", "a bug in distdiag"
     DISTDIAG_FACTS_FAILED = "distdiag.facts-failed", "unknown", "the node side of distdiag failed"
     DISTDIAG_FAILED = "distdiag.failed", "unknown", "the command could not be carried out"

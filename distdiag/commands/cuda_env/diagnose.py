@@ -24,7 +24,8 @@ from distdiag.commands.cuda_env.types import (
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.diagnosis.hosts.drift import differences
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings, summary_of
-from distdiag.ids import Id, RowId
+from distdiag.diagnosis.verdicts import finding
+from distdiag.ids import RowId
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
     if found and not _left_out(request, "nodes-differ"):
         findings.append(_differ(found))
     findings += host_findings(gathered.refusals, gathered.rows)
-    findings += [_missing(host, why) for host, why in gathered.missing.items()]
+    findings += [
+        finding("cuda-env.no-answer", {"host": host, "why": why}, where=Where(hosts=(host,)))
+        for host, why in gathered.missing.items()
+    ]
     ready = _ready(request, judged, incomplete=bool(gathered.refusals or gathered.missing))
     # For the first node only, as others need their own.
     exports, left = (
@@ -160,25 +164,8 @@ def _finding(problem: Problem, hosts: tuple[str, ...]) -> Finding:
 
 def _differ(found: Sequence[Difference]) -> Finding:
     hosts = tuple(dict.fromkeys(host for difference in found for host in difference.odd_hosts))
-    return Finding(
-        id=Id.CUDA_ENV_NODES_DIFFER,
-        level=Level.WARN,
-        title=f"{fold(hosts)} differ{'s' if len(hosts) == 1 else ''} from the other nodes",
-        detail="affects: builds of one node that run on another; collectives between different NCCL versions",
-        where=Where(hosts=hosts),
-        evidence=tuple(map(str, found)),
-        fix=Fix(text="make the nodes identical, or build once for each kind of node"),
-    )
-
-
-def _missing(host: str, why: str) -> Finding:
-    return Finding(
-        id=Id.CUDA_ENV_NO_ANSWER,
-        level=Level.UNKNOWN,
-        title=f"no facts from {host}: {why}",
-        where=Where(hosts=(host,)),
-        fix=Fix(text="increase --read-timeout"),
-    )
+    words = {"hosts": fold(hosts), "s": "s" if len(hosts) == 1 else ""}
+    return finding("cuda-env.nodes-differ", words, where=Where(hosts=hosts), evidence=tuple(map(str, found)))
 
 
 def _compared(facts: CudaFacts) -> dict[str, object]:
