@@ -237,7 +237,6 @@ def test_nvidia_smi_is_asked_and_one_that_hangs_is_left(tmp_path: Path, monkeypa
 
 def test_a_row_that_waits_for_a_reset_is_a_warning() -> None:
     health = gpu_health.parse(text("a100_remap_pending.txt"))
-    assert health.gpus[0].correctable == 177
     finding = found(judged(node(gpus=gpus(health))))["gpu.remap-pending"]
     assert "GPU 0 (0000:10:1c.0, local rank 0)" in finding.title
     assert finding.fix is not None
@@ -382,8 +381,8 @@ def test_health_that_is_not_known_is_not_shown_as_fine() -> None:
 
 def test_who_computes_on_a_gpu_is_named_and_who_draws_is_not() -> None:
     (gpu,) = h100().gpus
-    left = GpuProcess(4711, "/usr/bin/python3", 40000, "C", "bob")
-    xorg = GpuProcess(99, "/usr/lib/xorg/Xorg", 4, "G", "root")
+    left = GpuProcess(4711, "/usr/bin/python3", "C", "bob")
+    xorg = GpuProcess(99, "/usr/lib/xorg/Xorg", "G", "root")
     report = judged(node(gpus=gpus(Health((replace(gpu, processes=(xorg, left)),)))))
     assert "pid 4711 of bob (python3)" in found(report)["gpu.busy"].title
     assert not found(judged(node(gpus=gpus(Health((replace(gpu, processes=(xorg,)),))))))
@@ -397,7 +396,7 @@ def test_processes_are_read_with_their_kind() -> None:
         for pid, kind, name, memory in ((4711, "C", "python", "4000 MiB"), (99, "G", "Xorg", "4 MiB"))
     )
     (gpu,) = h100(("Processes                             : None", several)).gpus
-    assert gpu.processes == (GpuProcess(4711, "python", 4000, "C"), GpuProcess(99, "Xorg", 4, "G"))
+    assert gpu.processes == (GpuProcess(4711, "python", "C"), GpuProcess(99, "Xorg", "G"))
 
 
 # The kernel's log.
