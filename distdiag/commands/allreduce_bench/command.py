@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Annotated
 
@@ -114,10 +113,6 @@ def allreduce_bench(
         str,
         typer.Option(metavar="NxGb/s", help="With a text of nccl-tests alone: the NICs of each node: 8x400, 1x200."),
     ] = "",
-    plot: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="Plot busbw against size, to FILE.svg or FILE.png; - draws in the terminal."),
-    ] = "",
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,
     stall: StallOpt = 30.0,
@@ -159,7 +154,6 @@ def allreduce_bench(
 
     explain = cluster.explain or print_command is not None
 
-    @functools.cache  # --compare may be a pipe
     def request() -> Request:
         return Request(
             program=called_as(),
@@ -183,15 +177,14 @@ def allreduce_bench(
             strict=strict,
             cluster=cluster,
             nccl_debug=nccl_debug,
-            files=(("save", save), ("compare", compare), ("plot", plot)),
-            baseline=None if explain else bench.read_files(compare, plot),
+            files=(("save", save), ("compare", compare)),
+            baseline=None if explain else bench.read_baseline(compare),
             nics_bytes_per_s=parse_nics(nics) if nics else None,
             fault=parse_fault(inject) if inject is not None else None,
         )
 
     runner.run(
-        bench.subcommand(print_command, draw=plot == "-"),
+        bench.subcommand(print_command),
         request,
         runner.Options(as_json, strict, save, from_, explain, html=html),
-        lambda report: bench.draw(report, request(), plot),
     )
