@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.allreduce_bench.types import Baseline
-    from distdiag.launch.launch_commands import Recipe
     from distdiag.launch.rank_runs import Run
     from distdiag.launch.record import Allocation, Plan
     from distdiag.output import Progress
@@ -107,9 +106,9 @@ class _RowReporter:
 _REPEATS = 3
 
 
-def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, SavedRun, Bench]:
-    """Return the command. `recipe`: the launcher whose launch commands are printed instead. `draw`: in the terminal."""
-    made = runner.subcommand(Request.command, Request, job_of, lambda _, report: bench_view(report, draw=draw), recipe)
+def subcommand(*, draw: bool) -> Subcommand[Request, SavedRun, Bench]:
+    """Return the command. `draw`: in the terminal."""
+    made = runner.subcommand(Request.command, Request, job_of, lambda _, report: bench_view(report, draw=draw))
     return replace(
         made,
         collect=_collect,

@@ -20,7 +20,6 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     MasterPortOpt,
     NcclDebugOpt,
     NprocOpt,
-    PrintCommandOpt,
 )
 from distdiag.launch.types import Backend, Device, Fault
 from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StallOpt, StrictOpt, called_as, on_hosts
@@ -134,7 +133,6 @@ def allreduce_bench(
         ),
     ] = None,
     html: HtmlOpt = "",
-    print_command: PrintCommandOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -156,8 +154,6 @@ def allreduce_bench(
     from distdiag import runner
     from distdiag.commands.allreduce_bench import check as bench
     from distdiag.commands.allreduce_bench.types import parse_sizes
-
-    explain = cluster.explain or print_command is not None
 
     @functools.cache  # --compare may be a pipe
     def request() -> Request:
@@ -184,14 +180,14 @@ def allreduce_bench(
             cluster=cluster,
             nccl_debug=nccl_debug,
             files=(("save", save), ("compare", compare), ("plot", plot)),
-            baseline=None if explain else bench.read_files(compare, plot),
+            baseline=None if cluster.explain else bench.read_files(compare, plot),
             nics_bytes_per_s=parse_nics(nics) if nics else None,
             fault=parse_fault(inject) if inject is not None else None,
         )
 
     runner.run(
-        bench.subcommand(print_command, draw=plot == "-"),
+        bench.subcommand(draw=plot == "-"),
         request,
-        runner.Options(as_json, strict, save, from_, explain, html=html),
+        runner.Options(as_json, strict, save, from_, cluster.explain, html=html),
         lambda report: bench.draw(report, request(), plot),
     )

@@ -71,7 +71,6 @@ def test_reports_on_a_hung_job(hung: Job, words: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "gpu-test --print-command slurm",
         "ports",
         "ports 127.0.0.1:1",
         "cuda-env --goal run",
