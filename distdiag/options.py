@@ -126,7 +126,7 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
     ] = None,
     namespace: Annotated[str, _host_option(metavar="NAME", help="Namespace of --kube. [default: kubectl's]")] = "",
     context: Annotated[str, _host_option(metavar="NAME", help="Context of --kube. [default: kubectl's]")] = "",
-    container: Annotated[str, _host_option(metavar="NAME", help="Container of --kube. [default: that of torch]")] = "",
+    container: Annotated[str, _host_option(metavar="NAME", help="Container of --kube. [default: the pod's own]")] = "",
     kube_debug: Annotated[
         str,
         _host_option(metavar="IMAGE", help="Inspect the --kube pods from a debug container running this image."),

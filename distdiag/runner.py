@@ -28,7 +28,7 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.text import printable
 from distdiag.files import make_folder
 from distdiag.ids import Id
-from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, of_interest, pod_table
+from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, of_interest
 from distdiag.report import Finding, Fix, Level
 from distdiag.saved_facts import Foreign, Gathered, read, save
 
@@ -127,7 +127,7 @@ def run(
 
     def view(made: Report[Data]) -> Iterable[RenderableType]:
         with _of_files(options):
-            return [*subcommand.view(*judged[0], made), *pod_table(judged[0][1].pods)]
+            return list(subcommand.view(*judged[0], made))
 
     output = Output(
         json=options.as_json,
