@@ -1,7 +1,7 @@
 """Hosts from files and schedulers: every common hostfile by one grammar, `hosts [key=value ...] [# note]` on a line.
 
-It covers Open MPI and DeepSpeed (`h slots=8`), MPICH and Intel MPI (`h:8`), PBS (a line per slot), pdsh (host lists)
-and Ansible's INI files (`h ansible_host=... ansible_port=...`, `[group]`).
+It covers Open MPI and DeepSpeed (`h slots=8`), MPICH and Intel MPI (`h:8`), PBS (a line per slot) and pdsh (host
+lists).
 """
 
 from __future__ import annotations
@@ -11,28 +11,19 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from distdiag.cluster.hostlist import MAX_NAMES, Piece, quote, read_address, spell, whole
+from distdiag.cluster.hostlist import MAX_NAMES, Piece, quote, spell, whole
 from distdiag.cluster.hosts import Host, HostList, merge, read_list, read_port, read_slots, read_user
 from distdiag.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
 T = TypeVar("T")
 _NOTE = re.compile(r"(?:^|\s)#.*")
-_HEADER = re.compile(r"\[[A-Za-z_][\w.-]*(?P<no_hosts>:(?:vars|children))?\]")
-_ANSIBLE_KEY = re.compile(r"\sansible_\w+\s*=")
 _OPTIONS = re.compile(r"(?<!\s)\s+(?=[A-Za-z_][\w.-]*\s*=)")
-# Open MPI allows spaces around "=" and Ansible quotes values with spaces inside; `a= b=1` is an empty a, then b.
+# Open MPI allows spaces around "=", and values may be quoted; `a= b=1` is an empty a, then b.
 _OPTION = re.compile(r"""\s*([A-Za-z_][\w.-]*)\s*=(?:\s+(?![\w.-]+\s*=))?(?:'([^']*)'|"([^"]*)"|(\S*))(?!\S)""")
-_MEANINGS = {
-    "slots": "slots",
-    "port": "port",
-    "ansible_port": "port",
-    "user": "user",
-    "ansible_user": "user",
-    "ansible_host": "address",
-}
+_KNOWN = ("slots", "port", "user")
 _SLURM_PART = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 
@@ -40,22 +31,20 @@ def read_hostfile(text: str, name: str) -> HostList:
     """Read a hostfile; `name` identifies it in errors.
 
     A host on several lines has the sum of its slots; a line without slots counts as one, as in Open MPI and PBS. It is
-    a duplicate only if a line gives slots. In an Ansible file, several groups may contain one host. A host with
-    `slots=0` is left out. Unknown keys are ignored.
+    a duplicate only if a line gives slots. A host with `slots=0` is left out. Unknown keys are ignored.
 
     Raises:
         UsageError: a line is malformed, or no line names a host.
     """
     rows = text.removeprefix("\ufeff").splitlines()
     lines = [_line(row, f"{name}, line {number}") for number, row in enumerate(rows, 1)]
-    is_ansible = any(_HEADER.fullmatch(line.text) or _ANSIBLE_KEY.search(line.text) for line in lines)
     hosts: list[Host] = []
     excluded: set[str] = set()
-    for line in _host_lines(lines):
-        more, unwanted = _read_line(line, MAX_NAMES - len(hosts), is_ansible=is_ansible)
+    for line in filter(lambda line: line.text, lines):
+        more, unwanted = _read_line(line, MAX_NAMES - len(hosts))
         hosts += more
         excluded |= unwanted
-    found = replace(merge(hosts, excluded), duplicates=()) if is_ansible else _count(hosts, excluded)
+    found = _count(hosts, excluded)
     if not found.hosts:
         raise UsageError(f"{name}: no hosts in it", hint="write one host per line: node1 slots=8")
     return found
@@ -67,24 +56,10 @@ def _line(row: str, where: str) -> Piece:
     return whole(row, where).cut(0, note.start() if note else None).strip()
 
 
-def _host_lines(lines: Iterable[Piece]) -> Iterator[Piece]:
-    """Skip lines without hosts: blank ones, `[group]`, and the section of `[group:vars]`."""
-    skipping = False
-    for line in lines:
-        if header := _HEADER.fullmatch(line.text):
-            skipping = header["no_hosts"] is not None
-        elif line.text and not skipping:
-            yield line
-
-
-def _read_line(line: Piece, room: int, *, is_ansible: bool) -> tuple[list[Host], set[str]]:
+def _read_line(line: Piece, room: int) -> tuple[list[Host], set[str]]:
     options = _OPTIONS.search(line.text)
     end = options.start() if options else len(line.text)
     hosts, excluded = read_list(line.cut(0, end), room=room)
-    if is_ansible and any(host.slots is not None for host in hosts):
-        raise line.error(
-            "a number after ':' is a port in Ansible files, and slots in others", hint="write ansible_port=N"
-        )
     return _complete(hosts, _read_options(line.cut(end))), excluded
 
 
@@ -98,11 +73,10 @@ def _read_options(options: Piece) -> dict[str, Piece]:
             rest = options.cut(at).strip()
             raise rest.error(f"{quote(rest.text)} is not key=value")
         at = match.end()
-        meaning = _MEANINGS.get(match[1])
-        if meaning in given:
-            raise options.error(f"{meaning} is given twice", at=match.start(1))
-        if meaning is not None:
-            given[meaning] = options.cut(*match.span(match.lastindex or 0))
+        if match[1] in given:
+            raise options.error(f"{match[1]} is given twice", at=match.start(1))
+        if match[1] in _KNOWN:
+            given[match[1]] = options.cut(*match.span(match.lastindex or 0))
     return given
 
 
@@ -110,25 +84,21 @@ def _complete(hosts: list[Host], given: dict[str, Piece]) -> list[Host]:
     slots = _value(given, "slots", read_slots)
     port = _value(given, "port", read_port)
     user = _value(given, "user", read_user)
-    address = _value(given, "address", read_address)
     if slots is not None and any(host.slots is not None for host in hosts):
         raise given["slots"].error("slots is given twice")
-    if address is not None and len(hosts) > 1:
-        raise given["address"].error(f"one address for {len(hosts)} hosts")
     return [
         replace(
             host,
             slots=host.slots if slots is None else slots,
             port=port or host.port,
             user=user or host.user,
-            address=address,
         )
         for host in hosts
     ]
 
 
-def _value(given: dict[str, Piece], meaning: str, read: Callable[[Piece], T]) -> T | None:
-    return read(given[meaning]) if meaning in given else None
+def _value(given: dict[str, Piece], key: str, read: Callable[[Piece], T]) -> T | None:
+    return read(given[key]) if key in given else None
 
 
 def _count(hosts: list[Host], excluded: set[str]) -> HostList:

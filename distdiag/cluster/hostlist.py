@@ -140,13 +140,6 @@ def spell(entry: Piece, *, room: int = MAX_NAMES) -> list[str]:
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
-def read_address(piece: Piece) -> str:
-    """Parse one address: a name, an IPv4 address, or an IPv6 address with or without brackets."""
-    if ":" in piece.text and "[" not in piece.text:
-        return _ipv6(piece)
-    return spell(piece, room=1)[0]
-
-
 def _bracketed_address(entry: Piece) -> str | None:
     if match := re.fullmatch(r"\[([^\]]*:[^\]]*)\]", entry.text):
         return _ipv6(entry.cut(*match.span(1)))

@@ -20,13 +20,12 @@ MAX_SLOTS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host as typed; None if not given. `address`: where to connect, unless the name."""
+    """One host as typed; None if not given."""
 
     name: str
     slots: int | None = None
     user: str | None = None
     port: int | None = None
-    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -175,13 +174,7 @@ def merge(hosts: Iterable[Host], excluded: set[str]) -> HostList:
 
 def _join(first: Host, again: Host) -> Host:
     slots = again.slots if first.slots is None else first.slots + (again.slots or 0)
-    return replace(
-        first,
-        slots=slots,
-        user=first.user or again.user,
-        port=first.port or again.port,
-        address=first.address or again.address,
-    )
+    return replace(first, slots=slots, user=first.user or again.user, port=first.port or again.port)
 
 
 def _read_entry(entry: Piece, room: int) -> list[Host]:

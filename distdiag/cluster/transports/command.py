@@ -69,6 +69,6 @@ class ViaTransport(CommandTransport):
             )
 
     def argv(self, host: Host) -> list[str]:
-        known = {"host": host.address or host.name, "user": host.user or "", "port": str(host.port or "")}
+        known = {"host": host.name, "user": host.user or "", "port": str(host.port or "")}
         words = [re.sub(r"\{(host|user|port)\}", lambda name: known[name[1]], word) for word in self._words]
         return [*words, self._shell]

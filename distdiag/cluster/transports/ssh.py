@@ -57,7 +57,6 @@ class OpenSshTransport(CommandTransport):
         settings = self._settings.get(host.name)
         files = settings.user_known_hosts if settings is not None else ("~/.ssh/known_hosts",)
         words = ["ssh", "-T", "-a", "-x", *self._options(files)]
-        words += [f"-oHostName={host.address}"] if host.address else []
         words += [f"-oProxyCommand={self._proxy(settings.jumps)}"] if settings is not None and settings.jumps else []
         words += ["-l", host.user] if host.user else []
         words += ["-p", str(host.port)] if host.port else []

@@ -230,7 +230,7 @@ def test_programs_and_libraries(tmp_path: Path) -> None:
 def test_hostfiles() -> None:
     originals = [
         b"# ours\nnode[01-08] slots=8\ngpu1:4\nroot@gpu2 port=2222 # spare\n!node03\n",
-        b"[train]\na ansible_host=10.0.0.1 ansible_port=22\nb ansible_user='x y'\n[train:vars]\nz=1\n",
+        b"a port=22\nb user='x y'\nz=1\n",
     ]
     each(originals, lambda data: hostfile.read_hostfile(data.decode("utf-8", "replace"), "hosts"), DistdiagError)
 
