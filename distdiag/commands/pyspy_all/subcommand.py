@@ -48,7 +48,6 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
         longest_s=_LONGEST_S,
         native=request.native,
         all_threads=request.threads is Threads.ALL,
-        helpers=request.helpers,
     )
     ask = Ask(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling)
     return pictures.gather(
@@ -102,6 +101,6 @@ SUBCOMMAND = Subcommand(
     view=lambda request, _, report: pyspy_all_view(report, request),
     explain=lambda request: runner.explain(request.cluster, _agent(request)),
     page=content,
-    shown_as_typed=("job", "threads", "helpers", "tree", "groups", "verbose"),
+    shown_as_typed=("job", "threads", "verbose"),
     foreign=Foreign(dumps.of_file, dumps.as_nodes, lambda request: replace(request, samples=1, interval_s=0.0)),
 )

@@ -213,7 +213,7 @@ def judge_stacks(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterab
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.commands.pyspy_all.view import pyspy_all_view
 
-    request = Request(program="distdiag", cluster=CLUSTER, verbose=True, tree=True)
+    request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
     return diagnose(request, pictures_of(reported)), lambda report: pyspy_all_view(report, request)
 
 
