@@ -9,16 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
 
-from distdiag.cluster.hostlist import MAX_NAMES, Piece, quote, spell, whole
+from distdiag.cluster.hostlist import MAX_NAMES, located, quote, spell
 from distdiag.cluster.hosts import Host, HostList, merge, read_list, read_port, read_slots, read_user
 from distdiag.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-T = TypeVar("T")
 _NOTE = re.compile(r"(?:^|\s)#.*")
 _OPTIONS = re.compile(r"(?<!\s)\s+(?=[A-Za-z_][\w.-]*\s*=)")
 # Open MPI allows spaces around "=", and values may be quoted; `a= b=1` is an empty a, then b.
@@ -36,56 +31,30 @@ def read_hostfile(text: str, name: str) -> HostList:
     Raises:
         UsageError: a line is malformed, or no line names a host.
     """
-    rows = text.removeprefix("\ufeff").splitlines()
-    lines = [_line(row, f"{name}, line {number}") for number, row in enumerate(rows, 1)]
     hosts: list[Host] = []
     excluded: set[str] = set()
-    for line in filter(lambda line: line.text, lines):
-        more, unwanted = _read_line(line, MAX_NAMES - len(hosts))
-        hosts += more
-        excluded |= unwanted
+    for number, row in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+        if line := _NOTE.sub("", row).strip():
+            with located(f"{name}, line {number}"):
+                more, unwanted = _read_line(line, MAX_NAMES - len(hosts))
+            hosts += more
+            excluded |= unwanted
     found = _count(hosts, excluded)
     if not found.hosts:
         raise UsageError(f"{name}: no hosts in it", hint="write one host per line: node1 slots=8")
     return found
 
 
-def _line(row: str, where: str) -> Piece:
-    """Strip the note at the end of a line."""
-    note = _NOTE.search(row)
-    return whole(row, where).cut(0, note.start() if note else None).strip()
-
-
-def _read_line(line: Piece, room: int) -> tuple[list[Host], set[str]]:
-    options = _OPTIONS.search(line.text)
-    end = options.start() if options else len(line.text)
-    hosts, excluded = read_list(line.cut(0, end), room=room)
-    return _complete(hosts, _read_options(line.cut(end))), excluded
-
-
-def _read_options(options: Piece) -> dict[str, Piece]:
-    """Return the values of the known keys."""
-    given: dict[str, Piece] = {}
-    at = 0
-    while at < len(options.text):
-        match = _OPTION.match(options.text, at)
-        if match is None:
-            rest = options.cut(at).strip()
-            raise rest.error(f"{quote(rest.text)} is not key=value")
-        at = match.end()
-        if match[1] in given:
-            raise options.error(f"{match[1]} is given twice", at=match.start(1))
-        if match[1] in _KNOWN:
-            given[match[1]] = options.cut(*match.span(match.lastindex or 0))
-    return given
-
-
-def _complete(hosts: list[Host], given: dict[str, Piece]) -> list[Host]:
-    slots = _value(given, "slots", read_slots)
-    port = _value(given, "port", read_port)
-    user = _value(given, "user", read_user)
+def _read_line(line: str, room: int) -> tuple[list[Host], set[str]]:
+    options = _OPTIONS.search(line)
+    end = options.start() if options else len(line)
+    hosts, excluded = read_list(line[:end], room=room)
+    given = _read_options(line[end:])
+    slots = read_slots(given["slots"]) if "slots" in given else None
+    port = read_port(given["port"]) if "port" in given else None
+    user = read_user(given["user"]) if "user" in given else None
     if slots is not None and any(host.slots is not None for host in hosts):
-        raise given["slots"].error("slots is given twice")
+        raise UsageError("slots is given twice")
     return [
         replace(
             host,
@@ -94,11 +63,23 @@ def _complete(hosts: list[Host], given: dict[str, Piece]) -> list[Host]:
             user=user or host.user,
         )
         for host in hosts
-    ]
+    ], excluded
 
 
-def _value(given: dict[str, Piece], key: str, read: Callable[[Piece], T]) -> T | None:
-    return read(given[key]) if key in given else None
+def _read_options(text: str) -> dict[str, str]:
+    """Return the values of the known keys."""
+    given: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        match = _OPTION.match(text, at)
+        if match is None:
+            raise UsageError(f"{quote(text[at:].strip())} is not key=value")
+        at = match.end()
+        if match[1] in given:
+            raise UsageError(f"{match[1]} is given twice")
+        if match[1] in _KNOWN:
+            given[match[1]] = match[match.lastindex or 0]
+    return given
 
 
 def _count(hosts: list[Host], excluded: set[str]) -> HostList:
@@ -112,26 +93,24 @@ def _count(hosts: list[Host], excluded: set[str]) -> HostList:
 
 def slurm_tasks(text: str) -> list[int]:
     """Parse SLURM_TASKS_PER_NODE, the tasks of each node in turn: "2(x2),1" is [2, 2, 1]. Raises UsageError."""
-    listed = whole(text, "SLURM_TASKS_PER_NODE")
     tasks: list[int] = []
-    at = 0
-    for part in text.split(","):
-        match = _SLURM_PART.fullmatch(part)
-        if match is None:
-            raise listed.error(f"{quote(part)} is not a task count such as 2 or 2(x3)", at=at)
-        if int(match[2] or 1) > MAX_NAMES - len(tasks):
-            raise listed.error(f"more than {MAX_NAMES:,} nodes", at=at)
-        tasks += [int(match[1])] * int(match[2] or 1)
-        at += len(part) + 1
+    with located("SLURM_TASKS_PER_NODE"):
+        for part in text.split(","):
+            match = _SLURM_PART.fullmatch(part)
+            if match is None:
+                raise UsageError(f"{quote(part)} is not a task count such as 2 or 2(x3)")
+            if int(match[2] or 1) > MAX_NAMES - len(tasks):
+                raise UsageError(f"more than {MAX_NAMES:,} nodes")
+            tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
 
 def lsf_hosts(text: str) -> list[Host]:
     """Parse LSB_MCPU_HOSTS, hosts and slots in turn: "h1 4 h2 4". Raises UsageError."""
-    listed = whole(text, "LSB_MCPU_HOSTS")
-    words = [listed.cut(*word.span()) for word in re.finditer(r"\S+", text)]
-    if not words or len(words) % 2:
-        raise listed.error("missing number of slots" if words else "no host given", at=len(text))
-    pairs = zip(words[::2], words[1::2], strict=True)
-    hosts = [Host(name=spell(name, room=1)[0], slots=read_slots(slots)) for name, slots in pairs]
+    words = text.split()
+    with located("LSB_MCPU_HOSTS"):
+        if not words or len(words) % 2:
+            raise UsageError("missing number of slots" if words else "no host given")
+        pairs = zip(words[::2], words[1::2], strict=True)
+        hosts = [Host(name=spell(name, room=1)[0], slots=read_slots(slots)) for name, slots in pairs]
     return list(merge(hosts, set()).hosts)

@@ -290,14 +290,15 @@ def test_many_pods_and_one_that_never_answers(tmp_path: Path) -> None:
 def test_the_container_is_the_declared_one_that_with_gpus_or_the_first() -> None:
     from distdiag.cluster.pods import parse_pods
 
-    def chosen(*containers: dict[str, object], declared: str = "") -> str:
+    def chosen(*containers: dict[str, Any], declared: str = "") -> str:
         pod = pod_manifest("train-0", containers=list(containers))
         if declared:
             pod["metadata"]["annotations"] = {"kubectl.kubernetes.io/default-container": declared}
         return parse_pods(pod, 0.0)[0].container
 
-    proxy, main = {"name": "proxy"}, {"name": "main"}
-    gpus = {"name": "train", "resources": {"limits": {"nvidia.com/gpu": "8"}}}
+    proxy: dict[str, Any] = {"name": "proxy"}
+    main: dict[str, Any] = {"name": "main"}
+    gpus: dict[str, Any] = {"name": "train", "resources": {"limits": {"nvidia.com/gpu": "8"}}}
     assert chosen(proxy, main) == "proxy"
     assert chosen(proxy, gpus) == "train"
     assert chosen(proxy, main, declared="main") == "main"
