@@ -70,7 +70,7 @@ def entries(text: str) -> Iterator[str]:
     while comma:
         match = _ENTRY.match(text, at)
         if match is None:
-            raise UsageError(f"a bracket without its other one: {quote(text[at:].strip())}")
+            raise UsageError(f"unmatched bracket: {quote(text[at:].strip())}")
         if not (entry := match[1].strip()):
             raise UsageError("missing host", hint="separate hosts with one comma: a,b")
         yield entry

@@ -60,9 +60,6 @@ class JoinTransport(Transport):
         self._hub.start()
         threading.Thread(target=self._wait, args=(arrivals,), daemon=True).start()
 
-    def explain(self, host: Host) -> str:
-        return "(started by your launcher)"
-
     def close(self) -> None:
         self._over.set()
         self._hub.close()

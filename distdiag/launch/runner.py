@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.agent import handshake
 from distdiag.agent.protocol import KeepLogs
-from distdiag.cluster import start_fleet
 from distdiag.cluster.fleet import hint_here
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.records import Logs
@@ -99,16 +98,9 @@ def subcommand(
         collect=collect,
         diagnose=lambda request, gathered: rank_report.report_of(job_of(request), gathered.facts[0]),
         view=lambda request, _, report: view(request, report),
-        explain=lambda request: explain(job_of(request)),
         saved_as=saved_as,
         by_every_rank=True,
     )
-
-
-def explain(job: Job[Any, Any]) -> list[str]:
-    """Return the commands that reach the hosts."""
-    check_request(job.request)
-    return start_fleet.explain(job.request.cluster, find_targets(job.request.cluster, os.environ), job.agent)
 
 
 def run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, progress: Progress) -> SavedRun:

@@ -46,9 +46,6 @@ class CommandTransport(Transport):
         arrivals.link(host.name, link)
         return link
 
-    def explain(self, host: Host) -> str:
-        return shlex.join(self.argv(host))
-
 
 class ViaTransport(CommandTransport):
     """A template that the user gives, with {host} in it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -43,6 +42,3 @@ class LocalTransport(Transport):
             # No shell in between could swallow this.
             link.write(self._payload)
             arrivals.link(host.name, link)
-
-    def explain(self, host: Host) -> str:
-        return shlex.join([sys.executable, "-c", "..."])

@@ -91,12 +91,6 @@ class SlurmTransport(Transport):
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         threading.Thread(target=self._go, args=(list(hosts), arrivals), daemon=True).start()
 
-    def explain(self, host: Host) -> str:
-        return self.explain_all([host])
-
-    def explain_all(self, hosts: Sequence[Host]) -> str:
-        return shlex.join(self._command(hosts, ["/bin/sh", "-c", "..."]))
-
     def last_words(self) -> tuple[str, ...]:
         with self._lock:
             if self._round is None:
@@ -236,7 +230,7 @@ class SlurmTransport(Transport):
         return {}
 
     def _complaints(self, heard: Received) -> list[str]:
-        """Return the lines that are no records: complaints of the launcher or the agents' shells."""
+        """Return the lines other than records: complaints of the launcher or the agents' shells."""
         lines = []
         for data in (heard.out, heard.err):
             for line in data.decode("utf-8", "replace").splitlines():

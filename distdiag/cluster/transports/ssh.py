@@ -129,9 +129,6 @@ class SshTransport(Transport):
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         threading.Thread(target=self._begin, args=(list(hosts), arrivals), daemon=True).start()
 
-    def explain(self, host: Host) -> str:
-        return self._openssh.explain(host)
-
     def close(self) -> None:
         self._closed = True
         for threads in (self._plain, self._direct, self._proxied):

@@ -180,7 +180,7 @@ def allreduce_bench(
             cluster=cluster,
             nccl_debug=nccl_debug,
             files=(("save", save), ("compare", compare), ("plot", plot)),
-            baseline=None if cluster.explain else bench.read_files(compare, plot),
+            baseline=bench.read_files(compare, plot),
             nics_bytes_per_s=parse_nics(nics) if nics else None,
             fault=parse_fault(inject) if inject is not None else None,
         )
@@ -188,6 +188,6 @@ def allreduce_bench(
     runner.run(
         bench.subcommand(draw=plot == "-"),
         request,
-        runner.Options(as_json, strict, save, from_, cluster.explain, html=html),
+        runner.Options(as_json, strict, save, from_, html=html),
         lambda report: bench.draw(report, request(), plot),
     )

@@ -97,7 +97,7 @@ def doctor(
             write_whole(prom, metrics(report, time.time()), 0o644)  # node_exporter runs as another user
         return report
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, brief=brief, html=html)
+    options = runner.Options(as_json, strict, save, from_, brief=brief, html=html)
     runner.run(SUBCOMMAND, request, options, finish)
 
 

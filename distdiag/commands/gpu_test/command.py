@@ -190,7 +190,7 @@ def gpu_test(
             compute_s=seconds(),
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain)
+    options = runner.Options(as_json, strict, save, from_)
     if isolate:
         from distdiag.commands.gpu_test.isolate import diagnose as pairs
 

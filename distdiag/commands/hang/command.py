@@ -81,5 +81,5 @@ def hang(
             verbose=verbose,
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    options = runner.Options(as_json, strict, save, from_, html=html)
     runner.run(SUBCOMMAND, request, options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag import runner
 from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.page import content
 from distdiag.commands.hang.types import COMMAND, Request
@@ -68,7 +67,6 @@ SUBCOMMAND = Subcommand(
     collect=_collect,
     diagnose=diagnose,
     view=lambda request, _, report: hang_view(report, request),
-    explain=lambda request: runner.explain(request.cluster, _agent(request)),
     page=content,
     shown_as_typed=("wanted", "verbose"),
 )

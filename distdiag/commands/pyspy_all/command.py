@@ -89,5 +89,5 @@ def pyspy_all(
             timeout_s=sample_timeout,
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    options = runner.Options(as_json, strict, save, from_, html=html)
     runner.run(SUBCOMMAND, request, options)

@@ -249,13 +249,6 @@ def test_host_lists(read: Callable[[str], object], original: bytes) -> None:
     each([original], lambda data: read(data.decode("utf-8", "replace")), DistdiagError)
 
 
-def test_hostfiles_as_a_command_reads_them(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    originals = [b"node[01-04] slots=8\ngpu1:4\n"]
-    found = run_each(commands(originals, path, "ports", "--explain-transport", "--hostfile", count=END_TO_END))
-    assert_survived(found, END_TO_END)
-
-
 def test_known_hosts(tmp_path: Path) -> None:
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIA" + "A" * 42
     original = (

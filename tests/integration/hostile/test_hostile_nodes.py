@@ -82,9 +82,6 @@ class Replay(Transport):
             threading.Thread(target=self._play, args=(theirs, host.name, sent), daemon=True).start()
             arrivals.link(host.name, SocketLink(ours))
 
-    def explain(self, host: Host) -> str:
-        return f"replay {host.name}"
-
     def _play(self, connection: socket.socket, name: str, sent: int) -> None:
         with connection, contextlib.suppress(OSError):
             connection.sendall(self.streams[name][sent:])
