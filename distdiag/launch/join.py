@@ -31,7 +31,6 @@ def name_of(rank: int) -> str:
 class JoinTransport(Transport):
     """Waits for the other processes of our job."""
 
-    name = "join"
     names_itself = True
 
     def __init__(self, hub: Acceptor, payload: bytes, *, patience_s: float) -> None:

@@ -60,7 +60,6 @@ class Arrivals:
 class Transport(ABC):
     """A way to hosts."""
 
-    name: str
     width: int | None = None
     """Maximum number of concurrent attempts; None: the transport limits itself."""
     names_itself = False

@@ -50,8 +50,6 @@ class CommandTransport(Transport):
 class ViaTransport(CommandTransport):
     """A template that the user gives, with {host} in it."""
 
-    name = "via"
-
     def __init__(self, template: str, shell: str, shell_lines: bytes, *, width: int | None = None) -> None:
         """Raises UsageError for a template without a command or {host}."""
         super().__init__(shell, shell_lines, width=width)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 class LocalTransport(Transport):
     """Starts the node side right here; only for this one machine."""
 
-    name = "local"
     names_itself = True
     remote = False
 

@@ -73,8 +73,6 @@ class _Round:
 class SlurmTransport(Transport):
     """`srun --overlap` into a job."""
 
-    name = "srun"
-
     def __init__(self, job: str, payload: Payload, *, start_s: float) -> None:
         self._job = job
         self._key = handshake.new_key()
@@ -109,7 +107,7 @@ class SlurmTransport(Transport):
         try:
             self._start_all(hosts, arrivals)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
-            refusal = HostError(state=HostState.FAILED, stage="start", message=f"cannot start {self.name}: {error!r}")
+            refusal = HostError(state=HostState.FAILED, stage="start", message=f"cannot start srun: {error!r}")
             self._refuse_all(hosts, refusal, arrivals)
 
     def _start_all(self, hosts: list[Host], arrivals: Arrivals) -> None:
@@ -248,7 +246,7 @@ class SlurmTransport(Transport):
             refusals[host.name] = HostError(
                 state=state,
                 stage="start",
-                message=words or f"{self.name} ended {how}{last}",
+                message=words or f"srun ended {how}{last}",
                 hint=hint,
                 evidence=tuple(about[-4:]),
             )
@@ -278,11 +276,11 @@ class SlurmTransport(Transport):
         return HostState.FAILED, "", ""
 
     def _late(self, seconds: float, said: list[str], *, alone: bool) -> HostError:
-        hint = "" if alone else f"{self.name} needs the nodes to connect back to this machine; check its firewall"
+        hint = "" if alone else "srun needs the nodes to connect back to this machine; check its firewall"
         return HostError(
             state=HostState.TIMEOUT,
             stage="start",
-            message=f"{self.name} started no agent within {seconds:.0f} s",
+            message=f"srun started no agent within {seconds:.0f} s",
             hint=hint,
             evidence=tuple(said[-4:]),
         )

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 class OpenSshTransport(CommandTransport):
     """`ssh` with the user's configuration, never interactive; accepts unknown host keys only with `accept_new`."""
 
-    name = "openssh"
-
     def __init__(self, shell: str, shell_lines: bytes, *, accept_new: bool, connect_s: float) -> None:
         super().__init__(shell, shell_lines)
         self._accept_new = accept_new
@@ -96,8 +94,6 @@ _RESOLVE_S, _CONNECT_S, _BANNER_S, _LOGIN_S = 10.0, 5.0, 10.0, 20.0
 
 class SshTransport(Transport):
     """Logs in to hosts and starts a shell there."""
-
-    name = "ssh"
 
     def __init__(
         self,
