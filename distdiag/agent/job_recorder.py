@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         listener: int
         control: int
         hold: bool
+        prefix: bool
         streams: list[tuple[str, int, int, int, int]]
 
 
@@ -143,9 +144,10 @@ class Copier(threading.Thread):
 
     locks: dict[tuple[int, int], threading.Lock] = {}  # noqa: RUF012 - shared, so that lines of ranks do not interleave
 
-    def __init__(self, read: int, out: int, path: str) -> None:
+    def __init__(self, read: int, out: int, path: str, label: bytes = b"") -> None:
         super().__init__(daemon=True)
         self._read, self._out, self._kept = read, out, Kept(path)
+        self._lines = Labelled(label) if label else None
         status = os.fstat(out)
         self._lock = self.locks.setdefault((status.st_dev, status.st_ino), threading.Lock())
         self._copied = 0
@@ -155,9 +157,10 @@ class Copier(threading.Thread):
         try:
             while data := _read_some(self._read):
                 self._kept.write(data)
-                with self._lock:
-                    _write_all(self._out, data)
+                self._pass(data if self._lines is None else self._lines.whole(data))
                 self._copied += len(data)
+            if self._lines is not None:
+                self._pass(self._lines.rest())
         except OSError:
             pass
         finally:
@@ -175,6 +178,30 @@ class Copier(threading.Thread):
     def finish(self) -> None:
         """Complete the file although the stream is still open."""
         self._kept.finish()
+
+    def _pass(self, data: bytes) -> None:
+        if data:
+            with self._lock:
+                _write_all(self._out, data)
+
+
+class Labelled:
+    """Prefixes each line of a stream with a label. A line is held back until complete, or longer than 1 MiB."""
+
+    def __init__(self, label: bytes) -> None:
+        self._label, self._rest = label, b""
+
+    def whole(self, data: bytes) -> bytes:
+        """Return the completed lines."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _BLOCK:
+            lines.append(self._rest)
+            self._rest = b""
+        return b"".join(b"%s%s\n" % (self._label, line) for line in lines)
+
+    def rest(self) -> bytes:
+        """Return an unterminated last line, terminated."""
+        return b"%s%s\n" % (self._label, self._rest) if self._rest else b""
 
 
 def _read_some(fd: int) -> bytes:
@@ -199,6 +226,7 @@ class Recorder:
         self._launcher = 0
         self._held_until = 0.0
         self._did_hold = not config["hold"]
+        self._prefix = config["prefix"]
         self._events = private_files.open_file(os.path.join(self._folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
         self._ranks: dict[int, dict[str, Any]] = {}
         self._job_ended = self._did_drain = False
@@ -210,8 +238,8 @@ class Recorder:
             self._outs[device, inode] = os.dup(out)
             self._copy(read, out, f"job.{name}.log")
 
-    def _copy(self, read: int, out: int, name: str) -> None:
-        copier = Copier(read, out, os.path.join(self._folder, name))
+    def _copy(self, read: int, out: int, name: str, label: bytes = b"") -> None:
+        copier = Copier(read, out, os.path.join(self._folder, name), label)
         copier.start()
         self._copiers.append(copier)
 
@@ -295,10 +323,11 @@ class Recorder:
         for fd in fds:
             os.set_inheritable(fd, False)
         rank, generation = int(about["rank"]), int(about["generation"])
+        label = f"[{machine.host_name()}:{rank}] ".encode() if self._prefix else b""
         for number, name in enumerate(names):
             kind = name if name in ("stdout", "stderr") else "output"
             self._shorten(fds, 2 * number + 1)
-            self._copy(fds[2 * number], fds[2 * number + 1], f"rank{rank}.g{generation}.{kind}.log")
+            self._copy(fds[2 * number], fds[2 * number + 1], f"rank{rank}.g{generation}.{kind}.log", label)
         about.update(pid=pid, rank=rank, generation=generation, events_file=_memory_events(pid))
         about["oom_kills"] = _oom_kills(about["events_file"])
         self._tell("start", about)

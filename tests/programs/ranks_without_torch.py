@@ -1,4 +1,4 @@
-"""Five steps of ranks without torch, for tests of run: ranks_without_torch.py FOLDER [waits|environment].
+"""Five steps of ranks without torch, for tests of run: ranks_without_torch.py FOLDER [waits|environment|halves].
 
 FOLDER holds their meeting points. An import of torch takes ten times as long as these steps.
 """
@@ -29,6 +29,10 @@ if what == "environment":
 if what == "waits":
     while not (folder / "go").exists():
         time.sleep(0.05)
+if what == "halves":
+    os.write(1, b"half ")
+    meet("halves")
+    os.write(1, f"half {rank}\n".encode())
 meet("end")
 if rank == 0:
     print("all steps done", flush=True)

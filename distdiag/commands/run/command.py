@@ -68,6 +68,9 @@ def run(
     rank: Annotated[
         str, typer.Option(metavar="RANKS", help="Apply the switches above to these ranks only: 3, or 0,4-7.")
     ] = "",
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Label each line [host:rank]; lines of ranks are never torn.")
+    ] = False,
     print_env: Annotated[
         bool, typer.Option("--print-env", help="Print the variables that the switches set, and stop.")
     ] = False,
@@ -118,7 +121,7 @@ def run(
             raise UsageError("no command given", hint=f"{called_as()} run -- torchrun --nproc-per-node 8 train.py")
         from distdiag.commands.run.supervise import Plan
 
-        plan = functools.partial(Plan, stall_s=stall, on_stall=on_stall, pictures=pictures)
+        plan = functools.partial(Plan, stall_s=stall, on_stall=on_stall, pictures=pictures, prefix=prefix)
         _run(command, switches, save, plan)
     except UsageError as error:
         fail("run", error, as_json=as_json)

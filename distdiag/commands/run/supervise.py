@@ -100,6 +100,7 @@ class Plan:
     on_stall: str = "report"
     pictures: bool = True
     cores: bool = False
+    prefix: bool = False
 
 
 def run(plan: Plan, *, say: Callable[[str], None]) -> NodeRun:
@@ -172,6 +173,7 @@ class _Job:
             "control": control,
             "streams": streams,
             "hold": self.plan.pictures,
+            "prefix": self.plan.prefix,
         }
         self.recorder = child_job.start_recorder(config, keep)
         for fd in keep[1:]:

@@ -243,6 +243,17 @@ def test_switches_are_printed_and_reach_the_ranks_that_are_named(tmp_path: Path)
     assert sorted(re.findall(rb"sync \d (?:None|1)", out)) == [b"sync 0 None", b"sync 1 1", b"sync 2 None"]
 
 
+def test_prefix_labels_whole_lines_and_the_copy_has_none(tmp_path: Path) -> None:
+    job = _launch(["--prefix", "--save", str(tmp_path)], [*_writes(tmp_path), "halves"])
+    out, _ = job.communicate(timeout=_LATE_S)
+    host = os.uname().nodename
+    lines = out.decode().splitlines()
+    assert [line for line in lines if "half" in line and not re.fullmatch(rf"\[{host}:\d\] half half \d", line)] == []
+    assert sorted(line[-1] for line in lines if "half half" in line) == ["0", "1", "2"]
+    assert all(line.startswith(f"[{host}:") for line in lines)
+    assert b"step 0" in _kept(tmp_path, 0).splitlines()
+
+
 def test_trace_py_and_overflow_reach_only_the_ranks_that_are_named(tmp_path: Path) -> None:
     options = ["--trace-py", "--overflow", "--rank", "1", "--save", str(tmp_path)]
     job = _launch(options, ["recorded_healthy.py", "nan"], ranks=2)
