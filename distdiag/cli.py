@@ -88,6 +88,13 @@ GROUPS: Groups = {
     ),
     "More": (
         Sub(
+            "slurm",
+            "Check that SLURM jobs still run, or wait and can start (watch).",
+            home="",
+            about="Check that SLURM jobs still run, or wait and can start.",
+            below=(Sub("watch", "Check that a job runs or waits, and that it can start.", home="slurm.watch:watch"),),
+        ),
+        Sub(
             "kill-switch",
             "Stop a job at its next step, without the right to cancel it (on, off, status).",
             home="",

@@ -1,0 +1,1 @@
+"""distdiag slurm: check that jobs still run or wait."""
