@@ -89,10 +89,15 @@ GROUPS: Groups = {
     "More": (
         Sub(
             "slurm",
-            "Check that SLURM jobs still run, or wait and can start (watch).",
+            "Run recurring SLURM jobs, and check that jobs are still queued (cron, watch).",
             home="",
-            about="Check that SLURM jobs still run, or wait and can start.",
-            below=(Sub("watch", "Check that a job runs or waits, and that it can start.", home="slurm.watch:watch"),),
+            about="Run recurring SLURM jobs, and check that jobs are still queued.",
+            below=(
+                Sub(
+                    "cron", "Run a command every few hours, as a job that submits its next run.", home="slurm.cron:cron"
+                ),
+                Sub("watch", "Check that a job runs or waits, and that it can start.", home="slurm.watch:watch"),
+            ),
         ),
         Sub(
             "kill-switch",

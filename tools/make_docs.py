@@ -304,6 +304,7 @@ _DATA = {
     "ports": ("commands.ports.types:PortsData",),
     "pyspy-all": ("commands.pyspy_all.types:PySpyAll",),
     "run": ("commands.run.types:Run",),
+    "slurm cron": ("commands.slurm.cron:Cron",),
     "slurm watch": ("commands.slurm.watch:Watch",),
     "sync-check": ("commands.sync_check:SyncCheck",),
     "trace blocked": ("commands.trace.blocked.types:TraceBlocked",),

@@ -1,4 +1,4 @@
-"""The jobs that squeue shows."""
+"""SLURM's commands, and the jobs that squeue shows."""
 
 from __future__ import annotations
 
@@ -40,25 +40,36 @@ class Job:
         return str(status)
 
 
-def jobs_of_user() -> list[Job]:
-    """Return all jobs of this user, including recently ended jobs.
+def slurm(*argv: str) -> str:
+    """Run one of SLURM's commands; return its stdout.
 
     Raises:
-        DistdiagError: squeue is not installed, timed out, or failed, in SLURM's own words.
+        DistdiagError: not installed, timed out, or refused, in SLURM's own words.
     """
     try:
-        done = programs.run(["squeue", "--me", "--states=all", "--noheader", f"--format={_FORMAT}"], timeout_s=60.0)
+        done = programs.run(argv, timeout_s=60.0)
     except programs.CannotRun as error:
         raise DistdiagError(str(error), hint="run it where SLURM's commands are: a login node") from error
     if done.timed_out or done.status:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        text = "; ".join(printable(line).removeprefix("squeue: ").removeprefix("error: ") for line in lines)[:400]
+        lines = [printable(line) for line in done.stderr.decode("utf-8", "replace").strip().splitlines()]
+        text = "; ".join(line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in lines)[:400]
         text = "no answer within 60 s" if done.timed_out else text or f"exit status {done.status}"
-        raise DistdiagError(f"squeue: {text}", hint="is the controller up? scontrol ping")
-    return parse_jobs(done.stdout.decode("utf-8", "replace"))
+        hint = next(hint for sign, hint in read_table("slurm")["hint"].items() if sign in text.lower())
+        raise DistdiagError(f"{argv[0]}: {text}", hint=hint)
+    return done.stdout.decode("utf-8", "replace")
+
+
+def jobs_of_user() -> list[Job]:
+    """Return all jobs of this user, including recently ended jobs. Raises DistdiagError."""
+    return parse_jobs(slurm("squeue", "--me", "--states=all", "--noheader", f"--format={_FORMAT}"))
 
 
 def parse_jobs(text: str) -> list[Job]:
     """Parse squeue's lines of _FORMAT; skip other lines."""
     lines = (printable(line).split("|", 5) for line in text.splitlines())
     return [Job(*parts) for parts in lines if len(parts) == 6]
+
+
+def alive(name: str) -> list[Job]:
+    """Return this user's running and waiting jobs of a name. Raises DistdiagError."""
+    return [job for job in jobs_of_user() if job.name == name and job.status != "gone"]

@@ -48,8 +48,8 @@ def watch(
 ) -> None:
     """Check that each job is running, or pending and able to start.
 
-    A job in neither state, a held job and a job whose dependency can never be met are failures. Run this from scrontab,
-    or from a job that submits itself again, and SLURM mails you.
+    A job in neither state, a held job and a job whose dependency can never be met are failures. Run this from
+    `distdiag slurm cron`, and SLURM mails you.
 
     Exit status: 0 every job is running or pending, 1 a job is not, 2 wrong usage, 3 SLURM did not answer,
     130 interrupted.

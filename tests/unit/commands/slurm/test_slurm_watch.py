@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support_warm import distdiag
 
 from distdiag.commands.slurm.queue import parse_jobs
 from distdiag.commands.slurm.watch import diagnose
@@ -53,3 +54,12 @@ def test_what_is_wrong_is_named(asked: str, id_: str, says: str) -> None:
 
 def test_lines_of_something_else_are_no_jobs() -> None:
     assert parse_jobs("") == parse_jobs("CLUSTER: abc\n|||") == []
+
+
+@pytest.mark.parametrize(
+    ("every", "says"),
+    [("", "not a time"), ("1h30m", "not a time"), ("-1h", "not a time"), ("1s", "too short"), ("400d", "too long")],
+)
+def test_what_is_no_period_is_wrong_usage(every: str, says: str) -> None:
+    done = distdiag("slurm", "cron", "--name", "x", f"--every={every}", "--", "true")
+    assert (done.code, says in done.err) == (2, True), done.err
