@@ -305,7 +305,10 @@ def gather(
 
 
 def merged(parts: Sequence[Part]) -> dict[str, Any]:
-    """Join the messages of a node by field: tuples and dictionaries together, of other fields the first that is set."""
+    """Join the messages of a node by field: tuples and dictionaries together, of other fields the first that is set.
+
+    The result is the keyword arguments of the node's record, whose fields are those of its messages.
+    """
     found: dict[str, Any] = {}
     for name in (field.name for field in fields(parts[0])) if parts else ():  # type: ignore[arg-type]
         values = [getattr(part, name) for part in parts]

@@ -225,15 +225,13 @@ def _pod(item: Mapping[str, Any], read_at: float, container: str) -> Pod:
     meta, spec, status = item["metadata"], item["spec"], item.get("status", {})
     if not _NAME.fullmatch(meta["name"]) or not _NAME.fullmatch(meta.get("namespace", "default")):
         raise ValueError("a pod with a name that none can have")
-    owner: dict[str, Any] = next((each for each in meta.get("ownerReferences", ()) if each.get("controller")), {})
+    owner = _first(meta.get("ownerReferences", ()), "controller", True)
     labels = {**meta.get("labels", {}), **meta.get("annotations", {})}
     # A sidecar is an init container that keeps running, and never the job's.
     states = {each["name"]: each for each in status.get("containerStatuses", ())}
     specs = spec.get("containers", ())
     chosen = container or _choose(specs, meta.get("annotations", {}))
-    scheduled: dict[str, Any] = next(
-        (each for each in status.get("conditions", ()) if each.get("type") == "PodScheduled"), {}
-    )
+    scheduled = _first(status.get("conditions", ()), "type", "PodScheduled")
     return Pod(
         name=str(meta["name"]),
         namespace=str(meta.get("namespace", "default")),
@@ -251,8 +249,12 @@ def _pod(item: Mapping[str, Any], read_at: float, container: str) -> Pod:
     )
 
 
+def _first(items: Iterable[Mapping[str, Any]], name: str, value: object) -> Mapping[str, Any]:
+    return next((item for item in items if item.get(name) == value), {})
+
+
 def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
-    states: dict[str, dict[str, Any]] = status.get("state") or {}
+    states: Mapping[str, Mapping[str, Any]] = status.get("state") or {}
     state, details = next(iter(states.items()), ("", {}))
     last = (status.get("lastState") or {}).get("terminated")
     return Container(

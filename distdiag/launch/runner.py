@@ -20,7 +20,6 @@ from distdiag.errors import DistdiagError, NodeFailed, UsageError
 from distdiag.facts import machine
 from distdiag.facts.process.rank_identity import identify
 from distdiag.launch import findings, rank_report, rank_runs, under_launcher
-from distdiag.launch.attribution import position
 from distdiag.launch.environment_checks import hangs
 from distdiag.launch.plan import check_request, make_plan
 from distdiag.launch.record import Inventory, NodeSlot, NotStarted, RunRecord, SavedRun
@@ -212,7 +211,7 @@ class _ProgressReporter:
 
     def report(self, run: rank_runs.Run) -> None:
         """Report news of all ranks."""
-        at = {trace.rank: position(trace, self._stages) for trace in run.traces.values()}
+        at = {trace.rank: trace.position(self._stages) for trace in run.traces.values()}
         lowest = min(at.values())
         stage = min(lowest[0], len(self._stages) - 1)
         if any(trace.pid is None and trace.is_live for trace in run.traces.values()):

@@ -21,10 +21,9 @@ from distdiag.commands.pyspy_all.types import (
 )
 from distdiag.diagnosis.outliers import mark, split
 from distdiag.diagnosis.stack_classes import classify_stack, helper_frames
-from distdiag.diagnosis.stuck.judge import job_findings, judge, where_of
+from distdiag.diagnosis.stuck.judge import all_nodes, job_findings, judge, where_of
 from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked, StuckKind
 from distdiag.fold import by_key
-from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.types import summarize
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Level, Report

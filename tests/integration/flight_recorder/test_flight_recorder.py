@@ -82,11 +82,11 @@ def sets(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 def read(*paths: Path) -> NodeDumps:
-    parts: list[Any] = []
+    parts: list[NodeDumps] = []
     more(Ask(list(map(str, paths))), parts.append)
     import msgspec
 
-    dumps = [dump for part in parts if isinstance(part, dict) for dump in part["dumps"]]
+    dumps = [vars(dump) for part in parts for dump in part.dumps]
     reported = msgspec.convert({"host": "node1", "dumps": dumps}, NodeDumps)
     return replace(reported, unread=parts[-1].unread)
 
