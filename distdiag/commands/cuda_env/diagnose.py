@@ -173,7 +173,7 @@ def _differ(lines: Sequence[str], odd: Sequence[str]) -> Finding:
         id=Id.CUDA_ENV_NODES_DIFFER,
         level=Level.WARN,
         title=f"{fold(hosts)} differ{'s' if len(hosts) == 1 else ''} from the other nodes",
-        detail="affects: builds of one node that run on another; collectives between different NCCL versions",
+        detail="affects: running one node's builds on another; collectives between different NCCL versions",
         where=Where(hosts=hosts),
         evidence=tuple(lines),
         fix=Fix(text="make the nodes identical, or build once for each kind of node"),
