@@ -42,7 +42,7 @@ def hang(
         typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or their folder."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Overall time limit.")] = 60.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Sample twice, and stop there.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take only two samples.")] = False,
     watch: Annotated[
         bool,
         typer.Option("--watch", help="Read /proc every minute; diagnose once all ranks have stopped."),
@@ -70,7 +70,7 @@ def hang(
       distdiag hang                                    # the job on this node
       distdiag hang 4711                               # the job of process 4711
       distdiag hang --slurm-job 4711 --html hang.html  # all nodes of a SLURM job
-      distdiag hang --watch --save facts               # when it hangs, tonight
+      distdiag hang --watch --save facts               # overnight: wait for the hang
     """
     from distdiag import runner
     from distdiag.commands.hang.subcommand import SUBCOMMAND

@@ -45,7 +45,7 @@ def pyspy_all(
     groups: Annotated[
         str,
         typer.Option(
-            metavar="GROUPS", help="Parallel groups, to report which of them stuck ranks share: tp=0-1/2-3;pp=0,2/1,3."
+            metavar="GROUPS", help="Parallel groups, to report those shared by stuck ranks: tp=0-1/2-3;pp=0,2/1,3."
         ),
     ] = "",
     sample_timeout: Annotated[
@@ -57,7 +57,7 @@ def pyspy_all(
         typer.Option(
             "--from",
             metavar="PATH",
-            help="Analyze facts that --save wrote, or text or JSON of py-spy dump; repeatable.",
+            help="Analyze facts saved with --save, or text or JSON from py-spy dump; repeatable.",
         ),
     ] = None,
     html: HtmlOpt = "",
