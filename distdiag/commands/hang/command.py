@@ -70,7 +70,7 @@ def hang(
       distdiag hang                                    # the job on this node
       distdiag hang 4711                               # the job of process 4711
       distdiag hang --slurm-job 4711 --html hang.html  # all nodes of a SLURM job
-      distdiag hang --watch --save facts               # overnight: wait for the hang
+      distdiag hang --watch --save facts               # wait until it hangs
     """
     from distdiag import runner
     from distdiag.commands.hang.subcommand import SUBCOMMAND
