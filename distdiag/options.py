@@ -84,7 +84,7 @@ SaveOpt = Annotated[
 FromOpt = Annotated[
     list[str] | None,
     _output_option(
-        "--from", metavar="PATH", help="Analyze what --save or bundle wrote: DIR, its files or a bundle; repeatable."
+        "--from", metavar="PATH", help="Analyze saved facts: a DIR of --save, its files or a bundle; repeatable."
     ),
 ]
 HtmlOpt = Annotated[

@@ -17,7 +17,7 @@ from distdiag.facts import programs
 from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 API_TIMEOUT_S = 10.0
 """Per request to the API server; kubectl itself has slightly longer."""

@@ -105,12 +105,12 @@ def allreduce_bench(
         typer.Option(
             metavar="PATH",
             help="Compare with an earlier run: files of --save, output of --json, or text of nccl-tests. Without "
-            "--nproc and hosts, judge such a text alone, without a run.",
+            "--nproc and hosts, judge such a text without running anything.",
         ),
     ] = "",
     nics: Annotated[
         str,
-        typer.Option(metavar="NxGb/s", help="With a text of nccl-tests alone: the NICs of each node: 8x400, 1x200."),
+        typer.Option(metavar="NxGb/s", help="Each node's NICs, for judging a text of nccl-tests: 8x400, 1x200."),
     ] = "",
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,

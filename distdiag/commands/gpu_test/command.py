@@ -127,7 +127,7 @@ def gpu_test(
             "[default: 1.5s on a GPU, 0.5s on the CPU]",
         ),
     ] = "",
-    no_compute: Annotated[bool, typer.Option("--no-compute", help="Leave the stage compute out.")] = False,
+    no_compute: Annotated[bool, typer.Option("--no-compute", help="Skip the compute stage.")] = False,
     isolate: Annotated[
         bool,
         typer.Option(
@@ -147,7 +147,7 @@ def gpu_test(
     *,
     cluster: Cluster,
 ) -> None:
-    """Test communication, all_reduce, memory and computing on every rank; find the rank that fails.
+    """Test communication, all_reduce, memory and compute on every rank; find the rank that fails.
 
     Every rank goes through the stages start, connect, init, agree, reduce, memory, compute, done; with --isolate
     through start, connect, init, compute, pairs, done.

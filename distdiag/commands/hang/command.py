@@ -41,7 +41,7 @@ def hang(
         typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or their folder."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Overall time limit.")] = 60.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Sample twice, and stop there.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take only two samples.")] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
     html: HtmlOpt = "",

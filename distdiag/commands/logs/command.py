@@ -49,7 +49,7 @@ def logs(
     *,
     cluster: Cluster,
 ) -> None:
-    """Find the first failure in the logs of a job: its rank, its cause, and what only followed from it.
+    """Find the first failure in the logs of a job: its rank and its cause, apart from side effects.
 
     Reads the prefixes of torchrun, srun, mpirun, mpiexec, pdsh, clush, kubectl and Ray, and .gz, .xz and .zst files.
     With --hosts the paths are read on each host, and only what is found is sent. With --kube and no path: what

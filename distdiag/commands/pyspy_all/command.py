@@ -45,7 +45,7 @@ def pyspy_all(
         typer.Option(
             "--from",
             metavar="PATH",
-            help="Analyze facts that --save wrote, or text or JSON of py-spy dump; repeatable.",
+            help="Analyze facts saved with --save, or text or JSON from py-spy dump; repeatable.",
         ),
     ] = None,
     html: HtmlOpt = "",
