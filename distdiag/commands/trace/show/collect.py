@@ -149,7 +149,7 @@ def _find(
         walk = os.walk(path, onerror=lambda error: unread.append((str(error.filename), error.strerror or "")))
         names = (os.path.join(folder, name) for folder, _, inside in walk for name in inside)
         found.update((name, (me, owner)) for name in names if name.endswith(line_trace_file.SUFFIX))
-    return sorted(found.items(), key=lambda item: -_modified(item[0]))
+    return sorted(found.items(), key=lambda item: -_modified_s(item[0]))
 
 
 @cache
@@ -158,12 +158,7 @@ def _is_file(path: str) -> bool:
     return os.path.isfile(path)
 
 
-@cache
-def _modified(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
+_modified_s = cache(machine.modified_s)
 
 
 class _Reader:
@@ -236,7 +231,7 @@ class _Reader:
             kind=record.code.kind,
             source=linecache.getline(file, record.line).strip()[:_SOURCE] if _is_file(file) else "",
             returned=record.back,
-            changed=_modified(file) > self._about.began_s,
+            changed=_modified_s(file) > self._about.began_s,
         )
 
 
