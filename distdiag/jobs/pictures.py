@@ -79,7 +79,7 @@ def _of_node(ask: Ask, processes: Processes) -> Ask | None:
     """Return a node's request; None if it has no process of a job and no file was requested."""
     from distdiag.knowledge import gpu_libraries, known_lines
 
-    pids, once = to_sample(processes.processes, helpers=ask.sampling.helpers)
+    pids, once = to_sample(processes.processes)
     starting = [process.pid for _, process in without_ranks([NodeStacks(processes.host, processes, ())])]
     if not (pids or starting or ask.logs or ask.recorder or (ask.waits_of_all and processes.processes)):
         return None

@@ -199,4 +199,7 @@ def _passed(data: Bench, hosts: str) -> str:
     sizes = [(row.size_bytes, row.busbw_bytes_per_s, row.op) for row in data.results if row.busbw_bytes_per_s]
     size_bytes, busbw, op = max(sizes)
     on = rank_report.ran_on(data.backend, data.device_name or data.device)
-    return f"{data.world_size} ranks on {hosts}: {op} of {short(size_bytes)} at busbw {speed(busbw)} ({on})"
+    passed = f"{data.world_size} ranks on {hosts}: {op} of {short(size_bytes)} at busbw {speed(busbw)} ({on})"
+    if not data.compared or any(row.slower for row in data.compared):
+        return passed
+    return f"{passed}; none of {counted(len(data.compared), 'row')} is slower than in the earlier run"

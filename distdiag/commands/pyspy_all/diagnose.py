@@ -48,7 +48,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
     nodes = all_nodes(gathered)
     judged = judge(asked, nodes)
     verdicts = [joined.evidence.stacks for joined in judged]
-    slow = [own for verdict in verdicts for own in straggler_findings(verdict, request)]
+    slow = [own for verdict in verdicts for own in straggler_findings(verdict)]
     is_answered = bool(slow) or request.samples >= _MANY_SAMPLES  # "look for a slow rank" is done
     rest = job_findings(asked, judged, nodes, gathered)
     found = [*slow, *(replace(each, fix=None) if is_answered and each.level is Level.INFO else each for each in rest)]
@@ -81,7 +81,6 @@ def asked_of(request: Request) -> Asked:
         pids=request.pids,
         user=request.user,
         sources=OF_PROCESSES,
-        groups=request.groups,
     )
 
 

@@ -125,6 +125,14 @@ def test_ranks_of_one_machine_meet_at_localhost() -> None:
     assert judge(node(1, *ranks), of_ranks=True) == []
 
 
+def test_two_nodes_on_one_machine_with_different_ports() -> None:
+    store = Meeting("localhost", 29500, ("127.0.0.1",), is_here=True, state="open", server=1, command="torchrun")
+    closed = Meeting("localhost", 29501, ("127.0.0.1",), is_here=True, state="closed")
+    first = launcher(store, host="localhost", node_rank=0)
+    (found,) = judge(node(1, first, launcher(closed, pid=2, host="localhost", port=29501, node_rank=1)))
+    assert found.title == "n1 (pid 2) waits at localhost:29501; the job's store is at localhost:29500"
+
+
 def rank(number: int, met: Meeting | None = None, *, world: int = 2, **more: Any) -> Start:  # noqa: ANN401
     start = launcher(met, program="environment", backend="env")
     return replace(start, rank=number, world_size=world, **{"joined": True, **more})
