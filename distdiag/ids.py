@@ -36,15 +36,10 @@ class Shared(StrEnum):
     # fmt: off
     ADDRESS_LOOPBACK = "address-loopback", "fail warn", "an address leads back to the machine that connects", _NODES
     ADDRESS_UNRESOLVED = "address-unresolved", "fail", "an address does not resolve", _NODES
-    ALL_BUSY = "all-busy", "fail unknown", "all ranks are still busy in one stage: no progress"
-    ALL_WAITING = "all-waiting", "fail unknown", "all ranks are waiting in one stage: no progress"
     ALONE = "alone", "info", "a collective needs a second rank: not measured", "allreduce-bench"
     BAD_LINK = "bad-link", "fail", "--isolate: a link between two ranks or nodes is slow or broken", "gpu-test"
     BAD_NODE = "bad-node", "fail", "--isolate: a node is slow or broken", "gpu-test"
     BAD_RANK = "bad-rank", "fail", "--isolate: a rank, with its GPU, is slow or broken", "gpu-test"
-    CPU_ONLY = "cpu-only", "info", "no GPU is visible: tested gloo on the CPU, not GPUs or NCCL"
-    INJECTED = "injected", "info", "a fault was injected (--inject)"
-    NODES_DIFFER = "nodes-differ", "info warn", "nodes or their environments differ"
     NOTHING_MEASURED = "nothing-measured", "unknown", "nothing could be measured", "allreduce-bench"
     PATH_BROKEN = "path-broken", "fail", "a path: connected, then the connection is cut", _PATHS
     PATH_CUT_OFF = "path-cut-off", "fail", "a path: data stops midway", _PATHS
@@ -62,7 +57,6 @@ class Shared(StrEnum):
     PORT_REFUSED = "port-refused", "fail", "a requested port: a firewall resets connections", _PATHS
     PORT_REJECTED = "port-rejected", "fail", "a requested port: connections are rejected", _PATHS
     PORT_SILENT = "port-silent", "fail", "a requested port: connected, then no data comes through", _PATHS
-    RANK_MISSING = "rank-missing", "fail unknown", "a rank never connected, or made no progress"
     RANK_PORTS_BROKEN = "rank-ports-broken", "fail", "the ephemeral ports of ranks: connected, then the connection is cut", _NODES
     RANK_PORTS_CUT_OFF = "rank-ports-cut-off", "fail", "the ephemeral ports of ranks: data stops midway", _NODES
     RANK_PORTS_FILTERED = "rank-ports-filtered", "fail", "the ephemeral ports of ranks: no answer: packets are dropped", _NODES
@@ -72,7 +66,6 @@ class Shared(StrEnum):
     RANK_PORTS_REJECTED = "rank-ports-rejected", "fail", "the ephemeral ports of ranks: connections are rejected", _NODES
     RANK_PORTS_SILENT = "rank-ports-silent", "fail", "the ephemeral ports of ranks: connected, then no data comes through", _NODES
     SEVERAL = "several", "fail", "--isolate: several independent faults", "gpu-test"
-    SINGLE_RANK = "single-rank", "info", "a single rank: nothing was sent, so links between GPUs were not tested"
     SPLIT = "split", "fail", "--isolate: groups of ranks that work inside and not across", "gpu-test"
     TOO_LARGE = "too-large", "info", "a row does not fit into the memory: not measured", "allreduce-bench"
     UNDECIDABLE = "undecidable", "fail unknown", "--isolate: the pairs do not decide what is at fault", "gpu-test"
@@ -127,7 +120,6 @@ class Id(StrEnum):
     HANG_UNREADABLE = "hang.unreadable", "unknown", "a process cannot be read: permission denied"
     HOSTS_AUTH = "hosts.auth", "unknown", "a host refused the login"
     HOSTS_CANCELLED = "hosts.cancelled", "unknown", "a host was not reached before the command ended"
-    HOSTS_DUPLICATE = "hosts.duplicate", "info", "a host is listed more than once, used once"
     HOSTS_FAILED = "hosts.failed", "unknown", "the command on a host failed"
     HOSTS_FILTERED = "hosts.filtered", "unknown", "a host does not answer on the ssh port"
     HOSTS_HOST_KEY_CHANGED = "hosts.host-key-changed", "unknown", "the ssh key of a host has changed"

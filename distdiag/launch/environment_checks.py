@@ -12,10 +12,9 @@ from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.pcie_paths import PcieNode
 from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import format_size
-from distdiag.ids import FindingId, Id, Shared
 from distdiag.launch.types import Backend, Device
 from distdiag.launch.wording import found
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.record import Inventory, NodeSlot, Plan
     from distdiag.launch.types import NodeFacts, Request
+    from distdiag.report import Finding
 
 
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
@@ -37,16 +37,11 @@ def about_hosts(scene: Inventory) -> list[Finding]:
     """Return unusable hosts, and duplicate names of one machine."""
     about = host_findings(scene.refusals, scene.rows)
     if scene.duplicates:
-        names = fold(scene.duplicates)
-        about.append(_info(Id.HOSTS_DUPLICATE, f"listed more than once, used once: {names}", hosts=scene.duplicates))
+        where = Where(hosts=scene.duplicates)
+        about.append(finding("hosts-duplicate", where=where, names=fold(scene.duplicates)))
     for left_out, kept in scene.twins:
-        about.append(
-            finding(
-                "hosts-same-machine",
-                {"left_out": left_out, "kept": kept},
-                where=Where(hosts=(left_out, kept)),
-            )
-        )
+        where = Where(hosts=(left_out, kept))
+        about.append(finding("hosts-same-machine", where=where, left_out=left_out, kept=kept))
     return about
 
 
@@ -54,16 +49,12 @@ def surroundings(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> li
     """Return the limits of this test, and settings that will hurt the real job."""
     limits = []
     if request.fault is not None:
-        limits.append(_info(Shared.INJECTED.of(request.command), f"injected fault: --inject {request.fault.option}"))
+        limits.append(found("injected", request, option=request.fault.option))
     if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
-        driver = any(place.facts.gpus.driver_present for place in places)
-        hidden = " (CUDA_VISIBLE_DEVICES hides them)" if driver else ""
-        where = fold(place.host for place in places)
-        cpu_only = f"no GPU is visible on {where}{hidden}: tested gloo on the CPU, not GPUs or NCCL"
-        limits.append(_info(Shared.CPU_ONLY.of(request.command), cpu_only))
+        hider = "CUDA_VISIBLE_DEVICES" if any(place.facts.gpus.driver_present for place in places) else ""
+        limits.append(found("cpu-only", request, hosts=fold(place.host for place in places), hider=hider))
     if plan.nproc == 1:
-        alone = "a single rank: nothing was sent, so links between GPUs were not tested"
-        limits.append(_info(Shared.SINGLE_RANK.of(request.command), alone))
+        limits.append(found("single-rank", request))
     return [*limits, *_small_shm(request, plan, places)]
 
 
@@ -98,11 +89,12 @@ def nodes_that_differ(request: Request, places: Sequence[NodeSlot], traces: Sequ
                 facts[trace.host].update({name: started.get(name) for name in names})
     return [
         *(
-            Finding(
-                id=Shared.NODES_DIFFER.of(request.command),
-                level=Level.INFO if difference.fact in _OFTEN_DIFFER else Level.WARN,
-                title=f"nodes differ in {difference}",
-                where=Where(hosts=difference.odd_hosts),
+            found(
+                "nodes-differ",
+                request,
+                Where(hosts=difference.odd_hosts),
+                level=Level.INFO if difference.fact in _OFTEN_DIFFER else None,
+                difference=difference,
             )
             for difference in differences(facts)
         ),
@@ -151,12 +143,12 @@ def hangs(request: Request, places: Sequence[NodeSlot]) -> Finding | None:
 def _variables_differ(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:
     """Compare the variables of NCCL, Gloo and torch; interface and card names and log levels may differ."""
     return [
-        Finding(
-            id=Shared.NODES_DIFFER.of(request.command),
-            level=Level.INFO if any(word in difference.fact for word in _MAY_DIFFER) else Level.WARN,
-            title=f"environments differ in {difference}",
-            where=_where_of(difference.odd_hosts, places),
-            fix=Fix(text="set the same value for all ranks, in the script that the launcher runs"),
+        found(
+            "environments-differ",
+            request,
+            _where_of(difference.odd_hosts, places),
+            level=Level.INFO if any(word in difference.fact for word in _MAY_DIFFER) else None,
+            difference=difference,
         )
         for difference in differences(_variables_of(places))
     ]
@@ -178,10 +170,6 @@ def _labels(places: Sequence[NodeSlot]) -> list[str]:
 def _where_of(labels: Sequence[str], places: Sequence[NodeSlot]) -> Where:
     named = [place.host for label, place in zip(_labels(places), places, strict=True) if label in labels]
     return Where(hosts=tuple(dict.fromkeys(named)))
-
-
-def _info(id_: FindingId, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
-    return Finding(id=id_, level=Level.INFO, title=title, where=Where(hosts=hosts))
 
 
 def pcie_findings(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:

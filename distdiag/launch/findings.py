@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
 from distdiag.facts.programs import signal_name
-from distdiag.ids import Shared
 from distdiag.knowledge import logs
 from distdiag.launch import attribution
 from distdiag.launch.attribution import is_at_work
 from distdiag.launch.rank_runs import Outcome
-from distdiag.launch.wording import found, place, where, who
-from distdiag.report import Finding, Fix, Level, Where, Witnesses
+from distdiag.launch.wording import found, place
+from distdiag.report import Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.record import RunRecord
     from distdiag.launch.types import Request
+    from distdiag.report import Finding
 
 _STACK_LINES = 8
 _TAIL_LINES = 6
@@ -92,10 +92,9 @@ def missing(parts: Attribution, traces: list[RankTimeline], request: Request, co
     late = [trace for trace in traces if trace.rank in parts.missing]
     if not late:
         return []
-    stage, doing = place(late[0])
     waiting = [trace.rank for trace in traces if trace.rank not in parts.missing and not trace.finished]
     wait = "was waiting" if len(waiting) == 1 else "were waiting"
-    others = f"; {name_ranks(waiting)} {wait} for {name_ranks(parts.missing)}" if waiting else ""
+    others = f"{name_ranks(waiting)} {wait} for {name_ranks(parts.missing)}" if waiting else ""
     stopped = any(trace.inspection and trace.inspection.state in machine.STOPPED for trace in late)
     starved = not stopped and all(trace.last is not None and trace.last.waiting for trace in late)
     # Data may also be late because its sender has no core yet.
@@ -105,41 +104,58 @@ def missing(parts: Attribution, traces: list[RankTimeline], request: Request, co
     # Interrupted before the timeout: behind, but it might have continued.
     interrupted = course.outcome is Outcome.INTERRUPTED
     hung = ("was behind" if len(late) == 1 else "were behind") if interrupted else "hung"
+    inspection = late[0].inspection
+    remote = inspection.stuck[0].remote if inspection and inspection.stuck else ""
+    address, _, port = remote.rpartition(":")
+    has_stack = any(trace.inspection and trace.inspection.frames for trace in late)
     return [
-        Finding(
-            id=Shared.RANK_MISSING.of(request.command),
-            level=Level.UNKNOWN if interrupted else Level.FAIL,
-            title=f"{who(late)} {hung} in stage {stage} ({doing}): {why_missing(late[0])}",
-            detail=f"No rank made progress for {course.stalled_s:.0f} s{others}.",
-            where=where(late),
-            evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
+        found(
+            "rank-stopped" if stopped else "rank-unanswered" if remote else "rank-starved" if starved else "rank-late",
+            request,
+            late,
+            level=Level.UNKNOWN if interrupted else None,
+            evidence=[line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)],
             witnesses=Witnesses(hosts=_seen_by(late, traces), ranks=tuple(waiting)),
-            fix=_fix_for_stopped(late)
-            if stopped
-            else _fix_for_stuck(late)
-            if late[0].inspection and late[0].inspection.stuck
-            else _fix_for_starved(late, request)
-            if starved
-            else _fix_for_late(late, request),
+            **_standing(late[0], request, course),
+            hung=hung,
+            why=why_missing(late[0]),
+            others=others,
+            host=late[0].host,
+            remote=remote,
+            address=address.strip("[]"),
+            port=port,
+            stack="the stack above shows what it was doing"
+            if has_stack
+            else "see above why its stack could not be read",
         )
     ]
 
 
+def _standing(trace: RankTimeline, request: Request, course: RunRecord) -> dict[str, Any]:
+    """Return the words of rows about ranks without progress: stage, time, and the commands that decide."""
+    # Any: `found` has named arguments of other types.
+    stage, doing = place(trace)
+    return {
+        "stage": stage,
+        "doing": doing,
+        "seconds": f"{course.stalled_s:.0f}",
+        "longer": request.again(stall=f"{min(86400, request.timeout_s * 4):g}"),
+        "less": request.again(**request.less(), nccl_debug=""),
+        "pairs": request.pairs(),
+    }
+
+
 def _still_at_work(late: list[RankTimeline], slow: list[RankTimeline], request: Request, course: RunRecord) -> Finding:
     """Return ranks that made no progress for the whole timeout, but were at work: the machine may be overloaded."""
-    stage, doing = place(late[0])
     busy = f"{name_ranks(trace.rank for trace in slow)} {'was' if len(slow) == 1 else 'were'} at work"
     return found(
         "rank-at-work",
         request,
         late,
         evidence=[line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)],
-        stage=stage,
-        doing=doing,
-        seconds=f"{course.stalled_s:.0f}",
+        **_standing(late[0], request, course),
         why=why_missing(late[0]),
         busy=busy,
-        longer=_longer(request),
     )
 
 
@@ -172,84 +188,26 @@ def _seen_from_outside(trace: RankTimeline) -> list[str]:
     return lines if inspection.frames else [*lines, f"  no stack: {inspection.stack_error}"]
 
 
-def _fix_for_stopped(late: list[RankTimeline]) -> Fix:
-    return Fix(
-        text=f"find what stops processes on {late[0].host} (a scheduler that suspends jobs, a debugger, Ctrl-Z, a "
-        "frozen container); list what is stopped there, then rerun",
-        commands=("ps -eo pid,stat,user,etime,cmd | awk 'NR==1 || $2 ~ /^[Tt]/'",),
-    )
-
-
 def _seen_by(late: list[RankTimeline], traces: list[RankTimeline]) -> tuple[str, ...]:
     accused = {trace.host for trace in late}
     return tuple(dict.fromkeys(trace.host for trace in traces if trace.host not in accused))
-
-
-def _fix_for_stuck(late: list[RankTimeline]) -> Fix:
-    assert late[0].inspection is not None
-    remote = late[0].inspection.stuck[0].remote
-    address, _, port = remote.rpartition(":")
-    return Fix(
-        text=f"{remote} does not answer {late[0].host}: check the route, and what drops packets at either end",
-        commands=(
-            f"ip route get {address.strip('[]')}",
-            f"nft list ruleset | grep -nE 'drop|reject|limit|{port}'",
-        ),
-    )
-
-
-def _fix_for_starved(late: list[RankTimeline], request: Request) -> Fix:
-    return Fix(
-        text=f"it waits for data that other ranks have received: check the links of {late[0].host}; if they are only "
-        "slow, increase --stall",
-        commands=(_longer(request), request.again(**request.less(), nccl_debug=""), request.pairs()),
-    )
-
-
-def _fix_for_late(late: list[RankTimeline], request: Request) -> Fix:
-    has_stack = any(trace.inspection and trace.inspection.frames for trace in late)
-    stack = "the stack above shows what it was doing" if has_stack else "see above why its stack could not be read"
-    return Fix(text=f"{stack}; if it was only slow, increase --stall", commands=(_longer(request),))
-
-
-def _longer(request: Request) -> str:
-    return request.again(stall=f"{min(86400, request.timeout_s * 4):g}")
 
 
 def standstill(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
     """Return a standstill in which no rank is behind: all wait for data, or each is blocked on its own."""
     if not parts.standstill:
         return []
-    stage, doing = place(traces[0])
     if broken := attribution.stuck(traces, course.meeting):
         return [_no_answer(broken, traces, request, course)]
     waiting = all(trace.last is not None and trace.last.waiting for trace in traces)
-    busy = any(is_at_work(trace) for trace in traces)
-    longer = _longer(request)
-    if waiting:
-        title = f"all ranks are waiting in stage {stage} ({doing}): no progress for {course.stalled_s:.0f} s"
-        detail = "No rank is behind the others: the data apparently does not get through."
-        fix = Fix(
-            text="if the system is only slow, increase --stall or send less; otherwise check which transport is used",
-            commands=(longer, request.again(**request.less(), nccl_debug=""), request.pairs()),
-        )
-        if busy:
-            detail = "No rank is behind the others, and some compute or wait for a core: they may only be slow."
-    else:
-        title = f"all ranks are still in stage {stage} ({doing}): no progress for {course.stalled_s:.0f} s"
-        detail = "They do not wait for each other there; each is held up on its own."
-        if busy:
-            detail += " Some compute or read files, so they may only be slow."
-        fix = Fix(text="the stack shows where; if it is only slow, increase --stall", commands=(longer,))
+    slow = "-slow" if any(is_at_work(trace) for trace in traces) else ""
     return [
-        Finding(
-            id=Shared.ALL_WAITING.of(request.command) if waiting else Shared.ALL_BUSY.of(request.command),
-            level=Level.UNKNOWN if busy else Level.FAIL,
-            title=title,
-            detail=detail,
-            where=where(traces),
-            evidence=tuple(line for trace in _one_for_each_stack(traces) for line in _seen_from_outside(trace)),
-            fix=fix,
+        found(
+            f"all-waiting{slow}" if waiting else f"all-busy{slow}",
+            request,
+            traces,
+            evidence=[line for trace in _one_for_each_stack(traces) for line in _seen_from_outside(trace)],
+            **_standing(traces[0], request, course),
         )
     ]
 
@@ -258,7 +216,6 @@ def _no_answer(
     broken: Sequence[attribution.Broken], traces: list[RankTimeline], request: Request, course: RunRecord
 ) -> Finding:
     """Return a standstill explained by the kernels: retransmissions are not acknowledged."""
-    stage, doing = place(traces[0])
     accused, witnesses = attribution.accuse(broken)
     which = f"{'of' if witnesses else 'between'} {fold(accused)}"
     return found(
@@ -270,10 +227,7 @@ def _no_answer(
         which=which,
         seen_by=fold(witnesses),
         accused=fold(accused),
-        stage=stage,
-        doing=doing,
-        seconds=f"{course.stalled_s:.0f}",
-        pairs=request.pairs(),
+        **_standing(traces[0], request, course),
     )
 
 
