@@ -9,10 +9,10 @@ from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace import ranks
 from distdiag.diagnosis.process_index import ProcessIndex
-from distdiag.ids import Id
+from distdiag.diagnosis.verdicts import finding
 from distdiag.jobs.collect import Ask, Processes
 from distdiag.jobs.types import NodeStacks
-from distdiag.report import Finding, Level, Where
+from distdiag.report import Where
 from distdiag.runner import Asks, Question
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.node import Node
     from distdiag.commands.trace.ranks import Chosen, Wanted
     from distdiag.output import Progress
+    from distdiag.report import Finding
     from distdiag.saved_facts import Gathered
 
 Reply = TypeVar("Reply")
@@ -69,12 +70,7 @@ def answers_of(gathered: Gathered[NodeAnswer[Reply]]) -> Answers[Reply]:
 def incomplete(answers: Answers[Any]) -> list[Finding]:
     """Report hosts with incomplete replies."""
     return [
-        Finding(
-            id=Id.TRACE_INCOMPLETE,
-            level=Level.UNKNOWN,
-            title=f"incomplete facts from {host}: {why}",
-            where=Where(hosts=(host,)),
-        )
+        finding("trace-incomplete", where=Where(hosts=(host,)), host=host, why=why)
         for host, why in answers.missing.items()
     ]
 

@@ -11,10 +11,10 @@ from distdiag.commands.trace.nodes import incomplete, index_of
 from distdiag.commands.trace.ranks import Wanted  # noqa: TC001 - msgspec reads the annotations
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
+from distdiag.diagnosis.verdicts import finding, worst_first
 from distdiag.diagnosis.wording import counted
 from distdiag.facts.process.descriptors import Descriptor
-from distdiag.ids import Id
-from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.report import Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.nodes import Answers
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.diagnosis.process_index import Key, ProcessIndex
+    from distdiag.report import Finding
 
 COMMAND = "trace fds"
 _FULL = 0.8
@@ -30,7 +31,6 @@ _MUCH_BYTES = 2**30
 _MANY_CLOSED = 10
 _NAMED = 5
 _GIB = 2**30
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,9 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
         if choice.process is not None
     }
     rows = [_row(opened[key], key, index, job) for key, job in jobs.items() if key in opened]
-    found = [finding for row in rows for finding in _of_process(row, request, answers, index)]
+    found = [each for row in rows for each in _of_process(row, request, answers, index)]
     found += [*incomplete(answers), *host_findings(answers.refusals, answers.rows)]
-    worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
+    worst = next(iter(worst_first(found)), None)
     return Report(
         command=COMMAND,
         data=TraceFds(processes=tuple(rows)),
@@ -156,49 +156,34 @@ def _of_process(row: ProcessRow, request: Request, answers: Answers[Reply], inde
     name = index.name((row.host, row.pid), whole=True)
     where = Where(hosts=(row.host,), ranks=(row.rank,) if row.rank is not None else (), pids=(row.pid,))
 
-    def warning(id_: Id, has: str, rows: Sequence[DescriptorRow], detail: str = "", fix: Fix | None = None) -> Finding:
+    def warning(verdict: str, rows: Sequence[DescriptorRow] = (), **words: object) -> Finding:
         sizes = [f", {each.size_bytes / _GIB:.1f} GiB" if each.deleted and each.size_bytes else "" for each in rows]
         shown = tuple(
             f"fd {each.fd}: {each.target}{size}" for each, size in list(zip(rows, sizes, strict=True))[:_NAMED]
         )
-        level, title = Level.WARN, f"{name} {has}"
-        return Finding(id=id_, level=level, title=title, detail=detail, where=where, evidence=shown, fix=fix)
+        return finding(verdict, {"name": name, "pid": row.pid, **words}, where=where, evidence=shown)
 
-    if row.unread:
-        yield _unreadable(row, name, where, request, answers)
+    if row.unread == "denied":
+        user = next((node.processes.user for node in answers.nodes if node.host == row.host), 0)
+        as_other = remedies.as_other_user(f"{request.program} trace fds {row.pid}")
+        repair = remedies.ptrace_in_container() if user == 0 else as_other
+        yield finding("trace-unreadable", where=where, repair=repair, name=name)
+    elif row.unread:
+        yield finding("trace-process-exited", where=where, name=name)
     if row.limit and len(row.descriptors) > _FULL * row.limit:
         kind, count = next(iter(row.counts.items()))
-        title = f"uses {len(row.descriptors)} of {row.limit} descriptors (ulimit -n); {count} are of kind {kind}"
-        detail = "At the limit, every open and every connect fails: EMFILE, 'Too many open files'."
-        text = f"on {row.host}, raise its limit while it runs; for the next start: ulimit -n {4 * row.limit}"
-        fix = Fix(text=text, commands=(f"prlimit --pid {row.pid} --nofile={4 * row.limit}",))
-        yield warning(Id.TRACE_FD_LIMIT, title, (), detail, fix)
+        used, more = len(row.descriptors), 4 * row.limit
+        yield warning("trace-fd-limit", used=used, limit=row.limit, kind=kind, count=count, more=more, host=row.host)
     # A file opened twice holds its space once.
     gone = {(each.target, each.size_bytes): each for each in row.descriptors[::-1] if each.kind == "deleted file"}
     largest = sorted(gone.values(), key=lambda descriptor: (-(descriptor.size_bytes or 0), descriptor.fd))
     held = sum(descriptor.size_bytes or 0 for descriptor in largest)
     if held > _MUCH_BYTES:
-        title = f"holds {held / _GIB:.1f} GiB of disk in {counted(len(largest), 'deleted file')}"
-        detail = "`du` does not count it, and it is freed only when they are closed."
-        cut = f"truncate -s 0 /proc/{row.pid}/fd/{largest[0].fd}"
-        fix = Fix(text="end the process; or, if the file is a log, truncate it", commands=(cut,))
-        yield warning(Id.TRACE_DELETED_FILES, title, largest, detail, fix)
+        files = counted(len(largest), "deleted file")
+        yield warning("trace-deleted-files", largest, held=f"{held / _GIB:.1f}", files=files, fd=largest[0].fd)
     closed = [descriptor for descriptor in row.descriptors if descriptor.is_closed]
     if len(closed) >= _MANY_CLOSED:
-        title = f"has {len(closed)} connections in CLOSE_WAIT: the peer has closed them, this process has not"
-        detail = "The process ignores the end of these connections or never closes them; each uses a descriptor."
-        yield warning(Id.TRACE_CLOSE_WAIT, title, closed, detail)
+        yield warning("trace-close-wait", closed, number=len(closed))
     silent = [descriptor for descriptor in row.descriptors if descriptor.silent]
     if silent:
-        title = f"has {counted(len(silent), 'descriptor')} on a file system that does not answer"
-        yield warning(Id.TRACE_STORAGE, title, silent)
-
-
-def _unreadable(row: ProcessRow, name: str, where: Where, request: Request, answers: Answers[Reply]) -> Finding:
-    if row.unread != "denied":
-        return Finding(id=Id.TRACE_EXITED, level=Level.UNKNOWN, title=f"{name} has exited", where=where)
-    user = next((node.processes.user for node in answers.nodes if node.host == row.host), 0)
-    command = f"{request.program} trace fds {row.pid}"
-    fix = remedies.ptrace_in_container() if user == 0 else remedies.as_other_user(command)
-    title = f"descriptors of {name} cannot be read: permission denied"
-    return Finding(id=Id.TRACE_UNREADABLE, level=Level.UNKNOWN, title=title, where=where, fix=fix)
+        yield warning("trace-storage", silent, number=counted(len(silent), "descriptor"))
