@@ -36,11 +36,9 @@ class Shared(StrEnum):
     # fmt: off
     ADDRESS_LOOPBACK = "address-loopback", "fail warn", "an address leads back to the machine that connects", _NODES
     ADDRESS_UNRESOLVED = "address-unresolved", "fail", "an address does not resolve", _NODES
-    ALONE = "alone", "info", "a collective needs a second rank: not measured", "allreduce-bench"
     BAD_LINK = "bad-link", "fail", "--isolate: a link between two ranks or nodes is slow or broken", "gpu-test"
     BAD_NODE = "bad-node", "fail", "--isolate: a node is slow or broken", "gpu-test"
     BAD_RANK = "bad-rank", "fail", "--isolate: a rank, with its GPU, is slow or broken", "gpu-test"
-    NOTHING_MEASURED = "nothing-measured", "unknown", "nothing could be measured", "allreduce-bench"
     PATH_BROKEN = "path-broken", "fail", "a path: connected, then the connection is cut", _PATHS
     PATH_CUT_OFF = "path-cut-off", "fail", "a path: data stops midway", _PATHS
     PATH_FILTERED = "path-filtered", "fail", "a path: no answer: packets are dropped", _PATHS
@@ -67,10 +65,8 @@ class Shared(StrEnum):
     RANK_PORTS_SILENT = "rank-ports-silent", "fail", "the ephemeral ports of ranks: connected, then no data comes through", _NODES
     SEVERAL = "several", "fail", "--isolate: several independent faults", "gpu-test"
     SPLIT = "split", "fail", "--isolate: groups of ranks that work inside and not across", "gpu-test"
-    TOO_LARGE = "too-large", "info", "a row does not fit into the memory: not measured", "allreduce-bench"
     UNDECIDABLE = "undecidable", "fail unknown", "--isolate: the pairs do not decide what is at fault", "gpu-test"
     UNIFORMLY_SLOW = "uniformly-slow", "fail", "--isolate: all pairs are slower than this hardware should be", "gpu-test"
-    UNSUPPORTED = "unsupported", "warn", "a backend lacks a collective: not measured", "allreduce-bench"
 
 
 class Id(StrEnum):
@@ -87,8 +83,6 @@ class Id(StrEnum):
         return member
 
     # fmt: off
-    CORE_BT_CONSEQUENCE = "core-bt.consequence", "fail", "a crash that follows from another rank's failure"
-    CORE_BT_CRASH = "core-bt.crash", "fail", "a crash: the signal, the thread, its frames and the reason"
     DISTDIAG_BUG = "distdiag.bug", "unknown", "a bug in distdiag"
     DISTDIAG_FACTS_FAILED = "distdiag.facts-failed", "unknown", "the node side of distdiag failed"
     DISTDIAG_FAILED = "distdiag.failed", "unknown", "the command could not be carried out"
@@ -145,20 +139,6 @@ class Id(StrEnum):
     LOGS_FAILURE = "logs.failure", "fail", "a failure of an unknown rank"
     LOGS_FIRST_FAILURE = "logs.first-failure", "fail", "the rank that failed first, and why"
     LOGS_SAME_FAILURE = "logs.same-failure", "fail", "several ranks failed alike"
-    OVERFLOW_DETECTED = "overflow.detected", "fail", "a module produced nan or inf"
-    OVERFLOW_ENDED_EARLY = "overflow.ended-early", "unknown", "processes ended before they reported their results"
-    OVERFLOW_GAVE_UP = "overflow.gave-up", "unknown", "the detector of a model stopped"
-    OVERFLOW_INCOMPLETE = "overflow.incomplete", "warn", "frames are missing or truncated"
-    OVERFLOW_JOB_ENDED = "overflow.job-ended", "info unknown", "the job exited, or was stopped by --abort-after"
-    OVERFLOW_NEAR_LIMIT = "overflow.near-limit", "warn", "numbers come close to the maximum of the dtype"
-    OVERFLOW_NOTHING_WATCHED = "overflow.nothing-watched", "unknown", "no torch model ran a forward pass"
-    OVERFLOW_NOT_FINITE = "overflow.not-finite", "warn", "nan or inf in a frame, not reported by the detector"
-    OVERFLOW_NOT_WATCHED = "overflow.not-watched", "unknown", "part of the job was not checked"
-    OVERFLOW_NO_FRAMES = "overflow.no-frames", "unknown", "no frames were found"
-    OVERFLOW_OUTPUTS_UNREADABLE = "overflow.outputs-unreadable", "unknown warn", "the output of a model cannot be read"
-    OVERFLOW_UNREADABLE = "overflow.unreadable", "unknown", "a file could not be read"
-    OVERFLOW_WARNING = "overflow.warning", "warn", "a warning of the detector"
-    PYSPY_ALL_STRAGGLER = "pyspy-all.straggler", "warn", "a rank is slower than the others"
     SYNC_CHECK_BATCHNORM_STATISTICS = "sync-check.batchnorm-statistics", "info", "each rank keeps BatchNorm statistics of its own batches"
     SYNC_CHECK_OUT_OF_SYNC = "sync-check.out-of-sync", "fail", "a value differs between ranks, or is missing on a rank"
     SYNC_CHECK_RANKS_MISSING = "sync-check.ranks-missing", "unknown", "files of some ranks are missing"

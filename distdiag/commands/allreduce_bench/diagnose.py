@@ -10,12 +10,12 @@ from distdiag.commands.allreduce_bench import findings
 from distdiag.commands.allreduce_bench.findings import short, speed
 from distdiag.commands.allreduce_bench.formulas import NO_PEER, bus_factor, is_in_place, shape_of
 from distdiag.commands.allreduce_bench.types import USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
-from distdiag.ids import Shared
 from distdiag.launch import rank_report
 from distdiag.launch.rank_report import paused, without_core
 from distdiag.launch.rank_runs import Outcome
-from distdiag.report import Finding, Level, Report
+from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from distdiag.commands.allreduce_bench.types import Request
     from distdiag.launch.rank_runs import RankTimeline
     from distdiag.launch.record import Inventory, Plan, RunRecord
+    from distdiag.report import Finding
 
 
 def rows_of(
@@ -129,7 +130,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     )
     found = [
         *rank_report.findings_of(request, scene, plan, course),
-        *_not_measured(request, results, course.outcome),
+        *_not_measured(results, course.outcome),
         *paused(request, course.traces),
         *findings.shape_findings(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
         *findings.hardware_findings(request, expected),
@@ -156,7 +157,7 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
         min(row, better.get((row.op, row.size_bytes), row), key=lambda timed: timed.ratio)
         for row in report.data.compared
     )
-    found = [finding for finding in report.findings if finding.id != f"{request.command}.slower"]
+    found = [each for each in report.findings if each.id != f"{request.command}.slower"]
     no_core = max(report.data.no_core_share, again.no_core_share)
     found += findings.comparison_findings(request, request.baseline, "", compared, no_core)
     still = sum(row.slower for row in compared)
@@ -164,32 +165,29 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
         f"{report.data.world_size} ranks: "
         + (f"{still} of {len(compared)} rows stay" if still else "no row stays")
         + " slower than in the earlier run"
-        + "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
+        + "".join(f"; but {each.title}" for each in found if each.level is Level.WARN)
     )
     data = replace(report.data, compared=compared, no_core_share=no_core)
     return replace(report, data=data, findings=tuple(found), summary=words)
 
 
-def _not_measured(request: Request, results: tuple[SizeResult, ...], outcome: Outcome) -> list[Finding]:
+def _not_measured(results: tuple[SizeResult, ...], outcome: Outcome) -> list[Finding]:
     """Return a finding for each reason to skip rows."""
-    reasons: dict[tuple[Shared, str], list[SizeResult]] = {}
+    reasons: dict[tuple[str, str], list[SizeResult]] = {}
     for row in results:
         if row.skipped:
-            kind = Shared.ALONE if row.skipped == NO_PEER else Shared.UNSUPPORTED
-            kind = Shared.TOO_LARGE if "bytes" in row.skipped else kind
-            reasons.setdefault((kind, row.skipped if kind is not Shared.TOO_LARGE else ""), []).append(row)
+            kind = "too-large" if "bytes" in row.skipped else "alone" if row.skipped == NO_PEER else "unsupported"
+            reasons.setdefault((kind, row.skipped if kind != "too-large" else ""), []).append(row)
     found = [
-        Finding(
-            id=kind.of(request.command),
-            level=Level.WARN if kind is Shared.UNSUPPORTED else Level.INFO,
-            title=f"not measured: {', '.join(f'{row.op} {short(row.size_bytes)}' for row in group)}",
-            detail=group[0].skipped,
+        finding(
+            f"allreduce-bench.{kind}",
+            rows=", ".join(f"{row.op} {short(row.size_bytes)}" for row in group),
+            why=group[0].skipped,
         )
         for (kind, _), group in reasons.items()
     ]
     if all(row.skipped for row in results) and (results or outcome is Outcome.FINISHED):
-        nothing = "nothing could be measured"
-        found.append(Finding(id=Shared.NOTHING_MEASURED.of(request.command), level=Level.UNKNOWN, title=nothing))
+        found.append(finding("allreduce-bench.nothing-measured"))
     return found
 
 

@@ -15,7 +15,6 @@ from distdiag.diagnosis.wording import counted
 from distdiag.facts.core.stacks import is_eval
 from distdiag.facts.machine import redacted
 from distdiag.facts.programs import signal_name
-from distdiag.ids import Id
 from distdiag.knowledge import crashes
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -126,15 +125,15 @@ def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> li
 
 def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Finding:
     first, known = group[0]
-    others = f" and {len(group) - 1} more" if len(group) > 1 else ""
-    place = where(first)
     consequence = known is not None and known.role == "consequence"
-    return Finding(
-        id=Id.CORE_BT_CONSEQUENCE if consequence else Id.CORE_BT_CRASH,
-        level=Level.FAIL,
-        title=f"{who(first)}{others} died with {first.signal_name}{' ' + place if place else ''}",
-        detail=_sentence(known.says if known is not None else first.meaning)
-        + ("" if first.crash_thread is not None else " Its stack could not be read."),
+    return finding(
+        "core-consequence" if consequence else "core-crash",
+        who=who(first),
+        others=len(group) - 1 if len(group) > 1 else "",
+        signal=first.signal_name,
+        place=where(first),
+        meaning=_sentence(known.says if known is not None else first.meaning),
+        stack="Its stack could not be read." if first.crash_thread is None else "",
         where=Where(
             hosts=tuple(dict.fromkeys(core.host for core, _ in group)),
             ranks=tuple(core.rank for core, _ in group if core.rank is not None),
@@ -149,7 +148,7 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
             *(("its Python frames are missing", *first.tools) if _lacks_python(first) else ()),
             *([f"source: {known.source}"] if known is not None and known.source else []),
         ),
-        fix=_fix(request, first, known),
+        repair=_fix(request, first, known),
     )
 
 

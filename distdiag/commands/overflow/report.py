@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.ids import Id
-from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.diagnosis.verdicts import finding
+from distdiag.report import Level, Report, Where
 from distdiag.training.overflow.report import (  # noqa: TC001 - msgspec reads the annotations
     Detection,
     WatchedModel,
@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from distdiag.report import Finding
+
 COMMAND = "overflow"
 _MOST_FILES = 4
-_HOW_FOUND = (
-    "distdiag finds a model when it is called, in a Python process that the command started and that reads "
-    "PYTHONPATH (not python -S, -I or -E)."
-)
-_NOTHING = "no torch model ran a forward pass: nothing was checked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +79,7 @@ def _summary(outcome: Overflow, blind: tuple[Finding, ...]) -> str:
     found = sum(model.began for model in outcome.models)
     if found:
         return f"{found:,} detections, but their details could not be saved"
-    unknown = [finding.title for finding in blind if finding.level is Level.UNKNOWN]
+    unknown = [each.title for each in blind if each.level is Level.UNKNOWN]
     if unknown:
         return unknown[0]
     if not all(process.ended for process in outcome.processes):
@@ -96,39 +93,33 @@ def _summary(outcome: Overflow, blind: tuple[Finding, ...]) -> str:
 
 def _detected(outcome: Overflow, program: str) -> Iterator[Finding]:
     for found in outcome.detections:
-        fix = Fix(text=found.fix) if found.fix else None
+        fix, show = found.fix, ""
         if outcome.frames:
             shown = shlex.join([outcome.folder] if outcome.folder else outcome.frames[:_MOST_FILES])
-            text = f"{found.fix}; the frames before it:" if found.fix else "show the frames before the detection"
-            fix = Fix(text=text, commands=(f"{program} overflow show {shown}",))
+            fix = f"{found.fix}; the frames before it:" if found.fix else "show the frames before the detection"
+            show = f"{program} overflow show {shown}"
         ranks = () if found.rank is None else (found.rank, *found.other_ranks)
+        words = {"sentence": found.sentence, "fix": fix, "show": show}
         where = Where(hosts=(found.host,) if found.host else (), ranks=ranks)
-        id_, title = Id.OVERFLOW_DETECTED, found.sentence
-        yield Finding(id=id_, level=Level.FAIL, title=title, where=where, evidence=found.hints, fix=fix)
+        yield finding("overflow.detected", words, where=where, evidence=found.hints)
 
 
 def _blind_spots(outcome: Overflow) -> Iterator[Finding]:
     """Report unchecked or partly checked parts of the job."""
     if outcome.saw_nothing:
-        early = f"The job ended with {outcome.ended} before it called a model."
-        attach = Fix(text="attach the detector in the script: DebugUnderflowOverflow(model)")
-        detail, fix = (early, None) if outcome.status else (_HOW_FOUND, attach)
-        yield Finding(id=Id.OVERFLOW_NOTHING_WATCHED, level=Level.UNKNOWN, title=_NOTHING, detail=detail, fix=fix)
+        yield finding("overflow.ended-unwatched" if outcome.status else "overflow.nothing-watched", ended=outcome.ended)
     for why in dict.fromkeys(why for process in outcome.processes for why in process.left_out):
         where = _where(*[process for process in outcome.processes if why in process.left_out])
-        title = f"part of the job was not checked: {why}"
-        yield Finding(id=Id.OVERFLOW_NOT_WATCHED, level=Level.UNKNOWN, title=title, where=where)
+        yield finding("overflow.not-watched", where=where, why=why)
     for process, model in outcome.watched:
+        words = {"model": model.model, "why": model.off, "kind": model.kind}
         if model.off:
-            title = f"the detector of {model.model} stopped: {model.off}"
-            yield Finding(id=Id.OVERFLOW_GAVE_UP, level=Level.UNKNOWN, title=title, where=_where(process))
+            yield finding("overflow.gave-up", words, where=_where(process))
         if model.unread:
-            all_ = "" if model.unread == model.batches else f"{model.unread:,} of {model.batches:,} times "
-            title = f"the output of {model.model} {all_}cannot be read ({model.kind})"
-            full = Fix(text="check the tensors of all modules: add --full before the --")
+            often = "" if model.unread == model.batches else f"{model.unread:,} of {model.batches:,} times"
             # The gradients show a bad output of training, too.
-            level = Level.WARN if model.steps else Level.UNKNOWN
-            yield Finding(id=Id.OVERFLOW_OUTPUTS_UNREADABLE, level=level, title=title, where=_where(process), fix=full)
+            level = Level.WARN if model.steps else None
+            yield finding("overflow.outputs-unreadable", words, level=level, where=_where(process), often=often)
 
 
 def _where(*processes: WatchedProcess) -> Where:
@@ -142,7 +133,7 @@ def _where(*processes: WatchedProcess) -> Where:
 def _warnings(outcome: Overflow) -> Iterator[Finding]:
     warnings = {text: process for process, model in reversed(outcome.watched) for text in model.warnings}
     for text, process in warnings.items():
-        yield Finding(id=Id.OVERFLOW_WARNING, level=Level.WARN, title=text, where=_where(process))
+        yield finding("overflow.warning", where=_where(process), text=text)
 
 
 def _ends(outcome: Overflow) -> Iterator[Finding]:
@@ -151,14 +142,9 @@ def _ends(outcome: Overflow) -> Iterator[Finding]:
         return
     lost = [process for process in outcome.processes if not process.ended]
     if lost:
-        title = f"{len(lost)} of {len(outcome.processes)} processes ended before they reported their results"
-        detail = "They were killed, crashed, or exited by os._exit()."
-        id_ = Id.OVERFLOW_ENDED_EARLY
-        yield Finding(id=id_, level=Level.UNKNOWN, title=title, detail=detail, where=_where(*lost))
+        yield finding("overflow.ended-early", where=_where(*lost), lost=len(lost), of=len(outcome.processes))
     if outcome.status:
-        asked = "the job was stopped after the batch of --abort-after"
-        title = asked if outcome.was_aborted else f"the job itself ended with {outcome.ended}"
-        yield Finding(id=Id.OVERFLOW_JOB_ENDED, level=Level.INFO if outcome.was_aborted else Level.UNKNOWN, title=title)
+        yield finding("overflow.job-aborted" if outcome.was_aborted else "overflow.job-ended", ended=outcome.ended)
 
 
 def overflow_view(report: Report[Overflow]) -> Iterator[RenderableType]:

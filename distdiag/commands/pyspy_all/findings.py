@@ -10,8 +10,7 @@ from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, spot, waits, who
 from distdiag.diagnosis.stuck.judge import where_of
 from distdiag.diagnosis.stuck.shared import common_to
-from distdiag.ids import Id
-from distdiag.report import Finding, Fix, Level
+from distdiag.diagnosis.verdicts import finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.slow_ranks import SlowRanks
     from distdiag.diagnosis.stack_classes import RankState
+    from distdiag.report import Finding
 
 
 def reason_of(verdict: JobVerdict, group: Sequence[RankState]) -> str:
@@ -48,25 +48,20 @@ def straggler_findings(verdict: JobVerdict) -> Iterator[Finding]:
 def _slow(verdict: JobVerdict, slow: SlowRanks) -> Finding:
     is_alone = len(slow.slow) == 1
     others = briefly(slow.others)
-    pronoun = "it" if is_alone else "them"
-    place = f", in {spot(slow.frame)} in {slow.at_frame} of {slow.samples} samples" if slow.frame is not None else ""
     busy = min((state.thread.busy or 0.0 for state in slow.slow), default=0.0)
-    often = "all" if slow.others_wait == slow.samples else f"at least {slow.others_wait} of"
-    return Finding(
-        id=Id.PYSPY_ALL_STRAGGLER,
-        level=Level.WARN,
-        title=f"{who(slow.slow)} {'is' if is_alone else 'are'} slower than the others{place}",
-        detail=f"{others[:1].upper()}{others[1:]} {'waits' if len(slow.others) == 1 else 'wait'} for {pronoun} in "
-        f"{often} "
-        f"{slow.samples} samples; {briefly(slow.slow)} {'waits' if is_alone else 'wait'} for others "
-        f"{f'in at most {slow.slow_wait}' if slow.slow_wait else 'in none'}. "
-        + (f"{'It is' if is_alone else 'They are'} computing. " if busy >= BUSY else "")
-        + common_to(slow.slow, verdict),
+    return finding(
+        "pyspy-all-straggler" if is_alone else "pyspy-all-stragglers",
         where=where_of(slow.slow),
-        fix=Fix(
-            text=f"profile {spot(slow.frame) if slow.frame is not None else 'a step'} on {briefly(slow.slow)}; "
-            "if every rank runs it, compare the hosts: clocks, load, storage"
-        ),
+        who=who(slow.slow),
+        place=f"{spot(slow.frame)} in {slow.at_frame} of {slow.samples} samples" if slow.frame is not None else "",
+        others=f"{others[:1].upper()}{others[1:]} {'waits' if len(slow.others) == 1 else 'wait'}",
+        often="all" if slow.others_wait == slow.samples else f"at least {slow.others_wait} of",
+        samples=slow.samples,
+        slow=briefly(slow.slow),
+        waits=f"at most {slow.slow_wait}" if slow.slow_wait else "none",
+        doing="computing" if busy >= BUSY else "",
+        common=common_to(slow.slow, verdict),
+        step=spot(slow.frame) if slow.frame is not None else "a step",
     )
 
 

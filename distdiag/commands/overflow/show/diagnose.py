@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
 
@@ -18,10 +18,10 @@ from distdiag.commands.overflow.show.forwards import (
     growth_of,
 )
 from distdiag.commands.overflow.show.recording import INPUT, NEAR, NotFrames, Reader, Row
+from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.ids import Id
-from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.report import Level, Report, Where
 from distdiag.training.overflow.report import MODEL, Detection
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.overflow.show.forwards import Request
     from distdiag.commands.overflow.show.recording import Forward, Recording
+    from distdiag.report import Finding
 
 _SUFFIX = ".jsonl"
 _SHOWN = 8
@@ -149,31 +150,41 @@ def diagnose(
 
 
 def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
-    near = (Id.OVERFLOW_NOT_FINITE, Id.OVERFLOW_NEAR_LIMIT)
-    ordered = [[finding for finding in findings if finding.level == level] for level in (Level.FAIL, Level.UNKNOWN)]
-    found = [*itertools.chain(*ordered), *(finding for finding in findings if finding.id in near)]
+    near = ("overflow.not-finite", "overflow.near-limit")
+    ordered = [[each for each in findings if each.level == level] for level in (Level.FAIL, Level.UNKNOWN)]
+    found = [*itertools.chain(*ordered), *(each for each in findings if each.id in near)]
     return found[0].title if found else f"nothing detected; {grew(selection)}"
 
 
-def _finding(id_: Id, level: Level, title: str, about: Iterable[Recording], **more: Any) -> Finding:  # noqa: ANN401
-    """Make a finding about recordings; `more`: its other fields."""
-    recordings = list(about)
+def _finding(
+    verdict: str,
+    recordings: Sequence[Recording],
+    evidence: Sequence[str] = (),
+    level: Level | None = None,
+    **words: str,
+) -> Finding:
+    """Make a finding about recordings."""
     hosts = dict.fromkeys(recording.host for recording in recordings if recording.host)
     ranks = sorted({recording.rank for recording in recordings if recording.rank is not None})
-    return Finding(id=id_, level=level, title=title, where=Where(hosts=tuple(hosts), ranks=tuple(ranks)), **more)
+    where = Where(hosts=tuple(hosts), ranks=tuple(ranks))
+    return finding(verdict, words, level=level, where=where, evidence=tuple(evidence))
 
 
 def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
     """Report the detections; one that names no rank also by its file, if there are several."""
     for recording, found in selection.detections[:_MOST_DETECTIONS]:
         tally = tuple(found.tally.lines()) if found.tally is not None else ()
-        again = request.again("--batch", str(found.batch), "--verbose")
-        fix = Fix(text=f"{found.fix}; what leads up to it:", commands=(again,)) if found.fix else None
         unnamed = found.rank is None and len(selection.recordings) > 1
-        title, evidence = f"{recording.path}: " * unnamed + found.sentence, (*tally, *found.hints)
-        finding = _finding(Id.OVERFLOW_DETECTED, Level.FAIL, title, [recording], evidence=evidence, fix=fix)
+        made = _finding(
+            "overflow.detected",
+            [recording],
+            (*tally, *found.hints),
+            sentence=f"{recording.path}: " * unnamed + found.sentence,
+            fix=f"{found.fix}; what leads up to it:" if found.fix else "",
+            show=request.again("--batch", str(found.batch), "--verbose"),
+        )
         where = Where(hosts=(found.host,), ranks=(found.rank or 0, *found.other_ranks))
-        yield finding if found.rank is None else replace(finding, where=where)
+        yield made if found.rank is None else replace(made, where=where)
 
 
 def _not_finite(selection: Selection) -> Iterator[Finding]:
@@ -187,10 +198,7 @@ def _not_finite(selection: Selection) -> Iterator[Finding]:
     if found:
         row = found[0][0]
         what = f"{row.abs_max} in `{row.tensor}` of {named(row.module)} ({row.class_}), {selection.names.of(row.of)}"
-        detail = "Masks of -inf and the modules in `ignore` are not reported; or the job was killed before the report."
-        about = [recording for _, recording in found]
-        title = f"{what}, not reported by the detector"
-        yield _finding(Id.OVERFLOW_NOT_FINITE, Level.WARN, title, about, detail=detail)
+        yield _finding("overflow.not-finite", [recording for _, recording in found], what=what)
 
 
 def _near(request: Request, selection: Selection) -> Iterator[Finding]:
@@ -205,31 +213,26 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     if not ordered:
         return
     lines = [f"{of_limit(row)} {selection.names.within(row.of)}" for row, _ in ordered[:_SHOWN]]
-    more = f"; {counted(len(ordered) - 1, 'other module')} above {percent(NEAR)}" if len(ordered) > 1 else ""
+    others = f"{counted(len(ordered) - 1, 'other module')} above {percent(NEAR)}" if len(ordered) > 1 else ""
     small = all(row.dtype == "float16" or row.dtype.startswith("float8") for row, _ in ordered)
-    wider = "run these modules in bfloat16 or float32, or scale down their inputs"
-    fix = Fix(text=wider if small else "scale down the inputs of these modules")
-    about = [recording for _, recording in ordered]
-    yield _finding(Id.OVERFLOW_NEAR_LIMIT, Level.WARN, lines[0] + more, about, evidence=tuple(lines[1:]), fix=fix)
+    verdict = "overflow.near-small-limit" if small else "overflow.near-limit"
+    yield _finding(verdict, [recording for _, recording in ordered], lines[1:], nearest=lines[0], others=others)
 
 
 def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
     if unread:
-        title = f"{counted(len(unread), 'file')} could not be read: {next(iter(unread.values()))}"
-        evidence = tuple(list(unread.values())[1:_SHOWN])
-        yield _finding(Id.OVERFLOW_UNREADABLE, Level.UNKNOWN, title, (), evidence=evidence)
+        first, *rest = unread.values()
+        yield _finding("overflow.unreadable", (), rest[: _SHOWN - 1], files=counted(len(unread), "file"), why=first)
     for recording in selection.recordings:
         if why := "; ".join(_lacks(recording)):
             # The detection may be missing from a truncated file: without one, no verdict of OK.
             may_lack_detection = not recording.detections and (recording.truncated or recording.torn > 0)
-            level = Level.UNKNOWN if may_lack_detection else Level.WARN
-            yield _finding(Id.OVERFLOW_INCOMPLETE, level, f"{recording.path}: {why}", [recording])
+            level = Level.UNKNOWN if may_lack_detection else None
+            yield _finding("overflow.incomplete", [recording], level=level, path=recording.path, why=why)
     empty = [recording for recording in selection.recordings if recording.is_empty]
     if empty and not interrupted:
-        others = f", and neither do {len(empty) - 1} more files" if len(empty) > 1 else ""
-        detail = "The detector saves the batches in trace_batch_nums, and the last frames before a detection."
-        title = f"{empty[0].path} has no frames{others}"
-        yield _finding(Id.OVERFLOW_NO_FRAMES, Level.UNKNOWN, title, empty, detail=detail)
+        more = str(len(empty) - 1) if len(empty) > 1 else ""
+        yield _finding("overflow.no-frames", empty, path=empty[0].path, more=more)
 
 
 def _lacks(recording: Recording) -> Iterator[str]:
@@ -321,8 +324,8 @@ def percent(share: float) -> str:
 
 def _answer(selection: Selection, detected: Sequence[Finding]) -> Iterator[str]:
     """Yield a few sentences: the detection, the growth of values."""
-    for finding in detected[:1]:
-        yield finding.title + (f" ({len(detected) - 1} more below)" if len(detected) > 1 else "")
+    for each in detected[:1]:
+        yield each.title + (f" ({len(detected) - 1} more below)" if len(detected) > 1 else "")
     yield grew(selection)
 
 
