@@ -20,7 +20,6 @@ from distdiag.runner import Subcommand
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from distdiag.cluster.start_fleet import Agent
     from distdiag.jobs.collect import Processes
     from distdiag.output import Progress
     from distdiag.saved_facts import Gathered
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
 _REACH_SHARE = 0.35
 """Share of --timeout for each stage of reaching a host: the cost of a dead node. The sources use the rest."""
 _SPARE_S = 1.0
-
-
-def _agent(request: Request) -> Agent:
-    return pictures.agent(request.wanted.pids, request.wanted.user)
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
@@ -47,7 +42,8 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
     )
     longest = f", sampling for up to {LONGEST_S:.0f} s while ranks do not move" if not request.quick else ""
     doing = f"reading all sources{longest}"
-    return pictures.gather(cluster, _agent(request), ask, lambda hosts: _choose(request, hosts), progress, doing=doing)
+    finder = pictures.agent(request.wanted.pids, request.wanted.user)
+    return pictures.gather(cluster, finder, ask, lambda hosts: _choose(request, hosts), progress, doing=doing)
 
 
 def _choose(request: Request, hosts: Mapping[str, Processes]) -> dict[str, Processes]:

@@ -23,7 +23,6 @@ from distdiag.saved_facts import Foreign
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from distdiag.cluster.start_fleet import Agent
     from distdiag.jobs.collect import Processes
     from distdiag.output import Progress
     from distdiag.saved_facts import Gathered
@@ -32,10 +31,6 @@ _SPARE_S = 20.0
 _LONGEST_S = 11.0
 """Maximum time to sample unmoved ranks beyond --samples."""
 _NAMED = 4
-
-
-def _agent(request: Request) -> Agent:
-    return pictures.agent(request.pids, request.user)
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
@@ -51,7 +46,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
     ask = Ask(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling)
     return pictures.gather(
         request.cluster,
-        _agent(request),
+        pictures.agent(request.pids, request.user),
         ask,
         lambda hosts: _choose(request, hosts),
         progress,

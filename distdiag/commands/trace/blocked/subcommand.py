@@ -18,7 +18,6 @@ from distdiag.runner import Subcommand
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from distdiag.cluster.start_fleet import Agent
     from distdiag.jobs.collect import Processes
     from distdiag.output import Progress
     from distdiag.saved_facts import Gathered
@@ -28,16 +27,12 @@ _LONGEST_S = 11.0
 _SPARE_S = 20.0
 
 
-def _agent(request: Request) -> Agent:
-    return pictures.agent(request.wanted.pids, request.wanted.user)
-
-
 def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
     sampling = Sampling(longest_s=_LONGEST_S)
     ask = Ask(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling, waits_of_all=True)
     return pictures.gather(
         request.cluster,
-        _agent(request),
+        pictures.agent(request.wanted.pids, request.wanted.user),
         ask,
         lambda hosts: _chosen(request, hosts),
         progress,
