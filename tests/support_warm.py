@@ -1,8 +1,9 @@
 """Run distdiag to its end from a process that has loaded its modules: a fork instead of 0.3 s of imports.
 
 The fork runs the program's own main() as a process of its own: session, streams, working directory, environment, exit
-status and interpreter exit are those of a program that a shell starts. What depends on the start itself (signals,
-variables of Python, wrappers) belongs to `support.Running`.
+status and interpreter exit are those of a program that a shell starts. Of wrappers it does by itself what `env` and
+`nsenter` would. What depends on the start itself (signals, variables of Python, other wrappers) belongs to
+`support.Running`.
 
     from support_warm import distdiag
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -27,7 +30,7 @@ import support
 from support import PROGRAM, Result, Running
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _STARTS_PYTHON = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_")
 """Variables with such names change the interpreter before its first line."""
@@ -40,13 +43,25 @@ def _of_python(environment: Mapping[str, str]) -> dict[str, str]:
 _AT_START = _of_python(os.environ)
 
 
-class WarmRunning(Running):
-    """A distdiag forked by the server of this test process."""
+_NAMESPACES = {"-n": "net", "-m": "mnt", "-u": "uts"}
+"""Options of nsenter, and the names of their namespaces in /proc/PID/ns."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+
+class WarmRunning(Running):
+    """A distdiag, or a script that imports it, forked by the server of this test process, one at a time.
+
+    Raises ValueError if only a shell can start it so.
+    """
+
+    def __init__(
+        self, *arguments: str, env: Mapping[str, str] | None = None, wrap: Sequence[str] = (), program: str = PROGRAM
+    ) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, "COLUMNS": "80", **(env or {}), support._MARK: self.mark}
-        self.process = Forked(_server(), arguments, environment)  # type: ignore[assignment]
+        place = _unwrap(list(wrap), environment)
+        if _of_python(environment) != _AT_START:
+            raise ValueError("variables of Python are changed")
+        self.process = Forked(_server(), {"argv": [program, *arguments], "env": environment, **place})  # type: ignore[assignment]
         support._running.append(self)
         self.stderr_lines = []
         self._news = threading.Condition()
@@ -56,19 +71,56 @@ class WarmRunning(Running):
 
 
 def distdiag(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
-    """Run distdiag to its end; from its first line on where it is wrapped, or Python's own variables are changed."""
-    if wrap or _of_python({**os.environ, **(env or {})}) != _AT_START:
+    """Run distdiag to its end; from its first line on where only a shell can start it so."""
+    try:
+        running = WarmRunning(*arguments, env=env, wrap=wrap)
+    except ValueError:
         return support.distdiag(*arguments, env=env, wrap=wrap)
-    return WarmRunning(*arguments, env=env).finish()
+    return running.finish()
+
+
+def gpu_test(
+    *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = (), computes: bool = False
+) -> Result:
+    """Run gpu-test on the CPU with a small buffer, without its products unless it `computes`, and read its JSON."""
+    typed = ["--json", "--size", "4MiB", *([] if computes else ["--no-compute"]), *arguments]
+    return distdiag("gpu-test", *typed, env=env, wrap=wrap)
+
+
+def _unwrap(wrap: list[str], environment: dict[str, str]) -> dict[str, object]:
+    """Change the environment as `env` would; return the working directory, and the files of nsenter's namespaces."""
+    namespaces, cwd = [], os.getcwd()
+    if wrap[:1] == ["nsenter"]:
+        end = wrap.index("--")
+        _, target, pid, *kinds = wrap[:end]
+        if target != "-t" or not set(kinds) <= _NAMESPACES.keys():
+            raise ValueError(f"not supported: {wrap}")
+        namespaces = [f"/proc/{pid}/ns/{_NAMESPACES[kind]}" for kind in kinds]
+        del wrap[: end + 1]
+        cwd = "/"  # as nsenter does
+    if wrap[:1] == ["env"]:
+        del wrap[0]
+        while wrap[:1] in (["-u"], ["-C"]):
+            option, value = wrap[:2]
+            del wrap[:2]
+            if option == "-u":
+                environment.pop(value, None)
+            else:
+                cwd = value
+        while wrap and "=" in wrap[0] and wrap[0][0] != "-":
+            name, _, environment[name] = wrap.pop(0).partition("=")
+    if wrap:
+        raise ValueError(f"not supported: {wrap}")
+    return {"cwd": cwd, "namespaces": namespaces}
 
 
 class Forked:
     """The part of subprocess.Popen that `Running` uses, for a child of the server."""
 
-    def __init__(self, server: socket.socket, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(self, server: socket.socket, order: Mapping[str, object]) -> None:
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         (self._end, end_of_server) = socket.socketpair()
-        message = json.dumps({"argv": [PROGRAM, *arguments], "env": environment, "cwd": os.getcwd()}).encode()
+        message = json.dumps(order).encode()
         ends = [out_end, err_end, end_of_server.fileno()]
         socket.send_fds(server, [len(message).to_bytes(4, "big")], ends)
         server.sendall(message)
@@ -154,11 +206,21 @@ def _become(message: dict[str, object], fds: list[int]) -> None:
         os.dup2(fd, number)
     for fd in fds:
         os.close(fd)
+    _enter(message["namespaces"])  # type: ignore[arg-type]
     os.chdir(str(message["cwd"]))
     os.environ.clear()
     os.environ.update(message["env"])  # type: ignore[call-overload]
     sys.argv[:] = message["argv"]  # type: ignore[call-overload]
     sys.orig_argv[:] = [sys.executable, *sys.argv]
+
+
+def _enter(namespaces: Sequence[str]) -> None:
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(open(path, "rb")) for path in namespaces]  # before /proc is another one
+        libc = ctypes.CDLL(None, use_errno=True)
+        for file in files:
+            if libc.setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns {file.name}")
 
 
 def _load(names: list[str]) -> None:
@@ -175,11 +237,14 @@ def _main() -> None:
     if pipe is None:
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from distdiag.__main__ import main
-
     before = set(sys.modules)
     try:
-        main()
+        if sys.argv[0] == PROGRAM:
+            from distdiag.__main__ import main
+
+            main()
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
         new = [name for name in sys.modules if name not in before]
         os.write(pipe, " ".join(["distdiag.__main__", *new]).encode()[:60_000])  # fits into the pipe

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from json_schema import check
-from support import Running, distdiag, need
+from support import Running, need
+from support_warm import distdiag
 
 from distdiag.facts import machine
 

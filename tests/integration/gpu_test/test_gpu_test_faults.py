@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from json_schema import check
-from support import Running, distdiag, gpu_test
+from support import Running
+from support_warm import distdiag, gpu_test
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ HELD_UP = (("stop", 0, "start"), ("late", 1, "connect"), ("stop", 0, "init"), ("
 
 
 def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
-    result = gpu_test("--nproc", "3")
+    result = gpu_test("--nproc", "3", computes=True)
     check(result.out, 0)
     assert result.report["verdict"] == "ok"
     data = result.report["data"]
@@ -95,7 +96,7 @@ def assert_killed(stage: str, *arguments: str) -> Result:
 
 @pytest.mark.alone
 def test_a_death_is_reported_within_a_second() -> None:
-    run = Running("gpu-test", "--nproc", "2", "--json", "--inject", "late:0@agree")
+    run = Running("gpu-test", "--nproc", "2", "--json", "--no-compute", "--inject", "late:0@agree")
     run.wait_for("agree: all ranks")
     killed = run.pid_of_rank(1)
     os.kill(killed, signal.SIGKILL)
@@ -157,7 +158,7 @@ def test_a_signal_from_another_program_gives_the_same_answer(
 ) -> None:
     # The buffer is large so that the reduction is still under way when the signal comes.
     kept = ("--save", str(tmp_path / "kept"))
-    run = Running("gpu-test", "--nproc", "3", "--stall", "15", "--size", "768MiB", "--json", *kept)
+    run = Running("gpu-test", "--nproc", "3", "--stall", "15", "--size", "768MiB", "--json", "--no-compute", *kept)
     run.wait_for(f"{stage}: all ranks")
     os.kill(run.pid_of_rank(1), number)
     result = run.finish()
@@ -214,7 +215,7 @@ def test_a_rank_without_torch_is_named_with_its_python() -> None:
 
 
 def test_one_element_that_is_wrong_in_one_repetition_names_the_rank() -> None:
-    result = gpu_test("--nproc", "3", "--inject", "wrong-compute:1")
+    result = gpu_test("--nproc", "3", "--inject", "wrong-compute:1", computes=True)
     assert result.code == 1
     assert list(result.findings) == ["wrong-compute"]
     assert result.findings["wrong-compute"]["where"]["ranks"] == [1]
@@ -222,6 +223,6 @@ def test_one_element_that_is_wrong_in_one_repetition_names_the_rank() -> None:
 
 
 def test_a_rank_that_computes_at_70_percent_is_named() -> None:
-    result = gpu_test("--nproc", "3", "--inject", "slow-compute:2")
+    result = gpu_test("--nproc", "3", "--inject", "slow-compute:2", computes=True)
     assert result.findings["slow-compute"]["where"]["ranks"] == [2]
     assert {own["rounds"] for own in result.report["data"]["computed"].values()} == {3}

@@ -13,7 +13,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support import distdiag
+from support_warm import distdiag
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
