@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from loops import each
 
 from distdiag.cluster.hostfile import lsf_hosts, read_hostfile, slurm_tasks
 from distdiag.cluster.hosts import Host
@@ -89,8 +90,8 @@ def test_a_host_that_is_bare_once_and_sized_once_has_one_slot_more() -> None:
     assert read_hostfile("h1 slots=2\nh1", "hosts").hosts == (Host(name="h1", slots=3),)
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "column", "words"),
+@each(
+    "text, line, column, words",
     [
         ("h1\nh2 slots=x", 2, 10, "'x' is not a number of slots"),
         ("h1 slots=-1", 1, 10, "'-1' is not a number of slots"),
@@ -125,7 +126,7 @@ def test_an_error_names_the_file_the_line_and_the_column(text: str, line: int, c
     assert caret.index("^") == column + 1
 
 
-@pytest.mark.parametrize("text", ["", "\n \r\n", "# h1\n", "h1 slots=0", "h1\n!h1", "[gpu]\n[all:vars]\nh1=2"])
+@each("text", ["", "\n \r\n", "# h1\n", "h1 slots=0", "h1\n!h1", "[gpu]\n[all:vars]\nh1=2"])
 def test_a_file_without_hosts_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match="hosts: no hosts in it"):
         read_hostfile(text, "hosts")
@@ -143,9 +144,7 @@ def test_slurm_tasks_are_listed_node_by_node(text: str, tasks: list[int]) -> Non
     assert slurm_tasks(text) == tasks
 
 
-@pytest.mark.parametrize(
-    ("text", "column"), [("", 1), ("2(x2),", 7), ("2(x)", 1), ("1,x", 3), ("1,2(x2", 3), ("-1", 1)]
-)
+@each("text, column", [("", 1), ("2(x2),", 7), ("2(x)", 1), ("1,x", 3), ("1,2(x2", 3), ("-1", 1)])
 def test_a_malformed_slurm_list_is_an_error(text: str, column: int) -> None:
     with pytest.raises(UsageError, match=f"^SLURM_TASKS_PER_NODE, column {column}: "):
         slurm_tasks(text)
@@ -156,9 +155,7 @@ def test_lsf_hosts_come_with_their_slots() -> None:
     assert lsf_hosts(" h1 3  h2 4 h1 5 ") == [H1_8, H2_4]
 
 
-@pytest.mark.parametrize(
-    ("text", "column"), [("", 1), ("h1", 3), ("h1 8 h2", 8), ("h1 x", 4), ("-h 8", 1), ("h[1-2] 8", 1)]
-)
+@each("text, column", [("", 1), ("h1", 3), ("h1 8 h2", 8), ("h1 x", 4), ("-h 8", 1), ("h[1-2] 8", 1)])
 def test_a_malformed_lsf_list_is_an_error(text: str, column: int) -> None:
     with pytest.raises(UsageError, match=f"^LSB_MCPU_HOSTS, column {column}: "):
         lsf_hosts(text)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+from loops import each
 
 from distdiag.cluster.hostlist import expand, spell_out
 from distdiag.cluster.hosts import Host, fold, fold_ranks_within, fold_within, parse_hosts
 from distdiag.errors import UsageError
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
+@each(
+    "text, names",
     [
         ("node[1-4,7]", "node1 node2 node3 node4 node7"),
         ("node[08-11]", "node08 node09 node10 node11"),
@@ -47,8 +48,8 @@ def test_repeats_are_kept_for_those_who_ask() -> None:
     assert spell_out("a,n[1-2],n[2,2],a,!a") == ["n1", "n2", "n2", "n2"]
 
 
-@pytest.mark.parametrize(
-    ("text", "column", "token"),
+@each(
+    "text, column, token",
     [
         ("node[1-", 5, "node[1-"),
         ("a,node[1[2]", 7, "node[1[2]"),
@@ -113,8 +114,8 @@ def test_a_million_names_and_not_one_more() -> None:
         expand("n[1-3]", limit=2)
 
 
-@pytest.mark.parametrize(
-    ("names", "folded"),
+@each(
+    "names, folded",
     [
         ("", ""),
         ("n01", "n01"),
@@ -176,8 +177,8 @@ def test_small_sets_of_alike_names_survive_folding() -> None:
         assert sorted(expand(fold(names))) == sorted(names)
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
+@each(
+    "text, hosts",
     [
         ("a", [Host(name="a")]),
         ("u@n[1-2]:8", [Host(name="n1", user="u", slots=8), Host(name="n2", user="u", slots=8)]),
@@ -195,8 +196,8 @@ def test_hosts_are_given_with_user_slots_and_port(text: str, hosts: list[Host]) 
     assert parse_hosts(text).duplicates == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "slots"),
+@each(
+    "text, slots",
     [("a,a", None), ("a:8,a", 8), ("a,a:8", 8), ("a:8,b,a:4", 12), ("a:1,a:1,a:1", 3)],
 )
 def test_a_host_named_again_is_one_host_and_a_duplicate(text: str, slots: int | None) -> None:
@@ -216,8 +217,8 @@ def test_n1_n01_and_n001_are_three_hosts() -> None:
     assert found.duplicates == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "column", "words"),
+@each(
+    "text, column, words",
     [
         ("fe80::1:8", 1, "is ambiguous"),
         ("a,u@fe80::1", 5, "is ambiguous"),

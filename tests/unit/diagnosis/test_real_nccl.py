@@ -6,6 +6,7 @@ import gzip
 from pathlib import Path
 
 import pytest
+from loops import each
 from support_warm import distdiag
 
 from distdiag.diagnosis import ras
@@ -64,7 +65,7 @@ def test_a_killed_rank_is_not_given_the_error_of_another_job(tmp_path: Path) -> 
     assert "invalid usage" not in distdiag("hang", "--from", str(saved)).out
 
 
-@pytest.mark.parametrize("name", LOGS)
+@each("name", LOGS)
 def test_logs_find_the_first_failure(name: str) -> None:
     first = distdiag("logs", "--json", str(RECORDED / "logs" / name)).report["findings"][0]
     assert (first["id"], first["where"]["ranks"]) == LOGS[name], first
