@@ -138,7 +138,7 @@ def test_ranks_started_by_srun_which_knows_better_than_a_master_addr_of_another_
 
 
 def test_one_task_per_node_starts_its_own_ranks_and_names_the_stopped_one(slurm: Slurm, job: int) -> None:
-    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--stall", "15", "--inject", "stop:3")
+    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--stall", "25", "--inject", "stop:3")
     assert result.code == 1
     assert result.findings["rank-missing"]["where"] == {
         "hosts": ["mn2"],
@@ -273,7 +273,7 @@ def test_a_rank_without_its_rank_0_says_so_and_ends() -> None:
 def test_a_rank_0_that_is_long_silent_is_not_taken_for_a_lost_node() -> None:
     need("mpirun.openmpi")
     mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2")
-    result = Running("gpu-test", *QUICK, "--stall", "15", "--inject", "late:0@reduce", wrap=mpirun).finish()
+    result = Running("gpu-test", *QUICK, "--stall", "25", "--inject", "late:0@reduce", wrap=mpirun).finish()
     assert list(result.findings) == ["rank-missing"]
     assert result.findings["rank-missing"]["where"]["ranks"] == [0]
 

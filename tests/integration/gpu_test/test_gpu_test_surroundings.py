@@ -219,7 +219,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
 
 
 def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks() -> None:
-    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--stall", "15", "--inject", "late:1@memory")
+    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--stall", "25", "--inject", "late:1@memory")
     run.wait_for("memory: all ranks")
     (agent,) = (line for line in run.left_behind() if "distdiag-agent" in line)
     os.kill(int(agent.partition(":")[0]), signal.SIGSTOP)

@@ -137,7 +137,7 @@ def test_two_ranks_cannot_be_told_apart() -> None:
 
 
 def test_a_rank_that_dies_meanwhile_is_named() -> None:
-    arguments = ("--nproc", "3", "--size", "256MiB", "--stall", "20", "--no-compute")
+    arguments = ("--nproc", "3", "--size", "256MiB", "--no-compute")
     run = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *arguments)
     run.wait_for("pairs: all ranks")
     os.kill(run.pid_of_rank(2), signal.SIGKILL)
