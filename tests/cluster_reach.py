@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support_warm import WarmRunning
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -56,18 +54,10 @@ def reach(
     timeout: float = 100,
     **more: object,
 ) -> Reached:
-    """Reach hosts from the client and let each go; `more` are fields of Cluster, `within` goes before the program.
-
-    Without `within` the process is a fork of one that has more modules loaded: its memory is not that of the command.
-    """
-    if not within:
-        words = _command(hosts, more)[2:]
-        warm = WarmRunning(*words, env=_changed(env), wrap=client.command(), program=_PROGRAM).finish(timeout)
-        assert (warm.code, warm.err) == (0, "")
-        return Reached(warm.report)
+    """Reach hosts from the client and let each go; `more` are fields of Cluster, `within` goes before the program."""
     done = subprocess.run(
         client.command(*within, *_command(hosts, more)),
-        env={**os.environ, **_changed(env)},
+        env=_environment(env),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -82,7 +72,7 @@ def start_reaching(client: Node, hosts: str, **more: object) -> subprocess.Popen
     """Begin to reach hosts; it says "up" when all are there or given up, and keeps them until it is ended."""
     return subprocess.Popen(
         client.command(*_command(hosts, more), "stay"),
-        env={**os.environ, **_changed(None)},
+        env=_environment(None),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -95,5 +85,5 @@ def _command(hosts: str, more: Mapping[str, object]) -> list[str]:
     return [sys.executable, _PROGRAM, json.dumps({"hosts": hosts, **more})]
 
 
-def _changed(more: Mapping[str, str] | None) -> dict[str, str]:
-    return {"SSH_AUTH_SOCK": "", **(more or {})}
+def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    return {**os.environ, "SSH_AUTH_SOCK": "", **(more or {})}
