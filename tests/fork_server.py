@@ -258,7 +258,7 @@ def _become(message: dict[str, Any], fds: list[int]) -> tuple[CodeType, dict[str
 
 def _show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Have /proc show these as this process's arguments and environment."""
-    shown = "".join(f"{word}\0" for word in arguments).encode(), _lines(environment)
+    shown = os.fsencode("".join(f"{word}\0" for word in arguments)), _lines(environment)
     size = sum(map(len, shown))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"".join(shown))
@@ -274,7 +274,7 @@ def _show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _lines(environment: Mapping[str, str]) -> bytes:
-    return "".join(f"{name}={value}\0" for name, value in environment.items()).encode()
+    return os.fsencode("".join(f"{name}={value}\0" for name, value in environment.items()))
 
 
 _kept: list[mmap.mmap] = []
