@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cores import PROGRAMS, make_core
+from loops import each
 from support import need
 
 from distdiag.facts import elf, packed_files
@@ -311,11 +312,18 @@ def test_mappings_may_come_in_any_order(core: Path, copy: Path) -> None:
     assert core_file.build_ids(str(copy), whole) == core_file.build_ids(str(core), whole)
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_damage_is_told_or_does_not_matter(core: Path, seed: int) -> None:
-    # GIVEN the headers, notes and first pages of a core, with some bytes replaced, and sometimes cut off
+@pytest.fixture(scope="module")
+def head(core: Path) -> bytes:
+    """The headers, notes and first pages of a core."""
+    with core.open("rb") as file:
+        return file.read(notes_end(core) + (64 << 10))
+
+
+@each("seed", range(300))
+def test_damage_is_told_or_does_not_matter(head: bytes, seed: int) -> None:
+    # GIVEN the beginning of a core, with some bytes replaced, and sometimes cut off
     chance = random.Random(seed)
-    data = bytearray(core.read_bytes()[: notes_end(core) + (64 << 10)])
+    data = bytearray(head)
     fields = [0, 255, 127, 128]
     for _ in range(chance.choice((1, 1, 4, 40))):
         at = chance.randrange(chance.choice((64, 512, 8192, len(data))))
