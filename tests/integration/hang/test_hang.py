@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import re
-import signal
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -239,39 +236,6 @@ def test_a_slurm_node_that_does_not_answer_costs_its_own_row(tmp_path: Path) -> 
     }
     again = distdiag("hang", "--json", "--from", str(tmp_path / "kept"))
     assert again.report["findings"] == result.report["findings"]
-
-
-def test_watch_leaves_a_job_alone_until_nobody_makes_progress() -> None:
-    with hung("slow") as job:
-        job.wait_ready()
-        steps = job.folder / "steps"
-        wait_until(steps.exists, 60, lambda: "no step was made")
-        made = int(steps.read_text())
-        watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
-        with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-            wait_until(lambda: int(steps.read_text() or 0) > made + 6, 60, lambda: "it makes no steps any more")
-            assert watching.poll() is None
-            os.kill(job.pid(2), signal.SIGSTOP)
-            out, err = watching.communicate(timeout=60)
-        os.kill(job.pid(2), signal.SIGCONT)
-    report = json.loads(out)
-    assert (report["data"]["class_name"], report["data"]["ranks"], watching.returncode) == ("stopped", [2], 1), out
-    assert err.count("taking the full picture") == 1
-    assert err.count("reading all sources") == 1
-
-
-@pytest.mark.usefixtures("stuck")
-def test_watch_ends_with_the_job_though_others_go_on() -> None:
-    with hung("slow") as job:
-        job.wait_ready()
-        watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
-        with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-            assert watching.stderr is not None
-            assert any("watching" in line for line in watching.stderr)
-            for rank in range(3):
-                os.kill(job.pid(rank), signal.SIGKILL)
-            out, err = watching.communicate(timeout=80)
-    assert (json.loads(out)["findings"][0]["id"], watching.returncode) == ("hang.no-job", 3), out + err
 
 
 def test_the_page_holds_the_report(tmp_path: Path, stuck: dict[str, Job]) -> None:
