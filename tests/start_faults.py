@@ -46,8 +46,14 @@ def module(address: str, port: int, rank: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *static(address, port, rank)[1:]]
 
 
-def plain(rank: int, address: str, port: int = 29500, world: int = 2) -> list[str]:
-    place = (f"RANK={rank}", f"WORLD_SIZE={world}", "LOCAL_RANK=0", f"MASTER_ADDR={address}", f"MASTER_PORT={port}")
+def plain(rank: int, address: str, port: int = 29500, world: int = 2, local: int = 0) -> list[str]:
+    place = (
+        f"RANK={rank}",
+        f"WORLD_SIZE={world}",
+        f"LOCAL_RANK={local}",
+        f"MASTER_ADDR={address}",
+        f"MASTER_PORT={port}",
+    )
     return ["env", *place, sys.executable, TRAIN]
 
 

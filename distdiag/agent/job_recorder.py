@@ -381,16 +381,21 @@ class Recorder:
 
 def _exit_status(pidfd: int, pid: int) -> int | None:
     """Return the exit status of an ended process, negative for a signal; None if its parent reaped it first."""
-    raw: int | None = None
+    raw = _reaped_status(pidfd)
+    if raw is None:  # not reaped yet, or an older kernel: a zombie's last field, proc(5)
+        fields = machine.read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        raw = int(fields[49]) if len(fields) > 49 and fields[0] == "Z" else _reaped_status(pidfd)
+    return None if raw is None else os.waitstatus_to_exitcode(raw)
+
+
+def _reaped_status(pidfd: int) -> int | None:
+    """Return the wait status of a process that its parent has reaped, from Linux 6.15 on; else None."""
     info = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT) + b"\0" * 56)
     with contextlib.suppress(OSError):
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
         if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
-            raw = struct.unpack_from("i", info, 60)[0]
-    if raw is None:  # an older kernel: a zombie's last field, proc(5)
-        fields = machine.read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        raw = int(fields[49]) if len(fields) > 49 and fields[0] == "Z" else None
-    return None if raw is None else os.waitstatus_to_exitcode(raw)
+            return int(struct.unpack_from("i", info, 60)[0])
+    return None
 
 
 def _memory_events(pid: int) -> str:

@@ -121,6 +121,10 @@ def _decide(
     live = without(known, still)
     waiting = _of(live, StackClass.COMM, StackClass.GPU)
     outside = without(live, waiting)
+    # While others wait in init_process_group, a rank without a process may be about to start, like one on another host.
+    is_start = bool(waiting) and all(map(in_init, waiting))
+    absent = [state for state in still if state.member.is_absent] if is_start else []
+    still = without(still, absent)
     if not known:
         return Outcome.UNREADABLE, [], []
     if len(job.rendezvous) > 1 and not job.unseen and all(in_rendezvous(state.member) for state in known):
@@ -129,7 +133,7 @@ def _decide(
     if not still and stepping:
         return _some_step(stepping, without(waiting, stepping), outside)
     # Ranks leave one after the other, and the sample of one in init_process_group may be older than that exit.
-    is_ending = all(in_init(state) and all(map(_left_just_now, still)) for state in waiting)
+    is_ending = not waiting or (is_start and all(map(_left_just_now, still)))
     if live and still and is_ending and len(_of(still, StackClass.EXITED)) == len(still):
         return Outcome.LEFT, [], live
     if still:
@@ -138,7 +142,7 @@ def _decide(
         return _some_are_outside(waiting, outside, awaits)
     if not waiting:
         return _none_waits(job, live)
-    if unreadable or job.unseen:
+    if unreadable or job.unseen or absent:
         return Outcome.UNREADABLE, [], waiting
     return _all_wait(waiting)
 

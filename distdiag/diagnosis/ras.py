@@ -83,7 +83,7 @@ class Lag:
 
 @dataclass(frozen=True)
 class RasVerdict:
-    """The judgement. `why`: one sentence."""
+    """The judgement. `why`: one sentence. `error`: the first one that a rank of a communicator reports, or ""."""
 
     state: RasState
     why: str
@@ -91,6 +91,7 @@ class RasVerdict:
     dead: tuple[Member, ...] = ()
     missing: tuple[Member, ...] = ()
     n_ranks: int = 0
+    error: str = ""
 
 
 @dataclass
@@ -197,7 +198,8 @@ class _Judgement:
 
     def _make(self, state: RasState, why: str, lags: Iterable[Lag] = ()) -> RasVerdict:
         last = self._last
-        return RasVerdict(state, why, tuple(lags), _unique(last.dead), _unique(last.missing), last.n_ranks)
+        error = next((error for communicator in last.communicators for error in communicator.errors), "")
+        return RasVerdict(state, why, tuple(lags), _unique(last.dead), _unique(last.missing), last.n_ranks, error)
 
     def _of_counts(self) -> RasVerdict:
         lags = list(_lags(self._last))

@@ -97,6 +97,12 @@ class RankState:
     thread: ThreadState
 
     @property
+    def label(self) -> str:
+        """Its class as shown: a rank without a process may not have started yet."""
+        is_absent = self.thread.kind is StackClass.EXITED and self.member.is_absent
+        return "no process" if is_absent else str(self.thread.kind)
+
+    @property
     def last_sample(self) -> Sample | None:
         """The last sample, if any."""
         samples = self.member.watched.samples if self.member.watched is not None else ()

@@ -47,6 +47,11 @@ class Member:
         """The pid of its process, if any."""
         return self.process.pid if self.process is not None else None
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether it left no trace: no process, zombie or orphaned children. It has exited, or did not start yet."""
+        return self.process is None and not self.helpers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

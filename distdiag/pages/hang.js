@@ -10,7 +10,7 @@ function kind(row) {
   if (row.doing === "communication wait" || row.doing === "gpu wait") return "comm";
   if (["data loading", "storage", "checkpoint", "network"].includes(row.doing)) return "data";
   if (["lock", "gil", "debugger"].includes(row.doing)) return "lock";
-  if (["exited", "stopped", "unreadable"].includes(row.doing)) return "dead";
+  if (["exited", "no process", "stopped", "unreadable"].includes(row.doing)) return "dead";
   return "work";
 }
 

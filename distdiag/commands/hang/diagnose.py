@@ -97,7 +97,7 @@ def _rows(joined: Joined) -> Iterator[HangRank]:
             local_rank=member.local_rank,
             pid=member.pid,
             job=evidence.job.name,
-            doing=str(thread.kind),
+            doing=state.label,
             stuck=_mark(joined, state),
             moving=thread.moving,
             motion=str(thread.motion),

@@ -27,6 +27,7 @@ _LETTERS = {
     "python": "P",
     "stopped": "T",
     "exited": "X",
+    "no process": "X",
     "unreadable": "?",
 }
 """Letter of each class of stacks, so that colour is not the only sign."""

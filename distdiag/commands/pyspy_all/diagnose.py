@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.diagnosis.outliers import JobVerdict
-    from distdiag.diagnosis.stack_classes import RankState, StackClass
+    from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.join import Joined
     from distdiag.facts.stacks.stack_types import Frame, Sample
     from distdiag.jobs.types import Helper, NodePicture
@@ -90,11 +90,11 @@ def _groups(verdict: JobVerdict) -> Iterator[Group]:
     """Group the ranks with the same stack: outliers first, then smallest first."""
     outliers = {id(state) for state in verdict.outliers}
     by_thread = by_key(((id(state) in outliers, id(state.thread)), state) for state in verdict.states)
-    folded: dict[tuple[bool, StackClass, tuple[Frame, ...], bool | None], list[RankState]] = {}
+    folded: dict[tuple[bool, str, tuple[Frame, ...], bool | None], list[RankState]] = {}
     for (is_outlier, _), members in by_thread.items():
         thread = members[0].thread
-        folded.setdefault((is_outlier, thread.kind, thread.frames, thread.moving), []).extend(members)
-    for (is_outlier, kind, frames, moving), members in sorted(
+        folded.setdefault((is_outlier, members[0].label, thread.frames, thread.moving), []).extend(members)
+    for (is_outlier, label, frames, moving), members in sorted(
         folded.items(), key=lambda item: (not item[0][0], len(item[1]))
     ):
         about = where_of(members)
@@ -103,7 +103,7 @@ def _groups(verdict: JobVerdict) -> Iterator[Group]:
             ranks=about.ranks,
             hosts=about.hosts,
             pids=about.pids,
-            class_=str(kind),
+            class_=label,
             moving=moving,
             count=len(members),
             outlier=mark(verdict, members[0]) if is_outlier else "",

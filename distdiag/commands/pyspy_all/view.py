@@ -77,7 +77,7 @@ def head(group: Group, *, verbose: bool = False) -> str:
 
 def movement(class_: str, moving: bool | None, outlier: str = "") -> str:
     """Format whether a group moved between the samples; a rank may compute on one line for long."""
-    if class_ in ("exited", "stopped", "unreadable") or moving is None:
+    if class_ in ("exited", "no process", "stopped", "unreadable") or moving is None:
         return ""
     if moving:
         return ", moving"

@@ -91,7 +91,8 @@ def run(
       distdiag run --stall 600 --on-stall kill --save run42 -- torchrun train.py
       distdiag run --sync --recorder --rank 3 -- torchrun train.py
     """
-    from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_subsystems
+    from distdiag.commands.run.sanitizer import TOOLS
+    from distdiag.commands.run.switches import Switches, parse, parse_subsystems
     from distdiag.errors import UsageError
     from distdiag.output import fail
 
@@ -111,7 +112,7 @@ def run(
             check_collectives=check_collectives,
             trace_py=trace_py,
             overflow=overflow,
-            sanitizer=parse(sanitizer, "|".join(SANITIZERS), "--sanitizer", f"use {', '.join(SANITIZERS)}"),
+            sanitizer=parse(sanitizer, "|".join(TOOLS), "--sanitizer", f"use {', '.join(TOOLS)}"),
             ranks=parse_ranks([rank]) if rank else None,
         )
         if print_env:
@@ -151,8 +152,8 @@ def _run(command: list[str], switches: Switches, save: str, plan: Callable[..., 
     import glob
 
     from distdiag import child_job
-    from distdiag.commands.run import supervise
-    from distdiag.commands.run.switches import LINES_FOLDER, environment, sanitizer_words, variables
+    from distdiag.commands.run import sanitizer, supervise
+    from distdiag.commands.run.switches import LINES_FOLDER, environment, variables
     from distdiag.facts.private_files import temporary_folder
     from distdiag.files import make_folder
     from distdiag.output import say
@@ -165,13 +166,15 @@ def _run(command: list[str], switches: Switches, save: str, plan: Callable[..., 
     make_folder("--save", folder)
     child_job.say_python(argv, command, say)
     chosen = variables(switches, folder, installed("torch"))
-    words = sanitizer_words(switches.sanitizer, folder)
+    words = sanitizer.words(switches.sanitizer, folder)
     env, asked = environment(chosen, switches, words, child_job.watched(VARIABLE, ""))
     node = supervise.run(plan(argv=argv, env=env, asked=asked, folder=folder, cores=switches.cores), say=say)
     if switches.recorder and not glob.glob(os.path.join(glob.escape(folder), "recorder_*")):
         say("distdiag run: --recorder: no dump and no pipe: PyTorch records NCCL's collectives only")
     wrote = switches.nccl_debug or switches.recorder or switches.trace_py or switches.sanitizer
     _report(node, program, folder, keep=bool(save or wrote))
+    if switches.sanitizer and (clean := sanitizer.clean(node.sanitizer, switches.sanitizer)):
+        say(f"distdiag run: {clean}")
     if wrote and not save:
         say(f"distdiag run: what the switches recorded is in {folder}")
     if switches.trace_py and os.path.isdir(os.path.join(folder, LINES_FOLDER)):

@@ -290,12 +290,15 @@ def _sanitized(nodes: Sequence[NodeRun]) -> Iterator[Finding]:
     for node in nodes:
         for log in node.sanitizer:
             if log.errors or (log.errors is None and log.first):
+                number = counted(log.errors, "error") if log.errors else "the rank ended before the summary"
+                launched = (f"launched by {log.launched}",) if log.launched else ()
+                place = next((f" {line}" for line in log.details if line.startswith("at ")), "")
                 yield finding(
                     f"{COMMAND}.sanitizer",
                     where=Where(ranks=(log.rank,), hosts=(node.host,)),
-                    evidence=(counted(log.errors, "error") if log.errors else "the rank ended before the summary",),
+                    evidence=(*(line for line in log.details if not line.startswith("at ")), *launched, number),
                     who=format_ranks([log.rank], [node.host]),
-                    first=log.first,
+                    first=f"{log.first or 'errors'}{place}",
                     path=shlex.quote(log.path),
                 )
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec  # noqa: TID253 - this module is imported when a job is started
 
 from distdiag import child_job
-from distdiag.commands.run import time_limit
-from distdiag.commands.run.switches import SANITIZER_LOG
-from distdiag.commands.run.types import TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, SanitizerLog, Stacks
+from distdiag.commands.run import sanitizer, time_limit
+from distdiag.commands.run.types import TIME_LIMIT, NodeRun, Picture, RankRun, RankStack, Stacks
 from distdiag.diagnosis.stack_classes import thread_at_work
 from distdiag.facts import machine, private_files, programs
 from distdiag.facts.core.setup import read_pattern
@@ -33,7 +32,7 @@ from distdiag.report import Where  # noqa: TC001 - msgspec reads the annotations
 from distdiag.training import recorded_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from distdiag.agent.job_recorder import Config
     from distdiag.facts.logs.collect import NodeLogs
@@ -320,7 +319,7 @@ class _Job:
             pictures=tuple(self.pictures),
             signals=tuple(self.signals),
             killed=self.killed,
-            sanitizer=tuple(_sanitizer_logs(self.plan.folder)),
+            sanitizer=tuple(sanitizer.logs(self.plan.folder)),
             stacks=self._stacks or self._no_stacks(),
             slurm_job=os.environ.get("SLURM_JOB_ID", ""),
         )
@@ -421,26 +420,6 @@ def _logs(folder: str) -> NodeLogs:
         elif name.startswith("job."):
             reader.read_output(path, path, None)
     return reader.found()
-
-
-def _sanitizer_logs(folder: str) -> Iterator[SanitizerLog]:
-    """Read the first error and the summary of each log of compute-sanitizer.
-
-    "Error: ..." lines are its own problems: a process ended, or called no CUDA.
-    """
-    for name in sorted(os.listdir(folder)):
-        match = re.fullmatch(re.escape(SANITIZER_LOG) + r"(\d+)\.\d+\.log", name)
-        if match:
-            path = os.path.join(folder, name)
-            text = machine.read_text(path)
-            count = re.search(r"^=+ ERROR SUMMARY: (\d+) error", text, re.MULTILINE)
-            first = re.search(r"^=+ ((?!COMPUTE-SANITIZER|ERROR SUMMARY|Error: |Tracking )\S.*)$", text, re.MULTILINE)
-            yield SanitizerLog(
-                rank=int(match[1]),
-                errors=int(count[1]) if count else None,
-                first=first[1][:200] if first else "",
-                path=path,
-            )
 
 
 def _without_rank() -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.commands.run.sanitizer import NEEDS_OWN_BLOCKS
 from distdiag.errors import UsageError
 from distdiag.training.line_trace import recorder as line_trace
 from distdiag.training.overflow import session as overflow
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LINES_FOLDER = "lines"
-SANITIZER_LOG = "sanitizer.rank"
-SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SUBSYSTEMS = (
     *("INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC", "CALL", "PROXY"),
     *("NVLS", "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL"),
@@ -63,6 +61,7 @@ def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) ->
     numbers = overflow.Settings(folder=os.path.join(folder, "overflow")).to_text()
     log, nccl = os.path.join(folder, "nccl.%h.%p.log"), switches.nccl_debug
     late_line = "each CUDA call waits for its kernel: tracebacks show the right line. Slow; hides races"
+    owns = switches.sanitizer in NEEDS_OWN_BLOCKS
     compares = "torch compares operation and shape of each collective on all ranks; slow"
     rows = [
         (switches.sync, "CUDA_LAUNCH_BLOCKING", "1", late_line),
@@ -73,25 +72,10 @@ def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) ->
         *((True, *row) for row in (_recorder(folder, torch) if switches.recorder else ())),
         (switches.check_collectives, "TORCH_DISTRIBUTED_DEBUG", "DETAIL", compares),
         (switches.trace_py, line_trace.VARIABLE, lines, "keep the last lines of Python of each thread; slow"),
+        (owns, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "a cudaMalloc for each tensor: the sanitizer sees its end"),
         (switches.overflow, overflow.VARIABLE, numbers, "stop at the first nan or inf, and name its module"),
     ]
     return [Variable(name=name, value=value, why=why) for is_on, name, value, why in rows if is_on]
-
-
-def sanitizer_words(tool: str, folder: str) -> list[str]:
-    """Return the words to insert before a rank's command; empty for an empty `tool`. Raises UsageError."""
-    if not tool:
-        return []
-    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
-    places = [os.environ.get("PATH", ""), *(os.path.join(home, "bin") for home in homes if home)]
-    program = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
-    if program is None:
-        raise UsageError(
-            "--sanitizer: compute-sanitizer is not installed here",
-            hint="it comes with the CUDA toolkit: export PATH=$PATH:/usr/local/cuda/bin",
-        )
-    log = os.path.join(folder, f"{SANITIZER_LOG}{{rank}}.%p.log")
-    return [program, f"--tool={tool}", f"--log-file={log}"]
 
 
 def _recorder(folder: str, torch: tuple[int, int] | None) -> list[tuple[str, str, str]]:

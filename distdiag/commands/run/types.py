@@ -101,12 +101,18 @@ class Stacks:
 
 @dataclass(frozen=True, kw_only=True)
 class SanitizerLog:
-    """The log of compute-sanitizer for one process of a rank. `errors`: None without its summary."""
+    """The log of compute-sanitizer for one process of a rank.
+
+    `errors`: None without its summary. `details`: the lines below the first error, without its host backtrace.
+    `launched`: the innermost Python frame of that backtrace, "step at train.py:28"; empty before CUDA 13.
+    """
 
     rank: int
     errors: int | None
     first: str
     path: str
+    details: tuple[str, ...] = ()
+    launched: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from distdiag.diagnosis.outliers import Outcome, in_init, split, without
 from distdiag.diagnosis.stack_classes import StackClass, helper_frames
 from distdiag.diagnosis.stack_wording import briefly, does, spot, waits, who
 from distdiag.diagnosis.stuck.evidence import has_gpu
-from distdiag.diagnosis.stuck.fixes import fix_of, may_never_have_started, next_experiment
+from distdiag.diagnosis.stuck.fixes import exited_by_ras, fix_of, may_never_have_started, next_experiment
 from distdiag.diagnosis.stuck.shared import common_to
 from distdiag.diagnosis.stuck.stacks import kind_in_job
 from distdiag.diagnosis.stuck.types import GOES_ON, Source, Stand, StuckKind
@@ -174,7 +174,7 @@ def _by_whom(joined: Joined) -> str:
         return ", killed by the kernel: out of memory"
     if log is not None and log.kind is StuckKind.EXITED and log.accused & joined.accused:
         return f": {log.says.partition(': ')[2] or log.says}"
-    return ""
+    return " after NCCL's init" if exited_by_ras(joined) else ""
 
 
 def _waiting(joined: Joined, kind: StuckKind) -> str:

@@ -47,8 +47,7 @@ _NEXT = "next: "
 
 def may_never_have_started(state: RankState) -> bool:
     """Return whether a rank has left no trace: no process, exit or orphaned children."""
-    member = state.member
-    return member.process is None and not member.helpers and state.thread.kind is StackClass.EXITED
+    return state.member.is_absent and state.thread.kind is StackClass.EXITED
 
 
 def fix_of(joined: Joined, claim: Claim, states: Sequence[RankState], kind: StuckKind) -> Fix | None:
@@ -56,8 +55,7 @@ def fix_of(joined: Joined, claim: Claim, states: Sequence[RankState], kind: Stuc
     evidence = joined.evidence
     by_kind: dict[StuckKind, Callable[[], Fix | None]] = {
         StuckKind.STOPPED: lambda: _resume(states) or claim.fix,
-        # An error that the log has is the line to correct.
-        StuckKind.EXITED: lambda: claim.fix or (None if claim.source is Source.LOG else _find_end(states, claim)),
+        StuckKind.EXITED: lambda: claim.fix or _find_end(joined, states, claim),
         StuckKind.DEVICE: lambda: claim.fix or _device(states),
         StuckKind.NETWORK: lambda: Fix(
             text="test the network between the nodes", commands=(evidence.asked.again("ports"),)
@@ -108,8 +106,16 @@ def _resume(states: Sequence[RankState]) -> Fix | None:
     return remedies.resume((state.member.host, state.member.pid) for state in stopped)
 
 
-def _find_end(states: Sequence[RankState], claim: Claim) -> Fix:
-    is_missing = bool(states) and may_never_have_started(states[0])
+def exited_by_ras(joined: Joined) -> bool:
+    """Return whether NCCL's RAS proves that the accused ranks were in a communicator before they exited."""
+    ras = joined.claims.get(Source.RAS)
+    return ras is not None and ras.kind is StuckKind.EXITED and bool(ras.accused & joined.accused)
+
+
+def _find_end(joined: Joined, states: Sequence[RankState], claim: Claim) -> Fix | None:
+    if claim.source is Source.LOG:
+        return None  # the error in the log is the line to correct
+    is_missing = bool(states) and may_never_have_started(states[0]) and not exited_by_ras(joined)
     remedy = remedies.find_missing_rank if is_missing else remedies.find_cause_of_death
     return remedy(claim.hosts, len(states) or len(claim.ranks) or 1)
 

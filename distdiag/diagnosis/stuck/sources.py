@@ -165,6 +165,13 @@ def of_ras(evidence: Evidence) -> Claim:
                     source=Source.RAS, says=says, kind=StuckKind.NETWORK, ranks=ranks, hosts=hosts, is_sure=False
                 )
             return Claim(source=Source.RAS, says=verdict.why, kind=StuckKind.EXITED, ranks=ranks, hosts=hosts)
+        if verdict.state is RasState.MISSING and verdict.missing and verdict.error:
+            own = tuple(member.rank for member in verdict.missing)
+            ranks = _global_ranks(evidence, verdict.missing, own, verdict.n_ranks)
+            if ranks and ranks <= gone_ranks(evidence):
+                says = f"{name_ranks(sorted(ranks))} exited after NCCL's init; {verdict.error}"
+                hosts = _hosts(evidence, verdict.missing)
+                return Claim(source=Source.RAS, says=says, kind=StuckKind.EXITED, ranks=ranks, hosts=hosts)
     moving = next((verdict for verdict in verdicts if verdict.state is RasState.MOVING), None)
     if moving is not None:
         return Claim(source=Source.RAS, says=moving.why, kind=StuckKind.NOT_HUNG)

@@ -150,7 +150,8 @@ def waits_for_more(group: Group) -> Iterable[Claim]:
 def ranks_missing(group: Group) -> Iterable[Claim]:
     """Ranks wait at rank 0's store, which others have not connected to."""
     gone = any(state.thread.kind in _NOT_COMING and state.member.process for state in group.not_here)
-    seen = {row.start.rank for row in group.rows} | {state.member.rank for state in group.not_here}
+    there = (state.member for state in group.not_here if not state.member.is_absent)
+    seen = {row.start.rank for row in group.rows} | {member.rank for member in there}
     size = max((row.start.world_size or 0 for row in group.rows), default=0)
     missing = sorted(set(range(size)) - seen)
     if not (group.of_ranks and missing) or gone or None in seen:

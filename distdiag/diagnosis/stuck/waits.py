@@ -158,9 +158,10 @@ class _Case:
             return []
         ranks = [member.rank for member in gone if member.rank is not None]
         hosts = tuple(dict.fromkeys(member.host for member in gone))
-        # Unless a rank sleeps in a possible collective, the job may just be ending.
-        awaited = any(self._wait(key).kind in _INSIDE for key in self._keys)
         unseen = all(member.process is None for member in gone)
+        # Unless a rank sleeps in a possible collective, the job may just be ending, or still be starting.
+        inside = set(_INSIDE) - ({Kind.STORE} if unseen else set())
+        awaited = any(self._wait(key).kind in inside for key in self._keys)
         has, it = ("has", "it") if len(gone) == 1 else ("have", "they")
         ended = f"{has} no process: {it} exited or never started" if unseen else f"{has} exited"
         name = format_ranks(ranks, list(hosts)) if ranks else f"a process ({format_hosts(hosts)})"

@@ -69,6 +69,21 @@ def test_one_node_names_its_side(name: str) -> None:
         assert answer(FAULTS[name], network, alone=True) == "right"
 
 
+def test_a_rank_of_this_node_that_has_not_started_is_a_warning_at_first() -> None:
+    """Two ranks of three, started by hand: the third may be about to start, and nothing shows that it exited."""
+    need_network()
+    runs = tuple((0, tuple(plain(rank, "127.0.0.1", world=3, local=rank))) for rank in (0, 1))
+    two = StartFault(runs, (), "rank 2 of 3 has not connected to 127.0.0.1:29500")
+    with Network(1) as network:
+        start(two, network)
+        until = time.monotonic() + _PATIENCE_S
+        while score(two, report := ask(network, network.nodes[0]), alone=True) != "right":
+            assert report["verdict"] != "fail", report["findings"]
+            assert time.monotonic() < until, report["findings"]
+    assert (report["verdict"], [found["id"] for found in report["findings"]]) == ("warn", ["hang.rendezvous"])
+    assert [row["doing"] for row in report["data"]["processes"]][2] == "no process"
+
+
 def test_a_first_node_that_is_slow_to_start_is_not_accused() -> None:
     """Its torchrun runs, but still imports: it does not listen yet."""
     need_network()

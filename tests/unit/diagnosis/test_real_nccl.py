@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,31 @@ def test_a_killed_rank_is_not_given_the_error_of_another_job(tmp_path: Path) -> 
     saved = tmp_path / "hang.json"
     saved.write_bytes(gzip.decompress((RECORDED / "hang" / "killed.json.gz").read_bytes()))
     assert "invalid usage" not in distdiag("hang", "--from", str(saved)).out
+
+
+def without_pid(value: object, pid: int) -> object:
+    """Return facts without the process, as after its parent has reaped it; RAS's text stays."""
+    if isinstance(value, list):
+        there = [each for each in value if not (isinstance(each, dict) and each.get("pid") == pid)]
+        return [without_pid(each, pid) for each in there]
+    return {key: without_pid(each, pid) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("samples", [None, 2])
+def test_a_killed_rank_that_was_reaped_is_known_by_ras(samples: int | None, tmp_path: Path) -> None:
+    """With the last two samples alone, the others have not waited for long: the stacks do not prove the exit."""
+    recorded = json.loads(gzip.decompress((RECORDED / "hang" / "killed.json.gz").read_bytes()))
+    facts = without_pid(recorded, 3098)
+    assert isinstance(facts, dict)
+    for watched in facts["facts"]["watched"]:
+        watched["samples"] = watched["samples"][-(samples or 0) :]
+    saved = tmp_path / "hang.json"
+    saved.write_text(json.dumps(facts))
+    first = distdiag("hang", "--json", "--from", str(saved)).report["findings"][0]
+    assert (first["id"], first["level"], first["where"]["ranks"]) == ("hang.exited", "fail", [2])
+    assert "exited after NCCL's init" in first["title"]
+    assert "never started" not in first["title"]
+    assert "dmesg" in first["fix"]["commands"][0]
 
 
 @pytest.mark.parametrize("name", LOGS)
