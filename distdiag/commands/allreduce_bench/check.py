@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.allreduce_bench.types import Baseline
-    from distdiag.launch.launch_commands import Recipe
     from distdiag.launch.rank_runs import Run
     from distdiag.launch.record import Allocation, Plan
     from distdiag.output import Progress
@@ -105,9 +104,9 @@ class _RowReporter:
 _REPEATS = 3
 
 
-def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, Bench]:
-    """Return the command. `recipe`: the launcher whose launch commands are printed instead."""
-    made = runner.subcommand(Request.command, Request, job_of, lambda _, report: bench_view(report), recipe)
+def subcommand() -> Subcommand[Request, SavedRun, Bench]:
+    """Return the command."""
+    made = runner.subcommand(Request.command, Request, job_of, lambda _, report: bench_view(report))
     return replace(
         made,
         collect=_collect,

@@ -19,7 +19,6 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     MasterPortOpt,
     NcclDebugOpt,
     NprocOpt,
-    PrintCommandOpt,
 )
 from distdiag.launch.types import Backend, Device, Fault
 from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StallOpt, StrictOpt, called_as, on_hosts
@@ -106,12 +105,12 @@ def allreduce_bench(
         typer.Option(
             metavar="PATH",
             help="Compare with an earlier run: files of --save, output of --json, or text of nccl-tests. Without "
-            "--nproc and hosts, judge such a text alone, without a run.",
+            "--nproc and hosts, judge such a text without running anything.",
         ),
     ] = "",
     nics: Annotated[
         str,
-        typer.Option(metavar="NxGb/s", help="With a text of nccl-tests alone: the NICs of each node: 8x400, 1x200."),
+        typer.Option(metavar="NxGb/s", help="Each node's NICs, for judging a text of nccl-tests: 8x400, 1x200."),
     ] = "",
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,
@@ -129,7 +128,6 @@ def allreduce_bench(
         ),
     ] = None,
     html: HtmlOpt = "",
-    print_command: PrintCommandOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -151,8 +149,6 @@ def allreduce_bench(
     from distdiag import runner
     from distdiag.commands.allreduce_bench import check as bench
     from distdiag.commands.allreduce_bench.types import parse_sizes
-
-    explain = cluster.explain or print_command is not None
 
     def request() -> Request:
         return Request(
@@ -178,13 +174,13 @@ def allreduce_bench(
             cluster=cluster,
             nccl_debug=nccl_debug,
             files=(("save", save), ("compare", compare)),
-            baseline=None if explain else bench.read_baseline(compare),
+            baseline=bench.read_baseline(compare),
             nics_bytes_per_s=parse_nics(nics) if nics else None,
             fault=parse_fault(inject) if inject is not None else None,
         )
 
     runner.run(
-        bench.subcommand(print_command),
+        bench.subcommand(),
         request,
-        runner.Options(as_json, strict, save, from_, explain, html=html),
+        runner.Options(as_json, strict, save, from_, html=html),
     )

@@ -80,7 +80,7 @@ def core_bt(
             timeout_s=tool_timeout,
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain)
+    options = runner.Options(as_json, strict, save, from_)
     runner.run(_subcommand(), request, options)
 
 
@@ -111,7 +111,6 @@ def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
         collect=lambda request, progress: runner.gather(request.cluster, agent, question(request), progress),
         diagnose=diagnose,
         view=lambda request, _, report: core_bt_view(report, all_threads=request.all_threads),
-        explain=lambda request: runner.explain(request.cluster, agent),
         shown_as_typed=("all_threads",),
     )
 

@@ -70,7 +70,7 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     version = here.deepspeed.version.partition("+")[0] if here.deepspeed is not None else tables().deepspeed.version
     pip, python = fixes.pip(here), fixes.python(here)
     wheel = f"{python} -m pip wheel"
-    of = "these GPUs" if gpus else "everything torch supports: no GPU found here"
+    of = "these GPUs" if gpus else "everything torch supports (no GPU found here)"
     if here.meant or len(nodes) > 1:
         of = "the GPUs given by --gpu" if here.meant else f"all GPUs of {len(nodes)} nodes"
     flags = "--no-build-isolation --no-cache-dir --no-binary deepspeed -v"
@@ -78,9 +78,9 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     log = "2>&1 | tee build.log"
     return [
         *lines,
-        "# what DeepSpeed's build and import need besides torch",
+        "# DeepSpeed's requirements besides torch",
         f"{pip} {shlex.join(needs)}",
-        f"# into this environment ({of}); the output also goes to build.log",
+        f"# into this environment, for {of}; the output also goes to build.log",
         f"{skip}{start} {pip} {fixes.reinstall(here)} --no-deps {flags} deepspeed=={version} {log}",
         f"{python} -c 'import deepspeed; print(deepspeed.__version__)'",
         "# or build one wheel for all nodes with the same torch, Python and CUDA, and install "

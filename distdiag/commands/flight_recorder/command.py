@@ -73,5 +73,5 @@ def flight_recorder(
             verbose=verbose,
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    options = runner.Options(as_json, strict, save, from_, html=html)
     runner.run(SUBCOMMAND, request, options)

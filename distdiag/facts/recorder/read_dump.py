@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, NoReturn
 
+    Json = dict[str, Any]
+    """A dump or an entry as unpickled, written by any version of torch or by anyone: checked field by field."""
+
 COLUMNS = ("group", "operation", "site", "seq", "p2p_seq", "record", "state", "created_ns", "completed_ns")
 SCHEDULED, STARTED, ENDED, FAILED = 0, 1, 2, 3
 """`state` of an entry. Gloo marks failed operations like ended operations."""
@@ -265,7 +268,7 @@ def _append(columns: Sequence[array.array[int]], row: Sequence[int]) -> None:
         column.append(value)
 
 
-def _state(entry: dict[str, Any], backend: str) -> int:
+def _state(entry: Json, backend: str) -> int:
     """Return the state. Only NCCL and XCCL watch the device: entries they retire unfinished timed out or failed.
 
     Gloo leaves the state at "scheduled", and retires ended operations.
@@ -288,7 +291,7 @@ def _of_document(document: Any, form: str, *, truncated: bool) -> Dump:  # noqa:
 
 
 class _Document:
-    def __init__(self, document: dict[str, Any], form: str, *, truncated: bool) -> None:
+    def __init__(self, document: Json, form: str, *, truncated: bool) -> None:
         self._document, self._form, self._truncated = document, form, truncated
         self._groups, self._operations, self._sites = _Table(), _Table(), _Table()
         self._library: dict[str, bool] = {}
@@ -340,7 +343,7 @@ class _Document:
         )
 
     def _entry(
-        self, entry: dict[str, Any], descriptions: dict[str, str], coalesced: dict[tuple[int, int, int], list[int]]
+        self, entry: Json, descriptions: dict[str, str], coalesced: dict[tuple[int, int, int], list[int]]
     ) -> None:
         named = entry["process_group"]
         name = named[0]

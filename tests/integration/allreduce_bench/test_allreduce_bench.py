@@ -203,16 +203,3 @@ def test_wrong_usage_is_exit_2_and_says_why(arguments: tuple[str, ...]) -> None:
     result = bench(*arguments)
     assert result.code == 2
     assert result.report["error"]["message"]
-
-
-def test_the_lines_for_a_launcher_keep_what_was_typed() -> None:
-    typed = ("--sizes", "1KiB", "--stat", "mean", "--save", "m x", "--inject", "kill:1@1")
-    result = distdiag("allreduce-bench", "--nproc", "2", *typed, "--strict", "--print-command", "torchrun")
-    for words in (
-        "--sizes 1KiB",
-        "--stat mean",
-        "--save 'm x'",
-        "--inject kill:1@1",
-        "--strict",
-    ):
-        assert words in result.out, result.out

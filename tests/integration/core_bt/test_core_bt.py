@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from cores import PROGRAMS, make_core
-from support import PROGRAM, distdiag, need, wait_until
+from support import PROGRAM, need, wait_until
+from support_warm import distdiag
 
 from distdiag.facts import machine
 from distdiag.facts.core.source_lines import has_debug_information

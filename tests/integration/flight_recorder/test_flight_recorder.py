@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import support_torch
 from fuzz import assert_survived, damaged, run_each
-from support import distdiag, need
+from support import need, wait_until
+from support_warm import distdiag
 from torch_builds import BUILDS, PYTHONS, environment
 
 from distdiag import output
@@ -57,22 +59,34 @@ TRUTH: dict[str, tuple[str, str, set[int]]] = {
 }
 
 
+def record(folder: Path, ranks: str, *cases: str, python: str = sys.executable) -> None:
+    command = [python, str(RECORDER), str(folder), ranks, *cases]
+    env = environment() if python != sys.executable else {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "said").open("w+") as said:
+        process = support_torch.start(command, env, output=said) or subprocess.Popen(command, stdout=said, env=env)
+        try:
+            assert process.wait() == 0
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        assert sorted(said.read().split()) == sorted(cases)
+
+
 @pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
 def sets(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Run all jobs, once for each build of torch."""
     folder = tmp_path_factory.mktemp("sets")
-    command = [request.param, str(RECORDER), str(folder), "4", *TRUTH]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=110, check=True, env=environment())
-    assert done.stdout.decode().split() == list(TRUTH)
+    record(folder, "4", *TRUTH, python=request.param)
     return folder
 
 
 def read(*paths: Path) -> NodeDumps:
-    parts: list[Any] = []
+    parts: list[NodeDumps] = []
     more(Ask(list(map(str, paths))), parts.append)
     import msgspec
 
-    dumps = [dump for part in parts if isinstance(part, dict) for dump in part["dumps"]]
+    dumps = [vars(dump) for part in parts for dump in part.dumps]
     reported = msgspec.convert({"host": "node1", "dumps": dumps}, NodeDumps)
     return replace(reported, unread=parts[-1].unread)
 
@@ -153,7 +167,7 @@ def test_the_rank_comes_from_the_name_where_the_content_does_not_tell(name: str,
 
 
 def test_one_of_64_ranks_is_found(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(RECORDER), str(tmp_path), "64", "large"], timeout=110, check=True)
+    record(tmp_path, "64", "large")
     node = read(tmp_path / "large")
     for number in range(5):
         assert blamed(judge(shuffled(node, random.Random(number)))) == ("never-called", "fail", {37})
@@ -450,31 +464,37 @@ def test_no_dumps_is_wrong_usage_or_unknown_and_never_fine(tmp_path: Path) -> No
     )
 
 
+_HANGS = """
+import sys, threading
+import torch
+import torch.distributed as dist
+import distdiag
+folder, rank = sys.argv[1], int(sys.argv[2])
+store = dist.FileStore(folder + "/.store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+distdiag.dump_flight_recorder(folder, when_stuck_s=3600)
+dist.all_reduce(torch.ones(1))
+print("ready", flush=True)
+dist.barrier() if rank else threading.Event().wait()
+"""
+
+
 def test_a_running_job_is_asked_for_its_dumps_by_pipes(tmp_path: Path) -> None:
     """The ranks hang, and have written nothing yet; each reads a pipe beside the place of its dump."""
-    program = (
-        "import sys, torch, torch.distributed as dist, distdiag\n"
-        "folder, rank = sys.argv[1], int(sys.argv[2])\n"
-        "store = dist.FileStore(folder + '/.store', 2)\n"
-        "dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
-        "distdiag.dump_flight_recorder(folder, when_stuck_s=3600)\n"
-        "dist.all_reduce(torch.ones(1))\n"
-        "print('ready', flush=True)\n"
-        "dist.barrier() if rank else input()\n"
-    )
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path), str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
+    dumps, program = tmp_path / "dumps", tmp_path / "hangs.py"
+    program.write_text(_HANGS)
+    dumps.mkdir()
+    env, jobs = {**os.environ, "OMP_NUM_THREADS": "1"}, []
+    for rank in range(2):
+        command = [sys.executable, str(program), str(dumps), str(rank)]
+        with (tmp_path / f"said-{rank}").open("w") as said:
+            jobs.append(support_torch.start(command, env, output=said) or subprocess.Popen(command, stdout=said))
     try:
-        for job in jobs:
-            assert job.stdout is not None
-            assert job.stdout.readline() == b"ready\n"
-        assert not (tmp_path / "rank_0").exists()
+        said_by = [tmp_path / f"said-{rank}" for rank in range(2)]
+        wait_until(lambda: all("ready" in path.read_text() for path in said_by), 110, lambda: said_by[0].read_text())
+        assert not (dumps / "rank_0").exists()
         for _ in range(5):  # on a busy machine rank 1 may be on its way to the barrier
-            done = distdiag("flight-recorder", "--trigger", str(tmp_path), "--json")
+            done = distdiag("flight-recorder", "--trigger", str(dumps), "--json")
             found = done.report["findings"][0]
             if found["level"] == "fail":
                 break
@@ -482,8 +502,8 @@ def test_a_running_job_is_asked_for_its_dumps_by_pipes(tmp_path: Path) -> None:
     finally:
         for job in jobs:
             job.kill()
-            job.communicate()
-    again = distdiag("flight-recorder", "--trigger", str(tmp_path), "--json", "--wait", "1")
+            job.wait()
+    again = distdiag("flight-recorder", "--trigger", str(dumps), "--json", "--wait", "1")
     assert {one["id"] for one in again.report["findings"]} >= {"flight-recorder.no-answer"}
 
 

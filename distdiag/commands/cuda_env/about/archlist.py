@@ -154,8 +154,8 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
             return Remedy(text=text, exports=fixes.choose_toolkit(facts, other))
     older = _older_code(facts, gpus)
     if older:
-        ptx = ", which the driver compiles at first use" if any("PTX" in arch for arch in older) else ""
-        text = f"build for {' and '.join(older)}, which runs there too{ptx}; or use a toolkit that supports {names}"
+        ptx = " (the driver compiles PTX at first use)" if any("PTX" in arch for arch in older) else ""
+        text = f"build for {' and '.join(older)}, which also runs there{ptx}; or use a toolkit that supports {names}"
         return _set_to(";".join(dict.fromkeys([*kept, *older])), text)
     first = max((tables().nvcc.get(arch.nvcc, ("", ""))[0] for arch in refused), key=version, default="")
     newer = f"use a toolkit that supports {names}" + (f": {first} or newer" if first else "")
