@@ -19,8 +19,8 @@ from distdiag.program_name import as_called
 
 GROUPS: Groups = {
     "Start here": (
-        Sub("demo", "Start a small job with a real fault, to try a diagnosis on."),
-        Sub("config", "Show the defaults of options that variables and files set.", home="config:config"),
+        Sub("demo", "Start a small job with a real fault, to try distdiag on it."),
+        Sub("config", "Show the option defaults set by variables and files.", home="config:config"),
         Sub("skill", "Print or install the instructions for coding agents.", home="skill:skill"),
     ),
     "A stuck job": (
@@ -53,16 +53,16 @@ GROUPS: Groups = {
     ),
     "A failed job": (
         Sub("logs", "Find the rank that failed first, and why, in a job's logs."),
-        Sub("explain", "Explain an error line, a log, or the id of a finding."),
+        Sub("explain", "Explain an error line, a log, or a finding id."),
         Sub("run", "Start a job; if it fails, report which rank failed first, and why.", starts_job=True),
         Sub("core-bt", "Show the thread that crashed, its Python and C frames, and the reason."),
         Sub("bundle", "Collect everything about a job in one redacted file."),
     ),
-    "A slow job": (Sub("allreduce-bench", "Measure collectives, and compare them with the bandwidth to expect."),),
+    "A slow job": (Sub("allreduce-bench", "Measure collectives, and compare with the expected bandwidth."),),
     "Nodes and network": (
-        Sub("doctor", "Check whether the nodes are ready for a job; name the node that differs."),
+        Sub("doctor", "Check whether the nodes are ready for a job; find the node that differs."),
         Sub("ports", "Test the network between nodes in both directions, and the choice of NICs."),
-        Sub("gpu-test", "Test communication, all_reduce, memory and computing on all ranks."),
+        Sub("gpu-test", "Test communication, all_reduce, memory and compute on all ranks."),
     ),
     "Environment": (Sub("cuda-env", "Explain why CUDA does not run or build here, and how to fix it."),),
     "Numbers": (
@@ -88,8 +88,20 @@ GROUPS: Groups = {
     ),
     "More": (
         Sub(
+            "slurm",
+            "Run recurring SLURM jobs, and check that jobs are still queued (cron, watch).",
+            home="",
+            about="Run recurring SLURM jobs, and check that jobs are still queued.",
+            below=(
+                Sub(
+                    "cron", "Run a command every few hours, as a job that submits its next run.", home="slurm.cron:cron"
+                ),
+                Sub("watch", "Check that a job runs or waits, and that it can start.", home="slurm.watch:watch"),
+            ),
+        ),
+        Sub(
             "kill-switch",
-            "Stop a job at its next step, without the right to cancel it (on, off, status).",
+            "Stop a job at its next step, without permission to cancel it (on, off, status).",
             home="",
             about="Stop a job that uses `distdiag.KillSwitch` at its next step, on all ranks.",
             below=(
@@ -100,9 +112,7 @@ GROUPS: Groups = {
         ),
         Sub("estimate", "Estimate TFLOPS of a training run, and the network it needs."),
     ),
-    "Help": (
-        Sub("hosts", "The options for hosts, which most commands share: distdiag help hosts.", home="hosts:hosts"),
-    ),
+    "Help": (Sub("hosts", "Host options, shared by most commands: distdiag help hosts.", home="hosts:hosts"),),
 }
 """All commands by purpose; the last group has the pages of `distdiag help`."""
 _SYMPTOMS = {
@@ -112,13 +122,13 @@ _SYMPTOMS = {
     "A stuck job": {
         "it hangs, or never starts": "hang",
         "I only need the stacks": "pyspy-all",
-        "NCCL timed out, and dumps exist": "flight-recorder DIR",
-        "it will be killed; keep its last lines": "trace py -- train.py",
+        "NCCL timed out and left dumps": "flight-recorder DIR",
+        "it gets killed; keep its last lines": "trace py -- train.py",
     },
     "A failed job": {
         "it crashed": "logs FILE...",
         "I only have an error line": "explain 'LINE'",
-        "it fails now and then; record it": "run -- torchrun train.py",
+        "it fails intermittently; record it": "run -- torchrun train.py",
         "it left a core file": "core-bt CORE",
         "I need evidence for a ticket": "bundle --job ID",
     },

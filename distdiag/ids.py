@@ -149,7 +149,6 @@ class Id(StrEnum):
     KUBE_EVICTED = "kube.evicted", "fail warn", "a pod was evicted"
     KUBE_NOT_STARTED = "kube.not-started", "fail warn", "a pod has not started"
     KUBE_OOM_KILLED = "kube.oom-killed", "fail warn", "a container was killed: out of memory"
-    KUBE_POD_LACKS = "kube.pod-lacks", "info", "a pod lacks rights or volumes that a diagnosis needs"
     KUBE_STATES_NOT_READ = "kube.states-not-read", "warn", "restarts and last states of the pods could not be read"
     LOGS_FAILURE = "logs.failure", "fail", "a failure of an unknown rank"
     LOGS_FIRST_FAILURE = "logs.first-failure", "fail", "the rank that failed first, and why"

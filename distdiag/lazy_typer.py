@@ -320,7 +320,7 @@ class _Command(TyperCommand):
                 if more:
                     formatter.write_text(more)
         if _is_short(ctx):
-            formatter.write(f"\nExit statuses, and all options: distdiag {ctx.find_root().obj.command} --help\n")
+            formatter.write(f"\nExit status and all options: distdiag {ctx.find_root().obj.command} --help\n")
 
 
 def _is_short(ctx: Any) -> bool:  # noqa: ANN401

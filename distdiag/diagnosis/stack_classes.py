@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _P2P = re.compile(r"i?(send|recv)(_object_list)?|batch_isend_irecv|_?(forward|backward)?_?(recv|send)\w*")
 _HIDDEN = re.compile(r"_.*|wrapper|.*<locals>.*")
+FILE_LOCKS = ("flock", "fcntl")
 _HELD = ("stopped", "frozen")
 _UNREAD = ("denied", "not-python", "failed", "timeout")
 
@@ -365,6 +366,8 @@ def _by_kernel(watched: Watched, syscall: str, *, busy: bool) -> StackClass | No
     if syscall == "futex" and _is_stuck_on_gil(watched):
         return StackClass.GIL
     main = sample.standstill[0] if sample.standstill else None
+    if main is not None and main.syscall in FILE_LOCKS:
+        return StackClass.LOCK
     if main is not None and main.path.startswith("/") and not main.path.startswith(("/dev/", "/proc/")):
         return StackClass.STORAGE
     return None

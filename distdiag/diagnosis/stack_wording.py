@@ -9,6 +9,7 @@ from distdiag.cluster.hosts import fold_ranks
 from distdiag.diagnosis.data_workers import state_of, stuck_worker
 from distdiag.diagnosis.motion import BUSY, Motion
 from distdiag.diagnosis.stack_classes import (
+    FILE_LOCKS,
     StackClass,
     classify_stack,
     helper_frames,
@@ -174,6 +175,8 @@ def _doing(state: RankState) -> str:
 def _waits_for(state: RankState, main: Standstill | None) -> str:
     if state.thread.motion is Motion.POLLS:
         return "waiting for a lock"
+    if main is not None and main.syscall in FILE_LOCKS:
+        return "" if main.path else "waiting for a file lock"
     if main is not None and main.syscall in ("wait4", "waitid"):
         return "" if main.path else "waiting for a child process"
     if in_event_loop(state.thread.frames):
@@ -237,7 +240,7 @@ _VERBS = {
     **dict.fromkeys(("poll", "ppoll"), "waits for data from"),
     **dict.fromkeys(("wait4", "waitid"), "waits for"),
     "connect": "connects to",
-    "flock": "waits for the lock on",
+    **dict.fromkeys(FILE_LOCKS, "waits for the lock on"),
 }
 
 

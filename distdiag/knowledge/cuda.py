@@ -8,6 +8,15 @@ from dataclasses import dataclass
 from distdiag.knowledge.tables import load
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedTable:
+    """A release's build requirements and ops, for --prebuild."""
+
+    version: str
+    needs: list[str]
+    ops: list[str]
+
+
 @dataclass(frozen=True)
 class GpuName:
     """Names of GPUs of one architecture, "8.6"."""
@@ -25,6 +34,7 @@ class Tables:
     builds: dict[str, tuple[str, ...]]
     wheels: dict[str, dict[str, tuple[int, ...]]]
     nvcc: dict[str, tuple[str, str]]
+    deepspeed: DeepSpeedTable
     known_archs: tuple[str, ...]
     named_archs: dict[str, str]
     forward_compatible: re.Pattern[str]

@@ -62,9 +62,8 @@ def bundle(
       distdiag bundle --slurm-job 4711 -o hung.tar.gz   # all nodes of the job
       distdiag bundle --show -o hung.tar.gz             # read what is packed
     """
-    from distdiag import runner
     from distdiag.commands.bundle.types import COMMAND
-    from distdiag.output import Output, deliver, deliver_lines
+    from distdiag.output import Output, deliver
 
     def request() -> Request:
         from distdiag.commands.bundle.types import Request
@@ -83,10 +82,6 @@ def bundle(
             most_bytes=parse_size(max_size),
         )
 
-    if cluster.explain:
-        from distdiag.commands.bundle.collect_all import agent
-
-        deliver_lines(COMMAND, lambda: runner.explain(cluster, agent(request())), as_json=as_json)
     made: list[Request] = []
 
     def report() -> Report[Bundle]:

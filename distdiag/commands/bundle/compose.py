@@ -176,7 +176,7 @@ def _essence(report: Report[Any]) -> list[Any]:
 
 
 def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Redactor) -> None:
-    """Add bundle's own facts of one node, with each log as a file."""
+    """Add bundle's own facts of one node, with each log as a file; `tree`: NodeDetails as JSON."""
     name = _file_name(redactor.text(host, is_host=True))
     logs = tree.pop("logs")
     del tree["names"]

@@ -35,12 +35,18 @@ def cuda_env(
     export: Annotated[
         bool, typer.Option("--export", help='Print only the variables to set: eval "$(distdiag cuda-env --export)".')
     ] = False,
+    prebuild: Annotated[
+        bool, typer.Option("--prebuild", help="Print the commands to build DeepSpeed for these nodes.")
+    ] = False,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME", help='Build for this GPU instead of the local GPUs: "RTX 3090", H100 or 8.6. Repeatable.'
         ),
     ] = None,
+    ops: Annotated[
+        str, typer.Option(metavar="LIST", help="DeepSpeed ops to build with --prebuild: cpu_adam,aio or all.")
+    ] = "",
     read_timeout: Annotated[
         float,
         typer.Option(
@@ -99,16 +105,22 @@ def cuda_env(
             gpus=tuple(capability(name) for name in gpu or ()),
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain)
-    if explain and (export or only):
+    options = runner.Options(as_json, strict, save, from_)
+    if explain and (prebuild or export or only):
         fail(
             COMMAND,
-            UsageError("--explain cannot be combined with --export or --only", hint="run them one after the other"),
+            UsageError(
+                "--explain cannot be combined with --prebuild, --export or --only", hint="run them one after the other"
+            ),
             as_json=as_json,
         )
+    if prebuild:
+        from distdiag.commands.cuda_env.prebuild import build_commands
+
+        deliver_lines(COMMAND, lambda: build_commands(request(), options, ops), as_json=as_json)
     if export:
         deliver_lines(COMMAND, lambda: export_lines(request(), options), as_json=as_json)
-    if explain and not cluster.explain:
+    if explain:
         from distdiag.commands.cuda_env.explain import judge_log
         from distdiag.commands.cuda_env.view import cuda_env_view
         from distdiag.files import log_text

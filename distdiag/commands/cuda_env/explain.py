@@ -131,10 +131,7 @@ def _with_isolation(one: Finding, folder: str) -> Finding:
         "build without pip's build isolation: pip install --no-build-isolation (install the package's build "
         f"requirements first). Else: {one.fix.text}"
     )
-    why = (
-        f"the build ran in pip's build isolation ({folder}): pip fetched its torch for it, which is not the torch "
-        "environment"
-    )
+    why = f"the build ran in pip's isolated environment ({folder}), with a torch fetched for this build only"
     return replace(one, detail=f"{one.detail}\n{why}".strip(), fix=replace(one.fix, text=text))
 
 
@@ -212,7 +209,7 @@ def _finding(match: Match, here: _Here, *, is_rocm: bool) -> Finding:
     detail = "\n".join(filter(None, (f"affects: {match.known.breaks}" if match.known.breaks else "", here_too)))
     if is_rocm and any("CUDA_HOME" in words for words in (match.known.fix, *fix.commands)):
         fix = Fix(
-            text="a ROCm build needs no CUDA toolkit: this build looks for one because its torch is not a ROCm build",
+            text="install a ROCm build of torch: with another torch this build looks for a CUDA toolkit",
             commands=("python -c 'import torch; print(torch.__version__, torch.version.hip)'",),
         )
     return Finding(
@@ -237,7 +234,7 @@ def _generic(match: Match, here: _Here) -> tuple[str, Fix]:
     if here.facts is None:
         return "", Fix(text=text, commands=commands)
     if not here.archs and any("TORCH_CUDA_ARCH_LIST=" in command for command in match.known.commands):
-        text += ". --explain LOG --gpu H100 prints the list for those GPUs"
+        text += ". To get the export line for your GPUs, add --gpu: --explain LOG --gpu H100"
     toolkits = fixes.usable_toolkits(here.facts)
     named = [toolkit for toolkit in toolkits if any(f"={toolkit.root}" in command for command in commands)]
     there = ", ".join(f"CUDA {toolkit.version} in {toolkit.root}" for toolkit in named)

@@ -103,7 +103,7 @@ def _build_used(match: Match, facts: CudaFacts) -> str:
     if match.known.id != _TOO_NEW or not root:
         return ""
     there = fixes.toolkit_at(facts, root) if root.startswith("/") else None
-    return f"the build used the toolkit in {root}" + ("" if there else ", which is not one of the toolkits found here")
+    return f"the build used the toolkit in {root}" + ("" if there else ", which was not found on this machine")
 
 
 def toolkit_of(header: str) -> str:

@@ -22,7 +22,7 @@ def demo(
     fault: Annotated[
         Literal["hang", "crash", "nan", "slow"], typer.Argument(metavar="hang|crash|nan|slow", help="The fault.")
     ],
-    auto: Annotated[bool, typer.Option("--auto", help="Run the command that finds the fault here, then end.")] = False,
+    auto: Annotated[bool, typer.Option("--auto", help="Run the diagnosis here, then end.")] = False,
 ) -> None:
     """Start a small job with a real fault, and print the command that diagnoses it.
 

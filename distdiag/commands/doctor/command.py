@@ -80,5 +80,5 @@ def doctor(
             verbose=verbose,
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, brief=brief, html=html)
+    options = runner.Options(as_json, strict, save, from_, brief=brief, html=html)
     runner.run(SUBCOMMAND, request, options)

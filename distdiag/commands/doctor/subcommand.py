@@ -81,7 +81,6 @@ SUBCOMMAND = Subcommand(
     diagnose=diagnose,
     view=lambda request, _, report: doctor_view(report, verbose=request.verbose),
     page=page_content,
-    explain=lambda request: runner.explain(request.cluster, _AGENT),
     shown_as_typed=("only", "ignore", "verbose"),
     findings_in_view=True,
 )

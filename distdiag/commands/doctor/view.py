@@ -81,7 +81,7 @@ def _finding(finding: Finding, *, whole: bool = True) -> Iterator[RenderableType
 
 
 def page_content(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce the data to what the page shows: nodes with equal facts and findings are one row."""
+    """Reduce the document's JSON to the content of the page: nodes with equal facts and findings are one row."""
     alike: dict[str, list[str]] = {}
     for node in data["nodes"]:
         alike.setdefault(json.dumps([node["fit"], node["findings"], node["facts"]]), []).append(node["host"])

@@ -37,7 +37,7 @@ def explain(
     ],
     as_json: JsonOpt = False,
 ) -> None:
-    """Explain an error line, a log, or the id of a finding.
+    """Explain an error line, a log, or a finding id.
 
     A log of a job or of a kernel is answered as `distdiag logs` does, one of a build or a start of CUDA as
     `distdiag cuda-env --explain FILE` does; - reads stdin. Quote a line, so that it is one word.

@@ -17,7 +17,6 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     MasterPortOpt,
     NcclDebugOpt,
     NprocOpt,
-    PrintCommandOpt,
 )
 from distdiag.launch.types import Backend, Device, Fault
 from distdiag.options import (
@@ -128,7 +127,7 @@ def gpu_test(
             "[default: 1.5s on a GPU, 0.5s on the CPU]",
         ),
     ] = "",
-    no_compute: Annotated[bool, typer.Option("--no-compute", help="Leave the stage compute out.")] = False,
+    no_compute: Annotated[bool, typer.Option("--no-compute", help="Skip the compute stage.")] = False,
     isolate: Annotated[
         bool,
         typer.Option(
@@ -141,7 +140,6 @@ def gpu_test(
         float | None,
         typer.Option(min=0.0, metavar="GB/S", help="With --isolate: minimum bandwidth expected of a pair."),
     ] = None,
-    print_command: PrintCommandOpt = None,
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,
@@ -149,7 +147,7 @@ def gpu_test(
     *,
     cluster: Cluster,
 ) -> None:
-    """Test communication, all_reduce, memory and computing on every rank; find the rank that fails.
+    """Test communication, all_reduce, memory and compute on every rank; find the rank that fails.
 
     Every rank goes through the stages start, connect, init, agree, reduce, memory, compute, done; with --isolate
     through start, connect, init, compute, pairs, done.
@@ -192,11 +190,11 @@ def gpu_test(
             compute_s=seconds(),
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain or print_command is not None)
+    options = runner.Options(as_json, strict, save, from_)
     if isolate:
         from distdiag.commands.gpu_test.isolate import diagnose as pairs
 
-        runner.run(pairs.subcommand(print_command), request, options)
+        runner.run(pairs.subcommand(), request, options)
     from distdiag.commands.gpu_test import diagnose
 
-    runner.run(diagnose.subcommand(print_command), request, options)
+    runner.run(diagnose.subcommand(), request, options)

@@ -79,7 +79,7 @@ def ports(
             verbose=verbose,
         )
 
-    runner.run(_subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(_subcommand(), request, runner.Options(as_json, strict, save, from_))
 
 
 def _targets(hosts: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
@@ -134,7 +134,6 @@ def _subcommand() -> Subcommand[Request, PortsFacts, PortsData]:
         collect=collect,
         diagnose=lambda request, gathered: diagnose(request, gathered.facts[0]),
         view=lambda request, _, report: ports_view(report, request),
-        explain=lambda request: runner.explain(request.cluster, gather.AGENT),
         shown_as_typed=("verbose",),
         by_every_rank=True,
     )

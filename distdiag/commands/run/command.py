@@ -36,7 +36,7 @@ def run(
             min=0, metavar="SECONDS", help="If no rank writes anything for this long, diagnose with hang; 0: never."
         ),
     ] = 300.0,
-    on_stall: Annotated[str, typer.Option(metavar="report|kill", help="What to do with a job that hangs.")] = "report",
+    on_stall: Annotated[str, typer.Option(metavar="report|kill", help="What to do when the job hangs.")] = "report",
     pictures: Annotated[
         bool,
         typer.Option(help="Capture stacks when a rank dies, and hang before forwarding SIGTERM."),
@@ -44,7 +44,7 @@ def run(
     sync: Annotated[
         bool, typer.Option("--sync", help="CUDA_LAUNCH_BLOCKING=1: errors at the right line. Slow; hides races.")
     ] = False,
-    gpus: Annotated[str, typer.Option(metavar="none|0,2", help="GPUs that the ranks see.")] = "",
+    gpus: Annotated[str, typer.Option(metavar="none|0,2", help="GPUs visible to the ranks.")] = "",
     nccl_debug: Annotated[
         str, typer.Option(metavar="SUBSYS", help="Log NCCL's INIT,NET,COLL... to a file per process.")
     ] = "",
@@ -56,10 +56,10 @@ def run(
         bool, typer.Option("--check-collectives", help="TORCH_DISTRIBUTED_DEBUG=DETAIL: find mismatches. Slow.")
     ] = False,
     trace_py: Annotated[
-        bool, typer.Option("--trace-py", help="Keep the last lines of Python of each thread (trace py). Slow.")
+        bool, typer.Option("--trace-py", help="Keep each thread's last Python lines (trace py). Slow.")
     ] = False,
     overflow: Annotated[
-        bool, typer.Option("--overflow", help="Stop at the first nan or inf and name its module (overflow).")
+        bool, typer.Option("--overflow", help="Stop at the first nan or inf, and report its module (overflow).")
     ] = False,
     sanitizer: Annotated[
         str,
@@ -72,13 +72,13 @@ def run(
         bool, typer.Option("--prefix", help="Label each line [host:rank]; lines of ranks are never torn.")
     ] = False,
     print_env: Annotated[
-        bool, typer.Option("--print-env", help="Print the variables that the switches set, and stop.")
+        bool, typer.Option("--print-env", help="Print the variables set by these switches, and exit.")
     ] = False,
     from_: FromOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
-    """Start a job as you do now, and learn which rank failed first, why, and where the others were.
+    """Start a job as usual; report which rank failed first, why, and where the others were.
 
     stdout, stderr, stdin, signals and the exit status are the job's own; the verdict follows on stderr if it fails.
     Under srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then reports on all nodes.
@@ -242,5 +242,4 @@ def subcommand() -> Subcommand[Request, NodeRun, Run]:
         collect=nothing,
         diagnose=diagnose,
         view=lambda request, _, report: run_view(report.data, request.program),
-        explain=nothing,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.outliers import LONG_S, Outcome, split, works
-from distdiag.diagnosis.stack_classes import StackClass, in_event_loop
+from distdiag.diagnosis.stack_classes import FILE_LOCKS, StackClass, in_event_loop
 from distdiag.diagnosis.stack_wording import briefly, does, rendezvous_in_words, waits, who
 from distdiag.diagnosis.stuck.types import GOES_ON, Claim, Source, StuckKind
 from distdiag.diagnosis.wait_reasons import Kind
@@ -28,7 +28,7 @@ _KINDS = {
     StackClass.GIL: StuckKind.LOCK,
     StackClass.DEBUGGER: StuckKind.DEBUGGER,
 }
-_LOCKING = ("flock", "fcntl", "futex")
+_LOCKING = (*FILE_LOCKS, "futex")
 """Python's own locks have no frame: a thread waiting for a lock or thread sleeps in a futex."""
 
 

@@ -58,8 +58,9 @@ def itself(group: Group) -> Iterable[Claim]:
     if not group.several or not group.first.launch.host:
         return
     rows = [row for row in group.rows if row.meeting is not None and meets_at_loopback(row.meeting)]
-    # The store of the first node listens at all of its addresses, so that it alone may call itself localhost.
-    others = [row for row in rows if 0 not in (row.start.launch.node_rank, row.start.rank)]
+    # The store of the first node listens at all of its addresses: loopback is right on that host, and only there.
+    firsts = {row.host for row in group.rows if 0 in (row.start.launch.node_rank, row.start.rank)}
+    others = [row for row in rows if row.host not in firsts]
     alone = len({row.host for row in group.rows}) == 1
     wrong = [row for row in others if row.start.launch.node_rank] if alone else others
     if wrong:
@@ -129,10 +130,13 @@ def other_place(group: Group) -> Iterable[Claim]:
     right = {row.place for row in served}
     wrong = [row for row in group.rows if row.place not in right]
     if right and wrong and len({resolved(row, group.owner) for row in served}) == 1:
-        there = format_hosts(row.host for row in group.rows if row.place in right)
-        names = listed([row.name for row in wrong])
+        hosts = [row.host for row in group.rows if row.place in right]
+        is_shared = not {row.host for row in wrong}.isdisjoint(hosts)
+        names = listed([f"{row.name} (pid {row.start.pid})" if is_shared else row.name for row in wrong])
         wait = "waits" if len(wrong) == 1 else "wait"
-        title = f"{names} {wait} at {wrong[0].place}, {there} at {group.right_place()}"
+        there = f"; the job's store is at {served[0].place}" if is_shared else ""
+        there = there or f", {format_hosts(hosts)} at {group.right_place()}"
+        title = f"{names} {wait} at {wrong[0].place}{there}"
         yield group.claim(wrong, Level.FAIL, title, "", _start_with(group, wrong))
         return
     parts = [f"{format_hosts(row.host for row in group.rows if row.place == place)} at {place}" for place in places]

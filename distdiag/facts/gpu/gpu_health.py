@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     Tree = dict[str, Any]
+    """By name a list of branches, each a Tree; below "" the text of this line. Names differ between drivers."""
 
 _LINE = re.compile(r"^( *)(\S[^:]*?) *(?:: ?(.*))?$")
 _HEADER = re.compile(r"^GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])$")

@@ -229,6 +229,24 @@ def test_nodes_with_other_toolkits_are_named_across_the_cluster(tmp_path: Path) 
         assert "[node[2-3]]" in text.out
 
 
+def test_the_prebuild_is_for_all_gpus_of_the_nodes(wrapper: Path) -> None:
+    result = cuda_env("--prebuild", "--ops", "cpu_adam,aio", path=str(wrapper))
+    assert result.code == 0
+    lines = [line for line in result.out.splitlines() if not line.startswith("#")]
+    commands = [line for line in lines if "--no-binary deepspeed" in line]
+    assert len(commands) == 2
+    # No release is chosen by the day; what its import needs is installed before, and the import tried after.
+    assert all("deepspeed==0." in command for command in commands)
+    before, after = lines[lines.index(commands[0]) - 1], lines[lines.index(commands[0]) + 1]
+    assert {"setuptools", "einops", "hjson", "py-cpuinfo", "'pydantic>=2'"} <= set(before.split())
+    assert after.endswith("-c 'import deepspeed; print(deepspeed.__version__)'")
+    for command in commands:
+        assert "DS_BUILD_CPU_ADAM=1 DS_BUILD_AIO=1 MAX_JOBS=" in command
+        assert "--no-build-isolation" in command
+        assert "--global-option" not in command
+        subprocess.run(["sh", "-n", "-c", command], check=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -236,6 +254,7 @@ def test_nodes_with_other_toolkits_are_named_across_the_cluster(tmp_path: Path) 
         (("--python", "/nope/python"), "program not found"),
         (("--from", "/nope"), "no such file or folder"),
         (("--explain", "/nope.log"), "No such file"),
+        (("--prebuild", "--ops", "warp_drive"), "no op 'warp_drive'"),
         (("--goal", "fun"), "fun"),
         (("--goal", "run", "--gpu", "H100"), "--goal run builds nothing"),
         (("build.log",), "hint: to explain a log: distdiag cuda-env --explain build.log"),

@@ -769,7 +769,7 @@ def test_the_compiler_is_judged_for_the_toolkit_that_will_be_used(
     assert not [id_ for id_ in found(report) if id_.startswith("cc.")]
     node.compiler("gcc", "15.1.0")
     finding = found(node.report(monkeypatch, "build"))["cc.nvcc"]
-    assert "nvcc 12.8 would use gcc (gcc 15.1.0) as its host compiler; it supports gcc <= 14" in finding.title
+    assert "nvcc 12.8 would use gcc (gcc 15.1.0) as its host compiler, but supports only gcc <= 14" in finding.title
 
 
 def test_a_linux_driver_inside_wsl(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -971,8 +971,8 @@ def test_only_builds_that_exist_of_a_version_are_offered(
 @pytest.mark.parametrize(
     ("status", "level", "words"),
     [
-        (17, Level.INFO, "4 of 8 GPUs may be used here"),  # the device cgroup of a job or a container
-        (4, Level.INFO, "4 of 8 GPUs may be used here"),
+        (17, Level.INFO, "4 of 8 GPUs are usable here"),  # the device cgroup of a job or a container
+        (4, Level.INFO, "4 of 8 GPUs are usable here"),
         (15, Level.FAIL, "GPU 4, 5, 6, 7 does not respond"),
         (999, Level.UNKNOWN, "GPU 4, 5, 6, 7 cannot be opened"),
     ],

@@ -11,6 +11,7 @@ from cuda_machines import Machine, found, judged
 
 from distdiag.commands.cuda_env.archs import capability
 from distdiag.commands.cuda_env.check import exports
+from distdiag.commands.cuda_env.prebuild import commands
 from distdiag.errors import UsageError
 from distdiag.report import Level
 
@@ -170,6 +171,11 @@ def test_a_build_on_a_login_node_is_for_the_gpus_that_are_named(node: Machine, m
     finding = found(judged(facts, goal="build"))["archlist.unset-nogpu"]
     assert finding.fix is not None
     assert finding.fix.commands == ('export TORCH_CUDA_ARCH_LIST="8.6;9.0"',)
+    lines = commands([facts], ("aio",))
+    assert any('TORCH_CUDA_ARCH_LIST="8.6;9.0" DS_BUILD_AIO=1' in line for line in lines)
+    assert not any("libaio" in line for line in commands([facts], ("cpu_adam",)))
+    bare = replace(facts, building=replace(facts.building, aio_header="", package_tool="apt-get"))
+    assert any(line.endswith("apt-get install -y libaio-dev") for line in commands([bare], ("aio",)))
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,6 @@ class Replay(Transport):
             threading.Thread(target=self._play, args=(theirs, host.name, sent), daemon=True).start()
             arrivals.link(host.name, SocketLink(ours))
 
-    def explain(self, host: Host) -> str:
-        return f"replay {host.name}"
-
     def _play(self, connection: socket.socket, name: str, sent: int) -> None:
         with connection, contextlib.suppress(OSError):
             connection.sendall(self.streams[name][sent:])
@@ -213,7 +210,7 @@ def judge_stacks(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterab
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.commands.pyspy_all.view import pyspy_all_view
 
-    request = Request(program="distdiag", cluster=CLUSTER, verbose=True, tree=True)
+    request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
     return diagnose(request, pictures_of(reported)), lambda report: pyspy_all_view(report, request)
 
 

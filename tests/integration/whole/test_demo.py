@@ -58,7 +58,7 @@ def test_the_printed_command_prints_a_fix_that_lets_the_job_finish(place: dict[s
     demo = pexpect.spawn(PROGRAM, ["demo", "hang"], env={**os.environ, **place}, encoding="utf-8", timeout=60)
     demo.expect(r"second terminal:\s+(\S*distdiag hang \d+)\s")
     report = distdiag(*shlex.split(str(demo.match.group(1)))[1:])
-    fix = re.search(r"FAIL  hang.lock(?s:.)*load_batch(?s:.)*kill -CONT (\d+)", report.out)
+    fix = re.search(r"rank 2: lock, (?s:.)*FAIL  hang.lock(?s:.)*load_batch(?s:.)*kill -CONT (\d+)", report.out)
     assert fix, report.out
     os.kill(int(fix[1]), signal.SIGCONT)
     demo.expect("The fix worked")

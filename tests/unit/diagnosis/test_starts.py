@@ -15,12 +15,12 @@ from distdiag.diagnosis.stuck.starts import start_claims
 from distdiag.diagnosis.stuck.types import Asked
 from distdiag.facts.network.tcp_store import Rendezvous, Store
 from distdiag.facts.process.launch_options import Launch
-from distdiag.jobs.pictures import unread
+from distdiag.jobs.collect import Processes
 from distdiag.jobs.starts import Meeting, Start, Starts
+from distdiag.jobs.types import NodePicture
 from distdiag.report import Level
 
 if TYPE_CHECKING:
-    from distdiag.jobs.types import NodePicture
     from distdiag.report import Finding
 
 ASKED = Asked(program="distdiag", cluster=Cluster(), command="hang")
@@ -29,7 +29,7 @@ HEAD = "10.0.0.1"
 
 def node(number: int, *starts: Start) -> NodePicture:
     addresses: dict[str, tuple[str, ...]] = {"lo": ("127.0.0.1/8",), "eth0": (f"10.0.0.{number}/24",)}
-    return replace(unread(f"n{number}", ""), starts=(Starts(tuple(starts), addresses),))
+    return NodePicture(host=f"n{number}", processes=Processes(f"n{number}"), starts=(Starts(tuple(starts), addresses),))
 
 
 def launcher(met: Meeting | None = None, *, pid: int = 1, waited_s: float = 60.0, **options: Any) -> Start:  # noqa: ANN401
@@ -123,6 +123,14 @@ def test_ranks_of_one_machine_meet_at_localhost() -> None:
         for number in (0, 1)
     ]
     assert judge(node(1, *ranks), of_ranks=True) == []
+
+
+def test_two_nodes_on_one_machine_with_different_ports() -> None:
+    store = Meeting("localhost", 29500, ("127.0.0.1",), is_here=True, state="open", server=1, command="torchrun")
+    closed = Meeting("localhost", 29501, ("127.0.0.1",), is_here=True, state="closed")
+    first = launcher(store, host="localhost", node_rank=0)
+    (found,) = judge(node(1, first, launcher(closed, pid=2, host="localhost", port=29501, node_rank=1)))
+    assert found.title == "n1 (pid 2) waits at localhost:29501; the job's store is at localhost:29500"
 
 
 def rank(number: int, met: Meeting | None = None, *, world: int = 2, **more: Any) -> Start:  # noqa: ANN401

@@ -53,7 +53,7 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
         return Section(name="Arch list", line=shown, skipped="no toolkit and no GPU")
     if facts.driver.answer.stuck or facts.driver.answer.unasked:
         return Section(name="Arch list", line=shown, skipped="the driver did not respond: the GPUs are unknown")
-    wanted = _recommended(facts)
+    wanted = recommended(facts)
     count = len(wanted.split(";")) if wanted else ""
     found = problem("archlist.unset-nogpu", shown=shown, count=count, remedy=_set_to(wanted))
     return Section(name="Arch list", line=f"{shown}, no GPU visible", problems=(found,))
@@ -81,7 +81,7 @@ def _set_to(archs: str, text: str = "") -> Remedy:
     return Remedy(text=text, exports=((_NAME, f'"{archs}"'),) if archs else ())
 
 
-def _recommended(facts: CudaFacts) -> str:
+def recommended(facts: CudaFacts) -> str:
     """Format a list for machines without a GPU: the architectures of torch's build that the toolkit compiles.
 
     Not those found in torch's library: some of its kernels have code for more architectures than the rest.
@@ -112,7 +112,7 @@ def _nvcc_archs(facts: CudaFacts) -> tuple[str, ...]:
 
 def _syntax(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem:
     known = facts.torch.known_archs if facts.torch is not None else ()
-    better = corrected(text, known) or as_list(gpus) or _recommended(facts)
+    better = corrected(text, known) or as_list(gpus) or recommended(facts)
     shown = ", ".join(repr(word) for word in read.wrong[:4])
     return problem("archlist.syntax", rejected=shown, text=repr(text), remedy=_set_to(better))
 
@@ -154,12 +154,12 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
             return Remedy(text=text, exports=fixes.choose_toolkit(facts, other))
     older = _older_code(facts, gpus)
     if older:
-        ptx = ", which the driver compiles at first use" if any("PTX" in arch for arch in older) else ""
-        text = f"build for {' and '.join(older)}, which runs there too{ptx}; or use a toolkit that supports {names}"
+        ptx = " (the driver compiles PTX at first use)" if any("PTX" in arch for arch in older) else ""
+        text = f"build for {' and '.join(older)}, which also runs there{ptx}; or use a toolkit that supports {names}"
         return _set_to(";".join(dict.fromkeys([*kept, *older])), text)
     first = max((tables().nvcc.get(arch.nvcc, ("", ""))[0] for arch in refused), key=version, default="")
     newer = f"use a toolkit that supports {names}" + (f": {first} or newer" if first else "")
-    if not gpus and (better := _recommended(facts)):
+    if not gpus and (better := recommended(facts)):
         return _set_to(better, f"list only supported architectures; or {newer}")
     return Remedy(text=newer, commands=fixes.install_toolkit(facts, first) if first else ())
 

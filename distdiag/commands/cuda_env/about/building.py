@@ -25,7 +25,7 @@ def about_building(facts: CudaFacts) -> Section:
     """Judge a build's other requirements."""
     build = facts.building
     ninja = None if build.ninja else problem("build.ninja", pip=fixes.pip(facts))
-    aio = _libaio(facts) if facts.deepspeed is not None else None
+    aio = libaio(facts) if facts.deepspeed is not None else None
     checks = (ninja, _header(facts), aio, _jobs(facts), _cache(facts))
     memory = build.memory_available_bytes
     room = f", {memory / 2**30:.0f} GiB free" if memory is not None else ""
@@ -55,7 +55,7 @@ def _header(facts: CudaFacts) -> Problem | None:
     )
 
 
-def _libaio(facts: CudaFacts) -> Problem | None:
+def libaio(facts: CudaFacts) -> Problem | None:
     """Report missing libaio, required to build DeepSpeed's async_io and gds."""
     build = facts.building
     if build.aio_header and build.aio_library:
@@ -64,23 +64,28 @@ def _libaio(facts: CudaFacts) -> Problem | None:
     return problem("build.libaio", remedy=Remedy(commands=fixes.install_system(facts, **names)))
 
 
+def jobs(facts: CudaFacts) -> int:
+    """Return how many compilers fit memory and processors."""
+    memory = facts.building.memory_available_bytes
+    by_memory = facts.building.processors if memory is None else max(1, int(memory // _JOB_BYTES))
+    return max(1, min(facts.building.processors, by_memory))
+
+
 def _jobs(facts: CudaFacts) -> Problem | None:
     """Warn if ninja would start more compilers than fit in memory: the kernel would kill one of them."""
     memory, limit = facts.building.memory_available_bytes, facts.variables.get("MAX_JOBS", "")
     if memory is None or not fixes.usable_toolkits(facts):
         return None
-    processors = facts.building.processors
-    fitting = max(1, min(processors, int(memory // _JOB_BYTES)))
-    started = int(limit) if limit.isdigit() else processors + 2  # ninja's own default
-    if started * _JOB_BYTES <= memory or started <= fitting + 2:
+    started = int(limit) if limit.isdigit() else facts.building.processors + 2  # ninja's own default
+    if started * _JOB_BYTES <= memory or started <= jobs(facts) + 2:
         return None
     return problem(
         "build.jobs",
         started=started,
         free=f"{memory / 2**30:.0f} GiB",
-        jobs=fitting,
-        evidence=(f"MAX_JOBS={limit}" if limit else f"MAX_JOBS is not set, {processors} CPUs",),
-        remedy=Remedy(exports=(("MAX_JOBS", str(fitting)),)),
+        jobs=jobs(facts),
+        evidence=(f"MAX_JOBS={limit}" if limit else f"MAX_JOBS is not set, {facts.building.processors} CPUs",),
+        remedy=Remedy(exports=(("MAX_JOBS", str(jobs(facts))),)),
     )
 
 

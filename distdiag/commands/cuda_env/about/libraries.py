@@ -213,7 +213,7 @@ def _doubles(facts: CudaFacts) -> Problem | None:
             fixes.pip_uninstall(facts, (name.split()[0] for name in wrong)),
             f"{fixes.pip(facts)} {force} --no-deps {again}",
         )
-    both = "uninstall the wrong package and reinstall the right package, whose shared files the uninstall deletes"
+    both = "uninstall the wrong package, then reinstall the right package: the uninstall deletes their shared files"
     return problem(
         "libs.duplicate-wheels",
         packages=" and ".join(first.packages),

@@ -75,7 +75,7 @@ def _remedy(facts: CudaFacts) -> Remedy:
     wanted = fixes.torch_cuda(facts)
     source = fixes.from_repository(facts)
     return Remedy(
-        text=f"install a toolkit of version {wanted or 'that your torch was built for'}{source}",
+        text=f"install CUDA toolkit {wanted or 'in the version of your torch'}{source}",
         commands=fixes.install_toolkit(facts, wanted),
     )
 
@@ -177,7 +177,7 @@ def _home(facts: CudaFacts) -> Problem | None:
     return problem(
         "toolkit.home",
         level=Level.FAIL if caught else Level.WARN,
-        who="torch takes" if caught else "a CUDA build of torch would take",
+        who="torch uses" if caught else "a CUDA build of torch would use",
         home=use.home,
         nvcc=nvcc.path,
         kind={"script": "a wrapper script", "symlink": "a symlink"}.get(nvcc.kind, "not part of a toolkit"),

@@ -307,3 +307,4 @@ def test_a_run_beside_an_earlier_one(baseline: Baseline, finding: set[str], verd
     request = Request(device=Device.CPU, sizes=THREE.sizes, baseline=baseline)
     report = reported(request, {1: [0.001] * 20, 2: [0.004] * 20, 3: [0.016] * 20}, plan_of(2))
     assert (ids(report), report.verdict) == (finding, verdict)
+    assert ("none of 3 rows is slower than in the earlier run" in report.summary) == (verdict == "ok")

@@ -208,14 +208,14 @@ def test_a_sentence_may_go_over_the_end_of_a_block() -> None:
 def test_what_the_log_says_is_filled_in() -> None:
     _, text = recorded(next(path for path in RECORDED if path.stem == "toolkit_mismatch_percent_s"))
     match = read_log(text)[0]
-    assert match.known.means == "nvcc is CUDA 12.9, and torch was built with another major version, 13.0"
+    assert match.known.means == "nvcc is CUDA 12.9, but torch was built with another major version, 13.0"
     assert "export CUDA_HOME=/usr/local/cuda-13.0 PATH=/usr/local/cuda-13.0/bin:$PATH" in match.known.commands
 
 
 def test_what_the_log_does_not_say_is_left_out() -> None:
     _, text = recorded(next(path for path in RECORDED if path.stem == "toolkit_mismatch_buildkit"))
     match = read_log(text)[0]
-    assert match.known.means == "nvcc is CUDA 12.1, and torch was built with another major version"
+    assert match.known.means == "nvcc is CUDA 12.1, but torch was built with another major version"
     assert match.known.commands == ("ls -d /usr/local/cuda-*",)
 
 

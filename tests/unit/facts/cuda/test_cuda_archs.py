@@ -18,6 +18,7 @@ from distdiag.commands.cuda_env.archs import (
     how_it_runs,
     read_list,
 )
+from distdiag.commands.cuda_env.prebuild import read_ops
 from distdiag.commands.cuda_env.problems import checks
 from distdiag.diagnosis.finding_ids import chosen, matches
 from distdiag.errors import UsageError
@@ -126,6 +127,12 @@ def test_ids_are_chosen_with_or_without_the_command() -> None:
     assert not matches("toolkits.home", "toolkit")
     with pytest.raises(UsageError):
         chosen("tool", "cuda-env", checks())
+
+
+def test_ops_are_read() -> None:
+    assert read_ops("DS_BUILD_AIO, cpu_adam") == ("aio", "cpu_adam")
+    assert read_ops("all") == ()
+    assert set(read_ops("")) <= set(tables().deepspeed.ops)
 
 
 def test_literals_are_read_out_of_a_source_that_cannot_run(tmp_path: Path) -> None:

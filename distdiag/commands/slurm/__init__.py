@@ -1,0 +1,1 @@
+"""distdiag slurm: run a command repeatedly as SLURM jobs, and check that jobs still run or wait."""
