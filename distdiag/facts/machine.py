@@ -181,6 +181,14 @@ def link_target(path: str) -> str:
         return ""
 
 
+def modified_s(path: str) -> float:
+    """Return a file's modification time, in seconds since 1970; 0 if missing."""
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
 def status_words(process: object, field: str) -> list[str]:
     """Return the words of a field of /proc/PROCESS/status; empty if missing. `process`: "self", 12, or "12/task/13"."""
     found = re.search(rf"^{field}:(.*)$", read_text(f"/proc/{process}/status"), re.MULTILINE)

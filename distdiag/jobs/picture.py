@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from distdiag.facts import machine
 from distdiag.facts.gpu import gpu_use
 from distdiag.facts.gpu.gpu_use import GpuReadings  # noqa: TC001
 from distdiag.facts.host import kernel_signs
@@ -281,7 +282,7 @@ class _Run:
 
     def _is_ours(self, path: str) -> bool:
         """Return whether a dump was written by this run of the job: earlier runs use the same file names."""
-        return os.path.isfile(path) and _modified_s(path) > time.time() - self._age_s()
+        return os.path.isfile(path) and machine.modified_s(path) > time.time() - self._age_s()
 
     def _default_dumps(self, variables: Mapping[str, str]) -> list[str]:
         """Return where torch writes dumps by default; nothing beside another job, which writes to the same files."""
@@ -308,10 +309,3 @@ class _Run:
         left_s = self._began + self._ask.timeout_s - time.monotonic()
         ask = recorder.Ask(list(dict.fromkeys(paths)), trigger=True, wait_s=max(1.0, min(6.0, left_s / 2)))
         recorder.more(ask, lambda dumps: self._send("recorder", Part(dumps=(dumps,))))
-
-
-def _modified_s(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0

@@ -94,13 +94,5 @@ def packages(paths: Iterable[str]) -> list[Package]:
             if match := _DIST.match(name):
                 plain = re.sub(r"[-_.]+", "-", match["name"]).lower()
                 where = os.path.join(folder, name)
-                found.setdefault(plain, Package(plain, match["version"], where, mtime(where)))
+                found.setdefault(plain, Package(plain, match["version"], where, machine.modified_s(where)))
     return list(found.values())
-
-
-def mtime(path: str) -> float:
-    """Return a file's modification time, in seconds since 1970; 0 if missing."""
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0

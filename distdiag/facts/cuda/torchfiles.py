@@ -6,9 +6,8 @@ import os
 import platform
 from dataclasses import dataclass, field
 
-from distdiag.facts import elf
+from distdiag.facts import elf, machine
 from distdiag.facts.cuda import fatbin
-from distdiag.facts.cuda.environment import mtime
 from distdiag.facts.cuda.literals import Source
 
 TYPE_CHECKING = False
@@ -91,7 +90,7 @@ def read_torch(place: Interpreter) -> Torch | None:
         cuda=str(version.literal("cuda") or ""),
         hip=str(version.literal("hip") or ""),
         source=path,
-        installed_s=mtime(path),
+        installed_s=machine.modified_s(path),
         library=library,
         archs=code.cubins if code else (),
         ptx=code.ptx if code else (),

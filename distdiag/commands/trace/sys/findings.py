@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from distdiag.commands.trace.sys.types import MAX_PROCESSES
 from distdiag.commands.trace.sys.wording import (
@@ -24,11 +24,12 @@ from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.diagnosis.wording import format_duration, listed
 from distdiag.facts.machine import STOPPED
 from distdiag.facts.process import syscall_names
+from distdiag.fold import by_key
 from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.commands.trace.sys.collect import Attached, Traced
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from distdiag.facts.strace.types import CallError, Count
     from distdiag.jobs.collect import Processes
 
-By = TypeVar("By")
-Each = TypeVar("Each")
 
 _LONG_S = 5.0
 """A thread that has not run for longer counts as stuck; less may be a training step."""
@@ -114,7 +113,7 @@ def _blocked(request: Request, root: Key, group: list[TracedThread], end: Traced
 
 
 def _sentences(waiters: Sequence[TracedThread]) -> list[str]:
-    groups = _grouped(
+    groups = by_key(
         ((thread.call if thread.kind is not Kind.STOPPED else "", thread.peers or thread.on), thread)
         for thread in waiters
     )
@@ -170,7 +169,7 @@ def all_asleep(request: Request, threads: Sequence[TracedThread]) -> Iterator[Fi
     diagnosis/outliers cannot decide here: it needs to know which ranks are in communication, and a system call alone
     does not show that.
     """
-    jobs = _grouped((thread.job, thread) for thread in threads if thread.main and thread.rank is not None)
+    jobs = by_key((thread.job, thread) for thread in threads if thread.main and thread.rank is not None)
     for name, ranks in jobs.items():
         if len(ranks) < _FEWEST_RANKS or not all(map(_rests, ranks)):
             continue
@@ -201,7 +200,7 @@ def _rests(thread: TracedThread) -> bool:
 def errors(threads: Sequence[TracedThread]) -> Iterator[Finding]:
     """Report the errors that matter, the same error of several threads together."""
     logged = ((thread, error) for thread in threads if thread.log is not None for error in thread.log.errors)
-    for name, rows in _grouped((row[1].error, row) for row in logged if _matters(row[1])).items():
+    for name, rows in by_key((row[1].error, row) for row in logged if _matters(row[1])).items():
         first, count = rows[0][1], sum(error.count for _, error in rows)
         evidence = tuple(
             f"{name_thread(thread)}: {error.name}{f' {error.target}' if error.target else ''}: {error.error}"
@@ -235,7 +234,7 @@ def _matters(error: CallError) -> bool:
 def slow_storage(threads: Sequence[TracedThread]) -> Iterator[Finding]:
     """Name the parts of the file tree that took a large part of the time."""
     places = ((thread, place) for thread in threads if thread.log is not None for place in thread.log.places)
-    for folder, rows in _grouped((row[1].name, row) for row in places if _is_slow(*row)).items():
+    for folder, rows in by_key((row[1].name, row) for row in places if _is_slow(*row)).items():
         slowest, most = max(rows, key=lambda row: _share(*row))
         longest = max((place for _, place in rows), key=lambda place: place.slowest_s)
         yield verdicts.finding(
@@ -264,7 +263,7 @@ def _share(thread: TracedThread, place: Count) -> float:
 def spins(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding]:
     """Report the threads that busy-wait."""
     logged = ((thread, spin) for thread in threads if thread.log is not None for spin in thread.log.spins)
-    for (name, target), rows in _grouped(((row[1].name, row[1].target), row) for row in logged).items():
+    for (name, target), rows in by_key(((row[1].name, row[1].target), row) for row in logged).items():
         most, spin = max(rows, key=lambda row: row[1].count)
         options = ("--pid", str(most.pid)) if most.pid is not None else ()
         yield verdicts.finding(
@@ -285,7 +284,7 @@ def polls(threads: Sequence[TracedThread]) -> Iterator[Finding]:
     """Report the paths that main threads poll for, sleeping in between."""
     logged = ((thread, poll) for thread in threads if thread.log is not None for poll in thread.log.polls)
     waited = ((thread, poll) for thread, poll in logged if thread.main and poll.slept_s >= _ASLEEP * thread.span_s)
-    for (path, exists), rows in _grouped(((row[1].target, row[1].exists), row) for row in waited).items():
+    for (path, exists), rows in by_key(((row[1].target, row[1].exists), row) for row in waited).items():
         most, poll = max(rows, key=lambda row: row[1].tries)
         yield verdicts.finding(
             "polled-lock" if exists else "polled-missing",
@@ -340,7 +339,7 @@ def refused(
             refusals.append(((before.why, words, each.host if before.why in ("no-strace", "failed") else ""), each))
         elif before is None and asked[each.host] > MAX_PROCESSES:
             refusals.append((("too-many", "", ""), each))
-    for (why, words, host), group in _grouped(refusals).items():
+    for (why, words, host), group in by_key(refusals).items():
         pids = tuple(each.process.pid for each in group if each.process is not None)
         options = [word for pid in pids[:_SHOWN] for word in ("--pid", str(pid))]
         theirs = {each.process.user for each in group if each.process is not None}
@@ -368,10 +367,3 @@ def refused(
         if why == "denied" and found.fix is not None:
             found = replace(found, fix=replace(found.fix, commands=(*rights.commands, *found.fix.commands)))
         yield found
-
-
-def _grouped(rows: Iterable[tuple[By, Each]]) -> dict[By, list[Each]]:
-    groups: dict[By, list[Each]] = {}
-    for key, row in rows:
-        groups.setdefault(key, []).append(row)
-    return groups
