@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,39 +12,7 @@ from distdiag.facts import private_files
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from matplotlib.figure import Figure
-
-
-_PICTURES = (".svg", ".png", ".pdf")
 _HEAD_BYTES, _TAIL_BYTES = 16 << 20, 48 << 20
-
-
-def check_picture(target: str) -> None:
-    """Reject a picture (--plot) that cannot be written, before any work is done. Raises UsageError, DistdiagError."""
-    if target in ("", "-"):
-        return
-    if os.path.splitext(target)[1].lower() not in _PICTURES:
-        raise UsageError(
-            f"--plot {target}: unsupported image format",
-            hint=f"use {', '.join(_PICTURES)}; or - to draw in the terminal",
-        )
-    folder = os.path.dirname(os.path.abspath(target))
-    if not os.path.isdir(folder):
-        raise UsageError(f"--plot {target}: folder {folder} does not exist", hint=f"mkdir -p {folder}")
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError as error:
-        raise DistdiagError(
-            f"--plot {target}: images need matplotlib, which is not installed ({error})",
-            hint='pip install "distdiag[plot]"; or --plot - draws in the terminal',
-        ) from error
-
-
-def write_picture(figure: Figure, target: str) -> None:
-    """Write a matplotlib figure. Raises DistdiagError."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, bbox_inches="tight", format=os.path.splitext(target)[1][1:].lower())
-    write_whole(target, drawn.getvalue())
 
 
 def make_folder(option: str, folder: str) -> None:

@@ -96,8 +96,6 @@ class Id(StrEnum):
     # fmt: off
     CORE_BT_CONSEQUENCE = "core-bt.consequence", "fail", "a crash that follows from another rank's failure"
     CORE_BT_CRASH = "core-bt.crash", "fail", "a crash: the signal, the thread, its frames and the reason"
-    CUDA_ENV_NODES_DIFFER = "cuda-env.nodes-differ", "warn", "nodes that differ from each other"
-    CUDA_ENV_NO_ANSWER = "cuda-env.no-answer", "unknown", "a host was reached, but returned no facts"
     DISTDIAG_BUG = "distdiag.bug", "unknown", "a bug in distdiag"
     DISTDIAG_FACTS_FAILED = "distdiag.facts-failed", "unknown", "the node side of distdiag failed"
     DISTDIAG_FAILED = "distdiag.failed", "unknown", "the command could not be carried out"
@@ -151,7 +149,6 @@ class Id(StrEnum):
     KUBE_EVICTED = "kube.evicted", "fail warn", "a pod was evicted"
     KUBE_NOT_STARTED = "kube.not-started", "fail warn", "a pod has not started"
     KUBE_OOM_KILLED = "kube.oom-killed", "fail warn", "a container was killed: out of memory"
-    KUBE_POD_LACKS = "kube.pod-lacks", "info", "a pod lacks rights or volumes that a diagnosis needs"
     KUBE_STATES_NOT_READ = "kube.states-not-read", "warn", "restarts and last states of the pods could not be read"
     LOGS_FAILURE = "logs.failure", "fail", "a failure of an unknown rank"
     LOGS_FIRST_FAILURE = "logs.first-failure", "fail", "the rank that failed first, and why"

@@ -126,7 +126,7 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
     ] = None,
     namespace: Annotated[str, _host_option(metavar="NAME", help="Namespace of --kube. [default: kubectl's]")] = "",
     context: Annotated[str, _host_option(metavar="NAME", help="Context of --kube. [default: kubectl's]")] = "",
-    container: Annotated[str, _host_option(metavar="NAME", help="Container of --kube. [default: that of torch]")] = "",
+    container: Annotated[str, _host_option(metavar="NAME", help="Container of --kube. [default: the pod's own]")] = "",
     kube_debug: Annotated[
         str,
         _host_option(metavar="IMAGE", help="Inspect the --kube pods from a debug container running this image."),
@@ -156,9 +156,6 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
     accept_new: Annotated[
         bool, _host_option("--accept-new", help="Accept and store unknown ssh host keys (never changed keys).")
     ] = False,
-    explain_transport: Annotated[
-        bool, _host_option("--explain-transport", help="Print the commands that reach the hosts and exit.")
-    ] = False,
 ) -> Cluster:
     return Cluster(
         # An empty variable (--hosts "$NODES") is a mistake, and not this machine.
@@ -173,7 +170,6 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
         fanout=fanout,
         host_timeout_s=host_timeout,
         accept_new=accept_new,
-        explain=explain_transport,
         kube=_kube(_given(kube), namespace, context, container, kube_debug),
     )
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.table import Column, Table
 
     from distdiag.cluster.host_results import HostResult
-    from distdiag.cluster.pods import Pod
     from distdiag.report import Finding, Report
 
 Data = TypeVar("Data")
@@ -295,21 +294,6 @@ def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
         table.add_row(hosts, str(len(group)), state, stage, f"{slowest:.1f}")
     yield table
     yield ""
-
-
-def pod_table(pods: Sequence[Pod]) -> Iterator[RenderableType]:
-    """Draw a row for each pod, with its node and how its container ended last; none where hosts are no pods."""
-    from rich.table import Column
-
-    from distdiag.cluster.pod_findings import pod_rows
-
-    if pods:
-        names = ("pod", "node", "container", "state", "restarts", "last end")
-        table = plain_table(*(Column(name, overflow="fold") for name in names))
-        for row in pod_rows(pods):
-            table.add_row(*row)
-        yield ""
-        yield table
 
 
 class Wide:

@@ -2,7 +2,7 @@
 
 options -> facts of all hosts (collected now, or --from) -> diagnose -> report
 
-A command supplies the collection, diagnosis and view. Shared here: --save and --from, --explain-transport, --json,
+A command supplies the collection, diagnosis and view. Shared here: --save and --from, --json,
 Ctrl-C with a partial report, unusable hosts, several names for one machine, protocol violations.
 """
 
@@ -19,7 +19,6 @@ import typer
 
 from distdiag import pages
 from distdiag.agent.protocol import Collect
-from distdiag.cluster import start_fleet
 from distdiag.cluster.pod_findings import with_pods
 from distdiag.cluster.pods import find_pods
 from distdiag.cluster.start_fleet import Agent, open_fleet
@@ -28,7 +27,7 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.text import printable
 from distdiag.files import make_folder
 from distdiag.ids import Id
-from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, of_interest, pod_table
+from distdiag.output import Output, Progress, deliver, is_done_by_another, of_interest
 from distdiag.report import Finding, Fix, Level
 from distdiag.saved_facts import Foreign, Gathered, read, save
 
@@ -65,8 +64,6 @@ class Subcommand(Generic[Asked, Facts, Data]):
     diagnose: Callable[[Asked, Gathered[Facts]], Report[Data]]
     """Pure."""
     view: Callable[[Asked, Gathered[Facts], Report[Data]], Iterable[RenderableType]]
-    explain: Callable[[Asked], list[str]]
-    """Describes how the hosts would be reached."""
     shown_as_typed: tuple[str, ...] = ()
     """Display options in the request: with --from, values typed now override the saved values."""
     foreign: Foreign[Facts] | None = None
@@ -88,7 +85,6 @@ class Options:
     strict: bool = False
     save: str = ""
     from_: Sequence[str] | None = None
-    explain: bool = False
     brief: bool = False
     """Print one line."""
     html: str = ""
@@ -105,8 +101,6 @@ def run(
 
     `make_request` may raise UsageError. `finish` may add to the report before printing, or raise DistdiagError.
     """
-    if options.explain:
-        deliver_lines(subcommand.name, lambda: subcommand.explain(make_request()), as_json=options.as_json)
     judged: list[tuple[Asked, Gathered[Facts]]] = []
 
     def report() -> Report[Data]:
@@ -127,7 +121,7 @@ def run(
 
     def view(made: Report[Data]) -> Iterable[RenderableType]:
         with _of_files(options):
-            return [*subcommand.view(*judged[0], made), *pod_table(judged[0][1].pods)]
+            return list(subcommand.view(*judged[0], made))
 
     output = Output(
         json=options.as_json,
@@ -311,7 +305,10 @@ def gather(
 
 
 def merged(parts: Sequence[Part]) -> dict[str, Any]:
-    """Join the messages of a node by field: tuples and dictionaries together, of other fields the first that is set."""
+    """Join the messages of a node by field: tuples and dictionaries together, of other fields the first that is set.
+
+    The result is the keyword arguments of the node's record, whose fields are those of its messages.
+    """
     found: dict[str, Any] = {}
     for name in (field.name for field in fields(parts[0])) if parts else ():  # type: ignore[arg-type]
         values = [getattr(part, name) for part in parts]
@@ -355,11 +352,6 @@ def named(nodes: Iterable[Node], *, local: bool) -> dict[str, Node]:
         host = node.reply.host if local else node.host
         found[host if host not in found else node.name] = node
     return found
-
-
-def explain(cluster: Cluster, agent: Agent) -> list[str]:
-    """Describe how the hosts would be reached."""
-    return start_fleet.explain(cluster, find_targets(cluster, os.environ), agent)
 
 
 class _Exchange(Generic[First, Part, Facts]):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+import support_torch
 from cluster_faults import Faults
 from support import wait_until
 
@@ -105,13 +106,16 @@ class Node(Faults):
         """Start a command on this node, in a process group of its own; it ends with the node at the latest.
 
         The pid is nsenter's: to reach the command itself, signal the group, or use `signal` with the node's pid.
+        A script of torch is forked instead (support_torch).
         """
-        child = subprocess.Popen(
+        environment = {**os.environ, **(env or {})}
+        forked = support_torch.start(argv, {**environment, "HOME": str(self.home)}, output=output, node=self.pid)
+        child = forked or subprocess.Popen(
             self.command(*argv),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            env=environment,
             text=True,
             start_new_session=True,
         )

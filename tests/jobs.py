@@ -15,8 +15,9 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+import support_torch
 from support import wait_until
 from support_warm import distdiag
 
@@ -50,7 +51,7 @@ def free_port() -> int:
 class Job:
     """A program of tests/programs as `size` ranks, with the environment that a plain launcher gives them.
 
-    `forked`: by one process, which imports torch for all of them; only for programs that import `job` after it.
+    `forked`: by one process, itself forked from one that has torch; only for programs that import `job` after it.
     `server`: forks that process, too; "shared": the one of this program that serves all tests, see `close_servers`.
     Distdiag, which reads /proc, sees no variable of `env` in ranks of a server.
     """
@@ -63,6 +64,7 @@ class Job:
         env: Mapping[str, str] | None = None,
         rank_env: Mapping[int, Mapping[str, str]] | None = None,
         wrap: Sequence[str] = (),
+        arguments: Sequence[str] = (),
         run_id: str = "",
         forked: bool = False,
         server: JobServer | Literal["shared"] | None = None,
@@ -73,12 +75,12 @@ class Job:
         assert not forked or (size < 10 and not rank_env), "only one digit is another in each rank"
         self.size = size
         self._forked, self._server = forked, server
-        self._argv = [*wrap, sys.executable, str(PROGRAMS / f"{program}.py")]
+        self._argv = [*wrap, sys.executable, str(PROGRAMS / f"{program}.py"), *arguments]
         self._env = dict(env or {})
         self._starter = {} if wrap else _STARTER
         self._rank_env = rank_env or {}
         self._run_id = run_id
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[Any]] = []
         self._launchers: list[Launcher] = []
         self._folder = tempfile.TemporaryDirectory(prefix="distdiag-job-")
         self.folder = Path(self._folder.name)
@@ -167,16 +169,18 @@ class Job:
         if self._run_id:
             place["TORCHELASTIC_RUN_ID"] = self._run_id
         with (self.folder / f"stderr-{rank}").open("wb") as log:
-            process = subprocess.Popen(
+            env = {
+                **os.environ,
+                **place,
+                **self._starter,
+                "JOB_FOLDER": str(self.folder),
+                **self._env,
+                **self._rank_env.get(rank, {}),
+            }
+            launcher = support_torch.start(self._argv, env, errors=log) if self._forked else None
+            process = launcher or subprocess.Popen(
                 self._argv,
-                env={
-                    **os.environ,
-                    **place,
-                    **self._starter,
-                    "JOB_FOLDER": str(self.folder),
-                    **self._env,
-                    **self._rank_env.get(rank, {}),
-                },
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,

@@ -50,7 +50,6 @@ class FakePod:
 
     manifest: dict[str, Any]
     enter: Sequence[str] = ()
-    enter_by_container: dict[str, Sequence[str]] = field(default_factory=dict)
     logs: dict[tuple[str, bool], str] = field(default_factory=dict)
     silent: bool = False
     """Requests about it alone are never answered."""
@@ -278,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server_api.busy += 1
             self.server_api.most_busy = max(self.server_api.most_busy, self.server_api.busy)
         try:
-            _Stream(self.rfile, self.connection).run([*pod.enter_by_container.get(name, pod.enter), *command])
+            _Stream(self.rfile, self.connection).run([*pod.enter, *command])
         finally:
             with self.server_api.lock:
                 self.server_api.busy -= 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster import Names
+from fork_server import Program
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -293,22 +296,27 @@ def wait_idle(started: Sequence[subprocess.Popen[str]]) -> None:
 
     It saves questions that are asked too early, and is no proof: ask until the answer is the expected one.
     """
-    until, used = time.monotonic() + 30, [0.0] * len(started)
+    until, used = time.monotonic() + 30, [math.nan] * len(started)
     while time.monotonic() < until:
         before, used = used, [_used_s(each.pid) for each in started]
         pairs = zip(started, before, used, strict=True)
-        if all(each.poll() is not None or was == now > _IMPORT_S for each, was, now in pairs):
+        if all(each.poll() is not None or was == now >= _import_s(each) for each, was, now in pairs):
             return
         time.sleep(0.3)
 
 
+def _import_s(program: subprocess.Popen[str]) -> float:
+    return 0.0 if isinstance(program, Program) else _IMPORT_S  # a fork has it already
+
+
 def _used_s(session: int) -> float:
-    """Return the processor time of all processes of a session."""
-    ticks = 0
+    """Return the processor time of all processes of a session; NaN, which equals nothing, while one has more to do."""
+    ticks = 0.0
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             words = path.read_text().rpartition(")")[2].split()
-            ticks += int(words[11]) + int(words[12]) if int(words[3]) == session else 0
+            if int(words[3]) == session:
+                ticks += int(words[11]) + int(words[12]) if words[0] != "R" else math.nan
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -371,9 +379,8 @@ def ask(network: Network, node: Node | None) -> dict[str, Any]:
 
 def hang(where: Node, hosts: list[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Run `hang --json` there; return its report, with the exit status as "exit"."""
-    argv = [sys.executable, "-m", "distdiag", "hang", "--json", *hosts]
-    done = where.run(*argv, env={**env, "PYTHONPATH": str(TESTS.parent)}, timeout=120, check=False)
-    return {**json.loads(done.stdout), "exit": done.returncode}
+    done = distdiag("hang", "--json", *hosts, env=dict(env), wrap=tuple(where.command()))
+    return {**done.report, "exit": done.code}
 
 
 def score(fault: StartFault, report: dict[str, Any], *, alone: bool) -> str:

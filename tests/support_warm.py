@@ -1,52 +1,49 @@
 """Run distdiag to its end from a process that has loaded its modules: a fork instead of 0.3 s of imports.
 
-The fork runs the program's own main() as a process of its own: session, streams, working directory, environment, exit
-status and interpreter exit are those of a program that a shell starts. What depends on the start itself (signals,
-variables of Python, wrappers) belongs to `support.Running`.
+What depends on the start itself (signals, variables of Python, wrappers other than a node's) belongs to
+`support.Running`.
 
     from support_warm import distdiag
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import support
-from support import PROGRAM, Result, Running
+from fork_server import ForkServer
+from support import PROGRAM, Running
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_STARTS_PYTHON = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_")
-"""Variables with such names change the interpreter before its first line."""
+    from support import Result
 
 
-def _of_python(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_STARTS_PYTHON)}
-
-
-_AT_START = _of_python(os.environ)
+@functools.cache
+def _server() -> ForkServer:
+    return ForkServer(["distdiag.__main__"], os.environ, learns=True)
 
 
 class WarmRunning(Running):
-    """A distdiag forked by the server of this test process."""
+    """A distdiag forked by the server of this test process, or started where it cannot be; several may run at once."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, "COLUMNS": "80", **(env or {}), support._MARK: self.mark}
-        self.process = Forked(_server(), arguments, environment)  # type: ignore[assignment]
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        process = _server().fork([*wrap, PROGRAM, *arguments], environment, (out_end, err_end))
+        os.close(out_end)
+        os.close(err_end)
+        if process is None:
+            os.close(out)
+            os.close(err)
+            super().__init__(*arguments, env=env, wrap=wrap)
+            return
+        process.stdout, process.stderr = os.fdopen(out, encoding="utf-8"), os.fdopen(err, encoding="utf-8")
+        self.process = process
         support._running.append(self)
         self.stderr_lines = []
         self._news = threading.Condition()
@@ -56,135 +53,5 @@ class WarmRunning(Running):
 
 
 def distdiag(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
-    """Run distdiag to its end; from its first line on where it is wrapped, or Python's own variables are changed."""
-    if wrap or _of_python({**os.environ, **(env or {})}) != _AT_START:
-        return support.distdiag(*arguments, env=env, wrap=wrap)
-    return WarmRunning(*arguments, env=env).finish()
-
-
-class Forked:
-    """The part of subprocess.Popen that `Running` uses, for a child of the server."""
-
-    def __init__(self, server: socket.socket, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        (self._end, end_of_server) = socket.socketpair()
-        message = json.dumps({"argv": [PROGRAM, *arguments], "env": environment, "cwd": os.getcwd()}).encode()
-        ends = [out_end, err_end, end_of_server.fileno()]
-        socket.send_fds(server, [len(message).to_bytes(4, "big")], ends)
-        server.sendall(message)
-        for fd in (out_end, err_end):
-            os.close(fd)
-        end_of_server.close()
-        self.stdout, self.stderr = (os.fdopen(fd, encoding="utf-8") for fd in (out, err))
-        self.returncode: int | None = None
-        self.pid = int.from_bytes(self._receive(4), "big")
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
-        if self.returncode is None:
-            self._end.settimeout(timeout)
-            try:
-                self.returncode = int.from_bytes(self._receive(4), "big", signed=True)
-            except TimeoutError:
-                raise subprocess.TimeoutExpired(PROGRAM, timeout or 0) from None
-            self._end.close()
-        return self.returncode
-
-    def _receive(self, size: int) -> bytes:
-        found = self._end.recv(size, socket.MSG_WAITALL)
-        assert len(found) == size, "the server has ended"
-        return found
-
-
-@functools.cache
-def _server() -> socket.socket:
-    """Return the connection to this process's server; it ends with that connection."""
-    ours, theirs = socket.socketpair()
-    words = [sys.executable, __file__, str(theirs.fileno())]
-    process = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    theirs.close()
-
-    def end() -> None:
-        ours.close()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    atexit.register(end)
-    return ours
-
-
-def _serve(connection: socket.socket) -> int | None:
-    """Fork for each message. Return in the forks, the pipe for names of modules; None at the end of the connection."""
-    while True:
-        head, fds, *_ = socket.recv_fds(connection, 4, 3)
-        if not head:
-            return None
-        message = json.loads(connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            os.close(reading)
-            _become(message, fds)
-            return writing
-        os.close(writing)
-        out, err, end = fds
-        os.close(out)
-        os.close(err)
-        _report(pid, end)
-        with os.fdopen(reading) as names:
-            _load(names.read().split())
-
-
-def _report(pid: int, end: int) -> None:
-    """Report a child's process id and its exit status: 4 bytes each. No threads: the next fork would lose them."""
-    with socket.socket(fileno=end) as answers, contextlib.suppress(OSError):
-        answers.sendall(pid.to_bytes(4, "big"))
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        answers.sendall(status.to_bytes(4, "big", signed=True))
-
-
-def _become(message: dict[str, object], fds: list[int]) -> None:
-    """Take the place of a program that was just started."""
-    os.setsid()
-    for fd, number in zip(fds[:2], (1, 2), strict=True):
-        os.dup2(fd, number)
-    for fd in fds:
-        os.close(fd)
-    os.chdir(str(message["cwd"]))
-    os.environ.clear()
-    os.environ.update(message["env"])  # type: ignore[call-overload]
-    sys.argv[:] = message["argv"]  # type: ignore[call-overload]
-    sys.orig_argv[:] = [sys.executable, *sys.argv]
-
-
-def _load(names: list[str]) -> None:
-    """Import what a child had to; never torch, which distdiag itself does not import either."""
-    for name in names:
-        if name.partition(".")[0] not in ("torch", "numpy", "__mp_main__") and name not in sys.modules:
-            with contextlib.suppress(Exception):
-                __import__(name)
-
-
-def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
-    pipe = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if pipe is None:
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    from distdiag.__main__ import main
-
-    before = set(sys.modules)
-    try:
-        main()
-    finally:
-        new = [name for name in sys.modules if name not in before]
-        os.write(pipe, " ".join(["distdiag.__main__", *new]).encode()[:60_000])  # fits into the pipe
-
-
-if __name__ == "__main__":
-    sys.path[0] = str(Path(PROGRAM).parent)
-    _main()
+    """Run distdiag to its end."""
+    return WarmRunning(*arguments, env=env, wrap=wrap).finish()

@@ -1,6 +1,6 @@
 """Builds dist/distdiag.pyz, distdiag in one file, for `make zipapp`: `python tools/make_zipapp.py [--installed] [FILE]`.
 
-In it are distdiag, what it imports that is pure Python (typer, rich, plotille and what these need), and of compiled
+In it are distdiag, what it imports that is pure Python (typer, rich and what these need), and of compiled
 packages msgspec for CPython 3.11 to 3.14 and py-spy, for x86_64 and aarch64 Linux. The archive unpacks itself once into
 the user's cache (zipapp_start.py). torch, paramiko and pystack are not in it. --installed takes the compiled packages
 from this environment, for this Python and machine alone: no network is needed.
@@ -31,7 +31,7 @@ from distdiag_start import main
 
 main()
 """
-PURE = ("typer", "rich", "plotille", "shellingham", "annotated-doc", "markdown-it-py", "mdurl", "pygments")
+PURE = ("typer", "rich", "shellingham", "annotated-doc", "markdown-it-py", "mdurl", "pygments")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = {
     "x86_64": ("manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_5_x86_64"),

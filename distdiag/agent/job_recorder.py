@@ -228,6 +228,7 @@ class Recorder:
         self._did_hold = not config["hold"]
         self._prefix = config["prefix"]
         self._events = private_files.open_file(os.path.join(self._folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
+        # By pidfd the message of each rank, JSON of a process of the job: only the fields used here are checked.
         self._ranks: dict[int, dict[str, Any]] = {}
         self._job_ended = self._did_drain = False
         self._state: list[tuple[int, int]] = []

@@ -153,7 +153,7 @@ class Fleet:
     def records(self, timeout_s: float) -> Iterator[tuple[Node, Said | Down]]:
         """Wait at most `timeout_s` seconds for records from the nodes in stage UP, and yield all.
 
-        `Down` stands for a lost node; its `refusal` has the reason.
+        `Down`: a lost node; its `refusal` has the reason.
         """
         pending, self._pending = self._pending, []
         yield from pending

@@ -1,7 +1,7 @@
 """Hosts from files and schedulers: every common hostfile by one grammar, `hosts [key=value ...] [# note]` on a line.
 
-It covers Open MPI and DeepSpeed (`h slots=8`), MPICH and Intel MPI (`h:8`), PBS (a line per slot), pdsh (host lists)
-and Ansible's INI files (`h ansible_host=... ansible_port=...`, `[group]`).
+It covers Open MPI and DeepSpeed (`h slots=8`), MPICH and Intel MPI (`h:8`), PBS (a line per slot) and pdsh (host
+lists).
 """
 
 from __future__ import annotations
@@ -9,30 +9,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
 
-from distdiag.cluster.hostlist import MAX_NAMES, Piece, quote, read_address, spell, whole
+from distdiag.cluster.hostlist import MAX_NAMES, located, quote, spell
 from distdiag.cluster.hosts import Host, HostList, merge, read_list, read_port, read_slots, read_user
 from distdiag.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-T = TypeVar("T")
 _NOTE = re.compile(r"(?:^|\s)#.*")
-_HEADER = re.compile(r"\[[A-Za-z_][\w.-]*(?P<no_hosts>:(?:vars|children))?\]")
-_ANSIBLE_KEY = re.compile(r"\sansible_\w+\s*=")
 _OPTIONS = re.compile(r"(?<!\s)\s+(?=[A-Za-z_][\w.-]*\s*=)")
-# Open MPI allows spaces around "=" and Ansible quotes values with spaces inside; `a= b=1` is an empty a, then b.
+# Open MPI allows spaces around "=", and values may be quoted; `a= b=1` is an empty a, then b.
 _OPTION = re.compile(r"""\s*([A-Za-z_][\w.-]*)\s*=(?:\s+(?![\w.-]+\s*=))?(?:'([^']*)'|"([^"]*)"|(\S*))(?!\S)""")
-_MEANINGS = {
-    "slots": "slots",
-    "port": "port",
-    "ansible_port": "port",
-    "user": "user",
-    "ansible_user": "user",
-    "ansible_host": "address",
-}
+_KNOWN = ("slots", "port", "user")
 _SLURM_PART = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 
@@ -40,95 +26,60 @@ def read_hostfile(text: str, name: str) -> HostList:
     """Read a hostfile; `name` identifies it in errors.
 
     A host on several lines has the sum of its slots; a line without slots counts as one, as in Open MPI and PBS. It is
-    a duplicate only if a line gives slots. In an Ansible file, several groups may contain one host. A host with
-    `slots=0` is left out. Unknown keys are ignored.
+    a duplicate only if a line gives slots. A host with `slots=0` is left out. Unknown keys are ignored.
 
     Raises:
         UsageError: a line is malformed, or no line names a host.
     """
-    rows = text.removeprefix("\ufeff").splitlines()
-    lines = [_line(row, f"{name}, line {number}") for number, row in enumerate(rows, 1)]
-    is_ansible = any(_HEADER.fullmatch(line.text) or _ANSIBLE_KEY.search(line.text) for line in lines)
     hosts: list[Host] = []
     excluded: set[str] = set()
-    for line in _host_lines(lines):
-        more, unwanted = _read_line(line, MAX_NAMES - len(hosts), is_ansible=is_ansible)
-        hosts += more
-        excluded |= unwanted
-    found = replace(merge(hosts, excluded), duplicates=()) if is_ansible else _count(hosts, excluded)
+    for number, row in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+        if line := _NOTE.sub("", row).strip():
+            with located(f"{name}, line {number}"):
+                more, unwanted = _read_line(line, MAX_NAMES - len(hosts))
+            hosts += more
+            excluded |= unwanted
+    found = _count(hosts, excluded)
     if not found.hosts:
         raise UsageError(f"{name}: no hosts in it", hint="write one host per line: node1 slots=8")
     return found
 
 
-def _line(row: str, where: str) -> Piece:
-    """Strip the note at the end of a line."""
-    note = _NOTE.search(row)
-    return whole(row, where).cut(0, note.start() if note else None).strip()
-
-
-def _host_lines(lines: Iterable[Piece]) -> Iterator[Piece]:
-    """Skip lines without hosts: blank ones, `[group]`, and the section of `[group:vars]`."""
-    skipping = False
-    for line in lines:
-        if header := _HEADER.fullmatch(line.text):
-            skipping = header["no_hosts"] is not None
-        elif line.text and not skipping:
-            yield line
-
-
-def _read_line(line: Piece, room: int, *, is_ansible: bool) -> tuple[list[Host], set[str]]:
-    options = _OPTIONS.search(line.text)
-    end = options.start() if options else len(line.text)
-    hosts, excluded = read_list(line.cut(0, end), room=room)
-    if is_ansible and any(host.slots is not None for host in hosts):
-        raise line.error(
-            "a number after ':' is a port in Ansible files, and slots in others", hint="write ansible_port=N"
-        )
-    return _complete(hosts, _read_options(line.cut(end))), excluded
-
-
-def _read_options(options: Piece) -> dict[str, Piece]:
-    """Return the values of the known keys."""
-    given: dict[str, Piece] = {}
-    at = 0
-    while at < len(options.text):
-        match = _OPTION.match(options.text, at)
-        if match is None:
-            rest = options.cut(at).strip()
-            raise rest.error(f"{quote(rest.text)} is not key=value")
-        at = match.end()
-        meaning = _MEANINGS.get(match[1])
-        if meaning in given:
-            raise options.error(f"{meaning} is given twice", at=match.start(1))
-        if meaning is not None:
-            given[meaning] = options.cut(*match.span(match.lastindex or 0))
-    return given
-
-
-def _complete(hosts: list[Host], given: dict[str, Piece]) -> list[Host]:
-    slots = _value(given, "slots", read_slots)
-    port = _value(given, "port", read_port)
-    user = _value(given, "user", read_user)
-    address = _value(given, "address", read_address)
+def _read_line(line: str, room: int) -> tuple[list[Host], set[str]]:
+    options = _OPTIONS.search(line)
+    end = options.start() if options else len(line)
+    hosts, excluded = read_list(line[:end], room=room)
+    given = _read_options(line[end:])
+    slots = read_slots(given["slots"]) if "slots" in given else None
+    port = read_port(given["port"]) if "port" in given else None
+    user = read_user(given["user"]) if "user" in given else None
     if slots is not None and any(host.slots is not None for host in hosts):
-        raise given["slots"].error("slots is given twice")
-    if address is not None and len(hosts) > 1:
-        raise given["address"].error(f"one address for {len(hosts)} hosts")
+        raise UsageError("slots is given twice")
     return [
         replace(
             host,
             slots=host.slots if slots is None else slots,
             port=port or host.port,
             user=user or host.user,
-            address=address,
         )
         for host in hosts
-    ]
+    ], excluded
 
 
-def _value(given: dict[str, Piece], meaning: str, read: Callable[[Piece], T]) -> T | None:
-    return read(given[meaning]) if meaning in given else None
+def _read_options(text: str) -> dict[str, str]:
+    """Return the values of the known keys."""
+    given: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        match = _OPTION.match(text, at)
+        if match is None:
+            raise UsageError(f"{quote(text[at:].strip())} is not key=value")
+        at = match.end()
+        if match[1] in given:
+            raise UsageError(f"{match[1]} is given twice")
+        if match[1] in _KNOWN:
+            given[match[1]] = match[match.lastindex or 0]
+    return given
 
 
 def _count(hosts: list[Host], excluded: set[str]) -> HostList:
@@ -142,26 +93,24 @@ def _count(hosts: list[Host], excluded: set[str]) -> HostList:
 
 def slurm_tasks(text: str) -> list[int]:
     """Parse SLURM_TASKS_PER_NODE, the tasks of each node in turn: "2(x2),1" is [2, 2, 1]. Raises UsageError."""
-    listed = whole(text, "SLURM_TASKS_PER_NODE")
     tasks: list[int] = []
-    at = 0
-    for part in text.split(","):
-        match = _SLURM_PART.fullmatch(part)
-        if match is None:
-            raise listed.error(f"{quote(part)} is not a task count such as 2 or 2(x3)", at=at)
-        if int(match[2] or 1) > MAX_NAMES - len(tasks):
-            raise listed.error(f"more than {MAX_NAMES:,} nodes", at=at)
-        tasks += [int(match[1])] * int(match[2] or 1)
-        at += len(part) + 1
+    with located("SLURM_TASKS_PER_NODE"):
+        for part in text.split(","):
+            match = _SLURM_PART.fullmatch(part)
+            if match is None:
+                raise UsageError(f"{quote(part)} is not a task count such as 2 or 2(x3)")
+            if int(match[2] or 1) > MAX_NAMES - len(tasks):
+                raise UsageError(f"more than {MAX_NAMES:,} nodes")
+            tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
 
 def lsf_hosts(text: str) -> list[Host]:
     """Parse LSB_MCPU_HOSTS, hosts and slots in turn: "h1 4 h2 4". Raises UsageError."""
-    listed = whole(text, "LSB_MCPU_HOSTS")
-    words = [listed.cut(*word.span()) for word in re.finditer(r"\S+", text)]
-    if not words or len(words) % 2:
-        raise listed.error("missing number of slots" if words else "no host given", at=len(text))
-    pairs = zip(words[::2], words[1::2], strict=True)
-    hosts = [Host(name=spell(name, room=1)[0], slots=read_slots(slots)) for name, slots in pairs]
+    words = text.split()
+    with located("LSB_MCPU_HOSTS"):
+        if not words or len(words) % 2:
+            raise UsageError("missing number of slots" if words else "no host given")
+        pairs = zip(words[::2], words[1::2], strict=True)
+        hosts = [Host(name=spell(name, room=1)[0], slots=read_slots(slots)) for name, slots in pairs]
     return list(merge(hosts, set()).hosts)

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hostlist import MAX_NAMES, Piece, entries, exclusion, quote, spell, whole
+from distdiag.cluster.hostlist import EXCLUDES, MAX_NAMES, entries, located, quote, spell
+from distdiag.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,13 +21,12 @@ MAX_SLOTS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host as typed; None if not given. `address`: where to connect, unless the name."""
+    """One host as typed; None if not given."""
 
     name: str
     slots: int | None = None
     user: str | None = None
     port: int | None = None
-    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -140,21 +140,20 @@ def parse_hosts(text: str) -> HostList:
     Raises:
         UsageError: the text is malformed, or names no host.
     """
-    listed = whole(text)
-    hosts, excluded = read_list(listed)
-    found = merge(hosts, excluded)
+    with located("host list"):
+        found = merge(*read_list(text))
     if not found.hosts:
-        raise listed.error("no host given", hint="give hosts: node[1-4],gpu7")
+        raise UsageError("host list: no host given", hint="give hosts: node[1-4],gpu7")
     return found
 
 
-def read_list(listed: Piece, *, room: int = MAX_NAMES) -> tuple[list[Host], set[str]]:
-    """Parse a list into (hosts including repeats, excluded names)."""
+def read_list(text: str, *, room: int = MAX_NAMES) -> tuple[list[Host], set[str]]:
+    """Parse a list into (hosts including repeats, excluded names). Raises UsageError."""
     hosts: list[Host] = []
     unwanted: set[str] = set()
-    for entry in entries(listed):
-        if excluded := exclusion(entry):
-            unwanted.update(spell(excluded, room=room))
+    for entry in entries(text):
+        if entry[0] in EXCLUDES:
+            unwanted.update(spell(entry[1:], room=room))
         else:
             hosts += _read_entry(entry, room - len(hosts))
     return hosts, unwanted
@@ -175,58 +174,49 @@ def merge(hosts: Iterable[Host], excluded: set[str]) -> HostList:
 
 def _join(first: Host, again: Host) -> Host:
     slots = again.slots if first.slots is None else first.slots + (again.slots or 0)
-    return replace(
-        first,
-        slots=slots,
-        user=first.user or again.user,
-        port=first.port or again.port,
-        address=first.address or again.address,
-    )
+    return replace(first, slots=slots, user=first.user or again.user, port=first.port or again.port)
 
 
-def _read_entry(entry: Piece, room: int) -> list[Host]:
-    is_ssh = entry.text.startswith("ssh://")
-    place = entry.cut(len("ssh://")) if is_ssh else entry
-    at = place.text.find("@")
-    user = read_user(place.cut(0, at)) if at >= 0 else None
-    place = place.cut(at + 1)
-    colon = _find_colon(place)
-    number = place.cut(colon + 1) if colon is not None else None
-    slots = read_slots(number) if number and not is_ssh else None
-    port = read_port(number) if number and is_ssh else None
-    spelled = spell(place.cut(0, colon), room=room)
-    return [Host(name=name, slots=slots, user=user, port=port) for name in spelled]
+def _read_entry(entry: str, room: int) -> list[Host]:
+    is_ssh = entry.startswith("ssh://")
+    before, at, after = entry.removeprefix("ssh://").partition("@")
+    user = read_user(before) if at else None
+    name, colon, number = _split(after if at else before)
+    slots = read_slots(number) if colon and not is_ssh else None
+    port = read_port(number) if colon and is_ssh else None
+    return [Host(name=spelled, slots=slots, user=user, port=port) for spelled in spell(name, room=room)]
 
 
-def _find_colon(place: Piece) -> int | None:
-    """Find the colon before slots or a port; colons inside brackets belong to an address."""
-    outside = _BRACKET.sub(lambda bracket: "." * len(bracket[0]), place.text)
+def _split(place: str) -> tuple[str, str, str]:
+    """Split at the colon before slots or a port; colons inside brackets belong to an address."""
+    outside = _BRACKET.sub(lambda bracket: "." * len(bracket[0]), place)
     if outside.count(":") > 1:
         hint = "put the address in brackets: [fe80::1] or [fe80::1]:8"
-        raise place.error(f"{quote(place.text)} is ambiguous: an IPv6 address, or an address and a number", hint=hint)
-    return outside.find(":") if ":" in outside else None
+        raise UsageError(f"{quote(place)} is ambiguous: an IPv6 address, or an address and a number", hint=hint)
+    at = outside.find(":")
+    return (place, "", "") if at < 0 else (place[:at], ":", place[at + 1 :])
 
 
-def read_user(piece: Piece) -> str:
-    """Parse a login name."""
-    if not piece.text:
-        raise piece.error("missing user before '@'", hint="use --hostfile for a file of hosts")
-    if not _USER.fullmatch(piece.text):
-        raise piece.error(f"{quote(piece.text)} is not a user name")
-    return piece.text
+def read_user(text: str) -> str:
+    """Parse a login name. Raises UsageError."""
+    if not text:
+        raise UsageError("missing user before '@'", hint="use --hostfile for a file of hosts")
+    if not _USER.fullmatch(text):
+        raise UsageError(f"{quote(text)} is not a user name")
+    return text
 
 
-def read_slots(piece: Piece) -> int:
-    """Parse a number of slots, 0 to MAX_SLOTS."""
-    return _read_number(piece, range(MAX_SLOTS + 1), "number of slots")
+def read_slots(text: str) -> int:
+    """Parse a number of slots, 0 to MAX_SLOTS. Raises UsageError."""
+    return _read_number(text, range(MAX_SLOTS + 1), "number of slots")
 
 
-def read_port(piece: Piece) -> int:
-    """Parse a TCP port."""
-    return _read_number(piece, range(1, 65536), "port")
+def read_port(text: str) -> int:
+    """Parse a TCP port. Raises UsageError."""
+    return _read_number(text, range(1, 65536), "port")
 
 
-def _read_number(piece: Piece, allowed: range, what: str) -> int:
-    if re.fullmatch("[0-9]{1,9}", piece.text) and int(piece.text) in allowed:
-        return int(piece.text)
-    raise piece.error(f"{quote(piece.text)} is not a {what} ({allowed[0]} to {allowed[-1]})")
+def _read_number(text: str, allowed: range, what: str) -> int:
+    if re.fullmatch("[0-9]{1,9}", text) and int(text) in allowed:
+        return int(text)
+    raise UsageError(f"{quote(text)} is not a {what} ({allowed[0]} to {allowed[-1]})")

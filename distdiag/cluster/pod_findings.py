@@ -1,4 +1,4 @@
-"""Kubernetes' reports on a job's pods: killed, evicted, ended, not started, or without rights for a diagnosis. Pure.
+"""Kubernetes' reports on a job's pods: killed, evicted, ended, or not started. Pure.
 
 A killed container explains a hang if the others have run since before: their ranks wait for a dead process. If all were
 started later, it is history, and a warning.
@@ -50,8 +50,6 @@ def with_pods(report: Report[Any], pods: Sequence[Pod], error: str = "") -> Repo
         return replace(report, findings=(*report.findings, failed))
     is_fine = report.verdict in (Verdict.OK, Verdict.WARN)
     found = list(pod_findings(pods, is_fine=is_fine or report.command in _ABOUT_NODES))
-    if not is_fine:
-        found += _lacking(pods)
     placed = tuple(_with_nodes(finding, {pod.name: pod for pod in pods}) for finding in report.findings)
     worst = [finding for finding in found if finding.level is Level.FAIL]
     summary = report.summary
@@ -217,53 +215,3 @@ def _not_started(pods: Sequence[Pod]) -> Iterator[Finding]:
             evidence=(group[0][1],) if group[0][1] else (),
             fix=Fix(text="see why", commands=(f"kubectl describe pod {names[0]} {at}",)),
         )
-
-
-_LACKS = {
-    "ptrace": ("SYS_PTRACE (stacks of other users)", "securityContext.capabilities.add: [SYS_PTRACE]"),
-    "memlock": ("IPC_LOCK (memory for RDMA)", "securityContext.capabilities.add: [IPC_LOCK]"),
-    "shm": ("large /dev/shm (it has 64 MiB)", "an emptyDir volume of medium Memory at /dev/shm"),
-    "processes": ("shareProcessNamespace (other containers do not see the ranks)", "shareProcessNamespace: true"),
-}
-"""What is missing, and the setting in the manifest."""
-
-
-def _lacking(pods: Sequence[Pod]) -> Iterator[Finding]:
-    """Yield missing rights and volumes of pods."""
-    groups: dict[tuple[str, ...], list[Pod]] = {}
-    for pod in pods:
-        if pod.lacks and not pod.replaced:
-            groups.setdefault(pod.lacks, []).append(pod)
-    for lacks, group in groups.items():
-        owner = f"{group[0].owner_kind or 'pod'} {group[0].owner or group[0].name}"
-        settings = "; ".join(_LACKS[each][1] for each in lacks)
-        yield Finding(
-            id=Id.KUBE_POD_LACKS,
-            level=Level.INFO,
-            title=f"{fold_within([pod.name for pod in group], 30)}: no {', '.join(_LACKS[each][0] for each in lacks)}",
-            fix=Fix(text=f"add to the manifest of {owner}, and start it again: {settings}"),
-        )
-
-
-def pod_rows(pods: Sequence[Pod]) -> list[tuple[str, ...]]:
-    """Return pods as rows: pod, node, container, state, restarts, last end. Similar pods share a row."""
-    rows: list[tuple[str, ...]] = []
-    groups: dict[tuple[str, ...], list[Pod]] = {}
-    for pod in pods:
-        container = pod.main
-        state = "replaced" if pod.replaced else container.reason or pod.reason or pod.phase
-        last = container.end or container.last
-        ended = (
-            f"{last.reason} ({last.exit_code}){_ago(_Ended(pod=pod, container=container, end=last, again=True))}"
-            if last
-            else ""
-        )
-        key = (state, str(container.restarts), ended)
-        groups.setdefault((pod.name, *key) if len(pods) <= _MOST_ROWS or ended else ("", *key), []).append(pod)
-    for (_, *rest), group in groups.items():
-        names, nodes = [pod.name for pod in group], dict.fromkeys(pod.node or "-" for pod in group)
-        rows.append((fold_within(names, 40), fold_within(nodes, 30), group[0].container or "-", *rest))
-    return rows
-
-
-_MOST_ROWS = 16

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 API_TIMEOUT_S = 10.0
 """Per request to the API server; kubectl itself has slightly longer."""
 _KUBECTL_MORE_S = 5.0
-_LOOK_S = 15.0
-_WIDTH = 16
 _LABELS = {
     "job": "job-name",
     "pytorchjob": "training.kubeflow.org/job-name",
@@ -42,8 +40,6 @@ _INDEXES = (
 )
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _GPU = re.compile(r"\.com/(gpu|mig-.*)$")
-_FIND_TORCH = "grep -lqs libtorch /proc/[0-9]*/maps && echo torch"
-_DEFAULT_SHM = "/dev/shm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +87,6 @@ class Pod:
     index: str = ""
     container: str = ""
     containers: tuple[Container, ...] = ()
-    lacks: tuple[str, ...] = ()
     replaced: bool = False
 
     @property
@@ -144,13 +139,13 @@ def _selection(selector: str) -> list[str]:
 
 
 def find_pods(kube: Kube) -> tuple[Pod, ...]:
-    """List the selected pods, each with the job's container.
+    """List the selected pods.
 
     Raises:
         UsageError: invalid selector.
         DistdiagError: kubectl is missing, the API server does not answer or refuses, or no pod matches.
     """
-    pods = _with_containers(kube, read_pods(kube))
+    pods = read_pods(kube)
     if not pods:
         where = f"namespace {kube.namespace}" if kube.namespace else "the namespace of the current context"
         raise DistdiagError(
@@ -230,16 +225,13 @@ def _pod(item: Mapping[str, Any], read_at: float, container: str) -> Pod:
     meta, spec, status = item["metadata"], item["spec"], item.get("status", {})
     if not _NAME.fullmatch(meta["name"]) or not _NAME.fullmatch(meta.get("namespace", "default")):
         raise ValueError("a pod with a name that none can have")
-    owner: dict[str, Any] = next((each for each in meta.get("ownerReferences", ()) if each.get("controller")), {})
+    owner = _first(meta.get("ownerReferences", ()), "controller", True)
     labels = {**meta.get("labels", {}), **meta.get("annotations", {})}
     # A sidecar is an init container that keeps running, and never the job's.
     states = {each["name"]: each for each in status.get("containerStatuses", ())}
     specs = spec.get("containers", ())
     chosen = container or _choose(specs, meta.get("annotations", {}))
-    main: dict[str, Any] = next((each for each in specs if each["name"] == chosen), {})
-    scheduled: dict[str, Any] = next(
-        (each for each in status.get("conditions", ()) if each.get("type") == "PodScheduled"), {}
-    )
+    scheduled = _first(status.get("conditions", ()), "type", "PodScheduled")
     return Pod(
         name=str(meta["name"]),
         namespace=str(meta.get("namespace", "default")),
@@ -254,12 +246,15 @@ def _pod(item: Mapping[str, Any], read_at: float, container: str) -> Pod:
         index=next((str(labels[name]) for name in _INDEXES if name in labels), ""),
         container=chosen,
         containers=tuple(_container(each, states.get(each["name"], {})) for each in specs),
-        lacks=tuple(_lacks(spec, main)) if main else (),
     )
 
 
+def _first(items: Iterable[Mapping[str, Any]], name: str, value: object) -> Mapping[str, Any]:
+    return next((item for item in items if item.get(name) == value), {})
+
+
 def _container(spec: Mapping[str, Any], status: Mapping[str, Any]) -> Container:
-    states: dict[str, dict[str, Any]] = status.get("state") or {}
+    states: Mapping[str, Mapping[str, Any]] = status.get("state") or {}
     state, details = next(iter(states.items()), ("", {}))
     last = (status.get("lastState") or {}).get("terminated")
     return Container(
@@ -287,7 +282,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _choose(specs: Sequence[Mapping[str, Any]], annotations: Mapping[str, str]) -> str:
-    """Return the job's container if the pod's specification shows it, else ""."""
+    """Return the job's container: declared, Kubeflow's, the only one with GPUs, else the first."""
     names = [each["name"] for each in specs]
     declared = annotations.get("kubectl.kubernetes.io/default-container")
     with_gpus = [each["name"] for each in specs if any(map(_GPU.search, each.get("resources", {}).get("limits", ())))]
@@ -295,25 +290,8 @@ def _choose(specs: Sequence[Mapping[str, Any]], annotations: Mapping[str, str]) 
         return str(declared)
     if "pytorch" in names:  # required by Kubeflow
         return "pytorch"
-    if len(with_gpus) == 1 or len(names) == 1:
-        return str((with_gpus or names)[0])
-    return ""
-
-
-def _lacks(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Iterable[str]:
-    """Yield a pod's missing settings: "ptrace", "memlock", "shm", "processes" (of its other containers)."""
-    context = container.get("securityContext", {})
-    added = {str(name).removeprefix("CAP_") for name in context.get("capabilities", {}).get("add", ())}
-    privileged = context.get("privileged") or "ALL" in added
-    if not privileged and not added & {"SYS_PTRACE", "SYS_ADMIN"}:
-        yield "ptrace"
-    if not privileged and "IPC_LOCK" not in added:
-        yield "memlock"
-    mounted = {mount.get("mountPath", "").rstrip("/") for mount in container.get("volumeMounts", ())}
-    if _DEFAULT_SHM not in mounted and not spec.get("hostIPC"):
-        yield "shm"
-    if len(spec.get("containers", ())) > 1 and not (spec.get("shareProcessNamespace") or spec.get("hostPID")):
-        yield "processes"
+    found = with_gpus if len(with_gpus) == 1 else names
+    return str(found[0]) if found else ""
 
 
 def _mark_replaced(pods: Sequence[Pod]) -> tuple[Pod, ...]:
@@ -332,31 +310,3 @@ def _mark_replaced(pods: Sequence[Pod]) -> tuple[Pod, ...]:
         )
 
     return tuple(replace(pod, replaced=True) if is_replaced(pod) else pod for pod in pods)
-
-
-def _with_containers(kube: Kube, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
-    """Find unknown containers of the job: the one with torch in a process, else the first.
-
-    One running pod per set of containers is inspected: pods of one template are alike.
-    """
-    unclear: dict[tuple[str, ...], Pod] = {}
-    for pod in pods:
-        names = tuple(container.name for container in pod.containers)
-        if not pod.container and pod.phase == "Running":
-            unclear.setdefault(names, pod)
-    commands = {
-        (names, name): kube.kubectl("exec", "-n", pod.namespace, pod.name, "-c", name, "--", "sh", "-c", _FIND_TORCH)
-        for names, pod in unclear.items()
-        for name in names
-    }
-    with_torch = {
-        names: name
-        for (names, name), done in programs.run_many(commands, _LOOK_S, width=_WIDTH)
-        if done is not None and done.stdout.strip() == b"torch"
-    }
-
-    def chosen(pod: Pod) -> Pod:
-        names = tuple(container.name for container in pod.containers)
-        return pod if pod.container or not names else replace(pod, container=with_torch.get(names, names[0]))
-
-    return tuple(map(chosen, pods))

@@ -160,7 +160,7 @@ class RendezvousProbe(Prober):
     ) -> None:
         """`names` are the nodes, rank 0's first, which already listens on `port`.
 
-        `candidates` lists rank 0's possible addresses, from its network and the address known to the fleet.
+        `candidates` lists rank 0's possible addresses, from its network and its name.
         """
         super().__init__(fleet, [fleet.nodes[name] for name in names])
         self._head = self._nodes[0]
@@ -192,7 +192,7 @@ class RendezvousProbe(Prober):
 
     def _choose(self) -> None:
         """First round: every node probes every possible address of rank 0's node."""
-        candidates = self._candidates(self._test.networks[self._head.name], self._fleet_address())
+        candidates = self._candidates(self._test.networks[self._head.name], self._head.name)
         wanted = {}
         for node in self._nodes[1:]:
             targets = []
@@ -223,11 +223,6 @@ class RendezvousProbe(Prober):
             if path.probe.local_address:
                 self._test.addresses.setdefault(path.source, path.probe.local_address)
         self._name_own_interface()
-
-    def _fleet_address(self) -> str:
-        """Return the address by which the fleet reaches rank 0's node, or its name."""
-        host = next(host for host in self._fleet.hosts if host.name == self._head.name)
-        return host.address or host.name
 
     def _name_own_interface(self) -> None:
         """Find the interface of rank 0's node with the chosen address."""

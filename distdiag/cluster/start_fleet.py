@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from distdiag.agent import boot
 from distdiag.cluster import bootstrap, bundle
 from distdiag.cluster.fleet import Fleet, Limits, more_for
-from distdiag.cluster.targets import Launcher, chosen_env, describe
+from distdiag.cluster.targets import Launcher, chosen_env
 from distdiag.cluster.transports.local import LocalTransport
 from distdiag.errors import UsageError
 
@@ -98,35 +98,6 @@ def _refuse_without_effect(cluster: Cluster, agent: Agent) -> None:
             hint="give hosts with --hosts (this machine over ssh: --launcher ssh); or start distdiag with another "
             "Python: PYTHON -m distdiag",
         )
-
-
-def explain(cluster: Cluster, targets: Targets, agent: Agent) -> list[str]:
-    """Return the commands that would reach the hosts, and the payload's description.
-
-    Raises:
-        UsageError, DistdiagError: as `open_fleet`.
-    """
-    fleet = open_fleet(cluster, targets, agent)
-    try:
-        if targets.launcher is Launcher.SLURM:
-            return [
-                f"# {describe(targets)}, all at once; the agents connect back",
-                fleet.transport.explain_all(targets.hosts),
-            ]
-        lines = [f"# {describe(targets)}"]
-        if targets.launcher is Launcher.SSH:
-            lines[0] += "; done by paramiko in this process, equivalent to:"
-        lines += [fleet.transport.explain(host) for host in targets.hosts]
-        if targets.launcher is not None:
-            shell = _shell_lines(cluster, len(fleet.payload), needs_torch=agent.rank is not None)
-            lines += [
-                "",
-                f"# Each host gets these lines, then {len(fleet.payload)} bytes of distdiag for the Python found:",
-                *shell.decode().splitlines(),
-            ]
-        return lines
-    finally:
-        fleet.close()
 
 
 def _shell_lines(cluster: Cluster, payload_bytes: int, *, needs_torch: bool) -> bytes:

@@ -49,7 +49,6 @@ class Cluster:
     fanout: int | None = None
     host_timeout_s: float | None = None
     accept_new: bool = False
-    explain: bool = False
     kube: Kube | None = None
 
     def typed(self) -> list[tuple[str, str]]:

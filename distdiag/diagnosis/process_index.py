@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.facts.network.socket_peers import Endpoint, match
+from distdiag.diagnosis.socket_peers import Endpoint, match
 from distdiag.jobs.roles import find_jobs
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def rows(table: str, kind: str, of: type[AnyRow]) -> dict[str, AnyRow]:
 
 @cache
 def read_table(table: str) -> dict[str, Any]:
-    """Read knowledge/{table}.toml."""
+    """Read knowledge/{table}.toml; tables differ in their keys, and each reader decodes its own rows."""
     return tomllib.loads(resources.files("distdiag.knowledge").joinpath(f"{table}.toml").read_text("utf-8"))
 
 
@@ -56,6 +56,7 @@ def filled(row: AnyRow, words: Mapping[str, object]) -> AnyRow:
     """Fill the non-empty `words` into all texts of a row; drop commands that are only a missing one."""
     said = {name: str(value) for name, value in {"name": row.name, **words}.items() if value not in ("", None)}
     every = {field.name: getattr(row, field.name) for field in fields(row)}
+    # Any, as `replace` accepts for fields of every type.
     texts: dict[str, Any] = {name: fill(text, said) for name, text in every.items() if type(text) is str}
     commands = (fill(command, said) for command in row.commands)
     return replace(row, **texts, commands=tuple(command for command in commands if command != "?"))

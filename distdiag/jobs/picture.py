@@ -34,7 +34,6 @@ from distdiag.jobs.starts import Starts  # noqa: TC001
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
 
     from distdiag.facts.logs.line_patterns import Rows
 
@@ -118,7 +117,7 @@ class Unavailable(Exception):
         self.hint = hint
 
 
-def more(ask: Ask, tell: Callable[[Any], None]) -> None:
+def more(ask: Ask, tell: Callable[[Part], None]) -> None:
     """Read the sources."""
     run = _Run(ask, tell)
     at_once = {name: getattr(run, name) for name in ask.sources if name not in _AFTERWARDS}
@@ -131,7 +130,7 @@ def more(ask: Ask, tell: Callable[[Any], None]) -> None:
 
 
 class _Run:
-    def __init__(self, ask: Ask, tell: Callable[[Any], None]) -> None:
+    def __init__(self, ask: Ask, tell: Callable[[Part], None]) -> None:
         self._ask, self._tell = ask, tell
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -173,7 +172,7 @@ class _Run:
             end = SourceEnd(name, round(time.monotonic() - began, 3), why, hint, round(time.time(), 3))
             self._tell(Part(ended=(end,)))
 
-    def _send(self, name: str, part: Any) -> None:  # noqa: ANN401 - a Part, or a dictionary as of one
+    def _send(self, name: str, part: Part) -> None:
         with self._lock:
             if name not in self._over:
                 self._tell(part)
@@ -308,11 +307,7 @@ class _Run:
             )
         left_s = self._began + self._ask.timeout_s - time.monotonic()
         ask = recorder.Ask(list(dict.fromkeys(paths)), trigger=True, wait_s=max(1.0, min(6.0, left_s / 2)))
-
-        def tell(answer: Any) -> None:  # noqa: ANN401 - a NodeDumps, or a dictionary as of one
-            self._send("recorder", {"dumps": [answer]} if isinstance(answer, dict) else Part(dumps=(answer,)))
-
-        recorder.more(ask, tell)
+        recorder.more(ask, lambda dumps: self._send("recorder", Part(dumps=(dumps,))))
 
 
 def _modified_s(path: str) -> float:

@@ -79,7 +79,7 @@ def _of_node(ask: Ask, processes: Processes) -> Ask | None:
     """Return a node's request; None if it has no process of a job and no file was requested."""
     from distdiag.knowledge import gpu_libraries, known_lines
 
-    pids, once = to_sample(processes.processes, helpers=ask.sampling.helpers)
+    pids, once = to_sample(processes.processes)
     starting = [process.pid for _, process in without_ranks([NodeStacks(processes.host, processes, ())])]
     if not (pids or starting or ask.logs or ask.recorder or (ask.waits_of_all and processes.processes)):
         return None
@@ -112,15 +112,3 @@ def merge(host: str, processes: Processes, parts: Sequence[Part], why: str) -> N
     joined = runner.merged(parts)
     once = {name: tuple({each.pid: each for each in joined.get(name, ())}.values()) for name in ("watched", "blocked")}
     return NodePicture(host=host, processes=processes, missing=why, **{**joined, **once})
-
-
-def unread(host: str, why: str) -> NodePicture:
-    """Return a placeholder for a node that sent no facts, or an unreadable file."""
-    return NodePicture(host=host, processes=Processes(host), missing=why)
-
-
-def all_nodes(gathered: Gathered[NodePicture]) -> list[NodePicture]:
-    """Return the facts of all nodes, with placeholders for nodes that sent none."""
-    known = {node.host for node in gathered.facts}
-    missing = [unread(host, why) for host, why in gathered.missing.items() if host not in known]
-    return [*gathered.facts, *missing]

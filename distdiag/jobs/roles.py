@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from distdiag.jobs.servers import Server
 
 _NO_RANK = ("launcher", "tracker", "compile-worker")
-_SAMPLED_ONCE = ("data-worker", "tracker", "compile-worker")
 _CHILD = ("multiprocessing/process.py", "BaseProcess._bootstrap")
 _SPAWNED_RANK = ("torch/multiprocessing/spawn.py", "_wrap")
 _WORKER = "torch/utils/data/_utils/worker.py"
@@ -51,19 +50,17 @@ class _Part:
     """Processes with torch but no rank that started ranks of this part, perhaps as rank 0 themselves."""
 
 
-def to_sample(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int], list[int]]:
+def to_sample(processes: Sequence[Process]) -> tuple[list[int], list[int]]:
     """Choose the processes to sample: (all pids, those that need a single sample)."""
     pythons = {_place_of(process) for process in processes if process.python and process.kind not in _NO_RANK}
-    sampled = [process.pid for process in processes if _is_worth_sampling(process, pythons, helpers=helpers)]
-    helping = {process.pid for process in processes if process.kind in _SAMPLED_ONCE}
+    sampled = [process.pid for process in processes if _is_worth_sampling(process, pythons)]
+    helping = {process.pid for process in processes if process.kind == "data-worker"}
     return sampled, [pid for pid in sampled if pid in helping]
 
 
-def _is_worth_sampling(process: Process, pythons: set[tuple[str, int] | None], *, helpers: bool) -> bool:
-    if process.kind in ("launcher", "locked"):  # py-spy would block on a locked memory map too
+def _is_worth_sampling(process: Process, pythons: set[tuple[str, int] | None]) -> bool:
+    if process.kind in (*_NO_RANK, "locked"):  # py-spy would block on a locked memory map too
         return False
-    if process.kind in ("tracker", "compile-worker"):
-        return helpers
     if process.python or process.hidden or process.asked or process.state == "Z":
         return True
     # A shell around the rank, or a program run by it, matters only without a Python.

@@ -52,7 +52,7 @@ class Sampling:
 
     Sampling of an unmoved process continues until it counts as stuck, for at most `longest_s`; the kernel's age of a
     sleep is no substitute, as tracers reset it. With `native` another sample has C frames, for which the process
-    is paused. `is_quick`: sample faster if the job steps faster. `helpers`: also of the ranks' helper processes.
+    is paused. `is_quick`: sample faster if the job steps faster.
     """
 
     samples: int = 2
@@ -62,7 +62,6 @@ class Sampling:
     longest_s: float = LONGEST_S
     native: bool = False
     all_threads: bool = False
-    helpers: bool = False
 
     def takes_s(self) -> float:
         """Return the maximum duration of all samples."""

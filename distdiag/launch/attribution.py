@@ -96,13 +96,6 @@ def _on_cpu(trace: RankTimeline) -> bool:
     return all(event.payload["started"].get("device") == "cpu" for event in trace.events if "started" in event.payload)
 
 
-def position(trace: RankTimeline, stages: Sequence[str]) -> tuple[int, int]:
-    """Return a rank's progress as (stage, step); beyond all stages once finished."""
-    if trace.finished:
-        return len(stages), 0
-    return (stages.index(trace.last.stage), trace.last.at) if trace.last is not None else (-1, 0)
-
-
 def _missing(traces: list[RankTimeline], stages: Sequence[str]) -> tuple[int, ...]:
     live = [trace for trace in traces if trace.ending is None]
     states = {trace.rank: trace.inspection.state if trace.inspection else "" for trace in live}
@@ -111,7 +104,7 @@ def _missing(traces: list[RankTimeline], stages: Sequence[str]) -> tuple[int, ..
         return stopped
     if any(trace.gave_up or trace.has("held") for trace in traces):
         return ()
-    positions = {trace.rank: position(trace, stages) for trace in traces}
+    positions = {trace.rank: trace.position(stages) for trace in traces}
     last = min(positions.values())
     if last < max(positions.values()):
         return tuple(rank for rank, place in positions.items() if place == last)

@@ -31,7 +31,6 @@ def name_of(rank: int) -> str:
 class JoinTransport(Transport):
     """Waits for the other processes of our job."""
 
-    name = "join"
     names_itself = True
 
     def __init__(self, hub: Acceptor, payload: bytes, *, patience_s: float) -> None:
@@ -59,9 +58,6 @@ class JoinTransport(Transport):
         self._local.start(hosts[:1], arrivals)
         self._hub.start()
         threading.Thread(target=self._wait, args=(arrivals,), daemon=True).start()
-
-    def explain(self, host: Host) -> str:
-        return "(started by your launcher)"
 
     def close(self) -> None:
         self._over.set()

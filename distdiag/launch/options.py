@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from distdiag.launch.launch_commands import Recipe
 from distdiag.launch.types import MOST_RANKS, Backend, Device
 
 NprocOpt = Annotated[
@@ -26,8 +25,4 @@ IfnameOpt = Annotated[
 ]
 NcclDebugOpt = Annotated[
     bool, typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep each rank's output in a directory.")
-]
-PrintCommandOpt = Annotated[
-    Recipe | None,
-    typer.Option(help="Print launch commands for the given launcher (for slurm a script) and exit."),
 ]

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.records import PausedMessage, Started
 
+    Config = dict[str, Any]
+    """One rank's JSON: the fields of `launch/runner.py`, and those of the command's own `_config`."""
+
 _NAP_S, _LATE_S = 0.005, 0.01
 _MOST_USERS = 3
 
@@ -40,7 +43,7 @@ class Stop(Exception):
     """This rank cannot continue; the reason has been reported."""
 
 
-def run_rank(config: dict[str, Any], kind: type[Rank]) -> None:
+def run_rank(config: Config, kind: type[Rank]) -> None:
     """Run one rank, then exit: status 0 if it finished, else 1."""
     programs.die_with_parent()
     programs.name_process(f"distdiag-rank{config['rank']}")
@@ -110,7 +113,7 @@ class Rank:
     store: dist.TCPStore
     listener: socket.socket
 
-    def __init__(self, config: dict[str, Any], progress: Progress) -> None:
+    def __init__(self, config: Config, progress: Progress) -> None:
         self.config = config
         self.progress = progress
         self.rank: int = config["rank"]

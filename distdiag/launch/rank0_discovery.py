@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.agent import handshake, pmi
 from distdiag.cluster.acceptor import Acceptor
 from distdiag.cluster.hostlist import expand
 from distdiag.errors import DistdiagError
@@ -54,14 +53,12 @@ class Home:
     key: str
 
 
-def find_home(me: Identity, environ: Mapping[str, str], *, timeout_s: float) -> tuple[Home, Acceptor | None]:
+def find_home(me: Identity, environ: Mapping[str, str]) -> tuple[Home, Acceptor | None]:
     """Find rank 0's addresses; as rank 0 also take a port: the hub, not started yet.
 
     Raises:
         DistdiagError: rank 0's address is unknown, or all ports are taken.
     """
-    if me.launcher == "MPICH" and "PMI_FD" in environ:
-        return _by_pmi(me, environ, timeout_s)
     secret, shared = _key(me, environ)
     home = Home(addresses=_addresses(me, environ), ports=_ports(secret), key=shared)
     return home, _take_port(home) if me.rank == 0 else None
@@ -77,23 +74,6 @@ def _take_port(home: Home) -> Acceptor:
         f"all ports at which the other ranks look for rank 0 are in use: {', '.join(map(str, home.ports))}",
         hint="find what holds them: ss -tlnp",
     )
-
-
-def _by_pmi(me: Identity, environ: Mapping[str, str], timeout_s: float) -> tuple[Home, Acceptor | None]:
-    """Exchange rank 0's address and a secret key through the process manager."""
-    hub, words = None, None
-    if me.rank == 0:
-        key = handshake.new_key()
-        hub = Acceptor(key)
-        words = f"{hub.port}/{key}/{','.join(Acceptor.addresses())}"
-    try:
-        port, key, addresses = pmi.share(environ, words, timeout_s=timeout_s).split("/")
-    except (pmi.PmiFailed, ValueError) as error:
-        raise DistdiagError(
-            f"the MPI process manager does not connect the ranks: {error}",
-            hint="check that all ranks were started",
-        ) from error
-    return Home(addresses=tuple(addresses.split(",")), ports=(int(port),), key=key), hub
 
 
 def _key(me: Identity, environ: Mapping[str, str]) -> tuple[str, str]:

@@ -110,6 +110,12 @@ class RankTimeline:
         """Whether it ended without a report: killed, crashed, or by an unexpected error."""
         return self.ending is not None and not self.finished and not self.has("fatal") and not self.has("held")
 
+    def position(self, stages: Sequence[str]) -> tuple[int, int]:
+        """Return its progress as (stage, step); beyond all stages once finished."""
+        if self.finished:
+            return len(stages), 0
+        return (stages.index(self.last.stage), self.last.at) if self.last is not None else (-1, 0)
+
     @property
     def is_waiting(self) -> bool:
         """Whether its last step needs the others, or it has ended."""

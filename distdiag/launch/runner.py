@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
-import sys
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.agent import handshake
 from distdiag.agent.protocol import KeepLogs
-from distdiag.cluster import start_fleet
 from distdiag.cluster.fleet import hint_here
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.records import Logs
 from distdiag.cluster.rendezvous_test import RendezvousProbe
 from distdiag.cluster.start_fleet import open_fleet
-from distdiag.cluster.targets import THIS_NODE, Cluster, describe, find_targets
+from distdiag.cluster.targets import describe, find_targets
 from distdiag.diagnosis.nic_selection import RendezvousOverrides, rendezvous_addresses
 from distdiag.errors import DistdiagError, NodeFailed, UsageError
 from distdiag.facts import machine
 from distdiag.facts.process.rank_identity import identify
-from distdiag.launch import findings, launch_commands, rank_report, rank_runs, under_launcher
-from distdiag.launch.attribution import position
-from distdiag.launch.collect import find_gpus
+from distdiag.launch import findings, rank_report, rank_runs, under_launcher
 from distdiag.launch.environment_checks import hangs
-from distdiag.launch.launch_commands import Recipe
-from distdiag.launch.plan import RANKS_WITHOUT_GPU, check_request, make_plan
+from distdiag.launch.plan import check_request, make_plan
 from distdiag.launch.record import Inventory, NodeSlot, NotStarted, RunRecord, SavedRun
-from distdiag.launch.types import Backend, Device, Request
+from distdiag.launch.types import Device, Request
 from distdiag.report import Finding
 from distdiag.runner import Subcommand
 from distdiag.saved_facts import Gathered
@@ -90,10 +83,9 @@ def subcommand(
     request: type[Asked],
     job_of: Callable[[Asked], Job[Asked, Data]],
     view: Callable[[Asked, Report[Data]], Iterable[RenderableType]],
-    recipe: Recipe | None,
     saved_as: str = "",
 ) -> Subcommand[Asked, SavedRun, Data]:
-    """Return a command that starts ranks. `recipe`: the launcher for which to print commands instead."""
+    """Return a command that starts ranks."""
 
     def collect(request: Asked, progress: Progress) -> Gathered[SavedRun]:
         return Gathered(facts=[carry_out(job_of(request), progress)])
@@ -105,40 +97,9 @@ def subcommand(
         collect=collect,
         diagnose=lambda request, gathered: rank_report.report_of(job_of(request), gathered.facts[0]),
         view=lambda request, _, report: view(request, report),
-        explain=lambda request: explain(job_of(request), recipe),
         saved_as=saved_as,
         by_every_rank=True,
     )
-
-
-def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
-    """Return the commands that reach the hosts, or those that start the same under a launcher."""
-    request = job.request
-    check_request(request)
-    targets = find_targets(request.cluster, os.environ)
-    if recipe is None:
-        return start_fleet.explain(request.cluster, targets, job.agent)
-    hosts = [machine.host_name() if host is THIS_NODE else host.name for host in targets.hosts]
-    needs_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
-    here = (find_gpus().visible or 0) if request.device is not Device.CPU else 0
-    nproc = request.nproc or targets.hosts[0].slots or here
-    if needs_cuda and not nproc:
-        raise UsageError(
-            "the number of ranks per node is unknown: there is no GPU on this machine", hint="set it: --nproc 8"
-        )
-    nproc = nproc or RANKS_WITHOUT_GPU
-    gpus = True if needs_cuda or here else False if request.device is Device.CPU else None
-    by_torchrun = recipe in (Recipe.TORCHRUN, Recipe.PDSH)
-    plain = replace(request, nproc=None, cluster=Cluster(), **({"master_port": 0} if by_torchrun else {}))
-    again = plain.again(**({"inject": plain.fault.option} if plain.fault is not None else {}))
-    lines = launch_commands.lines(
-        recipe, hosts, nproc, again, gpus=gpus, port=request.master_port, ifname=request.ifname
-    )
-    if shutil.which("torchrun") is None:
-        lines = [
-            line.replace("torchrun ", f"{shlex.quote(sys.executable)} -m torch.distributed.run ") for line in lines
-        ]
-    return lines
 
 
 def run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, progress: Progress) -> SavedRun:
@@ -250,7 +211,7 @@ class _ProgressReporter:
 
     def report(self, run: rank_runs.Run) -> None:
         """Report news of all ranks."""
-        at = {trace.rank: position(trace, self._stages) for trace in run.traces.values()}
+        at = {trace.rank: trace.position(self._stages) for trace in run.traces.values()}
         lowest = min(at.values())
         stage = min(lowest[0], len(self._stages) - 1)
         if any(trace.pid is None and trace.is_live for trace in run.traces.values()):

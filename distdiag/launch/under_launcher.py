@@ -92,7 +92,7 @@ def _carry_out(
     if tasks:
         _leave_it_to_rank_0(me, 1)
         return SavedRun.of_none(NotStarted(scene=Inventory(places=()), why=(_nested(me, tasks, request),)))
-    home, hub = find_home(me, os.environ, timeout_s=request.timeout_s)
+    home, hub = find_home(me, os.environ)
     if hub is None:
         sys.exit(_serve(me, home, job.agent, request.timeout_s))
     return _lead(job, me, hub, progress, run)
@@ -229,7 +229,7 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
     if not late:
         return []
     connected = [node.host for node in fleet.up]
-    if me.launcher != "MPICH" and master_addr_leads_elsewhere():
+    if master_addr_leads_elsewhere():
         return [_led_elsewhere(me, late, request)]
     reasons = dict.fromkeys(refusal.message for refusal in fleet.refusals.values())
     alone = me.launcher == "environment"

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cores import make_core
 
-from distdiag.facts.core import core_file, gdb, pystack, stacks, unwinder
+from distdiag.facts.core import core_file, pystack, stacks, unwinder
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 PATIENCE_S = 30
@@ -77,16 +77,13 @@ def in_100_mb(command: list[str]) -> str:
 
 
 def merged(core: str, executable: str) -> float:
-    """Return the seconds of core-bt's parts: notes, then one stack from both tools, gdb if needed."""
+    """Return the seconds of core-bt's parts: notes, then one stack from pystack and the unwinder."""
     began = time.perf_counter()
     notes = core_file.read(core)
     crashed = notes.threads[0].tid
     own = unwinder.CFrames(core, notes.files, ())
     by_pystack = pystack.of_core(core, executable, notes.files, own, timeout_s=60)
-    needed = stacks.needs_gdb(by_pystack, crashed)
-    by_gdb = gdb.of_core(core, executable, timeout_s=60, only_first=True) if needed else None
-    threads = stacks.merge(by_pystack, by_gdb, crashed)
-    assert threads[0].thread.frames, by_pystack
+    assert stacks.crashed_first(by_pystack, crashed)[0].frames, by_pystack
     return time.perf_counter() - began
 
 

@@ -105,13 +105,13 @@ def _stack(number: int) -> list[str]:
 
 
 def folding() -> None:
-    """Fold the same dumps as clubak -b, with the tree and the verdict."""
+    """Fold the same dumps as clubak -b, with the verdict."""
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1_024, 4_096, 16_384, 65_536):
             path = Path(folder, f"{ranks}.txt")
             with path.open("w") as file:
                 write_dump(file, ranks)
-            ours = [PROGRAM, "pyspy-all", "--tree", "--from", str(path)]
+            ours = [PROGRAM, "pyspy-all", "--from", str(path)]
             commands = {"ours": ours}
             if shutil.which("clubak") and ranks <= 16_384:
                 commands["clubak"] = ["sh", "-c", f"exec clubak -b <{path}"]

@@ -196,7 +196,7 @@ def test_short_help_folds_the_host_options_and_long_help_has_all() -> None:
     ]
     assert "distdiag help hosts" in short
     assert "Exit status:" not in short
-    assert "distdiag hang --watch" in short
+    assert "while distdiag hang --save facts" in short
     assert "Exit status:" in long
     options = re.findall(r"^  (--\S+)", long.partition("\nHosts:\n")[2], re.MULTILINE)
     assert len(options) > 10

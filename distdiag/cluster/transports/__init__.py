@@ -60,7 +60,6 @@ class Arrivals:
 class Transport(ABC):
     """A way to hosts."""
 
-    name: str
     width: int | None = None
     """Maximum number of concurrent attempts; None: the transport limits itself."""
     names_itself = False
@@ -71,14 +70,6 @@ class Transport(ABC):
     @abstractmethod
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         """Begin to connect to these hosts without blocking; `arrivals` receives the results."""
-
-    @abstractmethod
-    def explain(self, host: Host) -> str:
-        """Write the command that does the same from a shell."""
-
-    def explain_all(self, hosts: Sequence[Host]) -> str:
-        """Write the one command that does it for all hosts, where one does."""
-        return "\n".join(self.explain(host) for host in hosts)
 
     def last_words(self) -> tuple[str, ...]:
         """Return recent output of the launcher, if one launcher serves all hosts."""

@@ -46,14 +46,9 @@ class CommandTransport(Transport):
         arrivals.link(host.name, link)
         return link
 
-    def explain(self, host: Host) -> str:
-        return shlex.join(self.argv(host))
-
 
 class ViaTransport(CommandTransport):
     """A template that the user gives, with {host} in it."""
-
-    name = "via"
 
     def __init__(self, template: str, shell: str, shell_lines: bytes, *, width: int | None = None) -> None:
         """Raises UsageError for a template without a command or {host}."""
@@ -69,6 +64,6 @@ class ViaTransport(CommandTransport):
             )
 
     def argv(self, host: Host) -> list[str]:
-        known = {"host": host.address or host.name, "user": host.user or "", "port": str(host.port or "")}
+        known = {"host": host.name, "user": host.user or "", "port": str(host.port or "")}
         words = [re.sub(r"\{(host|user|port)\}", lambda name: known[name[1]], word) for word in self._words]
         return [*words, self._shell]

@@ -45,8 +45,6 @@ _WAITING_HINTS = {
 class KubeTransport(CommandTransport):
     """A kubectl for each pod, at most as many starting at once as `width`."""
 
-    name = "kubectl"
-
     def __init__(
         self, kube: Kube, pods: Sequence[Pod], shell: str, shell_lines: bytes, *, width: int | None = None
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 class LocalTransport(Transport):
     """Starts the node side right here; only for this one machine."""
 
-    name = "local"
     names_itself = True
     remote = False
 
@@ -43,6 +41,3 @@ class LocalTransport(Transport):
             # No shell in between could swallow this.
             link.write(self._payload)
             arrivals.link(host.name, link)
-
-    def explain(self, host: Host) -> str:
-        return shlex.join([sys.executable, "-c", "..."])

@@ -73,8 +73,6 @@ class _Round:
 class SlurmTransport(Transport):
     """`srun --overlap` into a job."""
 
-    name = "srun"
-
     def __init__(self, job: str, payload: Payload, *, start_s: float) -> None:
         self._job = job
         self._key = handshake.new_key()
@@ -90,12 +88,6 @@ class SlurmTransport(Transport):
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         threading.Thread(target=self._go, args=(list(hosts), arrivals), daemon=True).start()
-
-    def explain(self, host: Host) -> str:
-        return self.explain_all([host])
-
-    def explain_all(self, hosts: Sequence[Host]) -> str:
-        return shlex.join(self._command(hosts, ["/bin/sh", "-c", "..."]))
 
     def last_words(self) -> tuple[str, ...]:
         with self._lock:
@@ -115,7 +107,7 @@ class SlurmTransport(Transport):
         try:
             self._start_all(hosts, arrivals)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
-            refusal = HostError(state=HostState.FAILED, stage="start", message=f"cannot start {self.name}: {error!r}")
+            refusal = HostError(state=HostState.FAILED, stage="start", message=f"cannot start srun: {error!r}")
             self._refuse_all(hosts, refusal, arrivals)
 
     def _start_all(self, hosts: list[Host], arrivals: Arrivals) -> None:
@@ -236,7 +228,7 @@ class SlurmTransport(Transport):
         return {}
 
     def _complaints(self, heard: Received) -> list[str]:
-        """Return the lines that are no records: complaints of the launcher or the agents' shells."""
+        """Return the lines other than records: complaints of the launcher or the agents' shells."""
         lines = []
         for data in (heard.out, heard.err):
             for line in data.decode("utf-8", "replace").splitlines():
@@ -254,7 +246,7 @@ class SlurmTransport(Transport):
             refusals[host.name] = HostError(
                 state=state,
                 stage="start",
-                message=words or f"{self.name} ended {how}{last}",
+                message=words or f"srun ended {how}{last}",
                 hint=hint,
                 evidence=tuple(about[-4:]),
             )
@@ -284,11 +276,11 @@ class SlurmTransport(Transport):
         return HostState.FAILED, "", ""
 
     def _late(self, seconds: float, said: list[str], *, alone: bool) -> HostError:
-        hint = "" if alone else f"{self.name} needs the nodes to connect back to this machine; check its firewall"
+        hint = "" if alone else "srun needs the nodes to connect back to this machine; check its firewall"
         return HostError(
             state=HostState.TIMEOUT,
             stage="start",
-            message=f"{self.name} started no agent within {seconds:.0f} s",
+            message=f"srun started no agent within {seconds:.0f} s",
             hint=hint,
             evidence=tuple(said[-4:]),
         )

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 class OpenSshTransport(CommandTransport):
     """`ssh` with the user's configuration, never interactive; accepts unknown host keys only with `accept_new`."""
 
-    name = "openssh"
-
     def __init__(self, shell: str, shell_lines: bytes, *, accept_new: bool, connect_s: float) -> None:
         super().__init__(shell, shell_lines)
         self._accept_new = accept_new
@@ -57,7 +55,6 @@ class OpenSshTransport(CommandTransport):
         settings = self._settings.get(host.name)
         files = settings.user_known_hosts if settings is not None else ("~/.ssh/known_hosts",)
         words = ["ssh", "-T", "-a", "-x", *self._options(files)]
-        words += [f"-oHostName={host.address}"] if host.address else []
         words += [f"-oProxyCommand={self._proxy(settings.jumps)}"] if settings is not None and settings.jumps else []
         words += ["-l", host.user] if host.user else []
         words += ["-p", str(host.port)] if host.port else []
@@ -98,8 +95,6 @@ _RESOLVE_S, _CONNECT_S, _BANNER_S, _LOGIN_S = 10.0, 5.0, 10.0, 20.0
 class SshTransport(Transport):
     """Logs in to hosts and starts a shell there."""
 
-    name = "ssh"
-
     def __init__(
         self,
         command: str,
@@ -129,9 +124,6 @@ class SshTransport(Transport):
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         threading.Thread(target=self._begin, args=(list(hosts), arrivals), daemon=True).start()
-
-    def explain(self, host: Host) -> str:
-        return self._openssh.explain(host)
 
     def close(self) -> None:
         self._closed = True

@@ -122,18 +122,17 @@ def resolve_all(
         except DistdiagError as error:
             return error
 
-    plain = [host for host in hosts if _is_plain(host)]
+    plain = [host for host in hosts if _PLAIN_NAME.fullmatch(host.name)]
     template = None
     if len(plain) > 1 and not depends_on_host(config_file):
-        template = ask(replace(plain[0], user=None, port=None, address=None))
-    asked = [host for host in hosts if template is None or not _is_plain(host)]
+        template = ask(replace(plain[0], user=None, port=None))
+    asked = [host for host in hosts if template is None or not _PLAIN_NAME.fullmatch(host.name)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = pool.map(ask, asked)
-    return [next(answers) if template is None or not _is_plain(host) else _fill(template, host) for host in hosts]
-
-
-def _is_plain(host: Host) -> bool:
-    return all(_PLAIN_NAME.fullmatch(name) for name in (host.name, host.address) if name)
+    return [
+        next(answers) if template is None or not _PLAIN_NAME.fullmatch(host.name) else _fill(template, host)
+        for host in hosts
+    ]
 
 
 def _fill(template: SshSettings | DistdiagError, host: Host) -> SshSettings | DistdiagError:
@@ -142,7 +141,7 @@ def _fill(template: SshSettings | DistdiagError, host: Host) -> SshSettings | Di
     return replace(
         template,
         host=host.name,
-        hostname=(host.address or host.name).lower(),
+        hostname=host.name.lower(),
         user=host.user or template.user,
         port=host.port or template.port,
     )
@@ -177,8 +176,6 @@ def _ask(config_file: str | None, timeout_s: float, host: Host) -> Options:
     argv = ["ssh", "-G", "-T", *(["-F", config_file] if config_file is not None else [])]
     argv += ["-l", host.user] if host.user else []
     argv += ["-p", str(host.port)] if host.port else []
-    # HostName may hold tokens, and the zone of an IPv6 address (fe80::1%eth0) is none.
-    argv += ["-o", "HostName=" + host.address.replace("%", "%%")] if host.address else []
     argv += ["--", host.name]
     try:
         done = programs.run(argv, timeout_s=timeout_s)

@@ -7,26 +7,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag import __version__
-from distdiag.commands.allreduce_bench import diagnose, earlier, plot, table
+from distdiag.commands.allreduce_bench import diagnose, earlier, table
 from distdiag.commands.allreduce_bench.diagnose import rows_for, rows_of
 from distdiag.commands.allreduce_bench.findings import format_row
 from distdiag.commands.allreduce_bench.formulas import BOTH_WAYS, ONLY_IN_PLACE
 from distdiag.commands.allreduce_bench.types import Bench, FaultKind, Request
 from distdiag.commands.allreduce_bench.view import bench_view
 from distdiag.diagnosis.wording import counted
-from distdiag.errors import DistdiagError, UsageError
+from distdiag.errors import UsageError
 from distdiag.facts.process.rank_identity import identify
-from distdiag.files import check_picture
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job, SavedRun
-from distdiag.runner import not_saved
 from distdiag.saved_facts import Gathered, are_facts, read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.allreduce_bench.types import Baseline
-    from distdiag.launch.launch_commands import Recipe
     from distdiag.launch.rank_runs import Run
     from distdiag.launch.record import Allocation, Plan
     from distdiag.output import Progress
@@ -107,9 +104,9 @@ class _RowReporter:
 _REPEATS = 3
 
 
-def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, SavedRun, Bench]:
-    """Return the command. `recipe`: the launcher whose launch commands are printed instead. `draw`: in the terminal."""
-    made = runner.subcommand(Request.command, Request, job_of, lambda _, report: bench_view(report, draw=draw), recipe)
+def subcommand() -> Subcommand[Request, SavedRun, Bench]:
+    """Return the command."""
+    made = runner.subcommand(Request.command, Request, job_of, lambda _, report: bench_view(report))
     return replace(
         made,
         collect=_collect,
@@ -160,26 +157,13 @@ def _slower(request: Request, report: Report[Bench]) -> Request | None:
     return replace(request, ops=ops, sizes=sizes, fault=again)
 
 
-def read_files(compare: str, picture: str) -> Baseline | None:
-    """Read the run to compare with, and check that the picture can be drawn. Raises UsageError, DistdiagError."""
+def read_baseline(compare: str) -> Baseline | None:
+    """Read the run to compare with. Raises UsageError, DistdiagError."""
     me = identify(os.environ)
-    if me is not None and me.rank != 0:  # rank 0 reads the files, on its own node
-        return None
-    check_picture(picture)
-    if not compare:
+    if not compare or (me is not None and me.rank != 0):  # rank 0 reads it, on its own node
         return None
     if not are_facts([compare]):
         return earlier.read(compare)
     request, gathered = read([compare], Request.command, (Request, SavedRun))
     assert request is not None
     return earlier.checked(earlier.of_run(_judged(request, gathered.facts).data, __version__), compare)
-
-
-def draw(report: Report[Bench], request: Request, picture: str) -> Report[Bench]:
-    """Save the picture if --plot names a file."""
-    if picture not in ("", "-"):
-        try:
-            plot.save(report.data, picture)
-        except DistdiagError as error:
-            return not_saved(report, error)
-    return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Annotated
 
@@ -20,7 +19,6 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     MasterPortOpt,
     NcclDebugOpt,
     NprocOpt,
-    PrintCommandOpt,
 )
 from distdiag.launch.types import Backend, Device, Fault
 from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StallOpt, StrictOpt, called_as, on_hosts
@@ -114,10 +112,6 @@ def allreduce_bench(
         str,
         typer.Option(metavar="NxGb/s", help="Each node's NICs, for judging a text of nccl-tests: 8x400, 1x200."),
     ] = "",
-    plot: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="Plot busbw against size, to FILE.svg or FILE.png; - draws in the terminal."),
-    ] = "",
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,
     stall: StallOpt = 30.0,
@@ -134,7 +128,6 @@ def allreduce_bench(
         ),
     ] = None,
     html: HtmlOpt = "",
-    print_command: PrintCommandOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -157,9 +150,6 @@ def allreduce_bench(
     from distdiag.commands.allreduce_bench import check as bench
     from distdiag.commands.allreduce_bench.types import parse_sizes
 
-    explain = cluster.explain or print_command is not None
-
-    @functools.cache  # --compare may be a pipe
     def request() -> Request:
         return Request(
             program=called_as(),
@@ -183,15 +173,14 @@ def allreduce_bench(
             strict=strict,
             cluster=cluster,
             nccl_debug=nccl_debug,
-            files=(("save", save), ("compare", compare), ("plot", plot)),
-            baseline=None if explain else bench.read_files(compare, plot),
+            files=(("save", save), ("compare", compare)),
+            baseline=bench.read_baseline(compare),
             nics_bytes_per_s=parse_nics(nics) if nics else None,
             fault=parse_fault(inject) if inject is not None else None,
         )
 
     runner.run(
-        bench.subcommand(print_command, draw=plot == "-"),
+        bench.subcommand(),
         request,
-        runner.Options(as_json, strict, save, from_, explain, html=html),
-        lambda report: bench.draw(report, request(), plot),
+        runner.Options(as_json, strict, save, from_, html=html),
     )

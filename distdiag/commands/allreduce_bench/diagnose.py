@@ -40,18 +40,19 @@ def rows_of(
 
 def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]) -> tuple[Arrival, ...]:
     """Return for each row and rank its delay in entering the collective."""
+    reported = [(trace, _reported_rows(trace)) for trace in traces]
     return tuple(
         Arrival(
             rank=trace.rank,
             host=trace.host,
-            op=rows[number - 1][0],
-            size_bytes=rows[number - 1][1],
-            inside_s=row["inside_ns"] * 1e-9,
-            late_s=row["late_ns"] * 1e-9,
+            op=op,
+            size_bytes=size_bytes,
+            inside_s=own[number]["inside_ns"] * 1e-9,
+            late_s=own[number]["late_ns"] * 1e-9,
         )
-        for trace in traces
-        for number, row in _reported_rows(trace).items()
-        if "inside_ns" in row and 0 < number <= len(rows)
+        for number, (op, size_bytes) in enumerate(rows, 1)
+        for trace, own in reported
+        if number in own and "inside_ns" in own[number]
     )
 
 

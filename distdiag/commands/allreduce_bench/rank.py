@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.records import RowMessage, TroubleMessage
     from distdiag.commands.allreduce_bench.formulas import Shape
+    from distdiag.launch.rank import Config
 
 _PERIOD = {"int8": 113, "uint8": 113, "bfloat16": 251}
 _USUAL_PERIOD = 2039
@@ -45,7 +46,7 @@ class _Unsupported(_Unfit):
     """The backend lacks this collective, or lacks it for this dtype."""
 
 
-def main(config: dict[str, Any]) -> None:
+def main(config: Config) -> None:
     """Run the stages of one rank, then exit."""
     run_rank(config, Rank)
 

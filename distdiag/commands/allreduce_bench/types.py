@@ -99,7 +99,7 @@ class Request(types.Request):
     check: bool = True
     stat: Stat = Stat.P50
     files: tuple[tuple[str, str], ...] = ()
-    """--save, --compare and --plot, as typed."""
+    """--save and --compare, as typed."""
     baseline: Baseline | None = None
     """The earlier run to compare with."""
     nics_bytes_per_s: float | None = None

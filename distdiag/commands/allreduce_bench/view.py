@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 from rich.text import Text
 
-from distdiag.commands.allreduce_bench import plot
 from distdiag.commands.allreduce_bench.findings import micros, number, short
 from distdiag.launch.view import log_lines, rank_table, run_lines
-from distdiag.output import Whole, Wide, host_table, plain_table
+from distdiag.output import Wide, host_table, plain_table
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from distdiag.report import Report
 
 
-def bench_view(report: Report[Bench], *, draw: bool = False) -> Iterator[RenderableType]:
+def bench_view(report: Report[Bench]) -> Iterator[RenderableType]:
     """Yield unusable hosts, the table of ranks if one failed, then the rows."""
     data = report.data
     yield from host_table(data.hosts)
@@ -38,9 +37,6 @@ def bench_view(report: Report[Bench], *, draw: bool = False) -> Iterator[Rendera
     if data.compared:
         yield ""
         yield Wide(_beside(data))
-    if draw and (drawn := plot.drawn(data)):
-        yield ""
-        yield from map(Whole, drawn.splitlines())
     yield Text("\n".join(["", *run_lines(data), *_how(data), *log_lines(data)]))
     if data.verdict is not None:
         yield Text("\n".join(["", *data.verdict.lines]))

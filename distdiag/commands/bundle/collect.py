@@ -1,4 +1,4 @@
-"""Facts of one node for bundle: processes of the job, the machine, and the ends of logs.
+"""Facts of one node for bundle: processes of the job, and the ends of logs.
 
 Not redacted here: secrets are listed, and the parent removes these from the facts of all nodes before writing a file.
 """
@@ -11,13 +11,11 @@ import pwd
 import re
 import socket
 import stat
-import time
 from dataclasses import dataclass, field
 
 from distdiag.facts import deadlines, machine
-from distdiag.facts.host import file_systems
-from distdiag.facts.host.file_systems import Space  # noqa: TC001 - what is sent is decoded by its annotations
 from distdiag.facts.logs import job_output
+from distdiag.facts.process import procs
 from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
@@ -84,20 +82,6 @@ class LogTail:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The node. `time_s`: its clock, in seconds since 1970; `memory`: lines of /proc/meminfo."""
-
-    kernel: str
-    system: str
-    python: str
-    up_s: float
-    time_s: float
-    memory: tuple[str, ...] = ()
-    pressure: dict[str, str] = field(default_factory=dict)
-    spaces: tuple[Space, ...] = ()
-
-
-@dataclass(frozen=True)
 class Names:
     """Names of people and machines, and the job's secrets: used for redaction, never written."""
 
@@ -112,7 +96,6 @@ class Names:
 class Part:
     """One message."""
 
-    machine: Machine | None = None
     names: Names | None = None
     ranks: tuple[RankProcess, ...] = ()
     logs: tuple[LogTail, ...] = ()
@@ -128,7 +111,6 @@ def more(ask: Ask, tell: Callable[[Part], None]) -> None:
     secrets = {secret for _, own in read.values() for secret in own}
     paths = [word for process in processes for word in (*process.argv, process.folder, *process.environment.values())]
     tell(Part(names=_names(pids, secrets, [*paths, *ask.logs]), ranks=tuple(processes)))
-    tell(Part(machine=_machine()))
     _logs(ask, ranks, tell)
 
 
@@ -147,7 +129,7 @@ def _process(pid: int, rank: int | None) -> tuple[RankProcess, set[str]]:
         pid,
         rank,
         argv=tuple(word[:_MOST_VALUE] for word in argv[:256]),
-        folder=_link(f"/proc/{pid}/cwd"),
+        folder=machine.link_target(f"/proc/{pid}/cwd"),
         limits=_read(f"/proc/{pid}/limits")[:_MOST_OF_LIMITS],
         cgroup=_read(f"/proc/{pid}/cgroup")[:_MOST_OF_LIMITS],
         environment={name: shown[name] for name in sorted(shown)},
@@ -165,7 +147,7 @@ def _is_secret(value: str) -> bool:
 def _names(pids: list[int], secrets: set[str], paths: list[str]) -> Names:
     homes = set()
     users = _accounts(paths)
-    for uid in {os.geteuid(), *(_owner(pid) for pid in pids)}:
+    for uid in {os.geteuid(), *(owner for pid in pids if (owner := procs.owner(pid)) is not None)}:
         try:
             known = pwd.getpwuid(uid)
         except KeyError:
@@ -191,30 +173,6 @@ def _accounts(paths: list[str]) -> set[str]:
 
     known, _ = deadlines.each(asked, is_person, patience_s=_WORTH_S)
     return {name for name, is_one in known.items() if is_one}
-
-
-def _owner(pid: int) -> int:
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return os.geteuid()
-
-
-def _machine() -> Machine:
-    release = re.search(r'^PRETTY_NAME="?([^"\n]*)', _read("/etc/os-release"), re.MULTILINE)
-    memory = _read("/proc/meminfo").splitlines()
-    wanted = ("MemTotal", "MemAvailable", "Shmem:", "SwapTotal", "SwapFree", "Mlocked", "HugePages_Total")
-    paths = list(dict.fromkeys(["/", "/tmp", "/dev/shm", os.path.expanduser("~"), os.environ.get("TMPDIR", "/tmp")]))
-    return Machine(
-        kernel=f"{platform.release()} {platform.machine()}",
-        system=release[1] if release else platform.system(),
-        python=platform.python_version(),
-        up_s=float((_read("/proc/uptime").split() or ["0"])[0]),
-        time_s=time.time(),
-        memory=tuple(line for line in memory if line.startswith(wanted)),
-        pressure={name: _read(f"/proc/pressure/{name}")[:500] for name in ("cpu", "memory", "io")},
-        spaces=tuple(file_systems.spaces(paths, patience_s=_WORTH_S)),
-    )
 
 
 def _logs(ask: Ask, ranks: dict[int, int | None], tell: Callable[[Part], None]) -> None:
@@ -254,12 +212,5 @@ def _read(path: str) -> str:
     try:
         with open(path, "rb") as file:
             return file.read(_MOST_ENVIRON).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
     except OSError:
         return ""

@@ -121,7 +121,7 @@ def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
 
 def _ask(request: Request, on_host: Processes) -> Ask:
     processes = of_job(without_lone(on_host), request.job, strict=True).processes
-    sampled = set(to_sample(processes, helpers=False)[0])
+    sampled = set(to_sample(processes)[0])
     ranks = [process for process in processes if process.pid in sampled]
     above = {pid for process in ranks for pid in process.above}
     return Ask(

@@ -62,9 +62,8 @@ def bundle(
       distdiag bundle --slurm-job 4711 -o hung.tar.gz   # all nodes of the job
       distdiag bundle --show -o hung.tar.gz             # read what is packed
     """
-    from distdiag import runner
     from distdiag.commands.bundle.types import COMMAND
-    from distdiag.output import Output, deliver, deliver_lines
+    from distdiag.output import Output, deliver
 
     def request() -> Request:
         from distdiag.commands.bundle.types import Request
@@ -83,10 +82,6 @@ def bundle(
             most_bytes=parse_size(max_size),
         )
 
-    if cluster.explain:
-        from distdiag.commands.bundle.collect_all import agent
-
-        deliver_lines(COMMAND, lambda: runner.explain(cluster, agent(request())), as_json=as_json)
     made: list[Request] = []
 
     def report() -> Report[Bundle]:
@@ -124,7 +119,7 @@ def _write(request: Request, *, show: bool) -> Report[Bundle]:
     from distdiag.commands.bundle.collect_all import collect, find_job
     from distdiag.commands.bundle.compose import as_text, compose, packed
     from distdiag.commands.bundle.diagnose import diagnose
-    from distdiag.commands.bundle.types import Bundle, Replaced
+    from distdiag.commands.bundle.types import Bundle
     from distdiag.files import write_whole
     from distdiag.output import Progress, emit, is_done_by_another
 
@@ -159,7 +154,7 @@ def _write(request: Request, *, show: bool) -> Report[Bundle]:
         members=composed.members(),
         cut=tuple(composed.cut),
         secrets=sum(redactor.secrets.values()),
-        replaced=tuple(Replaced(rule=rule, secrets=number) for rule, number in redactor.secrets.items()),
+        replaced=redactor.secrets,
         stand_ins=len(redactor.map),
     )
     errors = [f"{each.part.name}: {each.error}" for each in collected if each.error]

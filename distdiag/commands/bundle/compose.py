@@ -6,7 +6,7 @@ import json
 import re
 import textwrap
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import msgspec  # noqa: TID253 - this module is only imported when there are facts
@@ -25,7 +25,6 @@ from distdiag.saved_facts import decode, documents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from distdiag.commands.bundle.collect_all import Collected
     from distdiag.commands.bundle.types import NodeDetails, Request, TakenJob
@@ -137,7 +136,7 @@ def _add_part(composed: Composed, each: Collected, files: list[tuple[str, Any]],
     if each.report is None or not redacted:
         return
     request, gathered = decode(
-        [(_path(file), content) for file, content in redacted], name, (subcommand.request, subcommand.facts)
+        [(Path("facts", file), content) for file, content in redacted], name, (subcommand.request, subcommand.facts)
     )
     report = subcommand.diagnose(request, gathered)
     page = as_page(
@@ -167,12 +166,6 @@ def _file_name(text: str) -> str:
     return re.sub(r"[^\w.-]", "_", text)
 
 
-def _path(name: str) -> Path:
-    from pathlib import Path
-
-    return Path("facts") / name
-
-
 def _essence(report: Report[Any]) -> list[Any]:
     """Return a report's findings by id, level and ranks, without names, for comparison."""
     return [
@@ -183,7 +176,7 @@ def _essence(report: Report[Any]) -> list[Any]:
 
 
 def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Redactor) -> None:
-    """Add bundle's own facts of one node, with each log as a file."""
+    """Add bundle's own facts of one node, with each log as a file; `tree`: NodeDetails as JSON."""
     name = _file_name(redactor.text(host, is_host=True))
     logs = tree.pop("logs")
     del tree["names"]
@@ -199,7 +192,7 @@ def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Red
             composed.add(entry["file"], text, f"the end{rank} of {path}, {format_size(log['size_bytes'])} in all")
         clean["logs"].append(entry)
     content = json.dumps(clean, indent=1).encode("utf-8", "replace")
-    about = f"{name}: limits, cgroup, settings and command line of each rank; memory, disks, clock, kernel"
+    about = f"{name}: limits, cgroup, settings and command line of each rank"
     composed.add(f"nodes/{name}.json", content, about)
 
 

@@ -20,6 +20,7 @@ from urllib.parse import quote, quote_plus
 
 from distdiag.commands.bundle import find_secrets
 from distdiag.commands.bundle.collect import SECRET_NAME
+from distdiag.facts.network.interfaces import is_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -193,7 +194,7 @@ class Redactor:
 
     def _host(self, name: str) -> str:
         low = name.lower()
-        if low in self._hosts or not low or _is_address(low) or low in ("localhost", "localhost.localdomain"):
+        if low in self._hosts or low in ("", "localhost", "localhost.localdomain") or is_address(low.strip("[]")):
             return self._hosts.get(low, name)
         short, dot, domain = low.partition(".")
         if dot:
@@ -350,11 +351,3 @@ def _own_domains(domains: Iterable[str]) -> list[str]:
         if any(len(label) > 3 for label in above.split(".")[:-1]):
             found.add(above)
     return sorted(found, key=len, reverse=True)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text.strip("[]"))
-    except ValueError:
-        return False
-    return True

@@ -78,14 +78,6 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replaced:
-    """Number of distinct secrets found by one rule."""
-
-    rule: str
-    secrets: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Bundle:
     """The written bundle. `map_file` is kept local; `cut`: parts left out due to size.
 
@@ -102,5 +94,5 @@ class Bundle:
     members: tuple[Member, ...]
     cut: tuple[str, ...]
     secrets: int
-    replaced: tuple[Replaced, ...]
+    replaced: dict[str, int]
     stand_ins: int

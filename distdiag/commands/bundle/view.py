@@ -59,8 +59,8 @@ def bundle_view(report: Report[Bundle], request: Request) -> Iterator[Renderable
         f"{bundle.map_file}: it maps placeholders to names, and is not in the bundle.",
         margin=0,
     )
-    for row in bundle.replaced:
-        yield f"    {row.rule}: {row.secrets}"
+    for rule, number in bundle.replaced.items():
+        yield f"    {rule}: {number}"
     file = shlex.quote(bundle.file)
     yield "Read it before you send it (--show prints it; MANIFEST.txt lists the files):"
     yield Whole(f"    tar -xf {file} && less distdiag-bundle/MANIFEST.txt")

@@ -8,11 +8,11 @@ import signal
 from dataclasses import dataclass, replace
 
 from distdiag.facts import machine, packed_files
-from distdiag.facts.core import core_file, gdb, last_words, pystack, setup, stacks, stored_cores, unwinder
+from distdiag.facts.core import core_file, last_words, pystack, setup, stacks, stored_cores, unwinder
 from distdiag.facts.core.call_frames import CannotUnwind
 from distdiag.facts.core.core_file import CoreNotes  # noqa: TC001 - decoding reads it
 from distdiag.facts.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
-from distdiag.facts.core.stacks import Merged  # noqa: TC001 - decoding reads it
+from distdiag.facts.core.stacks import ThreadStack  # noqa: TC001 - decoding reads it
 from distdiag.facts.process import procs, rank_identity
 
 TYPE_CHECKING = False
@@ -32,14 +32,11 @@ _MAX_THREADS = 512
 class Ask:
     """Core files, or `setup`: whether this machine and its ranks can leave a core.
 
-    `paths`: files and folders, empty: the newest core where this system stores cores. `gdb`: None: if needed;
-    `all_threads`: by gdb, too. `timeout_s`: of each tool.
+    `paths`: files and folders, empty: the newest core where this system stores cores. `timeout_s`: of each tool.
     """
 
     paths: Sequence[str]
     exe: str
-    gdb: bool | None
-    all_threads: bool
     timeout_s: float
     setup: bool
 
@@ -49,7 +46,7 @@ class CoreFacts:
     """One core file. `error`: why it is unreadable; otherwise `notes` is set.
 
     `message` and `exception`: see `last_words.read`. `inside`: the fault address is within the current size of the file
-    mapped there; None if the file is missing or was modified after the crash.
+    mapped there; None if the file is missing or was modified after the crash. `threads`: the crashed one is first.
     """
 
     path: str
@@ -63,7 +60,7 @@ class CoreFacts:
     message: str = ""
     exception: str = ""
     inside: bool | None = None
-    threads: tuple[Merged, ...] = ()
+    threads: tuple[ThreadStack, ...] = ()
     tools: tuple[str, ...] = ()
 
 
@@ -207,22 +204,17 @@ def _executable(notes: CoreNotes) -> str:
 
 
 def _with_stacks(facts: CoreFacts, plain: str, ask: Ask) -> CoreFacts:
-    """Add stacks by pystack; by gdb if that lacks the crashed thread; by our unwinder if both do."""
+    """Add stacks by pystack; by our unwinder if pystack does not find the crashed thread."""
     assert facts.notes is not None
-    crashed, timeout_s = facts.notes.threads[0].tid, ask.timeout_s
+    crashed = facts.notes.threads[0].tid
     own = _c_frames(facts, plain)
     if why := _why_no_program(facts.exe):
         tools = (f"stacks: the program {facts.exe or 'that crashed'} {why}",)
         return _with_own(replace(facts, tools=tools), own)
-    by_pystack = pystack.of_core(plain, facts.exe, facts.notes.files, own, timeout_s=timeout_s)
-    by_gdb = None
-    if ask.gdb or (ask.gdb is None and stacks.needs_gdb(by_pystack, crashed)):
-        only_first = bool(by_pystack.threads) and not ask.all_threads
-        by_gdb = gdb.of_core(plain, facts.exe, timeout_s=timeout_s, only_first=only_first)
-    merged = stacks.merge(by_pystack, by_gdb, crashed)
-    facts = replace(facts, threads=_short(merged), tools=_tools(by_pystack, by_gdb))
-    # One frame is all that gdb gets from the registers alone.
-    return facts if len(merged[0].thread.frames) > 1 else _with_own(facts, own)
+    found = pystack.of_core(plain, facts.exe, facts.notes.files, own, timeout_s=ask.timeout_s)
+    threads = _short(stacks.crashed_first(found, crashed))
+    facts = replace(facts, threads=threads, tools=(_tool(found),))
+    return facts if len(threads[0].frames) > 1 else _with_own(facts, own)
 
 
 def _c_frames(facts: CoreFacts, plain: str) -> unwinder.CFrames | None:
@@ -244,28 +236,23 @@ def _why_no_program(path: str) -> str:
 
 
 def _with_own(facts: CoreFacts, own: unwinder.CFrames | None) -> CoreFacts:
-    """Replace the threads that our unwinder followed further than pystack and gdb."""
+    """Replace the threads that our unwinder followed further than pystack."""
     assert facts.notes is not None
     if own is None:
         return facts
     alone = own.stacks()
-    merged = _short(stacks.merge(alone, None, facts.notes.threads[0].tid))
-    found, is_more = stacks.longer(facts.threads, merged)
-    return replace(facts, threads=found, tools=(*facts.tools, *_tools(alone))) if is_more else facts
+    threads = _short(stacks.crashed_first(alone, facts.notes.threads[0].tid))
+    found, is_more = stacks.longer(facts.threads, threads)
+    return replace(facts, threads=found, tools=(*facts.tools, _tool(alone))) if is_more else facts
 
 
-def _tools(*answers: Stacks | None) -> tuple[str, ...]:
-    return tuple(
-        f"{answer.tool}: {answer.error or f'{len(answer.threads)} threads'}"
-        + (f" ({answer.seconds:.1f} s)" if answer.seconds >= 0.05 else "")
-        for answer in answers
-        if answer is not None
-    )
+def _tool(answer: Stacks) -> str:
+    took = f" ({answer.seconds:.1f} s)" if answer.seconds >= 0.05 else ""
+    return f"{answer.tool}: {answer.error or f'{len(answer.threads)} threads'}{took}"
 
 
-def _short(threads: tuple[Merged, ...]) -> tuple[Merged, ...]:
+def _short(threads: Sequence[ThreadStack]) -> tuple[ThreadStack, ...]:
     """Drop interpreter frames between Python frames, and threads beyond a readable number."""
     return tuple(
-        replace(merged, thread=replace(merged.thread, frames=stacks.shorten(stacks.essential(merged.thread.frames))))
-        for merged in threads[:_MAX_THREADS]
+        replace(thread, frames=stacks.shorten(stacks.essential(thread.frames))) for thread in threads[:_MAX_THREADS]
     )

@@ -34,10 +34,6 @@ def core_bt(
     ] = None,
     exe: Annotated[str, typer.Option(metavar="PATH", help="The program that crashed. [default: from the core]")] = "",
     threads: Annotated[Threads, typer.Option(help="Which threads to show; equal stacks once.")] = Threads.CRASHED,
-    gdb: Annotated[
-        bool | None,
-        typer.Option("--gdb/--no-gdb", help="Also use gdb. [default: if pystack does not find the crashed thread]"),
-    ] = None,
     check_setup: Annotated[
         bool,
         typer.Option("--check-setup", help="Check whether a crash of the ranks on this machine would leave a core."),
@@ -80,12 +76,11 @@ def core_bt(
             paths=tuple(paths),
             exe=exe,
             all_threads=threads is Threads.ALL,
-            gdb=gdb,
             setup=check_setup,
             timeout_s=tool_timeout,
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain)
+    options = runner.Options(as_json, strict, save, from_)
     runner.run(_subcommand(), request, options)
 
 
@@ -116,7 +111,6 @@ def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
         collect=lambda request, progress: runner.gather(request.cluster, agent, question(request), progress),
         diagnose=diagnose,
         view=lambda request, _, report: core_bt_view(report, all_threads=request.all_threads),
-        explain=lambda request: runner.explain(request.cluster, agent),
         shown_as_typed=("all_threads",),
     )
 
@@ -144,8 +138,6 @@ def _ask(request: Request, *, local: bool) -> Ask:
     return Ask(
         paths=[os.path.abspath(path) if local else path for path in request.paths],
         exe=os.path.realpath(request.exe) if local and request.exe else request.exe,
-        gdb=request.gdb,
-        all_threads=request.all_threads,
         timeout_s=request.timeout_s,
         setup=request.setup,
     )

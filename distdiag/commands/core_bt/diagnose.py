@@ -73,7 +73,7 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
 def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
     notes = facts.notes
     assert notes is not None
-    crashed = next((merged.thread for merged in facts.threads if merged.crashed), None)
+    crashed = facts.threads[0] if facts.threads else None
     functions = [frame.function for frame in crashed.frames] if crashed is not None else []
     mapped = next((file.path for file in notes.files if notes.address and file.start <= notes.address < file.end), "")
     words = _last_words(facts, functions)
@@ -97,7 +97,7 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
         signature=known.id if known is not None else None,
         role=known.role if known is not None else None,
         crash_thread=crashed if crashed is not None and crashed.frames else None,
-        threads=tuple(merged.thread for merged in facts.threads if not merged.crashed),
+        threads=facts.threads[1:],
         truncated=notes.truncated,
         size_bytes=notes.size_bytes,
         whole_bytes=notes.whole_bytes,

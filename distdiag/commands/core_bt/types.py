@@ -21,14 +21,13 @@ class Threads(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of one run; `gdb` None: only if pystack does not find the crashed thread."""
+    """The options of one run."""
 
     program: str = "distdiag"
     cluster: Cluster = field(default_factory=Cluster)
     paths: tuple[str, ...] = ()
     exe: str = ""
     all_threads: bool = False
-    gdb: bool | None = None
     setup: bool = False
     timeout_s: float = 60.0
 

@@ -71,7 +71,6 @@ SUBCOMMAND = Subcommand(
     collect=_collect,
     diagnose=lambda request, gathered: diagnose(request, prepared(request, gathered)),
     view=lambda request, _, report: cuda_env_view(report, request),
-    explain=lambda request: runner.explain(request.cluster, _AGENT),
     shown_as_typed=("goal", "only", "ignore", "gpus", "verbose"),
     findings_in_view=True,
 )

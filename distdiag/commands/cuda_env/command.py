@@ -105,7 +105,7 @@ def cuda_env(
             gpus=tuple(capability(name) for name in gpu or ()),
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain)
+    options = runner.Options(as_json, strict, save, from_)
     if explain and (prebuild or export or only):
         fail(
             COMMAND,
@@ -120,7 +120,7 @@ def cuda_env(
         deliver_lines(COMMAND, lambda: build_commands(request(), options, ops), as_json=as_json)
     if export:
         deliver_lines(COMMAND, lambda: export_lines(request(), options), as_json=as_json)
-    if explain and not cluster.explain:
+    if explain:
         from distdiag.commands.cuda_env.explain import judge_log
         from distdiag.commands.cuda_env.view import cuda_env_view
         from distdiag.files import log_text

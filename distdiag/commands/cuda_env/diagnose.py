@@ -13,7 +13,6 @@ from distdiag.commands.cuda_env.sections import apply_fixes, is_ready, sections_
 from distdiag.commands.cuda_env.types import (
     COMMAND,
     CudaEnv,
-    DifferenceRow,
     Goal,
     NodeEnv,
     Ready,
@@ -25,7 +24,8 @@ from distdiag.commands.cuda_env.types import (
 from distdiag.diagnosis.finding_ids import matches
 from distdiag.diagnosis.hosts.drift import differences
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings, summary_of
-from distdiag.ids import Id, RowId
+from distdiag.diagnosis.verdicts import finding
+from distdiag.ids import RowId
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.types import Problem, Request
+    from distdiag.diagnosis.hosts.drift import Difference
     from distdiag.saved_facts import Gathered
 
 
@@ -52,16 +53,14 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
     groups = _groups(judged)
     findings: list[Finding] = list(log)
     rows = tuple(_row(group, findings, several=len(nodes) > 1) for group in groups)
-    found = tuple(differences({facts.host: _compared(facts) for facts in nodes})) if len(nodes) > 1 else ()
+    found = differences({facts.host: _compared(facts) for facts in nodes})
     if found and not _left_out(request, "nodes-differ"):
-        findings.append(
-            _differ(
-                [str(difference) for difference in found],
-                [host for difference in found for host in difference.odd_hosts],
-            )
-        )
+        findings.append(_differ(found))
     findings += host_findings(gathered.refusals, gathered.rows)
-    findings += [_missing(host, why) for host, why in gathered.missing.items()]
+    findings += [
+        finding("cuda-env.no-answer", {"host": host, "why": why}, where=Where(hosts=(host,)))
+        for host, why in gathered.missing.items()
+    ]
     ready = _ready(request, judged, incomplete=bool(gathered.refusals or gathered.missing))
     # For the first node only, as others need their own.
     exports, left = (
@@ -72,10 +71,6 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
         ready=ready,
         arch_list=as_list(gpus),
         nodes=tuple(_node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes),
-        differences=tuple(
-            DifferenceRow(fact=each.fact, values={each.common: each.common_hosts, **dict(each.others)})
-            for each in found
-        ),
         sections=rows,
         silenced=_silenced(request, whole),
         exports=exports,
@@ -167,27 +162,10 @@ def _finding(problem: Problem, hosts: tuple[str, ...]) -> Finding:
     )
 
 
-def _differ(lines: Sequence[str], odd: Sequence[str]) -> Finding:
-    hosts = tuple(dict.fromkeys(odd))
-    return Finding(
-        id=Id.CUDA_ENV_NODES_DIFFER,
-        level=Level.WARN,
-        title=f"{fold(hosts)} differ{'s' if len(hosts) == 1 else ''} from the other nodes",
-        detail="affects: running one node's builds on another; collectives between different NCCL versions",
-        where=Where(hosts=hosts),
-        evidence=tuple(lines),
-        fix=Fix(text="make the nodes identical, or build once for each kind of node"),
-    )
-
-
-def _missing(host: str, why: str) -> Finding:
-    return Finding(
-        id=Id.CUDA_ENV_NO_ANSWER,
-        level=Level.UNKNOWN,
-        title=f"no facts from {host}: {why}",
-        where=Where(hosts=(host,)),
-        fix=Fix(text="increase --read-timeout"),
-    )
+def _differ(found: Sequence[Difference]) -> Finding:
+    hosts = tuple(dict.fromkeys(host for difference in found for host in difference.odd_hosts))
+    words = {"hosts": fold(hosts), "s": "s" if len(hosts) == 1 else ""}
+    return finding("cuda-env.nodes-differ", words, where=Where(hosts=hosts), evidence=tuple(map(str, found)))
 
 
 def _compared(facts: CudaFacts) -> dict[str, object]:

@@ -116,7 +116,7 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
     row = LogRow(lines=count, causes=len(causes), others=len(found) - len(causes))
     data = replace(report.data, log=row, ready=Ready(run=None, build=None))
     if not request.verbose:
-        data = replace(data, sections=(), differences=(), silenced=())
+        data = replace(data, sections=(), silenced=())
     kept = report.findings if request.verbose else tuple(findings)
     worst = causes[0] if causes else findings[0]
     return Report(command=COMMAND, data=data, findings=kept, summary=worst.title, interrupted=report.interrupted)

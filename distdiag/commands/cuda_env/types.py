@@ -139,14 +139,6 @@ class Silenced:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DifferenceRow:
-    """A fact that differs between nodes: value -> hosts."""
-
-    fact: str
-    values: dict[str, tuple[str, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Step:
     """A problem that remains with all variables of `exports` set, and its fix."""
 
@@ -174,7 +166,6 @@ class CudaEnv:
     arch_list: str
     """The architectures of all GPUs of all nodes, as TORCH_CUDA_ARCH_LIST; empty without a GPU."""
     nodes: tuple[NodeEnv, ...]
-    differences: tuple[DifferenceRow, ...]
     sections: tuple[SectionRow, ...]
     silenced: tuple[Silenced, ...]
     exports: dict[str, str]

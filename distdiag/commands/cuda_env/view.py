@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Column
-
 from distdiag.cluster.hosts import fold_within
 from distdiag.commands.cuda_env.diagnose import readiness
 from distdiag.diagnosis.wording import counted
-from distdiag.output import Whole, Wrapped, plain_table
+from distdiag.output import Whole, Wrapped
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.cuda_env.types import CudaEnv, DifferenceRow, Request, SectionRow
+    from distdiag.commands.cuda_env.types import CudaEnv, Request, SectionRow
     from distdiag.report import Finding, Report
 
 _WORDS = {"skipped": "SKIP"}
@@ -30,7 +28,7 @@ _INDENT = 6
 
 
 def cuda_env_view(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:
-    """Yield the sections with findings, differences between nodes, and whether builds and runs will work."""
+    """Yield the sections with findings, and whether builds and runs will work."""
     data = report.data
     yield from _about(report, request)
     shown: set[int] = set()
@@ -46,7 +44,6 @@ def cuda_env_view(report: Report[CudaEnv], request: Request) -> Iterator[Rendera
         yield Whole("")
         yield Whole(f"{finding.level.upper()}  {finding.id}", style=_STYLES.get(finding.level, ""))
         yield from _finding(finding, margin=_INDENT, verbose=True)
-    yield from _differences(data.differences)
     for silenced in data.silenced:
         reason = f": {silenced.reason}" if silenced.reason else ""
         yield Whole(f"ignored  {silenced.id}{reason}")
@@ -108,19 +105,6 @@ def _finding(finding: Finding, *, margin: int, verbose: bool) -> Iterator[Render
         yield Wrapped(finding.fix.labelled, margin=margin)
         for command in finding.fix.commands:
             yield Whole(" " * (margin + 2) + command)
-
-
-def _differences(rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    if not rows:
-        return
-    table = plain_table(
-        Column("differs", no_wrap=True), Column("value", overflow="fold"), Column("hosts", overflow="fold")
-    )
-    for row in rows:
-        for number, (value, hosts) in enumerate(row.values.items()):
-            table.add_row(row.fact if not number else "", value, fold_within(hosts, _ROOM))
-    yield Whole("")
-    yield table
 
 
 def _last(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:

@@ -15,11 +15,10 @@ from distdiag.facts.cuda.driver import Driver  # noqa: TC001
 from distdiag.facts.cuda.places import Places
 from distdiag.facts.gpu import gpu_health
 from distdiag.facts.gpu.gpu_health import Health
-from distdiag.facts.host import cgroups, file_systems, kernel_signs, nfs, pcie
+from distdiag.facts.host import cgroups, file_systems, kernel_signs, pcie
 from distdiag.facts.host.cgroups import Cgroup  # noqa: TC001 - these are decoded by their annotations
 from distdiag.facts.host.file_systems import Space  # noqa: TC001
 from distdiag.facts.host.kernel_signs import KernelLine  # noqa: TC001
-from distdiag.facts.host.nfs import NfsMount  # noqa: TC001
 from distdiag.facts.host.pcie_types import Pcie  # noqa: TC001
 from distdiag.facts.logs.line_patterns import Patterns
 from distdiag.facts.network import interfaces as network
@@ -120,7 +119,6 @@ class Disks:
 
     spaces: tuple[Space, ...]
     written: tuple[str, ...]
-    nfs: tuple[NfsMount, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -285,16 +283,14 @@ def _limit(name: str, number: int) -> Limit:
 
 
 def _may_lock() -> bool:
-    for line in machine.read_text("/proc/self/status").splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> _IPC_LOCK & 1)
-    return False
+    words = machine.status_words("self", "CapEff")
+    return bool(words) and bool(int(words[0], 16) >> _IPC_LOCK & 1)
 
 
 def _disks(paths: Sequence[str]) -> Disks:
     written = tuple(dict.fromkeys([*file_systems.useful_folders(os.environ), *paths]))
     wanted = [*written, *file_systems.network_mounts()]
-    return Disks(tuple(file_systems.spaces(wanted, patience_s=_MOUNT_S)), written, nfs.mounts())
+    return Disks(tuple(file_systems.spaces(wanted, patience_s=_MOUNT_S)), written)
 
 
 def _network() -> NodeNetwork:

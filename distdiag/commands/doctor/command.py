@@ -11,8 +11,7 @@ from distdiag.errors import UsageError
 from distdiag.options import FromOpt, HtmlOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
-    from distdiag.commands.doctor.types import Doctor, Request
-    from distdiag.report import Report
+    from distdiag.commands.doctor.types import Request
 
 
 @on_hosts
@@ -24,10 +23,6 @@ def doctor(
     brief: Annotated[
         bool, typer.Option("--brief", help="Print one line, for a SLURM prolog or a health check of nodes.")
     ] = False,
-    prom: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="Write metrics to FILE (NAME.prom) for node_exporter's textfile collector."),
-    ] = "",
     only: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Show only these findings: an id or its prefix. Repeatable.")
     ] = None,
@@ -74,8 +69,6 @@ def doctor(
             raise UsageError("--brief and --json exclude each other", hint="--json has the line as its summary")
         if any(not folder.startswith("/") for folder in path or ()):
             raise UsageError("--path takes an absolute path: it is looked up on each node", hint="--path /scratch")
-        if prom:
-            _check_place(prom)
         pairs = [text.partition("=") for text in ignore or ()]
         return Request(
             program=called_as(),
@@ -87,24 +80,5 @@ def doctor(
             verbose=verbose,
         )
 
-    def finish(report: Report[Doctor]) -> Report[Doctor]:
-        if prom:
-            import time
-
-            from distdiag.commands.doctor.view import metrics
-            from distdiag.files import write_whole
-
-            write_whole(prom, metrics(report, time.time()), 0o644)  # node_exporter runs as another user
-        return report
-
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, brief=brief, html=html)
-    runner.run(SUBCOMMAND, request, options, finish)
-
-
-def _check_place(target: str) -> None:
-    """Reject an unwritable file, before contacting any node. Raises UsageError."""
-    import os
-
-    folder = os.path.dirname(os.path.abspath(target))
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise UsageError(f"--prom {target}: cannot write to {folder}", hint="choose a writable folder")
+    options = runner.Options(as_json, strict, save, from_, brief=brief, html=html)
+    runner.run(SUBCOMMAND, request, options)

@@ -21,7 +21,7 @@ from distdiag.diagnosis.wording import counted
 from distdiag.report import Witnesses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from distdiag.agent.tcp_probe import ProbeResult
     from distdiag.cluster.fleet import Fleet
@@ -125,16 +125,3 @@ def _untested(by_host: Mapping[str, NodePaths]) -> list[Finding]:
     hosts = tuple(dict.fromkeys(host for edge in left for host in edge))
     found = finding_about(symptom("paths-untested", paths=counted(len(left), "path"), hosts=fold_within(hosts, 40)), ())
     return [replace(found, witnesses=Witnesses(hosts=hosts))]
-
-
-def add_paths(
-    fleet: Fleet, nodes: Mapping[str, Node], facts: Sequence[Any], variables: Mapping[str, Mapping[str, str]]
-) -> list[Any]:
-    """Test the paths between the nodes that sent facts, and add the results to the facts."""
-    up = {node.name for node in fleet.up}
-    hosts = {node_facts.host for node_facts in facts}
-    known = {host: node for host, node in nodes.items() if host in hosts and node.name in up}
-    if len(known) < 2:
-        return list(facts)
-    seen = PathProbe(fleet, known, variables).run()
-    return [replace(node_facts, paths=seen.get(node_facts.host)) for node_facts in facts]

@@ -1,4 +1,4 @@
-"""Settings of one node that slow down or break jobs: debugging switches, proxies, ports, NFS, load. Pure."""
+"""Settings of one node that slow down or break jobs: debugging switches, proxies, ports, load. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _FEW_PORTS = 4096
 """Each pair of ranks using TCP has at least one connection, and a closed connection holds its port for a minute."""
 _SHORT_QUEUE = 128
 """SOMAXCONN before Linux 5.4. If 1,000 ranks connect to a store at once, some are dropped and retry seconds later."""
-_MANY_REQUESTS = 10_000
-_SLOW_QUEUE_MS = 10.0
 _OVERLOAD, _BESIDE_OTHERS = 1.5, 3
 
 _SWITCHES = (
@@ -48,7 +46,6 @@ def settings_symptoms(node: NodeDoctor) -> Iterator[Symptom]:
             yield symptom("somaxconn", count=node.system.somaxconn)
     if node.disks is not None:
         yield from _no_exec(node.disks)
-        yield from _nfs(node.disks)
     if node.network is not None:
         yield from _ports(node.network.ephemeral_ports)
 
@@ -108,22 +105,6 @@ def _no_exec(disks: Disks) -> Iterator[Symptom]:
                 variable=other,
                 evidence=(f"{space.source} on {space.path} type {space.kind}",),
             )
-
-
-def _nfs(disks: Disks) -> Iterator[Symptom]:
-    for mount in disks.nfs:
-        each_ms = mount.queue_ms / mount.operations if mount.operations else 0.0
-        if mount.operations < _MANY_REQUESTS or each_ms < _SLOW_QUEUE_MS or mount.queue_ms < mount.server_ms:
-            continue
-        since = f"{mount.operations} requests since it was mounted, at most {mount.slots} at once"
-        yield symptom(
-            "nfs-slots",
-            subject=mount.path,
-            path=mount.path,
-            queue=f"{each_ms:.0f}",
-            server=f"{mount.server_ms / mount.operations:.0f}",
-            evidence=(f"{mount.server}: {since}",),
-        )
 
 
 def overloaded(nodes: Sequence[NodeDoctor]) -> Iterator[Finding]:

@@ -62,8 +62,15 @@ def _with_clock(part: Part, asked_at: float, read_at: float) -> Part:
 
 
 def _with_paths(fleet: Fleet, nodes: Mapping[str, Node], facts: Sequence[NodeDoctor]) -> list[NodeDoctor]:
+    """Test the paths between the nodes that sent facts, and add the results to the facts."""
+    up = {node.name for node in fleet.up}
+    hosts = {node.host for node in facts}
+    known = {host: node for host, node in nodes.items() if host in hosts and node.name in up}
+    if len(known) < 2:
+        return list(facts)
     variables = {node.host: node.system.variables for node in facts if node.system is not None}
-    return paths.add_paths(fleet, nodes, facts, variables)
+    seen = paths.PathProbe(fleet, known, variables).run()
+    return [replace(node, paths=seen.get(node.host)) for node in facts]
 
 
 SUBCOMMAND = Subcommand(
@@ -74,7 +81,6 @@ SUBCOMMAND = Subcommand(
     diagnose=diagnose,
     view=lambda request, _, report: doctor_view(report, verbose=request.verbose),
     page=page_content,
-    explain=lambda request: runner.explain(request.cluster, _AGENT),
     shown_as_typed=("only", "ignore", "verbose"),
     findings_in_view=True,
 )

@@ -1,4 +1,4 @@
-"""Views of doctor: terminal (facts, findings, verdict) and metrics for node_exporter."""
+"""Views of doctor: facts, findings and verdict for a terminal, and the content of the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _ROOM = 24
 _STYLES = {Level.FAIL: "bold red", Level.UNKNOWN: "bold yellow", Level.WARN: "bold yellow"}
 _FITS = {FIT: "bold green", WARNED: "bold yellow", UNFIT: "bold red", UNKNOWN: "bold yellow"}
-_NUMBERS = {FIT: 1, WARNED: 1, UNFIT: 0}
 
 
 def doctor_view(report: Report[Doctor], *, verbose: bool) -> Iterator[RenderableType]:
@@ -82,7 +81,7 @@ def _finding(finding: Finding, *, whole: bool = True) -> Iterator[RenderableType
 
 
 def page_content(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce the data to what the page shows: nodes with equal facts and findings are one row."""
+    """Reduce the document's JSON to the content of the page: nodes with equal facts and findings are one row."""
     alike: dict[str, list[str]] = {}
     for node in data["nodes"]:
         alike.setdefault(json.dumps([node["fit"], node["findings"], node["facts"]]), []).append(node["host"])
@@ -95,45 +94,3 @@ def page_content(data: Mapping[str, Any]) -> dict[str, Any]:
         for each in data["differences"]
     ]
     return {"data": {**data, "nodes": nodes, "differences": differences}}
-
-
-def metrics(report: Report[Doctor], at: float) -> bytes:
-    """Format the report for node_exporter's textfile collector; `at`: seconds since 1970.
-
-    An unknown node has no value of distdiag_doctor_fit: absent is not 0.
-    """
-    lines = [
-        "# HELP distdiag_doctor_fit Whether the node is fit to start a job: 1, also with warnings, or 0.",
-        "# TYPE distdiag_doctor_fit gauge",
-        *(
-            f"distdiag_doctor_fit{_labels(node=row.host)} {_NUMBERS[row.fit]}"
-            for row in report.data.nodes
-            if row.fit in _NUMBERS
-        ),
-        "# HELP distdiag_doctor_finding A finding about the node; info: a remark.",
-        "# TYPE distdiag_doctor_finding gauge",
-        *dict.fromkeys(
-            f"distdiag_doctor_finding{_labels(node=host, id=finding.id, level=finding.level)} 1"
-            for finding in report.findings
-            for host in finding.where.hosts
-        ),
-        "# HELP distdiag_doctor_clock_offset_seconds How far the node's clock is ahead of the clock of who asked.",
-        "# TYPE distdiag_doctor_clock_offset_seconds gauge",
-        *(
-            f"distdiag_doctor_clock_offset_seconds{_labels(node=row.host)} {row.clock_offset_s:.6f}"
-            for row in report.data.nodes
-            if row.clock_offset_s is not None
-        ),
-        "# HELP distdiag_doctor_run_timestamp_seconds When doctor ran.",
-        "# TYPE distdiag_doctor_run_timestamp_seconds gauge",
-        f"distdiag_doctor_run_timestamp_seconds {at:.3f}",
-    ]
-    return ("\n".join(lines) + "\n").encode("utf-8", "replace")
-
-
-def _labels(**values: str) -> str:
-    escaped = {
-        name: str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        for name, value in values.items()
-    }
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"

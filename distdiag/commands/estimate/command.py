@@ -35,7 +35,7 @@ def estimate(
     """Estimate the TFLOPS of a training run and the network that it needs.
 
     With --config, count operations from the shape of the model (gates, K and V heads, experts), and add the traffic of
-    TP and PP and the init std.
+    TP and PP.
 
     Exit status: 0 computed, 1 the numbers cannot be right, or the network is too slow, 2 wrong usage,
     130 interrupted.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,11 +23,6 @@ _SHAPE_OFF = 1.1
 """--params may differ from the shape by this factor: norms, biases and rounded names ("7B" has 7.6) stay below."""
 _LARGE_BUBBLE = 0.2
 """Of a step. With m = 4 p, from where on GPipe (arXiv:1811.06965) calls it negligible, it is below."""
-_INIT_STD = {
-    "sqrt(1 / (3 hidden)), arXiv:2201.11990 (530B), used by BLOOM-176B": 1 / 3,
-    "sqrt(2 / (5 hidden)), arXiv:1910.05895": 2 / 5,
-}
-"""Formula and source of a standard deviation of initial weights -> variance x hidden size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +39,7 @@ class Speed:
 class Estimate:
     """All figures of a run.
 
-    `compute_s` is the time of the computation at half of the card's peak, and `zero3_bits_per_s` the network of a node
-    on which ZeRO-3 sends as long as it computes then; None without a card, or ZeRO-3.
+    `compute_s` is the time of the computation at half of the card's peak; None without a card.
     """
 
     run: Run
@@ -54,24 +47,19 @@ class Estimate:
     peak: Peak | None
     traffic: tuple[Traffic, ...]
     busbw_bytes_per_s: float | None
-    init_std: dict[str, float]
     compute_s: float | None
-    zero3_bits_per_s: float | None
 
 
 def diagnose(run: Run, peak: Peak | None, busbw_bytes_per_s: float | None) -> Report[Estimate]:
     """Compute and judge."""
-    speed, rows = _speed(run, peak), traffic(run)
-    compute_s = run.step_s * speed.hardware / (_GOOD_SHARE * peak.tflops) if peak else None
+    speed = _speed(run, peak)
     estimate = Estimate(
         run=run,
         speed=speed,
         peak=peak,
-        traffic=rows,
+        traffic=traffic(run),
         busbw_bytes_per_s=busbw_bytes_per_s,
-        init_std={name: math.sqrt(part / run.hidden) for name, part in _INIT_STD.items()} if run.hidden else {},
-        compute_s=compute_s,
-        zero3_bits_per_s=rows[3].node_bytes_per_step * 8 / compute_s if compute_s and run.zero == 3 else None,
+        compute_s=run.step_s * speed.hardware / (_GOOD_SHARE * peak.tflops) if peak else None,
     )
     findings = tuple(_findings(estimate))
     return Report(command="estimate", data=estimate, findings=findings, summary=_summary(estimate, findings))

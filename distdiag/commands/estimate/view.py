@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def estimate_view(report: Report[Estimate]) -> Iterator[RenderableType]:
-    """Render the speed, the traffic of each way of parallel training, and the init std."""
+    """Render the speed, and the traffic of each way of parallel training."""
     estimate = report.data
     yield "Speed"
     for line in _speed_lines(estimate):
@@ -40,11 +40,6 @@ def estimate_view(report: Report[Estimate]) -> Iterator[RenderableType]:
     yield table
     for line in _traffic_notes(estimate):
         yield Wrapped(line, margin=2, hang=4)
-    if estimate.init_std:
-        yield ""
-        yield f"Init std for hidden size {estimate.run.hidden}"
-        for formula, std in estimate.init_std.items():
-            yield Wrapped(f"{std:.5f} = {formula}", margin=2, hang=4)
 
 
 def _speed_lines(estimate: Estimate) -> Iterator[str]:
@@ -66,11 +61,6 @@ def _traffic_notes(estimate: Estimate) -> Iterator[str]:
         yield f"{inside} stays within a node of {estimate.run.gpus_per_node} GPUs: not counted as network"
     if (shared := max((row.sharing for row in used), default=1)) > 1:
         yield f"up to {shared} groups share the network of a node: their traffic is added up"
-    if estimate.zero3_bits_per_s and estimate.run.spans_nodes:
-        yield (
-            f"ZeRO-3 at half of the peak needs {estimate.zero3_bits_per_s / GB:.0f} Gb/s between nodes: what a node "
-            f"sends, in {estimate.compute_s:.3g} s (https://github.com/deepspeedai/DeepSpeed/issues/2928)"
-        )
     if estimate.busbw_bytes_per_s is None:
         yield "no busbw known: add --busbw GB/s; distdiag allreduce-bench between nodes measures it"
 

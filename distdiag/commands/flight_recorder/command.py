@@ -36,7 +36,7 @@ def flight_recorder(
 ) -> None:
     """Compare the PyTorch flight recorder dumps of all ranks: show who is stuck, in which collective, and why.
 
-    Reads pickle and JSON dumps of NCCL, XCCL and Gloo, and torchcomms clog files. Never runs code from a dump.
+    Reads pickle and JSON dumps of NCCL, XCCL and Gloo. Never runs code from a dump.
 
     Exit status: 0 warnings only, 1 a fault was found, 2 wrong usage, 3 the dumps cannot decide (every collective has
     ended, or the dump that would decide is missing), 130 interrupted.
@@ -73,5 +73,5 @@ def flight_recorder(
             verbose=verbose,
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    options = runner.Options(as_json, strict, save, from_, html=html)
     runner.run(SUBCOMMAND, request, options)

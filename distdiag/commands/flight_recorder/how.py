@@ -28,8 +28,6 @@ def lines(program: str) -> list[str]:
         "# Gloo records but writes no dump. In the training script, after init_process_group:",
         "from distdiag import dump_flight_recorder",
         'dump_flight_recorder("/shared/fr", when_stuck_s=60)  # and on --trigger /shared/fr',
-        "",
-        "# torchcomms: clog(output=f'/shared/fr/clog_{rank}.log', events=['ALL']), registered with every communicator",
     ]
 
 

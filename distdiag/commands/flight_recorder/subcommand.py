@@ -46,6 +46,5 @@ SUBCOMMAND = Subcommand(
     collect=_collect,
     diagnose=diagnose,
     view=lambda request, _, report: flight_recorder_view(report.data, verbose=request.verbose),
-    explain=lambda request: runner.explain(request.cluster, _AGENT),
     shown_as_typed=("verbose",),
 )

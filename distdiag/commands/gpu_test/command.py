@@ -17,7 +17,6 @@ from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annota
     MasterPortOpt,
     NcclDebugOpt,
     NprocOpt,
-    PrintCommandOpt,
 )
 from distdiag.launch.types import Backend, Device, Fault
 from distdiag.options import (
@@ -141,7 +140,6 @@ def gpu_test(
         float | None,
         typer.Option(min=0.0, metavar="GB/S", help="With --isolate: minimum bandwidth expected of a pair."),
     ] = None,
-    print_command: PrintCommandOpt = None,
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,
@@ -192,11 +190,11 @@ def gpu_test(
             compute_s=seconds(),
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain or print_command is not None)
+    options = runner.Options(as_json, strict, save, from_)
     if isolate:
         from distdiag.commands.gpu_test.isolate import diagnose as pairs
 
-        runner.run(pairs.subcommand(print_command), request, options)
+        runner.run(pairs.subcommand(), request, options)
     from distdiag.commands.gpu_test import diagnose
 
-    runner.run(diagnose.subcommand(print_command), request, options)
+    runner.run(diagnose.subcommand(), request, options)

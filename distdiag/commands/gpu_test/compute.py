@@ -22,7 +22,7 @@ from dataclasses import replace
 from importlib import metadata
 
 from distdiag.facts.gpu import gpu_health
-from distdiag.facts.gpu.computed import Computed, Product, bad_ranks
+from distdiag.facts.gpu.computed import Computed, Product, Summary, bad_ranks
 from distdiag.facts.machine import cpu_model
 
 TYPE_CHECKING = False
@@ -94,10 +94,10 @@ class Compute:
         """Return rank 0's verdict whether any rank is slow compared to the others."""
         rank, store = self.rank, self.rank.store
         rank.progress.step(f"comparing the results of all ranks, round {number}", waiting=True)
-        store.set(f"compute/{number}/{rank.rank}", json.dumps(found.summary()))
+        store.set(f"compute/{number}/{rank.rank}", json.dumps(vars(found.summary())))
         if rank.rank == 0:
             slow, wrong = bad_ranks(
-                {each: json.loads(store.get(f"compute/{number}/{each}")) for each in range(rank.world_size)}
+                {each: Summary(**json.loads(store.get(f"compute/{number}/{each}"))) for each in range(rank.world_size)}
             )
             self.bad = slow | wrong
             store.set(f"computed/{number}", "again" if slow else "")

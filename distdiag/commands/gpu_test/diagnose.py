@@ -15,7 +15,6 @@ from distdiag.launch.types import Device
 from distdiag.report import Level
 
 if TYPE_CHECKING:
-    from distdiag.launch.launch_commands import Recipe
     from distdiag.launch.record import Allocation, Inventory, Plan, RunRecord, SavedRun
     from distdiag.report import Finding, Report
     from distdiag.runner import Subcommand
@@ -58,9 +57,9 @@ def _fault_for(request: Request, rank: int) -> dict[str, object] | None:
     return {"kind": fault.kind, "stage": fault.place, "seconds": 2 * request.timeout_s + 5}
 
 
-def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, GpuTest]:
-    """Return the command. `recipe`: the launcher whose launch commands are printed instead of a test."""
-    return runner.subcommand("gpu-test", Request, job_of, lambda _, report: gpu_test_view(report), recipe)
+def subcommand() -> Subcommand[Request, SavedRun, GpuTest]:
+    """Return the command."""
+    return runner.subcommand("gpu-test", Request, job_of, lambda _, report: gpu_test_view(report))
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[GpuTest]:

@@ -15,10 +15,10 @@ from distdiag.launch.rank import Rank as AnyRank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     import torch
     import torch.distributed as dist
+
+    from distdiag.launch.rank import Config
 
 # The reduced values are whole numbers below 2**24, so float32 sums are exact in any order.
 PERIOD = 2039
@@ -28,7 +28,7 @@ MARK = 2048
 MEMORY_CHUNK_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
-def main(config: dict[str, Any]) -> None:
+def main(config: Config) -> None:
     """Run the stages of one rank, then exit."""
     run_rank(config, Rank)
 

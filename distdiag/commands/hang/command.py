@@ -8,7 +8,6 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.hang.types import Request, Wanted
-from distdiag.errors import UsageError
 from distdiag.options import (
     FromOpt,
     HtmlOpt,
@@ -43,11 +42,6 @@ def hang(
     ] = None,
     timeout: Annotated[float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Overall time limit.")] = 60.0,
     quick: Annotated[bool, typer.Option("--quick", help="Take only two samples.")] = False,
-    watch: Annotated[
-        bool,
-        typer.Option("--watch", help="Read /proc every minute; diagnose once all ranks have stopped."),
-    ] = False,
-    every: Annotated[float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Interval of --watch.")] = 60.0,
     save: SaveOpt = "",
     from_: FromOpt = None,
     html: HtmlOpt = "",
@@ -70,14 +64,12 @@ def hang(
       distdiag hang                                    # the job on this node
       distdiag hang 4711                               # the job of process 4711
       distdiag hang --slurm-job 4711 --html hang.html  # all nodes of a SLURM job
-      distdiag hang --watch --save facts               # wait until it hangs
+      while distdiag hang --save facts; do sleep 60; done  # until it hangs
     """
     from distdiag import runner
     from distdiag.commands.hang.subcommand import SUBCOMMAND
 
     def request() -> Request:
-        if watch and from_:
-            raise UsageError("--watch looks at a running job", hint="leave out --from")
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -89,9 +81,5 @@ def hang(
             verbose=verbose,
         )
 
-    if watch and not cluster.explain:
-        from distdiag.commands.hang.watch import wait_until_hung
-
-        wait_until_hung(request, every, as_json=as_json)
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    options = runner.Options(as_json, strict, save, from_, html=html)
     runner.run(SUBCOMMAND, request, options)

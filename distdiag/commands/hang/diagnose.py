@@ -9,9 +9,8 @@ from distdiag.diagnosis.outliers import mark
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck.fixes import next_experiment
 from distdiag.diagnosis.stuck.join import source_rows
-from distdiag.diagnosis.stuck.judge import job_findings, judge, launcher_claims
+from distdiag.diagnosis.stuck.judge import all_nodes, job_findings, judge, launcher_claims
 from distdiag.diagnosis.stuck.types import Asked, StuckKind
-from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.types import summarize
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Report

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag import runner
 from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.page import content
 from distdiag.commands.hang.types import COMMAND, Request
@@ -40,14 +39,14 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
     cluster = replace(request.cluster, host_timeout_s=limit_s)
     timeout_s = max(2.0, (1 - _REACH_SHARE) * request.timeout_s - _SPARE_S)
     ask = Ask(
-        sources=(Source.WAITS,) if request.light else tuple(Source),
+        sources=tuple(Source),
         timeout_s=timeout_s,
         sampling=Sampling(interval_s=request.interval_s, longest_s=0.0 if request.quick else LONGEST_S),
         logs=request.logs,
         recorder=request.recorder,
     )
     longest = f", sampling for up to {LONGEST_S:.0f} s while ranks do not move" if not request.quick else ""
-    doing = "reading /proc" if request.light else f"reading all sources{longest}"
+    doing = f"reading all sources{longest}"
     return pictures.gather(cluster, _agent(request), ask, lambda hosts: _choose(request, hosts), progress, doing=doing)
 
 
@@ -68,7 +67,6 @@ SUBCOMMAND = Subcommand(
     collect=_collect,
     diagnose=diagnose,
     view=lambda request, _, report: hang_view(report, request),
-    explain=lambda request: runner.explain(request.cluster, _agent(request)),
     page=content,
     shown_as_typed=("wanted", "verbose"),
 )

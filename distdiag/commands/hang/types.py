@@ -23,9 +23,9 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options. `logs` and `recorder` are paths on the hosts; `light`: read only /proc.
+    """The options. `logs` and `recorder` are paths on the hosts; `quick`: sample just twice.
 
-    `quick`: sample just twice. `ranks_only`: skip Python processes with torch but no rank.
+    `ranks_only`: skip Python processes with torch but no rank.
     """
 
     program: str
@@ -35,7 +35,6 @@ class Request:
     recorder: tuple[str, ...] = ()
     timeout_s: float = 60.0
     interval_s: float = 1.0
-    light: bool = False
     quick: bool = False
     ranks_only: bool = False
     verbose: bool = False

@@ -73,7 +73,7 @@ def logs(
         separate.deliver_streams(paths or [], rank or [], split, has_hosts=bool(cluster.typed()), as_json=as_json)
 
     def request() -> Request:
-        if not (paths or from_ or cluster.explain or cluster.kube):
+        if not (paths or from_ or cluster.kube):
             raise UsageError("no log named", hint="distdiag logs FILE, a folder, or - for stdin")
         if follow and cluster.typed():
             raise UsageError(
@@ -82,7 +82,7 @@ def logs(
         check_paths(cluster, paths or ())
         return Request(program=called_as(), cluster=cluster, paths=tuple(paths or ()), timeline=timeline, follow=follow)
 
-    runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_))
 
 
 def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
@@ -100,7 +100,6 @@ def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
         collect=_collect,
         diagnose=diagnose,
         view=lambda request, _, report: logs_view(report, timeline=request.timeline),
-        explain=lambda request: runner.explain(request.cluster, _agent()),
         shown_as_typed=("timeline",),
     )
 

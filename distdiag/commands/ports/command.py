@@ -36,9 +36,6 @@ def ports(
             help="Ports to test: 6000,29500-29510; without HOST, who listens here. [default: 29500]",
         ),
     ] = None,
-    sample: Annotated[
-        int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to test on each path between nodes.")
-    ] = 2,
     data: Annotated[str, typer.Option(metavar="SIZE", help="Data to send over each path between nodes.")] = "1MiB",
     connect_timeout: Annotated[
         float, typer.Option(min=0.1, max=120.0, metavar="SECONDS", help="Give up on a port after this long.")
@@ -77,13 +74,12 @@ def ports(
             targets=_targets(words, given),
             ports=given,
             named=bool(given) or _names_ports(words),
-            sample=sample,
             bulk_bytes=_bulk_bytes(data),
             timeout_s=connect_timeout,
             verbose=verbose,
         )
 
-    runner.run(_subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(_subcommand(), request, runner.Options(as_json, strict, save, from_))
 
 
 def _targets(hosts: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
@@ -138,7 +134,6 @@ def _subcommand() -> Subcommand[Request, PortsFacts, PortsData]:
         collect=collect,
         diagnose=lambda request, gathered: diagnose(request, gathered.facts[0]),
         view=lambda request, _, report: ports_view(report, request),
-        explain=lambda request: runner.explain(request.cluster, gather.AGENT),
         shown_as_typed=("verbose",),
         by_every_rank=True,
     )

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold, fold_ranks, fold_within
 from distdiag.commands.ports.node_findings import node_findings
 from distdiag.commands.ports.port_findings import held_by, known_as, port_findings
-from distdiag.commands.ports.types import (
-    COMMAND,
-    IbPortRow,
-    InterfaceRow,
-    ListenerRow,
-    PortsData,
-    ProbeRow,
-    SelectedRow,
-    SelectionRow,
-    address_of,
-)
+from distdiag.commands.ports.types import COMMAND, Choice, PortsData, ProbeRow, address_of
 from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.nic_selection import exports, gloo_selection, nccl_selection, suggested
@@ -62,33 +52,21 @@ def _same_machine(facts: PortsFacts) -> list[Finding]:
 
 
 def _data(facts: PortsFacts) -> PortsData:
-    nodes = [(facts.hosts[name], node) for name, node in facts.nodes.items()]
-    first = nodes[0][1] if nodes else None
+    nodes = {facts.hosts[name]: node for name, node in facts.nodes.items()}
     return PortsData(
         hosts=facts.rows,
-        interfaces=tuple(
-            InterfaceRow(**vars(nic), host=host) for host, node in nodes for nic in node.network.interfaces
-        ),
-        ib_ports=tuple(IbPortRow(**vars(port), host=host) for host, node in nodes for port in node.ib_ports),
-        choice=SelectionRow(
-            nccl=tuple(
-                SelectedRow(**vars(nic), host=host)
-                for host, node in nodes
-                for nic in nccl_selection(node.network.interfaces, node.variables).nics
-            ),
-            gloo=tuple(
-                SelectedRow(**vars(nic), host=host)
-                for host, node in nodes
-                for nic in gloo_selection(node.network.interfaces, node.network.names, node.variables).nics
-            ),
-        ),
-        listeners=tuple(ListenerRow(**vars(own), host=host) for host, node in nodes for own in node.listeners),
+        nodes=nodes,
+        choice={
+            host: Choice(
+                nccl=nccl_selection(node.network.interfaces, node.variables).nics,
+                gloo=gloo_selection(node.network.interfaces, node.network.names, node.variables).nics,
+            )
+            for host, node in nodes.items()
+        },
         probes=_probes(facts),
         pairs=tuple(
             replace(path, source=facts.hosts[path.source], target=facts.hosts[path.target]) for path in facts.paths
         ),
-        ephemeral_ports=first.network.ephemeral_ports if first is not None else None,
-        free_port=first.lowest_free or None if first is not None else None,
         exports=_exports(facts),
     )
 

@@ -33,6 +33,8 @@ MOST_PORTS = 64
 _ALL_PAIRS = 64
 """Up to this many nodes probe all others; beyond, each probes its neighbours and a few others, mutually."""
 _SOME = 6
+_SAMPLES = 2
+"""Ephemeral ports tested on each path."""
 _PROBE_S = 2.0
 _GRACE_S = 1.0
 _PATHS_PER_S = 250
@@ -121,7 +123,7 @@ class _Pairs(Prober):
     def run(self, progress: Progress) -> None:
         """Listen on all nodes, probe every path, and stop."""
         ports = list(self._request.ports or (USUAL_PORT,))
-        answers = self.ask_all(protocol.ReachListen(ports=ports, more=self._request.sample - 1), ReachListening)
+        answers = self.ask_all(protocol.ReachListen(ports=ports, more=_SAMPLES - 1), ReachListening)
         for name, answer in answers.items():
             self._samples[name] = answer.samples
             self._facts.taken[name] = answer.failed

@@ -1,4 +1,4 @@
-"""Findings about nodes: interfaces of NCCL and Gloo, names, MASTER_ADDR, RDMA ports, firewall. Pure."""
+"""Findings about nodes: interfaces of NCCL and Gloo, names, MASTER_ADDR, firewall. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distdiag.diagnosis.nic_selection import (
 )
 from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network.interfaces import is_loopback
-from distdiag.report import Finding, Fix, Level, Where, quoted
+from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,7 +58,6 @@ def _about(node: NodePorts, *, several: bool) -> Iterable[Finding]:
         _own_name,
         _master_addr,
         _master_port,
-        _rdma,
         _firewall,
         _container,
     )
@@ -146,20 +145,6 @@ def _master_port(node: NodePorts, several: bool) -> Finding | None:
     if not low <= int(text) <= high:
         return None
     return finding("ports.port-range", {"value": text, "low": low, "high": high, "free": node.lowest_free or 29500})
-
-
-def _rdma(node: NodePorts, several: bool) -> Finding | None:
-    ports = [port for port in node.ib_ports if port.link in ("InfiniBand", "Ethernet")]
-    down = [port for port in ports if port.state != "ACTIVE"]
-    if not down or len(down) == len(ports):
-        return None
-    names = ", ".join(f"{port.device}:{port.port}" for port in down)
-    waits = [port for port in down if port.physical == "LinkUp"]
-    words = {"down": len(down), "all": len(ports), "names": names}
-    words["waits"] = "A port whose link is up but not active is waiting for the subnet manager." if waits else ""
-    words["excluded"] = quoted("^" + ",".join(port.device for port in down))
-    evidence = tuple(f"{port.device}:{port.port} {port.state}, {port.physical}, {port.link}" for port in down)
-    return finding("ports.rdma-down", words, evidence=evidence)
 
 
 def _firewall(node: NodePorts, several: bool) -> Finding | None:

@@ -15,10 +15,8 @@ from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, PathTest
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.ports.collect import NodePorts  # noqa: TC001
 from distdiag.diagnosis import nic_selection
-from distdiag.diagnosis.nic_selection import SelectedNic
+from distdiag.diagnosis.nic_selection import SelectedNic  # noqa: TC001
 from distdiag.errors import UsageError
-from distdiag.facts.network.listeners import Listener
-from distdiag.facts.network.nics import IbPort, Nic
 
 COMMAND = "ports"
 USUAL_PORT = 29500
@@ -35,7 +33,6 @@ class Request:
     ports: tuple[int, ...] = ()
     named: bool = False
     """Whether ports were typed."""
-    sample: int = 2
     bulk_bytes: int = 2**20
     timeout_s: float = 3.2
     verbose: bool = False
@@ -108,38 +105,11 @@ def address_of(node: NodePorts) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InterfaceRow(Nic):
-    """One interface of a node."""
+class Choice:
+    """The interfaces NCCL and Gloo use on a node; empty for a library that would fail."""
 
-    host: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class IbPortRow(IbPort):
-    """One port of an RDMA device."""
-
-    host: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListenerRow(Listener):
-    """A listener on a node."""
-
-    host: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectedRow(SelectedNic):
-    """An interface used by a library."""
-
-    host: str
-
-
-class SelectionRow(msgspec.Struct, frozen=True):
-    """The interfaces NCCL and Gloo use on all nodes; empty for a library that would fail."""
-
-    nccl: tuple[SelectedRow, ...]
-    gloo: tuple[SelectedRow, ...]
+    nccl: tuple[SelectedNic, ...]
+    gloo: tuple[SelectedNic, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,19 +121,15 @@ class ProbeRow(PortResult):
 
 
 class PortsData(msgspec.Struct, frozen=True):
-    """The data of the report. `exports`: variables to set by host; "" for all hosts.
+    """The data of the report. `nodes`, `choice` and `exports`, variables to set, are by host; "" for all hosts.
 
     `hosts` has a row for each host of --hosts.
     """
 
     hosts: tuple[HostResult, ...]
-    interfaces: tuple[InterfaceRow, ...]
-    ib_ports: tuple[IbPortRow, ...]
-    choice: SelectionRow
-    listeners: tuple[ListenerRow, ...]
+    nodes: dict[str, NodePorts]
+    choice: dict[str, Choice]
     probes: tuple[ProbeRow, ...]
     pairs: tuple[NetworkPath, ...]
     """Both ways between nodes, by host, to our own listeners."""
-    ephemeral_ports: tuple[int, int] | None
-    free_port: int | None
     exports: dict[str, dict[str, str]]

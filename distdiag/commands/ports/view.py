@@ -34,36 +34,39 @@ def ports_view(report: Report[PortsData], request: Request) -> Iterator[Renderab
         yield from _pairs(data, verbose=request.verbose)
     elif data.probes:
         yield from _probes(data.probes, verbose=request.verbose)
-    elif data.interfaces:
+    elif data.nodes:
         yield from _node(data, request)
     yield from _exports(data)
 
 
 def _node(data: PortsData, request: Request) -> Iterator[RenderableType]:
     yield _interfaces(data, verbose=request.verbose)
-    if data.ib_ports:
+    ib_ports = [port for node in data.nodes.values() for port in node.ib_ports]
+    if ib_ports:
         yield Whole("")
         table = plain_table(
             Column("rdma port"), Column("state"), Column("link"), Column("Gbit/s", justify="right"), Column("interface")
         )
-        for port in data.ib_ports:
+        for port in ib_ports:
             rate = f"{port.rate_bits_per_s / 1e9:g}" if port.rate_bits_per_s else "-"
             table.add_row(f"{port.device}:{port.port}", port.state, port.link, rate, ", ".join(port.netdevs) or "-")
         yield table
     yield Whole("")
-    for name, taken in (("NCCL", data.choice.nccl), ("Gloo", data.choice.gloo)):
+    for name in ("NCCL", "Gloo"):
+        taken = [nic for choice in data.choice.values() for nic in (choice.nccl if name == "NCCL" else choice.gloo)]
         nics = ", ".join(f"{nic.name} ({nic.address})" for nic in taken)
         yield Wrapped(f"{name} would use {nics}" if nics else f"{name} would fail: no interface", margin=0, hang=2)
     yield Whole("")
     yield from _listeners(data, request)
-    if data.ephemeral_ports:
-        yield Whole(f"ephemeral ports: {data.ephemeral_ports[0]}-{data.ephemeral_ports[1]}")
-    if data.free_port:
-        yield Whole(f"free port for a rendezvous: {data.free_port}")
+    (first, *_) = data.nodes.values()
+    if first.network.ephemeral_ports:
+        yield Whole("ephemeral ports: {}-{}".format(*first.network.ephemeral_ports))
+    if first.lowest_free:
+        yield Whole(f"free port for a rendezvous: {first.lowest_free}")
 
 
 def _interfaces(data: PortsData, *, verbose: bool) -> Table:
-    several = len({nic.host for nic in data.interfaces}) > 1
+    several = len(data.nodes) > 1
     table = plain_table(
         *([Column("host")] if several else []),
         Column("interface", no_wrap=True),
@@ -73,23 +76,24 @@ def _interfaces(data: PortsData, *, verbose: bool) -> Table:
         Column("Gbit/s", justify="right", no_wrap=True),
         Column("addresses", overflow="fold"),
     )
-    for nic in data.interfaces:
+    for host, nic in ((host, nic) for host, node in data.nodes.items() for nic in node.network.interfaces):
         if not nic.addresses and not nic.up and not verbose:
             continue
         state = "running" if nic.running else "no carrier" if nic.up else "down"
         speed = f"{nic.speed_bits_per_s / 1e9:g}" if nic.speed_bits_per_s else "-"
         name = nic.name + (" (default route)" if nic.default_route else "")
         row = [name, nic.kind, state, str(nic.mtu or "-"), speed, " ".join(nic.addresses) or "-"]
-        table.add_row(*([nic.host] if several else []), *row)
+        table.add_row(*([host] if several else []), *row)
     return table
 
 
 def _listeners(data: PortsData, request: Request) -> Iterator[RenderableType]:
     wanted, verbose = {*_USUAL, *request.ports}, request.verbose
-    shown = [each for each in data.listeners if verbose or each.port in wanted or "python" in each.command]
+    listeners = [each for node in data.nodes.values() for each in node.listeners]
+    shown = [each for each in listeners if verbose or each.port in wanted or "python" in each.command]
     if not shown:
         usual = ", ".join(map(str, _USUAL[:3]))
-        yield Wrapped(f"no listener on the usual ports ({usual}); {len(data.listeners)} on other ports (-v)", margin=0)
+        yield Wrapped(f"no listener on the usual ports ({usual}); {len(listeners)} on other ports (-v)", margin=0)
         return
     table = plain_table(Column("listening"), Column("pid", justify="right"), Column("command", overflow="fold"))
     for listener in shown if verbose else shown[:_LISTENERS]:
@@ -126,7 +130,7 @@ def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[Renderable
 
 def _pairs(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
     tried = {host for pair in data.pairs for host in (pair.source, pair.target)}
-    known = dict.fromkeys([*(nic.host for nic in data.interfaces), *sorted(tried)])
+    known = dict.fromkeys([*data.nodes, *sorted(tried)])
     hosts = [host for host in known if host in tried]
     states: dict[tuple[str, str], list[NetworkPath]] = {}
     for pair in data.pairs if all(pair.purpose in ("also", "other") for pair in data.pairs) else _main(data):

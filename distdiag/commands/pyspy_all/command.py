@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.pyspy_all.types import Request, Threads
-from distdiag.errors import UsageError
-from distdiag.options import HtmlOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, UserOpt, called_as, on_hosts, parse_numbers
-
-_GROUP = re.compile(r"\s*([A-Za-z][\w-]*)\s*=\s*([0-9,\-/ ]+)\s*")
+from distdiag.options import HtmlOpt, JobOpt, JsonOpt, SaveOpt, StrictOpt, UserOpt, called_as, on_hosts
 
 
 @on_hosts
@@ -40,14 +36,6 @@ def pyspy_all(
         ),
     ] = None,
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
-    helpers: Annotated[bool, typer.Option("--helpers", help="Also show DataLoader workers and other helpers.")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="Show one call tree of all ranks instead of groups.")] = False,
-    groups: Annotated[
-        str,
-        typer.Option(
-            metavar="GROUPS", help="Parallel groups, to report those shared by stuck ranks: tp=0-1/2-3;pp=0,2/1,3."
-        ),
-    ] = "",
     sample_timeout: Annotated[
         float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Time limit for one sample of one process.")
     ] = 5.0,
@@ -78,7 +66,7 @@ def pyspy_all(
     Examples:
       distdiag pyspy-all                             # every rank on this host
       distdiag pyspy-all --hosts gpu[01-64] --save run1
-      distdiag pyspy-all --from run1 --tree          # analyze the saved stacks
+      distdiag pyspy-all --from run1 --html run1.html  # a call tree of the saved stacks
     """
     from distdiag import runner
     from distdiag.commands.pyspy_all.subcommand import SUBCOMMAND
@@ -97,25 +85,9 @@ def pyspy_all(
             interval_s=1.0 if interval is None else interval,
             is_quick=interval is None and samples >= ENOUGH and not native,
             threads=threads,
-            helpers=helpers,
-            tree=tree,
             verbose=verbose,
-            groups=parse_groups(groups),
             timeout_s=sample_timeout,
         )
 
-    options = runner.Options(as_json, strict, save, from_, cluster.explain, html=html)
+    options = runner.Options(as_json, strict, save, from_, html=html)
     runner.run(SUBCOMMAND, request, options)
-
-
-def parse_groups(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Parse "NAME=RANKS/RANKS;NAME=..." into (name, ranks), one for each group. Raises UsageError."""
-    found = []
-    for entry in filter(str.strip, text.split(";")):
-        match = _GROUP.fullmatch(entry)
-        if match is None:
-            raise UsageError(
-                f"--groups: {entry.strip()!r} is not NAME=RANKS/RANKS", hint="--groups 'tp=0-1/2-3;pp=0,2/1,3'"
-            )
-        found += [(match[1], parse_numbers([part], "--groups", "rank", "ranks")) for part in match[2].split("/")]
-    return tuple(found)

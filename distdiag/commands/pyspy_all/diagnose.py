@@ -21,10 +21,9 @@ from distdiag.commands.pyspy_all.types import (
 )
 from distdiag.diagnosis.outliers import mark, split
 from distdiag.diagnosis.stack_classes import classify_stack, helper_frames
-from distdiag.diagnosis.stuck.judge import job_findings, judge, where_of
+from distdiag.diagnosis.stuck.judge import all_nodes, job_findings, judge, where_of
 from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked, StuckKind
 from distdiag.fold import by_key
-from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.types import summarize
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Level, Report
@@ -49,7 +48,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
     nodes = all_nodes(gathered)
     judged = judge(asked, nodes)
     verdicts = [joined.evidence.stacks for joined in judged]
-    slow = [own for verdict in verdicts for own in straggler_findings(verdict, request)]
+    slow = [own for verdict in verdicts for own in straggler_findings(verdict)]
     is_answered = bool(slow) or request.samples >= _MANY_SAMPLES  # "look for a slow rank" is done
     rest = job_findings(asked, judged, nodes, gathered)
     found = [*slow, *(replace(each, fix=None) if is_answered and each.level is Level.INFO else each for each in rest)]
@@ -82,7 +81,6 @@ def asked_of(request: Request) -> Asked:
         pids=request.pids,
         user=request.user,
         sources=OF_PROCESSES,
-        groups=request.groups,
     )
 
 

@@ -16,7 +16,6 @@ from distdiag.report import Finding, Fix, Level
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from distdiag.commands.pyspy_all.types import Request
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.slow_ranks import SlowRanks
     from distdiag.diagnosis.stack_classes import RankState
@@ -40,13 +39,13 @@ def reason_of(verdict: JobVerdict, group: Sequence[RankState]) -> str:
     return f"not in the collective: {does(first)}"
 
 
-def straggler_findings(verdict: JobVerdict, request: Request) -> Iterator[Finding]:
+def straggler_findings(verdict: JobVerdict) -> Iterator[Finding]:
     """Report the ranks for which the others wait in most samples."""
     if verdict.slow is not None:
-        yield _slow(verdict, request, verdict.slow)
+        yield _slow(verdict, verdict.slow)
 
 
-def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
+def _slow(verdict: JobVerdict, slow: SlowRanks) -> Finding:
     is_alone = len(slow.slow) == 1
     others = briefly(slow.others)
     pronoun = "it" if is_alone else "them"
@@ -62,7 +61,7 @@ def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
         f"{slow.samples} samples; {briefly(slow.slow)} {'waits' if is_alone else 'wait'} for others "
         f"{f'in at most {slow.slow_wait}' if slow.slow_wait else 'in none'}. "
         + (f"{'It is' if is_alone else 'They are'} computing. " if busy >= BUSY else "")
-        + common_to(slow.slow, verdict, request.groups),
+        + common_to(slow.slow, verdict),
         where=where_of(slow.slow),
         fix=Fix(
             text=f"profile {spot(slow.frame) if slow.frame is not None else 'a step'} on {briefly(slow.slow)}; "

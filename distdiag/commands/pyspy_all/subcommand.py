@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag import runner
 from distdiag.commands.pyspy_all import dumps
 from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.page import content
@@ -48,7 +47,6 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodePicture]:
         longest_s=_LONGEST_S,
         native=request.native,
         all_threads=request.threads is Threads.ALL,
-        helpers=request.helpers,
     )
     ask = Ask(sources=OF_PROCESSES, timeout_s=_SPARE_S + sampling.takes_s(), sampling=sampling)
     return pictures.gather(
@@ -100,8 +98,7 @@ SUBCOMMAND = Subcommand(
     collect=_collect,
     diagnose=diagnose,
     view=lambda request, _, report: pyspy_all_view(report, request),
-    explain=lambda request: runner.explain(request.cluster, _agent(request)),
     page=content,
-    shown_as_typed=("job", "threads", "helpers", "tree", "groups", "verbose"),
+    shown_as_typed=("job", "threads", "verbose"),
     foreign=Foreign(dumps.of_file, dumps.as_nodes, lambda request: replace(request, samples=1, interval_s=0.0)),
 )

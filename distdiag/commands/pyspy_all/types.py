@@ -39,11 +39,7 @@ class Request:
     is_quick: bool = False
     """Whether to sample faster if the job steps faster."""
     threads: Threads = Threads.MAIN
-    helpers: bool = False
-    tree: bool = False
     verbose: bool = False
-    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Parallel groups given by the user: ("tp", (0, 1)), ("tp", (2, 3)), ..."""
     timeout_s: float = 5.0
     ranks_only: bool = False
     """Skip Python processes with torch but no rank."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.cluster.hosts import fold_ranks, fold_ranks_within
+from distdiag.cluster.hosts import fold_ranks_within
 from distdiag.diagnosis.stack_wording import samples_in_words
 from distdiag.diagnosis.wording import named, shorten_hosts
 from distdiag.fold import by_key
@@ -16,7 +15,7 @@ from distdiag.knowledge.frames import is_native, library_path
 from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
@@ -36,22 +35,17 @@ _FEW_ROWS = 8
 """Processes with individual rows; with more, rows with the same text are merged."""
 _CELL = 20
 """Maximum length of ranks in a cell of a table."""
-_ROOM = 80
-"""Maximum length of a set of ranks in the call tree."""
 
 
 def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[RenderableType]:
-    """Render each job with its groups or call tree, then the processes that need a note."""
+    """Render each job with its groups, then the processes that need a note."""
     data = report.data
     for job in data.jobs:
         yield _line(f"{job.title()}; {samples_in_words(data.samples, data.interval_s)}")
         groups = [group for group in data.groups if group.job == job.job]
-        if request.tree:
-            yield from (_frame(line) for line in call_tree(groups, verbose=request.verbose))
-        else:
-            yield from _groups(groups, verbose=request.verbose)
+        yield from _groups(groups, verbose=request.verbose)
         yield ""
-    yield from _special(data.processes, all_ranks=request.verbose, helpers=request.helpers)
+    yield from _special(data.processes, all_ranks=request.verbose)
     if request.threads == "all":
         yield from _all_threads(data.processes, verbose=request.verbose)
 
@@ -128,65 +122,8 @@ def short(frame: FrameRow) -> str:
     return library_path(frame.file) or frame.file
 
 
-@dataclass
-class _Branch:
-    frame: FrameRow | None
-    groups: list[Group] = field(default_factory=list)
-    below: dict[FrameRow, _Branch] = field(default_factory=dict)
-    ends: list[Group] = field(default_factory=list)
-
-
-def call_tree(groups: Iterable[Group], *, verbose: bool = False) -> Iterator[str]:
-    """Format one call tree of all ranks, outermost frames first, one frame a line, with the ranks of each branch.
-
-    The smallest branch is first. The idea of STAT and padb: prefix trees with rank sets on the edges.
-    """
-    root = _Branch(None)
-    for group in groups:
-        branch = root
-        branch.groups.append(group)
-        for frame in reversed(group.frames):
-            branch = branch.below.setdefault(frame, _Branch(frame))
-            branch.groups.append(group)
-        branch.ends.append(group)
-    yield from _tree_lines(root, "", verbose=verbose)
-
-
-def _tree_lines(branch: _Branch, margin: str, *, verbose: bool) -> Iterator[str]:
-    for group in branch.ends:
-        mark = f", {group.outlier}" if group.outlier else ""
-        yield f"{margin}= {group.class_}{mark}"
-    forks = branch.frame is None or len(branch.below) + len(branch.ends) > 1
-    for below in sorted(branch.below.values(), key=lambda child: sum(group.count for group in child.groups)):
-        assert below.frame is not None
-        if forks:
-            yield f"{margin}[{_ranks_of(below.groups)}]"
-        inner = margin + "  " if forks else margin
-        # Fold a library frame with a single child, but not the fork after it.
-        if verbose or below.frame.user or len(below.below) != 1 or below.ends:
-            yield f"{inner}{frame_line(below.frame, verbose=verbose)}"
-        yield from _tree_lines(below, inner, verbose=verbose)
-
-
-def _short(folded: str) -> str:
-    return folded if len(folded) <= _ROOM else folded[: folded.rfind(",", 0, _ROOM)] + ",..."
-
-
-def _ranks_of(groups: Iterable[Group]) -> str:
-    groups = list(groups)
-    ranks = [rank for group in groups for rank in group.ranks]
-    count = sum(group.count for group in groups)
-    if len(ranks) == count:
-        return f"{_short(fold_ranks(ranks))} ({count})" if count > 1 else f"{fold_ranks(ranks)}"
-    return f"pids {fold_ranks(pid for group in groups for pid in group.pids)} ({count})"
-
-
-def _special(processes: Sequence[ProcessRow], *, all_ranks: bool, helpers: bool) -> Iterator[RenderableType]:
-    rows = [
-        process
-        for process in processes
-        if (process.role == "helper" and helpers) or (process.role == "rank" and (all_ranks or process.status != "ok"))
-    ]
+def _special(processes: Sequence[ProcessRow], *, all_ranks: bool) -> Iterator[RenderableType]:
+    rows = [each for each in processes if each.role == "rank" and (all_ranks or each.status != "ok")]
     if not rows:
         return
     table = plain_table(
@@ -200,9 +137,8 @@ def _special(processes: Sequence[ProcessRow], *, all_ranks: bool, helpers: bool)
     for group in _alike(rows, all_ranks=all_ranks):
         first, pids = group[0], [process.pid for process in group if process.pid is not None]
         ranks = [process.rank for process in group if process.rank is not None]
-        role = f"{first.role} of " if first.role == "helper" else ""
         table.add_row(
-            role + (fold_ranks_within(ranks, _CELL) if ranks else "-"),
+            fold_ranks_within(ranks, _CELL) if ranks else "-",
             shorten_hosts(process.host for process in group),
             "-" if not pids else str(pids[0]) if len(pids) == 1 else f"{pids[0]}, ...",
             first.state or "-",
@@ -214,13 +150,11 @@ def _special(processes: Sequence[ProcessRow], *, all_ranks: bool, helpers: bool)
 
 
 def _alike(rows: Sequence[ProcessRow], *, all_ranks: bool) -> Iterator[list[ProcessRow]]:
-    """Merge ranks with the same text if too many for individual rows; helpers have their own rows."""
+    """Merge ranks with the same text if too many for individual rows."""
     if all_ranks or len(rows) <= _FEW_ROWS:
         yield from ([process] for process in rows)
         return
-    own = {id(process): process.pid for process in rows if process.role == "helper"}
-    keys = ((own.get(id(each)), each.role, each.state, each.class_, each.reason) for each in rows)
-    yield from by_key(zip(keys, rows, strict=True)).values()
+    yield from by_key(((each.state, each.class_, each.reason), each) for each in rows).values()
 
 
 def _all_threads(processes: Sequence[ProcessRow], *, verbose: bool) -> Iterator[RenderableType]:

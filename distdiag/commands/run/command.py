@@ -242,5 +242,4 @@ def subcommand() -> Subcommand[Request, NodeRun, Run]:
         collect=nothing,
         diagnose=diagnose,
         view=lambda request, _, report: run_view(report.data, request.program),
-        explain=nothing,
     )

@@ -90,7 +90,7 @@ def _about_ranks(
 ) -> Finding:
     title = _title(joined, claim, states, kind)
     level = Level.WARN if kind in GOES_ON else joined.level
-    in_common = common_to(states, joined.evidence.stacks, joined.evidence.asked.groups)
+    in_common = common_to(states, joined.evidence.stacks)
     about = (_moves(states), _waiting(joined, kind), _pace(joined, states, kind), _ends(joined, kind))
     details = (*about, _also_gone(joined), _also_polls(joined, states), claim.detail, in_common)
     return Finding(

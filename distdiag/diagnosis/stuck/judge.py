@@ -20,6 +20,7 @@ from distdiag.diagnosis.verdicts import finding
 from distdiag.diagnosis.wording import counted, format_hosts, listed, no_rank_seen
 from distdiag.fold import by_key
 from distdiag.ids import Id
+from distdiag.jobs.collect import Processes
 from distdiag.jobs.roles import (
     find_jobs,
     is_called,
@@ -30,6 +31,7 @@ from distdiag.jobs.roles import (
     of_pids,
     without_ranks,
 )
+from distdiag.jobs.types import NodePicture
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.stuck.join import Joined
     from distdiag.diagnosis.stuck.types import Asked, Claim
-    from distdiag.jobs.types import Job, NodePicture
+    from distdiag.jobs.types import Job
     from distdiag.saved_facts import Gathered
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
@@ -52,6 +54,13 @@ _REMEDIES = {
     "timeout": "increase the limit: pyspy-all --sample-timeout 30; or run py-spy dump --nonblocking on it",
     "failed": "try again: a process that is starting or exiting cannot be read",
 }
+
+
+def all_nodes(gathered: Gathered[NodePicture]) -> list[NodePicture]:
+    """Return the facts of all nodes, with placeholders for nodes that sent none."""
+    known = {node.host for node in gathered.facts}
+    rest = [(host, why) for host, why in gathered.missing.items() if host not in known]
+    return [*gathered.facts, *(NodePicture(host=host, processes=Processes(host), missing=why) for host, why in rest)]
 
 
 def judge(asked: Asked, nodes: Sequence[NodePicture]) -> list[Joined]:

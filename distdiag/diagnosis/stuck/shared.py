@@ -1,20 +1,18 @@
-"""Properties shared by the accused ranks but not by all: node, local rank, parallel group. Pure."""
+"""Properties shared by the accused ranks but not by all: node, local rank. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold_ranks
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.stack_classes import RankState
 
 
-def common_to(outliers: Sequence[RankState], verdict: JobVerdict, groups: Iterable[tuple[str, tuple[int, ...]]]) -> str:
-    """Describe the node, local rank or parallel group that these ranks share but not all ranks do."""
+def common_to(outliers: Sequence[RankState], verdict: JobVerdict) -> str:
+    """Describe the node or local rank that these ranks share but not all ranks do."""
     count = len(outliers)
     parts = []
     hosts = {state.member.host for state in outliers}
@@ -24,9 +22,5 @@ def common_to(outliers: Sequence[RankState], verdict: JobVerdict, groups: Iterab
     locals_ = {state.member.local_rank for state in outliers}
     if count > 1 and len(locals_) == 1 and None not in locals_ and len(hosts) > 1:
         parts.append(f"all have local rank {next(iter(locals_))}")
-    ranks = {state.member.rank for state in outliers if state.member.rank is not None}
-    for name, group in groups:
-        if len(ranks) == count and ranks <= set(group):
-            parts.append(f"{'all ' if count > 1 else ''}in {name} group {fold_ranks(group)}")
     kind = "stragglers" if verdict.only_slow else "stuck ranks"
     return f"What the {kind} have in common: {'; '.join(parts)}." if parts else ""

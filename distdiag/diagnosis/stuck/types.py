@@ -82,7 +82,6 @@ class Asked:
     pids: tuple[int, ...] = ()
     user: str = ""
     sources: tuple[Source, ...] = tuple(Source)
-    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def again(self, *words: str) -> str:
         """Format a command to paste, with this program and the same hosts."""

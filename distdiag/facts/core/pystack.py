@@ -127,7 +127,10 @@ def _why(done: programs.Done, timeout_s: float, python: str) -> str:
 def _stack(
     row: dict[str, Any], frames: Sequence[Sequence[Any]], functions: Functions, own: list[Frame] | None
 ) -> ThreadStack:
-    """Build a thread's stack from its row (outermost frame first), with our own C frames if given."""
+    """Build a thread's stack from its row (outermost frame first), with our own C frames if given.
+
+    The row is the child's JSON, of which fields are missing if the child died: the caller handles the KeyError.
+    """
     loops: list[list[Frame]] = []
     for number, entry, shim in row["python"]:
         if entry or not loops:

@@ -1,10 +1,10 @@
-"""Stacks of Python and C frames, and the merging of those of pystack, gdb and our unwinder. Pure."""
+"""Stacks of Python and C frames, from pystack and our unwinder. Pure."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -68,43 +68,20 @@ class Stacks:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Merged:
-    """One thread as displayed. `tools`: those that read it; empty for a crashed thread without a stack."""
-
-    thread: ThreadStack
-    crashed: bool
-    tools: tuple[str, ...]
+def crashed_first(found: Stacks, crashed_tid: int) -> tuple[ThreadStack, ...]:
+    """Return the threads of a tool, the crashed thread first; without frames if the tool did not find it."""
+    crashed = ThreadStack(crashed_tid, "", (), None)
+    return tuple({crashed_tid: crashed, **{thread.tid: thread for thread in found.threads}}.values())
 
 
-def needs_gdb(pystack: Stacks, crashed_tid: int) -> bool:
-    """Return whether pystack lacks the crash location; gdb, far slower, may have it."""
-    stack = next((thread for thread in pystack.threads if thread.tid == crashed_tid), None)
-    return stack is None or not stack.aligned or not reaches_start(_native(stack.frames))
-
-
-def merge(pystack: Stacks, gdb: Stacks | None, crashed_tid: int | None) -> tuple[Merged, ...]:
-    """Merge the stacks thread by thread; the crashed thread is first, the others keep their order."""
-    by_pystack = {thread.tid: thread for thread in pystack.threads}
-    by_gdb = {thread.tid: thread for thread in gdb.threads} if gdb else {}
-    names = pystack.tool, gdb.tool if gdb else ""
-    found = []
-    for tid in dict.fromkeys([*([] if crashed_tid is None else [crashed_tid]), *by_pystack, *by_gdb]):
-        threads = by_pystack.get(tid), by_gdb.get(tid)
-        tools = tuple(name for name, thread in zip(names, threads) if thread)
-        found.append(Merged(_of_both(tid, *threads), tid == crashed_tid, tools))
-    return tuple(found)
-
-
-def longer(threads: Sequence[Merged], others: Sequence[Merged]) -> tuple[tuple[Merged, ...], bool]:
+def longer(threads: Sequence[ThreadStack], others: Sequence[ThreadStack]) -> tuple[tuple[ThreadStack, ...], bool]:
     """Replace threads without Python frames by longer stacks from `others`; return all, and whether any changed."""
-    known = {merged.thread.tid: merged for merged in threads}
+    known = {thread.tid: thread for thread in threads}
     better = {}
     for other in others:
-        tid = other.thread.tid
-        frames = known[tid].thread.frames if tid in known else ()
-        if _known(other.thread.frames) > _known(frames) and not any(frame.language == "python" for frame in frames):
-            better[tid] = other
+        frames = known[other.tid].frames if other.tid in known else ()
+        if _known(other.frames) > _known(frames) and not any(frame.language == "python" for frame in frames):
+            better[other.tid] = other
     return tuple({**known, **better}.values()), bool(better)
 
 
@@ -172,7 +149,6 @@ def is_interpreter(frame: Frame) -> bool:
         return False
     if _BOTTOMS.fullmatch(frame.function.partition("@")[0]):
         return True
-    # gdb omits the module for the program itself, and if the source is known.
     ours = not frame.module or bool(_PYTHON.fullmatch(os.path.basename(frame.module)))
     return ours and bool(_CALLS_AND_STARTS.fullmatch(frame.function.partition(".")[0]))
 
@@ -187,32 +163,6 @@ def reaches_start(native: Sequence[Frame]) -> bool:
     return any(_BOTTOMS.fullmatch(frame.function.partition("@")[0]) for frame in native[-2:])
 
 
-def _of_both(tid: int, pystack: ThreadStack | None, gdb: ThreadStack | None) -> ThreadStack:
-    if pystack is None or gdb is None:
-        return pystack or gdb or ThreadStack(tid, "", (), None)
-    named = replace(pystack, name=pystack.name or gdb.name)
-    native = _native(pystack.frames)
-    if native and pystack.aligned and (reaches_start(native) or not reaches_start(gdb.frames)):
-        return named
-    frames, aligned = interleave(_loops(pystack.frames), gdb.frames)
-    return replace(named, frames=shorten(frames), aligned=aligned) if aligned or not native else named
-
-
 def _known(frames: Sequence[Frame]) -> tuple[int, int]:
     """Return the number of frames, and of named frames."""
     return len(frames), sum(frame.function not in UNKNOWN for frame in frames)
-
-
-def _native(frames: Iterable[Frame]) -> list[Frame]:
-    return [frame for frame in frames if frame.language == "c"]
-
-
-def _loops(frames: Iterable[Frame]) -> list[list[Frame]]:
-    """Group the Python frames by evaluation loop, innermost first."""
-    loops: list[list[Frame]] = [[]]
-    for frame in frames:
-        if frame.language == "python":
-            loops[-1].append(frame)
-            if frame.entry:
-                loops.append([])
-    return [loop for loop in loops if loop]

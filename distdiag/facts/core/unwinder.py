@@ -1,6 +1,6 @@
 """C frames of the threads of a core, unwound through the exception-handling tables of compilers.
 
-Works without the program, on a truncated core, and without pystack or gdb. It also needs less memory: libdw, used by
+Works without the program, on a truncated core, and without pystack. It also needs less memory: libdw, used by
 pystack, sorts the whole table of each library (30 MB for libtorch_cpu.so), while this reads only the entries of frames
 on a stack. Functions are named from symbols; `source_lines` adds debug information (source lines, inlined calls).
 """
@@ -42,13 +42,18 @@ class Location:
 
 
 class CStack:
-    """The frames of a thread, innermost first; `whole`: complete up to the start of the thread."""
+    """The frames of a thread, innermost first.
 
-    __slots__ = ("locations", "whole")
+    `whole`: complete up to the start of the thread. `jumped`: the number of frames up to a call of an address outside
+    any file; its return address is assumed to be on top of the stack.
+    """
+
+    __slots__ = ("jumped", "locations", "whole")
 
     def __init__(self) -> None:
         self.locations: list[Location] = []
         self.whole = False
+        self.jumped = 0
 
 
 def unwind(core: str, files: Sequence[MappedFile], unlike: Container[str]) -> dict[int, CStack]:
@@ -85,6 +90,8 @@ class _Unwinder:
         with contextlib.suppress(CannotUnwind):
             self._follow(found, registers)
             found.whole = True
+        if found.jumped and not found.whole:  # the assumption was wrong, or cannot be checked
+            del found.locations[found.jumped :]
         return found
 
     def _follow(self, found: CStack, registers: dict[int, int]) -> None:
@@ -95,14 +102,20 @@ class _Unwinder:
             if address not in self._known:
                 self._known[address] = self._look_up(address)
             location, rules = self._known[address]
+            has_jumped = is_exact and not location.path
             is_exact = location.signal
             found.locations.append(location)
-            if rules is None:
-                raise CannotUnwind
-            if rules.outermost:
-                return
-            caller = rules.caller_registers(registers, self._word)
             pointer = call_frames.STACK_POINTER
+            if has_jumped:
+                found.jumped = len(found.locations)
+                returns_to = {call_frames.RETURN_ADDRESS: self._word(registers[pointer])}
+                caller = {**registers, **returns_to, pointer: registers[pointer] + _WORD.size}
+            elif rules is None:
+                raise CannotUnwind
+            elif rules.outermost:
+                return
+            else:
+                caller = rules.caller_registers(registers, self._word)
             if call_frames.RETURN_ADDRESS not in caller or pointer not in caller:
                 raise CannotUnwind
             # The stack grows downwards, except across a signal with its own stack.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     Record = dict[str, Any]
-    """What a child reports about one call, as JSON: its `about`, and the results."""
+    """A child's JSON about one call: its `about`, and results that differ from call to call."""
 
     from distdiag.facts.cuda.places import Places
 

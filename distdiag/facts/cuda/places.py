@@ -45,8 +45,3 @@ class Places:
 
 def _is_program(path: str) -> bool:
     return os.path.isfile(path) and os.access(path, os.X_OK)
-
-
-def first_line(text: str) -> str:
-    """Return the first non-empty line."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")

@@ -14,7 +14,7 @@ from distdiag.facts.gpu.gpu_health import GpuHealth  # noqa: TC001 - msgspec rea
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any, TypeVar
+    from typing import TypeVar
 
     Value = TypeVar("Value")
 
@@ -88,16 +88,21 @@ class Computed:
         """Return the digest of every product by precision."""
         return {product.precision: product.digest for product in self.products if product.digest}
 
-    def summary(self) -> dict[str, Any]:
-        """Return what `bad_ranks` needs, as JSON."""
+    def summary(self) -> Summary:
+        """Return the part that `bad_ranks` compares."""
         wrong = any(product.is_wrong for product in self.products)
-        return {
-            "model": self.model,
-            "rates": self.rates(),
-            "digests": self.digests(),
-            "wrong": wrong,
-            "device": self.device,
-        }
+        return Summary(self.model, self.rates(), self.digests(), wrong, self.device)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The results of one rank, as sent to rank 0."""
+
+    model: str
+    rates: dict[str, float]
+    digests: dict[str, str]
+    wrong: bool
+    device: str
 
 
 def slow(rates: Mapping[int, float], limit: float) -> tuple[float, list[int]]:
@@ -136,12 +141,12 @@ def slow_by_rate(
     return {key: slow(own, SLOW_COPY if key[0] in BANDWIDTHS else SLOW) for key, own in alone.items()}
 
 
-def bad_ranks(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], set[int]]:
+def bad_ranks(summaries: Mapping[int, Summary]) -> tuple[set[int], set[int]]:
     """Return the slow ranks, and those whose results are wrong; `summaries`: of each rank its `Computed.summary`."""
-    devices = {rank: own["device"] for rank, own in summaries.items()}
-    slowly = slow_by_rate({rank: (own["model"], own["rates"]) for rank, own in summaries.items()}, devices)
-    wrong = {rank for rank, own in summaries.items() if own["wrong"]}
-    for digests in by_model({rank: (own["model"], own["digests"]) for rank, own in summaries.items()}).values():
+    devices = {rank: own.device for rank, own in summaries.items()}
+    slowly = slow_by_rate({rank: (own.model, own.rates) for rank, own in summaries.items()}, devices)
+    wrong = {rank for rank, own in summaries.items() if own.wrong}
+    for digests in by_model({rank: (own.model, own.digests) for rank, own in summaries.items()}).values():
         usual = majority(digests)
         wrong |= digests.keys() - usual if usual else set()
     return {rank for _, ranks in slowly.values() for rank in ranks}, wrong

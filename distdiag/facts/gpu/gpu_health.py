@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     Tree = dict[str, Any]
+    """By name a list of branches, each a Tree; below "" the text of this line. Names differ between drivers."""
 
 _LINE = re.compile(r"^( *)(\S[^:]*?) *(?:: ?(.*))?$")
 _HEADER = re.compile(r"^GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])$")
@@ -32,7 +33,6 @@ class GpuProcess:
 
     pid: int
     name: str
-    memory_mib: int | None
     kind: str = ""
     user: str = ""
 
@@ -41,7 +41,7 @@ class GpuProcess:
 class GpuHealth:
     """One GPU, in nvidia-smi's order, that of the PCI bus.
 
-    `uncorrectable` and `correctable`: memory errors since the driver was loaded or the GPU was reset. `slowdowns`:
+    `uncorrectable`: memory errors since the driver was loaded or the GPU was reset. `slowdowns`:
     active reasons for throttling. `application_clock_mhz`: the limit of `nvidia-smi -ac`; `busy_percent`: share of time
     in kernels. `inactive_links`: NVLinks that are down, of `links`. `link_errors`: recoveries and replays of NVLinks,
     by "link N kind". `clock_mhz`: of the multiprocessors. `pcie_replays`: retransmitted packets since the reset.
@@ -57,7 +57,6 @@ class GpuHealth:
     mig: str = ""
     recovery: str = ""
     uncorrectable: int | None = None
-    correctable: int | None = None
     retired_pending: bool = False
     remap_pending: bool = False
     remap_failed: bool = False
@@ -175,7 +174,6 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
         name: _number(str(branch[0][""])) for name, branch in _branch(tree, "ECC Errors", "Volatile").items() if name
     }
     wrong = [count for name, count in volatile.items() if "Uncorrectable" in name and count is not None]
-    right = [count for name, count in volatile.items() if name.endswith(" Correctable") and count is not None]
     reasons = tree.get("Clocks Event Reasons") or tree.get("Clocks Throttle Reasons") or [{}]
     slow = {**reasons[0], **_branch(reasons[0], "HW Slowdown")}
     lost = re.search(r"GPU is lost|GPU requires reset|Unable to determine the device handle[^\n]*", text)
@@ -192,7 +190,6 @@ def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
         mig=_value(tree, "MIG Mode", "Current"),
         recovery=_value(tree, "GPU Recovery Action") or "Reset" * was_reset,
         uncorrectable=sum(wrong) if wrong else None,
-        correctable=sum(right) if right else None,
         retired_pending=_value(tree, "Retired Pages", "Pending Page Blacklist") == "Yes",
         remap_pending=_value(tree, "Remapped Rows", "Pending") == "Yes",
         remap_failed=_value(tree, "Remapped Rows", "Remapping Failure Occurred") == "Yes",
@@ -232,8 +229,7 @@ def _processes(tree: Tree) -> tuple[GpuProcess, ...]:
     for entry in _branch(tree, "Processes").get("Process ID", []):
         pid = _number(str(entry[""]))
         if pid is not None:
-            memory = _number(_value(entry, "Used GPU Memory"))
-            found.append(GpuProcess(pid, _value(entry, "Name")[:120], memory, _value(entry, "Type")))
+            found.append(GpuProcess(pid, _value(entry, "Name")[:120], _value(entry, "Type")))
     return tuple(found)
 
 

@@ -242,7 +242,7 @@ def _json(*argv: str) -> Any:  # noqa: ANN401 - JSON
         raise _Failed(_complaint(done, argv[0], text.splitlines())) from None
 
 
-def _entries(shown: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+def _entries(shown: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON of amd-smi of any release
     rows = shown.get("gpu_data") if isinstance(shown, dict) else shown
     rows = rows if isinstance(rows, list) else []
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("gpu"), int)]

@@ -23,7 +23,6 @@ from distdiag.facts.recorder.read_dump import Dump, NotADump, Unreadable, read
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
 
 _MOST_FILES = 65_536
 _MOST_BYTES = 2**30
@@ -80,7 +79,7 @@ def facts() -> NodeDumps:
     return NodeDumps(machine.host_name())
 
 
-def more(ask: Ask, tell: Callable[[Any], None]) -> None:
+def more(ask: Ask, tell: Callable[[NodeDumps], None]) -> None:
     """Read the dumps."""
     host = machine.host_name()
     paths, unread = list(ask.paths), []
@@ -91,13 +90,13 @@ def more(ask: Ask, tell: Callable[[Any], None]) -> None:
     files, missing = _files(paths)
     unread += [Unread(path, "missing", why) for path, why in missing]
     others = 0
-    for path, document in _read_all(files):
-        if "form" in document:
-            tell({"host": host, "dumps": [document]})
-        elif document["kind"] == "other" and path not in ask.paths:
+    for found in _read_all(files):
+        if isinstance(found, Dump):
+            tell(NodeDumps(host, dumps=(found,)))
+        elif found.kind == "other" and found.path not in ask.paths:
             others += 1
         else:
-            unread.append(Unread(path, document["kind"], document["why"]))
+            unread.append(found)
     tell(NodeDumps(host, unread=tuple(unread), pipes=tuple(pipes), others=others))
 
 
@@ -118,8 +117,8 @@ def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     return list(found)[:_MOST_FILES], missing
 
 
-def _read_all(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read files in children; yield the fields of each dump, or {"kind", "why"}."""
+def _read_all(files: Sequence[str]) -> Iterator[Dump | Unread]:
+    """Read files in children."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     count = max(1, min(processors, _CHILDREN, -(-len(files) // _FILES_A_CHILD)))
     children = [_Child(files[number::count]) for number in range(count) if files[number::count]]
@@ -170,20 +169,22 @@ class _Child:
         with contextlib.suppress(OSError):
             os.waitpid(self._pid, 0)
 
-    def answers(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def answers(self) -> Iterator[Dump | Unread]:
         data = os.read(self.pipe, 2**20)
         self._data += data
         if b"\n" in data:
             *lines, self._data = self._data.split(b"\n")
             for line in lines:
                 self._since = time.monotonic()
-                yield self.left.pop(0), json.loads(line)
+                self.left.pop(0)
+                fields = json.loads(line)
+                yield (Dump if "form" in fields else Unread)(**fields)
         if data and self.left:
             return
         self.end()
         if self.left:
             why = "reading it timed out" if self._late else "it crashed the reader process"
-            yield self.left.pop(0), {"kind": "damaged", "why": why}
+            yield Unread(self.left.pop(0), "damaged", why)
         if self.left:
             self._start()
 
@@ -198,12 +199,12 @@ def _work(files: Sequence[str], pipe: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     for path in files:
-        data = json.dumps(_one(path)).encode() + b"\n"
+        data = json.dumps(vars(_one(path))).encode() + b"\n"
         while data:
             data = data[os.write(pipe, data) :]
 
 
-def _one(path: str) -> dict[str, Any]:
+def _one(path: str) -> Dump | Unread:
     try:
         # Opening a FIFO in place of a file would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
@@ -211,18 +212,18 @@ def _one(path: str) -> dict[str, Any]:
             if not stat.S_ISREG(status.st_mode):
                 raise NotADump
             if status.st_size > _MOST_BYTES:
-                return {"kind": "damaged", "why": f"larger than {_MOST_BYTES >> 20} MiB"}
+                return Unread(path, "damaged", f"larger than {_MOST_BYTES >> 20} MiB")
             data = file.read(status.st_size)
-        return vars(replace(read(data or b""), path=path, modified_s=status.st_mtime))
+        return replace(read(data or b""), path=path, modified_s=status.st_mtime)
     except NotADump:
-        return {"kind": "other", "why": "not a flight recorder dump"}
+        return Unread(path, "other", "not a flight recorder dump")
     except Unreadable as error:
         kind = "code" if error.is_code else "truncated" if error.truncated else "damaged"
-        return {"kind": kind, "why": str(error)}
+        return Unread(path, kind, str(error))
     except OSError as error:
-        return {"kind": "damaged", "why": f"cannot be read: {error.strerror}"}
+        return Unread(path, "damaged", f"cannot be read: {error.strerror}")
     except (MemoryError, RecursionError) as error:
-        return {"kind": "damaged", "why": f"it needs too much memory: {type(error).__name__}"}
+        return Unread(path, "damaged", f"it needs too much memory: {type(error).__name__}")
 
 
 @dataclass

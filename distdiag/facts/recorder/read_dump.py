@@ -1,4 +1,4 @@
-"""Parses one flight recorder dump: PyTorch's pickle (NCCL, XCCL, Gloo) and JSON, torchcomms' clog text.
+"""Parses one flight recorder dump: PyTorch's pickle (NCCL, XCCL, Gloo) or JSON.
 
 A dump is untrusted. The unpickler builds containers, text and numbers; any import or call is refused. Entries become
 columns of numbers: a thousand ranks with thousands of entries are ordinary.
@@ -20,6 +20,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, NoReturn
+
+    Json = dict[str, Any]
+    """A dump or an entry as unpickled, written by any version of torch or by anyone: checked field by field."""
 
 COLUMNS = ("group", "operation", "site", "seq", "p2p_seq", "record", "state", "created_ns", "completed_ns")
 SCHEDULED, STARTED, ENDED, FAILED = 0, 1, 2, 3
@@ -96,8 +99,6 @@ def read(data: bytes) -> Dump:
     head = data[:64].lstrip()
     if not data:
         raise Unreadable("empty file", truncated=True)
-    if data.startswith(b"V|"):
-        return _Clog().read(data)
     if head.startswith(b"{") and not head.startswith(b"}q"):
         return _of_document(_json(data), "json", truncated=False)
     if data[:1] in (b"\x80", b"(", b"c", b"}", b"]"):
@@ -271,7 +272,7 @@ def _append(columns: Sequence[array.array[int]], row: Sequence[int]) -> None:
         column.append(value)
 
 
-def _state(entry: dict[str, Any], backend: str) -> int:
+def _state(entry: Json, backend: str) -> int:
     """Return the state. Only NCCL and XCCL watch the device: entries they retire unfinished timed out or failed.
 
     Gloo leaves the state at "scheduled", and retires ended operations.
@@ -294,7 +295,7 @@ def _of_document(document: Any, form: str, *, truncated: bool) -> Dump:  # noqa:
 
 
 class _Document:
-    def __init__(self, document: dict[str, Any], form: str, *, truncated: bool) -> None:
+    def __init__(self, document: Json, form: str, *, truncated: bool) -> None:
         self._document, self._form, self._truncated = document, form, truncated
         self._groups, self._operations, self._sites = _Table(), _Table(), _Table()
         self._library: dict[str, bool] = {}
@@ -346,7 +347,7 @@ class _Document:
         )
 
     def _entry(
-        self, entry: dict[str, Any], descriptions: dict[str, str], coalesced: dict[tuple[int, int, int], list[int]]
+        self, entry: Json, descriptions: dict[str, str], coalesced: dict[tuple[int, int, int], list[int]]
     ) -> None:
         named = entry["process_group"]
         name = named[0]
@@ -476,130 +477,3 @@ class _Document:
                 enqueued = _whole(about.get("last_enqueued_collective"))
                 found.append((names[key][:300], enqueued, _whole(about.get("last_completed_collective"))))
         return found
-
-
-class _Clog:
-    """torchcomms' log, one line per event: `sig` describes an operation, Q enqueues it, S starts it, E ends it."""
-
-    def __init__(self) -> None:
-        self._groups, self._operations = _Table(), _Table()
-        self._members: dict[str, list[int]] = {}
-        self._own: dict[str, tuple[int, int]] = {}
-        self._signatures: dict[str, tuple[str, tuple[Any, ...], bool]] = {}
-        self._open: dict[str, list[int]] = {}
-        self._counts: dict[tuple[str, bool], int] = {}
-        self._columns = [array.array("q") for _ in COLUMNS]
-        self._unreadable = self._ends = 0
-        self._base = 0.0
-
-    def read(self, data: bytes) -> Dump:
-        lines = data.decode("utf-8", "replace").split("\n")
-        truncated = bool(lines[-1])  # the last line has no end
-        for line in lines[:-1] if truncated else lines:
-            if line and len(self._columns[0]) < MOST_ENTRIES:
-                try:
-                    self._line(line[:100_000].rstrip("\r").split("|"))
-                except (ValueError, KeyError, IndexError, OverflowError):
-                    self._unreadable += 1
-        if not self._ends:
-            self._guess_ends()
-        world, (rank, size) = max(self._own.items(), key=lambda item: item[1][1], default=("", (-1, -1)))
-        if world and world not in self._members:
-            self._members[world] = list(range(size))
-        return Dump(
-            form="clog",
-            backends=("torchcomms",),
-            version="1",
-            rank=None if rank < 0 else rank,
-            world_size=max(0, size),
-            unreadable=self._unreadable,
-            groups=tuple((name, name, fold(self._members.get(name, ()))) for name in self._groups.numbers),
-            operations=tuple(self._operations.numbers),
-            count=len(self._columns[0]),
-            entries=pack(self._columns),
-        )
-
-    def _line(self, fields: list[str]) -> None:
-        if fields[0] == "V":
-            self._base = float(_values(fields[2:])["base_timestamp"])
-        elif fields[0] == "new_comm":
-            values = _values(fields[1:])
-            rank, size = int(values["rank"]), int(values["world_size"])
-            if 0 <= rank < size < _MOST_RANKS:
-                self._own[values["comm"]] = (rank, size)
-        elif fields[0] == "split":
-            values = _values(fields[1:])
-            self._members[values["child"]] = _numbers(values["ranks"])
-        elif fields[0].startswith("G") and not fields[1].startswith("R"):
-            self._line(fields[1:])  # captured into a graph: it ran once; replays are in no known order
-        elif fields[0].startswith("C") and fields[1] == "sig":
-            self._signature(fields[0], fields[2], _values(fields[3:]))
-        elif fields[0].startswith("C") and fields[1] == "Q":
-            self._enqueue(fields[0], fields[-1])
-        elif fields[0].startswith("C") and fields[1] in ("S", "E"):
-            self._mark(fields[0], fields[1], fields[-1])
-
-    def _signature(self, number: str, operation: str, values: dict[str, str]) -> None:
-        counts = {
-            side: tuple(
-                (int(text),)
-                for text in values.get(f"{side}_count", values.get(f"{side}_counts", "")).split(",")
-                if text
-            )
-            for side in ("in", "out")
-        }
-        comm = values["comm"][:300]
-        local = self._own.get(comm, (-1, 0))[0]
-        peer = int(values["peer"]) if "peer" in values else -1
-        source, target = (local, peer) if operation == "send" else (peer, local) if operation == "recv" else (-1, -1)
-        dtypes = (values.get("dtype", "")[:40],) if "dtype" in values else ()
-        described = (operation[:100], "torchcomms", counts["in"], counts["out"], dtypes, dtypes, source, target)
-        self._signatures[number] = (comm, described, operation in ("send", "recv"))
-
-    def _enqueue(self, number: str, at: str) -> None:
-        comm, described, is_p2p = self._signatures[number]
-        key = (comm, is_p2p)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        place = len(self._columns[0])
-        collective = self._counts.get((comm, False), 0)
-        row = (
-            self._groups.number(comm),
-            self._operations.number(described),
-            -1,
-            collective,
-            self._counts[key] if is_p2p else -1,
-            place,
-            SCHEDULED,
-            self._time(at),
-            0,
-        )
-        _append(self._columns, row)
-        self._open.setdefault(number, []).append(place)
-
-    def _mark(self, number: str, event: str, at: str) -> None:
-        waiting = self._open.get(number, [])
-        if not waiting:
-            return
-        if event == "S":
-            place = next((place for place in waiting if self._columns[6][place] == SCHEDULED), None)
-            if place is not None:
-                self._columns[6][place] = STARTED
-            return
-        self._ends += 1
-        place = waiting.pop(0)
-        self._columns[6][place] = ENDED
-        self._columns[8][place] = self._time(at)
-
-    def _time(self, text: str) -> int:
-        return int((self._base + float(text.lstrip("+"))) * 1e9)
-
-    def _guess_ends(self) -> None:
-        """Without lifecycle events only the last operation of each communicator may be unfinished."""
-        last: dict[int, int] = {group: place for place, group in enumerate(self._columns[0])}
-        for place, group in enumerate(self._columns[0]):
-            if last[group] != place:
-                self._columns[6][place] = ENDED
-
-
-def _values(fields: Sequence[str]) -> dict[str, str]:
-    return {name: value for name, equals, value in (field.partition("=") for field in fields) if equals}

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
+    Row = dict[str, Any]
+    """A thread or a frame in `py-spy dump --json`, of any version: its fields are checked where they are read."""
+
 _LONGEST_ERROR = 200
 
 
@@ -23,7 +26,7 @@ class Dump:
     """
 
     pid: int
-    threads: list[dict[str, Any]]
+    threads: list[Row]
     done: programs.Done | None
 
 
@@ -75,12 +78,12 @@ def _main_stack(found: Dump, timeout_s: float) -> Stack:
     return Stack(frames)
 
 
-def _frame(frame: dict[str, Any]) -> str:
+def _frame(frame: Row) -> str:
     line = f":{frame['line']}" if frame["line"] else ""
     return f"{frame['name']} ({frame.get('short_filename') or frame['filename']}{line})"
 
 
-def _threads(answer: bytes) -> list[dict[str, Any]]:
+def _threads(answer: bytes) -> list[Row]:
     try:
         threads = json.loads(answer)
     except ValueError:  # torn, as the process was running

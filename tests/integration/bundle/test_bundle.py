@@ -16,7 +16,8 @@ from urllib.parse import quote
 
 from fuzz import assert_survived, damaged, run_each
 from jobs import Job
-from support import distdiag, wait_until
+from support import wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,12 +60,12 @@ def test_secrets_and_names_stay_home_and_the_verdict_travels(tmp_path: Path) -> 
     log.parent.mkdir()
     basic = base64.b64encode(f"alice:{SECRETS['environment']}".encode()).decode()
     log.write_text(LOG.format(basic=basic, **SECRETS))
-    append = ("sh", "-c", f'exec "$@" --api-key {SECRETS["argv"]}', "sh")
     hosts = ("--hosts", "node17.cluster.example,dead18", "--via", f"sh {shlex.quote(str(via))} {{host}}")
     target = tmp_path / "hung.tar.gz"
     env = {"HOW": "sleeps", "DB_PASSWORD": SECRETS["environment"], "WANDB_API_KEY": "k" * 12}
     run_id = f"bundle-{os.getpid()}"  # another test's job may have the same address and port
-    with Job("hangs_in_every_way", 3, env=env, wrap=append, run_id=run_id, forked=True) as job:
+    words = ("--api-key", SECRETS["argv"])
+    with Job("hangs_in_every_way", 3, env=env, arguments=words, run_id=run_id, forked=True) as job:
         job.wait_ready()
         wait_until(lambda: (job.folder / "bad").exists(), 60, lambda: "the fault has not happened")
         since = time.monotonic()

@@ -191,7 +191,8 @@ def test_a_slurm_job_that_is_not_there(slurm: Slurm) -> None:
 
 def test_ranks_of_mpich_on_two_nodes(network: Network) -> None:
     need("mpirun.mpich")
-    result = by_mpirun(network, ["mpirun.mpich", "-hosts", "node1,node2", "-ppn", "2", "-n", "3"])
+    address = ("-genv", "MASTER_ADDR", network.nodes[0].address)
+    result = by_mpirun(network, ["mpirun.mpich", "-hosts", "node1,node2", "-ppn", "2", *address, "-n", "3"])
     assert result.code == 0
     assert hosts_of_ranks(result) == ["node1", "node1", "node2"]
 

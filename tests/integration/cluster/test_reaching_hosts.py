@@ -237,13 +237,13 @@ def test_the_program_prints_table_and_finding_and_leaves_with_3(pair: Network) -
 @pytest.mark.parametrize(
     ("hosts", "says"),
     [
-        ("node1,no de;2", "column 9"),
-        ("node1,$(reboot)", "column 7"),
-        ("node1,-oProxyCommand=x", "column 21"),
-        ("no\tde`1`", "column 3"),
+        ("node1,no de;2", "contains white space"),
+        ("node1,$(reboot)", "contains '$'"),
+        ("node1,-oProxyCommand=x", "contains '='"),
+        ("no\tde`1`", "contains white space"),
     ],
 )
-def test_names_with_odd_characters_are_refused_with_their_column(hosts: str, says: str) -> None:
+def test_names_with_odd_characters_are_refused_by_name(hosts: str, says: str) -> None:
     result = distdiag("gpu-test", "--hosts", hosts)
     assert result.code == 2
     assert says in result.err

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cores import PROGRAMS, make_core, need_cores
-from support import Result, distdiag
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from support import Result
 
 CRASHES = {
     "first_check": ("assertion", "first_check", "Assertion `shard < 3' failed."),

@@ -90,17 +90,13 @@ def test_a_slow_link_is_named_without_its_neighbours(network: Network) -> None:
     assert "MB/s on other paths" in finding["title"]
 
 
-def test_one_line_a_status_and_a_file_for_node_exporter(network: Network, tmp_path: Path) -> None:
-    metrics = tmp_path / "doctor.prom"
+def test_one_line_and_a_status(network: Network) -> None:
     with CHANGES["disk-full"].make(network, network["node3"]):
-        brief = run(network, "--brief", "--prom", str(metrics))
+        brief = run(network, "--brief")
     assert brief.returncode == 1
     assert brief.stdout.count("\n") == 1
     assert brief.stdout.startswith("distdiag doctor: FAIL: not fit: node3: ")
     assert brief.stdout.endswith("--exclude=node3\n")
-    assert 'distdiag_doctor_fit{node="node3"} 0' in metrics.read_text()
-    assert metrics.stat().st_mode & 0o777 == 0o644
-    assert [path.name for path in tmp_path.iterdir()] == ["doctor.prom"]
 
 
 def test_a_node_that_is_not_there_is_left_out_and_the_others_are_judged(network: Network) -> None:
@@ -136,7 +132,6 @@ def test_this_machine_alone_and_a_folder_that_it_lacks() -> None:
         (("--only", "nothing"), "one of: acs, "),
         (("--brief", "--json"), "--json has the line"),
         (("--path", "here"), "--path /scratch"),
-        (("--prom", "/nonexistent/x.prom"), "choose a writable folder"),
     ],
 )
 def test_wrong_usage_says_what_to_type(words: tuple[str, ...], hint: str) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import support_torch
 from fuzz import assert_survived, damaged, run_each
-from support import distdiag, need
+from support import need, wait_until
+from support_warm import distdiag
 from torch_builds import BUILDS, PYTHONS, environment
 
 from distdiag import output
@@ -54,32 +56,37 @@ TRUTH: dict[str, tuple[str, str, set[int]]] = {
     "uneven": ("never-called", "fail", {3}),
     "one_more": ("only-some-called", "unknown", set()),
     "all_ended": ("all-ended", "unknown", set()),
-    "clog_skip": ("never-called", "fail", {2}),
-    "clog_circle": ("deadlock", "fail", {0, 1, 2, 3}),
-    "clog_no_send": ("no-counterpart", "fail", {1}),
 }
+
+
+def record(folder: Path, ranks: str, *cases: str, python: str = sys.executable) -> None:
+    command = [python, str(RECORDER), str(folder), ranks, *cases]
+    env = environment() if python != sys.executable else {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "said").open("w+") as said:
+        process = support_torch.start(command, env, output=said) or subprocess.Popen(command, stdout=said, env=env)
+        try:
+            assert process.wait() == 0
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        assert sorted(said.read().split()) == sorted(cases)
 
 
 @pytest.fixture(scope="module", params=PYTHONS, ids=BUILDS)
 def sets(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Run all jobs, once for each build of torch."""
     folder = tmp_path_factory.mktemp("sets")
-    command = [request.param, str(RECORDER), str(folder), "4", *TRUTH]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=110, check=True, env=environment())
-    assert done.stdout.decode().split() == list(TRUTH)
-    for name in TRUTH:
-        if name.startswith("clog_"):
-            for file in (folder / name).glob("rank_*"):
-                file.unlink()  # the clog alone is to tell
+    record(folder, "4", *TRUTH, python=request.param)
     return folder
 
 
 def read(*paths: Path) -> NodeDumps:
-    parts: list[Any] = []
+    parts: list[NodeDumps] = []
     more(Ask(list(map(str, paths))), parts.append)
     import msgspec
 
-    dumps = [dump for part in parts if isinstance(part, dict) for dump in part["dumps"]]
+    dumps = [vars(dump) for part in parts for dump in part.dumps]
     reported = msgspec.convert({"host": "node1", "dumps": dumps}, NodeDumps)
     return replace(reported, unread=parts[-1].unread)
 
@@ -160,7 +167,7 @@ def test_the_rank_comes_from_the_name_where_the_content_does_not_tell(name: str,
 
 
 def test_one_of_64_ranks_is_found(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(RECORDER), str(tmp_path), "64", "large"], timeout=110, check=True)
+    record(tmp_path, "64", "large")
     node = read(tmp_path / "large")
     for number in range(5):
         assert blamed(judge(shuffled(node, random.Random(number)))) == ("never-called", "fail", {37})
@@ -212,33 +219,21 @@ def test_nothing_in_a_dump_is_executed(sets: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_dumps_are_survived(sets: Path, tmp_path: Path) -> None:
-    originals = [sets / "order" / "rank_1", sets / "clog_skip" / "clog_1.log"]
+    original = (sets / "order" / "rank_1").read_bytes()
     file = tmp_path / "rank_1"
     (tmp_path / "rank_0").write_bytes((sets / "order" / "rank_0").read_bytes())
 
     def cases() -> Iterator[tuple[str, list[str], Callable[[], None]]]:
-        for original in originals:
-            for name, data in damaged(original.read_bytes(), 20):
-                yield name, ["flight-recorder", str(tmp_path), "--json"], lambda data=data: file.write_bytes(data)  # type: ignore[misc]
+        for name, data in damaged(original, 20):
+            yield name, ["flight-recorder", str(tmp_path), "--json"], lambda data=data: file.write_bytes(data)  # type: ignore[misc]
 
-    assert_survived(run_each(cases()), 40)
-
-
-def test_a_time_that_no_clock_has_costs_its_own_line(tmp_path: Path) -> None:
-    """The row that does not fit into 64 bits is dropped whole."""
-    lines = ["V|1|base_timestamp=1e15", "new_comm|comm=world|rank=0|world_size=1"]
-    lines += ["C1|sig|all_reduce|in_count=4|out_count=4|dtype=f32|red_op=sum|async_op=f|comm=world"]
-    lines += ["C1|Q|work_id=1|+1.0", "C1|Q|work_id=2|+2.0"]
-    (tmp_path / "clog_0.log").write_text("\n".join(lines) + "\n")
-    (dump,) = read(tmp_path).dumps
-    assert (dump.count, dump.unreadable) == (0, 2)
-    assert judge(read(tmp_path)).verdict == "unknown"
+    assert_survived(run_each(cases()), 20)
 
 
 def test_many_damaged_dumps_are_read_and_judged_without_harm(sets: Path, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes((sets / "order" / "rank_0").read_bytes())
     file = tmp_path / "rank_1"
-    originals = [sets / "order" / "rank_1", sets / "ring_of_groups" / "rank_1", sets / "clog_skip" / "clog_1.log"]
+    originals = [sets / "order" / "rank_1", sets / "ring_of_groups" / "rank_1"]
     for original in originals:
         for name, data in damaged(original.read_bytes(), seed=7):
             file.write_bytes(data)
@@ -369,6 +364,34 @@ def calls_of(rank: int, ended: int, *waiting: str) -> dict[str, Any]:
     return {"version": "2.10", "pg_config": config, "entries": entries}
 
 
+def with_p2p(document: dict[str, Any], **states: str) -> dict[str, Any]:
+    """Add calls of send and recv, named send_FROM_TO and recv_TO_FROM, to a dump of NCCL."""
+    for number, (name, state) in enumerate(states.items(), 1):
+        operation, here, there = name.split("_")
+        arrow = "->" if operation == "send" else "<-"
+        last = document["entries"][-1]
+        call = {"p2p_seq_id": number, "is_p2p": True, "profiling_name": f"nccl:{operation} {here}{arrow}{there}"}
+        call |= {"record_id": last["record_id"] + 1, "state": state, "retired": state == "completed"}
+        document["entries"].append({**last, **call})
+    return document
+
+
+def test_a_rank_that_sends_nothing_on_is_named(tmp_path: Path) -> None:
+    report = judged(
+        tmp_path,
+        with_p2p(calls_of(0, 3), send_0_1="completed"),
+        with_p2p(calls_of(1, 3), recv_1_0="completed"),
+        with_p2p(calls_of(2, 3), recv_2_1="started"),
+    )
+    assert blamed(report) == ("no-counterpart", "fail", {1})
+
+
+def test_each_receives_before_it_sends(tmp_path: Path) -> None:
+    received = ({"recv_0_2": "started"}, {"recv_1_0": "started"}, {"recv_2_1": "started"})
+    report = judged(tmp_path, *(with_p2p(calls_of(rank, 3), **calls) for rank, calls in enumerate(received)))
+    assert blamed(report) == ("deadlock", "fail", {0, 1, 2})
+
+
 def judged(folder: Path, *documents: dict[str, Any]) -> Report[FlightRecorder]:
     for rank, document in enumerate(documents):
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(document, protocol=2))
@@ -441,31 +464,37 @@ def test_no_dumps_is_wrong_usage_or_unknown_and_never_fine(tmp_path: Path) -> No
     )
 
 
+_HANGS = """
+import sys, threading
+import torch
+import torch.distributed as dist
+import distdiag
+folder, rank = sys.argv[1], int(sys.argv[2])
+store = dist.FileStore(folder + "/.store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+distdiag.dump_flight_recorder(folder, when_stuck_s=3600)
+dist.all_reduce(torch.ones(1))
+print("ready", flush=True)
+dist.barrier() if rank else threading.Event().wait()
+"""
+
+
 def test_a_running_job_is_asked_for_its_dumps_by_pipes(tmp_path: Path) -> None:
     """The ranks hang, and have written nothing yet; each reads a pipe beside the place of its dump."""
-    program = (
-        "import sys, torch, torch.distributed as dist, distdiag\n"
-        "folder, rank = sys.argv[1], int(sys.argv[2])\n"
-        "store = dist.FileStore(folder + '/.store', 2)\n"
-        "dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
-        "distdiag.dump_flight_recorder(folder, when_stuck_s=3600)\n"
-        "dist.all_reduce(torch.ones(1))\n"
-        "print('ready', flush=True)\n"
-        "dist.barrier() if rank else input()\n"
-    )
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path), str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
+    dumps, program = tmp_path / "dumps", tmp_path / "hangs.py"
+    program.write_text(_HANGS)
+    dumps.mkdir()
+    env, jobs = {**os.environ, "OMP_NUM_THREADS": "1"}, []
+    for rank in range(2):
+        command = [sys.executable, str(program), str(dumps), str(rank)]
+        with (tmp_path / f"said-{rank}").open("w") as said:
+            jobs.append(support_torch.start(command, env, output=said) or subprocess.Popen(command, stdout=said))
     try:
-        for job in jobs:
-            assert job.stdout is not None
-            assert job.stdout.readline() == b"ready\n"
-        assert not (tmp_path / "rank_0").exists()
+        said_by = [tmp_path / f"said-{rank}" for rank in range(2)]
+        wait_until(lambda: all("ready" in path.read_text() for path in said_by), 110, lambda: said_by[0].read_text())
+        assert not (dumps / "rank_0").exists()
         for _ in range(5):  # on a busy machine rank 1 may be on its way to the barrier
-            done = distdiag("flight-recorder", "--trigger", str(tmp_path), "--json")
+            done = distdiag("flight-recorder", "--trigger", str(dumps), "--json")
             found = done.report["findings"][0]
             if found["level"] == "fail":
                 break
@@ -473,8 +502,8 @@ def test_a_running_job_is_asked_for_its_dumps_by_pipes(tmp_path: Path) -> None:
     finally:
         for job in jobs:
             job.kill()
-            job.communicate()
-    again = distdiag("flight-recorder", "--trigger", str(tmp_path), "--json", "--wait", "1")
+            job.wait()
+    again = distdiag("flight-recorder", "--trigger", str(dumps), "--json", "--wait", "1")
     assert {one["id"] for one in again.report["findings"]} >= {"flight-recorder.no-answer"}
 
 

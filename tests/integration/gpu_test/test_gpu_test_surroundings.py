@@ -298,13 +298,6 @@ def test_an_option_that_would_have_no_effect_is_refused(option: tuple[str, str])
     assert f"{option[0]} would have no effect" in result.report["error"]["message"]
 
 
-def test_the_script_for_slurm_asks_for_gpus_also_where_there_are_none() -> None:
-    asked = ("gpu-test", "--hosts", "a,b", "--print-command", "slurm", "--backend", "nccl")
-    assert "#SBATCH --gpus-per-node=8" in distdiag(*asked, "--nproc", "8").out
-    unknown = distdiag(*asked, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert (unknown.code, "--nproc" in unknown.err) == (2, True)
-
-
 def test_what_the_environment_says_of_others_is_told_by_whoever_was_started() -> None:
     result = gpu_test("--hosts", "localhost", env={"RANK": "7", "WORLD_SIZE": "9"})
     assert result.code == 2

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import re
-import signal
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -19,7 +16,8 @@ from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
 from integration.hang.test_nccl_ras import service as ras_service
 from jobs import PROGRAMS, Job, free_port, states
-from support import distdiag, need, wait_until
+from support import need, wait_until
+from support_warm import WarmRunning, distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +29,7 @@ PROGRAM = "hangs_in_every_way"
 
 
 def hung(how: str, **env: str) -> Job:
-    return Job(PROGRAM, 3, env={"HOW": how, **env}, server="shared")
+    return Job(PROGRAM, 3, env={"HOW": how, **env}, forked=True)
 
 
 def wait_hung(job: Job, least_s: float = 6.0) -> None:
@@ -76,13 +74,20 @@ def stuck() -> Iterator[dict[str, Job]]:
         yield jobs
 
 
+@pytest.fixture(scope="module")
+def answers(stuck: dict[str, Job]) -> dict[str, Result]:
+    """What hang reports on each, asked at once: it mostly waits between samples."""
+    before = {how: states(job.pid(rank) for rank in range(3)) for how, job in stuck.items()}
+    asked = {how: WarmRunning("hang", "--json", "--job", job.name) for how, job in stuck.items()}
+    results = {how: each.finish() for how, each in asked.items()}
+    assert {how: states(job.pid(rank) for rank in range(3)) for how, job in stuck.items()} == before
+    return results
+
+
 @pytest.mark.parametrize("how", TRUTH)
-def test_the_rank_at_fault_and_its_class_are_named(how: str, stuck: dict[str, Job]) -> None:
-    job = stuck[how]
+def test_the_rank_at_fault_and_its_class_are_named(how: str, answers: dict[str, Result]) -> None:
+    result = answers[how]
     _, ranks = TRUTH[how]
-    before = states(job.pid(rank) for rank in range(3))
-    result = ask(job)
-    assert states(job.pid(rank) for rank in range(3)) == before
     assert (verdict(result), result.code) == (TRUTH[how], 1), result.out + result.err
     assert stands(result)["stacks"] == "agrees"
     assert stands(result)["recorder"] == "not available"
@@ -172,18 +177,16 @@ def losses_of(job: Job) -> list[str]:
 
 
 def test_a_job_has_the_same_losses_whether_it_is_asked_or_not() -> None:
-    with Job("trains_well", 2, server="shared") as job:
-        job.wait_ready()
-        wait_until(lambda: len(losses_of(job)) > 40, 60, lambda: "it makes no steps")
-        unasked = losses_of(job)[:-1]
-    with Job("trains_well", 2, server="shared") as job:
-        job.wait_ready()
+    with Job("trains_well", 2, forked=True) as alone, Job("trains_well", 2, forked=True) as job:
+        for each in (alone, job):
+            each.wait_ready()
         made = len(losses_of(job))
         result = ask(job)
         assert result.report["verdict"] != "fail", result.out
         assert len(result.report["data"]["processes"]) == 2
-        wait_until(lambda: len(losses_of(job)) > made + 40, 60, lambda: "it makes no steps any more")
-        asked = losses_of(job)[:-1]
+        for each in (alone, job):
+            wait_until(lambda: len(losses_of(each)) > made + 40, 60, lambda: "it makes no steps any more")  # noqa: B023
+        unasked, asked = losses_of(alone)[:-1], losses_of(job)[:-1]
     steps = min(len(asked), len(unasked))
     assert asked[:steps] == unasked[:steps]
 
@@ -233,39 +236,6 @@ def test_a_slurm_node_that_does_not_answer_costs_its_own_row(tmp_path: Path) -> 
     }
     again = distdiag("hang", "--json", "--from", str(tmp_path / "kept"))
     assert again.report["findings"] == result.report["findings"]
-
-
-def test_watch_leaves_a_job_alone_until_nobody_makes_progress() -> None:
-    with hung("slow") as job:
-        job.wait_ready()
-        steps = job.folder / "steps"
-        wait_until(steps.exists, 60, lambda: "no step was made")
-        made = int(steps.read_text())
-        watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
-        with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-            wait_until(lambda: int(steps.read_text() or 0) > made + 6, 60, lambda: "it makes no steps any more")
-            assert watching.poll() is None
-            os.kill(job.pid(2), signal.SIGSTOP)
-            out, err = watching.communicate(timeout=60)
-        os.kill(job.pid(2), signal.SIGCONT)
-    report = json.loads(out)
-    assert (report["data"]["class_name"], report["data"]["ranks"], watching.returncode) == ("stopped", [2], 1), out
-    assert err.count("taking the full picture") == 1
-    assert err.count("reading all sources") == 1
-
-
-@pytest.mark.usefixtures("stuck")
-def test_watch_ends_with_the_job_though_others_go_on() -> None:
-    with hung("slow") as job:
-        job.wait_ready()
-        watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
-        with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-            assert watching.stderr is not None
-            assert any("watching" in line for line in watching.stderr)
-            for rank in range(3):
-                os.kill(job.pid(rank), signal.SIGKILL)
-            out, err = watching.communicate(timeout=80)
-    assert (json.loads(out)["findings"][0]["id"], watching.returncode) == ("hang.no-job", 3), out + err
 
 
 def test_the_page_holds_the_report(tmp_path: Path, stuck: dict[str, Job]) -> None:

@@ -109,7 +109,8 @@ def test_a_job_that_was_asked_while_it_waited_starts_as_usual(tmp_path: Path) ->
     """A store of torch drops a connection that sends nothing, and answers one that asks for its keys."""
     need_network()
     with Network(3) as network, (tmp_path / "log").open("w") as log:
-        ranks = [network.nodes[number].start(*c10d("node1:29400", 3), output=log) for number in (0, 1)]
+        env = {"OMP_NUM_THREADS": "1"}
+        ranks = [network.nodes[number].start(*c10d("node1:29400", 3), env=env, output=log) for number in (0, 1)]
         wait_idle(ranks)
         until = time.monotonic() + _PATIENCE_S
         while "2 of 3 nodes have joined" not in (report := ask(network, None))["findings"][0]["title"]:
@@ -117,7 +118,7 @@ def test_a_job_that_was_asked_while_it_waited_starts_as_usual(tmp_path: Path) ->
         for _ in range(3):
             ask(network, None)
             assert "2 of 3 nodes have joined at node1:29400: node[1-2]" in ask(network, network.nodes[1])["summary"]
-        ranks.append(network.nodes[2].start(*c10d("node1:29400", 3), output=log))
+        ranks.append(network.nodes[2].start(*c10d("node1:29400", 3), env=env, output=log))
         assert [rank.wait(_PATIENCE_S) for rank in ranks] == [0, 0, 0], (tmp_path / "log").read_text()
         assert (tmp_path / "log").read_text().count("OK") == 3
 
@@ -134,7 +135,7 @@ def test_a_rank_that_still_imports_is_not_accused_and_those_that_wait_are_not_hu
     with Network(2) as network:
         (network.folder / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
         network.nodes[0].start(*plain(0, "node1"), env={"PYTHONPATH": str(network.folder)})
-        wait_idle([network.nodes[1].start(*plain(1, "node1"))])
+        wait_idle([network.nodes[1].start(*plain(1, "node1"), env={"OMP_NUM_THREADS": "1"})])
         until = time.monotonic() + _PATIENCE_S
         while "rank 0 has not reached init_process_group yet" not in (report := ask(network, None))["summary"]:
             assert report["verdict"] != "fail", report["findings"]
@@ -149,7 +150,7 @@ def test_ranks_at_an_address_of_their_script_are_neither_behind_nor_fine(tmp_pat
     script = tmp_path / "spawns.py"
     script.write_text(SPAWNS)
     with Network(1) as network:
-        wait_idle([network.nodes[0].start(sys.executable, str(script))])
+        wait_idle([network.nodes[0].start(sys.executable, str(script), env={"OMP_NUM_THREADS": "1"})])
         until = time.monotonic() + _PATIENCE_S
         while "wait in init_process_group for more ranks" not in (report := ask(network, network.nodes[0]))["summary"]:
             assert report["verdict"] != "fail", report["findings"]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Names, Network, need_network
 from cluster_ssh import SSHD, serve_ssh
-from support import Running, need
+from support import need
+from support_warm import WarmRunning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,11 +38,11 @@ def nodes(network: Network) -> Iterator[list[Node]]:
         node.heal()
 
 
-def start(network: Network, *arguments: str) -> Running:
+def start(network: Network, *arguments: str) -> WarmRunning:
     where = ("--hosts", network.hosts, "--via", network.via)
     small = ("--nproc", "1", "--size", "1MiB", "--stall", "20", "--json")
     client = tuple(network.client.command())
-    return Running("gpu-test", *where, *small, *arguments, env=network.client_env(), wrap=client)
+    return WarmRunning("gpu-test", *where, *small, *arguments, env=network.client_env(), wrap=client)
 
 
 def run(network: Network, *arguments: str) -> Result:
@@ -201,7 +202,7 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
         serve_ssh(own)
         small = ("--nproc", "1", "--size", "1MiB", "--stall", "30", "--json", "--inject", "late:0@memory")
         client = tuple(own.client.command())
-        running = Running("gpu-test", "--hosts", own.hosts, *small, env=own.client_env(), wrap=client)
+        running = WarmRunning("gpu-test", "--hosts", own.hosts, *small, env=own.client_env(), wrap=client)
         running.wait_for("memory: all ranks")
         own.nodes[1].vanish()
         began = time.monotonic()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jobs import Job, free_port
-from support_warm import distdiag
+from support_warm import WarmRunning, distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,8 +43,10 @@ def ranks_below(main: int, data: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_scheduler_of_sglang_is_named_by_its_title_and_no_idle_process_is_accused() -> None:
     with serving(SGLANG) as job:
         main = job.pid(0)
-        result = distdiag("hang", "--json", str(main))
-        stacks = distdiag("pyspy-all", "--json", "--job", f"pid {main} serves_requests.py", "--interval", "0.3")
+        name = f"pid {main} serves_requests.py"
+        asked = [WarmRunning("hang", "--json", str(main))]
+        asked.append(WarmRunning("pyspy-all", "--json", "--job", name, "--interval", "0.3"))
+        result, stacks = (each.finish() for each in asked)
     title = result.report["findings"][0]["title"]
     assert title.startswith("sglang::scheduler_DP0_TP1 ("), title
     assert result.code == 1

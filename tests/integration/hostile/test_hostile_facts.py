@@ -100,7 +100,7 @@ STACKS = {
 @pytest.mark.parametrize("name", STACKS)
 def test_a_damaged_file_of_stacks_is_its_own_row(name: str, tmp_path: Path) -> None:
     (tmp_path / "n1.json").write_bytes(stacks())
-    command = ("pyspy-all", "--verbose", "--tree", "--from", str(tmp_path / "n1.json"), "--from")
+    command = ("pyspy-all", "--verbose", "--from", str(tmp_path / "n1.json"), "--from")
     outcomes = run_each(files(tmp_path, name, STACKS[name](), *command))
     assert_survived(outcomes)
     assert 2 not in {one.code for one in outcomes}, "the good file was not judged"

@@ -82,9 +82,6 @@ class Replay(Transport):
             threading.Thread(target=self._play, args=(theirs, host.name, sent), daemon=True).start()
             arrivals.link(host.name, SocketLink(ours))
 
-    def explain(self, host: Host) -> str:
-        return f"replay {host.name}"
-
     def _play(self, connection: socket.socket, name: str, sent: int) -> None:
         with connection, contextlib.suppress(OSError):
             connection.sendall(self.streams[name][sent:])
@@ -213,7 +210,7 @@ def judge_stacks(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterab
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.commands.pyspy_all.view import pyspy_all_view
 
-    request = Request(program="distdiag", cluster=CLUSTER, verbose=True, tree=True)
+    request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
     return diagnose(request, pictures_of(reported)), lambda report: pyspy_all_view(report, request)
 
 
@@ -242,7 +239,7 @@ def judge_blocked(reported: Replies) -> tuple[Report[Any], Callable[[Any], Itera
 def judge_doctor(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.doctor.diagnose import diagnose
     from distdiag.commands.doctor.types import NodeDoctor, Request
-    from distdiag.commands.doctor.view import doctor_view, metrics
+    from distdiag.commands.doctor.view import doctor_view
     from distdiag.runner import merged
 
     rows, refusals, missing = reported.reached
@@ -252,7 +249,6 @@ def judge_doctor(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterab
     ]
     request = Request(program="distdiag", cluster=CLUSTER)
     report = diagnose(request, Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals))
-    assert metrics(report, 0.0).endswith(b"\n")
     return report, lambda made: doctor_view(made, verbose=True)
 
 

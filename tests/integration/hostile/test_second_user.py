@@ -195,7 +195,7 @@ def test_ranks_of_another_user_are_below_their_launcher_though_they_cannot_be_re
     ]
 
 
-# Written files: --save, --html, --plot, --report.
+# Written files: --save, --html, --report.
 
 OVERFLOWS = "import torch; torch.nn.Linear(2, 2)(torch.full((1, 2), float('inf')))"
 SAVES = {
@@ -206,7 +206,7 @@ SAVES = {
     "overflow": ("overflow", "--save", "DIR/a/b", "--", "sh", "-c", 'echo "$1" | "$0" -', sys.executable, OVERFLOWS),
     "allreduce-bench": (
         *("allreduce-bench", "--nproc", "1", "--sizes", "8", "--iters", "1"),
-        *("--save", "DIR/a/b", "--plot", "DIR/bench.svg"),
+        *("--save", "DIR/a/b", "--html", "DIR/bench.html"),
     ),
 }
 

@@ -8,12 +8,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def explain(*words: str, stdin: str = "") -> tuple[int, dict[str, Any]]:
+    if not stdin:
+        warm = distdiag("explain", *words, "--json")
+        return warm.code, warm.report
     command = [sys.executable, "-m", "distdiag", "explain", *words, "--json"]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, json.loads(done.stdout)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from logs_cases import RECORDED, raised
-from support import PROGRAM, distdiag, need
+from support import PROGRAM, need
+from support_warm import distdiag
 
 RAISE = gzip.decompress((RECORDED / "torchrun-raise.log.gz").read_bytes())
 ANSWER = "rank 2"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from logs_cases import cases
-from support import distdiag
+from support_warm import distdiag
 from torch_builds import BUILDS, PYTHONS, environment
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "fails_in_many_ways.py"

@@ -112,7 +112,6 @@ def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
         (("--from", "/nowhere"), "no such file or folder"),
         (("--from", "/etc/hostname"), "no facts from pyspy-all in /etc/hostname (hostname contains no py-spy dump)"),
         (("--from", "/etc/hostname", "--hosts", "a"), "cannot be combined"),
-        (("--groups", "tp:0-1"), "is not NAME=RANKS/RANKS"),
         (("--html", "/nowhere/page.html"), "cannot write this file"),
         (("--pid", "0"), "is not in the range x>=1"),
         (("--samples", "0"), "is not in the range 1<=x<=100"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, JobServer
-from support_warm import distdiag
+from support_warm import WarmRunning
 from torch_builds import BUILDS, PYTHONS
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[JobServer]:
         yield server
 
 
+def ask(job: Job) -> list[Result]:
+    """Run pyspy-all and trace blocked at once: they mostly wait between samples."""
+    asked = [WarmRunning(*command, "--json", "--job", job.name) for command in (("pyspy-all",), ("trace", "blocked"))]
+    return [each.finish() for each in asked]
+
+
 def named(result: Result) -> set[int]:
     return {
         rank for one in result.report["findings"] if one["level"] in ("fail", "warn") for rank in one["where"]["ranks"]
@@ -58,8 +64,7 @@ def named(result: Result) -> set[int]:
 def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case, server: JobServer) -> None:
     with Job("trains_on_a_stack", 4, env={"STACK": case.stack, "FAULT": case.fault}, server=server) as job:
         job.wait_still()
-        result = job.look()
-        blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
+        result, blocked = ask(job)
     assert (result.report["verdict"], named(result)) == (case.verdict, set(case.ranks)), result.out
     first = result.report["findings"][0]
     assert case.words in "\n".join([first["title"], first["detail"], *first["evidence"]])
@@ -71,11 +76,10 @@ def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case, ser
 def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer) -> None:
     with Job("trains_on_a_stack", 4, env={"STACK": stack}, server=server) as job:
         job.wait_ready()
-        results = [job.look()]
-        if results[0].report["verdict"] == "unknown":  # it could not read a rank on a busy machine
-            results.append(job.look())
-        verdict = results[-1].report["verdict"]
-        results.append(distdiag("trace", "blocked", "--json", "--job", job.name))
+        looked, blocked = ask(job)
+        again = [job.look()] if looked.report["verdict"] == "unknown" else []  # a rank that a busy machine hid
+    verdict = [looked, *again][-1].report["verdict"]
+    results = [looked, *again, blocked]
     for result in results:
         assert named(result) == set(), result.report["summary"]
     assert verdict in (("ok", "unknown") if stack in OF_A_MODULE else ("ok",)), results
@@ -84,8 +88,7 @@ def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer) -> Non
 def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow(server: JobServer) -> None:
     with Job("trains_on_a_stack", 4, env={"STACK": "module", "FAULT": "slow"}, server=server) as job:
         job.wait_ready()
-        result = job.look()
-        blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
+        result, blocked = ask(job)
     assert result.report["verdict"] in ("ok", "warn"), result.out
     assert named(result) <= {2}
     assert blocked.report["verdict"] != "fail"

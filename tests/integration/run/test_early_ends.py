@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support import PROGRAM, Running, wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,28 +106,28 @@ def test_a_module_in_the_working_directory_is_not_taken_for_pythons(tmp_path: Pa
     ],
 )
 def test_a_wrong_command_line_is_one_document_where_json_is_wanted(words: list[str], command: str) -> None:
-    done = Running(*words).finish()
+    done = distdiag(*words)
     assert (done.code, done.report["exit_code"], done.report["command"]) == (2, 2, command)
     assert done.report["error"]["id"] == "usage"
     assert f"Error: {done.report['error']['message']}" in done.err
 
 
 def test_json_that_is_the_jobs_own_word_is_not_asked_of_us() -> None:
-    done = Running("overflow", "--no-such-option", "--", "train.py", "--json").finish()
+    done = distdiag("overflow", "--no-such-option", "--", "train.py", "--json")
     assert (done.code, done.out) == (2, "")
 
 
 def test_of_the_ranks_of_a_launcher_one_gives_the_document() -> None:
     for rank in range(2):
         env = {"SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
-        done = Running("gpu-test", "--no-such-option", "--json", env=env).finish()
+        done = distdiag("gpu-test", "--no-such-option", "--json", env=env)
         assert done.code == 2
         assert "No such option" in done.err
         assert bool(done.out) == (rank == 0)
 
 
 def test_what_was_typed_cannot_command_the_terminal() -> None:
-    done = Running("\x1b]0;owned\x07\x1b[2J").finish()
+    done = distdiag("\x1b]0;owned\x07\x1b[2J")
     assert done.code == 2
     assert "owned" in done.err
     assert not {"\x1b", "\x07"} & set(done.err)

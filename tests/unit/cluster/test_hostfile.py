@@ -44,39 +44,6 @@ def test_each_kind_of_hostfile_is_read(text: str, hosts: list[Host]) -> None:
     assert list(read_hostfile(text, "hosts").hosts) == hosts
 
 
-INVENTORY = """\
-login ansible_connection=local
-
-[gpu]
-gpu[1-2]    # two of them
-gpu3 ansible_host=10.0.0.3 ansible_port=2222 ansible_user='ops' ansible_ssh_common_args='-o ProxyJump="a b"'
-
-[gpu:vars]
-ansible_user=root
-http_port = 80
-
-[all:children]
-gpu
-
-[train]
-gpu1
-gpu3
-v6 ansible_host=fe80::6
-"""
-
-
-def test_an_ansible_inventory_names_each_host_once_whatever_its_groups() -> None:
-    found = read_hostfile(INVENTORY, "hosts.ini")
-    assert found.hosts == (
-        Host(name="login"),
-        Host(name="gpu1"),
-        Host(name="gpu2"),
-        Host(name="gpu3", address="10.0.0.3", port=2222, user="ops"),
-        Host(name="v6", address="fe80::6"),
-    )
-    assert found.duplicates == ()
-
-
 @pytest.mark.parametrize(
     ("text", "duplicates"),
     [("h1\nh1\nh2", ()), ("h1 slots=1\nh1 slots=1\nh2\nh2", ("h1",)), ("h1\nh1:2", ("h1",)), ("h1:2,h1:2", ("h1",))],
@@ -90,49 +57,43 @@ def test_a_host_that_is_bare_once_and_sized_once_has_one_slot_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "words"),
+    ("text", "line", "words"),
     [
-        ("h1\nh2 slots=x", 2, 10, "'x' is not a number of slots"),
-        ("h1 slots=-1", 1, 10, "'-1' is not a number of slots"),
-        ("h1 slots=", 1, 10, "'' is not a number of slots"),
-        ("h1 slots=2 slots=3", 1, 12, "slots is given twice"),
-        ("h1:2 slots=3", 1, 12, "slots is given twice"),
-        ("# note\r\n\r\n  h1 slots=1.5", 3, 12, "'1.5' is not a number of slots"),
-        ("\ufeffh1:x", 1, 4, "'x' is not a number of slots"),
-        ("h1 8", 1, 3, "white space"),
-        ("h1 slots", 1, 3, "white space"),
-        ("h1 slots=2 4", 1, 12, "'4' is not key=value"),
-        ("slots=2", 1, 6, "'='"),
-        ("n[3-1] slots=2", 1, 3, "'3-1' is descending"),
-        ("h1,,h2", 1, 4, "missing host"),
-        ("h1#note", 1, 3, "'#'"),
-        ("fe80::1:8", 1, 1, "is ambiguous"),
-        ("h1 port=0", 1, 9, "'0' is not a port"),
-        ("h1 ansible_user=-l", 1, 17, "'-l' is not a user name"),
-        ("h1 ansible_host=-oX", 1, 17, "starts with '-'"),
-        ("h1 ansible_host=[::1", 1, 17, "'['"),
-        ("h1 ansible_host='{{ ip }}'", 1, 18, "'{'"),
-        ("h[1-2] ansible_host=a", 1, 21, "one address for 2 hosts"),
-        ("[gpu]\nh1:2222", 2, 1, "a port in Ansible files"),
+        ("h1\nh2 slots=x", 2, "'x' is not a number of slots"),
+        ("h1 slots=-1", 1, "'-1' is not a number of slots"),
+        ("h1 slots=", 1, "'' is not a number of slots"),
+        ("h1 slots=2 slots=3", 1, "slots is given twice"),
+        ("h1:2 slots=3", 1, "slots is given twice"),
+        ("# note\r\n\r\n  h1 slots=1.5", 3, "'1.5' is not a number of slots"),
+        ("\ufeffh1:x", 1, "'x' is not a number of slots"),
+        ("h1 8", 1, "white space"),
+        ("h1 slots", 1, "white space"),
+        ("h1 slots=2 4", 1, "'4' is not key=value"),
+        ("slots=2", 1, "'='"),
+        ("n[3-1] slots=2", 1, "'3-1' is descending"),
+        ("h1,,h2", 1, "missing host"),
+        ("h1#note", 1, "'#'"),
+        ("fe80::1:8", 1, "is ambiguous"),
+        ("h1 port=0", 1, "'0' is not a port"),
+        ("h1 user=-l", 1, "'-l' is not a user name"),
+        ("[gpu]\nh1", 1, "'gpu' is not a number or a range"),
     ],
 )
-def test_an_error_names_the_file_the_line_and_the_column(text: str, line: int, column: int, words: str) -> None:
+def test_an_error_names_the_file_and_the_line(text: str, line: int, words: str) -> None:
     with pytest.raises(UsageError) as error:
         read_hostfile(text, "my hosts")
-    problem, _, caret = str(error.value).split("\n")
-    assert problem.startswith(f"my hosts, line {line}, column {column}: ")
-    assert words in problem
-    assert caret.index("^") == column + 1
+    assert str(error.value).startswith(f"my hosts, line {line}: ")
+    assert words in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "\n \r\n", "# h1\n", "h1 slots=0", "h1\n!h1", "[gpu]\n[all:vars]\nh1=2"])
+@pytest.mark.parametrize("text", ["", "\n \r\n", "# h1\n", "h1 slots=0", "h1\n!h1"])
 def test_a_file_without_hosts_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match="hosts: no hosts in it"):
         read_hostfile(text, "hosts")
 
 
 def test_a_million_hosts_is_the_limit_of_all_lines_together() -> None:
-    with pytest.raises(UsageError, match=r"line 2, column 1: .* expands to 1,000,000 names; at most 999,999 more"):
+    with pytest.raises(UsageError, match=r"line 2: .* expands to 1,000,000 names; at most 999,999 more"):
         read_hostfile("h\nn[1-1000000]", "hosts")
 
 
@@ -143,11 +104,9 @@ def test_slurm_tasks_are_listed_node_by_node(text: str, tasks: list[int]) -> Non
     assert slurm_tasks(text) == tasks
 
 
-@pytest.mark.parametrize(
-    ("text", "column"), [("", 1), ("2(x2),", 7), ("2(x)", 1), ("1,x", 3), ("1,2(x2", 3), ("-1", 1)]
-)
-def test_a_malformed_slurm_list_is_an_error(text: str, column: int) -> None:
-    with pytest.raises(UsageError, match=f"^SLURM_TASKS_PER_NODE, column {column}: "):
+@pytest.mark.parametrize("text", ["", "2(x2),", "2(x)", "1,x", "1,2(x2", "-1"])
+def test_a_malformed_slurm_list_is_an_error(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^SLURM_TASKS_PER_NODE: "):
         slurm_tasks(text)
 
 
@@ -156,9 +115,7 @@ def test_lsf_hosts_come_with_their_slots() -> None:
     assert lsf_hosts(" h1 3  h2 4 h1 5 ") == [H1_8, H2_4]
 
 
-@pytest.mark.parametrize(
-    ("text", "column"), [("", 1), ("h1", 3), ("h1 8 h2", 8), ("h1 x", 4), ("-h 8", 1), ("h[1-2] 8", 1)]
-)
-def test_a_malformed_lsf_list_is_an_error(text: str, column: int) -> None:
-    with pytest.raises(UsageError, match=f"^LSB_MCPU_HOSTS, column {column}: "):
+@pytest.mark.parametrize("text", ["", "h1", "h1 8 h2", "h1 x", "-h 8", "h[1-2] 8"])
+def test_a_malformed_lsf_list_is_an_error(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^LSB_MCPU_HOSTS: "):
         lsf_hosts(text)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distdiag.cluster.hostlist import expand, spell_out
+from distdiag.cluster.hostlist import expand
 from distdiag.cluster.hosts import Host, fold, fold_ranks_within, fold_within, parse_hosts
 from distdiag.errors import UsageError
 
@@ -43,64 +43,57 @@ def test_a_list_names_hosts_in_the_order_written(text: str, names: str) -> None:
     assert expand(text) == names.split()
 
 
-def test_repeats_are_kept_for_those_who_ask() -> None:
-    assert spell_out("a,n[1-2],n[2,2],a,!a") == ["n1", "n2", "n2", "n2"]
-
-
 @pytest.mark.parametrize(
-    ("text", "column", "token"),
+    ("text", "token"),
     [
-        ("node[1-", 5, "node[1-"),
-        ("a,node[1[2]", 7, "node[1[2]"),
-        ("node1]", 6, "]"),
-        ("node[]", 5, "[]"),
-        ("node[3-1]", 6, "3-1"),
-        ("node[1-3,]", 10, "[1-3,]"),
-        ("node[1,,3]", 8, "[1,,3]"),
-        ("a,node[7,8-011]", 10, "8-011"),
-        ("node[01-9]", 6, "01-9"),
-        ("node[1-4/0]", 6, "1-4/0"),
-        ("node[a-c]", 6, "a-c"),
-        ("node[1-2-3]", 6, "1-2-3"),
-        ("node[-1]", 6, "-1"),
-        ("node[1, 2]", 8, " 2"),
-        ("node[1-99999999999999999999]", 6, "1-99999999999999999999"),
-        ("a,,b", 3, "host"),
-        ("a, ,b", 3, "host"),
-        ("a,", 3, "host"),
-        (",a", 1, "host"),
-        ("!,a", 2, "host"),
-        ("n1,a b", 5, "a b"),
-        ("a\tb", 2, "white space"),
-        ("a/b", 2, "/"),
-        ("n[1-2];reboot", 7, ";"),
-        ("$(x)", 1, "$"),
-        ("b\xfccher", 2, "\xfc"),
-        ("a,-oProxyCommand", 3, "'-'"),
-        ("n1,..", 4, "'.'"),
-        ("x@n1", 2, "@"),
-        ("n1:8", 3, ":"),
-        ("node[1:4]", 6, "1:4"),
-        ("[fe80::zz]", 2, "fe80::zz"),
-        ("[fe80::1%a b]", 10, "a b"),
+        ("node[1-", "node[1-"),
+        ("a,node[1[2]", "node[1[2]"),
+        ("node1]", "]"),
+        ("node[]", "[]"),
+        ("node[3-1]", "3-1"),
+        ("node[1-3,]", "[1-3,]"),
+        ("node[1,,3]", "[1,,3]"),
+        ("a,node[7,8-011]", "8-011"),
+        ("node[01-9]", "01-9"),
+        ("node[1-4/0]", "1-4/0"),
+        ("node[a-c]", "a-c"),
+        ("node[1-2-3]", "1-2-3"),
+        ("node[-1]", "-1"),
+        ("node[1, 2]", " 2"),
+        ("node[1-99999999999999999999]", "1-99999999999999999999"),
+        ("a,,b", "host"),
+        ("a, ,b", "host"),
+        ("a,", "host"),
+        (",a", "host"),
+        ("!,a", "host"),
+        ("n1,a b", "a b"),
+        ("a\tb", "white space"),
+        ("a/b", "/"),
+        ("n[1-2];reboot", ";"),
+        ("$(x)", "$"),
+        ("b\xfccher", "\xfc"),
+        ("a,-oProxyCommand", "'-'"),
+        ("n1,..", "'.'"),
+        ("x@n1", "@"),
+        ("n1:8", ":"),
+        ("node[1:4]", "1:4"),
+        ("[fe80::zz]", "fe80::zz"),
+        ("[fe80::1%a b]", "a b"),
     ],
 )
-def test_an_error_names_the_token_and_points_at_it(text: str, column: int, token: str) -> None:
+def test_an_error_names_the_token(text: str, token: str) -> None:
     with pytest.raises(UsageError) as error:
         expand(text)
-    problem, shown, caret = str(error.value).split("\n")
-    assert problem.startswith(f"host list, column {column}: ")
-    assert token in problem
-    assert shown == "  " + text.replace("\t", " ")
-    assert caret.index("^") == column + 1
+    assert str(error.value).startswith("host list: ")
+    assert token in str(error.value)
 
 
-def test_an_error_far_into_a_long_list_shows_what_is_around_it() -> None:
-    with pytest.raises(UsageError, match="column 2002: ") as error:
+def test_an_error_far_into_a_long_list_is_short() -> None:
+    with pytest.raises(UsageError, match="host name '/' contains '/'"):
         expand("n1," * 666 + "n2,/," + "n3," * 666)
-    _, shown, caret = str(error.value).split("\n")
-    assert len(shown) <= 102
-    assert shown[caret.index("^")] == "/"
+    with pytest.raises(UsageError, match="unmatched bracket") as error:
+        expand("n1," * 666 + "n[2," + "n3," * 666)
+    assert len(str(error.value)) < 120
 
 
 def test_a_million_names_and_not_one_more() -> None:
@@ -217,35 +210,35 @@ def test_n1_n01_and_n001_are_three_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "column", "words"),
+    ("text", "words"),
     [
-        ("fe80::1:8", 1, "is ambiguous"),
-        ("a,u@fe80::1", 5, "is ambiguous"),
-        ("a:x", 3, "'x' is not a number of slots"),
-        ("a:-1", 3, "'-1' is not a number of slots"),
-        ("a:", 3, "'' is not a number of slots"),
-        ("a:8888888", 3, "'8888888' is not a number of slots"),
-        ("ssh://a:0", 9, "'0' is not a port"),
-        ("ssh://a:65536", 9, "'65536' is not a port"),
-        ("ssh://a/", 8, "'/'"),
-        (":8", 1, "missing host name"),
-        ("u@", 3, "missing host name"),
-        ("@hosts.txt", 1, "missing user"),
-        ("-l@a", 1, "'-l' is not a user name"),
-        ("u;x@a", 1, "'u;x' is not a user name"),
-        ("u@-a", 3, "starts with '-'"),
-        ("u@a@b", 4, "'@'"),
-        ("u@n[3-1]:8", 5, "'3-1' is descending"),
-        ("!u@a", 3, "'@'"),
-        ("a,,b", 3, "missing host"),
-        ("", 1, "no host given"),
-        ("a,!a", 1, "no host given"),
+        ("fe80::1:8", "is ambiguous"),
+        ("a,u@fe80::1", "is ambiguous"),
+        ("a:x", "'x' is not a number of slots"),
+        ("a:-1", "'-1' is not a number of slots"),
+        ("a:", "'' is not a number of slots"),
+        ("a:8888888", "'8888888' is not a number of slots"),
+        ("ssh://a:0", "'0' is not a port"),
+        ("ssh://a:65536", "'65536' is not a port"),
+        ("ssh://a/", "'/'"),
+        (":8", "missing host name"),
+        ("u@", "missing host name"),
+        ("@hosts.txt", "missing user"),
+        ("-l@a", "'-l' is not a user name"),
+        ("u;x@a", "'u;x' is not a user name"),
+        ("u@-a", "starts with '-'"),
+        ("u@a@b", "'@'"),
+        ("u@n[3-1]:8", "'3-1' is descending"),
+        ("!u@a", "'@'"),
+        ("a,,b", "missing host"),
+        ("", "no host given"),
+        ("a,!a", "no host given"),
     ],
 )
-def test_an_error_in_a_host_points_at_it(text: str, column: int, words: str) -> None:
+def test_an_error_in_a_host_names_it(text: str, words: str) -> None:
     with pytest.raises(UsageError) as error:
         parse_hosts(text)
-    assert str(error.value).startswith(f"host list, column {column}: ")
+    assert str(error.value).startswith("host list: ")
     assert words in str(error.value)
 
 

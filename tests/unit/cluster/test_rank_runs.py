@@ -38,9 +38,6 @@ class Stand(Transport):
         threading.Thread(target=self._answer, daemon=True).start()
         arrivals.link(hosts[0].name, SocketLink(ours))
 
-    def explain(self, host: Host) -> str:
-        return host.name
-
     def _answer(self) -> None:
         with self._theirs, self._theirs.makefile() as orders:
             self._wire = Writer(self._theirs.fileno())

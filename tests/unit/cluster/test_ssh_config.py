@@ -117,10 +117,10 @@ def test_settings_in_our_words(full_config: str, tmp_path: Path, monkeypatch: py
 
 
 def test_what_was_said_of_the_host_comes_before_the_configuration(tmp_path: Path) -> None:
-    text = "Host *\n  User other\n  Port 99\n  HostName elsewhere\n"
-    host = Host(name="n1", user="ada", port=2201, address="fe80::1%eth0")
+    text = "Host *\n  User other\n  Port 99\n"
+    host = Host(name="n1", user="ada", port=2201)
     found = resolve(host, config_file=config(tmp_path, text))
-    assert (found.host, found.hostname, found.user, found.port) == ("n1", "fe80::1%eth0", "ada", 2201)
+    assert (found.host, found.hostname, found.user, found.port) == ("n1", "n1", "ada", 2201)
 
 
 def tried_by_ssh(path: str, name: str) -> tuple[str, ...]:

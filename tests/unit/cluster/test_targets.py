@@ -11,7 +11,6 @@ from support import need
 
 from distdiag.cluster.targets import Cluster, Launcher, chosen_env, find_targets
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.launch.launch_commands import Recipe, lines
 from distdiag.report import quoted
 
 if TYPE_CHECKING:
@@ -113,30 +112,6 @@ def test_what_was_typed_can_be_typed_again() -> None:
     ]
 
 
-def test_the_slurm_script_asks_for_what_the_ranks_need() -> None:
-    hosts = ["a", "b"]
-    on_gpus = lines(Recipe.SLURM, hosts, 8, "distdiag gpu-test", gpus=True)
-    assert {"#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=4", "#SBATCH --output=distdiag-%j.out"} <= set(
-        on_gpus
-    )
-    assert on_gpus[-1] == "srun --kill-on-bad-exit=0 --cpus-per-task=4 distdiag gpu-test"
-    on_cpu = lines(Recipe.SLURM, hosts, 2, "distdiag gpu-test", gpus=False)
-    assert not any("gpus" in line for line in on_cpu)
-    (reported,) = (line for line in lines(Recipe.SLURM, hosts, 2, "distdiag gpu-test", gpus=None) if "gpus" in line)
-    assert reported.startswith("# ")
-
-
-@pytest.mark.parametrize("recipe", [Recipe.TORCHRUN, Recipe.PDSH])
-def test_torchrun_meets_at_the_port_that_was_asked_for(recipe: Recipe) -> None:
-    assert "--master-port 29777 " in lines(recipe, ["a", "b"], 2, "distdiag gpu-test", gpus=False, port=29777)[0]
-
-
-def test_the_line_for_mpirun_names_the_interface() -> None:
-    mpi = lines(Recipe.MPI, ["a", "b"], 2, "distdiag gpu-test", gpus=False, ifname="ib0")
-    assert "--mca btl_tcp_if_include ib0" in mpi[1]
-    assert "-iface ib0" in mpi[3]
-
-
 @pytest.mark.parametrize("word", ["=eth0", "^docker,lo", "eth0", "a b", "it's"])
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_what_is_printed_is_one_word_in_every_shell(shell: str, word: str) -> None:
@@ -144,24 +119,3 @@ def test_what_is_printed_is_one_word_in_every_shell(shell: str, word: str) -> No
     script = f"export X={quoted(word)}; printf '%s\\n' \"$X\" {quoted(word)}"
     done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [word, word]
-
-
-def test_lines_for_launchers_name_every_host_and_count_the_ranks() -> None:
-    hosts = ["a", "b"]
-    script = lines(Recipe.SLURM, hosts, 8, "distdiag gpu-test", gpus=True)
-    assert script[0] == "#!/bin/bash"
-    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8", "#SBATCH --gpus-per-node=8"} <= set(script)
-    assert "mpirun -np 16 --host a:8,b:8 distdiag gpu-test" in lines(
-        Recipe.MPI, hosts, 8, "distdiag gpu-test", gpus=True
-    )
-    agents = lines(Recipe.TORCHRUN, hosts, 8, "distdiag gpu-test", gpus=True)
-    assert [
-        ("--node-rank 0" in agents[0], "on a" in agents[0]),
-        ("--node-rank 1" in agents[1], "on b" in agents[1]),
-    ] == [
-        (True, True),
-        (True, True),
-    ]
-    (pdsh,) = lines(Recipe.PDSH, hosts, 8, "distdiag gpu-test", gpus=True)
-    assert pdsh.startswith("pdsh -S -w a,b 'torchrun ")
-    assert "--node-rank %n" in pdsh

@@ -15,12 +15,12 @@ from distdiag.diagnosis.stuck.starts import start_claims
 from distdiag.diagnosis.stuck.types import Asked
 from distdiag.facts.network.tcp_store import Rendezvous, Store
 from distdiag.facts.process.launch_options import Launch
-from distdiag.jobs.pictures import unread
+from distdiag.jobs.collect import Processes
 from distdiag.jobs.starts import Meeting, Start, Starts
+from distdiag.jobs.types import NodePicture
 from distdiag.report import Level
 
 if TYPE_CHECKING:
-    from distdiag.jobs.types import NodePicture
     from distdiag.report import Finding
 
 ASKED = Asked(program="distdiag", cluster=Cluster(), command="hang")
@@ -29,7 +29,7 @@ HEAD = "10.0.0.1"
 
 def node(number: int, *starts: Start) -> NodePicture:
     addresses: dict[str, tuple[str, ...]] = {"lo": ("127.0.0.1/8",), "eth0": (f"10.0.0.{number}/24",)}
-    return replace(unread(f"n{number}", ""), starts=(Starts(tuple(starts), addresses),))
+    return NodePicture(host=f"n{number}", processes=Processes(f"n{number}"), starts=(Starts(tuple(starts), addresses),))
 
 
 def launcher(met: Meeting | None = None, *, pid: int = 1, waited_s: float = 60.0, **options: Any) -> Start:  # noqa: ANN401

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.records import PairMessage
     from distdiag.commands.gpu_test.isolate.types import Classification, Fault
-    from distdiag.launch.launch_commands import Recipe
     from distdiag.launch.record import Allocation, Inventory, Plan, RunRecord, SavedRun
     from distdiag.runner import Subcommand
 
@@ -51,10 +50,10 @@ _WORDS = {PairStatus.FAILED: "failed", PairStatus.SKIPPED: ".", PairStatus.WRONG
 _SIGNS = {PairStatus.SLOW: ("!", "bold red"), PairStatus.UNSURE: ("?", "yellow")}
 
 
-def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, Isolated]:
-    """Return the command. `recipe`: the launcher whose launch commands are printed instead of a test."""
+def subcommand() -> Subcommand[Request, SavedRun, Isolated]:
+    """Return the command."""
     return runner.subcommand(
-        "gpu-test", Request, job_of, lambda _, report: isolate_view(report), recipe, saved_as="gpu-test --isolate"
+        "gpu-test", Request, job_of, lambda _, report: isolate_view(report), saved_as="gpu-test --isolate"
     )
 
 

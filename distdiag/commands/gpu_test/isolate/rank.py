@@ -20,16 +20,17 @@ from distdiag.launch.rank import Rank as AnyRank
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
     import torch
     import torch.distributed as dist
+
+    from distdiag.launch.rank import Config
 
 _PERIOD = 2039
 """As in gpu-test: rank a of a pair sends i mod this, and rank b adds 1: integers, exact in float32."""
 
 
-def main(config: dict[str, Any]) -> None:
+def main(config: Config) -> None:
     """Run the stages of one rank, then exit."""
     run_rank(config, Rank)
 

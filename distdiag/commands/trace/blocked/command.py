@@ -59,4 +59,4 @@ def blocked(
             threads=threads,
         )
 
-    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_))

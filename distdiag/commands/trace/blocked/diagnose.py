@@ -9,13 +9,12 @@ from distdiag.commands.trace.blocked.types import COMMAND, Last, Request, Thread
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.process_index import ProcessIndex
-from distdiag.diagnosis.stuck.judge import job_findings, judge_jobs
+from distdiag.diagnosis.stuck.judge import all_nodes, job_findings, judge_jobs
 from distdiag.diagnosis.stuck.types import OF_PROCESSES, Asked
 from distdiag.diagnosis.stuck.waits import root_wait
 from distdiag.diagnosis.wait_graph import WaitGraph
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
 from distdiag.ids import Id
-from distdiag.jobs.pictures import all_nodes
 from distdiag.jobs.roles import of_interest
 from distdiag.jobs.sample_waits import SAMPLED_S
 from distdiag.jobs.types import summarize

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag import runner
 from distdiag.commands.trace.blocked.diagnose import diagnose
 from distdiag.commands.trace.blocked.types import COMMAND, Request
 from distdiag.commands.trace.blocked.view import trace_blocked_view
@@ -59,6 +58,5 @@ SUBCOMMAND = Subcommand(
     collect=_collect,
     diagnose=diagnose,
     view=lambda _, __, report: trace_blocked_view(report.data),
-    explain=lambda request: runner.explain(request.cluster, _agent(request)),
     shown_as_typed=("threads",),
 )

@@ -68,7 +68,7 @@ def fds(
             raise UsageError("no process selected", hint="distdiag trace fds PID, or --rank 0-3, or --job ID")
         return Request(program=called_as(), cluster=cluster, wanted=wanted(pids, rank, job, ""))
 
-    runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_))
 
 
 def _plan(nodes: Sequence[NodeStacks], request: Request) -> Asks:
@@ -116,5 +116,4 @@ def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
         collect=collect,
         diagnose=judge,
         view=lambda _, __, report: trace_fds_view(report.data),
-        explain=lambda request: runner.explain(request.cluster, nodes.finder(_COLLECT, request.wanted)),
     )

@@ -81,7 +81,7 @@ def trace_show(
             verbose=verbose,
         )
 
-    runner.run(_subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(_subcommand(), request, runner.Options(as_json, strict, save, from_))
 
 
 def _subcommand() -> Subcommand[Request, NodeLines, TraceShow]:
@@ -113,7 +113,6 @@ def _subcommand() -> Subcommand[Request, NodeLines, TraceShow]:
         collect=collect,
         diagnose=diagnose,
         view=lambda request, gathered, _: trace_show_view(request, gathered.facts),
-        explain=lambda request: runner.explain(request.cluster, agent),
         shown_as_typed=("last", "all_runs", "verbose"),
     )
 

@@ -7,11 +7,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag import runner
 from distdiag.agent.protocol import Collect
 from distdiag.cluster.node import NodeStage
 from distdiag.commands.trace import ranks
-from distdiag.commands.trace.nodes import NodeAnswer, answers_of, chosen_of, finder, gather
+from distdiag.commands.trace.nodes import NodeAnswer, answers_of, chosen_of, gather
 from distdiag.commands.trace.sys.collect import Ask, Reply
 from distdiag.commands.trace.sys.diagnose import diagnose
 from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, MAX_PROCESSES, Request
@@ -128,5 +127,4 @@ SUBCOMMAND: Subcommand[Request, NodeAnswer[Reply], TraceSys] = Subcommand(
     collect=_collect,
     diagnose=_diagnose,
     view=lambda _, __, report: trace_sys_view(report.data),
-    explain=lambda request: runner.explain(request.cluster, finder(_COLLECT, request.wanted)),
 )

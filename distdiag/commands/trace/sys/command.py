@@ -108,7 +108,7 @@ def trace_sys(
             )
         return request()
 
-    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, paths, cluster.explain))
+    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, paths))
 
 
 def _judge_logs(request: Request, paths: list[str], attaches: bool) -> Report[TraceSys]:

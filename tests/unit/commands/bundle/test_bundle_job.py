@@ -111,7 +111,7 @@ def test_each_gap_of_a_bundle_has_its_id() -> None:
         members=(),
         cut=("of the ends of 2 logs, 50% is kept: --max-size",),
         secrets=0,
-        replaced=(),
+        replaced={},
         stand_ins=0,
     )
     report = diagnose(REQUEST, made, {"n1": "n1 did not answer"}, ["doctor: no python3"])

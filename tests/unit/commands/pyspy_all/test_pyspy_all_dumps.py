@@ -6,7 +6,6 @@ import json
 
 from pyspy_facts import judge, outlier_ranks
 
-from distdiag.commands.pyspy_all.command import parse_groups
 from distdiag.commands.pyspy_all.dumps import as_nodes, parse
 
 ONE = """\
@@ -99,11 +98,6 @@ def test_json_that_is_no_dump_is_passed_over() -> None:
         }
     ]
     assert [one.pid for one in parse(json.dumps(reported), "x")] == [3]
-
-
-def test_groups_are_read() -> None:
-    assert parse_groups("tp=0-1/2-3; pp=0,2") == (("tp", (0, 1)), ("tp", (2, 3)), ("pp", (0, 2)))
-    assert parse_groups("") == ()
 
 
 def test_several_processes_of_one_ticket_are_compared() -> None:

@@ -10,7 +10,6 @@ from pyspy_facts import SITE, frames, ids, job, judge, loads, look, node, outlie
 from trace_facts import at_futex, owned, receives
 from trace_facts import sleeps as sleeps_at
 
-from distdiag.commands.pyspy_all.command import parse_groups
 from distdiag.facts.network.socket_owners import Network
 from distdiag.facts.process.activity import Activity, Moved
 from distdiag.facts.process.blocked_threads import Blocked
@@ -357,11 +356,9 @@ def test_what_the_odd_ones_share_is_said() -> None:
         ]
         return node(own, {one.pid: twice(loads() if i == stuck else waits()) for i, one in enumerate(own)}, name)
 
-    report = judge(host("n1", 0, 2), host("n2", 4, 2), groups=parse_groups("tp=0-3/4-7;pp=2,6"))  # type: ignore[arg-type]
+    report = judge(host("n1", 0, 2), host("n2", 4, 2))  # type: ignore[arg-type]
     assert outlier_ranks(report) == [[2, 6]]
-    assert report.findings[0].detail.endswith(
-        "What the stuck ranks have in common: all have local rank 2; all in pp group 2,6."
-    )
+    assert report.findings[0].detail.endswith("What the stuck ranks have in common: all have local rank 2.")
 
 
 def test_a_worker_in_the_kernel_is_named_with_its_file_and_for_how_long() -> None:

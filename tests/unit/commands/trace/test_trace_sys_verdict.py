@@ -390,7 +390,7 @@ def test_native_stacks_of_several_jobs_are_refused_as_they_pause_the_ranks() -> 
         choose_to_sample(request, hosts)
     assert raised.value.hint == "name one: --job A or --job B or --pid PID"
     chosen = choose_to_sample(replace(request, job="B"), hosts)["n1"]
-    assert to_sample(chosen.processes, helpers=False)[0] == [201]
+    assert to_sample(chosen.processes)[0] == [201]
 
 
 def test_names_of_logs_are_read_back() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distdiag.facts.network.socket_peers import Endpoint, match
+from distdiag.diagnosis.socket_peers import Endpoint, match
 
 INSIDE = "net:[4026532001]"
 OUTSIDE = "net:[4026531840]"
