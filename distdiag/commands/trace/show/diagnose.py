@@ -258,9 +258,8 @@ def _group(group: Sequence[Member]) -> Group:
 
 
 def _summary(verdicts: Sequence[RunVerdict], findings: Sequence[Finding]) -> str:
-    worst = [each for each in worst_first(findings) if each.level is not Level.INFO]
-    if worst:
-        return worst[0].title
+    if worst := next((each.title for each in worst_first(findings) if each.level is not Level.INFO), ""):
+        return worst
     if not verdicts:
         return "no recorded lines"
     run = verdicts[-1].run
