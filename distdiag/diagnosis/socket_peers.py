@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.facts.network.interfaces import is_loopback
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -85,7 +87,7 @@ def _nearest(
     """Keep the nearest candidates; none elsewhere if the address is loopback, or this namespace's own."""
     address, _ = _split(endpoint.remote)
     here = [other for other in candidates if other.place == endpoint.place]
-    if here or _is_loopback(address) or address in own.get(endpoint.place, ()):
+    if here or is_loopback(address) or address in own.get(endpoint.place, ()):
         return here
     return [other for other in candidates if other.host == endpoint.host] or candidates
 
@@ -97,7 +99,7 @@ def _takes(listener: Endpoint, address: str, own: dict[tuple[str, str], frozense
         return bound_to == address
     if bound_to == "0.0.0.0" and ":" in address:
         return False
-    return _is_loopback(address) or address in own.get(listener.place, ())
+    return is_loopback(address) or address in own.get(listener.place, ())
 
 
 def _family(endpoint: Endpoint) -> str:
@@ -108,7 +110,3 @@ def _family(endpoint: Endpoint) -> str:
 def _split(end: str) -> tuple[str, str]:
     address, _, port = end.rpartition(":")
     return address.strip("[]"), port
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from distdiag.diagnosis.wording import lasting
 from distdiag.facts.machine import STOPPED
 from distdiag.facts.process import syscall_names
 
@@ -103,15 +104,6 @@ def _has_timeout(thread: Thread) -> bool:
     timeout = thread.arguments[_TIMEOUTS[thread.syscall]]
     is_pointer = thread.syscall in _BY_POINTER
     return timeout != 0 if is_pointer else timeout & 0x80000000 == 0
-
-
-def lasting(seconds: float | None) -> str:
-    """Format a duration: "0.4 s", "214 s", "3.5 h"; "?" if unknown."""
-    if seconds is None:
-        return "?"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:

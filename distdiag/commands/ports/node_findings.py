@@ -23,6 +23,7 @@ from distdiag.diagnosis.nic_selection import (
 )
 from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network.interfaces import is_loopback
+from distdiag.fold import by_key
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -237,9 +238,7 @@ def _name(facts: PortsFacts, name: str, leads_to: str, hosts: list[str]) -> Find
 
 def _masters_differ(facts: PortsFacts) -> list[Finding]:
     """Report a MASTER_ADDR that differs between nodes, or is set on some nodes only."""
-    values: dict[str, list[str]] = {}
-    for node in facts.nodes:
-        values.setdefault(_value_of_master_addr(facts, node), []).append(facts.hosts[node])
+    values = by_key((_value_of_master_addr(facts, node), facts.hosts[node]) for node in facts.nodes)
     if len(values) < 2:
         return []
     fewest = min(values.items(), key=lambda entry: (len(entry[1]), not entry[0]))[1]

@@ -10,7 +10,8 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.gpu_use import GpuKind
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
-from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.diagnosis.wording import lasting
+from distdiag.fold import by_key
 from distdiag.knowledge import xids
 from distdiag.report import Fix, Level
 
@@ -207,12 +208,9 @@ def _global_ranks(evidence: Evidence, members: Sequence[Member], listed: Sequenc
 
 def _addresses(evidence: Evidence) -> dict[str, str]:
     """Map addresses to hosts, without addresses of several hosts such as loopback."""
-    found: dict[str, set[str]] = {}
-    for node in evidence.nodes:
-        for network in node.networks:
-            for address in network.addresses:
-                found.setdefault(address, set()).add(node.host)
-    return {address: next(iter(hosts)) for address, hosts in found.items() if len(hosts) == 1}
+    networks = [(node.host, network) for node in evidence.nodes for network in node.networks]
+    found = by_key((address, host) for host, network in networks for address in network.addresses)
+    return {address: hosts[0] for address, hosts in found.items() if len({*hosts}) == 1}
 
 
 def _hosts(evidence: Evidence, members: Sequence[Member]) -> tuple[str, ...]:
