@@ -294,21 +294,8 @@ def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Ro
     )
 
 
-def never_joined(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
-    """Report a rank that the others timed out waiting for."""
-    places = sorted({one.place or one.collective for one in waiting.values()})
-    wrote = _wrote(rank, round_.book)
-    return _without("never-came", rank, waiting, round_, place=places[0] if places else "", wrote=wrote)
-
-
-def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
-    """Report a rank that all others lost."""
-    return _without("left-early", rank, waiting, round_)
-
-
-def _without(
-    verdict: str, rank: int, waiting: Mapping[int, Failure], round_: Round, place: str = "", wrote: str = ""
-) -> Finding:
+def absent_rank(verdict: str, rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
+    """Report a rank that the others timed out waiting for ("never-came"), or all lost ("left-early")."""
     return finding(
         verdict,
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
@@ -316,8 +303,8 @@ def _without(
         evidence=_evidence(waiting.values()),
         who=_ranks((rank,), round_.book),
         others=name_ranks(waiting),
-        place=place,
-        wrote=wrote,
+        place=min((one.place or one.collective for one in waiting.values()), default=""),
+        wrote=_wrote(rank, round_.book),
     )
 
 
