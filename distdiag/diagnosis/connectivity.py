@@ -95,16 +95,8 @@ class Case:
 
 def path_findings(case: Case) -> list[Finding]:
     """Judge all tested paths, and the names that torch would advertise."""
-    return [
-        *_silent(case),
-        *_busy(case),
-        *_closed(case),
-        *_foreign(case),
-        *_large_packets(case),
-        *_lossy(case),
-        *_own_names(case),
-        *_heads_name(case),
-    ]
+    checks = (_silent, _busy, _closed, _foreign, _large_packets, _lossy, _own_names, _heads_name)
+    return [found for check in checks for found in check(case)]
 
 
 def _silent(case: Case) -> list[Finding]:

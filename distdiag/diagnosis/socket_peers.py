@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.facts.network.interfaces import is_loopback
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -53,13 +54,9 @@ def match(
         addresses: by (host, network namespace), its own addresses, see sockets.Namespace.
     """
     targets = list(endpoints)
-    connected: dict[tuple[str, str, str], list[Endpoint]] = {}
-    bound: dict[tuple[str, str], list[Endpoint]] = {}
-    for endpoint in targets:
-        if endpoint.remote:
-            connected.setdefault((_family(endpoint), endpoint.local, endpoint.remote), []).append(endpoint)
-        elif endpoint.local:
-            bound.setdefault((_family(endpoint), _split(endpoint.local)[1]), []).append(endpoint)
+    connected = by_key(((_family(each), each.local, each.remote), each) for each in targets if each.remote)
+    idle = (each for each in targets if each.local and not each.remote)
+    bound = by_key(((_family(each), _split(each.local)[1]), each) for each in idle)
     own = {place: frozenset(known) for place, known in addresses.items()}
     return {endpoint.key: tuple(_others(endpoint, connected, bound, own)) for endpoint in targets}
 

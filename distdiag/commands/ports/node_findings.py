@@ -27,7 +27,7 @@ from distdiag.fold import by_key
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from distdiag.commands.ports.collect import NodePorts
     from distdiag.commands.ports.types import PortsFacts
@@ -53,15 +53,7 @@ def _for_hosts(own: Finding, hosts: list[str], *, several: bool) -> Finding:
 
 
 def _about(node: NodePorts, *, several: bool) -> Iterable[Finding]:
-    checks: tuple[Callable[[NodePorts, bool], Finding | None], ...] = (
-        _nccl,
-        _gloo,
-        _own_name,
-        _master_addr,
-        _master_port,
-        _firewall,
-        _container,
-    )
+    checks = (_nccl, _gloo, _own_name, _master_addr, _master_port, _firewall, _container)
     return [found for check in checks if (found := check(node, several)) is not None]
 
 
