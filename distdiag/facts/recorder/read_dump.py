@@ -146,25 +146,21 @@ def _json(data: bytes) -> Any:  # noqa: ANN401 - any JSON
         raise Unreadable(f"incomplete JSON: {str(error)[:100]}", truncated=True) from None
 
 
-def _refuse(module: str, name: str) -> NoReturn:
-    shown = f"{module}.{name}"[:200]
-    raise Unreadable(f"it would run code: {shown}", is_code=True)
-
-
-class _Plain(pickle.Unpickler):
+class _NoCode:
     def find_class(self, module: str, name: str) -> NoReturn:
-        _refuse(module, name)
+        shown = f"{module}.{name}"[:200]
+        raise Unreadable(f"it would run code: {shown}", is_code=True)
 
     def persistent_load(self, pid: object) -> NoReturn:
         raise Unreadable("it refers to objects outside the file")
 
 
-class _PartialUnpickler(pickle._Unpickler):  # the Python implementation exposes its stack
-    def find_class(self, module: str, name: str) -> NoReturn:
-        _refuse(module, name)
+class _Plain(_NoCode, pickle.Unpickler):
+    pass
 
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise Unreadable("it refers to objects outside the file")
+
+class _PartialUnpickler(_NoCode, pickle._Unpickler):  # the Python implementation exposes its stack
+    pass
 
 
 def _unpickle(data: bytes) -> tuple[Any, bool]:
