@@ -22,6 +22,7 @@ from distdiag.diagnosis.nic_selection import export_line, exports, suggested
 from distdiag.diagnosis.root_cause import Culprit, fewest_culprits, merged, pairs
 from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network.interfaces import is_loopback
+from distdiag.fold import by_key
 from distdiag.ids import Shared
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -94,16 +95,8 @@ class Case:
 
 def path_findings(case: Case) -> list[Finding]:
     """Judge all tested paths, and the names that torch would advertise."""
-    return [
-        *_silent(case),
-        *_busy(case),
-        *_closed(case),
-        *_foreign(case),
-        *_large_packets(case),
-        *_lossy(case),
-        *_own_names(case),
-        *_heads_name(case),
-    ]
+    checks = (_silent, _busy, _closed, _foreign, _large_packets, _lossy, _own_names, _heads_name)
+    return [found for check in checks for found in check(case)]
 
 
 def _silent(case: Case) -> list[Finding]:
@@ -215,9 +208,7 @@ def _culprits(case: Case, verdict: str) -> list[tuple[Culprit, tuple[str, ...]]]
         found = pairs(closed) if verdict in _AT_THE_SOURCE else fewest_culprits(map(_edge, paths), closed)
         for culprit in found:
             by_culprit.setdefault((culprit.kind, culprit.nodes, culprit.others), {})[purpose] = culprit
-    by_purposes: dict[tuple[str, ...], list[Culprit]] = {}
-    for each in by_culprit.values():
-        by_purposes.setdefault(tuple(each), []).append(next(iter(each.values())))
+    by_purposes = by_key((tuple(each), next(iter(each.values()))) for each in by_culprit.values())
     return [(culprit, purposes) for purposes, group in by_purposes.items() for culprit in merged(group)]
 
 
@@ -450,10 +441,7 @@ def network_of(test: PathTest) -> str:
 
 def _foreign(case: Case) -> list[Finding]:
     """Report ports answered by another program in the agent's place: a proxy, or another machine."""
-    found: dict[tuple[str, str], list[NetworkPath]] = {}
-    for path in case.test.paths:
-        if _verdict(path) == "stranger":
-            found.setdefault((path.target, path.probe.said), []).append(path)
+    found = by_key(((path.target, path.probe.said), path) for path in case.test.paths if _verdict(path) == "stranger")
     return [
         case.finding(
             "foreign",
@@ -479,9 +467,7 @@ def _large_packets(case: Case) -> list[Finding]:
     directed = {_edge(path) if path.probe.verdict == "swallowed-up" else _edge(path)[::-1] for path in bad}
     tried = {_edge(path) for path in case.test.paths if path.is_open or path in bad}
     ends = sorted({node for edge in directed for node in edge})
-    mtus: dict[int | None, list[str]] = {}
-    for node in ends:
-        mtus.setdefault(_mtu(case, node, bad), []).append(case.host(node))
+    mtus = by_key((_mtu(case, node, bad), case.host(node)) for node in ends)
     device = bad[0].probe.interface or "eth0"
     largest = max((mtu for mtu in mtus if mtu), default=1500)
     mtu_lines = (f"MTU {mtu or 'unknown'} on {fold(hosts)}" for mtu, hosts in mtus.items())
@@ -652,12 +638,9 @@ def _bad_link(case: Case, verdict: str, level: Level, what: str, bad: Sequence[N
 
 
 def _own_names(case: Case) -> list[Finding]:
-    groups: dict[str, list[str]] = {}
-    for node, network in case.test.networks.items():
-        found = network.names.host_addresses
-        if len(case.test.networks) > 1 and found and all(is_loopback(address) for address in found):
-            groups.setdefault(", ".join(found), []).append(node)
-    return [_own_name(case, addresses, nodes) for addresses, nodes in groups.items()]
+    own = {node: network.names.host_addresses for node, network in case.test.networks.items()}
+    groups = by_key((", ".join(found), node) for node, found in own.items() if found and all(map(is_loopback, found)))
+    return [_own_name(case, addresses, nodes) for addresses, nodes in groups.items() if len(own) > 1]
 
 
 def _own_name(case: Case, leads_to: str, nodes: list[str]) -> Finding:

@@ -5,7 +5,7 @@ CUDA's waits spin in the driver, below the user's line: neither Python frames no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.knowledge.gpu_libraries import kind_of_library, meaning_of
@@ -43,14 +43,7 @@ def gpu_place(places: Sequence[Places]) -> GpuPlace | None:
         found = [_place(each) for each in seen if each is not None]
         known = [each for each in found if each is not None]
         if known and len(known) == len(found):
-            is_main = thread is last[0]
-            place = known[-1]
-            return GpuPlace(
-                library=place.library,
-                meaning=place.meaning,
-                call=place.call,
-                thread="" if is_main else thread.comm,
-            )
+            return replace(known[-1], thread="" if thread is last[0] else thread.comm)
     return None
 
 

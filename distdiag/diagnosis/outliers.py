@@ -18,6 +18,7 @@ from distdiag.diagnosis.data_workers import ran_lately, stuck_worker
 from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.slow_ranks import find_slow
 from distdiag.diagnosis.stack_classes import RankState, StackClass, rank_states
+from distdiag.fold import by_key
 from distdiag.jobs.roles import in_rendezvous
 
 if TYPE_CHECKING:
@@ -240,9 +241,7 @@ def _in_another_collective(members: Sequence[RankState]) -> list[RankState]:
     """
     if any(state.thread.groups != 1 for state in members):
         return []
-    groups: dict[str, list[RankState]] = {}
-    for state in members:
-        groups.setdefault(state.thread.location.operation, []).append(state)
+    groups = by_key((state.thread.location.operation, state) for state in members)
     return minority_of(list(groups.values()))
 
 
@@ -349,9 +348,7 @@ def mark(verdict: JobVerdict, outlier: RankState) -> str:
 
 def split(members: Iterable[RankState]) -> list[list[RankState]]:
     """Group ranks by place, smallest group first."""
-    groups: dict[Hashable, list[RankState]] = {}
-    for state in members:
-        groups.setdefault((place(state), state.thread.status), []).append(state)
+    groups = by_key(((place(state), state.thread.status), state) for state in members)
     return sorted(
         groups.values(), key=lambda group: (len(group), group[0].member.rank is None, group[0].member.rank or 0)
     )

@@ -115,7 +115,7 @@ class ProcessIndex:
         if place is None:
             return self._stranger(key) + on_host
         title = place.member.title
-        owner = f"rank {place.rank}" if place.rank is not None else title or f"pid {_pid(place.member)}"
+        owner = f"rank {place.rank}" if place.rank is not None else title or f"pid {place.member.pid or '?'}"
         if place.is_rank and (place.rank is not None or title):
             return f"{owner} ({host}, pid {pid})" if whole else owner + on_host
         if place.is_rank:
@@ -150,18 +150,13 @@ class ProcessIndex:
 def _matched(
     ends: Mapping[str, tuple[Sequence[Network], Sequence[PeerProcess]]],
 ) -> dict[tuple[str, int, int], tuple[Endpoint, ...]]:
+    own = [(host, network) for host, (networks, _) in ends.items() for network in networks]
     endpoints = [
-        Endpoint(
-            host, network.name, socket.pid, socket.inode, socket.protocol, socket.state, socket.local, socket.remote
-        )
-        for host, (networks, _) in ends.items()
-        for network in networks
-        for socket in network.sockets
+        Endpoint(host, network.name, each.pid, each.inode, each.protocol, each.state, each.local, each.remote)
+        for host, network in own
+        for each in network.sockets
     ]
-    addresses = {
-        (host, network.name): network.addresses for host, (networks, _) in ends.items() for network in networks
-    }
-    return match(endpoints, addresses)
+    return match(endpoints, {(host, network.name): network.addresses for host, network in own})
 
 
 def _script(command: str) -> str:
@@ -174,7 +169,3 @@ def _script(command: str) -> str:
     if program.startswith("python") and script:
         return script.rpartition("/")[2]
     return program
-
-
-def _pid(member: Member) -> int | str:
-    return member.process.pid if member.process is not None else "?"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec  # noqa: TID253 - this module is imported when RAS has answered
 
 from distdiag.diagnosis.wording import counted
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -163,14 +164,12 @@ class _Judgement:
 
     def verdict(self) -> RasVerdict:
         last = self._last
-        if last.dead or last.n_dead:
-            number = max(len(last.dead), last.n_dead)
-            return self._make(
-                RasState.DEAD, f"{counted(number, 'process', 'processes')} did not answer RAS for 60 s or more"
-            )
-        if last.missing or last.n_missing:
-            number = max(len(last.missing), last.n_missing)
-            return self._make(RasState.MISSING, f"{counted(number, 'process', 'processes')} did not answer RAS in time")
+        if dead := max(len(last.dead), last.n_dead):
+            why = f"{counted(dead, 'process', 'processes')} did not answer RAS for 60 s or more"
+            return self._make(RasState.DEAD, why)
+        if missing := max(len(last.missing), last.n_missing):
+            why = f"{counted(missing, 'process', 'processes')} did not answer RAS in time"
+            return self._make(RasState.MISSING, why)
         for communicator in last.communicators:
             if communicator.errors and (differing := self._differing(communicator)):
                 why = f"{_shown(differing)}; {communicator.errors[0]}"
@@ -187,14 +186,8 @@ class _Judgement:
         if self._second is None or not all(error.endswith(_ERRORS[_INVALID_USAGE]) for error in communicator.errors):
             return None
         before = set(_lags(self._first))
-        return next(
-            (
-                lag
-                for lag in _lags(self._last)
-                if lag.communicator == communicator.hash and lag.n_lagging < lag.n_ahead and lag in before
-            ),
-            None,
-        )
+        own = (lag for lag in _lags(self._last) if lag.communicator == communicator.hash and lag in before)
+        return next((lag for lag in own if lag.n_lagging < lag.n_ahead), None)
 
     def _make(self, state: RasState, why: str, lags: Iterable[Lag] = ()) -> RasVerdict:
         last = self._last
@@ -263,9 +256,7 @@ def _shown(lag: Lag) -> str:
 
 def _unique(members: Iterable[Member]) -> tuple[Member, ...]:
     """Keep each process once, with its rank in the first communicator that lists it."""
-    found: dict[tuple[str, int], list[Member]] = defaultdict(list)
-    for member in members:
-        found[member.host, member.pid].append(member)
+    found = by_key(((member.host, member.pid), member) for member in members)
     kept: dict[tuple[str, int, int], Member] = {}
     for (host, pid), same in found.items():
         ranked = [member for member in same if member.rank >= 0] or same
@@ -320,10 +311,7 @@ def _complement(communicator: Communicator, top: Group, n_lagging: int) -> set[i
 
 def _in_both_directions(lags: Sequence[Lag]) -> str | None:
     """Return a communicator in which some rank lags in one operation and is ahead in another."""
-    by_communicator: dict[str, list[Lag]] = defaultdict(list)
-    for lag in lags:
-        by_communicator[lag.communicator].append(lag)
-    for communicator, several in by_communicator.items():
+    for communicator, several in by_key((lag.communicator, lag) for lag in lags).items():
         lagging = [set(lag.lagging) for lag in several]
         if len(several) > 1 and (not all(lagging) or any(ranks != lagging[0] for ranks in lagging[1:])):
             return communicator

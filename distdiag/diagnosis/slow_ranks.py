@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.diagnosis.stack_classes import StackClass, classify_stack, user_frame
+from distdiag.diagnosis.stack_classes import StackClass, classify_stack, first_frames, user_frame
 from distdiag.facts.stacks.stack_types import steps_seen
 
 if TYPE_CHECKING:
@@ -91,25 +91,21 @@ def _waits(watched: Watched | None) -> list[bool]:
     if watched is None or len(watched.samples) < ENOUGH:
         return []
     hints = {(file, line): hint for file, line, hint in watched.hints}
-    return [_is_waiting(sample, hints) for sample in watched.samples if _frames(sample)]
+    return [_is_waiting(sample, hints) for sample in watched.samples if first_frames(sample)]
 
 
 def _is_waiting(sample: Sample, hints: dict[tuple[str, int], str]) -> bool:
-    frames = _frames(sample)
+    frames = first_frames(sample)
     kind, operation = classify_stack(frames)
     if operation == "backward":  # DDP reduces gradients in it, in C++
         return sample.state != "R"
     return kind in _WAITS or (kind is None and hints.get((frames[0].file, frames[0].line)) in _HINTS)
 
 
-def _frames(sample: Sample) -> tuple[Frame, ...]:
-    return sample.threads[0].frames if sample.threads else ()
-
-
 def _usual_place(state: RankState, waits: Sequence[bool]) -> tuple[Frame | None, int]:
     """Find the function of user code that a rank is most often in outside of waits."""
     assert state.member.watched is not None
-    stacks = [_frames(sample) for sample in state.member.watched.samples if _frames(sample)]
+    stacks = [first_frames(sample) for sample in state.member.watched.samples if first_frames(sample)]
     busy = [user_frame(frames) for frames, waiting in zip(stacks, waits, strict=True) if not waiting]
     own = [frame for frame in busy if frame is not None]
     if not own:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.facts.network.interfaces import is_loopback
+from distdiag.fold import by_key
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -51,13 +54,9 @@ def match(
         addresses: by (host, network namespace), its own addresses, see sockets.Namespace.
     """
     targets = list(endpoints)
-    connected: dict[tuple[str, str, str], list[Endpoint]] = {}
-    bound: dict[tuple[str, str], list[Endpoint]] = {}
-    for endpoint in targets:
-        if endpoint.remote:
-            connected.setdefault((_family(endpoint), endpoint.local, endpoint.remote), []).append(endpoint)
-        elif endpoint.local:
-            bound.setdefault((_family(endpoint), _split(endpoint.local)[1]), []).append(endpoint)
+    connected = by_key(((_family(each), each.local, each.remote), each) for each in targets if each.remote)
+    idle = (each for each in targets if each.local and not each.remote)
+    bound = by_key(((_family(each), _split(each.local)[1]), each) for each in idle)
     own = {place: frozenset(known) for place, known in addresses.items()}
     return {endpoint.key: tuple(_others(endpoint, connected, bound, own)) for endpoint in targets}
 
@@ -85,7 +84,7 @@ def _nearest(
     """Keep the nearest candidates; none elsewhere if the address is loopback, or this namespace's own."""
     address, _ = _split(endpoint.remote)
     here = [other for other in candidates if other.place == endpoint.place]
-    if here or _is_loopback(address) or address in own.get(endpoint.place, ()):
+    if here or is_loopback(address) or address in own.get(endpoint.place, ()):
         return here
     return [other for other in candidates if other.host == endpoint.host] or candidates
 
@@ -97,7 +96,7 @@ def _takes(listener: Endpoint, address: str, own: dict[tuple[str, str], frozense
         return bound_to == address
     if bound_to == "0.0.0.0" and ":" in address:
         return False
-    return _is_loopback(address) or address in own.get(listener.place, ())
+    return is_loopback(address) or address in own.get(listener.place, ())
 
 
 def _family(endpoint: Endpoint) -> str:
@@ -108,7 +107,3 @@ def _family(endpoint: Endpoint) -> str:
 def _split(end: str) -> tuple[str, str]:
     address, _, port = end.rpartition(":")
     return address.strip("[]"), port
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

@@ -203,7 +203,7 @@ def thread_state(watched: Watched) -> ThreadState:
     last = watched.samples[-1]
     if last.status == "gone":
         return _bare(StackClass.EXITED, "gone", last.reason)
-    frames = _frames(last)
+    frames = first_frames(last)
     if not frames:
         if last.status in _HELD:
             return _bare(StackClass.STOPPED, last.status, last.reason)
@@ -243,7 +243,7 @@ def _not_sampled(member: Member) -> ThreadState:
 
 def helper_frames(watched: Watched | None) -> tuple[Frame, ...]:
     """Return the main thread's frames in a helper's last sample."""
-    return _frames(watched.samples[-1]) if watched is not None and watched.samples else ()
+    return first_frames(watched.samples[-1]) if watched is not None and watched.samples else ()
 
 
 def in_event_loop(frames: Sequence[Frame]) -> bool:
@@ -401,7 +401,8 @@ def _plain(function: str) -> str:
     return function.rpartition(".<locals>.")[2] or function
 
 
-def _frames(sample: Sample) -> tuple[Frame, ...]:
+def first_frames(sample: Sample) -> tuple[Frame, ...]:
+    """Return the main thread's frames, if any."""
     return sample.threads[0].frames if sample.threads else ()
 
 

@@ -41,6 +41,11 @@ def place(frames: Sequence[Frame]) -> str:
     return spot(frames[0] if own is None else own) + (within if own is not None else "")
 
 
+def counters_in_words(state: RankState) -> str:
+    """Format the loop counters of a rank: "epoch 0, step 2"."""
+    return ", ".join(f"{name} {value}" for name, value in state.thread.counters)
+
+
 def samples_in_words(samples: int, interval_s: float) -> str:
     """Format the number of samples: "2 samples 1 s apart"."""
     return "1 sample" if samples == 1 else f"{samples} samples {round(interval_s, 2):g} s apart"

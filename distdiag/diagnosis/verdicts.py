@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 TABLES = ("verdicts", "number_verdicts", "job_verdicts")
-_WORST_FIRST = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+WORST_FIRST = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def finding(
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by level."""
-    return sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.level))
+    return sorted(findings, key=lambda finding: WORST_FIRST.index(finding.level))
 
 
 def exists(verdict: str) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.diagnosis.wait_reasons import Kind
-from distdiag.facts.process import syscall_names
+from distdiag.diagnosis.wait_reasons import ANY_OF, Kind
 from distdiag.fold import by_key
 
 if TYPE_CHECKING:
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.diagnosis.wait_reasons import Wait
-
-_ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class WaitGraph:
         found: dict[Key, Edge] = {}
         for wait in self.by_process[key][1:]:
             is_read = wait.kind is Kind.PEER and "r" in wait.wants
-            if not is_read or (wait.call in _ANY_OF and not self._are_helpers(key, wait.peers)):
+            if not is_read or (wait.call in ANY_OF and not self._are_helpers(key, wait.peers)):
                 continue
             to = self._single_peer(key, wait.peers)
             if to is not None and (self.index.rank(to) is not None or self._are_helpers(key, [to])):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from distdiag.diagnosis.wording import lasting
 from distdiag.facts.machine import STOPPED
 from distdiag.facts.process import syscall_names
 
@@ -24,7 +25,7 @@ _TIMEOUTS = {"poll": 2, "ppoll": 2, "select": 4, "pselect6": 4, "epoll_wait": 3,
 _BY_POINTER = ("ppoll", "select", "pselect6", "epoll_pwait2")
 """The timeout is a pointer, null for none; otherwise an int in milliseconds, negative for none."""
 _SIGNALS = ("pause", "rt_sigsuspend", "rt_sigtimedwait")
-_ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
+ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
 _STORAGE = re.compile(r"nfs|rpc_|fuse|request_wait_answer|ceph|ll_|cl_|gpfs|io_schedule|folio_|ext4|xfs|jbd2|btrfs")
 """Kernel functions in which threads wait for a file system or disk."""
 _OWN_END = "whose other end this same process has open"
@@ -105,15 +106,6 @@ def _has_timeout(thread: Thread) -> bool:
     return timeout != 0 if is_pointer else timeout & 0x80000000 == 0
 
 
-def lasting(seconds: float | None) -> str:
-    """Format a duration: "0.4 s", "214 s", "3.5 h"; "?" if unknown."""
-    if seconds is None:
-        return "?"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
     call = thread.syscall
     if call in syscall_names.SLEEPS:
@@ -134,7 +126,7 @@ def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
         return _for_targets(thread, key, index)
     if call in _SIGNALS:
         return _wait(thread, Kind.SLEEP, "a signal", "waits for a signal", call)
-    if call in _ANY_OF and not thread.unread:
+    if call in ANY_OF and not thread.unread:
         return _wait(thread, Kind.SLEEP, "a timeout only", "sleeps", call)
     why = f" ({thread.unread})" if thread.unread else ""
     on = f"unknown{why}" if not thread.wait_channel else f"{thread.wait_channel} in the kernel{why}"
@@ -182,7 +174,7 @@ def _on_files(thread: Thread, files: Sequence[Target]) -> Wait:
     if descriptor.kind == "pipe":  # only this process has the other end: how a thread wakes another
         return _wait(thread, Kind.OWN_THREADS, "its own pipe", "waits for another of its threads", thread.syscall)
     if (
-        descriptor.kind == "socket" and thread.syscall in _ANY_OF
+        descriptor.kind == "socket" and thread.syscall in ANY_OF
     ):  # no other process has the other end: how an event loop is woken
         on = "its own socket"
         return _wait(thread, Kind.OWN_THREADS, on, "waits in its event loop for its own threads", thread.syscall)

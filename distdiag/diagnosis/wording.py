@@ -128,10 +128,15 @@ def format_size(size_bytes: int) -> str:
 
 def format_duration(seconds: float | None) -> str:
     """Format a duration: "12 us", "0.3 ms", "0.4 s", "214 s", "3.5 h"; "?" if unknown."""
+    if seconds is not None and seconds < 0.1:
+        return "0 s" if seconds < 5e-8 else f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+    return lasting(seconds)
+
+
+def lasting(seconds: float | None) -> str:
+    """Format a duration: "0.4 s", "214 s", "3.5 h"; "?" if unknown."""
     if seconds is None:
         return "?"
-    if seconds < 0.1:
-        return "0 s" if seconds < 5e-8 else f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -273,12 +273,9 @@ class _Run:
 
     def versions(self) -> None:
         """Read the library versions mapped by the first rank."""
-        found = []
-        for pid in list(self._ranks)[:1]:
-            found.append(mapped_versions.read(pid))
-        if not found:
+        if not self._ranks:
             raise Unavailable("no rank on this node")
-        self._send("versions", Part(versions=tuple(found)))
+        self._send("versions", Part(versions=(mapped_versions.read(next(iter(self._ranks))),)))
 
     def _is_ours(self, path: str) -> bool:
         """Return whether a dump was written by this run of the job: earlier runs use the same file names."""

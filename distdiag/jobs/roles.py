@@ -537,6 +537,7 @@ def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, W
     mine = {process.pid: process for process in processes}
     tops = [process for process in processes if not mine.keys() & set(process.above)]
     alone: list[Process] = []
+    groups: list[tuple[Process, list[Process]]] = []
     for top in tops:
         below = [process for process in processes if top.pid in process.above]
         workers = [process for process in below if _is_worker(process, watched)]
@@ -556,14 +557,10 @@ def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, W
             ]
             alone += [top, *others]
             continue
+        groups.append((top, ranks))
+    for top, ranks in (*groups, *((group[0], group) for group in _connected(alone))):
         part = _Part(f"pid {top.pid} {_script(top)}".strip(), "python", None)
         for process in ranks:
-            own = [other for other in below if process.pid in other.above and other in workers]
-            part.members.append(_member(host, process, None, None, own, watched))
-        yield part
-    for group in _connected(alone):
-        part = _Part(f"pid {group[0].pid} {_script(group[0])}".strip(), "python", None)
-        for process in group:
             own = [other for other in processes if process.pid in other.above and _is_worker(other, watched)]
             part.members.append(_member(host, process, None, None, own, watched))
         yield part

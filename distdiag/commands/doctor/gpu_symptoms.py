@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.doctor.symptoms import symptom
 from distdiag.diagnosis.wording import counted, format_age
+from distdiag.fold import by_key
 from distdiag.knowledge import xids
 from distdiag.knowledge.cuda import tables
 from distdiag.report import Level
@@ -259,14 +260,10 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     lines = node.kernel.lines if node.kernel is not None else ()
     if node.kernel is not None and node.kernel.error:
         yield symptom("log.unread", error=node.kernel.error)
-    newest: dict[tuple[int, str], tuple[XidLine, float, str]] = {}
-    for line in lines:
-        parsed = xids.read_line(line.text) if line.kind == "xid" else None
-        if parsed is not None:
-            key = (parsed.xid.code, parsed.address)
-            if key not in newest or line.age_s < newest[key][1]:
-                newest[key] = (parsed, line.age_s, line.text)
-    for (code, address), (parsed, age_s, text) in newest.items():
+    read = [(found, line) for line in lines if line.kind == "xid" and (found := xids.read_line(line.text)) is not None]
+    by_gpu = by_key(((found.xid.code, found.address), (found, line)) for found, line in read)
+    for (code, address), same in by_gpu.items():
+        parsed, line = min(same, key=lambda pair: pair[1].age_s)
         own = next((gpu for gpu in _gpus(node) if _is_at(gpu, address)), None)
         name = _name(own, node, first_rank) if own is not None else f"GPU at {address}"
         yield symptom(
@@ -277,11 +274,11 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             code=code,
             means=parsed.xid.means or "an error that distdiag does not know",
             action=parsed.action,
-            ago=format_age(age_s),
+            ago=format_age(line.age_s),
             detail="If the GPU has been reset since, this is already fixed."
             if parsed.blames in ("gpu", "memory") and own
             else "",
-            evidence=(text, xids.SOURCE),
+            evidence=(line.text, xids.SOURCE),
         )
     for kind in ("gpu-lost", "nvlink", "sxid"):
         of_kind = [line for line in lines if line.kind == kind]

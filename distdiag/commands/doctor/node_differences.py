@@ -16,6 +16,7 @@ from distdiag.commands.doctor.types import COMMAND, DifferenceRow
 from distdiag.diagnosis.hosts.drift import differences, grouped
 from distdiag.diagnosis.wording import format_size
 from distdiag.facts.host.file_systems import NO_ANSWER
+from distdiag.facts.network.interfaces import is_loopback
 from distdiag.fold import by_key
 from distdiag.report import Level
 
@@ -196,7 +197,7 @@ def _of_network(network: NodeNetwork) -> _Values:
         values.text("network", f"~speed of {nic.name}", f"{speed / 1e9:g} Gb/s" if speed else None)
     values.text("network", "range of ephemeral ports", network.ephemeral_ports)
     if network.names is not None:
-        loops = all(address.startswith("127.") or address == "::1" for address in network.names.host_addresses)
+        loops = all(map(is_loopback, network.names.host_addresses))
         own = "does not resolve" if network.names.host_error else "loopback" if loops else "its address"
         values.text("network", "what its own host name resolves to", own)
     active = (port for port in network.ib_ports if port.state == "ACTIVE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 from distdiag.commands.doctor.symptoms import symptom
@@ -51,7 +52,14 @@ _CONGESTION = (
 )
 """Counters that also grow on a busy fabric."""
 _SHOWN_PIDS = 8
-_LIMIT_NAMES = {"memlock": "-l", "nofile": "-n", "nproc": "-u", "core": "-c", "stack": "-s", "as": "-v"}
+_RAISES = {
+    "memlock": "-l unlimited",
+    "nofile": "-n 65536",
+    "nproc": "-u unlimited",
+    "stack": "-s 8192",
+    "as": "-v unlimited",
+}
+"""Options of ulimit."""
 
 
 def node_symptoms(node: NodeDoctor, *, several: bool) -> Iterator[Symptom]:
@@ -69,43 +77,29 @@ def node_symptoms(node: NodeDoctor, *, several: bool) -> Iterator[Symptom]:
 
 
 def _limits(node: NodeDoctor, system: System) -> Iterator[Symptom]:
-    limits = {limit.name: limit for limit in system.limits}
     rdma = [port for port in node.network.ib_ports if port.state == "ACTIVE"] if node.network is not None else []
-    memlock = limits.get("memlock")
-    if rdma and memlock is not None and memlock.soft is not None and not system.may_lock:
-        yield symptom(
-            "memlock",
-            level=Level.FAIL if memlock.soft < _LEAST_MEMLOCK and system.in_step else Level.WARN,
-            size=format_size(memlock.soft),
-            whose=_of_whom(system),
-            repair=_raise(memlock, "unlimited", system),
-        )
-    files = limits.get("nofile")
-    if files is not None and files.soft is not None and files.soft < _MANY_FILES:
-        few = files.soft < _FEW_FILES
-        yield symptom(
-            "nofile",
-            level=Level.WARN if few else Level.INFO,
-            count=files.soft,
-            detail=_of_whom(system) if few else "",
-            repair=_raise(files, "65536", system),
-        )
-    yield from _other_limits(limits, system, has_gpu=bool(node.gpus is not None and node.gpus.health.gpus))
-
-
-def _other_limits(limits: dict[str, Limit], system: System, *, has_gpu: bool) -> Iterator[Symptom]:
-    processes, core, stack, space = (limits.get(name) for name in ("nproc", "core", "stack", "as"))
-    if processes is not None and processes.soft is not None and processes.soft < _FEW_PROCESSES:
-        repair = _raise(processes, "unlimited", system)
-        yield symptom("nproc", count=processes.soft, detail=_of_whom(system), repair=repair)
-    if core is not None and core.soft == 0:
-        yield symptom("core")
-    if stack is not None and stack.soft is not None and stack.soft < _LEAST_STACK:
-        repair = _raise(stack, "8192", system)
-        yield symptom("stack", size=format_size(stack.soft), detail=_of_whom(system), repair=repair)
-    if space is not None and space.soft is not None:
-        level, repair = Level.WARN if has_gpu else Level.INFO, _raise(space, "unlimited", system)
-        yield symptom("address-space", level=level, size=format_size(space.soft), repair=repair)
+    has_gpu = node.gpus is not None and bool(node.gpus.health.gpus)
+    whose = _of_whom(system)
+    for limit in system.limits:
+        soft, size = limit.soft, format_size(limit.soft or 0)
+        repair = _raise(limit, system) if limit.name in _RAISES else None
+        say = partial(symptom, "address-space" if limit.name == "as" else limit.name, repair=repair)
+        if soft is None:
+            continue
+        if limit.name == "memlock" and rdma and not system.may_lock:
+            level = Level.FAIL if soft < _LEAST_MEMLOCK and system.in_step else Level.WARN
+            yield say(level=level, size=size, whose=whose)
+        elif limit.name == "nofile" and soft < _MANY_FILES:
+            few = soft < _FEW_FILES
+            yield say(level=Level.WARN if few else Level.INFO, count=soft, detail=whose if few else "")
+        elif limit.name == "nproc" and soft < _FEW_PROCESSES:
+            yield say(count=soft, detail=whose)
+        elif limit.name == "core" and soft == 0:
+            yield say()
+        elif limit.name == "stack" and soft < _LEAST_STACK:
+            yield say(size=size, detail=whose)
+        elif limit.name == "as":
+            yield say(level=Level.WARN if has_gpu else Level.INFO, size=size)
 
 
 def _of_whom(system: System) -> str:
@@ -115,8 +109,9 @@ def _of_whom(system: System) -> str:
     return "This is the limit of a login; inside a job of a batch system it may differ: run doctor there."
 
 
-def _raise(limit: Limit, value: str, system: System) -> Fix:
-    command = f"ulimit {_LIMIT_NAMES[limit.name]} {value}"
+def _raise(limit: Limit, system: System) -> Fix:
+    command = f"ulimit {_RAISES[limit.name]}"
+    value = command.rpartition(" ")[2]
     enough = limit.hard is None or (value.isdigit() and limit.hard >= int(value))
     if enough:
         return Fix(text="raise it in the script that starts the job", commands=(command,))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.diagnosis.wording import counted, format_age
+from distdiag.facts.network.interfaces import is_loopback
 from distdiag.report import Level, quoted
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def _switches(node: NodeDoctor, system: System) -> Iterator[Symptom]:
 def _proxies(node: NodeDoctor, system: System) -> Iterator[Symptom]:
     """Report proxies that intercept traffic between the nodes, since gRPC and HTTP libraries honour them."""
     own = [address for nic in node.network.nics for address in nic.plain_addresses] if node.network is not None else []
-    own = [address for address in own if not (address.startswith("127.") or address == "::1")]
-    caught = [address for address in own if not is_excepted(address, system.no_proxy)]
+    caught = [each for each in own if not (is_loopback(each) or is_excepted(each, system.no_proxy))]
     if system.proxies and caught and not is_excepted(node.host, system.no_proxy):
         names = ",".join([node.host, *caught[:2]])
         yield symptom("proxy", proxy=system.proxies[0], host=node.host, address=caught[0], names=names)

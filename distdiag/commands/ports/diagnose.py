@@ -12,6 +12,7 @@ from distdiag.commands.ports.types import COMMAND, Choice, PortsData, ProbeRow, 
 from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
 from distdiag.diagnosis.nic_selection import exports, gloo_selection, nccl_selection, suggested
+from distdiag.diagnosis.verdicts import worst_first
 from distdiag.ids import Id
 from distdiag.report import Finding, Level, Report, Where
 
@@ -90,10 +91,9 @@ def _exports(facts: PortsFacts) -> dict[str, dict[str, str]]:
 
 
 def _summary(request: Request, facts: PortsFacts, findings: list[Finding]) -> str:
-    for level in (Level.FAIL, Level.UNKNOWN, Level.WARN):
-        for finding in findings:
-            if finding.level is level:
-                return finding.title
+    for finding in worst_first(findings):
+        if finding.level is not Level.INFO:
+            return finding.title
     if facts.paths:
         hosts = dict.fromkeys(facts.hosts[node] for path in facts.paths for node in (path.source, path.target))
         return f"all {len(hosts)} nodes ({fold_within(hosts, 160)}) reach each other on every tested port"

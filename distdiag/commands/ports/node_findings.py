@@ -23,10 +23,11 @@ from distdiag.diagnosis.nic_selection import (
 )
 from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network.interfaces import is_loopback
+from distdiag.fold import by_key
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from distdiag.commands.ports.collect import NodePorts
     from distdiag.commands.ports.types import PortsFacts
@@ -52,15 +53,7 @@ def _for_hosts(own: Finding, hosts: list[str], *, several: bool) -> Finding:
 
 
 def _about(node: NodePorts, *, several: bool) -> Iterable[Finding]:
-    checks: tuple[Callable[[NodePorts, bool], Finding | None], ...] = (
-        _nccl,
-        _gloo,
-        _own_name,
-        _master_addr,
-        _master_port,
-        _firewall,
-        _container,
-    )
+    checks = (_nccl, _gloo, _own_name, _master_addr, _master_port, _firewall, _container)
     return [found for check in checks if (found := check(node, several)) is not None]
 
 
@@ -237,9 +230,7 @@ def _name(facts: PortsFacts, name: str, leads_to: str, hosts: list[str]) -> Find
 
 def _masters_differ(facts: PortsFacts) -> list[Finding]:
     """Report a MASTER_ADDR that differs between nodes, or is set on some nodes only."""
-    values: dict[str, list[str]] = {}
-    for node in facts.nodes:
-        values.setdefault(_value_of_master_addr(facts, node), []).append(facts.hosts[node])
+    values = by_key((_value_of_master_addr(facts, node), facts.hosts[node]) for node in facts.nodes)
     if len(values) < 2:
         return []
     fewest = min(values.items(), key=lambda entry: (len(entry[1]), not entry[0]))[1]

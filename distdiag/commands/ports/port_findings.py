@@ -10,6 +10,7 @@ from distdiag.cluster.hosts import fold, fold_ranks
 from distdiag.diagnosis.connectivity import EVIDENCE_LINES
 from distdiag.diagnosis.verdicts import finding
 from distdiag.facts.network.interfaces import is_loopback
+from distdiag.fold import by_key
 from distdiag.report import Finding, Where
 
 if TYPE_CHECKING:
@@ -51,10 +52,8 @@ def port_findings(facts: PortsFacts) -> list[Finding]:
 
 def _taken(facts: PortsFacts) -> list[Finding]:
     """Report ports held by other programs, which could not be tested."""
-    groups: dict[str, list[tuple[str, str]]] = {}
-    for node, ports in facts.taken.items():
-        for port, who in ports.items():
-            groups.setdefault(port, []).append((facts.hosts[node], who))
+    taken = ((node, port, who) for node, ports in facts.taken.items() for port, who in ports.items())
+    groups = by_key((port, (facts.hosts[node], who)) for node, port, who in taken)
     return [
         finding(
             "ports.port-taken",
@@ -68,10 +67,8 @@ def _taken(facts: PortsFacts) -> list[Finding]:
 
 def _scanned(facts: PortsFacts) -> list[Finding]:
     """Merge results with one state into one finding per source node and host."""
-    groups: dict[tuple[str, str, str, str], list[PortResult]] = {}
-    for node, results in facts.scanned.items():
-        for result in results:
-            groups.setdefault((node, result.host, result.state, result.error), []).append(result)
+    every = ((node, result) for node, results in facts.scanned.items() for result in results)
+    groups = by_key(((node, result.host, result.state, result.error), result) for node, result in every)
     found = [
         _judged(facts, facts.hosts[node], host, state, results) for (node, host, state, _), results in groups.items()
     ]

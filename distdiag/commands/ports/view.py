@@ -8,6 +8,7 @@ from rich.table import Column
 
 from distdiag.cluster.hosts import fold, fold_ranks
 from distdiag.diagnosis.nic_selection import export_line
+from distdiag.fold import by_key
 from distdiag.output import Whole, Wrapped, host_table, plain_table
 
 if TYPE_CHECKING:
@@ -132,9 +133,9 @@ def _pairs(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
     tried = {host for pair in data.pairs for host in (pair.source, pair.target)}
     known = dict.fromkeys([*data.nodes, *sorted(tried)])
     hosts = [host for host in known if host in tried]
-    states: dict[tuple[str, str], list[NetworkPath]] = {}
-    for pair in data.pairs if all(pair.purpose in ("also", "other") for pair in data.pairs) else _main(data):
-        states.setdefault((pair.source, pair.target), []).append(pair)
+    main = [pair for pair in data.pairs if pair.purpose in ("port", "ranks")]
+    spare = all(pair.purpose in ("also", "other") for pair in data.pairs)
+    states = by_key(((pair.source, pair.target), pair) for pair in (data.pairs if spare else main))
     if len(hosts) <= _MATRIX:
         yield from _matrix(hosts, states)
     else:
@@ -148,10 +149,6 @@ def _pairs(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
             took = f" {probe.latency_s * 1e3:.1f} ms" if probe.latency_s is not None else ""
             where = f"{pair.source} -> {pair.target} {probe.address}:{probe.port} ({pair.purpose})"
             yield Whole(f"  {where} {probe.verdict}{took}")
-
-
-def _main(data: PortsData) -> Iterator[NetworkPath]:
-    return (pair for pair in data.pairs if pair.purpose in ("port", "ranks"))
 
 
 def _matrix(hosts: list[str], states: dict[tuple[str, str], list[NetworkPath]]) -> Iterator[RenderableType]:

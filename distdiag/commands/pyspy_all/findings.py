@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from distdiag.diagnosis.motion import BUSY
 from distdiag.diagnosis.outliers import Outcome
 from distdiag.diagnosis.stack_classes import StackClass
-from distdiag.diagnosis.stack_wording import briefly, does, spot, waits, who
+from distdiag.diagnosis.stack_wording import briefly, counters_in_words, does, spot, waits, who
 from distdiag.diagnosis.stuck.judge import where_of
 from distdiag.diagnosis.stuck.shared import common_to
 from distdiag.diagnosis.verdicts import finding
@@ -25,7 +25,7 @@ def reason_of(verdict: JobVerdict, group: Sequence[RankState]) -> str:
     """Describe why a group counts as outliers."""
     first = group[0]
     if verdict.outcome is Outcome.LEAST_PROGRESS:
-        return f"behind: {_counters(first)}, others {_counters(verdict.waiting[0])}"
+        return f"behind: {counters_in_words(first)}, others {counters_in_words(verdict.waiting[0])}"
     if verdict.outcome is Outcome.OTHER_COLLECTIVE:
         return f"in a different collective: {waits(first)}"
     if verdict.slow is not None:
@@ -63,7 +63,3 @@ def _slow(verdict: JobVerdict, slow: SlowRanks) -> Finding:
         common=common_to(slow.slow, verdict),
         step=spot(slow.frame) if slow.frame is not None else "a step",
     )
-
-
-def _counters(state: RankState) -> str:
-    return ", ".join(f"{name} {value}" for name, value in state.thread.counters)

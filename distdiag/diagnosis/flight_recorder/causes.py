@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.flight_recorder.matching import find_call, times
 from distdiag.facts.recorder.read_dump import FAILED
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,10 +81,7 @@ def find_causes(job: Job) -> list[Cause]:
     apart = {cause.group.key: cause.seq for cause in mismatched if cause.group is not None}
     explained = {rank for cause in mismatched for rank in cause.ranks}
     search = _Search(job, apart, explained)
-    found = [*mismatched, *search.causes()]
-    if not found:
-        found = list(_late(job))
-    return found
+    return [*mismatched, *search.causes()] or list(_late(job))
 
 
 def _mismatches(job: Job) -> Iterator[Cause]:
@@ -214,10 +212,7 @@ class _Search:
 
     def _blame(self) -> None:
         """Blame awaited ranks that wait for no rank, and cycles."""
-        waited: dict[int, list[Call]] = defaultdict(list)
-        for edges in self._edges.values():
-            for member, call in edges.items():
-                waited[member].append(call)
+        waited = by_key(edge for edges in self._edges.values() for edge in edges.items())
         stuck = {rank for cause in self._found for rank in cause.ranks}
         sinks = sorted(rank for rank in waited if not self._edges.get(rank))
         present = [rank for rank in sinks if rank in self._job.dumps and not self._job.dumps[rank].is_partial]
@@ -244,13 +239,9 @@ class _Search:
     def _circle(self, circle: Sequence[int]) -> None:
         """Classify a cycle: two groups called in opposite orders, or a longer deadlock."""
         inside = set(circle)
-        calls: dict[int, Call] = {}
-        for rank in circle:
-            own = [call for member, call in self._edges[rank].items() if member in inside]
-            calls[rank] = min(own, key=lambda call: call.record)
-        groups: dict[GroupKey, list[int]] = defaultdict(list)
-        for rank, call in calls.items():
-            groups[call.group].append(rank)
+        own = {rank: [call for member, call in self._edges[rank].items() if member in inside] for rank in circle}
+        calls = {rank: min(each, key=lambda call: call.record) for rank, each in own.items()}
+        groups = by_key((call.group, rank) for rank, call in calls.items())
         everywhere = all(inside <= set(self._job.groups[key].members) for key in groups)
         if len(groups) == 2 and everywhere and all(call.pair is None for call in calls.values()):
             few, many = sorted(groups.values(), key=len)
@@ -294,10 +285,8 @@ class _Search:
 
     def _rounds_of_groups(self, whole: Sequence[_Front]) -> None:
         """Find ranks that called several groups in cyclic order: the first group of each waits for another's."""
-        oldest: dict[int, Call] = {}
-        for call in (call for front in whole for call in front.calls):
-            if call.rank not in oldest or call.record < oldest[call.rank].record:
-                oldest[call.rank] = call
+        calls = by_key((call.rank, call) for front in whole for call in front.calls)
+        oldest = {rank: min(own, key=lambda call: call.record) for rank, own in calls.items()}
         for rank, call in oldest.items():
             for member in self._job.groups[call.group].members:
                 other = oldest.get(member)
@@ -363,7 +352,6 @@ def _late(job: Job) -> Iterator[Cause]:
     for key, group in job.groups.items():
         if len(group.members) < 2 or set(group.members) - job.dumps.keys():
             continue
-        behind: dict[int, list[int]] = {}
         common = {
             seq
             for (of, seq), same in job.calls.items()
@@ -371,10 +359,10 @@ def _late(job: Job) -> Iterator[Cause]:
         }
         if len(common) < _LATE_CALLS:
             continue
-        for rank in group.members:
-            behind[rank] = [
-                when - job.earliest_ns[key, seq] for seq, when in times(job, rank, key).items() if seq in common
-            ]
+        behind = {
+            rank: [when - job.earliest_ns[key, seq] for seq, when in times(job, rank, key).items() if seq in common]
+            for rank in group.members
+        }
         usual = {rank: median(each) for rank, each in behind.items() if each}
         if len(usual) < len(group.members):
             continue

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_within
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,10 +40,8 @@ def differences(facts: Mapping[str, Mapping[str, object]]) -> tuple[Difference, 
     names = dict.fromkeys(name for own in facts.values() for name in own)
     found = []
     for name in names:
-        groups: dict[str, list[str]] = {}
-        for host, own in facts.items():
-            value = own.get(name)
-            groups.setdefault("none" if value is None else str(value), []).append(host)
+        values = ((own.get(name), host) for host, own in facts.items())
+        groups = by_key(("none" if value is None else str(value), host) for value, host in values)
         if len(groups) > 1:
             found.append(_difference(name, groups))
     return tuple(found)
@@ -50,12 +49,9 @@ def differences(facts: Mapping[str, Mapping[str, object]]) -> tuple[Difference, 
 
 def _difference(name: str, groups: dict[str, list[str]]) -> Difference:
     common = max(groups, key=lambda value: len(groups[value]))  # the first of equals
-    others = sorted(((value, tuple(hosts)) for value, hosts in groups.items() if value != common), key=_count)
+    others = [(value, tuple(hosts)) for value, hosts in groups.items() if value != common]
+    others.sort(key=lambda entry: len(entry[1]))
     return Difference(fact=name, common=common, common_hosts=tuple(groups[common]), others=tuple(others))
-
-
-def _count(entry: tuple[str, tuple[str, ...]]) -> int:
-    return len(entry[1])
 
 
 def grouped(numbers: Mapping[str, float], tolerance: float, write: Callable[[float], str]) -> dict[str, str]:

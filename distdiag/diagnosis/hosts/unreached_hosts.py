@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.hosts import fold, fold_within
+from distdiag.fold import by_key
 from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -55,12 +57,9 @@ def host_findings(refusals: Mapping[str, HostError], rows: Iterable[HostResult])
 
     This machine alone has no row, but may still fail.
     """
-    groups: dict[tuple[HostState, str, str], list[str]] = {}
-    for host in dict.fromkeys([*(row.host for row in rows), *refusals]):
-        refusal = refusals.get(host)
-        if refusal is not None:
-            words = refusal.message.replace(host, "it")
-            groups.setdefault((refusal.state, refusal.stage, words), []).append(host)
+    order = dict.fromkeys([*(row.host for row in rows), *refusals])
+    refused = ((host, refusals[host]) for host in order if host in refusals)
+    groups = by_key(((own.state, own.stage, own.message.replace(host, "it")), host) for host, own in refused)
     return [_finding(hosts, [refusals[host] for host in hosts]) for hosts in groups.values()]
 
 
@@ -92,7 +91,4 @@ def _evidence(hosts: list[str], refusals: list[HostError]) -> tuple[str, ...]:
 
 def summary_of(rows: Iterable[HostResult]) -> str:
     """Count the hosts by state: "997 ok, 2 filtered, 1 auth"."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.state] = counts.get(row.state, 0) + 1
-    return ", ".join(f"{count} {state}" for state, count in counts.items())
+    return ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in rows).items())

@@ -370,13 +370,9 @@ def _without_echo(lines: list[Failure]) -> list[Failure]:
 def _wordless(round_: Round) -> list[Failure]:
     """Return failures for ranks that ended with a bad status and logged no reason."""
     found = []
-    by_rank: dict[int, Exit] = {}
-    for exit_ in round_.exits:
-        if exit_.is_bad and not exit_.by_launcher:
-            old = by_rank.get(exit_.rank)
-            if old is None or exit_.first:
-                by_rank[exit_.rank] = exit_
-    for rank, exit_ in by_rank.items():
+    bad = by_key((exit_.rank, exit_) for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher)
+    for rank, exits in bad.items():
+        exit_ = next((each for each in reversed(exits) if each.first), exits[0])
         written = [
             failure
             for failure in round_.of(rank)
@@ -442,7 +438,7 @@ def _missing_rank(round_: Round, book: Book) -> Finding:
     of_silent = (exit_ for rank in silent for exit_ in round_.exits_of(rank))
     has_failed = any(exit_.is_bad and not exit_.by_launcher for exit_ in of_silent)
     if at and len(silent) == 1 and _is_certain(silent[0], at, round_) and not has_failed:
-        return findings.never_joined(silent[0], at, round_)
+        return findings.absent_rank("never-came", silent[0], at, round_)
     gone = [rank for rank in silent if not any(exit_.by_launcher for exit_ in round_.exits_of(rank))]
     lost = [failure for failure in waiting.values() if not findings.timed_out(failure)]
     if (
@@ -454,7 +450,7 @@ def _missing_rank(round_: Round, book: Book) -> Finding:
     ):
         if ends := [failure for failure in _wordless(round_) if failure.rank == gone[0]]:
             return findings.first_failure(ends, round_, book)
-        return findings.left_early(gone[0], waiting, round_)
+        return findings.absent_rank("left-early", gone[0], waiting, round_)
     return findings.cannot_tell(round_, book, silent)
 
 

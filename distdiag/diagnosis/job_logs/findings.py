@@ -184,22 +184,13 @@ def first_failure(
     meaning = failure.means if failure.means and blames else ""
     if failure.known == "exit-without-destroy" and len(ranks) == 1 and (words := last_words(ranks[0], round_)):
         meaning += f"; {words}"
-    detail = " ".join(
-        filter(
-            None,
-            [
-                _sentence(meaning),
-                _differences(group) if blames else "",
-                _others("Later, unrelated", later, book),
-                _others("Logged, but nothing shows that it ended a rank", handled, book),
-            ],
-        )
-    )
+    more = (_sentence(meaning), _differences(group) if blames else "", _others("Later, unrelated", later, book))
+    caught = _others("Logged, but nothing shows that it ended a rank", handled, book)
     return Finding(
         id=id_,
         level=Level.FAIL,
         title=title,
-        detail=detail,
+        detail=" ".join(filter(None, (*more, caught))),
         where=Where(ranks=ranks, hosts=hosts) if blames else Where(hosts=hosts_of_paths),
         witnesses=Witnesses(ranks=tuple(others) if blames else tuple(sorted({*ranks, *others}))),
         evidence=_evidence(group),
@@ -303,21 +294,8 @@ def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Ro
     )
 
 
-def never_joined(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
-    """Report a rank that the others timed out waiting for."""
-    places = sorted({one.place or one.collective for one in waiting.values()})
-    wrote = _wrote(rank, round_.book)
-    return _without("never-came", rank, waiting, round_, place=places[0] if places else "", wrote=wrote)
-
-
-def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
-    """Report a rank that all others lost."""
-    return _without("left-early", rank, waiting, round_)
-
-
-def _without(
-    verdict: str, rank: int, waiting: Mapping[int, Failure], round_: Round, place: str = "", wrote: str = ""
-) -> Finding:
+def absent_rank(verdict: str, rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
+    """Report a rank that the others timed out waiting for ("never-came"), or all lost ("left-early")."""
     return finding(
         verdict,
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
@@ -325,8 +303,8 @@ def _without(
         evidence=_evidence(waiting.values()),
         who=_ranks((rank,), round_.book),
         others=name_ranks(waiting),
-        place=place,
-        wrote=wrote,
+        place=min((one.place or one.collective for one in waiting.values()), default=""),
+        wrote=_wrote(rank, round_.book),
     )
 
 
@@ -362,7 +340,7 @@ def _consequences_only(
     round_: Round, waiting: Sequence[Failure], killed: Sequence[Failure], silent: Sequence[int]
 ) -> Finding:
     book = round_.book
-    who = sorted({failure.rank for failure in waiting if failure.rank is not None})
+    who = _ranks_of(waiting)
     title = f"consequences only: {name_ranks(who)} lost a peer or timed out"
     if not who:
         title = "no rank reports a failure of its own" + (f", only: {waiting[0].what[:100]}" if waiting else "")
@@ -381,7 +359,7 @@ def _consequences_only(
     by_signal = bool(book.unnamed_codes) and bool(waiting) and not who and (number_in(book.unnamed_codes[0]) or 0) < 0
     return finding(
         "undecided-signal" if by_signal else "undecided",
-        witnesses=Witnesses(ranks=tuple(who)),
+        witnesses=Witnesses(ranks=who),
         evidence=_evidence([*killed, *waiting]),
         known=title,
         code=_unnamed(book),
@@ -425,13 +403,12 @@ def of_rendezvous(failures: Sequence[Failure]) -> Finding | None:
 
 def ended_from_outside(failure: Failure) -> Finding:
     """Report that the whole job was ended from outside."""
-    fix = Fix(text=failure.fix, commands=failure.commands) if failure.fix else None
     return Finding(
         id=RowId(f"logs.{failure.known}"),
         level=Level.FAIL,
         title=f"no rank failed: {failure.means}",
         evidence=_evidence([failure]),
-        fix=fix,
+        fix=_fix(failure),
     )
 
 

@@ -132,18 +132,7 @@ def gather_evidence(asked: Asked, nodes: Sequence[NodePicture], job: Job, *, alo
         advisories=_advisories(nodes),
         alone=alone,
     )
-    if not alone:
-        return evidence
-    recorder, recorder_findings, stale_dumps_s = _judge_recorder(evidence)
-    log_findings, restarts = _judge_log(evidence)
-    return replace(
-        evidence,
-        recorder=recorder,
-        recorder_findings=recorder_findings,
-        stale_dumps_s=stale_dumps_s,
-        log_findings=log_findings,
-        restarts=restarts,
-    )
+    return _with_log(_with_recorder(evidence)) if alone else evidence
 
 
 def _awaits(graph: WaitGraph) -> dict[Key, Key]:
@@ -161,7 +150,7 @@ _CLOCKS_DIFFER_S = 10.0
 """Largest assumed clock difference between a file server and a node."""
 
 
-def _judge_recorder(evidence: Evidence) -> tuple[FlightRecorder | None, tuple[Finding, ...], float]:
+def _with_recorder(evidence: Evidence) -> Evidence:
     """Judge the dumps of the current wait only: older ones lack calls made since."""
     from distdiag.diagnosis.flight_recorder.diagnose import diagnose
     from distdiag.diagnosis.flight_recorder.types import Request
@@ -178,14 +167,14 @@ def _judge_recorder(evidence: Evidence) -> tuple[FlightRecorder | None, tuple[Fi
                 replace(each, host=node.host, dumps=tuple(dump for dump in each.dumps if dump.path not in old))
             )
     if not any(each.dumps for each in dumps):
-        return None, (), min(ages, default=0.0)
+        return replace(evidence, stale_dumps_s=min(ages, default=0.0))
     request = evidence.asked
     asked = Request(program=request.program, cluster=request.cluster, world_size=evidence.job.world_size or 0)
     report = diagnose(asked, Gathered(facts=dumps))
-    return report.data, report.findings, 0.0
+    return replace(evidence, recorder=report.data, recorder_findings=report.findings)
 
 
-def _judge_log(evidence: Evidence) -> tuple[tuple[Finding, ...], int]:
+def _with_log(evidence: Evidence) -> Evidence:
     from distdiag.diagnosis.job_logs.diagnose import diagnose
     from distdiag.diagnosis.job_logs.types import Request
 
@@ -195,9 +184,9 @@ def _judge_log(evidence: Evidence) -> tuple[tuple[Finding, ...], int]:
             events = tuple(event for part in node.logs for event in part.events)
             logs.append(replace(node.logs[0], host=node.host, events=events))
     if not logs:
-        return (), 0
+        return evidence
     report = diagnose(Request(program=evidence.asked.program, cluster=evidence.asked.cluster), Gathered(facts=logs))
-    return report.findings, report.data.generations - 1
+    return replace(evidence, log_findings=report.findings, restarts=report.data.generations - 1)
 
 
 def _judge_ras(nodes: Sequence[NodePicture]) -> tuple[RasVerdict, ...]:

@@ -17,8 +17,7 @@ from distdiag.diagnosis.stuck.fixes import exited_by_ras, fix_of, may_never_have
 from distdiag.diagnosis.stuck.shared import common_to
 from distdiag.diagnosis.stuck.stacks import kind_in_job
 from distdiag.diagnosis.stuck.types import GOES_ON, Source, Stand, StuckKind
-from distdiag.diagnosis.wait_reasons import lasting
-from distdiag.diagnosis.wording import format_age, named
+from distdiag.diagnosis.wording import format_age, lasting, named
 from distdiag.fold import by_key
 from distdiag.ids import Id
 from distdiag.knowledge.activities import activity_of

@@ -16,7 +16,7 @@ from distdiag.diagnosis.stuck.findings import findings_of
 from distdiag.diagnosis.stuck.join import join, source_rows
 from distdiag.diagnosis.stuck.starts import start_claims, without_place
 from distdiag.diagnosis.stuck.types import Source, StuckKind
-from distdiag.diagnosis.verdicts import finding
+from distdiag.diagnosis.verdicts import WORST_FIRST, finding
 from distdiag.diagnosis.wording import counted, format_hosts, listed, no_rank_seen
 from distdiag.fold import by_key
 from distdiag.ids import Id
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from distdiag.jobs.types import Job
     from distdiag.saved_facts import Gathered
 
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _ITS_OWN = (StuckKind.STOPPED, StuckKind.DEBUGGER)
 """Verdicts that hold even if other ranks wait in init_process_group."""
 _SHOWN = 4
@@ -83,7 +82,7 @@ def judge_jobs(asked: Asked, nodes: Sequence[NodePicture], jobs: Sequence[Job]) 
     """Judge jobs; worst first."""
     alone = len(jobs) == 1 and not asked.pids
     judged = [_or_start(join(gather_evidence(asked, nodes, job, alone=alone)), nodes) for job in jobs]
-    return sorted(judged, key=lambda joined: _ORDER.index(joined.level))
+    return sorted(judged, key=lambda joined: WORST_FIRST.index(joined.level))
 
 
 def _or_start(joined: Joined, nodes: Sequence[NodePicture]) -> Joined:

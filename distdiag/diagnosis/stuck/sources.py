@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.diagnosis.gpu_use import GpuKind
 from distdiag.diagnosis.stack_classes import StackClass
 from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
-from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.diagnosis.wording import lasting
+from distdiag.fold import by_key
 from distdiag.knowledge import xids
 from distdiag.report import Fix, Level
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stuck.evidence import Evidence
     from distdiag.facts.host.kernel_signs import KernelLine
     from distdiag.jobs.types import NodePicture
+    from distdiag.report import Finding
 
 
 def of_gpus(evidence: Evidence) -> Claim:
@@ -70,19 +73,15 @@ def of_recorder(evidence: Evidence) -> Claim:
     if not found:
         first = next(iter(evidence.recorder_findings), None)
         return Claim(source=Source.RECORDER, says=first.title if first else "no dump was read")
-    first = found[0]
-    kind, is_sure = _OF_RECORDER[first.id]
-    return Claim(
-        source=Source.RECORDER,
-        says=first.title,
-        kind=kind,
-        is_sure=is_sure,
-        ranks=frozenset(first.where.ranks),
-        witnesses=frozenset(first.witnesses.ranks),
-        evidence=first.evidence,
-        detail=first.detail,
-        fix=first.fix if kind is not StuckKind.NOT_IN_COLLECTIVE else None,
-    )
+    kind, is_sure = _OF_RECORDER[found[0].id]
+    claim = replace(_of_finding(Source.RECORDER, found[0]), kind=kind, is_sure=is_sure, detail=found[0].detail)
+    return replace(claim, fix=None) if kind is StuckKind.NOT_IN_COLLECTIVE else claim
+
+
+def _of_finding(source: Source, finding: Finding) -> Claim:
+    ranks, witnesses = frozenset(finding.where.ranks), frozenset(finding.witnesses.ranks)
+    evidence, fix = finding.evidence, finding.fix
+    return Claim(source=source, says=finding.title, ranks=ranks, witnesses=witnesses, evidence=evidence, fix=fix)
 
 
 _FAILED = ("logs.first-failure", "logs.same-failure", "logs.exit", "logs.left-early")
@@ -99,14 +98,7 @@ def of_log(evidence: Evidence) -> Claim:
     """Return the claim of the job's log. A failed rank counts only if it is dead: it may have caught the error."""
     gone = gone_ranks(evidence)
     for finding in evidence.log_findings:
-        claim = Claim(
-            source=Source.LOG,
-            says=finding.title,
-            ranks=frozenset(finding.where.ranks),
-            witnesses=frozenset(finding.witnesses.ranks),
-            evidence=finding.evidence,
-            fix=finding.fix,
-        )
+        claim = _of_finding(Source.LOG, finding)
         if finding.id in _ABOUT_COLLECTIVES:
             # After a restart the lines may be of the previous attempt.
             is_sure = finding.level is Level.FAIL and not evidence.restarts
@@ -141,9 +133,10 @@ def of_ras(evidence: Evidence) -> Claim:
     """Return the claim of NCCL's RAS."""
     from distdiag.diagnosis.ras import RasState
 
+    claim = partial(Claim, source=Source.RAS)
     verdicts = _most_alike(evidence.ras)
     if evidence.ras and not verdicts:
-        return Claim(source=Source.RAS, says=f"the {len(evidence.ras)} nodes that answered do not agree")
+        return claim(says=f"the {len(evidence.ras)} nodes that answered do not agree")
     for verdict in verdicts:
         if verdict.state in (RasState.LAGGING, RasState.DIFFERENT) and verdict.lags:
             lag = verdict.lags[0]
@@ -152,31 +145,25 @@ def of_ras(evidence: Evidence) -> Claim:
             is_what = "behind" if is_lag else f"{'is' if len(ranks) == 1 else 'are'} in other collectives than the rest"
             says = f"{name_ranks(sorted(ranks))} {is_what}: {verdict.why}" if ranks else verdict.why
             kind = StuckKind.NOT_IN_COLLECTIVE if is_lag else StuckKind.DIFFERENT_COLLECTIVES
-            claim = Claim(source=Source.RAS, says=says, kind=kind)
-            return replace(claim, ranks=ranks, hosts=_hosts(evidence, lag.members))
-        if verdict.state is RasState.DEAD and verdict.dead:
-            own = tuple(member.rank for member in verdict.dead)
-            ranks = _global_ranks(evidence, verdict.dead, own, verdict.n_ranks)
-            hosts = _hosts(evidence, verdict.dead)
-            if ranks and ranks <= _living_ranks(evidence):
-                # Stopped, or its NCCL threads are unreachable: not proven as the reason of the hang.
-                says = f"{verdict.why}, but {name_ranks(sorted(ranks))} still run{'s' if len(ranks) == 1 else ''}"
-                return Claim(
-                    source=Source.RAS, says=says, kind=StuckKind.NETWORK, ranks=ranks, hosts=hosts, is_sure=False
-                )
-            return Claim(source=Source.RAS, says=verdict.why, kind=StuckKind.EXITED, ranks=ranks, hosts=hosts)
-        if verdict.state is RasState.MISSING and verdict.missing and verdict.error:
-            own = tuple(member.rank for member in verdict.missing)
-            ranks = _global_ranks(evidence, verdict.missing, own, verdict.n_ranks)
-            if ranks and ranks <= gone_ranks(evidence):
-                says = f"{name_ranks(sorted(ranks))} exited after NCCL's init; {verdict.error}"
-                hosts = _hosts(evidence, verdict.missing)
-                return Claim(source=Source.RAS, says=says, kind=StuckKind.EXITED, ranks=ranks, hosts=hosts)
+            return claim(says=says, kind=kind, ranks=ranks, hosts=_hosts(evidence, lag.members))
+        absent = verdict.dead if verdict.state is RasState.DEAD else verdict.missing
+        if not absent or verdict.state not in (RasState.DEAD, RasState.MISSING):
+            continue
+        ranks = _global_ranks(evidence, absent, tuple(member.rank for member in absent), verdict.n_ranks)
+        accused = partial(claim, ranks=ranks, hosts=_hosts(evidence, absent))
+        if verdict.state is RasState.DEAD and ranks and ranks <= _living_ranks(evidence):
+            # Stopped, or its NCCL threads are unreachable: not proven as the reason of the hang.
+            says = f"{verdict.why}, but {name_ranks(sorted(ranks))} still run{'s' if len(ranks) == 1 else ''}"
+            return accused(says=says, kind=StuckKind.NETWORK, is_sure=False)
+        if verdict.state is RasState.DEAD:
+            return accused(says=verdict.why, kind=StuckKind.EXITED)
+        if verdict.error and ranks and ranks <= gone_ranks(evidence):
+            says = f"{name_ranks(sorted(ranks))} exited after NCCL's init; {verdict.error}"
+            return accused(says=says, kind=StuckKind.EXITED)
     moving = next((verdict for verdict in verdicts if verdict.state is RasState.MOVING), None)
     if moving is not None:
-        return Claim(source=Source.RAS, says=moving.why, kind=StuckKind.NOT_HUNG)
-    first = next(iter(verdicts), None)
-    return Claim(source=Source.RAS, says=first.why if first else "it was not asked")
+        return claim(says=moving.why, kind=StuckKind.NOT_HUNG)
+    return claim(says=verdicts[0].why if verdicts else "it was not asked")
 
 
 def _most_alike(verdicts: Sequence[RasVerdict]) -> list[RasVerdict]:
@@ -207,12 +194,9 @@ def _global_ranks(evidence: Evidence, members: Sequence[Member], listed: Sequenc
 
 def _addresses(evidence: Evidence) -> dict[str, str]:
     """Map addresses to hosts, without addresses of several hosts such as loopback."""
-    found: dict[str, set[str]] = {}
-    for node in evidence.nodes:
-        for network in node.networks:
-            for address in network.addresses:
-                found.setdefault(address, set()).add(node.host)
-    return {address: next(iter(hosts)) for address, hosts in found.items() if len(hosts) == 1}
+    networks = [(node.host, network) for node in evidence.nodes for network in node.networks]
+    found = by_key((address, host) for host, network in networks for address in network.addresses)
+    return {address: hosts[0] for address, hosts in found.items() if len({*hosts}) == 1}
 
 
 def _hosts(evidence: Evidence, members: Sequence[Member]) -> tuple[str, ...]:
@@ -222,37 +206,28 @@ def _hosts(evidence: Evidence, members: Sequence[Member]) -> tuple[str, ...]:
 
 def of_kernel(evidence: Evidence) -> Claim:
     """Return the claim of the kernel: OOM kills, Xids, links, unacknowledged data."""
+    claim = partial(Claim, source=Source.KERNEL)
     by_pid: dict[tuple[str, int | None], int | None] = {
         (member.host, member.pid): member.rank for member in evidence.job.members if member.pid is not None
     }
     gone = gone_ranks(evidence)
+    read = [(node.host, signs) for node in evidence.nodes for signs in node.kernel]
     lines = [
-        (node.host, line)
-        for node in evidence.nodes
-        for signs in node.kernel
+        (host, line)
+        for host, signs in read
         for line in signs.lines
-        if line.pid is None or (node.host, line.pid) in by_pid or (line.kind == "oom" and gone) or _is_of_gpu(line)
+        if line.pid is None or (host, line.pid) in by_pid or (line.kind == "oom" and gone) or _is_of_gpu(line)
     ]
     for host, line in lines:
         rank = by_pid.get((host, line.pid))
+        says = f"{line.text} ({host}, {lasting(line.age_s)} ago)"
         if line.kind == "oom" and (rank is not None or gone):
             ranks = frozenset([rank]) if rank is not None else gone if len(gone) == 1 else frozenset()
-            says = f"{line.text} ({host}, {lasting(line.age_s)} ago)"
-            return Claim(
-                source=Source.KERNEL,
-                says=says,
-                kind=StuckKind.EXITED,
-                ranks=ranks,
-                hosts=(host,),
-                is_sure=bool(ranks),
-            )
+            return claim(says=says, kind=StuckKind.EXITED, ranks=ranks, hosts=(host,), is_sure=bool(ranks))
         if line.kind in ("nvlink", "sxid", "gpu-lost") or (line.kind == "xid" and not _is_remark(line)):
-            whose = f"{name_ranks([rank])}: " if rank is not None else ""
-            says = f"{whose}{line.text} ({host}, {lasting(line.age_s)} ago)"
-            return Claim(
-                source=Source.KERNEL, says=says, kind=StuckKind.DEVICE, hosts=(host,), is_sure=False, fix=_of_xid(line)
-            )
-    lost = [(node.host, each) for node in evidence.nodes for signs in node.kernel for each in signs.unacknowledged]
+            says = f"{name_ranks([rank])}: {says}" if rank is not None else says
+            return claim(says=says, kind=StuckKind.DEVICE, hosts=(host,), is_sure=False, fix=_of_xid(line))
+    lost = [(host, each) for host, signs in read for each in signs.unacknowledged]
     if lost:
         host, each = lost[0]
         senders = [rank for host, each in lost if (rank := by_pid.get((host, each.pid))) is not None]
@@ -260,27 +235,13 @@ def of_kernel(evidence: Evidence) -> Claim:
             f"{name_ranks(senders) if senders else f'pid {each.pid}'}: {each.queued_bytes} bytes to {each.remote} are "
             f"not acknowledged after {each.retransmits} retransmissions"
         )
-        return Claim(
-            source=Source.KERNEL,
-            says=says,
-            kind=StuckKind.NETWORK,
-            is_sure=False,
-            hosts=tuple(dict.fromkeys(host for host, _ in lost)),
-            witnesses=frozenset(senders),
-        )
+        hosts = tuple(dict.fromkeys(host for host, _ in lost))
+        return claim(says=says, kind=StuckKind.NETWORK, is_sure=False, hosts=hosts, witnesses=frozenset(senders))
     other = [f"{line.text} ({host})" for host, line in lines]
-    kills = [
-        f"{count} OOM kills in cgroup {path}"
-        for node in evidence.nodes
-        for signs in node.kernel
-        for path, count in signs.oom_kills
-        if count
-    ]
-    unread = next((s.log_error for n in evidence.nodes for s in n.kernel if s.log_error), "")
-    says = "; ".join([*other[:2], *kills[:1]])
+    kills = [f"{count} OOM kills in cgroup {path}" for _, signs in read for path, count in signs.oom_kills if count]
+    unread = next((signs.log_error for _, signs in read if signs.log_error), "")
     unread = f"the kernel log cannot be read ({unread}); nothing else" if unread else "nothing"
-    says = says or f"{unread} stands out"
-    return Claim(source=Source.KERNEL, says=says)
+    return claim(says="; ".join([*other[:2], *kills[:1]]) or f"{unread} stands out")
 
 
 def _is_of_gpu(line: KernelLine) -> bool:

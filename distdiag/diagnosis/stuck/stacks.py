@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.diagnosis.motion import Motion
 from distdiag.diagnosis.outliers import LONG_S, Outcome, split, works
 from distdiag.diagnosis.stack_classes import FILE_LOCKS, StackClass, in_event_loop
-from distdiag.diagnosis.stack_wording import briefly, does, rendezvous_in_words, waits, who
+from distdiag.diagnosis.stack_wording import briefly, counters_in_words, does, rendezvous_in_words, waits, who
 from distdiag.diagnosis.stuck.types import GOES_ON, Claim, Source, StuckKind
 from distdiag.diagnosis.wait_reasons import Kind
 
@@ -96,9 +96,9 @@ def _of_outliers(claim: Claim, evidence: Evidence) -> Claim:
         return _accusing(claim, verdict.outliers, StuckKind.DIFFERENT_COLLECTIVES, says)
     if verdict.outcome is Outcome.LEAST_PROGRESS:
         says = (
-            f"{who(verdict.outliers)} {'are' if len(verdict.outliers) > 1 else 'is'} at {_counters(first)}, "
+            f"{who(verdict.outliers)} {'are' if len(verdict.outliers) > 1 else 'is'} at {counters_in_words(first)}, "
             f"{briefly(verdict.waiting)} at "
-            f"{_counters(verdict.waiting[0])}; "
+            f"{counters_in_words(verdict.waiting[0])}; "
             f"all wait {waits(first)}"
         )
         return _accusing(claim, verdict.outliers, StuckKind.BEHIND, says)
@@ -156,10 +156,6 @@ def kind_of(state: RankState, evidence: Evidence) -> StuckKind:
     if still is not None and still.syscall in _LOCKING and thread.kind in (StackClass.PYTHON, StackClass.STORAGE):
         return StuckKind.LOCK
     return found or StuckKind.NOT_IN_COLLECTIVE
-
-
-def _counters(state: RankState) -> str:
-    return ", ".join(f"{name} {value}" for name, value in state.thread.counters)
 
 
 def _accusing(claim: Claim, states: Sequence[RankState], kind: StuckKind, says: str, *, is_sure: bool = True) -> Claim:

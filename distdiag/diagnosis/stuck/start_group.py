@@ -15,7 +15,7 @@ from distdiag.diagnosis.stuck.start_rows import (
     owners,
 )
 from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
-from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.diagnosis.wording import lasting
 from distdiag.report import Fix, Level
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from distdiag.diagnosis.stuck.start_fixes import at_place, options_for
 from distdiag.diagnosis.stuck.start_group import SHOWN
 from distdiag.diagnosis.stuck.start_rows import by_interface, interfaces_in_words, meets_at_loopback, resolved, why_own
 from distdiag.diagnosis.wording import format_hosts, listed
+from distdiag.fold import by_key
 from distdiag.report import Fix, Level
 
 if TYPE_CHECKING:
@@ -38,10 +39,7 @@ _WHY = {
 def unresolved(group: Group) -> Iterable[Claim]:
     """A node cannot resolve the name of the rendezvous."""
     bad = [row for row in group.rows if row.meeting is not None and row.meeting.error]
-    by_name: dict[str, list[StartRow]] = {}
-    for row in bad:
-        by_name.setdefault(row.start.launch.host, []).append(row)
-    for name, rows in by_name.items():
+    for name, rows in by_key((row.start.launch.host, row) for row in bad).items():
         hosts = format_hosts(row.host for row in rows)
         reason = rows[0].meeting.error if rows[0].meeting is not None else ""
         text = f"use a name that {hosts} resolves, or the address"

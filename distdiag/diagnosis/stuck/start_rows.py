@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from distdiag.agent import port_scan
 from distdiag.diagnosis import nic_selection
 from distdiag.facts.network.interfaces import is_loopback
+from distdiag.fold import by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -83,11 +84,8 @@ def limit_s(row: StartRow) -> float | None:
 
 def owners(nodes: Iterable[NodePicture]) -> dict[str, str]:
     """Map addresses to hosts, without addresses of several hosts such as a bridge's."""
-    found: dict[str, set[str]] = {}
-    for node in nodes:
-        for address in by_interface(node):
-            found.setdefault(address, set()).add(node.host)
-    return {address: next(iter(hosts)) for address, hosts in found.items() if len(hosts) == 1}
+    found = by_key((address, node.host) for node in nodes for address in by_interface(node))
+    return {address: hosts[0] for address, hosts in found.items() if len({*hosts}) == 1}
 
 
 def resolved(row: StartRow, owner: Mapping[str, str]) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from distdiag.diagnosis.stuck.start_group import Group
 from distdiag.diagnosis.stuck.start_rows import StartRow, owners, resolved
 from distdiag.diagnosis.stuck.start_store import in_store
 from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
+from distdiag.fold import by_key
 from distdiag.report import Fix
 
 if TYPE_CHECKING:
@@ -105,9 +106,7 @@ def _jobs(rows: Sequence[StartRow], owner: Mapping[str, str]) -> list[list[Start
 
     If each node has its own store, as many as the first launcher expects nodes, it is one job.
     """
-    by_place: dict[tuple[str, int], list[StartRow]] = {}
-    for row in rows:
-        by_place.setdefault(resolved(row, owner), []).append(row)
+    by_place = by_key((resolved(row, owner), row) for row in rows)
     served = [place for place, own in by_place.items() if any(row.is_server() for row in own)]
     each_its_own = len(by_place) == len({row.host for row in rows}) == rows[0].start.launch.nodes[0]
     return list(by_place.values()) if len(served) > 1 and not each_its_own else [list(rows)]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.stuck.types import Claim, Source, StuckKind
-from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait, lasting
-from distdiag.diagnosis.wording import format_hosts, format_ranks
+from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait
+from distdiag.diagnosis.wording import format_hosts, format_ranks, lasting
 from distdiag.facts.machine import STOPPED
 from distdiag.fold import by_key
 from distdiag.report import Fix

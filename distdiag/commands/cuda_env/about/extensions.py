@@ -11,6 +11,7 @@ from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import from_nvcc, how_it_runs
 from distdiag.commands.cuda_env.problems import problem
 from distdiag.commands.cuda_env.types import Problem, Remedy, Section
+from distdiag.fold import by_key
 from distdiag.knowledge.cuda import major, version
 from distdiag.report import Level
 
@@ -59,9 +60,7 @@ def loaded(facts: CudaFacts) -> list[Extension]:
 
     libbitsandbytes_cuda128.so and ..._cuda130.so are such a family. If none matches, the first represents all.
     """
-    families: dict[str, list[Extension]] = {}
-    for extension in facts.extensions:
-        families.setdefault(_FOR_CUDA.sub(r"\1", extension.path), []).append(extension)
+    families = by_key((_FOR_CUDA.sub(r"\1", extension.path), extension) for extension in facts.extensions)
     return [_chosen(facts, family) for family in families.values()]
 
 

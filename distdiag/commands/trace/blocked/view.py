@@ -8,8 +8,8 @@ from rich.table import Column
 from rich.text import Text
 
 from distdiag.cluster.hosts import fold_ranks_within
-from distdiag.diagnosis.wait_reasons import Kind, lasting
-from distdiag.diagnosis.wording import shorten_hosts
+from distdiag.diagnosis.wait_reasons import Kind
+from distdiag.diagnosis.wording import lasting, shorten_hosts
 from distdiag.output import Wrapped, plain_table
 
 if TYPE_CHECKING:
