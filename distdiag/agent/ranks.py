@@ -104,9 +104,9 @@ class Ranks:
         try:
             self.listener = rendezvous.listen(order.port)
         except OSError as error:
-            self._wire.send(protocol.Listening(port=order.port, taken=_who_has(order.port, error)))
+            self._wire.send(_not_free(order.port, error))
         else:
-            self._wire.send(protocol.Listening(port=self.listener.getsockname()[1], taken=None))
+            self._wire.send(protocol.Listening(port=self.listener.getsockname()[1]))
 
     def start(self, order: protocol.StartRank) -> None:
         """Start one rank; its config contains its descriptors."""
@@ -331,12 +331,13 @@ class Ranks:
         return status
 
 
-def _who_has(port: int, error: OSError) -> protocol.Taken:
+def _not_free(port: int, error: OSError) -> protocol.Listening:
     from distdiag.facts.network import listeners
 
     holder = listeners.port_holder(port)
     answer = rendezvous.identify_server("127.0.0.1", port, timeout_s=3.0) if holder and holder.listening else None
-    return protocol.Taken(
+    return protocol.Listening(
+        port=port,
         error=error.strerror or str(error),
         listening=holder.listening if holder else None,
         pid=holder.pid if holder else None,

@@ -23,7 +23,7 @@ from fuzz import PER_READER, assert_survived, damaged, misleading, run_calls, ru
 from support import distdiag, need
 
 from distdiag import output
-from distdiag.agent import wire
+from distdiag.agent import protocol, wire
 from distdiag.cluster import records
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host
@@ -162,7 +162,7 @@ def judge_ports(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterabl
             continue
         if isinstance(record, records.ReachListening):
             seen.taken[node.name] = record.failed
-        elif isinstance(record, records.ReachName):
+        elif isinstance(record, protocol.ReachName):
             seen.lookups.append(LookUp.of(node.name, record))
         elif isinstance(record, records.ReachProbe):
             purpose, _, target = record.probe.key.partition(" ")
@@ -480,7 +480,7 @@ def meeting_of(fleet: Fleet) -> RendezvousTest:
     for node, record in fleet._pending:
         if isinstance(record, records.ReachListening):
             found.networks[node.name] = record.network
-        elif isinstance(record, records.ReachName):
+        elif isinstance(record, protocol.ReachName):
             found.lookups.append(LookUp.of(node.name, record))
         elif isinstance(record, records.ReachProbe):
             purpose = record.probe.key.partition(" ")[0]
