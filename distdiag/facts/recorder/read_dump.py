@@ -16,6 +16,8 @@ import sys
 import zlib
 from dataclasses import dataclass
 
+from distdiag.facts.text import fold
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,25 +148,21 @@ def _json(data: bytes) -> Any:  # noqa: ANN401 - any JSON
         raise Unreadable(f"incomplete JSON: {str(error)[:100]}", truncated=True) from None
 
 
-def _refuse(module: str, name: str) -> NoReturn:
-    shown = f"{module}.{name}"[:200]
-    raise Unreadable(f"it would run code: {shown}", is_code=True)
-
-
-class _Plain(pickle.Unpickler):
+class _Refusing:
     def find_class(self, module: str, name: str) -> NoReturn:
-        _refuse(module, name)
+        shown = f"{module}.{name}"[:200]
+        raise Unreadable(f"it would run code: {shown}", is_code=True)
 
     def persistent_load(self, pid: object) -> NoReturn:
         raise Unreadable("it refers to objects outside the file")
 
 
-class _PartialUnpickler(pickle._Unpickler):  # the Python implementation exposes its stack
-    def find_class(self, module: str, name: str) -> NoReturn:
-        _refuse(module, name)
+class _Plain(_Refusing, pickle.Unpickler):
+    pass
 
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise Unreadable("it refers to objects outside the file")
+
+class _PartialUnpickler(_Refusing, pickle._Unpickler):  # the Python implementation exposes its stack
+    pass
 
 
 def _unpickle(data: bytes) -> tuple[Any, bool]:
@@ -223,17 +221,6 @@ def _numbers(text: object) -> list[int]:
         if isinstance(text, list)
         else []
     )
-
-
-def fold(ranks: Sequence[int]) -> str:
-    """Fold ranks without sorting, as the position of a rank is its number in the group: "0-3,8,5"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 class _Table:
