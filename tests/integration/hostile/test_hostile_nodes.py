@@ -80,7 +80,7 @@ class Replay(Transport):
                 sent = theirs.send(self.streams[host.name])  # mostly complete: no wait for a thread
             theirs.setblocking(True)
             threading.Thread(target=self._play, args=(theirs, host.name, sent), daemon=True).start()
-            arrivals.link(host.name, SocketLink(ours))
+            arrivals.put(host.name, SocketLink(ours))
 
     def _play(self, connection: socket.socket, name: str, sent: int) -> None:
         with connection, contextlib.suppress(OSError):
