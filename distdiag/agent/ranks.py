@@ -37,15 +37,9 @@ _UNTRUSTED_VARIABLES = (
 )
 """Variables that an unauthenticated parent may set: none can make a program load code."""
 _NEEDED = (
-    *(
-        f"distdiag.agent.{name}"
-        for name in ("boot", "forkserver", "handshake", "protocol", "rank_progress", "rendezvous")
-    ),
-    *(
-        f"distdiag.facts.{name}"
-        for name in ("machine", "programs", "text", "gpu.computed", "gpu.gpu_health", "gpu.gpu_use")
-    ),
-    "distdiag.agent.wire",
+    *("agent.boot", "agent.forkserver", "agent.handshake", "agent.protocol", "agent.rank_progress", "agent.rendezvous"),
+    *("agent.wire", "facts.gpu.computed", "facts.gpu.gpu_health", "facts.gpu.gpu_use"),
+    *("facts.machine", "facts.programs", "facts.text"),
 )
 """The agent's modules that ranks import. Sending all would exceed a pipe's capacity and block each start."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
@@ -56,7 +50,7 @@ def carried_by_ranks(sources: dict[str, str]) -> dict[str, str]:
     return {
         name: text
         for name, text in sources.items()
-        if name in _NEEDED or not name.startswith(("distdiag.agent.", "distdiag.facts."))
+        if name[len("distdiag.") :] in _NEEDED or not name.startswith(("distdiag.agent.", "distdiag.facts."))
     }
 
 

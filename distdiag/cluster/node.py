@@ -77,6 +77,7 @@ class Node:
         self.heard_at = time.monotonic()
         self._bytes += len(heard.out) + len(heard.err)
         found: list[Said] = []
+        wrong = ""
         try:
             for _ in self._noise.feed(heard.err):
                 pass  # records on stderr are ignored
@@ -87,21 +88,13 @@ class Node:
                 if not isinstance(record, protocol.Alive):
                     found.append(record)
         except InvalidData as error:
-            return found, heard.ended, self.protocol_error(f"it sent an invalid record: {error}")
+            wrong = f"it sent an invalid record: {error}"
         except wire.TooLong:
-            return (
-                found,
-                heard.ended,
-                self.protocol_error(f"it sent a record larger than {wire.MAX_LINE_BYTES >> 20} MiB"),
-            )
+            wrong = f"it sent a record larger than {wire.MAX_LINE_BYTES >> 20} MiB"
         is_up = self.stage in (NodeStage.UP, NodeStage.DONE)
-        if self._bytes > _MAX_BYTES[is_up]:
-            return (
-                found,
-                heard.ended,
-                self.protocol_error(f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " of unparseable output")),
-            )
-        return found, heard.ended, None
+        if not wrong and self._bytes > _MAX_BYTES[is_up]:
+            wrong = f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " of unparseable output")
+        return found, heard.ended, self.protocol_error(wrong) if wrong else None
 
     def advance(self, record: Said) -> HostError | None:
         """Enter the next stage after this record, or return an error."""
