@@ -21,3 +21,8 @@ def fold(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def first_line(data: bytes) -> str:
+    """Return the first line of a foreign program's answer, at most 80 letters, printable."""
+    return printable(data.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip())
