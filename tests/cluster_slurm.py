@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _HEAD = "head"
 # Daemons change their directory, so every path is absolute. The short timeouts are for the waits of a launch; the
-# controller itself gives a silent node 300 s, as on a real site: its jobs live on until then.
+# controller itself gives a silent node 300 s, as on a real site: its jobs live on until then. It looks for jobs to
+# begin every second, not every 30 or 60.
 _CONF = """\
 ClusterName=distdiag
 SlurmctldHost={head}({address})
@@ -39,6 +40,7 @@ ReturnToService=2
 MessageTimeout=5
 TCPTimeout=2
 KillWait=3
+SchedulerParameters=sched_interval=1,batch_sched_delay=1,bf_interval=1
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES State=UP
 """

@@ -101,16 +101,22 @@ class ForkServer:
         words, changed = list(argv), dict(env)
         if words[0] == "nsenter":
             words, node = words[words.index("--") + 1 :], int(words[words.index("-t") + 1])
+        cwd = "/" if node else os.getcwd()
         if words[0] == "env":
             del words[0]
-            while "=" in words[0]:
+            while words[0] in ("-u", "-C") or ("=" in words[0] and words[0][0] != "-"):
                 name, _, value = words.pop(0).partition("=")
-                changed[name] = value
+                if name == "-u":
+                    changed.pop(words.pop(0), None)
+                elif name == "-C":
+                    cwd = words.pop(0)
+                else:
+                    changed[name] = value
         if Path(words[0]).parent == Path(sys.executable).parent and words[0] != sys.executable:
             words.insert(0, sys.executable)  # a script such as torchrun
         if words[0] != sys.executable or words[1].startswith("-") or _of_start(changed) != _of_start(self._env):
             return None
-        message = {"argv": words, "env": changed, "node": node, "cwd": "/" if node else os.getcwd()}
+        message = {"argv": words, "env": changed, "node": node, "cwd": cwd}
         with open(os.devnull, "r+b") as null:
             numbers = [null.fileno()]
             for stream in streams:
@@ -252,7 +258,7 @@ def _become(message: dict[str, Any], fds: list[int]) -> tuple[CodeType, dict[str
 
 def _show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Have /proc show these as this process's arguments and environment."""
-    shown = "".join(f"{word}\0" for word in arguments).encode(), _lines(environment)
+    shown = os.fsencode("".join(f"{word}\0" for word in arguments)), _lines(environment)
     size = sum(map(len, shown))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"".join(shown))
@@ -268,7 +274,7 @@ def _show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _lines(environment: Mapping[str, str]) -> bytes:
-    return "".join(f"{name}={value}\0" for name, value in environment.items()).encode()
+    return os.fsencode("".join(f"{name}={value}\0" for name, value in environment.items()))
 
 
 _kept: list[mmap.mmap] = []

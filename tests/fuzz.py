@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PER_READER = int(os.environ.get("DISTDIAG_FUZZ", "60"))
+PER_READER = int(os.environ.get("DISTDIAG_FUZZ", "40"))
 """Damaged inputs per reader, always the same; set DISTDIAG_FUZZ=5000 for a long run by hand."""
 SECONDS = 30
 MEMORY_BYTES = 512 * 2**20

@@ -200,11 +200,6 @@ def distdiag(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str
     return Running(*arguments, env=env, wrap=wrap).finish()
 
 
-def gpu_test(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
-    """Run gpu-test on the CPU with a small buffer, and read its JSON."""
-    return distdiag("gpu-test", "--json", "--size", "4MiB", *arguments, env=env, wrap=wrap)
-
-
 def unread(pipe: IO[bytes] | None) -> int:
     """Return the number of bytes in a pipe."""
     assert pipe is not None

@@ -55,3 +55,11 @@ class WarmRunning(Running):
 def distdiag(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
     """Run distdiag to its end."""
     return WarmRunning(*arguments, env=env, wrap=wrap).finish()
+
+
+def gpu_test(
+    *arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = (), computes: bool = False
+) -> Result:
+    """Run gpu-test on the CPU with a small buffer, without its products unless it `computes`, and read its JSON."""
+    typed = ["--json", "--size", "4MiB", *([] if computes else ["--no-compute"]), *arguments]
+    return distdiag("gpu-test", *typed, env=env, wrap=wrap)

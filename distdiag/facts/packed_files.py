@@ -46,9 +46,7 @@ class CannotUnpack(Exception):
 
 
 class CutOff(CannotUnpack):
-    """A packed file whose end is missing; its `head` may be all that is needed. `unpack` counts what came out."""
-
-    unpacked_bytes = 0
+    """A packed file whose end is missing."""
 
 
 def packing_of(path: str) -> Packing:

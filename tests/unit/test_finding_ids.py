@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 from logs_cases import cases
+from loops import each
 
 from distdiag import errors
 from distdiag.cluster.host_results import HostState
@@ -47,7 +47,7 @@ FAMILIES: dict[str, list[str]] = {
 """Ids that code makes of a kind and a prefix."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_each_kind_of_a_family_has_a_declared_id(name: str) -> None:
     assert sorted(set(FAMILIES[name]) - declared().keys()) == []
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import typer
+from loops import each
 from support_warm import distdiag
 
 from distdiag import cli, lazy_typer
@@ -38,8 +39,8 @@ def report_with(*levels: Level, interrupted: bool = False) -> Report[None]:
     return Report(command="test", data=None, findings=findings, summary="a sentence", interrupted=interrupted)
 
 
-@pytest.mark.parametrize(
-    ("levels", "verdict", "code", "strict_code"),
+@each(
+    "levels, verdict, code, strict_code",
     [
         ((), Verdict.OK, 0, 0),
         ((Level.INFO,), Verdict.OK, 0, 0),
@@ -233,8 +234,8 @@ def test_the_skill_is_printed_and_installed(tmp_path: Path) -> None:
     assert distdiag("skill", "--to", str(tmp_path / "file")).code == 2
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
+@each(
+    "typed, meant",
     [
         (("pyspy_all",), "pyspy-all"),
         (("core_bt", "core"), "core-bt"),
@@ -296,7 +297,7 @@ def leaves(subs: tuple[lazy_typer.Sub, ...], *above: str) -> Iterator[tuple[str,
         yield from leaves(sub.below, *above, sub.name)
 
 
-@pytest.mark.parametrize("path", list(leaves(cli._SUBCOMMANDS)), ids=" ".join)
+@each("path", list(leaves(cli._SUBCOMMANDS)))
 def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(path: tuple[str, ...]) -> None:
     result = distdiag(*path, "--help")
     assert result.code == 0

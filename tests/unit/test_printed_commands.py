@@ -11,6 +11,7 @@ import re
 import shlex
 import tomllib
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,15 @@ def split(rest: str) -> list[str]:
         return text.replace(VALUE, "1").replace("'", " ").split()
 
 
+@cache
+def parsed(subcommand: Sub) -> Any:  # noqa: ANN401 - Typer's command is private
+    """Return a subcommand as Typer's command; it keeps nothing of a line that it parses."""
+    return load(subcommand, (), Invocation(()))
+
+
 def misfit(subcommand: Sub, words: list[str]) -> str:
     """Parse the words as the command does, but for the types of values; return its complaint."""
-    command: Any = load(subcommand, (), Invocation(()))
+    command = parsed(subcommand)
     try:
         command.make_parser(Context(command)).parse_args(list(words))
     except Exception as error:  # noqa: BLE001 - Typer's own exceptions are private
@@ -90,18 +97,24 @@ def text_of(node: ast.expr) -> str:
     return VALUE
 
 
+def name_of(node: ast.AST) -> str:
+    """Return `b` for the name b and for the attribute a.b, else an empty string."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 def printed(path: Path) -> Iterator[tuple[int, str]]:
     """List line and text of all that a module may print as a command."""
     tree = ast.parse(path.read_text("utf-8"))
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in inside:
             yield node.lineno, text_of(node)
         elif isinstance(node, ast.List | ast.Tuple):
             words = [element for element in node.elts if not isinstance(element, ast.Starred)]
-            if words and re.search(r"\bprogram\b", ast.unparse(words[0])):
+            if words and any(name_of(part) == "program" for part in ast.walk(words[0])):
                 yield node.lineno, " ".join([VALUE, *map(text_of, words[1:])])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "again":
+        elif isinstance(node, ast.Call) and name_of(node.func) == "again":
             yield from ((node.lineno, text) for text in repeated(path, node))
 
 

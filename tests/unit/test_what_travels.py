@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from loops import each
 
 from distdiag.agent import boot, connect_back, handshake, protocol, ranks
 from distdiag.agent.agent import call
@@ -70,9 +71,7 @@ def test_a_request_arrives_as_the_type_that_the_collect_module_declares() -> Non
     assert call(lambda *others: others, None, "tell") == ("tell",)
 
 
-@pytest.mark.parametrize(
-    "module", sorted({modules[0] for modules in COMMANDS.values()} | {"distdiag.facts.recorder.collect"})
-)
+@each("module", sorted({modules[0] for modules in COMMANDS.values()} | {"distdiag.facts.recorder.collect"}))
 def test_the_type_that_a_collect_module_declares_is_known_on_the_node(module: str) -> None:
     collect = importlib.import_module(module)
     functions = [getattr(collect, name) for name in ("facts", "more") if hasattr(collect, name)]
@@ -92,8 +91,8 @@ def test_a_payload_of_any_size_travels_over_the_connection() -> None:
     assert answered(message, timeout_s=30) == (str(len(noise) + 1).encode(), b"")
 
 
-@pytest.mark.parametrize(
-    ("message", "why"),
+@each(
+    "message, why",
     [
         (b"%d\n" % (boot.MAX_PAYLOAD_BYTES + 1), b"invalid payload length"),
         (b"-1\n", b"invalid payload length"),
@@ -141,21 +140,33 @@ def answered(message: bytes, *, timeout_s: float) -> tuple[bytes, bytes]:
     return answer, complaint
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
-    sources = bundle.sources(bundle.AGENT, *COMMANDS[command])
+_IMPORTS = """
+import importlib, os, sys
+
+def load(sources):
+    sys.meta_path.insert(0, CarriedFinder(sources))
+    for name in sources:
+        importlib.import_module(name)
+
+load(agent)
+out = os.dup(1)  # a module of cuda-env keeps the output of torch away from it
+for command, sources in commands.items():
+    if os.fork() == 0:
+        load(sources)
+        os.write(out, f"{command}\\n".encode())
+        sys.exit()
+    assert os.wait()[1] == 0, command
+"""
+
+
+def test_what_travels_imports_nothing_that_does_not() -> None:
+    agent = bundle.sources(bundle.AGENT)
+    commands = {name: bundle.sources(bundle.AGENT, *modules) for name, modules in COMMANDS.items()}
+    order = f"exec({agent['distdiag.agent.boot']!r}, globals())\n{agent=}\n{commands=}\n{_IMPORTS}"
     # Imported one by one where there is no distdiag: -S leaves the site-packages out, and -P the working directory.
-    load = "import importlib, sys\nfor name in sys.argv[1].split(): importlib.import_module(name)\n"
-    start = f"sys.argv[1] = {' '.join(sources)!r}\n{load}"
-    order = (
-        "import sys\n"
-        f"sources = {sources!r}\n"
-        f"exec(sources['distdiag.agent.boot'], globals())\n"
-        "sys.meta_path.insert(0, CarriedFinder(sources))\n"
-        f"sys.argv[1:] = ['']\n{start}"
-    )
+    # Each command in a process of its own, which already has the agent's modules, as on a node.
     done = subprocess.run([sys.executable, "-S", "-P", "-"], input=order, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr, done.stdout.split("\n")) == (0, "", [*COMMANDS, ""])
 
 
 @pytest.mark.parametrize("command", ["gpu_test", "gpu_test.isolate", "allreduce_bench"])

@@ -19,11 +19,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from distdiag.facts.core.core_file import Core
     from distdiag.facts.core.stacks import Stacks
 
 _MAX_CORES = 32
-_HEAD_BYTES = 32 * 2**20
 _MAX_UNPACKED_BYTES = 64 * 2**30
 _MAX_THREADS = 512
 
@@ -112,17 +110,17 @@ def _core(path: str, ask: Ask) -> CoreFacts:
     try:
         if packed_files.packing_of(path) is not packed_files.Packing.NONE:
             return _packed(path, ask)
-        return _with_stacks(_facts(path, path, core_file.read(path), ask), path, ask)
+        return _with_stacks(_facts(path, path, ask), path, ask)
     except (core_file.NotACore, packed_files.CannotUnpack, ValueError) as error:
         return CoreFacts(path, str(error))
     except OSError as error:
         return CoreFacts(path, error.strerror or str(error))
 
 
-def _facts(path: str, core: Core, notes: CoreNotes, ask: Ask) -> CoreFacts:
-    """Return everything but the stacks; `core` is the unpacked core or its first bytes."""
-    modified_s = os.stat(path).st_mtime
-    message, exception = _last_words(core, notes)
+def _facts(path: str, core: str, ask: Ask) -> CoreFacts:
+    """Return everything but the stacks; `core`: the path of the unpacked core."""
+    notes, modified_s = core_file.read(core), os.stat(path).st_mtime
+    message, exception = last_words.read(core, notes) if notes.signal == signal.SIGABRT else ("", "")
     return CoreFacts(
         path=path,
         error="",
@@ -138,10 +136,6 @@ def _facts(path: str, core: Core, notes: CoreNotes, ask: Ask) -> CoreFacts:
     )
 
 
-def _last_words(core: Core, notes: CoreNotes) -> tuple[str, str]:
-    return last_words.read(core, notes) if notes.signal == signal.SIGABRT else ("", "")
-
-
 def _is_inside(notes: CoreNotes, core_s: float) -> bool | None:
     mapped = core_file.MappedFiles(notes.files).at(notes.address) if notes.address is not None else None
     if mapped is None or notes.address is None:
@@ -155,39 +149,20 @@ def _is_inside(notes: CoreNotes, core_s: float) -> bool | None:
 
 
 def _packed(path: str, ask: Ask) -> CoreFacts:
-    """Read a packed core: its notes before unpacking if they are at the beginning, as in a kernel's core."""
-    facts = None
-    try:
-        head = stored_cores.head(path, _HEAD_BYTES)
-        facts = _facts(path, head, core_file.read(head), ask)
-    except core_file.OtherMachine:
-        raise
-    except core_file.NotACore:  # gdb's gcore writes notes at the end
-        pass
+    """Read a packed core. If only its beginning could be unpacked, that has the notes of a kernel's core."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="distdiag-core-") as folder:
+        plain, error = stored_cores.unpack(path, folder, most_bytes=_MAX_UNPACKED_BYTES, timeout_s=ask.timeout_s)
         try:
-            plain = stored_cores.unpack(path, folder, most_bytes=_MAX_UNPACKED_BYTES, timeout_s=ask.timeout_s)
-        except (packed_files.CannotUnpack, OSError) as error:
-            if facts is None:
-                raise
-            size = error.unpacked_bytes if isinstance(error, packed_files.CutOff) else None
-            return replace(_of_size(facts, size), tools=(f"stacks: {error}",))
-        # The first bytes lack the memory with the last words.
-        facts = facts or _facts(path, plain, core_file.read(plain), ask)
+            facts = _facts(path, plain, ask)
+        except core_file.NotACore as reason:  # gdb's gcore writes notes at the end
+            raise (error if error and not isinstance(reason, core_file.OtherMachine) else reason) from None
+        if error is None or isinstance(error, packed_files.CutOff):
+            return _with_stacks(facts, plain, ask)
         assert facts.notes is not None
-        message, exception = _last_words(plain, facts.notes)
-        facts = _of_size(replace(facts, message=message, exception=exception), os.stat(plain).st_size)
-        return _with_stacks(facts, plain, ask)
-
-
-def _of_size(facts: CoreFacts, size: int | None) -> CoreFacts:
-    """Set the size of a core read from its first bytes; None: the size implied by its headers."""
-    assert facts.notes is not None
-    whole = facts.notes.whole_bytes
-    size = whole if size is None else size
-    return replace(facts, notes=replace(facts.notes, size_bytes=size, truncated=size < whole))
+        notes = replace(facts.notes, truncated=False, size_bytes=facts.notes.whole_bytes)
+        return replace(facts, notes=notes, tools=(f"stacks: {error}",))
 
 
 def _rank(variables: dict[str, str]) -> int | None:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.diagnosis.job_logs.types import Logs, Request
-    from distdiag.facts.logs.collect import NodeLogs, Reader
-    from distdiag.facts.logs.scan import Event
+    from distdiag.facts.logs.collect import NodeLogs
     from distdiag.output import Progress
     from distdiag.runner import Asks, Subcommand
     from distdiag.saved_facts import Gathered
@@ -31,17 +30,7 @@ def logs(
         list[str] | None,
         typer.Argument(metavar="[PATH]...", help="Log files, folders of logs, or - for stdin.", show_default=False),
     ] = None,
-    rank: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANKS", help="Print only the lines of these ranks, and exit: 3, or 0-3,7; repeatable."),
-    ] = None,
-    split: Annotated[
-        str, typer.Option(metavar="DIR", help="Write the lines of each rank to a file in DIR, and exit.")
-    ] = "",
     timeline: Annotated[bool, typer.Option("--timeline", help="Also list every failure found, in order.")] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Keep reading a growing log; report failures as they come, until Ctrl-C.")
-    ] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,
@@ -66,21 +55,13 @@ def logs(
     """
     from distdiag import runner
     from distdiag.cluster.targets import check_paths
-    from distdiag.commands.logs import separate
     from distdiag.diagnosis.job_logs.types import Request
-
-    if (rank or split) and not from_:
-        separate.deliver_streams(paths or [], rank or [], split, has_hosts=bool(cluster.typed()), as_json=as_json)
 
     def request() -> Request:
         if not (paths or from_ or cluster.kube):
             raise UsageError("no log named", hint="distdiag logs FILE, a folder, or - for stdin")
-        if follow and cluster.typed():
-            raise UsageError(
-                "--follow reads logs of this machine", hint="leave out --hosts, or log in and follow there"
-            )
         check_paths(cluster, paths or ())
-        return Request(program=called_as(), cluster=cluster, paths=tuple(paths or ()), timeline=timeline, follow=follow)
+        return Request(program=called_as(), cluster=cluster, paths=tuple(paths or ()), timeline=timeline)
 
     runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_))
 
@@ -135,9 +116,7 @@ def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     from distdiag.knowledge.known_lines import for_nodes
     from distdiag.saved_facts import Gathered
 
-    reader, interrupted = Reader(for_nodes(), follow=request.follow), False
-    if request.follow:
-        reader.scan.news = lambda event: _tell(reader, event, progress)
+    reader, interrupted = Reader(for_nodes()), False
     try:
         if request.cluster.kube is not None and not request.paths:
             pod_logs.read(request.cluster.kube, reader, progress)
@@ -147,16 +126,6 @@ def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     except KeyboardInterrupt:
         interrupted = True
     return Gathered(facts=[reader.found()], interrupted=interrupted)
-
-
-def _tell(reader: Reader, event: Event, progress: Progress) -> None:
-    """Report a failure in a growing log at once."""
-    if event.id == "exception" and event.text.endswith("ChildFailedError:"):
-        return
-    stream = reader.scan.streams[event.stream]
-    rank = next((rank for rank in (event.rank, stream.rank, stream.local) if rank is not None), None)
-    who = f"rank {rank}: " if rank is not None else ""
-    progress.news(f"{who}{event.text.partition(chr(10))[0][:200]}")
 
 
 def _join(host: str, first: NodeLogs, parts: Sequence[NodeLogs], why: str) -> NodeLogs | None:

@@ -66,7 +66,7 @@ def pyspy_all(
     Examples:
       distdiag pyspy-all                             # every rank on this host
       distdiag pyspy-all --hosts gpu[01-64] --save run1
-      distdiag pyspy-all --from run1 --html run1.html  # a call tree of the saved stacks
+      distdiag pyspy-all --from run1 --html run1.html  # a call tree
     """
     from distdiag import runner
     from distdiag.commands.pyspy_all.subcommand import SUBCOMMAND

@@ -64,9 +64,6 @@ def trace_py(
         argv = argv_of(command, example=f"{called_as()} trace py -- train.py")
     except UsageError as error:
         fail("trace py", error, as_json=False)
-    for name in settings.include:
-        if why := _unknown(name, argv[0]):
-            typer.echo(f"distdiag trace: {why}", err=True)
     if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
         shown = "" if folder == default_folder() else f" {folder}"
         typer.echo(
@@ -82,24 +79,3 @@ def trace_py(
 
 def _names(text: str) -> list[str]:
     return [name for name in map(str.strip, text.split(",")) if name]
-
-
-def _unknown(name: str, python: str) -> str:
-    """Return why --include of a package traces nothing; empty if it may, or cannot be checked here."""
-    from importlib import machinery
-
-    top, _, below = name.partition(".")
-    if name in ("all", "stdlib") or os.path.realpath(python) != os.path.realpath(sys.executable):
-        return ""
-    spec = machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    paths = [os.path.join(folder, *below.split(".")) for folder in folders]
-    if spec is None and top not in sys.stdlib_module_names:
-        why = "no package of that name is installed; use the name that it is imported by"
-    elif spec is None or not (folders or (spec.origin or "").endswith(".py")):
-        why = "it contains no Python code"
-    elif below and folders and not any(os.path.exists(path) or os.path.exists(f"{path}.py") for path in paths):
-        why = f"{top} has no {below}"
-    else:
-        return ""
-    return f"--include {name} traces nothing: {why}"

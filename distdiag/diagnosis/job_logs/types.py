@@ -17,7 +17,6 @@ class Request:
     cluster: Cluster
     paths: tuple[str, ...] = ()
     timeline: bool = False
-    follow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Protocol, Union
 
     Core = Union[str, bytes]
-    """The path of a core, or its first bytes (see `stored_cores.head`)."""
+    """The path of a core, or its bytes."""
 
     class Readable(Protocol):
         """Implemented by `elf.File` and `Bytes`."""

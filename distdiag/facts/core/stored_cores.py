@@ -1,4 +1,4 @@
-"""Stored cores: search, reading the first bytes of compressed cores, and decompression."""
+"""Stored cores: search and decompression."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from distdiag.facts.core import setup
-from distdiag.facts.core.core_file import MAGIC, Bytes, Image
+from distdiag.facts.core import core_file, setup
+from distdiag.facts.core.core_file import MAGIC
 from distdiag.facts.elf import File, Malformed
-from distdiag.facts.packed_files import BY_PROGRAM, CannotUnpack, CutOff, Packing, packing_of, stream
+from distdiag.facts.packed_files import BY_PROGRAM, CannotUnpack, Packing, packing_of, stream
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import BinaryIO
 
-_HEAD_BYTES = 16 << 20
+_HEADERS_BYTES = 16 << 20
 """Enough for the headers of 250,000 mappings."""
 _MORE_THAN_PROMISED_BYTES = 64 << 20
 """Allowance for data after the memory: section headers, as written by gdb's gcore."""
 _LEFT_FREE_BYTES = 64 << 20
-_HEAD_TIMEOUT_S = 20.0
+_FIRST_BYTES_TIMEOUT_S = 20.0
 
 _ET_CORE = 4
 _IDENTITY_BYTES = 64
@@ -37,83 +36,47 @@ _MAX_SEARCH_S = 10.0
 _NEVER = ("/proc", "/sys")
 
 
-def head(path: str, most_bytes: int, *, timeout_s: float = _HEAD_TIMEOUT_S) -> bytes:
-    """Return the first bytes of the core in a file, unpacked; fewer if truncated.
+def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> tuple[str, CannotUnpack | None]:
+    """Unpack a core into a new file in a private folder; return its path, and why its end is missing.
+
+    Once its headers are unpacked, the rest must fit into the folder and `most_bytes`.
 
     Raises:
-        CannotUnpack: damaged from the beginning, the decompressor is not installed, or timeout.
-        OSError, ValueError: see `packing_of`.
+        CannotUnpack: damaged or truncated at once, or the program for it is not installed.
+        OSError, ValueError: see `packing_of`; also if the folder cannot be written.
     """
-    packing = packing_of(path)
-    if packing is Packing.NONE:
-        with File(path, most_bytes) as file:
-            return file.at(0, min(file.size, most_bytes))
-    data = bytearray()
-    with contextlib.closing(stream(path, packing, timeout_s)) as pieces:
+    unpacked = os.path.join(folder, "core")
+    most, is_checked = _HEADERS_BYTES, False
+    with open(unpacked, "xb") as file, contextlib.closing(stream(path, packing_of(path), timeout_s)) as pieces:
         try:
             for piece in pieces:
-                data += piece
-                if len(data) >= most_bytes:
-                    break
-        except CutOff:
-            if not data:
+                file.write(piece)
+                if file.tell() > most:
+                    if is_checked:
+                        raise CannotUnpack("damaged: it contains more than its headers promise")
+                    file.flush()
+                    most, is_checked = _promised_bytes(unpacked, most_bytes) + _MORE_THAN_PROMISED_BYTES, True
+        except CannotUnpack as error:
+            if not file.tell():
                 raise
-    return bytes(data[:most_bytes])
+            return unpacked, error
+    return unpacked, None
 
 
-def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
-    """Unpack a core into a new private file in a folder, to be removed by the caller; return its path.
-
-    The folder must have room for the size in the core's headers; writing stops slightly above that size.
-
-    Raises:
-        CannotUnpack: not a core, larger than `most_bytes` or the free space, truncated (`CutOff`), or for a reason of
-            `head`; no file is left behind.
-        OSError, ValueError: see `packing_of`; also if the folder is missing or `path` is not packed.
-    """
-    packing = packing_of(path)
-    if packing is Packing.NONE:
-        raise ValueError(f"not packed: {path}")
-    promised = _promised_bytes(head(path, _HEAD_BYTES, timeout_s=timeout_s))
-    _check_room(promised, folder, most_bytes)
-    import tempfile
-
-    fd, unpacked = tempfile.mkstemp(prefix="core-", dir=folder)
+def _promised_bytes(core: str, most_bytes: int) -> int:
+    """Return the size in a core's headers. Raises CannotUnpack if there is no room for it."""
+    folder = os.path.dirname(core)
     try:
-        with open(fd, "wb") as file, contextlib.closing(stream(path, packing, timeout_s)) as pieces:
-            _write(file, pieces, promised)
-    except BaseException as error:
-        if isinstance(error, CutOff):
-            error.unpacked_bytes = os.path.getsize(unpacked)
-        os.unlink(unpacked)
-        if isinstance(error, OSError):
-            raise CannotUnpack(f"cannot unpack into {folder}: {error.strerror}") from error
-        raise
-    return unpacked
-
-
-def _write(file: BinaryIO, pieces: Iterator[bytes], promised: int) -> None:
-    for piece in pieces:
-        if file.tell() + len(piece) > promised + _MORE_THAN_PROMISED_BYTES:
-            raise CannotUnpack(f"damaged: it contains more than the {_mib(promised)} of its headers")
-        file.write(piece)
-
-
-def _promised_bytes(start: bytes) -> int:
-    try:
-        return Image(Bytes(start)).whole_bytes
-    except Malformed:
-        raise CannotUnpack("the packed file is not a 64-bit core") from None
-
-
-def _check_room(promised: int, folder: str, most_bytes: int) -> None:
+        with core_file.opened(core) as image:
+            size = image.whole_bytes
+    except core_file.NotACore as error:
+        raise CannotUnpack(str(error)) from None
     disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize - _LEFT_FREE_BYTES
-    if promised > most_bytes:
-        raise CannotUnpack(f"it unpacks to {_mib(promised)}; the limit is {_mib(most_bytes)}")
-    if promised > free:
-        room = f"{folder} has {_mib(max(0, free))} free; set TMPDIR to another directory"
-        raise CannotUnpack(f"it unpacks to {_mib(promised)}; {room}")
+    free = max(0, disk.f_bavail * disk.f_frsize - _LEFT_FREE_BYTES)
+    if size > min(most_bytes, free):
+        room = f"{folder} has {_mib(free)} free; set TMPDIR to another directory"
+        raise CannotUnpack(f"it unpacks to {_mib(size)}; {room if size > free else f'the limit is {_mib(most_bytes)}'}")
+    return size
 
 
 def _mib(size: int) -> str:
@@ -229,7 +192,15 @@ def _why_no_core(path: str, *, by_program: bool) -> str | None:
     packing = packing_of(path)
     # Start a decompressor only for a file named like a core.
     promising = by_program if packing in BY_PROGRAM else start.startswith(MAGIC) or packing is not Packing.NONE
-    return None if promising and _is_core(head(path, _IDENTITY_BYTES)) else ""
+    return None if promising and _is_core(_first_bytes(path, packing)) else ""
+
+
+def _first_bytes(path: str, packing: Packing) -> bytes:
+    if packing is Packing.NONE:
+        with File(path) as file:
+            return file.at(0, min(file.size, _IDENTITY_BYTES))
+    with contextlib.closing(stream(path, packing, _FIRST_BYTES_TIMEOUT_S)) as pieces:
+        return next(pieces, b"")
 
 
 def _is_core(start: bytes) -> bool:

@@ -7,12 +7,11 @@ import re
 import select
 import stat
 import sys
-import time
 from dataclasses import dataclass, replace
 
 from distdiag.facts import machine
 from distdiag.facts.logs.demux import LONGEST_LINE, Demux, Stream
-from distdiag.facts.logs.scan import RANK, Event, NcclRank, Scan
+from distdiag.facts.logs.scan import Event, NcclRank, Scan
 from distdiag.facts.packed_files import CannotUnpack, Packing, packing_of, stream
 
 TYPE_CHECKING = False
@@ -21,13 +20,11 @@ if TYPE_CHECKING:
 
     from distdiag.facts.logs.line_patterns import Rows
 
-__all__ = ["RANK", "facts", "more"]
 _BLOCK = 1 << 18
 _MOST_FILES = 20_000
 _DEEP = 8
 _WAIT_FOR_WRITER_S = 5.0
 _UNPACK_S = 3600.0
-_POLL_S, _QUIET_POLLS = 0.2, 5
 _BINARY_SHARE = 0.1
 _SENT = 500
 _NOT_LOGS = (".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".npy", ".json", ".yaml", ".pkl", ".md")
@@ -100,12 +97,12 @@ def more(ask: Ask, tell: Callable[[NodeLogs], None]) -> None:
 
 
 class Reader:
-    """Reads paths one after another; `found` is available at any time. `follow` and `tail`: see blocks."""
+    """Reads paths one after another; `found` is available at any time. `tail`: see blocks."""
 
-    def __init__(self, patterns: Rows, *, follow: bool = False, tail: int = 0) -> None:
+    def __init__(self, patterns: Rows, *, tail: int = 0) -> None:
         self.scan = Scan(patterns)
         self._files: list[LogFile] = []
-        self._follow, self._tail = follow, tail
+        self._tail = tail
 
     def found(self) -> NodeLogs:
         """Return the results so far."""
@@ -146,10 +143,7 @@ class Reader:
         size, error = 0, ""
         cuts = [0]
         try:
-            for block in blocks(path, cuts, follow=self._follow, tail=self._tail):
-                if not block:
-                    reading.idle()
-                    continue
+            for block in blocks(path, cuts, tail=self._tail):
                 if not size and is_binary(block):
                     raise Unreadable("binary, not a log")
                 size += len(block)
@@ -224,10 +218,8 @@ def is_binary(start: bytes) -> bool:
     return start.startswith(_MAGIC) or start.count(b"\0") > _BINARY_SHARE * len(start)
 
 
-def blocks(path: str, cuts: list[int], *, follow: bool = False, tail: int = 0) -> Iterator[bytes]:
+def blocks(path: str, cuts: list[int], *, tail: int = 0) -> Iterator[bytes]:
     """Yield blocks of whole lines; an overlong line is cut, and counted in cuts[0].
-
-    With `follow`, an empty block means a second without output.
 
     `tail`: read only that many bytes at the end of an uncompressed file; 0: all.
 
@@ -235,10 +227,7 @@ def blocks(path: str, cuts: list[int], *, follow: bool = False, tail: int = 0) -
         OSError, CannotUnpack, Unreadable, ValueError: it cannot be read completely.
     """
     rest, skip = b"", False
-    for piece in _bytes(path, follow=follow, tail=tail):
-        if not piece:
-            yield b""
-            continue
+    for piece in _bytes(path, tail):
         if skip:
             _, newline, piece = piece.partition(b"\n")
             if not newline:
@@ -257,7 +246,7 @@ def blocks(path: str, cuts: list[int], *, follow: bool = False, tail: int = 0) -
         yield rest
 
 
-def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None]:
+def _bytes(path: str, tail: int) -> Generator[bytes, None, None]:
     if path == "-":
         yield from _piped(sys.stdin.fileno())
         return
@@ -282,9 +271,6 @@ def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None
             pieces.close()
         return
     with open(path, "rb", buffering=0) as file:
-        if follow:
-            yield from _growing(file.fileno())
-            return
         size = os.fstat(file.fileno()).st_size
         read = 0
         if tail and size > tail:
@@ -296,20 +282,6 @@ def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None
                 return
             read += len(piece)
             yield piece
-
-
-def _growing(fd: int) -> Generator[bytes, None, None]:
-    """Yield data appended to a file, forever; an empty piece after a quiet period."""
-    quiet = 0
-    while True:
-        if piece := os.read(fd, _BLOCK):
-            quiet = 0
-            yield piece
-            continue
-        time.sleep(_POLL_S)
-        quiet += 1
-        if quiet == _QUIET_POLLS:
-            yield b""
 
 
 def _piped(fd: int) -> Iterator[bytes]:

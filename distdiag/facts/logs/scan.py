@@ -19,8 +19,6 @@ from distdiag.facts.logs.signs import Signs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from distdiag.facts.logs.line_patterns import Rows
 
 EXIT = "exit-of-"
@@ -231,7 +229,6 @@ class Scan:
         self.streams: list[Stream] = []
         self.comms: dict[tuple[str, int], NcclRank] = {}
         self.dropped = 0
-        self.news: Callable[[Event], None] | None = None
         self._per_stream: dict[tuple[int, str], int] = {}
         self._seen: dict[tuple[int, int, str, str], int] = {}
 
@@ -257,8 +254,6 @@ class Scan:
         else:
             self._seen[same] = len(self.events)
             self.events.append(event)
-            if self.news is not None:
-                self.news(event)
 
     def explain_last(self, line: int, id_: str, text: str, groups: dict[str, str]) -> bool:
         """Give the last event, if it is of this line, the reason that a later line of its report has."""
@@ -330,11 +325,6 @@ class FileScan:
         start = block.rfind(b"\n", at, places[next_]) + 1 or at if next_ < len(places) else len(block)
         self.lines += block.count(b"\n", at, start)
         return start
-
-    def idle(self) -> None:
-        """Report exceptions that look complete, after a quiet period."""
-        for stream in [number for number, traceback in self._tracebacks.items() if traceback.last]:
-            self._end_traceback(stream)
 
     def finish(self) -> None:
         """End the file, reporting open tracebacks and summaries as they are."""

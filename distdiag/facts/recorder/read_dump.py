@@ -148,7 +148,7 @@ def _json(data: bytes) -> Any:  # noqa: ANN401 - any JSON
         raise Unreadable(f"incomplete JSON: {str(error)[:100]}", truncated=True) from None
 
 
-class _Refusing:
+class _NoCode:
     def find_class(self, module: str, name: str) -> NoReturn:
         shown = f"{module}.{name}"[:200]
         raise Unreadable(f"it would run code: {shown}", is_code=True)
@@ -157,11 +157,11 @@ class _Refusing:
         raise Unreadable("it refers to objects outside the file")
 
 
-class _Plain(_Refusing, pickle.Unpickler):
+class _Plain(_NoCode, pickle.Unpickler):
     pass
 
 
-class _PartialUnpickler(_Refusing, pickle._Unpickler):  # the Python implementation exposes its stack
+class _PartialUnpickler(_NoCode, pickle._Unpickler):  # the Python implementation exposes its stack
     pass
 
 

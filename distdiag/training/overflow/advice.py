@@ -1,5 +1,4 @@
-"""Warnings about 16 bits: gradients that underflow, checked in steps 0, 1, 2, 4 and so on, and every 256th;
-and bfloat16 weights that stay unchanged."""
+"""Warnings about float16: gradients that underflow, checked in steps 0, 1, 2, 4 and so on, and every 256th."""
 
 from __future__ import annotations
 
@@ -10,17 +9,14 @@ import torch
 from distdiag.training.overflow import extrema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-    from torch.optim import Optimizer
+    from collections.abc import Sequence
 
     from distdiag.training.overflow.extrema import Watched
 
 
 _EVERY = 256
 _SHARE = 0.5
-"""Minimum share of unchanged weights; of zeros and subnormals.
+"""Minimum share of zeros and subnormals.
 
 Subnormals must be as large a share of the nonzero values: embeddings have many zero rows, and gradients before a layer
 of zeros are 0.
@@ -30,10 +26,6 @@ _SCALED = (
     "Scale the loss: scaler = torch.amp.GradScaler({device!r}); scaler.scale(loss).backward(); "
     "scaler.step(optimizer); scaler.update()"
 )
-_SAMPLE = 1024
-"""Sampled elements of each bfloat16 parameter, evenly spaced."""
-_KEPT_ELSEWHERE = ("master", "kahan", "comp", "shift")
-"""Substrings of optimizer state names for float32 copies or compensation terms, which keep small updates."""
 
 
 def _is_due(step: int) -> bool:
@@ -102,74 +94,3 @@ class Underflow:
 
 def _are_zero(gradients: Sequence[Watched]) -> bool:
     return bool(gradients) and not any(extrema.fetch([value for gradient in gradients for value in gradient.extrema]))
-
-
-class LostUpdates:
-    """Compares a sample of the weights before and after one optimizer step; synchronizes once.
-
-    Only weights with a gradient count. The step checked is the first with a learning rate not above the previous: small
-    updates are expected during warmup.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, float] = {}
-        self._sampled: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._is_over = False
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Copy the sample if this step is to be checked."""
-        if self._is_over:
-            return
-        rate = _learning_rate(optimizer)
-        last = self._last.get(id(optimizer))
-        self._last[id(optimizer)] = rate
-        if last is None or not 0 < rate <= last or getattr(optimizer, "found_inf", None) is not None:
-            return
-        self._is_over = True
-        if not _keeps_more(optimizer):
-            self._sampled = [(now, now.clone(), gradient != 0) for now, gradient in _samples(optimizer)]
-
-    def after_step(self, optimizer: Optimizer, step: int) -> str:
-        """Return a warning if most of the sample is unchanged."""
-        sampled, self._sampled = self._sampled, []
-        if not sampled:
-            return ""
-        device = sampled[0][0].device
-        counts = [torch.stack(((now == was).logical_and(used).sum(), used.sum())) for now, was, used in sampled]
-        same, of = torch.stack([each.to(device) for each in counts]).sum(0).tolist()
-        if not of or same < _SHARE * of:
-            return ""
-        return (
-            f"step {step}: {same / of:.0%} of the bfloat16 weights with a gradient did not change, of a sample of "
-            f"{of:,}: at a learning rate of {_learning_rate(optimizer):.3g} the update is smaller than half the "
-            "spacing of bfloat16, and is lost. Keep the weights in float32 and compute in bfloat16 by autocast, or use "
-            "an optimizer with float32 copies or stochastic rounding"
-        )
-
-
-def _learning_rate(optimizer: Optimizer) -> float:
-    """Return the maximum over its groups; a tensor counts as 0, to avoid a fetch."""
-    return max(
-        (rate for group in optimizer.param_groups if isinstance(rate := group.get("lr"), (int, float))), default=0.0
-    )
-
-
-def _keeps_more(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer rounds stochastically or keeps extra bits of the weights."""
-    names = {str(name).lower() for state in optimizer.state.values() if isinstance(state, dict) for name in state}
-    return any(part in name for name in names for part in _KEPT_ELSEWHERE) or any(
-        "stochastic" in name and bool(value) for name, value in vars(optimizer).items()
-    )
-
-
-def _samples(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of each bfloat16 parameter and its gradient, of the local shard if sharded."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if weight.grad is None or weight.dtype is not torch.bfloat16:
-                continue
-            local = [getattr(each, "_local_tensor", each).detach() for each in (weight, weight.grad)]
-            if all(each.is_contiguous() and each.numel() for each in local):
-                distance = -(-local[0].numel() // _SAMPLE)
-                now, gradient = (each.view(-1)[::distance] for each in local)
-                yield now, gradient

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from distdiag.facts.machine import host_name
 from distdiag.facts.process.rank_identity import own_rank
 from distdiag.training.overflow import extrema, modules, ranks
-from distdiag.training.overflow.advice import LostUpdates, Underflow
+from distdiag.training.overflow.advice import Underflow
 from distdiag.training.overflow.calls import Callers
 from distdiag.training.overflow.cause import diverges
 from distdiag.training.overflow.gradients import GradientReader, listen, stop
@@ -149,7 +149,7 @@ class DebugUnderflowOverflow:
         if self._is_compiled and (mode == "full" or trace_batch_nums):
             self._output.note("a compiled model has no frames to read: only its outputs are checked")
         self._gradients = GradientReader(self._model, gradients)
-        self._underflow, self._lost_updates = Underflow(), LostUpdates()
+        self._underflow = Underflow()
         self._handles: list[RemovableHandle] = []
         self._recent: deque[Tensor] = deque(maxlen=8)
         """The last losses."""
@@ -374,15 +374,12 @@ class DebugUnderflowOverflow:
             seen = self._pending.take(self._when_pending(), made)
             found = self._judge.judge(seen, group)
             if found is None and not self.counts.off:
-                self._lost_updates.before_step(optimizer)
                 self._warn(self._underflow.look(made.now, self.counts.steps))
         self._settle(found)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._is_not_the_scripts() or not self._gradients.are_stepped_by(optimizer):
             return
-        with self._harmless(), torch.no_grad():
-            self._warn(self._lost_updates.after_step(optimizer, self.counts.steps))
         self._state.steps += 1
         self._pending.end_step()
         # With several optimizers per model, a training step has one step of each.

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from json_schema import check
-from support import Running, distdiag, need
+from support import Running, need
+from support_warm import distdiag
 
 from distdiag.facts import machine
 
@@ -101,7 +102,7 @@ def test_a_wrong_dtype_is_found_before_anything_is_sent() -> None:
 
 @pytest.mark.parametrize(("fault", "finding"), [("kill:1@3", "rank-died"), ("stop:0@3", "rank-missing")])
 def test_what_was_measured_before_a_rank_fails_is_kept(fault: str, finding: str) -> None:
-    result = bench("--nproc", "2", "--sizes", "1KiB,4KiB,16KiB,64KiB", "--inject", fault, "--stall", "15")
+    result = bench("--nproc", "2", "--sizes", "1KiB,4KiB,16KiB,64KiB", "--inject", fault, "--stall", "25")
     # A busy machine pauses ranks, too.
     assert (result.code, set(result.findings) - {"rank-paused"}) == (1, {finding})
     assert result.findings[finding]["where"]["ranks"] == [int(fault[5])]

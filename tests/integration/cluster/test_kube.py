@@ -12,7 +12,8 @@ import pytest
 from cluster import Network, need_network
 from jobs import PROGRAMS, outliers, wait_still
 from kube_api import FakePod, KubeApi, need_kubectl, pod_manifest
-from support import distdiag, need, wait_until
+from support import need, wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,14 +12,17 @@ import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
-from support import Running, distdiag, need
+from support import Running, need
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from support import Result
 
-SMALL = ("--json", "--size", "1MiB", "--stall", "20")
+SMALL = ("--json", "--size", "1MiB", "--stall", "60")
+"""On a busy machine three imports of torch may take half a minute."""
+QUICK = (*SMALL, "--no-compute")
 MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
@@ -51,12 +54,12 @@ def hosts_of_ranks(result: Result) -> list[str]:
 
 
 def beside(slurm: Slurm, *arguments: str) -> Result:
-    return Running("gpu-test", *SMALL, *arguments, env=slurm.env(), wrap=tuple(slurm.client.command())).finish()
+    return distdiag("gpu-test", *QUICK, *arguments, env=slurm.env(), wrap=tuple(slurm.client.command()))
 
 
 def as_ranks(slurm: Slurm, job: int, shape: str, *arguments: str) -> Result:
     srun = ("srun", "--overlap", f"--jobid={job}", *shape.split())
-    return Running("gpu-test", *SMALL, *arguments, env=slurm.env(), wrap=(*slurm.client.command(), *srun)).finish()
+    return Running("gpu-test", *QUICK, *arguments, env=slurm.env(), wrap=(*slurm.client.command(), *srun)).finish()
 
 
 def by_mpirun(network: Network, mpirun: list[str], *arguments: str) -> Result:
@@ -125,7 +128,7 @@ def test_inside_an_allocation_its_nodes_are_found(slurm: Slurm, job: int, tmp_pa
 def test_ranks_started_by_srun_which_knows_better_than_a_master_addr_of_another_job(slurm: Slurm, job: int) -> None:
     srun = ("srun", "--overlap", f"--jobid={job}", "-N", "2", "-n", "3", "--ntasks-per-node=2")
     wrap = (*slurm.client.command(), *srun, "env", "MASTER_ADDR=nosuchnode17")
-    result = Running("gpu-test", *SMALL, env=slurm.env(), wrap=wrap).finish()
+    result = Running("gpu-test", *QUICK, env=slurm.env(), wrap=wrap).finish()
     assert result.code == 0
     finding = result.findings["rank-variables"]
     assert "MASTER_ADDR=nosuchnode17 in rank 0" in finding["title"]
@@ -135,7 +138,7 @@ def test_ranks_started_by_srun_which_knows_better_than_a_master_addr_of_another_
 
 
 def test_one_task_per_node_starts_its_own_ranks_and_names_the_stopped_one(slurm: Slurm, job: int) -> None:
-    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--stall", "15", "--inject", "stop:3")
+    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--stall", "25", "--inject", "stop:3")
     assert result.code == 1
     assert result.findings["rank-missing"]["where"] == {
         "hosts": ["mn2"],
@@ -147,7 +150,7 @@ def test_one_task_per_node_starts_its_own_ranks_and_names_the_stopped_one(slurm:
 
 def test_rank_variables_that_contradict_srun_are_told(slurm: Slurm, job: int) -> None:
     srun = ("srun", "--overlap", f"--jobid={job}", "-N", "2", "-n", "2", "env", "RANK=0", "WORLD_SIZE=1")
-    running = Running("gpu-test", *SMALL, env=slurm.env(), wrap=(*slurm.client.command(), *srun))
+    running = Running("gpu-test", *QUICK, env=slurm.env(), wrap=(*slurm.client.command(), *srun))
     result = running.finish()
     assert result.statuses == ["ok", "ok"]
     assert "srun set rank 0 of 2" in result.findings["rank-variables"]["title"]
@@ -158,7 +161,7 @@ def test_mpirun_in_every_task_of_srun_is_told(slurm: Slurm, job: int) -> None:
     srun = ("srun", "--overlap", f"--jobid={job}", "-N", "2", "-n", "2", "--mpi=none")
     # Open MPI would start its daemon by srun inside a job; as a plain program it does what users see.
     inner = (*MPIRUN, "--mca", "plm", "isolated", "--mca", "ras", "^slurm", "-np", "2")
-    result = Running("gpu-test", *SMALL, env=slurm.env(), wrap=(*slurm.client.command(), *srun, *inner)).finish()
+    result = Running("gpu-test", *QUICK, env=slurm.env(), wrap=(*slurm.client.command(), *srun, *inner)).finish()
     assert result.code != 0
     assert result.out.count('"gpu-test.nested-launchers"') == 2, result.out + result.err
 
@@ -232,7 +235,7 @@ def test_ranks_of_two_torchrun_agents_with_a_fault(network: Network) -> None:
         node = network.nodes[number]
         torchrun = (TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *rendezvous, f"--local-addr={node.address}")
         wrap = (*node.command(), *torchrun, "--no-python")
-        results.append(Running("gpu-test", *SMALL, "--inject", "corrupt:1", wrap=wrap).finish())
+        results.append(Running("gpu-test", *QUICK, "--inject", "corrupt:1", wrap=wrap).finish())
 
     threads = [threading.Thread(target=launch, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -271,7 +274,7 @@ def test_a_rank_without_its_rank_0_says_so_and_ends() -> None:
 def test_a_rank_0_that_is_long_silent_is_not_taken_for_a_lost_node() -> None:
     need("mpirun.openmpi")
     mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2")
-    result = Running("gpu-test", *SMALL, "--stall", "15", "--inject", "late:0@reduce", wrap=mpirun).finish()
+    result = Running("gpu-test", *QUICK, "--stall", "25", "--inject", "late:0@reduce", wrap=mpirun).finish()
     assert list(result.findings) == ["rank-missing"]
     assert result.findings["rank-missing"]["where"]["ranks"] == [0]
 
@@ -280,7 +283,7 @@ def test_ranks_that_a_launcher_ends_leave_one_document() -> None:
     """Of all that share stdout, rank 0 alone speaks."""
     need("mpirun.openmpi")
     # Rank 0 waits for the others: they are held up before they can find it.
-    running = Running("gpu-test", *SMALL, "--inject", "late:1@connect", "--stall", "60", wrap=(*MPIRUN, "-np", "4"))
+    running = Running("gpu-test", *QUICK, "--inject", "late:1@connect", "--stall", "60", wrap=(*MPIRUN, "-np", "4"))
     running.wait_for("start: all ranks")
     running.process.terminate()
     result = running.finish()

@@ -224,7 +224,7 @@ def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(tmp_path: P
     assert (core["truncated"], core["signal_name"], "truncated" in result.findings) == (True, "SIGSEGV", True)
     unpacked = subprocess.run(["zstd", "-dcq", packed], stdout=subprocess.PIPE, check=False).stdout
     assert core["size_bytes"] == len(unpacked)
-    assert result.findings["crash"]["fix"]["text"] == "stacks: this file is truncated"
+    assert core["crash_thread"]["frames"][0]["language"] == "c"
 
 
 def test_a_packed_core_of_gcore_which_has_its_notes_at_the_end(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _WITH_TABLE = """
 __device__ char table[64 << 10] = {1};
 __global__ void kernel(float *x) { x[threadIdx.x] *= table[threadIdx.x]; }
 """
-_PLAIN = ("75", "80", "86", "89", "90", "90a", "100", "100a", "103", "110", "120", "120a", "121")
+_PLAIN = ("75", "80", "90", "90a", "100a", "120", "121")
 _HOSTILE = (0, 1, 16, 63, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 _BLOB = 16
 """Bytes of the header of a fat binary: magic (4), version (2), size of the header (2), size of what follows (8)."""
@@ -233,7 +233,7 @@ def test_no_number_in_a_fat_binary_makes_us_fail_or_wait(copy: Copy) -> None:
 
 
 def test_a_library_of_more_than_a_gigabyte_is_read_in_a_moment(library: Path, tmp_path: Path) -> None:
-    # GIVEN real fat binaries, one after the other, as of a thousand objects for 13 GPUs each
+    # GIVEN real fat binaries, one after the other, as of a thousand objects for several GPUs each
     copy = Copy(library, tmp_path / "huge.so")
     blobs = bytes(copy.data[copy.section.offset : copy.section.offset + copy.section.size])
     count = (1 << 30) // len(blobs) + 1

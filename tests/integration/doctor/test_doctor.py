@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from doctor_changes import CHANGES, can_limit_memory, complaints
-from support import PROGRAM, Running, distdiag, need
+from support import PROGRAM, Running, need
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from support import Result
 
 GROUPS = [list(CHANGES)[start::9] for start in range(9)]
 """Changes that are made at the same time, each on a node of its own: three of four nodes have every fact as it was."""
@@ -29,9 +32,9 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def run(network: Network, *more: str, hosts: str = "") -> Any:  # noqa: ANN401 - subprocess' own type
+def run(network: Network, *more: str, hosts: str = "") -> Result:
     where = ("--hosts", hosts or network.hosts, "--via", network.via)
-    return network.client.run(PROGRAM, "doctor", *where, *more, check=False, timeout=120)
+    return distdiag("doctor", *where, *more, wrap=tuple(network.client.command()))
 
 
 @pytest.mark.parametrize("names", GROUPS, ids=" ".join)
@@ -43,14 +46,14 @@ def test_the_node_and_the_fact_that_was_changed_are_named(names: list[str], netw
         for host, name in nodes.items():
             undo.enter_context(CHANGES[name].make(network, network[host]))
         done = run(network, "--json")
-    report = json.loads(done.stdout)
+    report = json.loads(done.out)
     unnamed = {host: name for host, name in nodes.items() if not CHANGES[name].named(report, host)}
     assert not unnamed, [(finding["id"], finding["title"]) for finding in report["findings"]]
 
 
 def test_of_equal_nodes_nothing_is_said(network: Network) -> None:
     for _ in range(3):  # on a busy machine one of the four may be slower for a moment; a wrong complaint comes again
-        report = json.loads(run(network, "--json").stdout)
+        report = json.loads(run(network, "--json").out)
         if not complaints(report):
             break
     assert (complaints(report), report["verdict"], report["data"]["fit"]) == ([], "ok", "fit")
@@ -70,9 +73,9 @@ def test_a_path_between_nodes_that_is_closed_is_named_and_judged_again(
         done = run(network, "--json", "--save", str(tmp_path))
     finally:
         node.heal()
-    report = json.loads(done.stdout)
+    report = json.loads(done.out)
     (finding,) = (finding for finding in report["findings"] if finding["id"] == f"doctor.{id_}")
-    assert (finding["where"]["hosts"], finding["level"], done.returncode) == (["node3"], "fail", 1), report["findings"]
+    assert (finding["where"]["hosts"], finding["level"], done.code) == (["node3"], "fail", 1), report["findings"]
     assert report["data"]["exclude"] == "node3"
     again = distdiag("doctor", "--json", "--from", str(tmp_path))
     assert json.loads(again.out)["findings"] == report["findings"]
@@ -85,7 +88,7 @@ def test_a_slow_link_is_named_without_its_neighbours(network: Network) -> None:
         done = run(network, "--json")
     finally:
         network["node3"].heal()
-    (finding,) = (finding for finding in json.loads(done.stdout)["findings"] if finding["level"] != "info")
+    (finding,) = (finding for finding in json.loads(done.out)["findings"] if finding["level"] != "info")
     assert (finding["id"], finding["level"], finding["where"]["hosts"]) == ("doctor.link-slow", "warn", ["node3"])
     assert "MB/s on other paths" in finding["title"]
 
@@ -93,16 +96,16 @@ def test_a_slow_link_is_named_without_its_neighbours(network: Network) -> None:
 def test_one_line_and_a_status(network: Network) -> None:
     with CHANGES["disk-full"].make(network, network["node3"]):
         brief = run(network, "--brief")
-    assert brief.returncode == 1
-    assert brief.stdout.count("\n") == 1
-    assert brief.stdout.startswith("distdiag doctor: FAIL: not fit: node3: ")
-    assert brief.stdout.endswith("--exclude=node3\n")
+    assert brief.code == 1
+    assert brief.out.count("\n") == 1
+    assert brief.out.startswith("distdiag doctor: FAIL: not fit: node3: ")
+    assert brief.out.endswith("--exclude=node3\n")
 
 
 def test_a_node_that_is_not_there_is_left_out_and_the_others_are_judged(network: Network) -> None:
     done = run(network, "--json", hosts="node[1-4,9]")
-    report = json.loads(done.stdout)
-    assert (done.returncode, report["verdict"], report["data"]["exclude"]) == (3, "unknown", "node9")
+    report = json.loads(done.out)
+    assert (done.code, report["verdict"], report["data"]["exclude"]) == (3, "unknown", "node9")
     assert {row["fit"] for row in report["data"]["nodes"]} == {"fit"}
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import PROGRAM, Running, distdiag, gpu_test, need_mounts
+from support import PROGRAM, Running, need_mounts
+from support_warm import distdiag, gpu_test
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,7 +158,7 @@ def _small_shm_and_all_temporary_directories_read_only() -> tuple[str, ...]:
 
 def test_a_small_dev_shm_is_a_warning_and_a_read_only_temporary_directory_matters_only_for_logs() -> None:
     wrap = _small_shm_and_all_temporary_directories_read_only()
-    result = gpu_test("--strict", "--no-compute", wrap=wrap)
+    result = gpu_test("--strict", wrap=wrap)
     # That the exit is 0 without --strict is tested with own names on loopback.
     assert (result.code, result.report["verdict"], result.statuses) == (1, "warn", ["ok", "ok"])
     assert list(result.findings) == ["shm-small"]
@@ -178,7 +179,7 @@ def test_several_of_us_under_a_launcher_do_not_multiply() -> None:
 
 
 def test_ctrl_c_reports_what_is_known_and_leaves_nothing() -> None:
-    run = Running("gpu-test", "--nproc", "2", "--json", "--inject", "stop:1@memory")
+    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--inject", "stop:1@memory")
     run.wait_for("memory: all ranks")
     os.killpg(run.process.pid, signal.SIGINT)
     result = run.finish(timeout=20)
@@ -189,7 +190,7 @@ def test_ctrl_c_reports_what_is_known_and_leaves_nothing() -> None:
 
 
 def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
-    run = Running("gpu-test", "--nproc", "2", "--json", "--inject", "late:1@memory")
+    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--inject", "late:1@memory")
     run.wait_for("waiting for rank 1 in memory")
     run.process.send_signal(signal.SIGTERM)
     run.process.send_signal(signal.SIGINT)
@@ -200,7 +201,7 @@ def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
 
 
 def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one() -> None:
-    run = Running("gpu-test", "--nproc", "2", "--inject", "stop:1@memory")
+    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--inject", "stop:1@memory")
     run.wait_for("memory: all ranks")
     assert len(run.left_behind()) == 3  # the agent and two ranks
     run.process.kill()
@@ -208,7 +209,7 @@ def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one() -> No
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
-    run = Running("gpu-test", "--nproc", "2", "--json", "--inject", "stop:1@memory")
+    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--inject", "stop:1@memory")
     run.wait_for("memory: all ranks")
     (agent,) = (line for line in run.left_behind() if "distdiag-agent" in line)
     os.kill(int(agent.partition(":")[0]), signal.SIGKILL)
@@ -218,7 +219,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
 
 
 def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks() -> None:
-    run = Running("gpu-test", "--nproc", "2", "--json", "--stall", "15", "--inject", "late:1@memory")
+    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--stall", "25", "--inject", "late:1@memory")
     run.wait_for("memory: all ranks")
     (agent,) = (line for line in run.left_behind() if "distdiag-agent" in line)
     os.kill(int(agent.partition(":")[0]), signal.SIGSTOP)

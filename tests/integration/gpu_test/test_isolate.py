@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from json_schema import check
-from support import Running, distdiag
+from support import Running
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # tests/benchmarks/allreduce_bench.py makes the same faults among six ranks.
 FOUR = ("--nproc", "4", "--size", "1MiB")
+PAIRS = (*FOUR, "--no-compute")
 
 
 def isolate(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
@@ -88,7 +90,7 @@ def test_of_two_ranks_the_one_that_computes_well_is_not_kept_waiting() -> None:
 
 @pytest.mark.alone
 def test_a_slow_rank() -> None:
-    result = isolate(*FOUR, "--inject", "slow:2")
+    result = isolate(*PAIRS, "--inject", "slow:2")
     assert (result.code, list(result.findings)) == (1, ["bad-rank"])
     assert result.findings["bad-rank"]["where"]["ranks"] == [2]
     assert bad_pairs(result) == {(0, 2), (1, 2), (2, 3)}
@@ -97,13 +99,13 @@ def test_a_slow_rank() -> None:
 @pytest.mark.alone
 def test_a_slow_link_on_a_busy_machine() -> None:
     with busy(64):
-        result = isolate(*FOUR, "--inject", "slow:1-3")
+        result = isolate(*PAIRS, "--inject", "slow:1-3")
     assert (result.code, list(result.findings)) == (1, ["bad-link"])
     assert classified(result)["links"] == [[1, 3]]
 
 
 def test_a_link_that_drops_everything_is_found_without_computing() -> None:
-    result = isolate(*FOUR, "--no-compute", "--inject", "block:1-3")
+    result = isolate(*PAIRS, "--inject", "block:1-3")
     check(result.out, 1)
     assert list(result.findings) == ["bad-link"]
     assert (result.report["data"]["left_out"], len(result.report["data"]["pairs"])) == ([], 6)
@@ -116,7 +118,7 @@ def test_a_link_that_drops_everything_is_found_without_computing() -> None:
 
 @pytest.mark.alone
 def test_two_groups_that_do_not_reach_each_other() -> None:
-    result = isolate(*FOUR, "--inject", "split:0-1")
+    result = isolate(*PAIRS, "--inject", "split:0-1")
     assert (result.code, list(result.findings)) == (1, ["split"])
     assert classified(result)["groups"] == [[0, 1], [2, 3]]
     assert classified(result)["ranks"] == []
@@ -124,18 +126,18 @@ def test_two_groups_that_do_not_reach_each_other() -> None:
 
 @pytest.mark.alone
 def test_all_slow_alike_is_told_against_an_expectation() -> None:
-    result = isolate(*FOUR, "--inject", "slow:all", "--expect", "0.1")
+    result = isolate(*PAIRS, "--inject", "slow:all", "--expect", "0.1")
     assert (result.code, list(result.findings)) == (1, ["uniformly-slow"])
 
 
 def test_two_ranks_cannot_be_told_apart() -> None:
-    result = isolate("--nproc", "2", "--size", "1MiB", "--inject", "block:0-1")
+    result = isolate("--nproc", "2", "--size", "1MiB", "--no-compute", "--inject", "block:0-1")
     assert (result.code, list(result.findings)) == (1, ["undecidable"])
     assert result.findings["undecidable"]["fix"]["text"]
 
 
 def test_a_rank_that_dies_meanwhile_is_named() -> None:
-    arguments = ("--nproc", "3", "--size", "256MiB", "--stall", "20")
+    arguments = ("--nproc", "3", "--size", "256MiB", "--no-compute")
     run = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *arguments)
     run.wait_for("pairs: all ranks")
     os.kill(run.pid_of_rank(2), signal.SIGKILL)
@@ -147,7 +149,7 @@ def test_a_rank_that_dies_meanwhile_is_named() -> None:
 
 def test_on_several_nodes_ranks_meet_inside_and_across(network: Network) -> None:
     wrap, env = tuple(network.client.command()), network.client_env()
-    where = ("--hosts", network.hosts, "--via", network.via, "--nproc", "2", "--size", "256KiB")
+    where = ("--hosts", network.hosts, "--via", network.via, "--nproc", "2", "--size", "256KiB", "--no-compute")
     result = isolate(*where, "--inject", "block:2", env=env, wrap=wrap)
     assert (result.code, classified(result)["ranks"]) == (1, [2])
     pairs = {(one["a"], one["b"]): one["level"] for one in result.report["data"]["pairs"]}
@@ -188,7 +190,7 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
 
 def test_a_rank_that_is_stopped_for_40_of_every_60_ms_is_named() -> None:
     """Its best times are as good as the others'."""
-    running = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *FOUR, "--stall", "60")
+    running = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *PAIRS, "--stall", "60")
     stopper = (
         "import os, signal, sys, time\n"
         "while True:\n"

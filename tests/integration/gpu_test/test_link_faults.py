@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster import Network, need_network
-from support import Running
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +45,7 @@ def third(network: Network) -> Iterator[Node]:
 
 def run(network: Network, command: str, *arguments: str) -> Result:
     where = ("--hosts", network.hosts, "--via", network.via, "--json")
-    client = tuple(network.client.command())
-    return Running(command, *where, *arguments, env=network.client_env(), wrap=client).finish()
+    return distdiag(command, *where, *arguments, env=network.client_env(), wrap=tuple(network.client.command()))
 
 
 def test_a_node_that_resets_connections_after_8_mb_is_accused_by_the_two_others(network: Network, third: Node) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from fuzz import PER_READER, assert_survived, damaged, misleading, run_calls, run_each
 from pyspy_facts import REQUEST, job, loads, twice, waits
-from support import distdiag
+from support_warm import distdiag
 
 from distdiag.commands.allreduce_bench import earlier as baselines
 from distdiag.errors import DistdiagError

@@ -209,12 +209,10 @@ def test_packed_cores(core: Path, tmp_path: Path) -> None:
             path.write_bytes(data)
             if packed_files.packing_of(str(path)) is packed_files.Packing.NONE:
                 return
-            stored_cores.head(str(path), 2**16)
-            made = stored_cores.unpack(str(path), str(folder), most_bytes=2**22, timeout_s=10)
-            os.unlink(made)
+            (folder / "core").unlink(missing_ok=True)
+            stored_cores.unpack(str(path), str(folder), most_bytes=2**22, timeout_s=10)
 
         each([original], read, packed_files.CannotUnpack)
-        assert not list(folder.iterdir())
 
 
 def test_programs_and_libraries(tmp_path: Path) -> None:

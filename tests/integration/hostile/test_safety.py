@@ -41,8 +41,8 @@ def test_each_sentence_of_the_page_names_tests_that_exist() -> None:
 
 
 LOOKS = [
-    ("pyspy-all", "--json"),
-    ("trace", "blocked", "--json"),
+    ("pyspy-all", "--json", "--job", "{job}"),
+    ("trace", "blocked", "--json", "--job", "{job}"),
     ("trace", "fds", "{pid}", "--json"),
 ]
 
@@ -52,7 +52,7 @@ def test_looking_writes_no_file_opens_no_port_and_signals_nobody(
     command: tuple[str, ...], job: Job, tmp_path: Path
 ) -> None:
     need("strace")
-    words = [word.format(pid=job.pid(0)) for word in command]
+    words = [word.format(pid=job.pid(0), job=job.name) for word in command]
     distdiag(*words)  # Python has now compiled the remaining modules
     calls = "network,open,openat,openat2,creat,mkdir,mkdirat,unlink,unlinkat,rename,renameat2,kill,tgkill,ptrace"
     log = tmp_path / "calls"
@@ -76,9 +76,9 @@ def test_looking_writes_no_file_opens_no_port_and_signals_nobody(
 
 
 KEEPING = [
-    ("pyspy-all", "--save", "{folder}"),
-    ("pyspy-all", "--html", "{folder}.html"),
-    ("trace", "blocked", "--save", "{folder}"),
+    ("pyspy-all", "--job", "{job}", "--save", "{folder}"),
+    ("pyspy-all", "--job", "{job}", "--html", "{folder}.html"),
+    ("trace", "blocked", "--job", "{job}", "--save", "{folder}"),
     ("trace", "fds", "{pid}", "--save", "{folder}"),
     ("cuda-env", "--save", "{folder}"),
     ("doctor", "--save", "{folder}"),
@@ -95,7 +95,7 @@ def test_no_secret_of_the_job_or_of_ours_is_shown_or_kept(
 ) -> None:
     if "sys" in command:
         need("strace")
-    words = [word.format(pid=job.pid(0), folder=tmp_path / "kept") for word in command]
+    words = [word.format(pid=job.pid(0), job=job.name, folder=tmp_path / "kept") for word in command]
     result = distdiag(*words, *as_json, env=SECRETS)
     assert result.code in (0, 1, 3), result.err
     assert SECRET not in result.out + result.err

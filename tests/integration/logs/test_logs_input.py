@@ -13,6 +13,9 @@ from logs_cases import RECORDED, raised
 from support import PROGRAM, need
 from support_warm import distdiag
 
+from distdiag.facts.logs import collect
+from distdiag.facts.logs.demux import Demux
+
 RAISE = gzip.decompress((RECORDED / "torchrun-raise.log.gz").read_bytes())
 ANSWER = "rank 2"
 
@@ -70,21 +73,33 @@ def test_a_pipe_and_stdin(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-def test_one_rank_alone_and_each_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_bytes(b"[default0]:one [default1]:x\n[default0]:\r10%\r99%\n[default1]:last")
-    done = distdiag("logs", "--rank", "1", str(tmp_path / "a.log"))
-    assert done.out == "x\nlast"
-    done = distdiag("logs", "--rank", "0-1", "--rank", "5", str(tmp_path / "a.log"))
-    assert done.out == "x\n99%\nlast"
-    assert distdiag("logs", "--split", str(tmp_path / "out"), str(tmp_path / "a.log")).code == 0
-    assert (tmp_path / "out" / "rank0.log").read_bytes() == b"99%\n"
-
-
 TORN = Path(__file__).resolve().parents[2] / "programs" / "writes_torn_lines.py"
 PREFIXERS = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--tee=3"),
     "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "--tag-output", "-n", "8", sys.executable),
 }
+
+
+def by_rank(path: str) -> dict[int | None, bytes]:
+    """Return what each rank wrote, without the launcher's prefixes."""
+    demux, found = Demux(), dict[int | None, bytes]()
+
+    def add(label: bytes, text: bytes) -> None:
+        stream = demux.labels[label]
+        rank = stream.local if stream.rank is None else stream.rank
+        found[rank] = found.get(rank, b"") + text
+
+    for block in collect.blocks(path, [0]):
+        demux.detect(block)
+        *lines, rest = block.split(b"\n")
+        for line in lines:
+            for label, text in demux.lines(line, True):
+                add(label, text + b"\n")
+        for label, text in demux.lines(rest, False) if rest else ():
+            add(label, text)
+    for label, text in demux.finish():
+        add(label, text)
+    return found
 
 
 @pytest.mark.parametrize("launcher", PREFIXERS)
@@ -93,11 +108,11 @@ def test_torn_streams_of_eight_ranks_come_back_byte_for_byte(launcher: str, tmp_
     with (tmp_path / "job.log").open("wb") as log:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([*PREFIXERS[launcher], str(TORN)], stdout=log, env=env, check=True, timeout=120)
-    assert distdiag("logs", "--split", str(tmp_path / "out"), str(tmp_path / "job.log")).code == 0
+    found = by_rank(str(tmp_path / "job.log"))
     for rank in range(8):
         env = {**os.environ, "RANK": str(rank), "PAUSE": "0"}
         written = subprocess.run([sys.executable, str(TORN)], stdout=subprocess.PIPE, env=env, check=True).stdout
-        assert (tmp_path / "out" / f"rank{rank}.log").read_bytes() == written
+        assert found[rank] == written
 
 
 def test_logs_are_read_where_they_lie(tmp_path: Path) -> None:

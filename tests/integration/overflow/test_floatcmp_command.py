@@ -13,7 +13,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support import distdiag
+from support_warm import distdiag
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -71,7 +71,7 @@ def test_rounding_is_healthy_and_the_reference_says_who_is_nearer(files: Path) -
 
 
 def test_what_differs_is_named_with_its_place(files: Path) -> None:
-    result = distdiag("floatcmp", "a.pt", "c.pt", wrap=("env", f"--chdir={files}", "NO_COLOR=1"))
+    result = distdiag("floatcmp", "a.pt", "c.pt", wrap=("env", "-C", str(files), "NO_COLOR=1"))
     assert result.code == 1
     assert "\x1b" not in result.out
     assert "distdiag floatcmp: FAIL" in result.out

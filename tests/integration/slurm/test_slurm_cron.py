@@ -130,4 +130,5 @@ def test_what_the_site_does_not_allow_is_said_in_its_words(slurm: Slurm, tmp_pat
     assert [each["asked"] for each in two.report["data"]["watched"]] == ["none", "nobody"]
     assert on(slurm, *typed[:4], "1s", "--", "true").code == 2
     assert on(slurm, "watch").code == 2
-    assert distdiag("slurm", "watch", "x", env={"SLURM_CONF": str(tmp_path / "none")}).code == 3
+    (tmp_path / "slurm.conf").touch()  # for a missing one squeue looks again and again, for 60 s
+    assert distdiag("slurm", "watch", "x", env={"SLURM_CONF": str(tmp_path / "slurm.conf")}).code == 3

@@ -195,16 +195,14 @@ def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
     assert f"{worker['pid']} (its child)" in text
 
 
-def test_a_module_of_the_standard_library_is_included_by_its_name_and_an_unknown_one_told(tmp_path: Path) -> None:
+def test_a_module_of_the_standard_library_is_included_by_its_name(tmp_path: Path) -> None:
     code = "import json, textwrap\nfor i in range(30): json.dumps({'a': [i]}, indent=1); textwrap.dedent('a')\n"
-    words = ("--lines", "20", "--include", "json,jsno,math,pytest.nothing")
+    words = ("--lines", "20", "--include", "json,math")
     done = run(tmp_path, "-c", code, options=words)
     (ring,) = kept(tmp_path)
     files = {one.code.file for one in ring.threads[0].records if one.code.kind == "stdlib"}
     assert {os.path.basename(os.path.dirname(file)) for file in files} == {"json"}
-    assert (done.returncode, done.stderr.count(b"traces nothing")) == (0, 3)
-    assert b"--include jsno traces nothing: no package of that name is installed; " in done.stderr
-    assert b"--include pytest.nothing traces nothing: pytest has no nothing" in done.stderr
+    assert done.returncode == 0
     text = distdiag("trace", "show", "--count", "dumps", str(tmp_path)).out
     assert "more than the last 20 lines, which were recorded: earlier lines are not counted" in " ".join(text.split())
 
@@ -357,9 +355,6 @@ def test_the_stuck_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path:
     assert [group["ranks"] for group in dead.report["data"]["groups"]] == [[0], [1]]
     counted = show("--count", r"dist\.all_reduce", str(tmp_path)).report["data"]["rings"]
     assert {ring["rank"]: ring["thread"]["count"] for ring in counted if ring["thread"]["main"]} == {0: 4, 1: 3}
-    rings = show("--grep", "time.sleep", str(tmp_path)).report["data"]["rings"]
-    (found,) = (ring for ring in rings if ring["thread"]["matches"])
-    assert (found["rank"], found["thread"]["matches"][0]["line"]) == (1, late)
 
 
 def test_a_job_that_comes_to_its_end_is_fine_and_an_older_run_is_not_mixed_in(tmp_path: Path) -> None:
@@ -402,7 +397,7 @@ def test_what_people_read(tmp_path: Path) -> None:
     assert "\x1b" not in shown.out
     nothing = distdiag("trace", "show", str(tmp_path / "nowhere"))
     assert (nothing.code, "trace py" in nothing.err) == (2, True)
-    wrong = distdiag("trace", "show", "--grep", "(", str(tmp_path))
+    wrong = distdiag("trace", "show", "--count", "(", str(tmp_path))
     assert (wrong.code, "not a regular expression" in wrong.err) == (2, True)
     missing = distdiag("trace", "py", "--", "no_such_script.sh")
     assert (missing.code, "no_such_script.sh" in missing.err) == (127, True)

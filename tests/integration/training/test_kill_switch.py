@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job
-from support import distdiag, wait_until
+from support import wait_until
+from support_warm import distdiag
 
 from distdiag import KillSwitch
 

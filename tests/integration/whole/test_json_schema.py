@@ -12,7 +12,9 @@ import make_docs
 import pytest
 from jobs import Job
 from json_schema import SCHEMA, check
-from support import PROGRAM, distdiag
+from loops import each
+from support import PROGRAM
+from support_warm import distdiag
 
 from distdiag.cli import _SUBCOMMANDS
 
@@ -36,14 +38,14 @@ def hung() -> Iterator[Job]:
         yield job
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "trace py"])
+@each("command", [name for name in COMMANDS if name != "trace py"])
 def test_a_wrong_option_is_an_error_document(command: str) -> None:
     result = distdiag(*command.split(), "--json", "--no-such-option")
     assert result.code == 2
     assert "error" in check(result.out, 2)
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         "pyspy-all",

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.agent import handshake
 from distdiag.agent.handshake import Acceptor, Handshake, Refused
@@ -69,7 +70,7 @@ def test_who_sends_back_what_it_hears_is_refused() -> None:
             mine.receive(mine.greeting)
 
 
-@pytest.mark.parametrize(
+@each(
     "said", [b"HTTP/1.1 400 Bad Request\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x00\x01\x02", b"a" * 20_000, b"distdiag-x"]
 )
 def test_a_stranger_is_refused_at_its_first_word(said: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 import pytest
+from loops import each
 
 from distdiag.agent import protocol
 from distdiag.agent.protocol import Message
@@ -25,7 +26,7 @@ def test_each_reply_has_one_type_that_validates_it() -> None:
     assert {reply.__name__ for reply in REPLIES} == VALIDATED.keys()
 
 
-@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.__name__)
+@each("reply", REPLIES)
 def test_what_is_sent_is_what_is_validated(reply: type[Message]) -> None:
     validated = VALIDATED[reply.__name__]
     assert set(reply.__annotations__) == set(validated.__struct_fields__)
@@ -37,7 +38,7 @@ def test_a_kind_means_one_message(messages: list[type[Message]]) -> None:
     assert len({message.kind for message in messages}) == len(messages)
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+@each("order", ORDERS)
 def test_an_order_arrives_as_it_was_sent(order: type[Message]) -> None:
     fields = {name: [number] for number, name in enumerate(order.__annotations__)}
     arrived = protocol.read_order(order(**fields).to_json())
@@ -58,7 +59,7 @@ def test_an_order_of_a_newer_parent_is_none() -> None:
     assert protocol.read_order(b'{"kind": "dance", "partner": 1}') is None
 
 
-@pytest.mark.parametrize("line", [b"[1]", b"null", b"{", b"\xff", b'{"kind": "leave"} {}'])
+@each("line", [b"[1]", b"null", b"{", b"\xff", b'{"kind": "leave"} {}'])
 def test_what_is_no_order_is_an_error(line: bytes) -> None:
     with pytest.raises(ValueError):
         protocol.read_order(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from loops import each
 
 from distdiag.cluster.hostfile import lsf_hosts, read_hostfile, slurm_tasks
 from distdiag.cluster.hosts import Host
@@ -44,8 +45,8 @@ def test_each_kind_of_hostfile_is_read(text: str, hosts: list[Host]) -> None:
     assert list(read_hostfile(text, "hosts").hosts) == hosts
 
 
-@pytest.mark.parametrize(
-    ("text", "duplicates"),
+@each(
+    "text, duplicates",
     [("h1\nh1\nh2", ()), ("h1 slots=1\nh1 slots=1\nh2\nh2", ("h1",)), ("h1\nh1:2", ("h1",)), ("h1:2,h1:2", ("h1",))],
 )
 def test_a_repeat_is_a_duplicate_where_slots_are_given(text: str, duplicates: tuple[str, ...]) -> None:
@@ -56,8 +57,8 @@ def test_a_host_that_is_bare_once_and_sized_once_has_one_slot_more() -> None:
     assert read_hostfile("h1 slots=2\nh1", "hosts").hosts == (Host(name="h1", slots=3),)
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
+@each(
+    "text, line, words",
     [
         ("h1\nh2 slots=x", 2, "'x' is not a number of slots"),
         ("h1 slots=-1", 1, "'-1' is not a number of slots"),
@@ -86,7 +87,7 @@ def test_an_error_names_the_file_and_the_line(text: str, line: int, words: str) 
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "\n \r\n", "# h1\n", "h1 slots=0", "h1\n!h1"])
+@each("text", ["", "\n \r\n", "# h1\n", "h1 slots=0", "h1\n!h1"])
 def test_a_file_without_hosts_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match="hosts: no hosts in it"):
         read_hostfile(text, "hosts")
@@ -97,14 +98,12 @@ def test_a_million_hosts_is_the_limit_of_all_lines_together() -> None:
         read_hostfile("h\nn[1-1000000]", "hosts")
 
 
-@pytest.mark.parametrize(
-    ("text", "tasks"), [("8", [8]), ("2(x2),1", [2, 2, 1]), ("1,2,3(x1)", [1, 2, 3]), ("4(x12)", [4] * 12)]
-)
+@each("text, tasks", [("8", [8]), ("2(x2),1", [2, 2, 1]), ("1,2,3(x1)", [1, 2, 3]), ("4(x12)", [4] * 12)])
 def test_slurm_tasks_are_listed_node_by_node(text: str, tasks: list[int]) -> None:
     assert slurm_tasks(text) == tasks
 
 
-@pytest.mark.parametrize("text", ["", "2(x2),", "2(x)", "1,x", "1,2(x2", "-1"])
+@each("text", ["", "2(x2),", "2(x)", "1,x", "1,2(x2", "-1"])
 def test_a_malformed_slurm_list_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"^SLURM_TASKS_PER_NODE: "):
         slurm_tasks(text)
@@ -115,7 +114,7 @@ def test_lsf_hosts_come_with_their_slots() -> None:
     assert lsf_hosts(" h1 3  h2 4 h1 5 ") == [H1_8, H2_4]
 
 
-@pytest.mark.parametrize("text", ["", "h1", "h1 8 h2", "h1 x", "-h 8", "h[1-2] 8"])
+@each("text", ["", "h1", "h1 8 h2", "h1 x", "-h 8", "h[1-2] 8"])
 def test_a_malformed_lsf_list_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"^LSB_MCPU_HOSTS: "):
         lsf_hosts(text)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+from loops import each
 
 from distdiag.cluster.hostlist import expand
 from distdiag.cluster.hosts import Host, fold, fold_ranks_within, fold_within, parse_hosts
 from distdiag.errors import UsageError
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
+@each(
+    "text, names",
     [
         ("node[1-4,7]", "node1 node2 node3 node4 node7"),
         ("node[08-11]", "node08 node09 node10 node11"),
@@ -43,8 +44,8 @@ def test_a_list_names_hosts_in_the_order_written(text: str, names: str) -> None:
     assert expand(text) == names.split()
 
 
-@pytest.mark.parametrize(
-    ("text", "token"),
+@each(
+    "text, token",
     [
         ("node[1-", "node[1-"),
         ("a,node[1[2]", "node[1[2]"),
@@ -106,8 +107,8 @@ def test_a_million_names_and_not_one_more() -> None:
         expand("n[1-3]", limit=2)
 
 
-@pytest.mark.parametrize(
-    ("names", "folded"),
+@each(
+    "names, folded",
     [
         ("", ""),
         ("n01", "n01"),
@@ -152,7 +153,7 @@ def random_name(dice: random.Random) -> str:
     return dice.choice(shapes)()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_ten_thousand_random_names_survive_folding(seed: int) -> None:
     dice = random.Random(seed)
     names = list({random_name(dice): None for _ in range(10_000)})
@@ -169,8 +170,8 @@ def test_small_sets_of_alike_names_survive_folding() -> None:
         assert sorted(expand(fold(names))) == sorted(names)
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
+@each(
+    "text, hosts",
     [
         ("a", [Host(name="a")]),
         ("u@n[1-2]:8", [Host(name="n1", user="u", slots=8), Host(name="n2", user="u", slots=8)]),
@@ -188,8 +189,8 @@ def test_hosts_are_given_with_user_slots_and_port(text: str, hosts: list[Host]) 
     assert parse_hosts(text).duplicates == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "slots"),
+@each(
+    "text, slots",
     [("a,a", None), ("a:8,a", 8), ("a,a:8", 8), ("a:8,b,a:4", 12), ("a:1,a:1,a:1", 3)],
 )
 def test_a_host_named_again_is_one_host_and_a_duplicate(text: str, slots: int | None) -> None:
@@ -209,8 +210,8 @@ def test_n1_n01_and_n001_are_three_hosts() -> None:
     assert found.duplicates == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@each(
+    "text, words",
     [
         ("fe80::1:8", "is ambiguous"),
         ("a,u@fe80::1", "is ambiguous"),

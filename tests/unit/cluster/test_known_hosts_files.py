@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 from ssh_tools import Key, keygen, make_keys, variants
 
 from distdiag.cluster.transports import known_hosts
@@ -91,7 +92,7 @@ def test_an_accepted_key_is_found_by_ssh_and_by_us(keys: dict[str, Key], tmp_pat
         assert key.public in keygen("-F", (name if port == 22 else f"[{name}]:{port}").lower(), "-f", path)
 
 
-@pytest.mark.parametrize("name", ["n*", "a,b", "!n1", "|1|x|y", "#n1", "@revoked n1", "n1\nn2", "", "n 1", "nöd"])
+@each("name", ["n*", "a,b", "!n1", "|1|x|y", "#n1", "@revoked n1", "n1\nn2", "", "n 1", "nöd"])
 def test_a_name_that_would_mean_something_else_is_left_to_openssh(name: str) -> None:
     assert KnownHosts.read([]).needs_openssh(name, 22)
 

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import each
 from support import wait_until
 
 from distdiag.agent import boot, rendezvous, wire
@@ -92,8 +93,8 @@ def test_a_missing_program_is_said() -> None:
         programs.run(["/no/such/no-such-tool"], timeout_s=1)
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
+@each(
+    "environ, expected",
     [
         ({}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script is no rank
@@ -272,9 +273,13 @@ def _order(collect: str) -> dict[str, Any]:
     return {"collect": collect, "ask": {"gpus": True}, "env": {}, "silence_s": None, "untrusted": False}
 
 
-@pytest.mark.parametrize("python", _pythons())
-def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Path) -> None:
+def test_the_node_side_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
+    for python in _pythons():
+        assert_node_side_runs(python, tmp_path)
+
+
+def assert_node_side_runs(python: str, tmp_path: Path) -> None:
     collect = "distdiag.launch.collect"
     payload = boot.pack(bundle.sources(bundle.AGENT, collect), bundle.AGENT, _order(collect))
     agent = subprocess.Popen(
@@ -293,7 +298,7 @@ def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Pa
     while len(records) < 3 and (line := agent.stdout.readline()):
         records.extend(json.loads(frame) for frame in reader.feed(line))
     _, complaint = agent.communicate(timeout=30)
-    assert (agent.returncode, complaint) == (0, b"")
+    assert (agent.returncode, complaint) == (0, b""), python
     ready, hello, record = records
     assert [ready["kind"], hello["kind"], record["kind"]] == ["ready", "hello", "facts"]
     assert record["facts"]["host"]

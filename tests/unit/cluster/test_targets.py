@@ -7,6 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 from support import need
 
 from distdiag.cluster.targets import Cluster, Launcher, chosen_env, find_targets
@@ -74,8 +75,8 @@ def test_pbs_and_lsf_name_their_hosts(tmp_path: Path) -> None:
     assert [(host.name, host.slots) for host in lsf.hosts] == [("a", 4), ("b", 2)]
 
 
-@pytest.mark.parametrize(
-    ("cluster", "words"),
+@each(
+    "cluster, words",
     [
         (Cluster(hosts="a", hostfile="f"), "--hosts and --hostfile both select hosts"),
         (Cluster(hosts="a", slurm_job="1"), "--hosts and --slurm-job both select hosts"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from loops import each
 
 from distdiag.diagnosis.activity_wording import moves_in_words
 from distdiag.facts.process.activity import Activity, Moved
@@ -16,8 +16,8 @@ def own(what: str, amount: float, detail: str = "") -> Moved:
     return Moved(what, 7, "python", "self", detail, amount)
 
 
-@pytest.mark.parametrize(
-    ("moved", "words"),
+@each(
+    "moved, words",
     [
         ([], ""),
         ([child(812, "read", 24e6)], "its child rsync (pid 812) reads 12 MB/s"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.agent.tcp_probe import ProbeResult
 from distdiag.cluster.host_results import HostError, HostResult, HostState
@@ -242,8 +243,8 @@ def test_the_same_trouble_of_many_hosts_is_one_finding() -> None:
     assert (found.level, len(found.where.hosts)) == (Level.UNKNOWN, 100)
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
+@each(
+    "environ, expected",
     [
         (
             {"RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"},
@@ -263,8 +264,8 @@ def test_rank_variables_that_contradict_the_launcher(
     assert reported == expected
 
 
-@pytest.mark.parametrize(
-    ("ancestors", "tasks", "nested"),
+@each(
+    "ancestors, tasks, nested",
     [
         (["mpirun", "slurmstepd", "systemd"], "2", 2),
         (["mpirun", "bash", "slurmstepd"], "2", 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from loops import each
 
 from distdiag.diagnosis.nic_selection import (
     RendezvousOverrides,
@@ -98,7 +99,7 @@ NCCL_RULES = [
 ]
 
 
-@pytest.mark.parametrize(("here", "wanted", "taken"), NCCL_RULES)
+@each("here, wanted, taken", NCCL_RULES)
 def test_nccls_choice(here: str, wanted: str, taken: str) -> None:
     chosen = nccl_selection(nics(here), {"NCCL_SOCKET_IFNAME": wanted} if wanted else {})
     assert [nic.name for nic in chosen.nics] == taken.split()
@@ -115,8 +116,8 @@ def test_an_address_family_can_be_asked_for() -> None:
     assert nccl_selection(nics("eth0"), {"NCCL_SOCKET_FAMILY": "AF_INET"}).nics
 
 
-@pytest.mark.parametrize(
-    ("wanted", "taken", "error"),
+@each(
+    "wanted, taken, error",
     [
         ("eth0", "eth0", ""),
         ("eth0,eth1", "eth0 eth1", ""),
@@ -131,8 +132,8 @@ def test_gloos_choice_by_variable(wanted: str, taken: str, error: str) -> None:
     assert ([nic.name for nic in chosen.nics], chosen.error) == (taken.split(), error)
 
 
-@pytest.mark.parametrize(
-    ("addresses", "taken"),
+@each(
+    "addresses, taken",
     [
         (("10.0.2.1",), "eth1 10.0.2.1"),
         (("127.0.1.1",), "lo 127.0.1.1"),
@@ -171,7 +172,7 @@ def met_at(here: str, overrides: RendezvousOverrides, *, nccl: str = "", gloo: s
     return [by_address.get(found, found) for found in rendezvous_addresses(network, known, overrides)]
 
 
-@pytest.mark.parametrize(("here", "wanted", "taken"), [row for row in NCCL_RULES if len(row[1]) > 1 and row[2]])
+@each("here, wanted, taken", [row for row in NCCL_RULES if len(row[1]) > 1 and row[2]])
 def test_rank_0_is_met_at_the_interfaces_that_nccl_takes(here: str, wanted: str, taken: str) -> None:
     expected = [name for name in taken.split() if name != "lo"][:4]
     assert met_at(here, RendezvousOverrides(), nccl=wanted) == expected

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from loops import each
 from support_warm import distdiag
 
 from distdiag.diagnosis import ras
@@ -90,7 +91,7 @@ def test_a_killed_rank_that_was_reaped_is_known_by_ras(samples: int | None, tmp_
     assert "dmesg" in first["fix"]["commands"][0]
 
 
-@pytest.mark.parametrize("name", LOGS)
+@each("name", LOGS)
 def test_logs_find_the_first_failure(name: str) -> None:
     first = distdiag("logs", "--json", str(RECORDED / "logs" / name)).report["findings"][0]
     assert (first["id"], first["where"]["ranks"]) == LOGS[name], first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from loops import each
 
 from distdiag.diagnosis.socket_peers import Endpoint, match
 
@@ -92,8 +92,8 @@ def test_a_lonely_loopback_end_matches_nobody_in_another_namespace() -> None:
     assert pids(alone, *others)["n1", 10] == []
 
 
-@pytest.mark.parametrize(
-    ("bound_to", "remote", "takes"),
+@each(
+    "bound_to, remote, takes",
     [
         ("10.0.0.1:29500", "10.0.0.1:29500", True),
         ("0.0.0.0:29500", "10.0.0.1:29500", True),

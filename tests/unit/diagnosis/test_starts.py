@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import hang_facts
 import pytest
+from loops import each
 
 from distdiag.cluster.targets import Cluster
 from distdiag.diagnosis.stuck.judge import start_finding
@@ -287,8 +288,8 @@ _C10D: dict[str, Any] = {"backend": "c10d", "nodes": (3, 3), "run_id": "7"}
 _TORCHRUN = Launch("torchrun", "n1", 29500, "c10d", (3, 3))
 
 
-@pytest.mark.parametrize(
-    ("start", "title"),
+@each(
+    "start, title",
     [
         (
             launcher(_elsewhere(Store(rendezvous=(Rendezvous("7", ("n1", "n3"), is_complete=False),))), **_C10D),

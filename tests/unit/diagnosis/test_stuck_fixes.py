@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import pytest
 from hang_facts import ASLEEP, LONG, fix_of, judge, node, waiting, with_blocked
+from loops import each
 from pyspy_facts import SITE, frames, loads, process, twice
 from trace_facts import at_lock, connection, thread
 
@@ -36,8 +36,8 @@ INPUT = thread(
 )
 
 
-@pytest.mark.parametrize(
-    ("of", "text"),
+@each(
+    "of, text",
     [
         (at("fifo", "/run/job/tokens"), "on n1, start the process that writes to /run/job/tokens"),
         (at("fifo", "/run/job/log", wants="w", call="write"), "on n1, start the process that reads from /run/job/log"),
@@ -45,7 +45,6 @@ INPUT = thread(
         (at("file", "/dev/pts/3"), "it waits for input: answer it, or start the job with `< /dev/null`"),
         (INPUT, "it waits for input: answer it, or start the job with `< /dev/null`"),
     ],
-    ids=["reads a fifo", "writes to a fifo", "opens a fifo", "a terminal", "stdin"],
 )
 def test_a_rank_at_a_file_needs_its_other_end(of: Thread, text: str) -> None:
     report = judge(with_blocked(node(waiting(), waiting(), stuck(of.syscall)), of))

@@ -7,6 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 from support import need
 
 from distdiag.facts import elf
@@ -79,11 +80,11 @@ CALLS = ["ffd0", "ff10", "ff5008", "ff5424" + "10", "ff1425" + "00" * 4, "ff15" 
 OTHERS = ["ffe0", "ff30", "ff25" + "00" * 4, "ffd000", "ff10" + "00" * 2]
 
 
-@pytest.mark.parametrize("code", CALLS)
+@each("code", CALLS)
 def test_calls_through_registers_and_memory_are_known(code: str) -> None:
     assert stack_libraries.ends_with_indirect_call(bytes.fromhex(code).rjust(8, b"\x90"))
 
 
-@pytest.mark.parametrize("code", OTHERS)
+@each("code", OTHERS)
 def test_other_instructions_are_no_calls(code: str) -> None:
     assert not stack_libraries.ends_with_indirect_call(bytes.fromhex(code).rjust(8, b"\x90"))

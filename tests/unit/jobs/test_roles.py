@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 from pyspy_facts import node, process
 
 from distdiag.diagnosis.stack_wording import unread_in_words
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from distdiag.jobs.types import NodeStacks
 
 
-@pytest.mark.parametrize(
-    ("command", "role"),
+@each(
+    "command, role",
     [
         ("sglang::scheduler_DP6_TP6", "rank"),
         ("sglang::scheduler", "rank"),

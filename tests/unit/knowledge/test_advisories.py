@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.knowledge.advisories import KINDS, NAMES, entries, matching, satisfies
 
@@ -100,14 +101,14 @@ def test_every_advisory_has_its_limits_here_and_there_are_at_least_30() -> None:
     assert len(LIMITS) >= 30
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.id)
+@each("entry", entries())
 def test_just_inside_and_just_outside(entry: Advisory) -> None:
     _, inside, outside = LIMITS[entry.id]
     assert all(found(entry, version) for version in inside)
     assert not any(found(entry, version) for version in outside)
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.id)
+@each("entry", entries())
 def test_the_environment_decides_where_it_is_part_of_the_bug(entry: Advisory) -> None:
     version = LIMITS[entry.id][1][0]
     for name, value in entry.env.items():
@@ -120,7 +121,7 @@ def test_the_environment_decides_where_it_is_part_of_the_bug(entry: Advisory) ->
         assert entry.id not in {each.id for each in matching({**CURRENT, component: version}, None)}
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.id)
+@each("entry", entries())
 def test_an_entry_is_complete(entry: Advisory) -> None:
     advisory = entry
     assert advisory.kind in KINDS
@@ -141,8 +142,8 @@ def test_what_matches_is_named_with_the_versions_of_the_machine_and_hangs_come_f
     assert advisories[0].applies == "NCCL 2.29.2+cuda13.0 on aarch64"
 
 
-@pytest.mark.parametrize(
-    ("version", "condition", "holds"),
+@each(
+    "version, condition, holds",
     [
         ("2.29.3+cuda13.0", "<2.29.3", False),
         ("2.9", ">=2.9.0", True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from loops import each
 
 from distdiag.knowledge.bandwidth import (
     Algorithm,
@@ -96,12 +97,12 @@ def said(assessment: Case) -> str:
 # The table.
 
 
-@pytest.mark.parametrize(("device", "name"), NAMES.items())
+@each("device, name", NAMES.items())
 def test_each_gpu_is_one_of_the_table(device: str, name: str) -> None:
     assert [gpu.name for gpu in tables().gpus if re.fullmatch(gpu.pattern, device)] == [name]
 
 
-@pytest.mark.parametrize("device", UNKNOWN_NAMES)
+@each("device", UNKNOWN_NAMES)
 def test_what_the_table_does_not_mean_is_not_found(device: str | None) -> None:
     assert find_gpu(device) is None
 
@@ -121,7 +122,7 @@ def row_id(row: Expected) -> str:
     return f"{row.nodes}x{row.ranks_per_node} {row.gpu} {row.algorithm} {row.kind}"
 
 
-@pytest.mark.parametrize("row", tables().expected, ids=row_id)
+@each("row", tables().expected)
 def test_no_figure_is_above_the_line_rate(row: Expected) -> None:
     """A limit above it fails every sound node.
 
@@ -167,8 +168,8 @@ def test_the_most_that_nvls_can_show() -> None:
     assert a100.ceiling(8) == 300e9
 
 
-@pytest.mark.parametrize(
-    ("busbw", "nodes", "world", "share"),
+@each(
+    "busbw, nodes, world, share",
     [
         (381.8, 4, 32, 36.948),
         (377.34, 4, 32, 36.517),
@@ -255,8 +256,8 @@ def test_two_mi300x_have_one_link_of_seven() -> None:
     assert expected(judge(140, "AMD Instinct MI300X", 4)) == pytest.approx(0.8 * 3 * 64e9)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "busbw", "judgement"),
+@each(
+    "name, ranks, busbw, judgement",
     [
         ("NVIDIA A100-PCIE-40GB", 4, 25, "good"),
         ("NVIDIA A100 80GB PCIe", 8, 21, "good"),
@@ -385,7 +386,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("name", [*NAMES, None])
+@each("name", [*NAMES, None])
 def test_more_is_never_worse(name: str | None) -> None:
     """Up to the capacity of the links; above it the expectation is unknown."""
     order = [Judgement.BAD, Judgement.LOW, Judgement.GOOD, Judgement.UNKNOWN]
@@ -395,7 +396,7 @@ def test_more_is_never_worse(name: str | None) -> None:
         assert found == sorted(found), (ranks, nodes, nic)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_only_what_no_link_carries_is_unknown_within_a_node(name: str) -> None:
     gpu = find_gpu(name)
     assert gpu is not None
@@ -405,7 +406,7 @@ def test_only_what_no_link_carries_is_unknown_within_a_node(name: str) -> None:
             assert (assessment.judgement is Judgement.UNKNOWN) == unknown, (ranks, part)
 
 
-@pytest.mark.parametrize("name", [*NAMES, None, "x" * 50])
+@each("name", [*NAMES, None, "x" * 50])
 def test_lines_are_short(name: str | None) -> None:
     for ranks, nodes, nic in PLACES:
         for busbw in (0, 0.3, 14, 200, 365, 480, 1399.9):

@@ -12,6 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import each
 from support import need
 
 from distdiag.knowledge import crashes
@@ -87,7 +88,7 @@ EXAMPLES: list[tuple[str, tuple[str, ...], str, int, int, int | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("id_", "functions", "text", "number", "code", "address"), EXAMPLES, ids=lambda _: "")
+@each("id_, functions, text, number, code, address", EXAMPLES)
 def test_each_known_crash_is_recognised(
     id_: str, functions: tuple[str, ...], text: str, number: int, code: int, address: int | None
 ) -> None:
@@ -152,8 +153,8 @@ def test_a_dump_signal_from_this_rank_is_its_own_timeout() -> None:
     assert found.id == "nccl-timeout"
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "address", "sender", "own", "words"),
+@each(
+    "number, code, address, sender, own, words",
     [
         (SEGV, 1, 0x7F00DEADBEEF, None, 9, "0x7f00deadbeef is not mapped (SEGV_MAPERR)"),
         (SEGV, 1, 0x18, None, 9, "(SEGV_MAPERR), a NULL pointer"),

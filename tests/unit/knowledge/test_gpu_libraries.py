@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
+from loops import each
 
 from distdiag.knowledge import gpu_libraries
 
@@ -57,14 +57,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(("name", "vendor", "kind"), LIBRARIES)
+@each("name, vendor, kind", LIBRARIES)
 def test_a_library_is_known_by_its_base_name(name: str, vendor: str, kind: str) -> None:
     assert gpu_libraries.kind_of_library(name) == kind
     on_nodes = any(re.fullmatch(pattern, name) for pattern in gpu_libraries.for_nodes())
     assert on_nodes == (vendor != "")
 
 
-@pytest.mark.parametrize("meaning", CALLS)
+@each("meaning", CALLS)
 def test_a_function_is_known_by_its_whole_name(meaning: str) -> None:
     for call in CALLS[meaning]:
         assert gpu_libraries.meaning_of(call) == meaning, call

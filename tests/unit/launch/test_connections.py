@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from loops import each
 
 from distdiag.agent.protocol import RankEnded
 from distdiag.agent.tcp_probe import _VERDICTS, ProbeResult, Target, TcpProbe
@@ -158,7 +159,7 @@ def test_what_a_nodes_own_kernel_refuses_is_its_own_and_no_firewall(verdict: str
     assert not any("nft" in command or "allow TCP" in found.fix.text for command in found.fix.commands)
 
 
-@pytest.mark.parametrize("verdict", _VERDICTS)
+@each("verdict", _VERDICTS)
 def test_each_answer_of_all_paths_gives_declared_ids(verdict: str) -> None:
     hosts = ("n0", "n1", "n2")
     ends = [(source, target) for source in hosts for target in hosts if source != target]
@@ -197,7 +198,7 @@ def test_a_real_connection_that_nobody_answers_is_found() -> None:
         assert found["remote"] == f"127.0.0.1:{full.getsockname()[1]}"
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [  # as NCCL 2.8, 2.19, 2.21, 2.25 and 2.29 write it
         "NCCL WARN NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129",

@@ -6,7 +6,7 @@ import json
 import os
 import sysconfig
 
-import pytest
+from loops import each
 
 from distdiag.knowledge.calls import call_in
 from distdiag.training.line_trace.code_filter import CodeFilter
@@ -14,8 +14,8 @@ from distdiag.training.line_trace.code_filter import CodeFilter
 SITE = sysconfig.get_paths()["purelib"]
 
 
-@pytest.mark.parametrize(
-    ("include", "exclude", "file", "kind"),
+@each(
+    "include, exclude, file, kind",
     [
         ((), (), "/home/me/train.py", "user"),
         ((), (), "/home/me/mypkg/model.py", "user"),
@@ -53,8 +53,8 @@ def test_our_own_code_and_what_dataclasses_and_named_tuples_make_are_left_out() 
     assert code_filter.kind_of("<string>", "f", "__main__") == "user"
 
 
-@pytest.mark.parametrize(
-    ("source", "kind", "name"),
+@each(
+    "source, kind, name",
     [
         ("dist.all_reduce(tensor)", "communication wait", "all_reduce"),
         ("torch.distributed.barrier(device_ids=[0])", "communication wait", "barrier"),

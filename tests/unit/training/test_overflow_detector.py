@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from loops import each
 from torch import nn
 
 from distdiag import DebugUnderflowOverflow, OverflowDetected, detect_overflow
@@ -653,7 +654,7 @@ def test_data_parallel_and_wrong_arguments_are_refused() -> None:
             DebugUnderflowOverflow(nn.Linear(1, 1), **options)
 
 
-@pytest.mark.parametrize(
+@each(
     "view",
     [
         lambda x: x.t(),
@@ -779,8 +780,8 @@ def test_of_accumulated_forwards_only_the_last_is_called_finite(how: Any) -> Non
     assert "it was produced in the loss, in an earlier forward, between modules or in backward" in sentence
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
+@each(
+    "made, said",
     [
         (
             lambda y: (y * 1000).softmax(-1).log(),

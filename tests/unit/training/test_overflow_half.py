@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from loops import each
 from torch import nn
 
 from distdiag import DebugUnderflowOverflow
@@ -119,7 +120,7 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", HEALTHY)
+@each("case", HEALTHY)
 def test_healthy_jobs_are_not_warned_of(case: str) -> None:
     make, how = HEALTHY[case]
     assert warnings(make(), how.get("loss", mean_square), **{k: v for k, v in how.items() if k != "loss"}) == []

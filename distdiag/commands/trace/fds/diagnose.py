@@ -11,6 +11,7 @@ from distdiag.commands.trace.nodes import incomplete, index_of
 from distdiag.commands.trace.ranks import Wanted  # noqa: TC001 - msgspec reads the annotations
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
+from distdiag.diagnosis.verdicts import worst_first
 from distdiag.diagnosis.wording import counted
 from distdiag.facts.process.descriptors import Descriptor
 from distdiag.ids import Id
@@ -30,7 +31,6 @@ _MUCH_BYTES = 2**30
 _MANY_CLOSED = 10
 _NAMED = 5
 _GIB = 2**30
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
     rows = [_row(opened[key], key, index, job) for key, job in jobs.items() if key in opened]
     found = [finding for row in rows for finding in _of_process(row, request, answers, index)]
     found += [*incomplete(answers), *host_findings(answers.refusals, answers.rows)]
-    worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
+    worst = next(iter(worst_first(found)), None)
     return Report(
         command=COMMAND,
         data=TraceFds(processes=tuple(rows)),

@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MOST_FILES = 4096
-_MOST_MATCHES = 1000
 _SOURCE = 200
 
 
 @dataclass(frozen=True)
 class Ask:
-    """`paths`: files or folders, empty: trace py's own. `last`: lines per thread. `grep`, `count`: patterns or ""."""
+    """`paths`: files or folders, empty: trace py's own. `last`: lines per thread. `count`: a pattern or ""."""
 
     paths: Sequence[str]
     last: int
-    grep: str
     count: str
 
 
@@ -54,7 +52,7 @@ class Line:
 class Thread:
     """One thread. `last`: its last lines, the newest last; `user`: the last line of the user's own code.
 
-    `matches`: lines matching the "grep" pattern; `count`: number of recorded lines matching the "count" pattern.
+    `count`: number of recorded lines matching the pattern.
     """
 
     tid: int
@@ -64,7 +62,6 @@ class Thread:
     kept: int
     last: tuple[Line, ...]
     user: Line | None
-    matches: tuple[Line, ...]
     count: int
 
 
@@ -166,7 +163,6 @@ class _Reader:
 
     def __init__(self, ring: line_trace_file.RingFile, ask: Ask) -> None:
         self._ring, self._about, self._last = ring, ring.about, ask.last
-        self._grep = re.compile(ask.grep) if ask.grep else None
         self._count = re.compile(ask.count) if ask.count else None
         self._to_wall = ring.about.began_s - ring.about.monotonic_s
 
@@ -198,9 +194,7 @@ class _Reader:
         records = thread.records
         user = next((record for record in reversed(records) if record.code.kind == "user"), None)
         # A return to a line does not count.
-        searched = records if self._grep is not None or self._count is not None else ()
-        begun = [self._line(record) for record in searched if not record.back]
-        matches = [line for line in begun if self._grep is not None and self._grep.search(_text(line))]
+        begun = (self._line(record) for record in records if not record.back) if self._count is not None else ()
         return Thread(
             tid=thread.tid,
             name=thread.name,
@@ -209,7 +203,6 @@ class _Reader:
             kept=len(records),
             last=tuple(self._line(record) for record in records[-self._last :]),
             user=None if user is None else self._line(user),
-            matches=tuple(matches[-_MOST_MATCHES:]),
             count=sum(1 for line in begun if self._count is not None and self._count.search(_text(line))),
         )
 

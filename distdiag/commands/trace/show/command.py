@@ -35,13 +35,13 @@ def trace_show(
         ),
     ] = None,
     last: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Lines to show per thread.")] = 5,
-    grep: Annotated[
+    count: Annotated[
         str,
         typer.Option(
-            metavar="PATTERN", help="Show the recorded lines that match; a line reads 'file:line function source'."
+            metavar="PATTERN",
+            help="Count the recorded lines that match, per rank; a line reads 'file:line function source'.",
         ),
     ] = "",
-    count: Annotated[str, typer.Option(metavar="PATTERN", help="Count the recorded lines that match, per rank.")] = "",
     all_: Annotated[bool, typer.Option("--all", help="Show all runs, not only the newest.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank and every thread.")] = False,
     save: SaveOpt = "",
@@ -75,8 +75,7 @@ def trace_show(
             cluster=cluster,
             paths=tuple(paths or ()),
             last=last,
-            grep=_pattern("--grep", grep),
-            count=_pattern("--count", count),
+            count=_pattern(count),
             all_runs=all_,
             verbose=verbose,
         )
@@ -97,7 +96,7 @@ def _subcommand() -> Subcommand[Request, NodeLines, TraceShow]:
         def plan(hosts: Mapping[str, NodeLines], local: bool) -> Asks:
             paths = [os.path.abspath(path) if local else path for path in request.paths]
             # Placing a rank also needs the library lines after the user's last line, even with a small --last.
-            ask = Ask(paths, max(request.last, _LINES_FOR_PLACE), request.grep, request.count)
+            ask = Ask(paths, max(request.last, _LINES_FOR_PLACE), request.count)
             return runner.Asks(by_host=dict.fromkeys(hosts, ask), timeout_s=_PATIENCE_S)
 
         def join(host: str, _: NodeLines, parts: Sequence[NodeLines], why: str) -> NodeLines | None:
@@ -117,9 +116,9 @@ def _subcommand() -> Subcommand[Request, NodeLines, TraceShow]:
     )
 
 
-def _pattern(option: str, text: str) -> str:
+def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise typer.BadParameter(f"{text!r} is not a regular expression: {error}", param_hint=option) from error
+        raise typer.BadParameter(f"{text!r} is not a regular expression: {error}", param_hint="--count") from error
     return text

@@ -12,6 +12,7 @@ from distdiag.commands.trace.show.types import COMMAND, Group, Ring, TraceShow
 from distdiag.commands.trace.show.wording import briefly, does, end_of, waits, who
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.hosts.unreached_hosts import host_findings
+from distdiag.diagnosis.verdicts import worst_first
 from distdiag.diagnosis.wording import counted
 from distdiag.ids import Id
 from distdiag.report import Finding, Fix, Level, Report, Where
@@ -300,8 +301,7 @@ def _group(group: Sequence[Member]) -> Group:
 
 
 def _summary(verdicts: Sequence[RunVerdict], findings: Sequence[Finding]) -> str:
-    order = (Level.FAIL, Level.UNKNOWN, Level.WARN)
-    if worst := next((finding.title for level in order for finding in findings if finding.level is level), ""):
+    if worst := next((each.title for each in worst_first(findings) if each.level is not Level.INFO), ""):
         return worst
     if not verdicts:
         return "no recorded lines"

@@ -21,7 +21,6 @@ class Request:
     cluster: Cluster
     paths: tuple[str, ...] = ()
     last: int = 5
-    grep: str = ""
     count: str = ""
     all_runs: bool = False
     verbose: bool = False

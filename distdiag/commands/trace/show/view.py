@@ -1,4 +1,4 @@
-"""trace show as text: the ranks by place, the outliers first; last lines; matches of a pattern."""
+"""trace show as text: the ranks by place, the outliers first; last lines; matches counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.commands.trace.show.classify import Member, Run, RunVerdict
-    from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Thread
+    from distdiag.commands.trace.show.collect import NodeLines, Process, Thread
     from distdiag.commands.trace.show.types import Request
 
 _MARKS = {Outcome.STUCK: "stuck", Outcome.LEFT_FIRST: "exited first"}
@@ -27,7 +27,7 @@ _SOURCE = 30
 
 
 def trace_show_view(request: Request, nodes: Sequence[NodeLines]) -> Iterator[RenderableType]:
-    """Render every selected run: its places, the last lines, the matches."""
+    """Render every selected run: its places and the last lines, or the matches."""
     runs = find_runs(nodes)
     shown = runs if request.all_runs else newest(runs)
     for run in shown:
@@ -37,9 +37,7 @@ def trace_show_view(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Re
         yield Wrapped(f"{run.name}: {size}, started at {clock(run.began_s)}", margin=0, hang=2, style="bold")
         if request.count:
             yield from _counts(request, run)
-        if request.grep:
-            yield from map(Whole, _matches(run))
-        if not (request.count or request.grep):
+        else:
             yield from _places(request, classify_run(run))
     if len(runs) > len(shown):
         yield ""
@@ -120,18 +118,3 @@ def _counts(request: Request, run: Run) -> Iterator[RenderableType]:
             f"{request.program} trace py --lines N."
         )
         yield Wrapped(text, margin=0, hang=2)
-
-
-def _matches(run: Run) -> Iterator[str]:
-    found: list[tuple[Member, Process, Line]] = [
-        (member, process, line)
-        for member in run.members
-        for process in member.processes
-        for thread in process.threads
-        for line in thread.matches
-    ]
-    if not found:
-        yield "  no recorded line matches"
-    for member, process, line in sorted(found, key=lambda item: item[2].at_s):
-        rank = f"rank {member.rank}" if member.rank is not None else f"pid {process.pid}"
-        yield f"  {clock(line.at_s)}  {rank:<8}  {spot(line)}  {line.source}".rstrip()

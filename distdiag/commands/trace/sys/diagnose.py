@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from distdiag.facts.strace.types import ThreadLog
     from distdiag.report import Finding
 
-_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _HELD_S = 0.1
 """A thread in a call for a shorter time is not blocked."""
 _LIMIT = f"the limit of {MAX_LOG_BYTES >> 20} MiB of logs per node was reached"
@@ -77,8 +76,7 @@ def _unread(logs: Iterable[tuple[str, str]]) -> list[Finding]:
 
 
 def _report(request: Request, threads: Sequence[TracedThread], found: Sequence[Finding]) -> Report[TraceSys]:
-    faults = [finding for finding in found if finding.level is not Level.INFO]
-    worst = min(faults, key=lambda finding: _ORDER.index(finding.level), default=None)
+    worst = next((finding for finding in verdicts.worst_first(found) if finding.level is not Level.INFO), None)
     return Report(
         command=COMMAND,
         data=TraceSys(threads=tuple(threads)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from loops import each
 
 from distdiag.agent.protocol import RankEnded
 from distdiag.cluster.records import Payload, RankEvent
@@ -65,8 +66,8 @@ def test_percentiles_are_picked_as_nccl_tests_picks_them() -> None:
     assert times.iqr == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(
-    ("op", "world_size", "count", "send", "receive", "size"),
+@each(
+    "op, world_size, count, send, receive, size",
     [
         ("all_reduce", 3, 256, 256, 256, 1024),
         ("broadcast", 3, 256, 256, 256, 1024),
@@ -95,8 +96,8 @@ def test_what_is_in_place_and_what_it_takes() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
+@each(
+    "text, sizes",
     [
         ("64MiB", [64 * MIB]),
         ("1KiB:8KiB", [1024, 2048, 4096, 8192]),
@@ -110,7 +111,7 @@ def test_sizes_are_read(text: str, sizes: list[int]) -> None:
     assert list(parse_sizes(text)) == sizes
 
 
-@pytest.mark.parametrize("text", ["", "0", "1MiB:1KiB", "1KiB:1MiB:x1", "1KiB:1MiB:2:3", "one", "1:1GiB:x1.1", "-4"])
+@each("text", ["", "0", "1MiB:1KiB", "1KiB:1MiB:x1", "1KiB:1MiB:2:3", "one", "1:1GiB:x1.1", "-4"])
 def test_wrong_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_sizes(text)
@@ -281,8 +282,8 @@ def earlier(*seconds: float, world_size: int = 2, spread: float = 0.02, device: 
     return Baseline(rows=rows, made_by="distdiag 0.1.0", world_size=world_size, device=device, notes=())
 
 
-@pytest.mark.parametrize(
-    ("baseline", "finding", "verdict"),
+@each(
+    "baseline, finding, verdict",
     [
         (earlier(0.001, 0.004, 0.016), set(), "ok"),
         (earlier(0.00095, 0.0038, 0.0152), set(), "ok"),
@@ -293,17 +294,6 @@ def earlier(*seconds: float, world_size: int = 2, spread: float = 0.02, device: 
         (earlier(0.001, 0.004, 0.016, world_size=8), {"compare-differs"}, "unknown"),
         (earlier(0.001, 0.004, 0.016, device="NVIDIA A100-SXM4-80GB"), {"compare-differs"}, "unknown"),
         (earlier(), {"compare-differs"}, "unknown"),
-    ],
-    ids=[
-        "equal",
-        "5% slower",
-        "twice",
-        "twice and noisy",
-        "faster",
-        "one of three",
-        "other world",
-        "other device",
-        "no row",
     ],
 )
 def test_a_run_beside_an_earlier_one(baseline: Baseline, finding: set[str], verdict: str) -> None:

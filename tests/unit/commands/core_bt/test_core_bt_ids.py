@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from loops import each
 
 from distdiag.commands.core_bt.collect import CoreFacts, NodeCores
 from distdiag.commands.core_bt.diagnose import diagnose
@@ -32,8 +32,8 @@ NOTES = CoreNotes(
 CORE = CoreFacts("/cores/core.7", "", 1.0, NOTES, exe="/usr/bin/python3")
 
 
-@pytest.mark.parametrize(
-    ("id_", "cores"),
+@each(
+    "id_, cores",
     [
         ("core-bt.crash", (CORE,)),
         ("core-bt.truncated", (replace(CORE, notes=replace(NOTES, size_bytes=4096, truncated=True)),)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import each
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.collect import CudaFacts
@@ -102,8 +103,8 @@ def test_a_fact_gives_its_finding(id_: str, changes: dict[str, Any]) -> None:
     assert id_ in ids(diagnose(request, Gathered(facts=[replace(FACTS, **changes)])))
 
 
-@pytest.mark.parametrize(
-    ("id_", "text", "unread", "gpus"),
+@each(
+    "id_, text, unread, gpus",
     [
         ("cuda-env.log.clean", "step 1 done\n", "", ()),
         ("cuda-env.log.unknown", "mylib: it cannot go on\n", "", ()),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 from rich.console import Console
 
 import distdiag.commands.doctor
@@ -243,8 +244,8 @@ def test_a_row_that_waits_for_a_reset_is_a_warning() -> None:
     assert finding.fix.commands == ("sudo nvidia-smi --gpu-reset -i 0",)
 
 
-@pytest.mark.parametrize(
-    ("change", "id_", "level"),
+@each(
+    "change, id_, level",
     [  # generated: one line of the recorded text changed
         (("GPU Recovery Action                   : None", "GPU Recovery Action : Reset"), "gpu.reset-required", "fail"),
         (("Remapping Failure Occurred        : No", "Remapping Failure Occurred : Yes"), "gpu.remap-failed", "fail"),
@@ -419,7 +420,7 @@ def test_recorded_lines_of_the_kernel_are_all_recognised() -> None:
     assert all(xids.table()[code].means for code in codes)
 
 
-@pytest.mark.parametrize(("code", "level"), [(13, "info"), (109, "warn"), (79, "warn"), (149, "warn"), (154, "warn")])
+@each("code, level", [(13, "info"), (109, "warn"), (79, "warn"), (149, "warn"), (154, "warn")])
 def test_an_xid_blames_the_gpu_or_the_program(code: int, level: str) -> None:
     line = next(line for line in RECORDED_LINES if f": {code}," in line)
     report = judged(node(kernel=log(line), gpus=gpus(h100())))
@@ -693,9 +694,7 @@ def test_a_switch_for_debugging_that_is_left_on_everywhere_is_a_warning(switch: 
     assert "debug-switch" not in found(judged(node(system=system(variables={"NCCL_DEBUG": "INFO"}))))
 
 
-@pytest.mark.parametrize(
-    ("no_proxy", "level"), [("", "warn"), ("example.com", "warn"), ("10.0.0.0/8", ""), ("node1", ""), ("*", "")]
-)
+@each("no_proxy, level", [("", "warn"), ("example.com", "warn"), ("10.0.0.0/8", ""), ("node1", ""), ("*", "")])
 def test_a_proxy_is_said_unless_the_node_is_excepted(no_proxy: str, level: str) -> None:
     own = replace(system(), proxies=("https_proxy",), no_proxy=no_proxy)
     assert [finding.level for id_, finding in found(judged(node(system=own))).items() if id_ == "proxy"] == (

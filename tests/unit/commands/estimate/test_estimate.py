@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import each
 from support_warm import distdiag
 
 from distdiag.commands.estimate.arithmetic import Run, tflops, traffic
@@ -184,8 +185,8 @@ def test_a_step_faster_than_the_card_is_not_believed() -> None:
     assert [finding["id"] for finding in result.report["findings"]] == ["estimate.above-peak"]
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
+@each(
+    "more, says",
     [
         (("--gpu", "H100"), "several cards match"),
         (("--gpu", "Z80"), "no such card"),
@@ -279,8 +280,8 @@ def test_a_shape_that_contradicts_the_parameters_is_a_warning_and_experts_count_
     assert by_shape["data"]["speed"]["model"] == pytest.approx(1.06 * by_params["data"]["speed"]["model"], rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("printed", "name"),
+@each(
+    "printed, name",
     [
         ("NVIDIA H100 80GB HBM3", "H100 SXM"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),

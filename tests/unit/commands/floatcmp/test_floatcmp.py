@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import each
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -98,7 +99,7 @@ def test_nan_at_the_same_place_is_equal_whatever_its_bits() -> None:
     assert (pair.likeness, pair.counts.both_nan) == (Likeness.IDENTICAL, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.bool])
+@each("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.bool])
 def test_integers_are_exact(dtype: torch.dtype) -> None:
     a, b = torch.tensor([0, 1, 1]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
     assert pair_of(a, a.clone()).likeness == Likeness.IDENTICAL
@@ -113,7 +114,7 @@ def test_two_kinds_of_integers_are_compared_where_something_holds_both() -> None
     assert floatcmp([huge], [torch.tensor([-(2**63)])]).likeness == Likeness.NOT_COMPARED
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.bool])
+@each("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.bool])
 def test_floats_and_integers_that_are_not_the_same_numbers(dtype: torch.dtype) -> None:
     integers = torch.tensor([1, 0, 1]).to(dtype)
     for a, b in ((torch.tensor([1.0, -1.0, -3.0]), integers), (integers, torch.tensor([1.0, -1.0, -3.0]))):
@@ -191,7 +192,7 @@ def test_what_only_rounding_makes_infinite_is_not_taken_for_an_infinity() -> Non
     assert (counts.equal, counts.one_sided) == (1, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *EIGHT_BITS])
+@each("dtype", [torch.float16, torch.bfloat16, *EIGHT_BITS])
 def test_float64_is_rounded_once(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     digits = precision(dtype)
@@ -346,8 +347,8 @@ def test_ids_of_integers_nan_on_both_sides_and_other_values() -> None:
     assert (value.id, value.level) == ("floatcmp.values", "warn")
 
 
-@pytest.mark.parametrize(
-    ("b", "verdict", "ids"),
+@each(
+    "b, verdict, ids",
     [
         ({"w": torch.ones(4)}, Verdict.OK, []),
         ({"w": torch.ones(4) * (1 + 3e-7)}, Verdict.OK, []),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from loops import each
 from support_warm import distdiag
 
 from distdiag.commands.floatcmp.compute import compare_operation, make, measure
@@ -78,8 +79,8 @@ def random_numbers() -> Callable[..., torch.Tensor]:
     return partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("run", "dtype", "kind"),
+@each(
+    "run, dtype, kind",
     [
         (torch.matmul, torch.float32, EXPECTED),
         (torch.matmul, torch.bfloat16, EXPECTED),
@@ -102,7 +103,7 @@ def test_one_wrong_bit_is_found_at_its_place() -> None:
     assert found.worst_index == (3, 5)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@each("name", OPERATIONS)
 def test_what_torch_computes_is_as_good_as_its_dtype(name: str) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         found = compare_operation(name, 300, (Side(typed="a", dtype=dtype), Side(typed="b", threads=1)))
@@ -138,7 +139,7 @@ def test_sides_are_parsed() -> None:
     assert parse_side("threads=4,float16", "matmul").threads == 4
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "cpu,tf32", "cuda,bfloat16,tf32", "threads=0", "cpu,,"])
+@each("text", ["", "gpu", "cpu,tf32", "cuda,bfloat16,tf32", "threads=0", "cpu,,"])
 def test_what_is_no_side(text: str) -> None:
     with pytest.raises(UsageError):
         parse_side(text, "matmul")

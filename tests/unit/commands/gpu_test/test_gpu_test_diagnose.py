@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from loops import each
 
 from distdiag.agent.protocol import RankEnded
 from distdiag.cluster.hosts import fold_ranks, name_ranks
@@ -95,8 +96,8 @@ def at_work(state: str = "S", **done: Any) -> RankInspected:  # noqa: ANN401
     return RankInspected(rank=0, state=state, wait_channel="", frames=(), stack_error="no", tail="", **done)
 
 
-@pytest.mark.parametrize(
-    ("late", "look", "peer", "level"),
+@each(
+    "late, look, peer, level",
     [
         (step("start", 0), at_work(busy=0.01), seen("S"), "fail"),
         (step("start", 0), at_work(busy=0.9), seen("S"), "unknown"),
@@ -251,8 +252,8 @@ def test_a_gpu_that_torch_has_no_code_for_is_named() -> None:
     assert "NVIDIA RTX 5090 (12.0)" in found["arch-unsupported"].title
 
 
-@pytest.mark.parametrize(
-    ("archs", "capability", "runs"),
+@each(
+    "archs, capability, runs",
     [
         (["sm_80"], "8.0", True),
         (["sm_80"], "8.6", True),
@@ -270,8 +271,8 @@ def test_which_gpus_an_arch_list_covers(archs: list[str], capability: str, runs:
     assert covers(archs, capability) is runs
 
 
-@pytest.mark.parametrize(
-    ("request_", "facts", "expected"),
+@each(
+    "request_, facts, expected",
     [
         (Request(), node(), (2, "gloo", "cpu")),
         (Request(nproc=5), node(), (5, "gloo", "cpu")),
@@ -306,8 +307,8 @@ def test_what_cannot_be_run_says_why(request_: Request, facts: NodeFacts, id_: s
     assert finding.fix.commands
 
 
-@pytest.mark.parametrize(
-    ("words", "role"),
+@each(
+    "words, role",
     [
         ("RuntimeError: [pair.cc:144] Connection closed by peer [127.0.0.1]:3456", "consequence"),
         ("Read error [127.0.0.1]:2: Connection reset by peer", "consequence"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from loops import each
 
 from distdiag.commands.gpu_test import rank as gpu_test_rank
 from distdiag.commands.gpu_test.rank import MARK, PERIOD, expected_tile, explain, pattern, wrong_elements
@@ -31,7 +32,7 @@ def wrong_in(result: torch.Tensor) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 5, PERIOD - 1, PERIOD, PERIOD * 300 + 3])
+@each("count", [1, 5, PERIOD - 1, PERIOD, PERIOD * 300 + 3])
 def test_the_right_sum_has_no_wrong_element(count: int) -> None:
     assert wrong_in(summed([0, 1, 2, 3], count)) == []
 

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.commands.gpu_test.isolate.classify import classify
 from distdiag.commands.gpu_test.isolate.coordinator import Coordinator, rounds
@@ -93,7 +94,7 @@ def by_rank(*ranks: int) -> Callable[[int, int], bool]:
     return lambda a, b: a in ranks or b in ranks
 
 
-@pytest.mark.parametrize(
+@each(
     "sizes",
     [(), (1,), (2,), (3,), (8,), (1, 1), (1,) * 5, (8, 8), (3, 8, 1, 5), (0, 2), (4,) * 7, (16,) * 6, (5, 2, 2)],
 )
@@ -113,8 +114,8 @@ def test_every_pair_meets_once_and_nobody_is_twice_in_a_round(sizes: tuple[int, 
     assert found == rounds(nodes)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count"),
+@each(
+    "sizes, count",
     [((1,), 0), ((2,), 1), ((7,), 7), ((8,), 7), ((1,) * 5, 5), ((1,) * 6, 5), ((8, 8), 8), ((7, 8, 3), 10)],
 )
 def test_there_are_as_few_rounds_as_can_be(sizes: tuple[int, ...], count: int) -> None:
@@ -178,9 +179,7 @@ def two_links(cluster: Cluster, fare: str) -> Verdict:
 ONE_NODE = [(healthy, 3), (bad_rank, 3), (bad_link, 3), (split, 4), (two_ranks, 4), (rank_and_link, 4), (two_links, 4)]
 
 
-@pytest.mark.parametrize(
-    ("inject", "size"), [(inject, size) for inject, least in ONE_NODE for size in range(least, 13)]
-)
+@each("inject, size", [(inject, size) for inject, least in ONE_NODE for size in range(least, 13)])
 def test_what_is_made_is_found_on_one_node(inject: Callable[[Cluster, str], Verdict], size: int) -> None:
     for seed in range(2 * len(WAYS)):
         cluster = Cluster(size, seed=seed)
@@ -263,8 +262,8 @@ SEVERAL_NODES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("inject", "count", "size"),
+@each(
+    "inject, count, size",
     [
         (inject, count, size)
         for inject, least_count, least_size in SEVERAL_NODES
@@ -288,7 +287,7 @@ def test_a_thousand_ranks_are_judged_in_seconds() -> None:
     assert time.process_time() - begun < 20
 
 
-@pytest.mark.parametrize("rank", range(12))
+@each("rank", range(12))
 def test_nodes_may_have_different_numbers_of_ranks(rank: int) -> None:
     found = Cluster(8, 3, 1).make("slow", by_rank(rank)).classified()
     if rank == 11:  # all of its node
@@ -297,7 +296,7 @@ def test_nodes_may_have_different_numbers_of_ranks(rank: int) -> None:
         assert verdict(found) == (Kind.BAD_RANK, {"ranks": (rank,)})
 
 
-@pytest.mark.parametrize("size", range(2, 9))
+@each("size", range(2, 9))
 def test_a_node_that_is_dead_inside_as_well_is_told_from_its_only_peer(size: int) -> None:
     found = Cluster(size, size).make("failed", by_rank(*range(size))).classified()
     assert verdict(found) == (Kind.BAD_NODE, {"hosts": ("node0",)})
@@ -332,8 +331,8 @@ def among(ranks: Iterable[int], others: Iterable[int], fare: str | float) -> dic
     return {(min(a, b), max(a, b)): fare for a in ranks for b in rest if a != b}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "bad", "sentence"),
+@each(
+    "sizes, bad, sentence",
     [
         (
             (4,),
@@ -474,7 +473,7 @@ def test_a_single_pair_below_what_is_expected_may_be_one_bad_end() -> None:
     assert "--hosts" in found.next
 
 
-@pytest.mark.parametrize("size", range(2, 9))
+@each("size", range(2, 9))
 def test_two_nodes_cannot_tell_whose_network_is_bad(size: int) -> None:
     cluster = Cluster(size, size)
     found = cluster.make("failed", lambda a, b: not cluster.is_inside(a, b)).classified()

@@ -6,8 +6,8 @@ from array import array
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import pytest
 from hang_facts import LONG, judge, node, waiting
+from loops import each
 from pyspy_facts import frames, loads, look, process, twice
 from pyspy_facts import node as node_of
 
@@ -40,8 +40,8 @@ def recorded(picture: NodePicture) -> NodePicture:
     return replace(picture, dumps=(NodeDumps("n1", dumps=tuple(dumps)),))
 
 
-@pytest.mark.parametrize(
-    ("id_", "level", "facts"),
+@each(
+    "id_, level, facts",
     [
         ("hang.elastic-restart", "fail", looping(20.0)),
         ("hang.incomplete", "unknown", node(waiting(), waiting(), missing="timed out")),

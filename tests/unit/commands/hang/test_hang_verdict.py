@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pyspy_facts as facts
 import pytest
 from hang_facts import ASLEEP, LONG, REQUEST, fix_of, judge, node, waiting, with_blocked
+from loops import each
 from pyspy_facts import loads, process, twice, waits
 from trace_facts import at_futex, connection, sleeps, thread
 
@@ -312,8 +313,8 @@ def test_a_busy_rank_only_warns_and_its_activity_is_named() -> None:
     assert "rank 2 (n1, pid 102) tokenizes" in report.findings[0].title
 
 
-@pytest.mark.parametrize(
-    ("frame", "does"),
+@each(
+    "frame, does",
     [
         (("encode", facts.SITE + "tokenizers/base.py", 1), "tokenizes"),
         (("http_get", facts.SITE + "huggingface_hub/file_download.py", 1), "downloads"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from loops import each
 
 from distdiag.agent.port_scan import PortResult
 from distdiag.cluster.targets import Cluster
@@ -83,8 +83,8 @@ WELL = node("10.0.0.1")
 DOCKER = Nic("docker0", "docker", ("172.17.0.2/16",), True, True, 1500, None, True)
 
 
-@pytest.mark.parametrize(
-    ("id_", "level", "nodes"),
+@each(
+    "id_, level, nodes",
     [
         ("ports.nccl-ifname", "fail", [replace(WELL, variables={"NCCL_SOCKET_IFNAME": "ib9"})]),
         ("ports.gloo-ifname", "fail", [replace(WELL, variables={"GLOO_SOCKET_IFNAME": "ib9"})]),
@@ -107,8 +107,8 @@ def test_each_fault_of_a_node_has_an_id(id_: str, level: str, nodes: list[NodePo
     assert "?" not in found[id_].title + found[id_].detail
 
 
-@pytest.mark.parametrize(
-    ("id_", "result"),
+@each(
+    "id_, result",
     [
         ("ports.port-filtered", PortResult("b", 1, "10.0.0.2", "filtered", error="no answer")),
         ("ports.port-rejected", PortResult("b", 1, "10.0.0.2", "rejected", error="No route to host", seconds=3.0)),

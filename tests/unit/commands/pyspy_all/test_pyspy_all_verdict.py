@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import each
 from pyspy_facts import SITE, frames, ids, job, judge, loads, look, node, outlier_ranks, process, twice, waits
 from trace_facts import at_futex, owned, receives
 from trace_facts import sleeps as sleeps_at
@@ -85,8 +86,8 @@ def test_counters_of_ranks_at_different_places_are_shown_and_decide_nothing() ->
     assert "3 process groups" in report.findings[0].detail
 
 
-@pytest.mark.parametrize(
-    ("calls", "circle"),
+@each(
+    "calls, circle",
     [
         ([("recv", 1), ("recv", 0)], [0, 1]),
         ([("send", 1), ("send", 2), ("send", 0), ("recv", 0)], [0, 1, 2]),
@@ -94,7 +95,6 @@ def test_counters_of_ranks_at_different_places_are_shown_and_decide_nothing() ->
         ([("recv", 1), ("recv", 2), ("recv", None)], []),
         ([("send", 1), ("recv", 2), ("recv", 1)], [1, 2]),
     ],
-    ids=["both receive", "a ring of senders", "one sends to one who receives", "a chain", "a chain into a circle"],
 )
 def test_ranks_that_wait_for_each_other_are_named(calls: list[tuple[str, int | None]], circle: list[int]) -> None:
     report = judge(job(*[twice(waits(operation, "exchange", 9), peer=peer) for operation, peer in calls]))
@@ -139,8 +139,8 @@ def sampled(waiting: str) -> tuple[Sample, ...]:
     )
 
 
-@pytest.mark.parametrize(
-    ("samples", "slow"),
+@each(
+    "samples, slow",
     [
         (["w" * 18 + "cc", "c" * 16 + "wwww", "b" * 15 + "c" * 5, "wb" * 10], [[1]]),
         (["w" * 18 + "cc", "B" * 18 + "bw", "b" * 15 + "c" * 5, "wb" * 10], [[1]]),
@@ -150,16 +150,6 @@ def sampled(waiting: str) -> tuple[Sample, ...]:
         (["w" * 20, "c" * 20, "c" * 20, "w" * 20], []),
         (["w" * 14, "c" * 14, "w" * 14, "w" * 14], []),
         (["c" * 20, "c" * 20, "c" * 20, "c" * 19 + "w"], []),
-    ],
-    ids=[
-        "one computes",
-        "one computes in backward",
-        "a little slower",
-        "by chance",
-        "all alike",
-        "half of them",
-        "too few samples",
-        "none waits",
     ],
 )
 def test_the_rank_of_a_running_job_that_hardly_waits_holds_up_the_others(
@@ -403,8 +393,8 @@ def test_a_thread_that_waits_and_never_releases_the_gil() -> None:
     assert judge(job(twice(waits()), released, twice(waits()))).data.outliers[0].class_ == "python"
 
 
-@pytest.mark.parametrize(
-    ("inner", "expected"),
+@each(
+    "inner, expected",
     [
         ((("barrier", SITE + "torch/distributed/distributed_c10d.py", 1),), "communication wait"),
         ((("destroy_process_group", SITE + "torch/distributed/distributed_c10d.py", 1),), "teardown"),

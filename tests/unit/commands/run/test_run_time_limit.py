@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING
+
+from loops import each
 
 from distdiag.commands.run import time_limit
 
+if TYPE_CHECKING:
+    import pytest
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
+
+@each(
+    "text, expected",
     [
         ("3:04", 184.0),
         ("02:03:04", 7384.0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from loops import each
 from support_warm import distdiag
 
 from distdiag.commands.slurm.queue import parse_jobs
@@ -31,13 +31,13 @@ def found(*asked: str, queue: str = QUEUE) -> list[tuple[str, str]]:
     return [(finding.id, finding.title) for finding in diagnose(asked, parse_jobs(queue)).findings]
 
 
-@pytest.mark.parametrize("alive", ["train", "7", "clean", "array", "12", "12_2", "chain", 'a|b "c"'])
+@each("alive", ["train", "7", "clean", "array", "12", "12_2", "chain", 'a|b "c"'])
 def test_a_job_that_runs_or_waits_is_silent(alive: str) -> None:
     assert found(alive) == []
 
 
-@pytest.mark.parametrize(
-    ("asked", "id_", "says"),
+@each(
+    "asked, id_, says",
     [
         ("wide", "will-not-start", "wide is pending and will not start: the partition does not have what it asks for"),
         ("held", "will-not-start", "held is pending and will not start: it is held"),
@@ -56,8 +56,8 @@ def test_lines_of_something_else_are_no_jobs() -> None:
     assert parse_jobs("") == parse_jobs("CLUSTER: abc\n|||") == []
 
 
-@pytest.mark.parametrize(
-    ("every", "says"),
+@each(
+    "every, says",
     [("", "not a time"), ("1h30m", "not a time"), ("-1h", "not a time"), ("1s", "too short"), ("400d", "too long")],
 )
 def test_what_is_no_period_is_wrong_usage(every: str, says: str) -> None:

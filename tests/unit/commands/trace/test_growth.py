@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.cluster import hostfile
 from distdiag.cluster.targets import Cluster
@@ -138,7 +139,7 @@ def test_a_line_of_strace_that_is_far_too_long_keeps_its_end(tmp_path: Path) -> 
     assert thread.n_unread == 0
 
 
-@pytest.mark.parametrize("fill", ["a", " ", "/", "error ", "supports ", "FlashAttention only supports" + " " * 40000])
+@each("fill", ["a", " ", "/", "error ", "supports ", "FlashAttention only supports" + " " * 40000])
 def test_logs_of_builds_with_long_lines(fill: str) -> None:
     text = (fill * (lines.LINE_BYTES // len(fill) + 1))[: lines.LINE_BYTES] + "\n"
     began = time.process_time()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 from pyspy_facts import look, node, process
 from trace_facts import (
     BOTH,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 FIFO = Target(5, "r", Descriptor(5, "fifo", "/data/fifo", "r", 0))
 
 
-@pytest.mark.parametrize(
-    ("rank_1", "kind", "cause", "words"),
+@each(
+    "rank_1, kind, cause, words",
     [
         (sleeps(101, 214.0), "not-in-collective", "sleep", "sleeps (clock_nanosleep, 214 s)"),
         (sleeps(101, state="T"), "stopped", "stopped", "is stopped (T, clock_nanosleep, 60 s)"),

@@ -55,7 +55,7 @@ def process(rank: int | None, at: tuple[str, int], *more: Line, **changes: objec
         "began_s": 10.0,
         "ended_s": None,
         "age_s": 60.0,
-        "threads": (Thread(1000, "MainThread", True, False, 5, last, own, (), 0),),
+        "threads": (Thread(1000, "MainThread", True, False, 5, last, own, 0),),
         "untold": 0,
     }
     return Process(**{**given, **changes})

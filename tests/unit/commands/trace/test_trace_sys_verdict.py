@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 from pyspy_facts import node, process
 from trace_facts import NET, owned, receives, sleeps
 
@@ -400,14 +401,12 @@ def test_names_of_logs_are_read_back() -> None:
     assert parse_log_name("rank-3.1234") == (3, "", None)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("5", 5.0), ("5s", 5.0), ("500ms", 0.5), ("2m", 120.0), ("1.5 s", 1.5), ("1min", 60.0)]
-)
+@each("text, seconds", [("5", 5.0), ("5s", 5.0), ("500ms", 0.5), ("2m", 120.0), ("1.5 s", 1.5), ("1min", 60.0)])
 def test_times_are_read(text: str, seconds: float) -> None:
     assert parse_duration(text, "--for", longest_s=600) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "x", "-5", "5h", "0", "11m", "1e3"])
+@each("text", ["", "x", "-5", "5h", "0", "11m", "1e3"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_duration(text, "--for", longest_s=600)

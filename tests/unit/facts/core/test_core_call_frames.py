@@ -10,6 +10,7 @@ import subprocess
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from loops import each
 from support import need
 
 from distdiag.facts import elf
@@ -130,8 +131,8 @@ def test_a_function_is_found_by_where_it_lies_from_its_description() -> None:
     assert (there.begin, there.end) == (0x6000, 0x6100)
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"),
+@each(
+    "program, expected",
     [
         # A remembered state is restored completely, including the CFA.
         (b"\x0e\x10\x86\x02\x0a\x0e\x20\x83\x04\x0b", {7: 0x8010, 6: word(0x8000), 3: 0x4000}),
@@ -212,9 +213,7 @@ def test_shifts_of_any_size_end() -> None:
         assert found[STACK_POINTER] == 0
 
 
-@pytest.mark.parametrize(
-    ("letters", "more"), [(b"", b""), (b"zX", b"\x1b"), (b"zP", b"\xff"), (b"z\xff", b"\x1b"), (b"eh", b"\x1b")]
-)
+@each("letters, more", [(b"", b""), (b"zX", b"\x1b"), (b"zP", b"\xff"), (b"z\xff", b"\x1b"), (b"eh", b"\x1b")])
 def test_what_is_not_known_is_not_guessed(letters: bytes, more: bytes) -> None:
     with pytest.raises(CannotUnwind):
         common(letters=letters, more=more)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 from support import need, wait_until
 
 from distdiag.commands.core_bt.core_dump_setup import setup_findings
@@ -34,8 +35,8 @@ SYSTEMD = "|/usr/lib/systemd/systemd-coredump %P %u %g %s %t %c %h"
 APPORT = "|/usr/share/apport/apport -p%p -s%s -c%c -d%d -P%P -u%u -g%g -- %E"
 
 
-@pytest.mark.parametrize(
-    ("text", "uses_pid", "kind", "folder", "handler", "unique"),
+@each(
+    "text, uses_pid, kind, folder, handler, unique",
     [
         ("core", False, PatternKind.RELATIVE, "", "", False),
         ("core", True, PatternKind.RELATIVE, "", "", True),

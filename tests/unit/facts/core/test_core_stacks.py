@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from cores import cores_in, make_core, need_cores
+from loops import each
 from support import need
 from support_warm import distdiag
 
@@ -420,8 +421,8 @@ def test_a_deep_stack_keeps_both_ends() -> None:
 EVAL = "_PyEval_EvalFrameDefault"
 
 
-@pytest.mark.parametrize(
-    ("loops", "native", "expected", "aligned"),
+@each(
+    "loops, native, expected, aligned",
     [
         ([["f", "g"], ["m"]], ["x", EVAL, "y", EVAL, "_start"], "x [f] [g] y [m] _start", True),
         # The innermost Python function is gone already, or not there yet.

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from loops import each
 
 import distdiag.commands.cuda_env
 from distdiag.commands.cuda_env.archs import (
@@ -33,8 +34,8 @@ def test_nvccs_names_are_read_and_written(text: str, arch: Arch) -> None:
     assert (from_nvcc(text), arch.nvcc) == (arch, text)
 
 
-@pytest.mark.parametrize(
-    ("cubins", "ptx", "gpu", "how"),
+@each(
+    "cubins, ptx, gpu, how",
     [
         ("80", "", "8.6", "cubin"),
         ("86", "", "8.0", ""),
@@ -76,16 +77,16 @@ def test_a_list_for_gpus_has_each_kind_once_in_order() -> None:
     assert as_list([Arch(12, 0), Arch(8, 6), Arch(12, 0)]) == "8.6;12.0"
 
 
-@pytest.mark.parametrize(
-    ("driver", "cuda"),
+@each(
+    "driver, cuda",
     [("535.104.05", "12.2"), ("550.54.14", "12.4"), ("580.65.06", "13.0"), ("390.1", ""), ("999.1", "13.1")],
 )
 def test_the_newest_cuda_of_a_driver(driver: str, cuda: str) -> None:
     assert newest_cuda(driver) == cuda
 
 
-@pytest.mark.parametrize(
-    ("arch", "toolkit", "answer"),
+@each(
+    "arch, toolkit, answer",
     [
         ("70", "13.0", False),
         ("70", "12.9", True),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from loops import each
 from pyspy_facts import process
 from support import wait_until
 
@@ -254,8 +255,8 @@ def test_a_pid_proves_whose_gpu_it_is_although_gpu_0_has_a_context_of_every_rank
     }
 
 
-@pytest.mark.parametrize(
-    ("visible", "local_rank", "index"),
+@each(
+    "visible, local_rank, index",
     [
         ((), 2, 2),
         (("3,2,1,0",), 0, 3),
@@ -327,7 +328,7 @@ def test_the_others_wait_for_a_gpu_that_computes() -> None:
     assert verdict.says.startswith("the GPU of rank 1 computes at high power, and 2 others wait: ")
 
 
-@pytest.mark.parametrize(
+@each(
     "unclear",
     [
         replace(SPINS, busy_percent=(100, 0)),
@@ -338,7 +339,6 @@ def test_the_others_wait_for_a_gpu_that_computes() -> None:
         replace(SPINS, limit_w=None),
         replace(SPINS, limit_w=0.0),
     ],
-    ids=["busy changed", "one reading", "one value", "power changed", "half the limit", "no limit", "limit 0"],
 )
 def test_readings_that_do_not_agree_make_no_claim(unclear: GpuUse) -> None:
     assert judged(unclear, SPINS, SPINS).kind is GpuKind.MIXED

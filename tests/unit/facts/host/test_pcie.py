@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support import gpu_test, need_mounts
+from loops import each
+from support import need_mounts
+from support_warm import gpu_test
 
 from distdiag.cluster.records import read_json
 from distdiag.commands.allreduce_bench.types import Request as BenchRequest
@@ -116,8 +118,8 @@ def node(seen: Pcie | None, rdma: int | None = None) -> NodeSlot:
 HUNG = Pcie(gpus=("a", "b"), nvswitches=0, virtual=False, redirecting=ABOVE, translated="DMA-FQ")
 
 
-@pytest.mark.parametrize(
-    ("seen", "rdma", "levels"),
+@each(
+    "seen, rdma, levels",
     [
         (HUNG, None, ["warn", "warn"]),
         (replace(HUNG, virtual=True), None, []),

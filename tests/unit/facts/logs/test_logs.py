@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from logs_cases import RECORDED, Case, cases
+from loops import each
 
 from distdiag.cluster.targets import Cluster
 from distdiag.diagnosis.job_logs.diagnose import diagnose
@@ -31,7 +32,7 @@ def judged(*paths: Path) -> Report[Logs]:
     return diagnose(Request(program="distdiag", cluster=Cluster()), Gathered(facts=[reader.found()]))
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@each("case", cases())
 def test_case(case: Case, tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_bytes(case.text)
@@ -58,7 +59,7 @@ def _check_line_numbers(text: bytes, evidence: tuple[str, ...]) -> None:
             assert match[2] in lines[int(match[1]) - 1], quoted
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if case.ranks == (2,)], ids=lambda case: case.name)
+@each("case", [case for case in cases() if case.ranks == (2,)])
 def test_a_log_that_breaks_off_blames_no_innocent_rank(case: Case, tmp_path: Path) -> None:
     lines = case.text.splitlines(keepends=True)
     for tenths in (2, 4, 6, 8, 9):
@@ -194,8 +195,8 @@ def test_the_stream_of_a_gloo_address_is_no_part_of_it(tmp_path: Path) -> None:
     assert "remote=[10.0.0.7]:37772: a rank had exited" in judged(path).summary
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@each(
+    "text, words",
     [
         ("IndexError: Target 1000 is out of bounds.", "number of classes"),
         ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x2)", "in_features"),
@@ -224,8 +225,8 @@ def streams(text: bytes) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("text", "label", "stream"),
+@each(
+    "text, label, stream",
     [
         (b"[default0]:begin [default1]:x\n[default0]:end\n", "[default0]:", b"begin end\n"),
         (b"[vm:0]:a[vm:1]:b[vm:0]:c\n[vm:1]:d\n", "[vm:0]:", b"ac\n"),

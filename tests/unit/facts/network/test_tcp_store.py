@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.facts.network import tcp_store
 from distdiag.facts.network.tcp_store import Rendezvous, Store
@@ -85,7 +86,7 @@ _PING = struct.pack("<I", 0x64647374)
 _ONE_KEY = _PING + struct.pack("<Q", 1)
 
 
-@pytest.mark.parametrize(
+@each(
     "answer",
     [
         *(b"", b"HTTP/1.0 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", _PING),

@@ -11,6 +11,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.facts.process.descriptors import Descriptor, End, Look, Watch, descriptors
 
@@ -138,8 +139,8 @@ def test_a_unix_connection_knows_the_path_and_who_has_the_other_end(tmp_path: Pa
             assert (one.socket.protocol, one.socket.remote) == ("unix", str(tmp_path / "socket"))
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "protocol"),
+@each(
+    "family, kind, protocol",
     [
         (socket.AF_INET, socket.SOCK_STREAM, "tcp"),
         (socket.AF_INET6, socket.SOCK_STREAM, "tcp6"),

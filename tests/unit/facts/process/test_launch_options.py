@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.facts.process import launch_options
 
@@ -22,8 +23,8 @@ def read(*words: str, **variables: str) -> Launch:
     return found
 
 
-@pytest.mark.parametrize(
-    ("options", "place"),
+@each(
+    "options, place",
     [
         (("--rdzv-backend=c10d", "--rdzv-endpoint=node1:29400"), ("node1", 29400)),
         (("--rdzv_backend", "c10d", "--rdzv_endpoint", "node1"), ("node1", 29400)),

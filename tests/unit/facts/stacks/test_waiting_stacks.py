@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import wait_for_state
+from loops import each
 from support import need
 
 from distdiag.facts import elf
@@ -84,7 +85,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("python", _pythons())
+@each("python", _pythons())
 def test_counters_of_a_module_are_read(python: str) -> None:
     process = subprocess.Popen([python, "-u", "-c", IN_A_MODULE], stdout=subprocess.PIPE, text=True)
     try:
@@ -98,7 +99,7 @@ def test_counters_of_a_module_are_read(python: str) -> None:
         process.communicate()
 
 
-@pytest.mark.parametrize("python", _pythons())
+@each("python", _pythons())
 def test_it_is_what_py_spy_reads(python: str) -> None:
     with _running("sleeps", python) as (pid, _):
         if _version(python) not in _KNOWN:
@@ -175,7 +176,7 @@ def test_one_that_goes_on_is_read_whole_or_not_at_all() -> None:
 
 def test_more_frames_than_anybody_reads_are_left_to_others() -> None:
     with _running("recurses") as (pid, _):
-        for _ in range(100):
+        for _ in range(10):
             with pytest.raises(waiting_stacks.Unclear):
                 waiting_stacks.main_thread(pid, stack_types.COUNTERS)
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from loops import each
 
 from distdiag.facts.strace import lines, targets
 from distdiag.facts.strace.lines import BEGUN, CALL, ENDED, RESUMED, SIGNAL, Line
@@ -30,8 +31,8 @@ def line(
     return Line(kind, name, args, result, error, took, 1700000000.5, tid)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
+@each(
+    "text, expected",
     [
         ("AT brk(NULL) = 0x55c7d6a3b000", line(CALL, b"brk", b"NULL", b"0x55c7d6a3b000")),
         (
@@ -76,7 +77,7 @@ def test_a_line_is_read(text: str, expected: Line) -> None:
     assert lines.parse(text.replace("AT ", f"{AT} ", 1).encode()) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         *("", "Epoch 3: loss = 0.25", "Traceback (most recent call last):", "\x00\xff\x80(", "1"),
@@ -88,8 +89,8 @@ def test_what_strace_did_not_write_with_these_options_is_no_line(text: str) -> N
     assert lines.parse(text.encode("latin-1")) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "expected"),
+@each(
+    "name, args, expected",
     [
         ("read", '4<TCP:[127.0.0.1:51916->127.0.0.1:36343]>, "x"', (4, "TCP:[127.0.0.1:51916->127.0.0.1:36343]")),
         ("read", "4<TCPv6:[[::1]:2222->[::1]:333]>, ", (4, "TCPv6:[[::1]:2222->[::1]:333]")),
@@ -124,8 +125,8 @@ def test_what_a_call_is_about(name: str, args: str, expected: tuple[int | None, 
     assert targets.about(name.encode(), args.encode()) == expected
 
 
-@pytest.mark.parametrize(
-    ("target", "place"),
+@each(
+    "target, place",
     [
         ("/mnt/data/imagenet/x.tar", "/mnt/data"),
         ("/etc/hostname", "/etc"),
@@ -171,8 +172,8 @@ def test_why_a_log_cannot_be_read(version: str, name: str, why: str) -> None:
     assert lines.problem((RECORDED / f"{version}_{name}").read_bytes()) == why
 
 
-@pytest.mark.parametrize(
-    ("head", "why"),
+@each(
+    "head, why",
     [
         (b"", "the file is empty"),
         (b"Epoch 1\nEpoch 2\n", "not a strace log"),

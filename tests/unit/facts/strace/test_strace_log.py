@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from loops import each
 
 from distdiag.facts.strace import log
 from distdiag.facts.strace.log import read_logs
@@ -265,7 +266,7 @@ def counted(thread: ThreadLog) -> tuple[object, ...]:
     return thread.tid, counts, ends, thread.errors, {one.name: one.count for one in thread.places}
 
 
-@pytest.mark.parametrize("cut", range(0, 3000, 61))
+@each("cut", range(0, 3000, 61))
 def test_garbage_and_cuts_are_borne(cut: int, tmp_path: Path) -> None:
     data = (RECORDED / "6.1_files.txt").read_bytes()
     noisy = data[:cut] + bytes(range(256)) + b"\n" + data[cut:]

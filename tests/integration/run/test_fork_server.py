@@ -1,0 +1,61 @@
+"""A program that a test forks from a loaded process is what it would be if it were started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from fork_server import ForkServer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SEES = """
+import json, os, sys
+from pathlib import Path
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+json.dump({
+    "python": [__name__, __file__, sys.argv, sys.orig_argv, sys.path, dict(os.environ), os.getcwd()],
+    "command line": Path("/proc/self/cmdline").read_text().split(chr(0)),
+    "environment": sorted(Path("/proc/self/environ").read_text().split(chr(0))),
+    "streams": [os.readlink(f"/proc/self/fd/{number}") for number in range(3)],
+    "number of files": len(os.listdir("/proc/self/fd")),
+    "leads its session": os.getsid(0) == os.getpgrp() == os.getpid(),
+    "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+}, sys.stdout)
+sys.stdout.flush()
+os.kill(os.getpid(), int(sys.argv[1])) if int(sys.argv[1]) else sys.exit(7)
+"""
+
+
+def ends(process: subprocess.Popen[Any] | None, path: Path) -> tuple[int, dict[str, Any]]:
+    assert process is not None
+    return process.wait(60), json.loads(path.read_text())
+
+
+def test_a_fork_sees_and_shows_what_a_started_program_does(tmp_path: Path) -> None:
+    program, out = tmp_path / "sees.py", tmp_path / "out"
+    program.write_text(SEES)
+    server = ForkServer(["json"], os.environ)
+    env = {**os.environ, "RANK": "3", "LONG": "x" * 50_000}
+    for number, status in ((0, 7), (signal.SIGKILL, -signal.SIGKILL)):
+        command = [sys.executable, str(program), str(int(number))]
+        with out.open("w") as file:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            started = ends(subprocess.Popen(command, env=env, start_new_session=True, **streams), out)  # type: ignore[call-overload]
+        with out.open("w") as file:
+            forked = ends(server.fork(command, env, (file, subprocess.STDOUT)), out)
+        assert forked == started
+        assert forked[0] == status
+
+
+def test_what_takes_effect_at_the_start_of_python_is_not_forked() -> None:
+    server = ForkServer(["json"], os.environ)
+    streams = (subprocess.DEVNULL, subprocess.STDOUT)
+    assert server.fork([sys.executable, "program.py"], {**os.environ, "PYTHONHASHSEED": "7"}, streams) is None
+    assert server.fork([sys.executable, "-c", "pass"], os.environ, streams) is None
+    assert server.fork(["sh", "program.sh"], os.environ, streams) is None
