@@ -178,7 +178,8 @@ def facts_of(
         make_folder("--save", options.save)
     with Progress() as progress:
         gathered = subcommand.collect(request, progress)
-        if (kube := _kube_of(request)) is not None:
+        kube: Kube | None = getattr(getattr(request, "cluster", None), "kube", None)
+        if kube is not None:
             gathered = _with_pods_now(kube, gathered, progress)
     if options.save:
         try:
@@ -188,11 +189,6 @@ def facts_of(
                 raise
             unsaved.append(error)
     return request, gathered
-
-
-def _kube_of(request: Any) -> Kube | None:  # noqa: ANN401 - a dataclass
-    cluster: Cluster | None = getattr(request, "cluster", None)
-    return cluster.kube if cluster is not None else None
 
 
 def _with_pods_now(kube: Kube, gathered: Gathered[Facts], progress: Progress) -> Gathered[Facts]:

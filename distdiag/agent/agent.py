@@ -51,10 +51,8 @@ _ALIVE_S = 1.0
 
 def main(config: Config, connection: int | None = None) -> None:
     """Run the agent on stdin and stdout, or on a connected socket's descriptor, see `serve`."""
-    status = (
-        serve(config, 0, Writer.take_stdout()) if connection is None else serve(config, connection, Writer(connection))
-    )
-    os._exit(status)  # skip Python's own shutdown: a tenth of an agent's run time
+    wire = Writer.take_stdout() if connection is None else Writer(connection)
+    os._exit(serve(config, connection or 0, wire))  # skip Python's own shutdown: a tenth of an agent's run time
 
 
 def serve(config: Config, orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:

@@ -19,7 +19,7 @@ import selectors
 import socket
 import time
 
-from distdiag.facts.text import printable
+from distdiag.facts.text import first_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class Handshake:
     @property
     def said(self) -> str:
         """The first line of the peer, printable."""
-        line = (self._first or self._received).strip().split(b"\n")[0][:80]
-        return printable(line.decode("ascii", "replace").strip())
+        return first_line(self._first or self._received)
 
     @property
     def rest(self) -> bytes:

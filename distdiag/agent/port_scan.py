@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from distdiag.facts import deadlines
 from distdiag.facts.network import interfaces as network
-from distdiag.facts.text import printable
+from distdiag.facts.text import first_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class _Attempt:
             words,
             local,
             (network.interface_of(local) or "") if local else "",
-            _first_line(data or b""),
+            first_line(data or b""),
             hung_up=data == b"",
             rtt_s=took if status == errno.ECONNREFUSED else self.rtt_s,
             seconds=round(took, 4),
@@ -200,7 +200,3 @@ def _too_late(connection: socket.socket, attempt: _Attempt, selector: selectors.
     with contextlib.suppress(OSError):
         connection.send(_QUESTION)
     return None
-
-
-def _first_line(data: bytes) -> str:
-    return printable(data.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip())

@@ -1,7 +1,7 @@
 """Messages between the parent and its agents, one JSON line each: {"kind": ..., the fields of its class}.
 
 Orders are sent to an agent, replies by it. Neither side trusts the other: the parent validates each reply
-(distdiag/cluster/records.py repeats the fields with their limits), and an agent ignores unknown kinds of orders. Not
+(distdiag/cluster/records.py, by the annotations here), and an agent ignores unknown kinds of orders. Not
 dataclasses: importing these takes a tenth of an agent's start.
 """
 
@@ -12,7 +12,7 @@ import json
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any, ClassVar, dataclass_transform
+    from typing import Any, dataclass_transform
 
     from distdiag.agent.tcp_probe import ProbeResult
     from distdiag.facts.network.interfaces import Network
@@ -34,7 +34,7 @@ class Fields:
 class Message(Fields):
     """A message."""
 
-    kind: ClassVar[str] = ""
+    kind = ""
 
     def __init_subclass__(cls, *, kind: str) -> None:
         cls.kind = kind
@@ -162,12 +162,12 @@ class NoPython(Message, kind="no-python"):
 
 
 class Hello(Message, kind="hello"):
-    """The machine: host name, identity, system and processor; the path of py-spy, if found."""
+    """The machine: host name, identity, system and processor; the path of py-spy, if found. Empty until received."""
 
-    host: str
-    machine: str
-    platform: str
-    py_spy: str | None
+    host: str = ""
+    machine: str = ""
+    platform: str = ""
+    py_spy: str | None = None
 
 
 class Facts(Message, kind="facts"):
@@ -197,21 +197,15 @@ class Logs(Message, kind="logs"):
     error: str
 
 
-class Taken(Fields):
-    """Why the rendezvous port is unavailable: its owner, and the owner's answer to a stranger."""
-
-    error: str
-    listening: bool | None
-    pid: int | None
-    command: str
-    answer: str | None
-
-
 class Listening(Message, kind="listening"):
-    """The rendezvous port, or its present owner."""
+    """The rendezvous port. `error`: why it is unavailable; then its owner, and the owner's answer to a stranger."""
 
     port: int
-    taken: Taken | None
+    error: str = ""
+    listening: bool | None = None
+    pid: int | None = None
+    command: str = ""
+    answer: str | None = None
 
 
 class RankStarted(Message, kind="started"):
@@ -291,7 +285,7 @@ class ReachName(Message, kind="reach-name"):
     """The addresses of a name, resolved on that node."""
 
     name: str
-    addresses: Sequence[str]
+    addresses: tuple[str, ...]
     error: str
 
 

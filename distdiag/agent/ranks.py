@@ -37,15 +37,9 @@ _UNTRUSTED_VARIABLES = (
 )
 """Variables that an unauthenticated parent may set: none can make a program load code."""
 _NEEDED = (
-    *(
-        f"distdiag.agent.{name}"
-        for name in ("boot", "forkserver", "handshake", "protocol", "rank_progress", "rendezvous")
-    ),
-    *(
-        f"distdiag.facts.{name}"
-        for name in ("machine", "programs", "text", "gpu.computed", "gpu.gpu_health", "gpu.gpu_use")
-    ),
-    "distdiag.agent.wire",
+    *("agent.boot", "agent.forkserver", "agent.handshake", "agent.protocol", "agent.rank_progress", "agent.rendezvous"),
+    *("agent.wire", "facts.gpu.computed", "facts.gpu.gpu_health", "facts.gpu.gpu_use"),
+    *("facts.machine", "facts.programs", "facts.text"),
 )
 """The agent's modules that ranks import. Sending all would exceed a pipe's capacity and block each start."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
@@ -56,7 +50,7 @@ def carried_by_ranks(sources: dict[str, str]) -> dict[str, str]:
     return {
         name: text
         for name, text in sources.items()
-        if name in _NEEDED or not name.startswith(("distdiag.agent.", "distdiag.facts."))
+        if name[len("distdiag.") :] in _NEEDED or not name.startswith(("distdiag.agent.", "distdiag.facts."))
     }
 
 
@@ -104,9 +98,9 @@ class Ranks:
         try:
             self.listener = rendezvous.listen(order.port)
         except OSError as error:
-            self._wire.send(protocol.Listening(port=order.port, taken=_who_has(order.port, error)))
+            self._wire.send(_not_free(order.port, error))
         else:
-            self._wire.send(protocol.Listening(port=self.listener.getsockname()[1], taken=None))
+            self._wire.send(protocol.Listening(port=self.listener.getsockname()[1]))
 
     def start(self, order: protocol.StartRank) -> None:
         """Start one rank; its config contains its descriptors."""
@@ -331,12 +325,13 @@ class Ranks:
         return status
 
 
-def _who_has(port: int, error: OSError) -> protocol.Taken:
+def _not_free(port: int, error: OSError) -> protocol.Listening:
     from distdiag.facts.network import listeners
 
     holder = listeners.port_holder(port)
     answer = rendezvous.identify_server("127.0.0.1", port, timeout_s=3.0) if holder and holder.listening else None
-    return protocol.Taken(
+    return protocol.Listening(
+        port=port,
         error=error.strerror or str(error),
         listening=holder.listening if holder else None,
         pid=holder.pid if holder else None,

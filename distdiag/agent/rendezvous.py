@@ -10,7 +10,7 @@ import socket
 import time
 
 from distdiag.agent import handshake
-from distdiag.facts.text import printable
+from distdiag.facts.text import first_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def identify_server(address: str, port: int, *, timeout_s: float) -> str | None:
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
             connection.sendall(b"distdiag hello\r\n\r\n")
-            return _clean(connection.recv(_MOST_QUOTED_BYTES)) or None
+            return first_line(connection.recv(_MOST_QUOTED_BYTES)) or None
     except OSError:
         return None
 
@@ -103,8 +103,3 @@ def _connect(address: str, port: int) -> socket.socket:
             return socket.create_connection((address, port), timeout=None)
         except (ConnectionRefusedError, TimeoutError):
             time.sleep(_RETRY_S)
-
-
-def _clean(answer: bytes) -> str:
-    line = answer.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip()
-    return printable(line)

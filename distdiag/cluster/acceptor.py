@@ -92,21 +92,11 @@ class Acceptor(threading.Thread):
         except OSError:
             data = b""
         caller.heard += data
-        if data:
-            self._join_if_chosen(caller)
-        else:
-            self._forget(caller)
-            caller.connection.close()
-
-    def _join_if_chosen(self, caller: _Caller) -> None:
-        if len(caller.heard) < len(connect_back.IN):
+        if data and len(caller.heard) < len(connect_back.IN):
             return
-        self._forget(caller)
+        self._callers.discard(caller)
+        self._acceptor.selector.unregister(caller.connection)
         if caller.heard == connect_back.IN:
             self.joined(caller.who, SocketLink(caller.connection))
         else:
             caller.connection.close()
-
-    def _forget(self, caller: _Caller) -> None:
-        self._callers.discard(caller)
-        self._acceptor.selector.unregister(caller.connection)

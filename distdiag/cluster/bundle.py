@@ -51,17 +51,13 @@ def _imports_of(text: str) -> list[str]:
 
 
 def _modules_of(package: str) -> list[str]:
-    names = (path.name for path in resources.files(package).iterdir())
-    return sorted(f"{package}.{name[:-3]}" for name in names if _is_module(name))
+    names = {path.name for path in resources.files(package).iterdir()} - {"__init__.py"}
+    return sorted(f"{package}.{name[:-3]}" for name in names if name.endswith(".py"))
 
 
 def _is_package(name: str) -> bool:
     above, _, last = name.rpartition(".")
     return not above or resources.files(above).joinpath(last).is_dir()
-
-
-def _is_module(name: str) -> bool:
-    return name.endswith(".py") and name != "__init__.py"
 
 
 def _read(module: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdiag import interrupts
+from distdiag.agent import protocol
 from distdiag.cluster import links, records
 from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.node import Node, NodeStage
@@ -204,10 +205,10 @@ class Fleet:
                     else:
                         yield node, facts, None
                         continue
-                elif not isinstance(record, (records.MoreEnd, Down)):
+                elif not isinstance(record, (protocol.MoreEnd, Down)):
                     continue
                 del busy[node.name]
-                yield node, None, "" if isinstance(record, records.MoreEnd) else _why_down(node)
+                yield node, None, "" if isinstance(record, protocol.MoreEnd) else _why_down(node)
             watch(list(busy))
         for node in busy.values():
             node.unresponsive = True

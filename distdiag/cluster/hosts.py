@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hostlist import EXCLUDES, MAX_NAMES, entries, located, quote, spell
 from distdiag.errors import UsageError
+from distdiag.facts import text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,13 +44,7 @@ _ROOM_IN_SENTENCE = 60
 
 def fold_ranks(numbers: Iterable[int]) -> str:
     """Fold whole numbers into ranges: [8, 0, 1, 2] -> "0-2,8"; empty for none."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return text.fold(sorted(set(numbers)))
 
 
 def name_ranks(numbers: Iterable[int]) -> str:

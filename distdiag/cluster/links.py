@@ -129,7 +129,7 @@ class ProcessLink(Link):
         return Received(out, err, 1 not in self._open)
 
     def how_it_ended(self) -> tuple[int | None, str]:
-        _wait(self.process, 0.5)
+        programs.wait(self.process, 0.5)
         status = programs.end_group(self.process)
         if status is None:
             return None, "and cannot be killed"
@@ -231,9 +231,3 @@ def close_all(links: Sequence[Link], goodbye_s: float) -> None:
         left = [link for link in left if not link.has_ended()]
     for link in links:
         link.kill()
-
-
-def _wait(process: programs.Process[bytes] | programs.Adopted, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)

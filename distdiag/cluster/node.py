@@ -7,7 +7,7 @@ import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from distdiag.agent import wire
+from distdiag.agent import protocol, wire
 from distdiag.cluster import records
 from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.records import InvalidData
@@ -51,7 +51,7 @@ class Node:
         self.began = began
         self.entered = self.heard_at = time.monotonic()
         self.stage = NodeStage.TELLING if link.loaded else NodeStage.STARTING
-        self.hello = records.Hello()
+        self.hello = protocol.Hello()
         self.reply: Any = None
         """Its facts, of the requested type."""
         self._facts_type = facts
@@ -77,6 +77,7 @@ class Node:
         self.heard_at = time.monotonic()
         self._bytes += len(heard.out) + len(heard.err)
         found: list[Said] = []
+        wrong = ""
         try:
             for _ in self._noise.feed(heard.err):
                 pass  # records on stderr are ignored
@@ -84,34 +85,26 @@ class Node:
                 record = records.read_record(frame)
                 if isinstance(record, records.RankEvent) and "pairs" in record.payload:
                     self._bytes -= len(frame)  # sent repeatedly, and only the last is kept
-                if not isinstance(record, records.Alive):
+                if not isinstance(record, protocol.Alive):
                     found.append(record)
         except InvalidData as error:
-            return found, heard.ended, self.protocol_error(f"it sent an invalid record: {error}")
+            wrong = f"it sent an invalid record: {error}"
         except wire.TooLong:
-            return (
-                found,
-                heard.ended,
-                self.protocol_error(f"it sent a record larger than {wire.MAX_LINE_BYTES >> 20} MiB"),
-            )
+            wrong = f"it sent a record larger than {wire.MAX_LINE_BYTES >> 20} MiB"
         is_up = self.stage in (NodeStage.UP, NodeStage.DONE)
-        if self._bytes > _MAX_BYTES[is_up]:
-            return (
-                found,
-                heard.ended,
-                self.protocol_error(f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " of unparseable output")),
-            )
-        return found, heard.ended, None
+        if not wrong and self._bytes > _MAX_BYTES[is_up]:
+            wrong = f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " of unparseable output")
+        return found, heard.ended, self.protocol_error(wrong) if wrong else None
 
     def advance(self, record: Said) -> HostError | None:
         """Enter the next stage after this record, or return an error."""
-        if isinstance(record, records.Ready) and self.stage is NodeStage.STARTING:
+        if isinstance(record, protocol.Ready) and self.stage is NodeStage.STARTING:
             self.link.write(self._payload)  # before entering: from then on signs of life are sent too
             self._payload = b""
             self._enter(NodeStage.TELLING)
-        elif isinstance(record, records.NoPython):
+        elif isinstance(record, protocol.NoPython):
             return self._no_python(record.tried)
-        elif isinstance(record, records.Hello) and self.stage is not NodeStage.UP:
+        elif isinstance(record, protocol.Hello) and self.stage is not NodeStage.UP:
             self.hello = record
             if self._names_itself and record.host:
                 self.host = record.host

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict, TypeVar, Union, get_args, get_type_hints
 
 import msgspec  # noqa: TID253 - this module is only imported when there are nodes or files to read
 
@@ -143,9 +143,10 @@ class Payload(TypedDict, total=False):
     paused: PausedMessage
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class RankEvent(msgspec.Struct, tag=protocol.RankEvent.kind, tag_field="kind", frozen=True, kw_only=True):
     """One step of a rank. `at` counts within the stage; `waiting`: the step needs the other ranks."""
 
+    rank: int
     stage: str
     at: int
     note: str
@@ -173,13 +174,14 @@ class StuckSocket(msgspec.Struct, frozen=True, kw_only=True):
     unanswered_bytes: int
 
 
-class Inspection(msgspec.Struct, frozen=True, kw_only=True):
+class RankInspected(msgspec.Struct, tag=protocol.RankInspected.kind, tag_field="kind", frozen=True, kw_only=True):
     """A silent rank seen from outside: state letter of proc(5), kernel wait channel, main thread's frames.
 
     `busy` is the share of the later half of the silence in which its threads ran or waited for a core, above 1 with
     several such threads; `read_bytes` were read in that time.
     """
 
+    rank: int
     state: str
     wait_channel: str
     frames: tuple[str, ...]
@@ -190,46 +192,8 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     stuck: tuple[StuckSocket, ...] = ()
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a rank process: exit status, negative for a signal; `tail` is the end of its output."""
-
-    status: int | None
-    elapsed_s: float
-    tail: str
-    oom_kills: int
-
-
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the rendezvous port is unavailable: its owner, and the owner's answer to a stranger."""
-
-    error: str
-    listening: bool | None
-    pid: int | None
-    command: str
-    answer: str | None
-
-
 class Record(msgspec.Struct, tag_field="kind"):
-    """One frame of an agent."""
-
-
-class Ready(Record, tag=protocol.Ready.kind):
-    """Its Python runs and waits for the payload."""
-
-
-class NoPython(Record, tag=protocol.NoPython.kind):
-    """No suitable Python was found."""
-
-    tried: str
-
-
-class Hello(Record, tag=protocol.Hello.kind):
-    """Its machine; empty until received."""
-
-    host: str = ""
-    machine: str = ""
-    platform: str = ""
-    py_spy: str | None = None
+    """A reply that needs a more exact type than its annotation in protocol.py."""
 
 
 class Facts(Record, tag=protocol.Facts.kind):
@@ -238,68 +202,10 @@ class Facts(Record, tag=protocol.Facts.kind):
     facts: msgspec.Raw
 
 
-class Alive(Record, tag=protocol.Alive.kind):
-    """A sign of life."""
-
-
 class More(Record, tag=protocol.More.kind):
     """A piece of the requested facts."""
 
     facts: msgspec.Raw
-
-
-class MoreEnd(Record, tag=protocol.MoreEnd.kind):
-    """The last piece was sent."""
-
-
-class Logs(Record, tag=protocol.Logs.kind):
-    """The folder of the ranks' output, or why it is unavailable."""
-
-    folder: str | None
-    error: str
-
-
-class Listening(Record, tag=protocol.Listening.kind):
-    """The rendezvous port is bound, or its owner."""
-
-    port: int
-    taken: Taken | None
-
-
-class RankStarted(Record, tag=protocol.RankStarted.kind):
-    """A rank runs."""
-
-    rank: int
-    pid: int
-
-
-class RankEvent(Event, tag=protocol.RankEvent.kind, tag_field="kind", frozen=True, kw_only=True):
-    """A rank took a step."""
-
-    rank: int
-
-
-class RankEnded(Ending, tag=protocol.RankEnded.kind, tag_field="kind", frozen=True, kw_only=True):
-    """A rank ended."""
-
-    rank: int
-
-
-class RankInspected(Inspection, tag=protocol.RankInspected.kind, tag_field="kind", frozen=True, kw_only=True):
-    """A silent rank was inspected."""
-
-    rank: int
-
-
-class InspectionDone(Record, tag=protocol.InspectionDone.kind):
-    """All silent ranks were inspected."""
-
-
-class ToolTaken(Record, tag=protocol.ToolTaken.kind):
-    """A tool of ours arrived, or why it cannot be used."""
-
-    name: str
-    error: str
 
 
 class ReachListening(Record, tag=protocol.ReachListening.kind):
@@ -311,45 +217,42 @@ class ReachListening(Record, tag=protocol.ReachListening.kind):
     network: Network
 
 
-class ReachServing(Record, tag=protocol.ReachServing.kind):
-    """It answers probes."""
-
-
 class ReachProbe(Record, tag=protocol.ReachProbe.kind):
     """One path was probed."""
 
     probe: ProbeResult
 
 
-class ReachName(Record, tag=protocol.ReachName.kind):
-    """The addresses of a name on this node."""
-
-    name: str
-    addresses: tuple[str, ...]
-    error: str
-
-
-class ReachEnded(Record, tag=protocol.ReachEnded.kind):
-    """It no longer answers probes."""
-
-
 class Down(msgspec.Struct):
     """The node is lost; its `refusal` has the reason. Created by the fleet only."""
 
 
-Said = (
-    Ready | NoPython | Hello | Facts | Alive | More | MoreEnd | Logs | Listening | RankStarted | RankEvent | RankEnded
-    | RankInspected | InspectionDone | ToolTaken | ReachListening | ReachServing | ReachProbe | ReachName | ReachEnded
+_Detailed = Facts | More | RankEvent | RankInspected | ReachListening | ReachProbe
+_Plain = (
+    protocol.Ready | protocol.NoPython | protocol.Hello | protocol.Alive | protocol.MoreEnd | protocol.Logs
+    | protocol.Listening | protocol.RankStarted | protocol.RankEnded | protocol.InspectionDone | protocol.ToolTaken
+    | protocol.ReachServing | protocol.ReachName | protocol.ReachEnded
 )  # fmt: skip
-_DECODER: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
+Said = _Detailed | _Plain
+
+
+def _validated(reply: type[protocol.Message]) -> type[msgspec.Struct]:
+    fields = [(name, type_, getattr(reply, name, msgspec.NODEFAULT)) for name, type_ in get_type_hints(reply).items()]
+    return msgspec.defstruct(reply.__name__, fields, tag_field="kind", tag=reply.kind)
+
+
+_REPLIES = {_validated(reply): reply for reply in get_args(_Plain)}
+_DECODER = msgspec.json.Decoder(Union[_Detailed, *_REPLIES])
 
 
 def read_record(frame: bytes) -> Said:
     """Decode one frame of an agent. Raises InvalidData."""
     with _one_error(frame):
-        record = _DECODER.decode(frame)
+        record: Any = _DECODER.decode(frame)
         check(record)
-        return record
+        plain = _REPLIES.get(type(record))
+        found: Said = record if plain is None else plain(**msgspec.structs.asdict(record))
+        return found
 
 
 def read_json(data: bytes | msgspec.Raw, type_: type[T]) -> T:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdiag.agent import handshake, protocol
 from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
-from distdiag.cluster.records import Down, ReachEnded, ReachListening, ReachName, ReachProbe, ReachServing
+from distdiag.cluster.records import Down, ReachListening, ReachProbe
 from distdiag.facts.network.interfaces import Network  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class LookUp:
     error: str
 
     @classmethod
-    def of(cls, node: str, record: ReachName) -> LookUp:
+    def of(cls, node: str, record: protocol.ReachName) -> LookUp:
         """Return the look-up reported by a node."""
         return cls(node=node, name=record.name, addresses=record.addresses, error=record.error)
 
@@ -111,7 +111,7 @@ class Prober:
 
     def serve(self) -> set[str]:
         """Let all nodes answer probes; return those that do."""
-        return set(self.ask_all(protocol.ReachServe(key=self._key), ReachServing))
+        return set(self.ask_all(protocol.ReachServe(key=self._key), protocol.ReachServing))
 
     def probe(
         self,
@@ -141,7 +141,7 @@ class Prober:
                 if isinstance(record, ReachProbe) and probes.get(node.name):
                     take(node, record.probe)
                     probes[node.name] -= 1
-                elif isinstance(record, ReachName) and lookups.get(node.name):
+                elif isinstance(record, protocol.ReachName) and lookups.get(node.name):
                     take(node, LookUp.of(node.name, record))
                     lookups[node.name] -= 1
                 elif isinstance(record, Down):
@@ -177,7 +177,7 @@ class RendezvousProbe(Prober):
             self._choose()
             if self._test.is_open:
                 self._try_each_other()
-        self.ask_all(protocol.ReachEnd(), ReachEnded)
+        self.ask_all(protocol.ReachEnd(), protocol.ReachEnded)
         return self._test
 
     def _listen(self) -> list[str]:

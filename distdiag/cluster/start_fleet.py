@@ -100,15 +100,10 @@ def _refuse_without_effect(cluster: Cluster, agent: Agent) -> None:
         )
 
 
-def _shell_lines(cluster: Cluster, payload_bytes: int, *, needs_torch: bool) -> bytes:
-    return bootstrap.lines(
-        payload_bytes, python=cluster.python or None, setup=cluster.setup or None, needs_torch=needs_torch
-    )
-
-
 def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_torch: bool) -> Transport:
     shell = bootstrap.shell(cluster.setup)
-    lines = _shell_lines(cluster, payload_bytes, needs_torch=needs_torch)
+    python, setup = cluster.python or None, cluster.setup or None
+    lines = bootstrap.lines(payload_bytes, python=python, setup=setup, needs_torch=needs_torch)
     if targets.launcher is Launcher.VIA:
         from distdiag.cluster.transports.command import ViaTransport
 

@@ -134,16 +134,11 @@ def check_paths(cluster: Cluster, paths: Iterable[str], *, hint: str = _FILES_HE
 
 
 def _check(cluster: Cluster) -> None:
-    sources = [
-        name
-        for name, value in (
-            ("--hosts", cluster.hosts),
-            ("--hostfile", cluster.hostfile),
-            ("--slurm-job", cluster.slurm_job),
-            ("--kube", cluster.kube),
-        )
-        if value
-    ]
+    given = {
+        **{"--hosts": cluster.hosts, "--hostfile": cluster.hostfile},
+        **{"--slurm-job": cluster.slurm_job, "--kube": cluster.kube},
+    }
+    sources = [name for name, value in given.items() if value]
     if len(sources) > 1:
         raise UsageError(f"{' and '.join(sources)} both select hosts", hint="use only one of them")
     if cluster.launcher is Launcher.KUBE and cluster.kube is None:

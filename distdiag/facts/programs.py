@@ -14,7 +14,7 @@ from dataclasses import dataclass
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from typing import BinaryIO, TypeVar
+    from typing import Any, BinaryIO, TypeVar
 
     K = TypeVar("K")
 
@@ -147,11 +147,12 @@ def collect_output(
 ) -> Done:
     """Collect the output up to the end, like `run`; `began`: the start of the timeout, by default now."""
     began = time.monotonic() if began is None else began
-    output, in_time = _read(process, began + timeout_s, most_bytes)
-    if in_time:
-        in_time = _wait(process, max(0.0, began + timeout_s - time.monotonic())) is not None
-    end_group(process)
-    return Done(process.returncode, output[1], output[2], not in_time, time.monotonic() - began)
+    with selectors.DefaultSelector() as selector:
+        running = _Running(process, selector, began=began, most_bytes=most_bytes)
+        while running.open and (left := began + timeout_s - time.monotonic()) > 0:
+            for ready, _ in selector.select(left):
+                running.read(ready, selector)
+        return running.end(selector, max(0.0, began + timeout_s - time.monotonic()))
 
 
 def run_many(
@@ -172,7 +173,9 @@ def run_many(
             while waiting and young < width:
                 key, argv = waiting.pop()
                 try:
-                    running[key] = _Running(argv, selector, key)
+                    process = start(argv)
+                    say(process, b"")
+                    running[key] = _Running(process, selector, key=key, began=time.monotonic())
                 except CannotRun:
                     yield key, None
                 young += 1
@@ -184,41 +187,41 @@ def run_many(
             for key, program in list(running.items()):
                 if program.open == 0 or now - program.began > timeout_s:
                     del running[key]
-                    yield key, program.end(selector, in_time=program.open == 0)
+                    yield key, program.end(selector, REAP_S)
 
 
 class _Running:
-    def __init__(self, argv: Sequence[str], selector: selectors.BaseSelector, key: object) -> None:
-        self.began = time.monotonic()
-        self.process = start(argv)
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self._output = {1: bytearray(), 2: bytearray()}
-        self._streams = {self.process.stdout: 1, self.process.stderr: 2}
-        self.open = 0
-        for stream in self._streams:
-            assert stream is not None
+    """A started program, and its output so far; `open`: the number of streams not at their end."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes] | Adopted,
+        selector: selectors.BaseSelector,
+        *,
+        key: object = None,
+        began: float,
+        most_bytes: int = MAX_OUTPUT_BYTES,
+    ) -> None:
+        self.process, self.began, self._most_bytes = process, began, most_bytes
+        self._output: dict[Any, bytes] = dict.fromkeys((process.stdout, process.stderr), b"")
+        for stream in self._output:
             selector.register(stream, selectors.EVENT_READ, key)
-            self.open += 1
+        self.open = len(self._output)
 
     def read(self, ready: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
         data = os.read(ready.fd, 2**18)
-        output = self._output[self._streams[ready.fileobj]]  # type: ignore[index]
+        self._output[ready.fileobj] = (self._output[ready.fileobj] + data)[: self._most_bytes]
         if not data:
             selector.unregister(ready.fileobj)
             self.open -= 1
-        elif len(output) < MAX_OUTPUT_BYTES:
-            output += data
 
-    def end(self, selector: selectors.BaseSelector, *, in_time: bool) -> Done:
-        for stream in self._streams:
-            if stream is not None and stream in (key.fileobj for key in selector.get_map().values()):
-                selector.unregister(stream)
-        if in_time:
-            in_time = _wait(self.process, REAP_S) is not None
-        elapsed = time.monotonic() - self.began
+    def end(self, selector: selectors.BaseSelector, wait_s: float) -> Done:
+        in_time = self.open == 0 and wait(self.process, wait_s) is not None
+        for key in [key for key in selector.get_map().values() if key.fileobj in self._output]:
+            selector.unregister(key.fileobj)
         end_group(self.process)
-        return Done(self.process.returncode, bytes(self._output[1]), bytes(self._output[2]), not in_time, elapsed)
+        stdout, stderr = self._output.values()
+        return Done(self.process.returncode, stdout, stderr, not in_time, time.monotonic() - self.began)
 
 
 def end_group(process: subprocess.Popen[bytes] | Adopted) -> int | None:
@@ -230,7 +233,7 @@ def end_group(process: subprocess.Popen[bytes] | Adopted) -> int | None:
         # while the group has members; an empty group makes this a no-op.
         os.killpg(process.pid, signal.SIGKILL)
     if status is None:
-        status = _wait(process, REAP_S)
+        status = wait(process, REAP_S)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None and not stream.closed:
             try:
@@ -248,7 +251,7 @@ def kill_all() -> None:
             os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + REAP_S / 2
     for process in left:  # reaped here, as a container may have no init to do it
-        _wait(process, max(0.0, deadline - time.monotonic()))
+        wait(process, max(0.0, deadline - time.monotonic()))
 
 
 def signal_name(number: int) -> str:
@@ -291,29 +294,9 @@ def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value if isinstance(value, bytes) else ctypes.c_ulong(value), 0, 0, 0)
 
 
-def _wait(process: subprocess.Popen[bytes] | Adopted, timeout_s: float) -> int | None:
+def wait(process: subprocess.Popen[bytes] | Adopted, timeout_s: float) -> int | None:
+    """Wait for the end of a process; return its status, None if it still runs then."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return None
-
-
-def _read(
-    process: subprocess.Popen[bytes] | Adopted, deadline: float, most_bytes: int
-) -> tuple[dict[int, bytes], bool]:
-    assert process.stdout is not None
-    assert process.stderr is not None
-    output = {1: b"", 2: b""}
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ, 1)
-        selector.register(process.stderr, selectors.EVENT_READ, 2)
-        while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return output, False
-            for key, _ in selector.select(left):
-                data = os.read(key.fd, 65536)
-                if not data:
-                    selector.unregister(key.fileobj)
-                output[key.data] = (output[key.data] + data)[:most_bytes]
-    return output, True

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from importlib import resources
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distdiag.knowledge.tables import load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -128,7 +128,7 @@ def find_gpu(device_name: str | None) -> Gpu | None:
 @cache
 def tables() -> Tables:
     """Read the file, once."""
-    content = tomllib.loads(resources.files(__package__).joinpath("bandwidth.toml").read_text("utf-8"))
+    content = load("bandwidth", "", dict[str, Any])
     sources = content["source"]
     return Tables(
         sources=sources,

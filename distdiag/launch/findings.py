@@ -18,7 +18,7 @@ from distdiag.report import Level, Where, Witnesses
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from distdiag.cluster.records import Taken
+    from distdiag.agent.protocol import Listening
     from distdiag.errors import DistdiagError
     from distdiag.launch.attribution import Attribution
     from distdiag.launch.rank_runs import RankTimeline
@@ -267,7 +267,7 @@ def _last_seen(group: list[RankTimeline]) -> str:
     return "; ".join(f"{name_ranks(ranks)} in stage {stage} ({doing})" for (stage, doing), ranks in places.items())
 
 
-def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
+def port_not_free(host: str, taken: Listening, request: Request) -> Finding:
     """Return the process that has the rendezvous port; a foreign program that answers is worse than a port in use."""
     port = request.master_port
     owner = f"{taken.command} (pid {taken.pid})" if taken.pid else "a process that this user cannot see"

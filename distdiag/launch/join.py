@@ -76,7 +76,7 @@ class JoinTransport(Transport):
             return
         self._came_at = time.monotonic()
         self.said[name] = who
-        self._arrivals.link(name, link)
+        self._arrivals.put(name, link)
 
     def _wait(self, arrivals: Arrivals) -> None:
         while not self._over.wait(_TICK_S):
@@ -85,4 +85,4 @@ class JoinTransport(Transport):
                 self._missing.difference_update(late)
             for name in late:
                 words = f"no further process connected for {self._patience_s:g} s"
-                arrivals.refuse(name, HostError(state=HostState.TIMEOUT, stage="join", message=words))
+                arrivals.put(name, HostError(state=HostState.TIMEOUT, stage="join", message=words))

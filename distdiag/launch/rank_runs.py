@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING
 from distdiag.agent import protocol
 from distdiag.cluster.records import (
     Down,
-    Ending,
-    Event,
-    Inspection,
-    Listening,
-    RankEnded,
     RankEvent,
     RankInspected,
-    RankStarted,
-    Taken,
 )
 from distdiag.cluster.ship_pyspy import bring_py_spy
 from distdiag.errors import NodeFailed
@@ -77,16 +70,16 @@ class RankTimeline:
     local_rank: int
     host: str
     pid: int | None = None
-    events: list[Event] = field(default_factory=list)
-    inspection: Inspection | None = None
-    ending: Ending | None = None
+    events: list[RankEvent] = field(default_factory=list)
+    inspection: RankInspected | None = None
+    ending: protocol.RankEnded | None = None
     over_at: float | None = None
     """When it gave up or ended, by our clock."""
     lost: str = ""
     """Why contact with its node was lost, if it was."""
 
     @property
-    def last(self) -> Event | None:
+    def last(self) -> RankEvent | None:
         """Its last reported step."""
         return self.events[-1] if self.events else None
 
@@ -140,17 +133,17 @@ class RankSpec:
     forked: bool
 
 
-def take_port(fleet: Fleet, node: Node, port: int) -> tuple[int, Taken | None]:
-    """Let rank 0's node listen on the rendezvous port (0: any free one); return the port, and its owner if taken.
+def take_port(fleet: Fleet, node: Node, port: int) -> protocol.Listening:
+    """Let rank 0's node listen on the rendezvous port (0: any free one); return the port, or its owner.
 
     Raises:
         NodeFailed: the node does not answer.
     """
     node.order(protocol.Listen(port=port))
-    answer = fleet.expect(Listening, [node], _LISTEN_S).get(node.name)
+    answer = fleet.expect(protocol.Listening, [node], _LISTEN_S).get(node.name)
     if answer is None:
         raise fleet.no_answer(node)
-    return answer.port, answer.taken
+    return answer
 
 
 class Run:
@@ -251,15 +244,18 @@ class Run:
             if isinstance(record, Down):
                 self._lose(node)
             elif isinstance(
-                record, (RankStarted, RankEvent, RankEnded, RankInspected)
+                record, (protocol.RankStarted, RankEvent, protocol.RankEnded, RankInspected)
             ) and record.rank in self._of_node.get(node.name, ()):  # a node may report only its own ranks
                 self._note(node, self.traces[record.rank], record)
         self._looked = time.monotonic()
 
     def _note(
-        self, node: Node, trace: RankTimeline, record: RankStarted | RankEvent | RankEnded | RankInspected
+        self,
+        node: Node,
+        trace: RankTimeline,
+        record: protocol.RankStarted | RankEvent | protocol.RankEnded | RankInspected,
     ) -> None:
-        if isinstance(record, RankStarted):
+        if isinstance(record, protocol.RankStarted):
             trace.pid = record.pid
         elif isinstance(record, RankEvent):
             if why := self._why_rejected(trace, record):
@@ -271,7 +267,7 @@ class Run:
                     event.payload.pop("pairs", None)
             trace.events.append(record)
             self._moved = time.monotonic()
-        elif isinstance(record, RankEnded):
+        elif isinstance(record, protocol.RankEnded):
             trace.ending = record
             self._moved = time.monotonic()
             if trace.died and self._death_at is None:
@@ -282,7 +278,7 @@ class Run:
             trace.over_at = time.monotonic()
         self._gave_up = self._gave_up or trace.gave_up
 
-    def _why_rejected(self, trace: RankTimeline, event: Event) -> str:
+    def _why_rejected(self, trace: RankTimeline, event: RankEvent) -> str:
         """Return why a rank cannot have taken this step in this run; empty if it can."""
         if event.stage not in self._stages:
             return f"unknown stage {event.stage[:30]!r}"

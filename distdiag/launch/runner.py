@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from distdiag.agent import handshake
-from distdiag.agent.protocol import KeepLogs
+from distdiag.agent.protocol import KeepLogs, Logs
 from distdiag.cluster.fleet import hint_here
 from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.records import Logs
 from distdiag.cluster.rendezvous_test import RendezvousProbe
 from distdiag.cluster.start_fleet import open_fleet
 from distdiag.cluster.targets import describe, find_targets
@@ -121,9 +120,9 @@ def run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, progress: Progres
 def _run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, plan: Plan, progress: Progress) -> SavedRun:
     request = job.request
     head = fleet.nodes[plan.shares[0].node]
-    port, taken = rank_runs.take_port(fleet, head, request.master_port)
-    if taken is not None:
-        why = findings.port_not_free(head.host, taken, request)
+    door = rank_runs.take_port(fleet, head, request.master_port)
+    if door.error:
+        why = findings.port_not_free(head.host, door, request)
         return SavedRun.of_none(NotStarted(scene=scene, why=(why,), plan=plan))
     meeting = None
     doors = list(dict.fromkeys(share.door for share in plan.shares))
@@ -132,12 +131,12 @@ def _run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, plan: Plan, prog
     if len(doors) > 1:
         progress.news("testing the paths between the nodes")
         overrides = RendezvousOverrides(request.master_addr, request.ifname)
-        meeting = RendezvousProbe(fleet, doors, port, partial(rendezvous_addresses, overrides=overrides)).run()
+        meeting = RendezvousProbe(fleet, doors, door.port, partial(rendezvous_addresses, overrides=overrides)).run()
         if not meeting.is_open:
             return SavedRun.of_none(NotStarted(scene=_scene_now(scene, fleet), plan=plan, meeting=meeting))
     log_dirs = _keep_logs(fleet, plan, request) if request.nccl_debug else {}
     key = handshake.new_key()
-    specs = {share.node: _specs(job, plan, share, (port, key), meeting) for share in plan.shares}
+    specs = {share.node: _specs(job, plan, share, (door.port, key), meeting) for share in plan.shares}
     narrator = _ProgressReporter(job, plan, progress)
     ranks = rank_runs.Run(fleet, specs, job.rank, request.stages, narrator.report)
     outcome = ranks.wait(request.timeout_s)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 from distdiag.facts import private_files
 from distdiag.facts.process.rank_identity import own_label, own_rank, torch_distributed
+from distdiag.facts.text import fold
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -190,13 +191,7 @@ def _difference(key: tuple[str, str], states: Mapping[int, str], held: Mapping[i
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Format ranks: "rank 2", "ranks 0-1,3"; long lists are cut: "143 ranks (3,10,17,...)"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    text = fold(ranks)
     if len(text) > _ROOM:
         return f"{len(ranks)} ranks ({text[: text.rfind(',', 0, _ROOM - 20)]},...)"
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -26,18 +26,6 @@ class Arrivals:
         os.set_blocking(self.bell, False)
         os.set_blocking(self._push, False)
 
-    def link(self, host: str, link: Link) -> None:
-        """Bring a link."""
-        self._put(host, link)
-
-    def refuse(self, host: str, refusal: HostError) -> None:
-        """Drop a host."""
-        self._put(host, refusal)
-
-    def stage(self, host: str, stage: str) -> None:
-        """Report a host's progress to this stage."""
-        self._put(host, stage)
-
     def take(self) -> Iterator[tuple[float, str, Link | HostError | str]]:
         """Yield new results: time, host, result."""
         with contextlib.suppress(BlockingIOError):
@@ -51,7 +39,8 @@ class Arrivals:
         os.close(push)
         os.close(self.bell)
 
-    def _put(self, host: str, what: Link | HostError | str) -> None:
+    def put(self, host: str, what: Link | HostError | str) -> None:
+        """Report a host's link, the reason for its absence, or the stage it has reached."""
         self._queue.put((time.monotonic(), host, what))
         with contextlib.suppress(OSError):  # full: it rings already; closed: without a reader
             os.write(self._push, b".")

@@ -40,10 +40,10 @@ class CommandTransport(Transport):
         try:
             link = ProcessLink(programs.start(self.argv(host)))
         except programs.CannotRun as error:
-            arrivals.refuse(host.name, HostError(state=HostState.FAILED, stage="start", message=str(error)))
+            arrivals.put(host.name, HostError(state=HostState.FAILED, stage="start", message=str(error)))
             return None
         link.write(self._lines)
-        arrivals.link(host.name, link)
+        arrivals.put(host.name, link)
         return link
 
 

@@ -64,7 +64,7 @@ class KubeTransport(CommandTransport):
         pod = self._pods[host.name]
         if pod.is_running:
             return super()._start(host, arrivals)
-        arrivals.refuse(host.name, _not_running(pod))
+        arrivals.put(host.name, _not_running(pod))
         return None
 
     def explain_end(self, refusal: HostError) -> HostError:

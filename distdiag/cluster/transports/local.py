@@ -34,10 +34,10 @@ class LocalTransport(Transport):
             try:
                 process = programs.start(self._argv)
             except programs.CannotRun as error:
-                arrivals.refuse(host.name, HostError(state=HostState.FAILED, stage="start", message=str(error)))
+                arrivals.put(host.name, HostError(state=HostState.FAILED, stage="start", message=str(error)))
                 continue
             link = ProcessLink(process)
             link.pid = process.pid
             # No shell in between could swallow this.
             link.write(self._payload)
-            arrivals.link(host.name, link)
+            arrivals.put(host.name, link)

@@ -46,6 +46,16 @@ _SHAPE = (
 )
 _CONFIG_S = 5.0
 _TRIES = 50
+_NODES = "squeue -j {job} -o %N"
+_YOURS = "list yours: squeue --me"
+_WHOSE = "it is another user's job; see whose: squeue -j {job}"
+_COMPLAINTS = (
+    ("Invalid job id", HostState.FAILED, "no running SLURM job {job}", _YOURS),
+    ("ccess/permission denied", HostState.AUTH, "SLURM denies access to job {job}", _WHOSE),
+    ("Requested node configuration is not available", HostState.FAILED, "it is not a node of job {job}", _NODES),
+    ("Job/step already completing or completed|has expired", HostState.FAILED, "job {job} has ended", _YOURS),
+)
+"""Messages of srun, the message and the hint about them."""
 _FAILED = re.compile(r"(?:failed on node|Task launch.*on node) ([\w.-]+): (.+)")
 
 
@@ -112,7 +122,7 @@ class SlurmTransport(Transport):
 
     def _start_all(self, hosts: list[Host], arrivals: Arrivals) -> None:
         for host in hosts:
-            arrivals.stage(host.name, "start")
+            arrivals.put(host.name, "start")
         for _ in range(_ROUNDS):
             if not hosts or self._over.is_set():
                 return
@@ -124,11 +134,11 @@ class SlurmTransport(Transport):
             failed = self._follow(this)
             if not failed:
                 for name, link in this.links.items():
-                    arrivals.link(name, link)
+                    arrivals.put(name, link)
                 return
             self._abandon(this)
             for name, refusal in failed.items():
-                arrivals.refuse(name, refusal)
+                arrivals.put(name, refusal)
             hosts = [host for host in hosts if host.name not in failed]
         refusal = HostError(
             state=HostState.FAILED, stage="start", message="the step still failed after the failed hosts were left out"
@@ -229,12 +239,8 @@ class SlurmTransport(Transport):
 
     def _complaints(self, heard: Received) -> list[str]:
         """Return the lines other than records: complaints of the launcher or the agents' shells."""
-        lines = []
-        for data in (heard.out, heard.err):
-            for line in data.decode("utf-8", "replace").splitlines():
-                if line.strip():
-                    lines.append(printable(line.strip())[:300])
-        return lines
+        lines = (line for data in (heard.out, heard.err) for line in data.decode("utf-8", "replace").splitlines())
+        return [printable(line.strip())[:300] for line in lines if line.strip()]
 
     def _ended(self, this: _Round, missing: list[Host], said: list[str]) -> dict[str, HostError]:
         _, how = this.process.how_it_ended()
@@ -255,22 +261,12 @@ class SlurmTransport(Transport):
     def _why_it_ended(self, said: list[str]) -> tuple[HostState, str, str]:
         """Read all complaints: state, message ("" if unknown) and hint."""
         words = " ".join(said)
-        if "Invalid job id" in words:
-            return HostState.FAILED, f"no running SLURM job {self._job}", "list yours: squeue --me"
-        if "ccess/permission denied" in words:
-            hint = f"it is another user's job; see whose: squeue -j {self._job}"
-            return HostState.AUTH, f"SLURM denies access to job {self._job}", hint
-        if "Requested node configuration is not available" in words:
-            return HostState.FAILED, f"it is not a node of job {self._job}", f"squeue -j {self._job} -o %N"
-        if "Job/step already completing or completed" in words or "has expired" in words:
-            return HostState.FAILED, f"job {self._job} has ended", "list yours: squeue --me"
-        if any("cannot reach" in line and "where distdiag" in line for line in said):
-            line = next(line for line in said if "cannot reach" in line)
-            return (
-                HostState.FILTERED,
-                line.partition("distdiag: ")[2] or line,
-                "the nodes must be able to connect to this machine, as for srun itself; check its firewall",
-            )
+        for pattern, state, message, hint in _COMPLAINTS:
+            if re.search(pattern, words):
+                return state, message.format(job=self._job), hint.format(job=self._job)
+        if line := next((line for line in said if "cannot reach" in line and "where distdiag" in line), ""):
+            hint = "the nodes must be able to connect to this machine, as for srun itself; check its firewall"
+            return HostState.FILTERED, line.partition("distdiag: ")[2] or line, hint
         if any(f'"{protocol.NoPython.kind}"' in line for line in said):
             return HostState.NO_PYTHON, "no Python 3.9 or newer", "give a Python that exists there: --python PATH"
         return HostState.FAILED, "", ""
@@ -295,7 +291,7 @@ class SlurmTransport(Transport):
 
     def _refuse_all(self, hosts: list[Host], refusal: HostError, arrivals: Arrivals) -> None:
         for host in hosts:
-            arrivals.refuse(host.name, refusal)
+            arrivals.put(host.name, refusal)
 
 
 def _ports() -> Sequence[int]:

@@ -46,7 +46,7 @@ class OpenSshTransport(CommandTransport):
     def bring(self, host: Host, settings: SshSettings, arrivals: Arrivals) -> None:
         """Start it for one host, and return when it has logged in or was given up, so that the caller paces us."""
         self._settings[host.name] = settings
-        arrivals.stage(host.name, "connect")
+        arrivals.put(host.name, "connect")
         link = self._start(host, arrivals)
         if link is not None:
             link.settled.wait()
@@ -138,14 +138,14 @@ class SshTransport(Transport):
             has_paramiko = importlib.util.find_spec("paramiko") is not None  # distdiag.pyz lacks it
             for host, settings in zip(hosts, found, strict=True):
                 if isinstance(settings, DistdiagError):
-                    arrivals.refuse(host.name, _failed("config", str(settings), settings.hint))
+                    arrivals.put(host.name, _failed("config", str(settings), settings.hint))
                 elif not has_paramiko or settings.needs_openssh or self._login.needs_openssh(settings):
                     self._by_openssh(host, settings, arrivals)
                 else:
                     self._plain.submit(self._reach, host, settings, arrivals)
         except Exception as error:  # noqa: BLE001 - a thread has no caller that could catch it
             for host in hosts:
-                arrivals.refuse(host.name, _failed("config", f"cannot set up ssh: {error}"))
+                arrivals.put(host.name, _failed("config", f"cannot set up ssh: {error}"))
 
     def _by_openssh(self, host: Host, settings: SshSettings, arrivals: Arrivals) -> None:
         threads = self._proxied if settings.proxied else self._direct
@@ -156,19 +156,19 @@ class SshTransport(Transport):
         if not self._room.acquire(timeout=self._connect_s + self._banner_s + _LOGIN_S):
             words = f"no file descriptor left: their limit is enough for {self._most_hosts} hosts"
             hint = "raise the limit (ulimit -n 8192), or use fewer hosts at once"
-            arrivals.refuse(host.name, _failed("connect", words, hint))
+            arrivals.put(host.name, _failed("connect", words, hint))
             return
         link = None
         try:
             link = self._try(host.name, settings, arrivals)
             link.when_dropped = self._room.release
-            arrivals.link(host.name, link)
+            arrivals.put(host.name, link)
         except NeedsOpenSsh:
             self._by_openssh(host, settings, arrivals)
         except Refused as error:
-            arrivals.refuse(host.name, error.refusal)
+            arrivals.put(host.name, error.refusal)
         except Exception as error:  # noqa: BLE001 - a thread has no caller that could catch it
-            arrivals.refuse(host.name, _failed("connect", repr(error)))
+            arrivals.put(host.name, _failed("connect", repr(error)))
         finally:
             if link is None:
                 self._room.release()
@@ -177,7 +177,7 @@ class SshTransport(Transport):
         """Connect to a host in up to _ATTEMPTS tries: sshd drops connections beyond MaxStartups. Raises Refused."""
         words = f"the name server did not answer within {self._resolve_s:g} s"
         late = HostError(state=HostState.UNKNOWN_NAME, stage="resolve", message=words)
-        with self._limits.within(self._resolve_s, functools.partial(arrivals.refuse, name, late)):
+        with self._limits.within(self._resolve_s, functools.partial(arrivals.put, name, late)):
             addresses = resolve(settings)
         for attempt in range(1, _ATTEMPTS):
             with contextlib.suppress(Retry):
@@ -186,16 +186,16 @@ class SshTransport(Transport):
         return self._try_once(name, settings, addresses, arrivals)
 
     def _try_once(self, name: str, settings: SshSettings, addresses: list[Address], arrivals: Arrivals) -> ChannelLink:
-        arrivals.stage(name, "connect")
+        arrivals.put(name, "connect")
         connection = connect(addresses, settings.port, self._connect_s)
         try:
-            arrivals.stage(name, "banner")
+            arrivals.put(name, "banner")
             await_greeting(connection, settings.port, self._banner_s)
             connection.settimeout(None)
             with self._logins:
                 if self._closed:
                     raise Refused(HostState.FAILED, "login", "interrupted")
-                arrivals.stage(name, "login")
+                arrivals.put(name, "login")
                 return self._login.enter(connection, settings)
         except Exception:
             connection.close()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.host_results import HostState
 from distdiag.cluster.transports.ssh_login import Refused, Retry
-from distdiag.facts.text import printable
+from distdiag.facts.text import first_line
 
 if TYPE_CHECKING:
     from distdiag.cluster.transports.ssh_config import SshSettings
@@ -145,8 +145,7 @@ def _no_banner(port: int, said: bytes, patience_s: float) -> Refused:
     if not said:
         words = f"port {port} accepts the connection but sends nothing for {patience_s:g} s"
         return Refused(HostState.TIMEOUT, "banner", words)
-    line = said.split(b"\n")[0][:80].decode("ascii", "replace").strip()
-    return Refused(HostState.NOT_SSH, "banner", f'port {port} is not ssh, it answers "{printable(line)}"')
+    return Refused(HostState.NOT_SSH, "banner", f'port {port} is not ssh, it answers "{first_line(said)}"')
 
 
 def raise_file_limit() -> int:

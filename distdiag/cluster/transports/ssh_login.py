@@ -188,10 +188,8 @@ class ChannelLink(Link):
     def finish(self) -> None:
         with self._lock:
             self._closing = True
-            try:
+            with contextlib.suppress(OSError, EOFError):
                 self._channel.shutdown_write()
-            except (OSError, EOFError):
-                return
 
     def has_ended(self) -> bool:
         return self._channel.closed or self._channel.exit_status_ready() or not self._transport.is_active()
@@ -302,11 +300,9 @@ def _changed_key(settings: SshSettings, verdict: Verdict, key: paramiko.PKey) ->
 
 def _drop(transport: paramiko.Transport) -> None:
     """Close at once: paramiko's own thread notices only after up to 0.1 s."""
-    try:
+    with contextlib.suppress(OSError):
         if isinstance(transport.sock, socket.socket):
             transport.sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
     transport.close()
 
 

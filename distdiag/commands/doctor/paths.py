@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.agent import protocol
 from distdiag.cluster.hosts import fold_within
-from distdiag.cluster.records import ReachEnded, ReachListening
+from distdiag.cluster.records import ReachListening
 from distdiag.cluster.rendezvous_test import RANKS, LookUp, NetworkPath, PathTest, Prober
 from distdiag.commands.doctor.symptoms import finding_about, symptom
 from distdiag.commands.doctor.types import COMMAND, NodePaths
@@ -70,7 +70,7 @@ class PathProbe(Prober):
         while tries < _MORE_TRIES and slow_paths(self._paths.values(), share=_DOUBTFUL_SHARE):
             self.probe(wanted, [], _LIMITS_S, self._take, lambda _: False)
             tries += 1
-        self.ask_all(protocol.ReachEnd(), ReachEnded)
+        self.ask_all(protocol.ReachEnd(), protocol.ReachEnded)
         return {
             host: NodePaths(
                 network=heard[name].network if name in heard else None,

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from distdiag.agent import protocol
-from distdiag.cluster.records import ReachEnded, ReachListening
+from distdiag.cluster.records import ReachListening
 from distdiag.cluster.rendezvous_test import PORT, RANKS, LookUp, NetworkPath, Prober
 from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import describe, find_targets
@@ -133,7 +133,7 @@ class _Pairs(Prober):
         planned = self._planned(names, ports)
         progress.news(f"testing {sum(map(len, planned.values()))} paths between {len(names)} nodes")
         self._probe(planned, progress)
-        self.ask_all(protocol.ReachEnd(), ReachEnded)
+        self.ask_all(protocol.ReachEnd(), protocol.ReachEnded)
 
     def _address(self, name: str) -> str:
         return address_of(self._facts.nodes[name])

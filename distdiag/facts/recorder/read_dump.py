@@ -16,6 +16,8 @@ import sys
 import zlib
 from dataclasses import dataclass
 
+from distdiag.facts.text import fold
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -219,17 +221,6 @@ def _numbers(text: object) -> list[int]:
         if isinstance(text, list)
         else []
     )
-
-
-def fold(ranks: Sequence[int]) -> str:
-    """Fold ranks without sorting, as the position of a rank is its number in the group: "0-3,8,5"."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 class _Table:

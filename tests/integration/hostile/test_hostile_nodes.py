@@ -24,7 +24,7 @@ from support import need
 from support_warm import distdiag
 
 from distdiag import output
-from distdiag.agent import wire
+from distdiag.agent import protocol, wire
 from distdiag.cluster import records
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host
@@ -81,7 +81,7 @@ class Replay(Transport):
                 sent = theirs.send(self.streams[host.name])  # mostly complete: no wait for a thread
             theirs.setblocking(True)
             threading.Thread(target=self._play, args=(theirs, host.name, sent), daemon=True).start()
-            arrivals.link(host.name, SocketLink(ours))
+            arrivals.put(host.name, SocketLink(ours))
 
     def _play(self, connection: socket.socket, name: str, sent: int) -> None:
         with connection, contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ def judge_ports(reported: Replies) -> tuple[Report[Any], Callable[[Any], Iterabl
             continue
         if isinstance(record, records.ReachListening):
             seen.taken[node.name] = record.failed
-        elif isinstance(record, records.ReachName):
+        elif isinstance(record, protocol.ReachName):
             seen.lookups.append(LookUp.of(node.name, record))
         elif isinstance(record, records.ReachProbe):
             purpose, _, target = record.probe.key.partition(" ")
@@ -488,7 +488,7 @@ def meeting_of(fleet: Fleet) -> RendezvousTest:
     for node, record in fleet._pending:
         if isinstance(record, records.ReachListening):
             found.networks[node.name] = record.network
-        elif isinstance(record, records.ReachName):
+        elif isinstance(record, protocol.ReachName):
             found.lookups.append(LookUp.of(node.name, record))
         elif isinstance(record, records.ReachProbe):
             purpose = record.probe.key.partition(" ")[0]

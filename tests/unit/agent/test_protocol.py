@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 MESSAGES = Message.__subclasses__()
 ORDERS = list(protocol._ORDERS.values())
 REPLIES = [message for message in MESSAGES if message not in ORDERS]
-VALIDATED: dict[str, type[msgspec.Struct]] = {reply.__name__: reply for reply in get_args(records.Said)}
+VALIDATED: dict[str, type[msgspec.Struct]] = {
+    reply.__name__: reply for reply in (*get_args(records._Detailed), *records._REPLIES)
+}
 
 
 def test_each_reply_has_one_type_that_validates_it() -> None:
@@ -42,6 +44,15 @@ def test_an_order_arrives_as_it_was_sent(order: type[Message]) -> None:
     arrived = protocol.read_order(order(**fields).to_json())
     assert type(arrived) is order
     assert vars(arrived) == fields
+
+
+def test_a_plain_reply_arrives_as_it_was_sent_or_is_refused() -> None:
+    found = records.read_record(protocol.ReachName(name="n1", addresses=("10.0.0.1",), error="").to_json())
+    assert isinstance(found, protocol.ReachName)
+    assert vars(found) == {"name": "n1", "addresses": ("10.0.0.1",), "error": ""}
+    for invalid in (b'{"kind":"started","rank":1}', b'{"kind":"started","rank":-1,"pid":1}', b'{"kind":"logs"}'):
+        with pytest.raises(records.InvalidData):
+            records.read_record(invalid)
 
 
 def test_an_order_of_a_newer_parent_is_none() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.cluster.records import Event, PausedMessage
+from distdiag.cluster.records import PausedMessage, RankEvent
 from distdiag.commands.gpu_test.types import Request
 from distdiag.launch.rank_report import paused
 from distdiag.launch.rank_runs import RankTimeline
@@ -21,7 +21,9 @@ def timelines(ranks: list[PausedMessage]) -> list[RankTimeline]:
             local_rank=rank,
             host="node1",
             pid=rank,
-            events=[Event(stage="pairs", at=1, note="", elapsed_s=1.0, waiting=False, payload={"paused": one})],
+            events=[
+                RankEvent(rank=0, stage="pairs", at=1, note="", elapsed_s=1.0, waiting=False, payload={"paused": one})
+            ],
         )
         for rank, one in enumerate(ranks)
     ]

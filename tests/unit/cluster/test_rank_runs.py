@@ -36,7 +36,7 @@ class Stand(Transport):
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         ours, self._theirs = socket.socketpair()
         threading.Thread(target=self._answer, daemon=True).start()
-        arrivals.link(hosts[0].name, SocketLink(ours))
+        arrivals.put(hosts[0].name, SocketLink(ours))
 
     def _answer(self) -> None:
         with self._theirs, self._theirs.makefile() as orders:

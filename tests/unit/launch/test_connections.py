@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from loops import each
 
+from distdiag.agent.protocol import RankEnded
 from distdiag.agent.tcp_probe import _VERDICTS, ProbeResult, Target, TcpProbe
-from distdiag.cluster.records import Ending, Event, Inspection, Payload, StuckSocket
+from distdiag.cluster.records import Payload, RankEvent, RankInspected, StuckSocket
 from distdiag.cluster.rendezvous_test import NetworkPath, PathTest, RendezvousTest
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
@@ -67,15 +68,18 @@ def meeting(*paths: NetworkPath) -> RendezvousTest:
 def trace(
     rank: int, *, said: str = "", stuck: Sequence[str] = (), tail: str = "", state: str = "ESTABLISHED"
 ) -> RankTimeline:
-    waits = Event(stage="reduce", at=3, note="all_reduce of 64 bytes", waiting=True, elapsed_s=1.0)
+    waits = RankEvent(rank=0, stage="reduce", at=3, note="all_reduce of 64 bytes", waiting=True, elapsed_s=1.0)
     gave_up = cast("Payload", {"trouble": {"kind": "exception", "message": said}, "fatal": True})
     events = [
         waits,
-        *([Event(stage="reduce", at=4, note="", waiting=False, elapsed_s=1.0, payload=gave_up)] * bool(said)),
+        *(
+            [RankEvent(rank=0, stage="reduce", at=4, note="", waiting=False, elapsed_s=1.0, payload=gave_up)]
+            * bool(said)
+        ),
     ]
     ill = tuple(StuckSocket(remote=remote, state=state, retransmits=7, unanswered_bytes=96) for remote in stuck)
-    look = Inspection(state="S", wait_channel="", frames=(), stack_error="no", tail="", stuck=ill)
-    ended = Ending(status=-6, elapsed_s=1.0, tail=tail, oom_kills=0) if tail else None
+    look = RankInspected(rank=0, state="S", wait_channel="", frames=(), stack_error="no", tail="", stuck=ill)
+    ended = RankEnded(rank=0, status=-6, elapsed_s=1.0, tail=tail, oom_kills=0) if tail else None
     return RankTimeline(
         rank=rank, local_rank=0, host=HOSTS[rank], pid=9, events=events, inspection=None if said or tail else look,
         ending=ended,

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from distdiag.agent.protocol import RankEnded
 from distdiag.cluster.acceptor import Acceptor
 from distdiag.cluster.links import SocketLink
-from distdiag.cluster.records import Ending, Event, PairMessage, Payload
+from distdiag.cluster.records import PairMessage, Payload, RankEvent
 from distdiag.cluster.rendezvous_test import RendezvousTest
 from distdiag.commands.allreduce_bench import diagnose as bench
 from distdiag.commands.allreduce_bench.formulas import NO_PEER
@@ -71,11 +72,11 @@ def meeting(*addresses: str) -> RendezvousTest:
     )
 
 
-def step(stage: str, **payload: Any) -> Event:  # noqa: ANN401 - any JSON
-    return Event(stage=stage, at=1, note="a step", waiting=False, elapsed_s=1.0, payload=Payload(**payload))  # type: ignore[typeddict-item]
+def step(stage: str, **payload: Any) -> RankEvent:  # noqa: ANN401 - any JSON
+    return RankEvent(rank=0, stage=stage, at=1, note="a step", waiting=False, elapsed_s=1.0, payload=Payload(**payload))  # type: ignore[typeddict-item]
 
 
-def row(*seconds: float, skipped: str = "") -> Event:
+def row(*seconds: float, skipped: str = "") -> RankEvent:
     if skipped:
         return step("bench", row={"number": 1, "skipped": skipped})
     times = [round(each * 1e9) for each in seconds]
@@ -86,8 +87,8 @@ def row(*seconds: float, skipped: str = "") -> Event:
 DONE = step("done", finished=True)
 
 
-def rank(number: int, *events: Event, host: str = "n0", status: int = 0, tail: str = "") -> RankTimeline:
-    ending = Ending(status=status, elapsed_s=2.0, tail=tail, oom_kills=0)
+def rank(number: int, *events: RankEvent, host: str = "n0", status: int = 0, tail: str = "") -> RankTimeline:
+    ending = RankEnded(rank=0, status=status, elapsed_s=2.0, tail=tail, oom_kills=0)
     return RankTimeline(rank=number, local_rank=0, host=host, pid=100, events=list(events), ending=ending)
 
 

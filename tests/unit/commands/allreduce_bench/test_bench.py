@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from loops import each
 
-from distdiag.cluster.records import Ending, Event, Payload
+from distdiag.agent.protocol import RankEnded
+from distdiag.cluster.records import Payload, RankEvent
 from distdiag.commands.allreduce_bench.command import parse_dtype, parse_fault, parse_ops
 from distdiag.commands.allreduce_bench.diagnose import diagnose, times_of
 from distdiag.commands.allreduce_bench.formulas import OPS, bus_factor, is_in_place, needed_bytes, shape_of
@@ -184,15 +185,17 @@ def reported(
                 row["times_ns"] = [round(one * 1e9) for one in seconds]
             events.append(_event("bench", row=row))
         events.append(_event("done", finished=True))
-        ending = Ending(status=0, elapsed_s=2.0, tail="", oom_kills=0)
+        ending = RankEnded(rank=0, status=0, elapsed_s=2.0, tail="", oom_kills=0)
         traces.append(RankTimeline(rank=rank, local_rank=rank, host="node0", pid=rank, events=events, ending=ending))
     assert len(sizes) >= max(times_s)
     nodes = [NodeSlot(node=share.node, host=share.host, slots=None, facts=HERE) for share in plan.shares]
     return diagnose(request, Inventory(places=tuple(nodes)), plan, RunRecord(Outcome.FINISHED, traces, {}, 0.0))
 
 
-def _event(stage: str, **payload: Any) -> Event:  # noqa: ANN401 - any JSON
-    return Event(stage=stage, at=1, note="a step", waiting=False, elapsed_s=1.0, payload=cast("Payload", payload))
+def _event(stage: str, **payload: Any) -> RankEvent:  # noqa: ANN401 - any JSON
+    return RankEvent(
+        rank=0, stage=stage, at=1, note="a step", waiting=False, elapsed_s=1.0, payload=cast("Payload", payload)
+    )
 
 
 def ids(report: Report[Bench]) -> set[str]:

@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 from loops import each
 
+from distdiag.agent.protocol import RankEnded
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.cluster.records import Ending, Event, Inspection, Payload
+from distdiag.cluster.records import Payload, RankEvent, RankInspected
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
 from distdiag.diagnosis.wording import format_size
@@ -45,18 +46,22 @@ def place(facts: NodeFacts, host: str = "node1", slots: int | None = None) -> No
 HERE = place(node())
 
 
-def step(stage: str, at: int, *, waiting: bool = False, **payload: Any) -> Event:  # noqa: ANN401
-    return Event(stage=stage, at=at, note="a step", waiting=waiting, elapsed_s=1.0, payload=cast("Payload", payload))
+def step(stage: str, at: int, *, waiting: bool = False, **payload: Any) -> RankEvent:  # noqa: ANN401
+    return RankEvent(
+        rank=0, stage=stage, at=at, note="a step", waiting=waiting, elapsed_s=1.0, payload=cast("Payload", payload)
+    )
 
 
-def seen(state: str, *frames: str) -> Inspection:
-    return Inspection(state=state, wait_channel="", frames=frames, stack_error="" if frames else "no", tail="")
+def seen(state: str, *frames: str) -> RankInspected:
+    return RankInspected(
+        rank=0, state=state, wait_channel="", frames=frames, stack_error="" if frames else "no", tail=""
+    )
 
 
 def trace(
-    rank: int, *events: Event, ended: int | None = None, tail: str = "", look: Inspection | None = None
+    rank: int, *events: RankEvent, ended: int | None = None, tail: str = "", look: RankInspected | None = None
 ) -> RankTimeline:
-    ending = None if ended is None else Ending(status=ended, elapsed_s=2.0, tail=tail, oom_kills=0)
+    ending = None if ended is None else RankEnded(rank=0, status=ended, elapsed_s=2.0, tail=tail, oom_kills=0)
     return RankTimeline(
         rank=rank, local_rank=rank, host="node1", pid=100 + rank, events=list(events), ending=ending, inspection=look
     )
@@ -87,8 +92,8 @@ def test_the_rank_with_the_fewest_steps_is_missing() -> None:
     assert statuses == ["waiting", "missing", "waiting"]
 
 
-def at_work(state: str = "S", **done: Any) -> Inspection:  # noqa: ANN401
-    return Inspection(state=state, wait_channel="", frames=(), stack_error="no", tail="", **done)
+def at_work(state: str = "S", **done: Any) -> RankInspected:  # noqa: ANN401
+    return RankInspected(rank=0, state=state, wait_channel="", frames=(), stack_error="no", tail="", **done)
 
 
 @each(
@@ -105,7 +110,9 @@ def at_work(state: str = "S", **done: Any) -> Inspection:  # noqa: ANN401
         (step("reduce", 1, waiting=True), seen("S"), at_work(busy=0.9), "unknown"),
     ],
 )
-def test_a_rank_that_is_at_work_may_only_be_slow(late: Event, look: Inspection, peer: Inspection, level: str) -> None:
+def test_a_rank_that_is_at_work_may_only_be_slow(
+    late: RankEvent, look: RankInspected, peer: RankInspected, level: str
+) -> None:
     ahead = step("reduce", 3, waiting=True)
     found, statuses = judged(Outcome.STALLED, trace(0, ahead, look=peer), trace(1, late, look=look))
     assert list(found) == ["rank-missing"]
@@ -216,7 +223,7 @@ def test_versions_without_a_majority_blame_all_that_differ() -> None:
 
 def test_the_out_of_memory_killer_is_named_when_it_acted() -> None:
     dead = trace(1, step("memory", 0), ended=-9)
-    dead.ending = Ending(status=-9, elapsed_s=1, tail="", oom_kills=1)
+    dead.ending = RankEnded(rank=0, status=-9, elapsed_s=1, tail="", oom_kills=1)
     found, _ = judged(Outcome.FAULT, trace(0, step("done", 0, waiting=True)), dead)
     assert found["rank-died"].fix is not None
     assert "OOM killer killed 1 process" in found["rank-died"].fix.text
