@@ -192,6 +192,16 @@ class RankInspected(msgspec.Struct, tag=protocol.RankInspected.kind, tag_field="
     stuck: tuple[StuckSocket, ...] = ()
 
 
+class RankEnded(msgspec.Struct, tag=protocol.RankEnded.kind, tag_field="kind", frozen=True, kw_only=True):
+    """The end of a rank process: exit status, negative for a signal; `tail` is the end of its output."""
+
+    rank: int
+    status: int | None
+    elapsed_s: float
+    tail: str
+    oom_kills: int
+
+
 class Record(msgspec.Struct, tag_field="kind"):
     """A reply that needs a more exact type than its annotation in protocol.py."""
 
@@ -227,10 +237,10 @@ class Down(msgspec.Struct):
     """The node is lost; its `refusal` has the reason. Created by the fleet only."""
 
 
-_Detailed = Facts | More | RankEvent | RankInspected | ReachListening | ReachProbe
+_Detailed = Facts | More | RankEvent | RankInspected | RankEnded | ReachListening | ReachProbe
 _Plain = (
     protocol.Ready | protocol.NoPython | protocol.Hello | protocol.Alive | protocol.MoreEnd | protocol.Logs
-    | protocol.Listening | protocol.RankStarted | protocol.RankEnded | protocol.InspectionDone | protocol.ToolTaken
+    | protocol.Listening | protocol.RankStarted | protocol.InspectionDone | protocol.ToolTaken
     | protocol.ReachServing | protocol.ReachName | protocol.ReachEnded
 )  # fmt: skip
 Said = _Detailed | _Plain

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from distdiag.agent import protocol
 from distdiag.cluster.records import (
     Down,
+    RankEnded,
     RankEvent,
     RankInspected,
 )
@@ -72,7 +73,7 @@ class RankTimeline:
     pid: int | None = None
     events: list[RankEvent] = field(default_factory=list)
     inspection: RankInspected | None = None
-    ending: protocol.RankEnded | None = None
+    ending: RankEnded | None = None
     over_at: float | None = None
     """When it gave up or ended, by our clock."""
     lost: str = ""
@@ -244,7 +245,7 @@ class Run:
             if isinstance(record, Down):
                 self._lose(node)
             elif isinstance(
-                record, (protocol.RankStarted, RankEvent, protocol.RankEnded, RankInspected)
+                record, (protocol.RankStarted, RankEvent, RankEnded, RankInspected)
             ) and record.rank in self._of_node.get(node.name, ()):  # a node may report only its own ranks
                 self._note(node, self.traces[record.rank], record)
         self._looked = time.monotonic()
@@ -253,7 +254,7 @@ class Run:
         self,
         node: Node,
         trace: RankTimeline,
-        record: protocol.RankStarted | RankEvent | protocol.RankEnded | RankInspected,
+        record: protocol.RankStarted | RankEvent | RankEnded | RankInspected,
     ) -> None:
         if isinstance(record, protocol.RankStarted):
             trace.pid = record.pid
@@ -267,7 +268,7 @@ class Run:
                     event.payload.pop("pairs", None)
             trace.events.append(record)
             self._moved = time.monotonic()
-        elif isinstance(record, protocol.RankEnded):
+        elif isinstance(record, RankEnded):
             trace.ending = record
             self._moved = time.monotonic()
             if trace.died and self._death_at is None:

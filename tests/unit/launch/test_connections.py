@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from loops import each
 
-from distdiag.agent.protocol import RankEnded
 from distdiag.agent.tcp_probe import _VERDICTS, ProbeResult, Target, TcpProbe
-from distdiag.cluster.records import Payload, RankEvent, RankInspected, StuckSocket
+from distdiag.cluster.records import Payload, RankEnded, RankEvent, RankInspected, StuckSocket
 from distdiag.cluster.rendezvous_test import NetworkPath, PathTest, RendezvousTest
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distdiag.agent.protocol import RankEnded
 from distdiag.cluster.acceptor import Acceptor
 from distdiag.cluster.links import SocketLink
-from distdiag.cluster.records import PairMessage, Payload, RankEvent
+from distdiag.cluster.records import PairMessage, Payload, RankEnded, RankEvent
 from distdiag.cluster.rendezvous_test import RendezvousTest
 from distdiag.commands.allreduce_bench import diagnose as bench
 from distdiag.commands.allreduce_bench.formulas import NO_PEER

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from loops import each
 
-from distdiag.agent.protocol import RankEnded
-from distdiag.cluster.records import Payload, RankEvent
+from distdiag.cluster.records import Payload, RankEnded, RankEvent
 from distdiag.commands.allreduce_bench.command import parse_dtype, parse_fault, parse_ops
 from distdiag.commands.allreduce_bench.diagnose import diagnose, times_of
 from distdiag.commands.allreduce_bench.formulas import OPS, bus_factor, is_in_place, needed_bytes, shape_of

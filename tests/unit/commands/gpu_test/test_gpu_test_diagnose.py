@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 from loops import each
 
-from distdiag.agent.protocol import RankEnded
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.cluster.records import Payload, RankEvent, RankInspected
+from distdiag.cluster.records import Payload, RankEnded, RankEvent, RankInspected
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
 from distdiag.diagnosis.wording import format_size
