@@ -25,8 +25,8 @@ run: $(VENV)/installed compiled ## Install distdiag into .venv and test two rank
 	@$(BIN)/distdiag gpu-test --nproc 2
 
 # Test files side by side, in their order: the long ones are in the middle. Then, alone, what measures time.
-# Two more than processors, up to 4: much of a test is waiting.
-WORKERS := $(shell n=$$(nproc); echo $$((n < 3 ? n + 2 : 4)))
+# Four more than processors, up to 6: much of a test is waiting.
+WORKERS := $(shell n=$$(nproc); echo $$((n < 3 ? n + 4 : 6)))
 SIDE_BY_SIDE := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 # pytest leaves with 5 when it has no test: fine where ARGS choose tests of one kind only. What fails (1) is run once
 # more, with nothing beside it: a busy machine is no fault of the code. pytest names it both times.
