@@ -239,6 +239,10 @@ def test_switches_are_printed_and_reach_the_ranks_that_are_named(tmp_path: Path)
     assert values["CUDA_LAUNCH_BLOCKING"] == "1"
     assert values["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
     assert values["NCCL_DEBUG_SUBSYS"] == "INIT"
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in values
+    command = [PROGRAM, "run", "--sanitizer", "memcheck", "--print-env"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "export PYTORCH_NO_CUDA_MEMORY_CACHING=1  # " in checked.stdout
     job = _launch(["--sync", "--rank", "1"], [*_writes(tmp_path), "environment"])
     out, _ = job.communicate(timeout=_LATE_S)
     assert sorted(re.findall(rb"sync \d (?:None|1)", out)) == [b"sync 0 None", b"sync 1 1", b"sync 2 None"]
