@@ -76,7 +76,7 @@ def test_logs_of_many_lines(line: Callable[[int], str], tmp_path: Path) -> None:
     for count in (2000, 8000):
         (tmp_path / str(count)).write_text("".join(map(line, range(count))))
     few, many = seconds(lambda: judge([str(tmp_path / "2000")]), lambda: judge([str(tmp_path / "8000")]))
-    assert many < 7 * few + 0.3
+    assert many < 10 * few + 0.3  # 4 times if linear, 16 if quadratic; a busy processor's caches give 8
 
 
 @pytest.mark.parametrize("text", MANY_FILES.values(), ids=MANY_FILES.keys())
