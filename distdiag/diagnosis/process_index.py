@@ -152,9 +152,7 @@ def _matched(
 ) -> dict[tuple[str, int, int], tuple[Endpoint, ...]]:
     own = [(host, network) for host, (networks, _) in ends.items() for network in networks]
     endpoints = [
-        Endpoint(host, network.name, each.pid, each.inode, each.protocol, each.state, each.local, each.remote)
-        for host, network in own
-        for each in network.sockets
+        Endpoint(**vars(each), host=host, network=network.name) for host, network in own for each in network.sockets
     ]
     return match(endpoints, {(host, network.name): network.addresses for host, network in own})
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.facts.network.interfaces import is_loopback
+from distdiag.facts.network.socket_owners import Owned
 from distdiag.fold import by_key
 
 if TYPE_CHECKING:
@@ -15,20 +16,11 @@ _ANY = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """A process's socket. `network`: its network namespace, whose name is only unique on its host.
-
-    Other fields as in distdiag.facts.network.sockets: "tcp6", "ESTABLISHED", "10.0.0.2:29500"; `remote` may be empty.
-    """
+class Endpoint(Owned):
+    """A process's socket on a host. `network`: its network namespace, whose name is only unique there."""
 
     host: str
     network: str
-    pid: int
-    inode: int
-    protocol: str
-    state: str
-    local: str
-    remote: str
 
     @property
     def key(self) -> tuple[str, int, int]:

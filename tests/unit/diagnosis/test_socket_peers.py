@@ -19,7 +19,7 @@ ADDRESSES = {
 
 
 def end(host: str, pid: int, local: str, remote: str = "", **more: str) -> Endpoint:
-    one = Endpoint(host, OUTSIDE, pid, pid * 10, "tcp", "ESTABLISHED" if remote else "LISTEN", local, remote)
+    one = Endpoint(pid, pid * 10, "tcp", "ESTABLISHED" if remote else "LISTEN", local, remote, host, OUTSIDE)
     return replace(one, **more)  # type: ignore[arg-type]
 
 
