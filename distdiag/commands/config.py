@@ -1,4 +1,4 @@
-"""`distdiag config`: the defaults that variables and files set, and where each is from."""
+"""`distdiag config`: the defaults set by variables and files, and the source of each."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All defaults, the strongest of an option first. `files`: where they may be, each with "read" or why not."""
+    """All defaults; of one option, the strongest first. `files`: possible files, each with "read" or why not."""
 
     settings: tuple[Setting, ...]
     files: dict[str, str]
 
 
 def config(ctx: typer.Context, as_json: JsonOpt = False) -> None:
-    """Show the defaults of options that variables and files set, and where each is from.
+    """Show the defaults set by variables and files, and the source of each.
 
-    The command line goes before a variable (DISTDIAG_HOSTS for --hosts), that before ./distdiag.toml, and that before
-    ~/.config/distdiag/config.toml. In a file, an option at the top is for all commands that have it; a table is for one
-    command:
+    The command line overrides a variable (DISTDIAG_HOSTS for --hosts), which overrides ./distdiag.toml, which overrides
+    ~/.config/distdiag/config.toml. In a file, an option at the top applies to every command that has it, an option in a
+    table to that command alone:
 
     \b
         hosts = "node[1-4]"

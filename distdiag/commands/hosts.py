@@ -10,10 +10,10 @@ from distdiag.options import on_hosts
 
 @on_hosts
 def hosts(ctx: typer.Context, *, cluster: Cluster) -> None:
-    """Choose the hosts of a command, and how they are reached.
+    """Choose the hosts of a command and the way to reach each.
 
-    Most commands take these options. Without them a command reads this machine, or all nodes of the SLURM allocation
-    that it runs in. Nothing is installed on a host; it needs Python 3.9 or newer.
+    Most commands take these options. Without one, a command reads this machine, or all nodes of its SLURM
+    allocation. Nothing is installed on a host; it needs Python 3.9 or newer.
 
     DISTDIAG_HOSTS, DISTDIAG_PYTHON, DISTDIAG_SETUP and so on set a default for an option; so do files, see
     `distdiag config`.

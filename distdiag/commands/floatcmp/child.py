@@ -6,6 +6,7 @@ Each line of its stdout names the stage that begins, for the report if it dies o
 from __future__ import annotations
 
 import fnmatch
+import gc
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -62,11 +63,13 @@ def main(order: str, path: str) -> None:
 
 def _answer(request: Request) -> Answer:
     sys.stdout.write("importing torch\n")
+    gc.disable()  # an import makes no garbage
     try:
         import torch  # first, to distinguish a broken torch from a broken file
     except Exception as error:  # noqa: BLE001 - a broken torch may raise anything
         failed = f"torch cannot be imported: {type(error).__name__}: {error}"[:400]
         return Answer(failed=failed, hint=f"find out why: {request.program} cuda-env")
+    gc.enable()
     if request.op:
         return _compute(request, has_gpu=torch.cuda.is_available())
     from distdiag.commands.floatcmp.tensor_files import Unreadable
@@ -118,3 +121,4 @@ def _compare(request: Request) -> Answer:
 if __name__ == "__main__":
     programs.die_with_parent()
     main(sys.argv[1], sys.argv[2])
+    gc.freeze()  # spares the collection at exit

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A fact with different values: the most common one, and the others with their hosts."""
+    """A fact with different values: the most common value, and each other value with its hosts."""
 
     fact: str
     common: str

@@ -112,7 +112,7 @@ def slow(rates: Mapping[int, float], limit: float) -> tuple[float, list[int]]:
 
 
 def majority(digests: Mapping[int, str]) -> list[int]:
-    """Return the ranks whose digest is that of more than half of them, at least two; empty if there is none."""
+    """Return the ranks that share the digest of the majority (at least two ranks); without a majority, none."""
     usual = [rank for rank, digest in digests.items() if digest == mode(digests.values())]
     return usual if len(usual) > max(1, len(digests) / 2) else []
 
@@ -128,7 +128,7 @@ def by_model(ranks: Mapping[int, tuple[str, Mapping[str, Value]]]) -> dict[tuple
 
 
 def shared(devices: Mapping[int, str]) -> set[int]:
-    """Return the ranks that share a GPU with others, and slow each other down; `devices`: its UUID for each rank."""
+    """Return the ranks that share a GPU and so slow each other down; `devices`: GPU UUID by rank."""
     count = Counter(devices.values())
     return {rank for rank, device in devices.items() if device and count[device] > 1}
 
@@ -136,13 +136,13 @@ def shared(devices: Mapping[int, str]) -> set[int]:
 def slow_by_rate(
     ranks: Mapping[int, tuple[str, Mapping[str, float]]], devices: Mapping[int, str]
 ) -> dict[tuple[str, str], tuple[float, list[int]]]:
-    """Return `slow` of each rate and model, for ranks with a GPU of their own; `ranks`: rank -> its model and rates."""
+    """Return `slow` by rate and model, for ranks that do not share a GPU; `ranks`: rank -> (model, rates)."""
     alone = by_model({rank: own for rank, own in ranks.items() if rank not in shared(devices)})
     return {key: slow(own, SLOW_COPY if key[0] in BANDWIDTHS else SLOW) for key, own in alone.items()}
 
 
 def bad_ranks(summaries: Mapping[int, Summary]) -> tuple[set[int], set[int]]:
-    """Return the slow ranks, and those whose results are wrong; `summaries`: of each rank its `Computed.summary`."""
+    """Return the slow ranks and the ranks with wrong results; `summaries`: `Computed.summary` by rank."""
     devices = {rank: own.device for rank, own in summaries.items()}
     slowly = slow_by_rate({rank: (own.model, own.rates) for rank, own in summaries.items()}, devices)
     wrong = {rank for rank, own in summaries.items() if own.wrong}

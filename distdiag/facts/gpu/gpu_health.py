@@ -224,7 +224,7 @@ def _clique(fabric: Tree) -> str:
 
 
 def _processes(tree: Tree) -> tuple[GpuProcess, ...]:
-    """Read the processes, whose fields are siblings: Process ID, Type, Name, Used GPU Memory."""
+    """Read the processes. Process ID, Type, Name and Used GPU Memory are siblings in the tree."""
     found = []
     for entry in _branch(tree, "Processes").get("Process ID", []):
         pid = _number(str(entry[""]))
