@@ -86,7 +86,6 @@ class Driver:
     container: str
     wsl: bool
     installed: tuple[str, ...]
-    switches: bool
     fabric_manager: str
     answer: Answer = field(default_factory=Answer)
 
@@ -108,7 +107,6 @@ def look(places: Places, *, ask: bool, timeout_s: float) -> Driver:
         container=_container(places),
         wsl="microsoft" in machine.read_text(places.at("/proc/version")).lower(),
         installed=tuple(path for folder in _LIBRARIES for path in places.glob(f"{folder}/libcuda.so.[0-9][0-9]*")),
-        switches=bool(places.glob("/proc/driver/nvidia-nvswitch/devices/*")),
         fabric_manager=_fabric_manager() if places.glob("/proc/driver/nvidia-nvswitch/devices/*") else "",
         answer=answer,
     )

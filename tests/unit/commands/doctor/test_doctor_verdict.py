@@ -91,7 +91,6 @@ def gpus(health: Health, *, hardware: int | None = None, answer: Answer | None =
         container="",
         wsl=False,
         installed=(),
-        switches=True,
         fabric_manager="active",
         answer=answer or Answer(nvml_status=0, cuda_status=0, cuda_count=count, present=present, visible=present),
     )
