@@ -82,37 +82,32 @@ class Sampled:
 
 
 def sample(chosen: Sampled, how: Sampling, left_s: float, tell: Callable[[Watched], None]) -> None:
-    """Sample processes and send each after its last sample; before a long pause also after the first.
+    """Sample processes and send each after its last sample; meanwhile what an interrupt would lose.
 
     `left_s`: time until the deadline.
     """
-    options = SampleOptions(timeout_s=how.sample_s, all_threads=how.all_threads)
-    look = _Look(chosen, options)
+    look = _Look(chosen, SampleOptions(timeout_s=how.sample_s, all_threads=how.all_threads), tell)
     count = how.samples if how.samples > 1 else 1 - how.native
     if count:
         look.sample(every=True)
-    if how.samples > 1 and how.interval_s >= _LONG_S:
-        for watched in look.watched():  # keeps these if interrupted during a long pause
-            tell(watched)
     for number in range(look.sample_quickly(count) if how.is_quick else 1, count):
-        time.sleep(max(0.0, look.began_s + number * how.interval_s - time.monotonic()))
+        look.pause(look.began_s + number * how.interval_s - time.monotonic())
         look.sample()
     if how.samples > 1:
         until = look.began_s + min(how.longest_s, left_s)
         while (pause_s := min(look.missing_s(how.longest_s), until - time.monotonic())) > 0:
-            time.sleep(min(pause_s, _STEP_S))
+            look.pause(min(pause_s, _STEP_S))
             look.sample()
     if how.native:
         look.sample(every=True, native=True)
     look.end()
-    for watched in look.watched():
-        tell(watched)
+    look.send()
 
 
 class _Look:
     """The samples of all processes of a node."""
 
-    def __init__(self, chosen: Sampled, options: SampleOptions) -> None:
+    def __init__(self, chosen: Sampled, options: SampleOptions, tell: Callable[[Watched], None]) -> None:
         self._pids, self._once, self._options = list(chosen.pids), set(chosen.once), options
         self._libraries = chosen.libraries
         self._named = [re.compile(name) for name in chosen.libraries]
@@ -120,7 +115,8 @@ class _Look:
         self._taken: dict[int, list[Sample]] = {pid: [] for pid in chosen.pids}
         self._places: dict[int, list[Places]] = {}
         self._activity: dict[int, Activity] = {}
-        self.began_s = time.monotonic()
+        self._tell, self._n_sent = tell, 0
+        self.began_s = self._sent_s = time.monotonic()
         self._meter = Meter(self._ranks)
 
     def sample(self, *, every: bool = False, native: bool = False) -> None:
@@ -198,20 +194,31 @@ class _Look:
         inner = [thread.inner[0][0] for found in last for thread in found.threads if thread.inner]
         return any(pattern.fullmatch(library) for pattern in self._named for library in inner)
 
-    def watched(self) -> list[Watched]:
-        """Return the samples so far."""
+    def pause(self, seconds: float) -> None:
+        """Sleep. If that or the time since the last message is long, first send what is at least twice as much."""
+        is_long = seconds >= _LONG_S or time.monotonic() - self._sent_s >= _LONG_S
+        if is_long and self._n_taken() >= 2 * self._n_sent:
+            self.send()
+        time.sleep(max(0.0, seconds))
+
+    def _n_taken(self) -> int:
+        return max(map(len, self._taken.values()), default=0)
+
+    def send(self) -> None:
+        """Send the samples so far."""
+        self._n_sent, self._sent_s = self._n_taken(), time.monotonic()
         hints, _ = deadlines.each(self._pids, lambda pid: _hints(pid, self._taken[pid]), patience_s=_PATIENCE_S)
-        return [
-            Watched(
-                pid=pid,
-                samples=tuple(samples),
-                hints=hints.get(pid, ()),
-                places=tuple(self._places.get(pid, ())),
-                activity=self._activity.get(pid),
-                build_locks=tuple(polled_path.stale_build_locks(pid)) if _waits_for_build(samples) else (),
+        for pid, samples in self._taken.items():
+            self._tell(
+                Watched(
+                    pid=pid,
+                    samples=tuple(samples),
+                    hints=hints.get(pid, ()),
+                    places=tuple(self._places.get(pid, ())),
+                    activity=self._activity.get(pid),
+                    build_locks=tuple(polled_path.stale_build_locks(pid)) if _waits_for_build(samples) else (),
+                )
             )
-            for pid, samples in self._taken.items()
-        ]
 
 
 def _a_second_apart(samples: list[Sample]) -> list[Sample]:

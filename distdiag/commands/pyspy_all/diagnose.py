@@ -53,7 +53,7 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
     rest = job_findings(asked, judged, nodes, gathered)
     found = [*slow, *(replace(each, fix=None) if is_answered and each.level is Level.INFO else each for each in rest)]
     data = PySpyAll(
-        samples=request.samples,
+        samples=_samples(request, verdicts) if gathered.interrupted else request.samples,
         interval_s=_interval_s(request, verdicts),
         jobs=tuple(summarize(joined.evidence.job) for joined in judged),
         processes=tuple(row for verdict in verdicts for row in _process_rows(verdict)),
@@ -62,6 +62,12 @@ def diagnose(request: Request, gathered: Gathered[NodePicture]) -> Report[PySpyA
     )
     summary = found[0].title if found else "no rank process found"
     return Report(command=COMMAND, data=data, findings=tuple(found), summary=summary, interrupted=gathered.interrupted)
+
+
+def _samples(request: Request, verdicts: Sequence[JobVerdict]) -> int:
+    """Return the number of samples that were received."""
+    taken = [state.member.watched.samples for each in verdicts for state in each.states if state.member.watched]
+    return max(map(len, taken), default=request.samples)
 
 
 def _interval_s(request: Request, verdicts: Sequence[JobVerdict]) -> float:
