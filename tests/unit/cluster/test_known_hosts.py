@@ -113,14 +113,14 @@ def test_plain_names_match_where_ssh_keygen_finds_them(keys: dict[str, Key], tmp
 
 
 def test_a_pattern_leaves_the_hosts_that_ssh_keygen_finds_to_openssh(keys: dict[str, Key], tmp_path: Path) -> None:
-    path = tmp_path / "pattern"
-    for pattern in [one for one in PATTERNS if set("*?!") & set(one)]:
-        path.write_text(f"{pattern} {keys['ed25519'].public}\n")
-        known = KnownHosts.read([str(path)])
-        for name in NAMES:
-            bare, port = (name[1:-6], 2222) if name.startswith("[") else (name, 22)
-            if found_by_ssh_keygen(name, path) or found_by_ssh_keygen(bare, path):
-                assert known.needs_openssh(bare, port), (pattern, name)
+    lines = [f"{one} {keys['ed25519'].public}\n" for one in PATTERNS if set("*?!") & set(one)]
+    path, one_line = tmp_path / "patterns", tmp_path / "pattern"
+    path.write_text("".join(lines))
+    for name in NAMES:
+        bare, port = (name[1:-6], 2222) if name.startswith("[") else (name, 22)
+        for number in {*found_by_ssh_keygen(name, path), *found_by_ssh_keygen(bare, path)}:
+            one_line.write_text(lines[number - 1])
+            assert KnownHosts.read([str(one_line)]).needs_openssh(bare, port), (lines[number - 1], name)
 
 
 def found_by_ssh_keygen(name: str, path: Path) -> list[int]:

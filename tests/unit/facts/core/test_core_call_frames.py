@@ -101,7 +101,8 @@ def test_every_row_is_as_readelf_reads_it(name: str) -> None:
     rows = {(row.begin, row.address): row for row in rows_of(path)}  # of two for one place the last holds
     assert len(rows) > 100
     compared = 0
-    for row in rows.values():
+    some = list(rows.values())[:: len(rows) // 5000 + 1]
+    for row in some:
         function = binary.function(row.address)
         assert (function.begin, function.end) == (row.begin, row.end)
         rules = function.rules(row.address)
@@ -111,7 +112,7 @@ def test_every_row_is_as_readelf_reads_it(name: str) -> None:
         if expected is not None and not outermost and not function.cie.signal:
             compared += 1
             assert rules.caller_registers(REGISTERS, word) == expected, row
-    assert compared > 0.98 * len(rows)
+    assert compared > 0.98 * len(some)
 
 
 def common(program: bytes = b"\x0c\x07\x08\x90\x01", *, letters: bytes = b"zR", more: bytes = b"\x1b") -> Cie:
