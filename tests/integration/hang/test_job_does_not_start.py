@@ -7,9 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-import start_srun
 from cluster import Network, need_network
-from cluster_slurm import Slurm, need_slurm
 from start_faults import FAULTS, StartFault, ask, c10d, plain, score, start, wait_idle
 
 if TYPE_CHECKING:
@@ -48,17 +46,6 @@ def ask_until_right(fault: StartFault, *, alone: bool = False) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_the_reason_is_named(name: str) -> None:
     ask_until_right(FAULTS[name])
-
-
-def test_the_line_of_srun_is_printed_with_the_address_of_rank_0() -> None:
-    need_slurm()
-    with Slurm(3) as slurm:
-        start_srun.start(start_srun.SRUN_FAULTS["srun-name"], slurm)
-        until = time.monotonic() + _PATIENCE_S
-        while "mn[1-3] cannot resolve mn01" not in (report := start_srun.ask(slurm, "all"))["summary"]:
-            assert time.monotonic() < until, report["findings"]
-    (line,) = report["findings"][0]["fix"]["commands"]
-    assert line.startswith("MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 srun --label --nodes=3")
 
 
 @pytest.mark.parametrize("name", ["port-plain", "firewall-drops", "world-size"])
