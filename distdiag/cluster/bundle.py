@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 from importlib import resources
 
 AGENT = "distdiag.agent.agent"
 CONNECT_BACK = "distdiag.agent.connect_back"
+# Our own text, formatted: parsing it would take half of the start of a command on hosts.
+_IMPORT = re.compile(r"^ *from (distdiag[\w.]*) import (\([^)]*\)|[^(#\n]+)", re.MULTILINE)
+_FOR_CHECKERS = re.compile(r"^( *)if TYPE_CHECKING:\n(?:(?:\1 +.*)?\n)+", re.MULTILINE)
 
 
 def sources(*modules: str) -> dict[str, str]:
@@ -38,15 +41,9 @@ def folder() -> str:
 def _imports_of(text: str) -> list[str]:
     """List the imports from distdiag, also inside functions, except those under TYPE_CHECKING."""
     found: list[str] = []
-    nodes: list[ast.AST] = [ast.parse(text)]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distdiag"):
-            module = str(node.module)
-            found += [f"{module}.{alias.name}" for alias in node.names] if _is_package(module) else [module]
-        for_checkers = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        if not for_checkers:
-            nodes += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
+    for module, names in _IMPORT.findall(_FOR_CHECKERS.sub("", text)):
+        imported = (name.split()[0] for name in names.strip("()").split(",") if name.strip())
+        found += [f"{module}.{name}" for name in imported] if _is_package(module) else [module]
     return found
 
 

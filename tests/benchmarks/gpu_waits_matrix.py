@@ -1,7 +1,7 @@
 """Score hang, pyspy-all and trace blocked on jobs waiting for GPUs, and list their contradictions; needs no GPU.
 
     python tests/benchmarks/gpu_waits_matrix.py [--only sleeps,network] [--commands hang,pyspy-all] [--out FILE]
-        [--no-perf] [--no-ptrace] [--other-user] [--beside] [--smi] [--recorder]
+        [--at-once N] [--no-perf] [--no-ptrace] [--other-user] [--beside] [--smi] [--recorder]
 
 Each situation of tests/gpu_jobs.py runs in separate namespaces, with device files of GPUs in /dev (as root). After the
 commands the job itself is checked: its GPUs must be stuck or busy, and its ranks wait in the driver, as claimed.
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -225,11 +226,13 @@ def apart(name: str, libraries: Path) -> dict[str, Any]:
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run the situations of --only."""
-    with tempfile.TemporaryDirectory(prefix="gpu-waits-libraries-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-waits-libraries-") as folder,
+        ThreadPoolExecutor(options.at_once) as pool,
+    ):
         Path(folder).chmod(0o755)
         build(Path(folder))
-        for name in options.only.split(","):
-            yield apart(name, Path(folder))
+        yield from pool.map(lambda name: apart(name, Path(folder)), options.only.split(","))
 
 
 def main() -> None:
@@ -238,6 +241,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SITUATIONS))
     parser.add_argument("--commands", default=",".join(COMMANDS))
     parser.add_argument("--settle", type=float, default=SETTLE_S)
+    parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--out", default="")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     parser.add_argument("--libraries", default="", help=argparse.SUPPRESS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import contextlib
 import hashlib
@@ -54,6 +55,22 @@ def test_the_argument_that_srun_is_given_has_only_what_connects_back() -> None:
         script = bootstrap.script([boot.ARGUMENT_START, encoded], python=None, setup=None, needs_torch=needs_torch)
         assert len(script) < ARGUMENT_BYTES / 4
         assert script.count(encoded) == 1
+
+
+def test_the_imports_of_each_module_are_those_that_the_parser_of_python_finds() -> None:
+    for path in sorted(Path(bundle.folder()).rglob("*.py")):
+        text = path.read_text()
+        parsed = list(ast.walk(ast.parse(text)))
+        checked = [node for node in parsed if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        unused = {id(inner) for block in checked for statement in block.body for inner in ast.walk(statement)}
+        named = [node for node in parsed if isinstance(node, ast.ImportFrom) and id(node) not in unused]
+        ours = [(node.module or "", alias.name) for node in named for alias in node.names]
+        expected = {
+            f"{module}.{name}" if bundle._is_package(module) else module
+            for module, name in ours
+            if module.startswith("distdiag")
+        }
+        assert set(bundle._imports_of(text)) == expected, path
 
 
 def test_a_request_arrives_as_the_type_that_the_collect_module_declares() -> None:

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hang_facts import judge as judge_hang
+from hang_facts import node, waiting
 from support import wait_until
 
 from distdiag.diagnosis.ras import RasState, judge, parse
+from distdiag.diagnosis.stuck.types import Source, Stand
 from distdiag.facts.recorder.nccl_ras import RasFacts, Reading, addresses, read
 
 if TYPE_CHECKING:
@@ -83,6 +86,23 @@ def test_the_host_and_pid_of_a_lagging_rank_lead_to_its_stack(tmp_path: Path) ->
         ("10.0.0.113", 4900, "4"),
     ]
     assert (lag.operation, lag.behind, lag.ahead, lag.n_lagging, lag.n_ahead) == ("AllReduce", 6648, 6649, 2, 1022)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("job_healthy", ((), Stand.CANNOT_TELL)),
+        ("job_lagging", ((2,), Stand.AGREES)),
+        ("job_ahead", ((), Stand.CANNOT_TELL)),  # the smaller group is ahead and waits for no rank
+        ("job_dead", ((), Stand.CANNOT_TELL)),  # its process exists, but NCCL cannot reach it
+    ],
+)
+def test_only_a_rank_behind_the_others_is_blamed_by_hang(
+    scenario: str, expected: tuple[tuple[int, ...], Stand], tmp_path: Path
+) -> None:
+    report = judge_hang(node(waiting(), waiting(), waiting(), ras=(asked(scenario, tmp_path),)))
+    found = {row.source: row.stand for row in report.data.sources}[Source.RAS]
+    assert (report.data.ranks, found) == expected, report.data.sources
 
 
 @pytest.mark.parametrize("scenario", ["no_handshake", "no_status", "endless_line", "other_service", "trickle"])

@@ -252,11 +252,11 @@ def _status(pid: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("forbidden", ["", NO_PERF, NOTHING], ids=["perf", "ptrace", "syscall"])
-def test_two_hundred_readings_leave_a_program_as_it_was(libraries: Path, forbidden: str) -> None:
+def test_sixty_readings_leave_a_program_as_it_was(libraries: Path, forbidden: str) -> None:
     with _unharmed(libraries) as process:
         pid = process.pid
         before = _status(pid)
-        read = _read(pid, forbidden, 200)
+        read = _read(pid, forbidden, 60)
         assert read[0]["state"] == "R"
         wait_until(lambda: _status(pid)["TracerPid"] == "0", 10, lambda: str(_status(pid)))
         after = _status(pid)
@@ -270,14 +270,14 @@ def test_two_hundred_readings_leave_a_program_as_it_was(libraries: Path, forbidd
 def test_signals_that_arrive_during_a_stop_are_all_delivered(libraries: Path) -> None:
     with (
         _unharmed(libraries) as process,
-        subprocess.Popen(_reader(NO_PERF, 60, process.pid), stdout=subprocess.PIPE, text=True) as reader,
+        subprocess.Popen(_reader(NO_PERF, 30, process.pid), stdout=subprocess.PIPE, text=True) as reader,
     ):
         sent = 0
         while reader.poll() is None and sent < 20_000:
             os.kill(process.pid, signal.SIGRTMIN)  # these queue up: each counts
             sent += 1
             with contextlib.suppress(subprocess.TimeoutExpired):
-                reader.wait(0.001)
+                reader.wait(0.0002)
         out, _ = reader.communicate(timeout=60)
         assert '"method": "ptrace"' in out
         wait_until(lambda: int(_status(process.pid)["SigPnd"], 16) == 0, 30, lambda: "signals are pending")
@@ -288,7 +288,7 @@ def test_signals_that_arrive_during_a_stop_are_all_delivered(libraries: Path) ->
 def test_a_program_that_is_stopped_meanwhile_stays_stopped_until_it_is_continued(libraries: Path) -> None:
     with (
         _unharmed(libraries) as process,
-        subprocess.Popen(_reader(NO_PERF, 60, process.pid), stdout=subprocess.PIPE, text=True) as reader,
+        subprocess.Popen(_reader(NO_PERF, 30, process.pid), stdout=subprocess.PIPE, text=True) as reader,
     ):
         while reader.poll() is None:
             os.kill(process.pid, signal.SIGSTOP)
