@@ -23,9 +23,9 @@ MANY = 24
 PATIENCE_S = 80
 """Of each host behind the bastion, which this machine serves all at once: 48 logins, and tests of others."""
 MIXED = 60
-FEW_FILES = ("sh", "-c", 'ulimit -n 100; exec "$@"', "-")
+FEW_FILES = ("sh", "-c", 'ulimit -n 64; exec "$@"', "-")
 FEW = 40
-"""More than that limit allows at once: 12."""
+"""More than that limit allows at once: 4."""
 
 
 @pytest.fixture
