@@ -19,13 +19,21 @@ if TYPE_CHECKING:
 IN = "no-python"
 
 
-@pytest.fixture
-def net() -> Iterator[Network]:
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
     need_network()
     need("ssh", "ssh-keygen", SSHD)
     with Network(2) as network:
         serve_ssh(network)
         yield network
+
+
+@pytest.fixture
+def net(network: Network) -> Network:
+    """The keys of both nodes are known to the user; distdiag has accepted none."""
+    give_user_keys(network.client, {"node1": "node1", "node2": "node2"})
+    own_file(network).unlink(missing_ok=True)
+    return network
 
 
 def log_in(net: Network, hosts: str, *, accept_new: bool = False) -> dict[str, str]:
@@ -132,11 +140,12 @@ def test_a_host_of_a_certificate_authority_goes_by_openssh_and_its_certificate_i
     public = tmp_path / "host_key.pub"
     public.write_text(key_pair("node1").public)
     keygen("-q", "-s", str(tmp_path / signer), "-h", "-I", "node1", "-n", "node1", str(public))
-    Sshd(net["node1"], port=2222, options=[f"HostCertificate {tmp_path / 'host_key-cert.pub'}"]).wait()
+    port = 2224 if signer == "ca" else 2225
+    Sshd(net["node1"], port=port, options=[f"HostCertificate {tmp_path / 'host_key-cert.pub'}"]).wait()
     authority = " ".join((tmp_path / "ca.pub").read_text().split()[:2])
-    user_file(net).write_text(f"@cert-authority [node1]:2222 {authority}\n" + known_hosts_line("node2", "node2"))
+    user_file(net).write_text(f"@cert-authority [node1]:{port} {authority}\n" + known_hosts_line("node2", "node2"))
     expected = IN if signer == "ca" else "host-key-unknown"
-    assert log_in(net, "ssh://node1:2222,node2") == {"node1": expected, "node2": IN}
+    assert log_in(net, f"ssh://node1:{port},node2") == {"node1": expected, "node2": IN}
 
 
 def test_the_key_of_a_bastion_is_checked_too_and_it_is_named(net: Network) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from cluster import Network, need_network
+from cluster import Names, Network, need_network
 from cluster_hosts import ManyHosts
 from cluster_reach import reach
 from cluster_ssh import SSHD, Hostile, Sshd, act_hostile, give_user_keys, serve_ssh
@@ -28,13 +28,27 @@ FEW = 40
 """More than that limit allows at once: 4."""
 
 
-@pytest.fixture
-def net() -> Iterator[Network]:
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
     need_network()
     need("ssh", "ssh-keygen", SSHD)
     with Network(4) as network:
         serve_ssh(network)
         yield network
+
+
+@pytest.fixture
+def net(network: Network) -> Iterator[Network]:
+    """All nodes are known to the user, without a configuration."""
+    network.client.write_hosts(network.hosts_file(network.client, Names.GOOD))
+    use_config(network, "")
+    yield network
+    for node in network.nodes:
+        node.heal()
+
+
+def use_config(net: Network, config: str) -> None:
+    give_user_keys(net.client, {node.name: node.name for node in net.nodes}, config=config)
 
 
 @pytest.mark.alone
@@ -57,8 +71,7 @@ def test_a_bastion_in_trouble_is_one_finding_for_all_behind_it(net: Network) -> 
 
 
 def test_hosts_that_the_bastion_cannot_reach_do_not_hold_up_the_others(net: Network) -> None:
-    known = {node.name: node.name for node in net.nodes}
-    give_user_keys(net.client, known, config="Host node2 node3 node4\n  ProxyJump node1\n")
+    use_config(net, "Host node2 node3 node4\n  ProxyJump node1\n")
     net["node2"].reject(22)
     net["node3"].drop(22)
     reached = reach(net.client, "node[1-4]", python="/nowhere", host_timeout_s=10)
@@ -70,15 +83,13 @@ def test_hosts_that_the_bastion_cannot_reach_do_not_hold_up_the_others(net: Netw
 
 
 def test_a_chain_of_bastions_leads_to_a_host(net: Network) -> None:
-    known = {node.name: node.name for node in net.nodes}
-    give_user_keys(net.client, known, config="Host node3\n  ProxyJump node1,node2\n")
+    use_config(net, "Host node3\n  ProxyJump node1,node2\n")
     net["node3"].at_switch(f"ip saddr != {net['node2'].address} tcp dport 22 drop", "in")
     assert reach(net.client, "node3", host_timeout_s=5).states == {"node3": "ok"}
 
 
 def test_a_bastion_that_has_a_bastion_itself_is_left_to_openssh(net: Network) -> None:
-    known = {node.name: node.name for node in net.nodes}
-    give_user_keys(net.client, known, config="Host node2\n  ProxyJump node1\nHost node3\n  ProxyJump node2\n")
+    use_config(net, "Host node2\n  ProxyJump node1\nHost node3\n  ProxyJump node2\n")
     net["node2"].at_switch(f"ip saddr != {net['node1'].address} tcp dport 22 drop", "in")
     net["node3"].at_switch(f"ip saddr != {net['node2'].address} tcp dport 22 drop", "in")
     assert reach(net.client, "node3", host_timeout_s=5).states == {"node3": "ok"}
@@ -168,6 +179,7 @@ def test_variables_arrive_intact_and_setup_is_run_first(net: Network, way: str) 
     }
     run.process.send_signal(signal.SIGINT)
     assert run.finish().code == 130
+    wait_until(lambda: not ranks(), 15, lambda: f"left behind: {node.processes()}")
 
 
 def test_a_setup_that_fails_or_waits_is_told(net: Network) -> None:

@@ -52,7 +52,7 @@ def test_root_never_runs_another_users_program(tmp_path: Path) -> None:
     try:
         assert theirs.stdout is not None
         assert theirs.stdout.readline() == b"ready\n"
-        result = distdiag("gpu-test", "--hosts", "node1", "--via", f"{node} {{host}}", "--json")
+        result = distdiag("gpu-test", "--hosts", "node1", "--via", f"{node} {{host}}", "--json", "--nproc", "1")
     finally:
         theirs.kill()
         theirs.communicate()
