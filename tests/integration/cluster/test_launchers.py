@@ -109,27 +109,13 @@ def test_inside_an_allocation_its_nodes_are_found(tmp_path: Path) -> None:
     assert [rank["host"] for rank in json.loads(log.read_text())["data"]["ranks"]] == ["mn1", "mn2"]
 
 
-def test_ranks_started_by_srun_which_knows_better_than_rank_variables(slurm: Slurm, job: int) -> None:
-    result = as_ranks(slurm, job, "-N 1 -n 2", within=("env", "RANK=0", "WORLD_SIZE=1"))
+def test_ranks_started_by_srun_which_knows_better_than_variables_of_another_job(slurm: Slurm, job: int) -> None:
+    foreign = ("env", "RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=nosuchnode17")
+    result = as_ranks(slurm, job, "-N 2 -n 3 --ntasks-per-node=2", within=foreign)
     assert (result.code, result.report["verdict"]) == (0, "warn")
-    assert "srun set rank 0 of 2" in result.findings["rank-variables"]["title"]
-    assert hosts_of_ranks(result) == ["mn1", "mn1"]
-    assert [rank["local_rank"] for rank in result.report["data"]["ranks"]] == [0, 1]
-
-
-def test_one_task_per_node_starts_its_own_ranks_and_names_the_stopped_one_and_a_stale_variable(
-    slurm: Slurm, job: int
-) -> None:
-    """All wait for it in silence, rank 0 too, whose node is not taken for a lost one."""
-    stopped = ("--nproc", "2", "--stall", "25", "--inject", "stop:3")
-    result = as_ranks(slurm, job, "-N 2 -n 2", *stopped, within=("env", "MASTER_ADDR=nosuchnode17"))
-    assert result.code == 1
-    assert sorted(result.findings) == ["rank-missing", "rank-variables"]
-    missing, stale = result.findings["rank-missing"], result.findings["rank-variables"]
-    assert (missing["where"]["hosts"], missing["where"]["ranks"]) == (["mn2"], [3])
-    assert missing["fix"]["commands"]
-    assert "MASTER_ADDR=nosuchnode17 in rank 0" in stale["title"]
-    assert stale["where"]["ranks"] == [0]
+    assert "srun set rank 0 of 3" in result.findings["rank-variables"]["title"]
+    assert hosts_of_ranks(result) == ["mn1", "mn1", "mn2"]
+    assert [rank["local_rank"] for rank in result.report["data"]["ranks"]] == [0, 1, 0]
 
 
 def test_mpirun_in_every_task_of_srun_is_told(slurm: Slurm, job: int) -> None:
@@ -167,29 +153,36 @@ def test_a_slurm_job_that_is_not_there(slurm: Slurm) -> None:
     assert "no running SLURM job 987654" in result.report["error"]["message"]
 
 
-def test_ranks_of_mpich_on_two_nodes(network: Network) -> None:
+def test_one_process_of_mpich_per_node_starts_its_own_ranks_and_names_the_stopped_one(network: Network) -> None:
+    """All wait for it in silence, rank 0 too, whose node is not taken for a lost one."""
     need("mpirun.mpich")
     address = ("-genv", "MASTER_ADDR", network.nodes[0].address)
-    result = by_mpirun(network, ["mpirun.mpich", "-hosts", "node1,node2", "-ppn", "1", *address, "-n", "2"])
-    assert result.code == 0
-    assert hosts_of_ranks(result) == ["node1", "node2"]
+    mpirun = ["mpirun.mpich", "-hosts", "node1,node2", "-ppn", "1", *address, "-n", "2"]
+    result = by_mpirun(network, mpirun, "--nproc", "2", "--stall", "25", "--inject", "stop:3@memory")
+    assert result.code == 1
+    assert [rank["host"] for rank in result.report["data"]["ranks"]] == ["node1", "node1", "node2", "node2"]
+    assert list(result.findings) == ["rank-missing"]
+    missing = result.findings["rank-missing"]
+    assert (missing["where"]["hosts"], missing["where"]["ranks"]) == (["node2"], [3])
+    assert missing["fix"]["commands"]
 
 
-def test_ranks_of_open_mpi_of_which_one_is_killed_and_two_have_variables_of_another_job(network: Network) -> None:
+def test_ranks_of_open_mpi_of_which_one_is_killed_and_both_have_variables_of_another_job(network: Network) -> None:
     need(MPIRUN[0])
-    mpirun = [*MPIRUN, "--host", "node1:2,node2:1", "--mca", "oob_tcp_if_include", "eth0", "-np", "3"]
+    mpirun = [*MPIRUN, "--host", "node1:1,node2:1", "--mca", "oob_tcp_if_include", "eth0", "-np", "2"]
     stale = (
         "case $OMPI_COMM_WORLD_RANK in 0) export MASTER_ADDR=10.99.0.1;; 1) export WORLD_SIZE=7 NCCL_ALGO=Ring;; esac; "
         'exec "$@"'
     )
-    result = by_mpirun(network, [*mpirun, "bash", "-c", stale, "bash"], "--inject", "kill:2@memory")
+    result = by_mpirun(network, [*mpirun, "bash", "-c", stale, "bash"], "--inject", "kill:1@memory")
     assert result.code == 1, result.out + result.err
-    assert [rank["host"] for rank in result.report["data"]["ranks"]] == ["node1", "node1", "node2"]
-    assert result.findings["rank-died"]["where"]["hosts"] == ["node2"]
+    assert [rank["host"] for rank in result.report["data"]["ranks"]] == ["node1", "node2"]
     assert sorted(result.findings) == ["nodes-differ", "rank-died", "rank-variables"]
-    reported = result.findings["rank-variables"]["title"]
-    assert "WORLD_SIZE=7 in rank 1" in reported
-    assert "MASTER_ADDR=10.99.0.1 in rank 0" in reported
+    assert result.findings["rank-died"]["where"]["hosts"] == ["node2"]
+    reported = result.findings["rank-variables"]
+    assert "WORLD_SIZE=7 in rank 1" in reported["title"]
+    assert "MASTER_ADDR=10.99.0.1 in rank 0" in reported["title"]
+    assert reported["where"]["ranks"] == [0, 1]
     assert "NCCL_ALGO: " in result.findings["nodes-differ"]["title"]
 
 
