@@ -110,7 +110,7 @@ def test_inside_an_allocation_its_nodes_are_found(tmp_path: Path) -> None:
 
 
 def test_ranks_started_by_srun_which_knows_better_than_variables_of_another_job(slurm: Slurm, job: int) -> None:
-    foreign = ("env", "RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=nosuchnode17")
+    foreign = ("env", "RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=10.99.0.1")
     result = as_ranks(slurm, job, "-N 2 -n 3 --ntasks-per-node=2", within=foreign)
     assert (result.code, result.report["verdict"]) == (0, "warn")
     assert "srun set rank 0 of 3" in result.findings["rank-variables"]["title"]
@@ -171,7 +171,7 @@ def test_ranks_of_open_mpi_of_which_one_is_killed_and_both_have_variables_of_ano
     need(MPIRUN[0])
     mpirun = [*MPIRUN, "--host", "node1:1,node2:1", "--mca", "oob_tcp_if_include", "eth0", "-np", "2"]
     stale = (
-        "case $OMPI_COMM_WORLD_RANK in 0) export MASTER_ADDR=10.99.0.1;; 1) export WORLD_SIZE=7 NCCL_ALGO=Ring;; esac; "
+        "case $OMPI_COMM_WORLD_RANK in 0) export MASTER_ADDR=nosuchnode17;; 1) export WORLD_SIZE=7 NCCL_ALGO=Ring;; esac; "
         'exec "$@"'
     )
     result = by_mpirun(network, [*mpirun, "bash", "-c", stale, "bash"], "--inject", "kill:1@memory")
@@ -181,7 +181,7 @@ def test_ranks_of_open_mpi_of_which_one_is_killed_and_both_have_variables_of_ano
     assert result.findings["rank-died"]["where"]["hosts"] == ["node2"]
     reported = result.findings["rank-variables"]
     assert "WORLD_SIZE=7 in rank 1" in reported["title"]
-    assert "MASTER_ADDR=10.99.0.1 in rank 0" in reported["title"]
+    assert "MASTER_ADDR=nosuchnode17 in rank 0" in reported["title"]
     assert reported["where"]["ranks"] == [0, 1]
     assert "NCCL_ALGO: " in result.findings["nodes-differ"]["title"]
 
