@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support_warm import run_script
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -55,15 +57,7 @@ def reach(
     **more: object,
 ) -> Reached:
     """Reach hosts from the client and let each go; `more` are fields of Cluster, `within` goes before the program."""
-    done = subprocess.run(
-        client.command(*within, *_command(hosts, more)),
-        env=_environment(env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+    done = run_script(client.command(*within, *_command(hosts, more)), _environment(env), timeout)
     assert (done.returncode, done.stderr) == (0, "")
     return Reached(json.loads(done.stdout))
 

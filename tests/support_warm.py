@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
+import subprocess
+import tempfile
 import threading
 import uuid
 from typing import TYPE_CHECKING
@@ -19,12 +22,30 @@ from fork_server import ForkServer
 from support import PROGRAM, Running
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from support import Result
 
 
 @functools.cache
 def _server() -> ForkServer:
     return ForkServer(["distdiag.__main__"], os.environ, learns=True)
+
+
+def run_script(argv: Sequence[str], env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a script that imports distdiag to its end, like subprocess.run; `argv` as of `ForkServer.fork`."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = _server().fork(argv, env, (out, err)) or subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )
+        try:
+            code = process.wait(timeout)
+        finally:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(argv, code, out.read(), err.read())
 
 
 class WarmRunning(Running):

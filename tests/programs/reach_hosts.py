@@ -34,7 +34,7 @@ def main() -> None:
     cluster = Cluster(**json.loads(sys.argv[1]))
     targets = find_targets(cluster, os.environ)
     stay = sys.argv[2:] == ["stay"]
-    began = time.monotonic()
+    began, began_with_mib = time.monotonic(), largest_rss_mib()
     with open_fleet(cluster, targets, _AGENT) as fleet:
         fleet.gather(lambda fleet: None, close=not stay)
         gathered_s = time.monotonic() - began
@@ -50,6 +50,7 @@ def main() -> None:
         "seconds": gathered_s,
         "seconds_to_close": time.monotonic() - began - gathered_s,
         "rss_mib": largest_rss_mib(),
+        "grown_mib": largest_rss_mib() - began_with_mib,
         "cpu_s": sum(os.times()[:2]),
     }
     json.dump(told, sys.stdout)

@@ -52,12 +52,12 @@ def test_root_never_runs_another_users_program(tmp_path: Path) -> None:
     try:
         assert theirs.stdout is not None
         assert theirs.stdout.readline() == b"ready\n"
-        result = distdiag("gpu-test", "--hosts", "node1", "--via", f"{node} {{host}}", "--json")
+        result = distdiag("ports", "--hosts", "node1", "--via", f"{node} {{host}}", "--json")
     finally:
         theirs.kill()
         theirs.communicate()
     assert not mark.exists(), f"it ran as uid {mark.read_text()}"
-    assert result.code in (1, 3), result.out  # there is no torch on that node
+    assert result.code in (0, 3), result.out  # there may be no other Python on that node
 
 
 def trusted(shell: str, path: Path) -> bool:
