@@ -23,8 +23,15 @@ from support import PROGRAM, Running
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from support import Result
+
+_ENOUGH_OF_TORCH = """
+from types import SimpleNamespace
+__version__, device = "2", str
+cuda, version = SimpleNamespace(is_available=lambda: False), SimpleNamespace(cuda=None, hip=None)
+"""
 
 
 @functools.cache
@@ -84,3 +91,11 @@ def gpu_test(
     """Run gpu-test on the CPU with a small buffer, without its products unless it `computes`, and read its JSON."""
     typed = ["--json", "--size", "4MiB", *([] if computes else ["--no-compute"]), *arguments]
     return distdiag("gpu-test", *typed, env=env, wrap=wrap)
+
+
+def enough_of_torch(folder: Path) -> dict[str, str]:
+    """Return variables for ranks that do not come further than connect: until then they use no more of torch."""
+    (folder / "torch").mkdir()
+    (folder / "torch/__init__.py").write_text(_ENOUGH_OF_TORCH)
+    (folder / "torch/distributed.py").write_text("def is_available(): return True\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import PROGRAM, Running, need_mounts
-from support_warm import distdiag, gpu_test
+from support import PROGRAM, Running, need_mounts, wait_until
+from support_warm import distdiag, enough_of_torch, gpu_test
+
+from distdiag.facts.machine import process_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,14 +58,14 @@ def test_wrong_usage_is_told_to_people_in_the_same_words(arguments: tuple[str, .
     assert result.report["error"]["message"] in " ".join(plain.err.split())
 
 
-def test_nccl_without_a_gpu_is_a_finding_with_a_way_out() -> None:
+def test_nccl_without_a_gpu_is_a_finding_with_a_way_out_to_ranks(broken_torch: dict[str, str]) -> None:
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("this machine has an NVIDIA driver")
     result = gpu_test("--backend", "nccl", "--nproc", "2")
     assert result.code == 1
     assert list(result.findings) == ["too-few-gpus"]
     command = result.findings["too-few-gpus"]["fix"]["commands"][0].split()
-    assert distdiag(*command[1:], "--size", "1MiB").code == 0
+    assert list(distdiag(*command[1:], "--json", env=broken_torch).findings) == ["no-torch"]
 
 
 @pytest.fixture
@@ -178,15 +180,27 @@ def test_several_of_us_under_a_launcher_do_not_multiply() -> None:
     assert "--hosts would make each of them start its own ranks" in result.report["error"]["message"]
 
 
+# A rank that is stopped at start has not imported torch, nor has any other.
+STOPPED = ("gpu-test", "--json", "--nproc", "1", "--stall", "10", "--inject", "stop:0@start")
+
+
+def start(*arguments: str, env: dict[str, str] | None = None) -> Running:
+    """Start ranks of which one is stopped, and wait until it is."""
+    run = Running(*arguments, env=env)
+    run.wait_for("start: all ranks")
+    rank = run.pid_of_rank(int(arguments[-1].partition("@")[0][-1]))
+    wait_until(lambda: process_state(rank).letter == "T", 20, lambda: str(process_state(rank)))
+    return run
+
+
 def test_ctrl_c_reports_what_is_known_and_leaves_nothing() -> None:
-    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--inject", "stop:1@memory")
-    run.wait_for("memory: all ranks")
+    run = start(*STOPPED)
     os.killpg(run.process.pid, signal.SIGINT)
     result = run.finish(timeout=20)
     assert result.code == 130
     assert result.report["exit_code"] == 130
     assert result.report["verdict"] == "unknown"
-    assert [rank["stage"] for rank in result.report["data"]["ranks"]][1] == "memory"
+    assert [rank["stage"] for rank in result.report["data"]["ranks"]] == ["start"]
 
 
 def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
@@ -200,29 +214,33 @@ def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
     assert "interrupted; rank 1 (" in result.report["summary"]
 
 
-def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one() -> None:
-    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--inject", "stop:1@memory")
-    run.wait_for("memory: all ranks")
-    assert len(run.left_behind()) == 3  # the agent and two ranks
-    run.process.kill()
-    assert run.finish().code == -signal.SIGKILL
-
-
-def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
-    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--inject", "stop:1@memory")
-    run.wait_for("memory: all ranks")
+def pid_of_agent(run: Running) -> int:
     (agent,) = (line for line in run.left_behind() if "distdiag-agent" in line)
-    os.kill(int(agent.partition(":")[0]), signal.SIGKILL)
-    result = run.finish()
+    return int(agent.partition(":")[0])
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Running:
+    """Two ranks of one fork server, of which one is stopped."""
+    return start("gpu-test", "--json", "--nproc", "2", "--inject", "stop:1@connect", env=enough_of_torch(tmp_path))
+
+
+def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one(forked: Running) -> None:
+    assert len(forked.left_behind()) == 3  # the agent and two ranks
+    forked.process.kill()
+    assert forked.finish().code == -signal.SIGKILL
+
+
+def test_an_agent_that_is_killed_takes_its_ranks_along(forked: Running) -> None:
+    os.kill(pid_of_agent(forked), signal.SIGKILL)
+    result = forked.finish()
     assert result.code == 3
     assert result.report["error"]["id"] == "distdiag.facts-failed"
 
 
 def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks() -> None:
-    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--stall", "25", "--inject", "late:1@memory")
-    run.wait_for("memory: all ranks")
-    (agent,) = (line for line in run.left_behind() if "distdiag-agent" in line)
-    os.kill(int(agent.partition(":")[0]), signal.SIGSTOP)
+    run = start(*STOPPED)
+    os.kill(pid_of_agent(run), signal.SIGSTOP)
     result = run.finish()
     assert result.code == 3
     assert "does not respond: it is stopped" in result.report["error"]["message"]
@@ -245,9 +263,9 @@ def test_too_few_descriptors_is_no_fault_of_the_job() -> None:
         assert json.loads(done.stdout)["error"]["message"]
 
 
-def test_a_machine_without_loopback_is_told_so() -> None:
+def test_a_machine_without_loopback_is_told_so(tmp_path: Path) -> None:
     need_mounts()
-    result = gpu_test("--stall", "20", wrap=("unshare", "-n"))
+    result = gpu_test("--stall", "20", wrap=("unshare", "-n"), env=enough_of_torch(tmp_path))
     assert result.code == 1
     (finding,) = result.findings.values()
     assert finding["fix"]["commands"] == ["ip route show", "ip link set lo up"]

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 ENTRY = "tells_who_it_is"
 SOURCE = """
-import os, sys
+import gc, os, sys
 def main(config):
-    told = config["rank"], os.environ["RANK"], os.getppid(), "GONE" in os.environ
+    told = config["rank"], os.environ["RANK"], os.getppid(), "GONE" in os.environ, gc.isenabled()
     os.write(config["events_fd"], " ".join(map(str, told)).encode())
     print("printed", flush=True)
     if config["rank"] == 1:
@@ -65,8 +65,8 @@ def test_each_is_our_child_with_its_own_variables_and_status(servers: list[Forks
     server = start(servers, "json")
     assert server.ready
     (zero, events), (one, others) = fork(server, 0), fork(server, 1)
-    assert os.read(events, 100).decode() == f"0 0 {os.getpid()} False"
-    assert os.read(others, 100).decode() == f"1 1 {os.getpid()} False"
+    assert os.read(events, 100).decode() == f"0 0 {os.getpid()} False True"
+    assert os.read(others, 100).decode() == f"1 1 {os.getpid()} False True"
     server.end()
     assert zero.poll() is None, "a rank lives on without who made it"
     zero.stdin.close()
