@@ -151,7 +151,7 @@ def _repeat(data: bytes, dice: random.Random) -> bytes:
 
 
 def _replace(data: bytes, pattern: bytes, new: bytes, dice: random.Random) -> bytes:
-    places = list(re.finditer(pattern, data[: 2**20]))
+    places = list(re.finditer(pattern, data[: 2**18]))
     if not places:
         return _piece(data, dice)
     place = dice.choice(places)

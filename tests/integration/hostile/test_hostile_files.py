@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 RECORDED = Path(__file__).parents[2] / "recorded"
-END_TO_END = 12
+END_TO_END = 6
 """Of what takes a process each, so many are run as a user would."""
 
 
@@ -339,5 +339,5 @@ def test_files_of_tensors(tmp_path: Path) -> None:
         argv, env = [sys.executable, str(script)], {**os.environ, "OMP_NUM_THREADS": "1"}
         process = support_torch.start(argv, env, output=output)
         assert process is not None
-        status = process.wait(110)
+        status = process.wait(600)
     assert (status, said.read_text()[-2000:]) == (0, "all of them\n")
