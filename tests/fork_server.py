@@ -155,7 +155,7 @@ def serve(fd: int, loads: list[str], learns: bool) -> tuple[CodeType, dict[str, 
             woken.recv(4096)
             _report_ended(running)
             with contextlib.suppress(BlockingIOError):
-                _load(os.read(reading, 65536).decode().split())
+                load(os.read(reading, 65536).decode().split())
         if connection in readable and (asked := _fork_next(connection, running)):
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -191,8 +191,8 @@ def _report_modules(pipe: int, before: set[str]) -> None:
         os.write(pipe, names[:4000])  # one write of a pipe is whole up to PIPE_BUF
 
 
-def _load(names: list[str]) -> None:
-    """Import what a fork had to; never torch, which distdiag itself does not import either."""
+def load(names: list[str]) -> None:
+    """Import what a fork had to, where that is possible; never torch, which distdiag itself does not import either."""
     for name in names:
         if name.partition(".")[0] not in ("torch", "numpy", "__mp_main__") and name not in sys.modules:
             with contextlib.suppress(Exception):

@@ -19,6 +19,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from fork_server import load
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -149,7 +151,7 @@ def _repeat(data: bytes, dice: random.Random) -> bytes:
 
 
 def _replace(data: bytes, pattern: bytes, new: bytes, dice: random.Random) -> bytes:
-    places = list(re.finditer(pattern, data[: 2**20]))
+    places = list(re.finditer(pattern, data[: 2**18]))
     if not places:
         return _piece(data, dice)
     place = dice.choice(places)
@@ -230,7 +232,11 @@ def run_each(cases: Iterator[tuple[str, list[str], Callable[[], None]]]) -> list
 
 
 def run_calls(cases: Iterator[tuple[str, Callable[[], None]]]) -> list[Outcome]:
-    """Call each (name, call) in one forked child; its output, exception or exit status is judged like a command's."""
+    """Call each (name, call) in one forked child; its output, exception or exit status is judged like a command's.
+
+    What the child had to import is imported here then, and no later child has to.
+    """
+    before = set(sys.modules)
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
@@ -239,13 +245,16 @@ def run_calls(cases: Iterator[tuple[str, Callable[[], None]]]) -> list[Outcome]:
             os.setpgid(0, 0)
             with os.fdopen(theirs, "w") as pipe:
                 _run_all(cases, pipe)
+                pipe.write(json.dumps([*sys.modules.keys() - before]))
         except BaseException:  # noqa: BLE001 - the child never returns into the tests
             traceback.print_exc()
             os._exit(70)
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours) as pipe:
-        outcomes = [Outcome(**json.loads(line)) for line in pipe]
+        said = [json.loads(line) for line in pipe]
+    outcomes = [Outcome(**one) for one in said if isinstance(one, dict)]
+    load([name for one in said if isinstance(one, list) for name in one])
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status:
         outcomes.append(Outcome("the child itself", status, 0.0, 0, f"ended with {status} after {len(outcomes)} cases"))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shlex
 import socket
+import subprocess
 import threading
 import zlib
 from dataclasses import dataclass, field
@@ -309,6 +311,12 @@ def readers() -> dict[str, Reader]:
         arguments = ("trace", command, *(options or ("--job", "{job}", "--rank", "0,1")))
         return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command, modules))
 
+    # What hang asks for is all that pyspy-all and trace blocked do: one recording serves the three.
+    pictures: dict[str, Any] = {
+        "arguments": ("hang", "--job", "{job}", "--timeout", "10"),
+        "facts": Processes,
+        "more": Part,
+    }
     # By pid: both hosts are this machine, and of ranks that are there twice strace attaches to none.
     attach = ("--pid", "{rank_0}", "--pid", "{rank_1}", "--for", "1")
 
@@ -316,27 +324,20 @@ def readers() -> dict[str, Reader]:
         "ports": Reader(arguments=("ports",), facts=NodePorts, more=None, judge=judge_ports),
         "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=judge_tried),
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
-        "pyspy-all": Reader(arguments=("pyspy-all", "--job", "{job}"), facts=Processes, more=Part, judge=judge_stacks),
-        "hang": Reader(
-            arguments=("hang", "--job", "{job}", "--timeout", "10"), facts=Processes, more=Part, judge=judge_hang
-        ),
+        "pyspy-all": Reader(**pictures, judge=judge_stacks),
+        "hang": Reader(**pictures, judge=judge_hang),
         "doctor": Reader(arguments=("doctor",), facts=DoctorArrived, more=DoctorPart, judge=judge_doctor),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
-        "blocked": Reader(
-            arguments=("trace", "blocked", "--job", "{job}", "--rank", "0,1"),
-            facts=Processes,
-            more=Part,
-            judge=judge_blocked,
-        ),
+        "blocked": Reader(**pictures, judge=judge_blocked),
         "fds": trace("fds", fds.Reply, ("diagnose", "diagnose", "view")),
         "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), *attach),
     }
 
 
 RANKS = {
-    "gpu-test": ("gpu-test", "--nproc", "2"),
-    "isolate": ("gpu-test", "--isolate", "--nproc", "2"),
+    "gpu-test": ("gpu-test", "--nproc", "2", "--size", "1MiB", "--memory", "0.001", "--compute", "100ms"),
+    "isolate": ("gpu-test", "--isolate", "--nproc", "2", "--size", "1MiB", "--compute", "100ms"),
     "allreduce-bench": ("allreduce-bench", "--nproc", "2", "--sizes", "1KiB:4KiB", "--iters", "20"),
 }
 
@@ -380,16 +381,20 @@ class Recorder:
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorder]:
     from cores import make_core
-    from jobs import Job
+    from jobs import PROGRAMS, Job
     from support import PROGRAM
 
     need("unshare", "strace")
     folder = tmp_path_factory.mktemp("streams")
     lines = folder / "lines"
     core = make_core("dies_by_segv", tmp_path_factory.mktemp("core"))
-    with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--")) as job:
+    traced = (PROGRAM, "trace", "py", "--dir", str(lines), "--", str(PROGRAMS / "lines.py"))
+    for rank, how in enumerate((("ends_by_signal", "SIGKILL"), ("fails",))):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        subprocess.run([*traced, *how], env={**os.environ, **place}, capture_output=True, check=False, timeout=60)
+    with Job("hangs_by_line", 2, forked=True) as job:
         job.wait_still()
-        pids = {f"rank_{rank}": str(process.pid) for rank, process in enumerate(job.processes)}
+        pids = {f"rank_{rank}": str(job.pid(rank)) for rank in range(job.size)}
         yield Recorder(folder, {"core": str(core), "lines": str(lines), "job": job.name, **pids}, {})
 
 
@@ -527,16 +532,23 @@ LIARS = {
 
 @pytest.mark.parametrize(
     ("command", "hows"),
-    [("core-bt --check-setup", [*LIARS]), ("pyspy-all", ["deep facts"]), ("cuda-env --goal run", ["deep"])],
+    [("core-bt --check-setup", [*LIARS]), ("pyspy-all --job {job}", ["deep facts"]), ("cuda-env --goal run", ["deep"])],
 )
-def test_each_lying_host_of_a_real_run_is_a_row_of_its_own(command: str, hows: list[str], tmp_path: Path) -> None:
-    need("unshare")
+def test_each_lying_host_of_a_real_run_is_a_row_of_its_own(
+    command: str, hows: list[str], recorder: Recorder, tmp_path: Path
+) -> None:
     liars = {f"{LIAR}{number}": how for number, how in enumerate(hows)}
     for host, how in liars.items():
         (tmp_path / host).write_bytes(LIARS[how])
     script = tmp_path / "via"
     script.write_text(f'[ -e "{tmp_path}/$1" ] && {{ cat "{tmp_path}/$1"; exec cat >/dev/null; }}; exec sh')
-    arguments = [*command.split(), "--hosts", ",".join([*liars, GOOD]), "--via", f"sh {script} {{host}}"]
+    arguments = [
+        *command.format(**recorder.places).split(),
+        "--hosts",
+        ",".join([*liars, GOOD]),
+        "--via",
+        f"sh {script} {{host}}",
+    ]
     result = distdiag(*arguments, "--json")
     assert "Traceback" not in result.err
     assert result.code in (1, 3)
@@ -551,7 +563,8 @@ def test_each_lying_host_of_a_real_run_is_a_row_of_its_own(command: str, hows: l
     assert not set(shown.out + shown.err) & {"\x1b", "\x07"}
 
 
-@pytest.mark.parametrize("name", ["gpu-test", "core-bt", "show", "blocked", "fds", "sys"])
+# One of each way to ask nodes: core-bt as cuda-env and trace show do, hang as pyspy-all, trace sys as trace fds.
+@pytest.mark.parametrize("name", ["gpu-test", "core-bt", "hang", "sys"])
 def test_damaged_streams_are_survived_by_the_whole_program(name: str, recorder: Recorder) -> None:
     arguments = RANKS[name] if name in RANKS else readers()[name].arguments
     streams = recorder.streams(arguments)

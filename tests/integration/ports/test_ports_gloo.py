@@ -24,7 +24,7 @@ WANTED = [
     (Names.GOOD, "eth0 "),
 ]
 # Gloo's device listens at the address that it has chosen as soon as it is made. Each choice is made in a process of its
-# own, forked from a process with torch imported.
+# own, forked from a process with torch imported, and written to a file: torch's warnings are on stdout, too.
 REALLY = """
 import json, os, re, socket, struct, sys, warnings
 warnings.simplefilter("ignore")
@@ -45,7 +45,7 @@ for wanted in json.loads(sys.argv[1]):
     if os.fork() == 0:
         if wanted is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = wanted
-        print(json.dumps([wanted, choose()]), flush=True)
+        print(json.dumps([wanted, choose()]), file=open(sys.argv[2], "a"), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 os._exit(0)
@@ -66,14 +66,19 @@ def networks() -> Iterator[dict[Names, Network]]:
 
 
 @pytest.fixture(scope="module")
-def chosen(networks: dict[Names, Network]) -> dict[tuple[Names, str | None], list[str]]:
+def chosen(
+    networks: dict[Names, Network], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[Names, str | None], list[str]]:
     """What Gloo says and takes on each node, for each of WANTED."""
+    script = tmp_path_factory.mktemp("gloo") / "really.py"
+    script.write_text(REALLY)
     found: dict[tuple[Names, str | None], list[str]] = {}
     for names, network in networks.items():
         asked = json.dumps([wanted for its, wanted in WANTED if its is names])
         env = {"OMP_NUM_THREADS": "1"}  # NumPy's threads would be there before the fork
-        reported = network.nodes[0].run(sys.executable, "-c", REALLY, asked, env=env).stdout
-        found |= {(names, wanted): choice for wanted, choice in map(json.loads, reported.splitlines())}
+        said = script.with_suffix(f".{names.name}")
+        assert network.nodes[0].start(sys.executable, str(script), asked, str(said), env=env).wait(60) == 0
+        found |= {(names, wanted): choice for wanted, choice in map(json.loads, said.read_text().splitlines())}
     return found
 
 
