@@ -167,13 +167,6 @@ def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
     assert [line for line in result.out.splitlines() if line.startswith("batch")] == ["batch 0 done"]
 
 
-def test_the_job_goes_on_where_that_is_asked() -> None:
-    result = distdiag("overflow", "--go-on", "--grads", "step", "--", PROGRAM, "none:by-hand:bare", "weights")
-    assert result.code == 1
-    assert result.out.count("frames of batch 2, up to the detection") == 1
-    assert "batch 3 done" in result.out
-
-
 def test_below_torchrun_the_rank_where_it_began_reports(tmp_path: Path) -> None:
     words = ("-m", "distdiag", "overflow", "--", PROGRAM, "none:ddp", "forward")
     torchrun = (TORCHRUN, "--standalone", "--nproc-per-node", "2")
@@ -255,13 +248,17 @@ DebugUnderflowOverflow(first)
 second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
 with torch.no_grad():
     second[1].weight.fill_(float("nan"))
-second(torch.ones(1, 2))
+for _ in range(2):
+    second(torch.ones(1, 2))
+print("went on")
 """
 
 
-def test_models_are_found_at_any_time_and_where_nobody_looked_nothing_is_known() -> None:
-    result = distdiag("overflow", "--json", "--", "-c", ALL_SORTS)
+def test_a_job_may_go_on_models_are_found_at_any_time_and_where_nobody_looked_nothing_is_known() -> None:
+    result = distdiag("overflow", "--json", "--go-on", "--grads", "step", "--", "-c", ALL_SORTS)
     assert result.code == 1
+    assert result.err.count("frames of batch 0, up to the detection") == 1
+    assert "went on\n" in result.err
     assert "`weight` of `1` (Linear). It was there before" in result.findings["detected"]["title"]
     models = [one["model"] for one in result.report["data"]["processes"][0]["models"]]
     assert models == ["Model", "Yields", "Linear", "Sequential"]
