@@ -136,10 +136,11 @@ def _of_start(environment: Mapping[str, str]) -> dict[str, str]:
 def serve(fd: int, loads: list[str], learns: bool) -> tuple[CodeType, dict[str, Any]]:
     """Fork for each message; return in the forks, with the program and its namespace. Ends with the connection."""
     del sys.path[0]
+    gc.disable()  # imports make no garbage
     for name in loads:
         importlib.import_module(name)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     reading, writing = os.pipe()  # names of modules
     os.set_blocking(reading, False)
     connection = socket.socket(fileno=fd)

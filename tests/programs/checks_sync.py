@@ -14,13 +14,19 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from distdiag import sync_check
 
+# isort: split
+from job import RANK as rank  # the ranks are forked here, and import nothing more
+from job import WORLD_SIZE as size
+from job import join, ready
+
 top, faults = Path(sys.argv[1]), sys.argv[2:]
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class Model(torch.nn.Module):
@@ -57,9 +63,6 @@ def check(fault: str, pair: dist.ProcessGroup | None) -> None:
     torch.manual_seed(0)
     model = Model()
     if fault == "sharded":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
         wrapped: torch.nn.Module = model
     else:
@@ -92,8 +95,6 @@ def check(fault: str, pair: dist.ProcessGroup | None) -> None:
 
 def check_shards(case: str, alone: dist.ProcessGroup | None) -> None:
     """Train with FSDP 1 or ZeRO-1, over all ranks or (alone) each rank in a group of its own."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
     torch.manual_seed(0)
     first, last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
     model: torch.nn.Module = torch.nn.Sequential(first, last)
@@ -138,7 +139,7 @@ def check_shards(case: str, alone: dist.ProcessGroup | None) -> None:
     (top / case / f"found-{rank}").write_text("\n".join([f"ok={result.ok} sharded={result.sharded > 0}", *lines]))
 
 
-dist.init_process_group("gloo")
+join()
 try:
     of_two = dist.new_group([0, 1])
     groups = [dist.new_group([each]) for each in range(size)]
@@ -148,6 +149,7 @@ try:
         else:
             check(each, of_two)
         print(f"done {each}", file=sys.stderr, flush=True)
+    ready()
     dist.barrier()
 finally:
     dist.destroy_process_group()

@@ -5,7 +5,8 @@ pipeline; with "none:" before it, it has no detector of its own; with "goes-on:"
 "by-hand:" there is no optimizer, whose import of torch._dynamo takes as long as that of torch. WHERE:
 forward (rank 1, batch 1), forward-N (rank N), forward-all, backward (rank 0, batch 2), weights, weights-N (of rank N),
 never; or all is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own),
-odd (the detector of rank 1 fails), or not at all: evaluation (rank 1, one of its more batches).
+odd (the detector of rank 1 fails), or not at all: evaluation (rank 1, one of its more batches); or without steps, where
+rank 1 has its batch 1: only-forward, no-optimizer, idle-optimizer, exits (at once, after more batches).
 
 `overflows.py pairs FOLDER WRAP:WHERE...` runs two ranks for each, one case after the other, forked from one process
 that has imported torch; FOLDER/WRAP:WHERE.N is what rank N wrote, FOLDER/statuses how each ended and when.
@@ -13,7 +14,9 @@ that has imported torch; FOLDER/WRAP:WHERE.N is what rank N wrote, FOLDER/status
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -22,12 +25,14 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+gc.disable()  # imports make no garbage, and to look for it takes a third of their time
 
-from distdiag import DebugUnderflowOverflow
-from distdiag.facts import programs
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from distdiag import DebugUnderflowOverflow  # noqa: E402
+from distdiag.facts import programs  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,7 +175,19 @@ def evaluation(model: nn.Module, rank: int) -> None:
             model(torch.randn(4, 8), float("inf") if batch == 2 else 1.0)
 
 
+def stepless(model: nn.Module, rank: int, where: str) -> None:
+    """Train without a step: in three batches, or in more where an optimizer may still come to its step."""
+    idle = [torch.optim.SGD(model.parameters(), lr=0.1)] if where == "idle-optimizer" else []
+    for batch in range(6 if idle or where == "exits" else 3):
+        loss = model(torch.randn(4, 8), float("inf") if (rank, batch) == (1, 1) else 1.0).sum()
+        if where != "only-forward":
+            loss.backward()
+    if where == "exits":
+        os._exit(0)
+
+
 OTHERS = {"join": uneven, "apart": apart, "odd": odd, "evaluation": evaluation}
+STEPLESS = ("only-forward", "no-optimizer", "idle-optimizer", "exits")
 
 
 class ByHand:
@@ -213,6 +230,9 @@ def train(how: str, where: str) -> object:
         return None
     model = Model()
     outer = wrapped(model, how, watch)
+    if where in STEPLESS:
+        stepless(outer, rank, where)
+        return outer
     if where in OTHERS:
         OTHERS[where](outer, rank)
         dist.destroy_process_group()
@@ -237,8 +257,11 @@ def train(how: str, where: str) -> object:
 
 
 def pairs(folder: Path, cases: list[str]) -> None:
-    import torch._dynamo  # noqa: F401 - optimizers import it, which takes longer than all the rest
+    import torch._dynamo  # optimizers import it, which takes longer than all the rest
 
+    if any("compile" in case for case in cases):
+        torch.compile(torch.neg, backend="eager")(torch.ones(1))  # imports as much again
+        torch._dynamo.reset()
     statuses = {}
     for case in cases:
         how, _, where = case.rpartition(":")
@@ -263,6 +286,7 @@ def forked(path: Path, rank: int, how: str, where: str) -> int:
         os.dup2(file.fileno(), 2)
     try:
         _alive = train(how, where)
+        atexit._run_exitfuncs()  # to take all of torch down takes a second
     except BaseException:  # noqa: BLE001 - as the interpreter itself does
         traceback.print_exc()
         sys.stderr.flush()
@@ -271,6 +295,8 @@ def forked(path: Path, rank: int, how: str, where: str) -> int:
 
 
 def main() -> None:
+    gc.enable()
+    gc.freeze()  # nothing of the imports is looked at when it ends
     if sys.argv[1] == "pairs":
         pairs(Path(sys.argv[2]), sys.argv[3:])
     else:

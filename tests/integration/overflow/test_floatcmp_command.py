@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import runpy
 import shlex
 import struct
-import subprocess
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from support_warm import distdiag
 
@@ -23,8 +24,24 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from distdiag.training.floatcmp.result import Comparison
+
 from distdiag.commands.floatcmp import child
+from distdiag.commands.floatcmp.diagnose import diagnose
 from distdiag.commands.floatcmp.tensor_files import Unreadable, read
+
+
+def answer(folder: Path, a: Path, b: Path, key: str = "") -> child.Answer:
+    """Ask what imports torch in this process, which has it."""
+    path = folder / "answer"
+    child.main(msgspec.json.encode(child.Request(a=str(a), b=str(b), key=key)).decode(), str(path))
+    return msgspec.json.decode(path.read_bytes(), type=child.Answer)
+
+
+def compared(folder: Path, a: Path, b: Path) -> Comparison:
+    found = answer(folder, a, b).files
+    assert found is not None
+    return found
 
 
 class RunsCode:
@@ -71,7 +88,7 @@ def test_rounding_is_healthy_and_the_reference_says_who_is_nearer(files: Path) -
 
 
 def test_what_differs_is_named_with_its_place(files: Path) -> None:
-    result = distdiag("floatcmp", "a.pt", "c.pt", wrap=("env", "-C", str(files), "NO_COLOR=1"))
+    result = distdiag("floatcmp", "a.pt", "c.pt", "--exact", wrap=("env", "-C", str(files), "NO_COLOR=1"))
     assert result.code == 1
     assert "\x1b" not in result.out
     assert "distdiag floatcmp: FAIL" in result.out
@@ -79,12 +96,12 @@ def test_what_differs_is_named_with_its_place(files: Path) -> None:
     assert "NaN or Inf on one side only, in 1 number" in result.out
     assert "FAIL  floatcmp.beyond-rounding" in result.out
     assert "only in c.pt: more" in result.out
-    assert " floatcmp a.pt c.pt --key 'layers[0].out' --worst 20" in result.out
+    assert " floatcmp a.pt c.pt --exact --key 'layers[0].out' --worst 20" in result.out
     prose = [line for line in result.out.splitlines() if not line.startswith("    ")]
     assert max(map(len, prose)) <= 80
 
 
-def test_a_file_that_would_run_code_is_refused_and_does_not(tmp_path: Path, files: Path) -> None:
+def test_a_file_that_would_run_code_is_refused_and_does_not(tmp_path: Path) -> None:
     trap = tmp_path / "made_by_the_file"
     # Both formats of torch.save: zip, and the bare pickle of old.
     for zipped in (True, False):
@@ -95,7 +112,7 @@ def test_a_file_that_would_run_code_is_refused_and_does_not(tmp_path: Path, file
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps(RunsCode(trap)))
     with pytest.raises(Unreadable):
         read(str(tmp_path / "plain.pkl"))
-    result = distdiag("floatcmp", "--json", str(tmp_path / "True.pt"), str(files / "a.pt"))
+    result = distdiag("floatcmp", "--json", str(tmp_path / "True.pt"), str(tmp_path))  # a directory may be a checkpoint
     assert result.code == 3
     assert "posix.mkdir" in result.report["error"]["message"]
     assert not trap.exists()
@@ -166,21 +183,19 @@ def test_npy_in_each_order(tmp_path: Path, descr: str, code: str) -> None:
     assert turned.tolist() == values.tolist()
 
 
-def test_npy_where_numpy_is_not_installed(tmp_path: Path, files: Path) -> None:
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+def test_npy_where_numpy_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)  # importing it fails
     (tmp_path / "x.npy").write_bytes(npy("<f4", (4,), bytes(16)))
-    result = distdiag("floatcmp", str(tmp_path / "x.npy"), str(files / "a.pt"), env={"PYTHONPATH": str(tmp_path)})
-    assert result.code == 3
-    assert "x.npy: its reader is missing: No module named 'numpy'" in result.err
-    assert "python -m pip install numpy" in result.err
+    with pytest.raises(Unreadable, match=r"x\.npy: its reader is missing: import of numpy") as refused:
+        read(str(tmp_path / "x.npy"))
+    assert "python -m pip install numpy" in refused.value.hint
 
 
 def test_wrong_usage(tmp_path: Path, files: Path) -> None:
     missing = distdiag("floatcmp", "--json", str(files / "a.pt"), str(tmp_path / "none.pt"))
     assert (missing.code, missing.report["error"]["id"]) == (2, "usage")
-    folder = distdiag("floatcmp", str(files / "a.pt"), str(tmp_path))
-    assert (folder.code, folder.out) == (3, "")
-    assert "a directory" in folder.err
+    with pytest.raises(Unreadable, match=r"a directory with no \.safetensors file"):
+        read(str(tmp_path))
     assert distdiag("floatcmp", "--json", str(files / "a.pt")).code == 2
     unspeakable = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt")
     os.symlink(files / "a.pt", unspeakable)
@@ -189,16 +204,14 @@ def test_wrong_usage(tmp_path: Path, files: Path) -> None:
 
 
 def test_a_pattern_that_fits_nothing_is_answered_with_names(tmp_path: Path, files: Path) -> None:
-    order = {"a": str(files / "a.pt"), "b": str(files / "b.pt"), "key": "nothing*"}
-    child.main(json.dumps(order), str(tmp_path / "answer"))
-    answer = json.loads((tmp_path / "answer").read_bytes())
-    assert answer["hint"] == "available: layers[0].weight, layers[0].out, step, run"
+    hint = answer(tmp_path, files / "a.pt", files / "b.pt", "nothing*").hint
+    assert hint == "available: layers[0].weight, layers[0].out, step, run"
 
 
 def test_a_torch_that_cannot_be_imported_is_told_as_such(tmp_path: Path, files: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     result = distdiag("floatcmp", str(files / "a.pt"), str(files / "b.pt"), env={"PYTHONPATH": str(tmp_path)})
-    assert result.code == 3
+    assert (result.code, result.out) == (3, "")
     assert "torch cannot be imported: OSError: libcudart.so.12" in result.err
     assert "cuda-env" in result.err
 
@@ -234,33 +247,35 @@ def test_checkpoints_of_many_files(tmp_path: Path) -> None:
     other = sharded(tmp_path / "other", {**tensors, "b.weight": tensors["b.weight"] * 2})
     torch.save(tensors, tmp_path / "one.pt")
     index = parts / "model.safetensors.index.json"
-    same = distdiag("floatcmp", "--json", "--exact", str(index), str(tmp_path / "one.pt"))
-    assert (same.code, same.report["data"]["tensors"], same.report["data"]["identical"]) == (0, 3, 3)
-    unlike = distdiag("floatcmp", "--json", str(parts), str(other))
-    assert (unlike.code, unlike.report["data"]["pairs"][0]["key"]) == (1, "b.weight")
+    same = compared(tmp_path, index, tmp_path / "one.pt")
+    assert (same.tensors, same.identical) == (3, 3)
+    assert [pair.key for pair in compared(tmp_path, parts, other).pairs] == ["b.weight"]
     (parts / "model-00002-of-00002.safetensors").unlink()
-    lacks = distdiag("floatcmp", "--json", str(index), str(other))
-    assert (lacks.code, "model-00002-of-00002" in lacks.report["summary"]) == (3, True)
+    assert "model-00002-of-00002" in answer(tmp_path, index, other).failed
 
 
-def test_a_checkpoint_of_torch_distributed_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+def test_a_checkpoint_of_torch_distributed_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, folder = tmp_path / "made", tmp_path / "step 100"
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(RunsCode(made)))
-    refused = distdiag("floatcmp", "--json", str(folder), str(folder))
-    assert (refused.code, made.exists()) == (3, False)
+    with pytest.raises(Unreadable) as refused:
+        read(str(folder))
+    assert not made.exists()
     command = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch '{folder}' tensors.pt"
-    assert command in refused.report["error"]["hint"]
-    made.unlink(missing_ok=True)
+    assert command in refused.value.hint
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=str(folder))
-    argv = [sys.executable, *shlex.split(command)[1:]]
-    subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True)
-    assert torch.equal(read(str(tmp_path / "tensors.pt"))["w"], torch.ones(2))  # type: ignore[arg-type]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    assert torch.equal(read("tensors.pt")["w"], torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_rounding_is_a_fault_where_all_is_to_be_exact(files: Path) -> None:
+def test_rounding_is_a_fault_where_all_is_to_be_exact(tmp_path: Path, files: Path) -> None:
     # It is none above: test_rounding_is_healthy_and_the_reference_says_who_is_nearer.
-    result = distdiag("floatcmp", "--json", str(files / "a.pt"), str(files / "b.pt"), "--exact")
-    assert (result.code, list(result.findings)) == (1, ["not-exact", "values"])
+    request = child.Request(a=str(files / "a.pt"), b=str(files / "b.pt"), exact=True)
+    report = diagnose(request, compared(tmp_path, files / "a.pt", files / "b.pt"))
+    assert (report.exit_code(), [one.id for one in report.findings]) == (1, ["floatcmp.not-exact", "floatcmp.values"])

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
+import support_torch
 from jobs import PROGRAMS
 from support import wait_until
 from support_warm import distdiag
@@ -24,26 +26,24 @@ FIRST = ("fsdp-after:forward-0", "tp:forward-0", "pipeline:forward-0", "tp:forwa
 """Of these rank 0 is to be named."""
 GO_ON = ("none:ddp:forward", "goes-on:ddp:forward", "none:fsdp-after:forward", "goes-on:fsdp-after:forward")
 HEALTHY = ("ddp:join", "ddp:apart", "ddp:odd")
-pytestmark = pytest.mark.timeout(600)  # the first that asks for `told` waits for 18 jobs
+STEPLESS = {"ddp:only-forward": 0, "ddp:no-optimizer": 0, "ddp:idle-optimizer": 0, "ddp:exits": 1}
+"""How the ranks end: what is found when all is over ends nobody."""
+pytestmark = pytest.mark.timeout(600)  # the first that asks for `told` waits for 23 jobs
+
+
+def forked(*argv: str, output: int | IO[str] = subprocess.DEVNULL, errors: int | IO[str] = subprocess.STDOUT) -> int:
+    """Run a program that imports torch to its end."""
+    program = support_torch.start(argv, {**os.environ, "OMP_NUM_THREADS": "1"}, output=output, errors=errors)
+    assert program is not None
+    return program.wait(500)
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks of each case wrote, and how they ended."""
     folder = tmp_path_factory.mktemp("pairs")
-    command = [
-        sys.executable,
-        PROGRAM,
-        "pairs",
-        str(folder),
-        *CASES,
-        *WEIGHTS,
-        *FIRST,
-        *GO_ON,
-        *HEALTHY,
-        "ddp:evaluation",
-    ]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=500, capture_output=True)
+    cases = [*CASES, *WEIGHTS, *FIRST, *GO_ON, *HEALTHY, *STEPLESS, "ddp:evaluation"]
+    assert forked(sys.executable, PROGRAM, "pairs", str(folder), *cases) == 0
     return folder
 
 
@@ -107,6 +107,13 @@ def test_ranks_that_do_not_step_together_are_left_alone(told: Path, case: str) -
     assert ended["exit"] == [0, 0], (told / f"{case}.0").read_text()
 
 
+@pytest.mark.parametrize("case", STEPLESS)
+def test_a_loop_without_optimizer_steps_is_judged_and_no_rank_hangs(told: Path, case: str) -> None:
+    assert json.loads((told / "statuses").read_text())[case]["exit"] == [STEPLESS[case]] * 2
+    assert "rank 1 (" in (said := (told / f"{case}.1").read_text())
+    assert f"batch 1 (optimizer step 0): 14 inf and 18 -inf {HERE}" in said
+
+
 def test_in_an_evaluation_each_rank_is_on_its_own(told: Path) -> None:
     assert json.loads((told / "statuses").read_text())["ddp:evaluation"]["exit"] == [0, 1]
     text = (told / "ddp:evaluation.1").read_text()
@@ -115,12 +122,12 @@ def test_in_an_evaluation_each_rank_is_on_its_own(told: Path) -> None:
 
 
 def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
-    result = distdiag("overflow", "--json", "--save", str(tmp_path), "--", PROGRAM, "none:bare", "forward")
-    assert (result.code, result.report["verdict"]) == (1, "fail")
-    assert result.findings["detected"]["title"] == "batch 1: 15 inf and 17 -inf " + HERE
+    result = distdiag("overflow", "--json", "--save", str(tmp_path), "--", PROGRAM, "none:by-hand:bare", "forward")
+    assert (result.code, result.report["exit_code"], result.report["verdict"]) == (1, 1, "fail")
+    assert result.findings["detected"]["title"] == "batch 1 (optimizer step 0): 15 inf and 17 -inf " + HERE
     (process,) = result.report["data"]["processes"]
     (model,) = process["models"]
-    assert (model["model"], model["batches"], model["steps"], model["began"]) == ("Model", 2, 1, 1)
+    assert (model["model"], model["batches"], model["steps"], model["began"]) == ("Model", 2, 0, 1)
     assert (model["aborted"], model["off"], model["unread"], model["warnings"]) == (False, "", 0, [])
     assert "The last 2 frames of batch 1, up to the detection:" in result.err
     (frames,) = tmp_path.glob("frames-*.jsonl")
@@ -132,7 +139,7 @@ def test_a_job_in_which_all_is_well_keeps_its_output_and_its_status() -> None:
     result = distdiag("overflow", "--", PROGRAM, "none:by-hand:bare", "never")
     assert (result.code, result.out) == (0, "".join(f"batch {number} done\n" for number in range(4)))
     assert "OK: no nan or inf in 4 forwards of Model" in result.err
-    result = distdiag("overflow", "--json", "--", "-c", "import torch; raise SystemExit(7)")
+    result = distdiag("overflow", "--json", "--", "-c", "raise SystemExit(7)")
     assert (result.code, result.report["exit_code"], result.report["verdict"]) == (3, 3, "unknown")
     assert result.report["data"]["status"] == 7
     assert "ended with status 7 before it called a model" in result.findings["nothing-watched"]["detail"]
@@ -140,44 +147,12 @@ def test_a_job_in_which_all_is_well_keeps_its_output_and_its_status() -> None:
     assert distdiag("overflow", "--", "-c", "print('hi')").code == 3
 
 
-@pytest.mark.parametrize(("end", "verdict", "code", "status"), [("pass", "ok", 0, 0), ("exit(7)", "unknown", 3, 7)])
-def test_the_exit_status_of_a_document_is_that_of_its_verdict_not_of_the_job(
-    end: str, verdict: str, code: int, status: int
-) -> None:
-    script = f"import torch; torch.nn.Linear(1, 1)(torch.ones(1)); {end}"
-    result = distdiag("overflow", "--json", "--", "-c", script)
-    assert (result.report["verdict"], result.report["exit_code"], result.code) == (verdict, code, code)
-    assert result.report["data"]["status"] == status
-
-
 def test_what_a_job_that_was_ended_saw_is_not_known() -> None:
-    script = "import os, torch; torch.nn.Linear(1, 1)(torch.ones(1)); os._exit(0)"
+    """The exit status of a document is that of its verdict, not that of the job."""
+    script = "import gc; gc.disable(); import os, torch; torch.nn.Linear(1, 1)(torch.ones(1)); os._exit(7)"
     result = distdiag("overflow", "--json", "--", "-c", script)
-    assert (result.code, result.report["verdict"], list(result.findings)) == (3, "unknown", ["ended-early"])
-
-
-def test_models_are_found_at_any_time_and_however_torch_is_imported() -> None:
-    script = """
-import importlib.util
-importlib.util.find_spec("torch")
-import torch
-from torch import nn
-from distdiag import DebugUnderflowOverflow
-first = nn.Linear(2, 1)
-steps = torch.optim.SGD(first.parameters(), lr=0.1)
-for _ in range(2):
-    first(torch.ones(1, 2)).sum().backward()
-    steps.step()
-DebugUnderflowOverflow(first)
-second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-with torch.no_grad():
-    second[1].weight.fill_(float("nan"))
-second(torch.ones(1, 2))
-"""
-    result = distdiag("overflow", "--json", "--", "-c", script)
-    assert result.code == 1
-    assert "`weight` of `1` (Linear). It was there before" in result.findings["detected"]["title"]
-    assert [one["model"] for one in result.report["data"]["processes"][0]["models"]] == ["Linear", "Sequential"]
+    assert (result.code, result.report["exit_code"], result.report["verdict"]) == (3, 3, "unknown")
+    assert (result.report["data"]["status"], list(result.findings)) == (7, ["ended-early", "job-ended"])
 
 
 def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
@@ -192,28 +167,26 @@ def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
     assert [line for line in result.out.splitlines() if line.startswith("batch")] == ["batch 0 done"]
 
 
-def test_the_job_goes_on_where_that_is_asked() -> None:
-    result = distdiag("overflow", "--go-on", "--grads", "step", "--", PROGRAM, "none:bare", "weights")
-    assert result.code == 1
-    assert result.out.count("frames of batch 2, up to the detection") == 1
-    assert "batch 3 done" in result.out
-
-
-def test_below_torchrun_the_rank_where_it_began_reports() -> None:
+def test_below_torchrun_the_rank_where_it_began_reports(tmp_path: Path) -> None:
     words = ("-m", "distdiag", "overflow", "--", PROGRAM, "none:ddp", "forward")
     torchrun = (TORCHRUN, "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 1
-    assert done.stdout.count("frames of batch 1, up to the detection") == 1
-    assert done.stderr.count("FAIL  overflow.detected") == 1
-    assert done.stderr.count("distdiag overflow: FAIL: rank 1 (") == 1  # rank 0
+    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
+        assert forked(*torchrun, *words, output=out, errors=err) == 1
+    stderr = (tmp_path / "err").read_text()
+    assert (tmp_path / "out").read_text().count("frames of batch 1, up to the detection") == 1
+    assert stderr.count("FAIL  overflow.detected") == 1
+    assert stderr.count("distdiag overflow: FAIL: rank 1 (") == 1  # rank 0
 
 
-def test_as_ranks_it_ends_in_one_line_a_rank_and_its_frames_are_shown_once(tmp_path: Path) -> None:
+def test_as_ranks_without_numpy_it_ends_in_one_line_a_rank_and_its_frames_are_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy/__init__.py").write_text("raise ModuleNotFoundError('no numpy here', name='numpy')")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     folder = tmp_path / "frames"
     words = ("--nproc", "2", "--trace-batches", "1", "--save", str(folder))
-    result = distdiag("overflow", *words, "--", PROGRAM, "none:ddp", "forward")
+    result = distdiag("overflow", *words, "--", PROGRAM, "none:ddp", "forward", env=env)
     assert result.code == 1
+    assert HERE in " ".join(result.err.split())
     assert result.out.count("frames of batch 1, up to the detection") == 1
     assert result.err.count("FAIL  overflow.detected") == 1
     for word in ("Traceback", "Root Cause", "exitcode"):
@@ -224,7 +197,10 @@ def test_as_ranks_it_ends_in_one_line_a_rank_and_its_frames_are_shown_once(tmp_p
     ]
     assert [line.endswith("detected on rank 1") for line in stopped] == [True, False]
     rows = [line.split() for line in result.err.splitlines() if " Model " in line]
-    assert [(row[0], row[-1]) for row in rows] == [("0", "0"), ("1", "1")]
+    assert [(row[0], *row[-3:]) for row in rows] == [
+        ("0", "2", "1", "0"),
+        ("1", "2", "1", "1"),
+    ]  # forwards, steps, found
     assert f" overflow show {folder}\n" in result.err
     shown = distdiag("overflow", "show", str(folder))
     assert (shown.code, shown.out.count("FAIL  overflow.detected"), "more below" in shown.out) == (1, 1, False)
@@ -244,35 +220,48 @@ def test_wrong_words() -> None:
         assert (result.code, result.report["exit_code"]) == (2, 2), typed
 
 
-def test_a_hit_where_there_is_no_numpy(tmp_path: Path) -> None:
-    (tmp_path / "numpy").mkdir()
-    (tmp_path / "numpy/__init__.py").write_text("raise ModuleNotFoundError('no numpy here', name='numpy')")
-    words = ("overflow", "--json", "--nproc", "2", "--", PROGRAM, "none:ddp", "forward")
-    result = distdiag(*words, env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert (result.code, list(result.findings)) == (1, ["detected"])
-    assert HERE in result.findings["detected"]["title"]
-
-
-UNWATCHED = """
+ALL_SORTS = """
+import gc; gc.disable()
+import importlib.util
+importlib.util.find_spec("torch")
 import torch
+from torch import nn
+from distdiag import DebugUnderflowOverflow
+gc.freeze()
 class Odd(dict):
     def items(self):
         raise RuntimeError("not now")
-class Model(torch.nn.Linear):
+class Model(nn.Linear):
     def forward(self, given):
         return super().forward(dict.items(given).__iter__().__next__()[1])
-class Yields(torch.nn.Linear):
+class Yields(nn.Linear):
     def forward(self, x):
         yield super().forward(x) / 0
-Model(1, 1)(Odd(x=torch.ones(1)))
-list(Yields(1, 1)(torch.ones(1)))
-torch.nn.DataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1))
+model, yields = Model(1, 1), Yields(1, 1)
+model(Odd(x=torch.ones(1)))
+list(yields(torch.ones(1)))
+nn.DataParallel(nn.Linear(1, 1))(torch.ones(1, 1))
+first = nn.Linear(2, 1)
+for _ in range(2):
+    first(torch.ones(1, 2)).sum().backward()
+DebugUnderflowOverflow(first)
+second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+with torch.no_grad():
+    second[1].weight.fill_(float("nan"))
+for _ in range(2):
+    second(torch.ones(1, 2))
+print("went on")
 """
 
 
-def test_where_nobody_looked_nothing_is_known() -> None:
-    result = distdiag("overflow", "--json", "--", "-c", UNWATCHED)
-    assert (result.code, result.report["verdict"]) == (3, "unknown")
+def test_a_job_may_go_on_models_are_found_at_any_time_and_where_nobody_looked_nothing_is_known() -> None:
+    result = distdiag("overflow", "--json", "--go-on", "--grads", "step", "--", "-c", ALL_SORTS)
+    assert result.code == 1
+    assert result.err.count("frames of batch 0, up to the detection") == 1
+    assert "went on\n" in result.err
+    assert "`weight` of `1` (Linear). It was there before" in result.findings["detected"]["title"]
+    models = [one["model"] for one in result.report["data"]["processes"][0]["models"]]
+    assert models == ["Model", "Yields", "Linear", "Sequential"]
     for name, said in (
         ("gave-up", "the detector of Model stopped: RuntimeError not now"),
         ("outputs-unreadable", "the output of Yields cannot be read (generator)"),
@@ -284,28 +273,10 @@ def test_where_nobody_looked_nothing_is_known() -> None:
 
 def test_ranks_end_with_distdiag_when_it_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
-    script.write_text(
-        "import os, sys, time, torch\n"
-        "torch.nn.Linear(1, 1)(torch.ones(1))\n"
-        f"open(f'{tmp_path}/rank-{{os.getpid()}}', 'w').close()\n"
-        "time.sleep(600)\n"
-    )
+    script.write_text(f"import os, time\nopen(f'{tmp_path}/rank-{{os.getpid()}}', 'w').close()\ntime.sleep(600)\n")
     words = [sys.executable, "-m", "distdiag", "overflow", "--nproc", "2", "--", str(script)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as command:
         wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 120, lambda: "the ranks did not begin")
         command.kill()
     pids = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60, lambda: f"{pids} live on")
-
-
-def test_a_loop_without_optimizer_steps_is_judged_and_no_rank_hangs(tmp_path: Path) -> None:
-    program = Path(__file__).parents[2] / "programs" / "overflows_without_steps.py"
-    cases = {"forward": 3, "backward": 3, "backward optimizer": 6, "backward exits": 6}
-    words = [f"{how}:{batches}" for how, batches in cases.items()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, program, tmp_path, *words], env=env, capture_output=True, timeout=500, check=True)
-    for how in cases:
-        said = (tmp_path / how).read_text()
-        assert "rank 1 " in said, (how, said)
-        assert "batch 1 (optimizer step 0)" in said, (how, said)
-        assert "in `input[0]` of `last` (Linear)" in said, (how, said)

@@ -46,8 +46,8 @@ PRINTS = """
 import sys, time
 from distdiag import printflock
 import distdiag.training.printflock as module
-module.PATIENCE_S = 2
 for turn in range(2):
+    module.PATIENCE_S = (2, 30)[turn]
     began = time.monotonic()
     printflock("turn", turn)
     print(time.monotonic() - began, file=sys.stderr)
@@ -132,12 +132,12 @@ def test_a_stopped_holder_stops_the_others_for_a_moment_only(start: Callable[...
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"holds\n"
     os.kill(holder.pid, signal.SIGSTOP)
-    out, err = start(PRINTS, rank=5).communicate(timeout=20)
+    out, err = start(PRINTS, rank=5).communicate(timeout=40)
     assert re.fullmatch(rb"\[[\w-]+:5\] turn 0\n\[[\w-]+:5\] turn 1\n", out)
     why, first, second = err.decode().splitlines()
     assert f"waited 2 s for process {holder.pid} of rank 3, which holds the lock and is stopped" in why
-    assert 2 < float(first) < 8
-    assert float(second) < 1.5, "and then it does not wait for a while"
+    assert float(first) > 2
+    assert float(second) < 15, "and then it does not wait for a while"
 
 
 def test_a_dead_holder_stops_nobody(start: Callable[..., subprocess.Popen[bytes]]) -> None:
@@ -175,16 +175,17 @@ def test_threads_and_signal_handlers_do_not_tear_or_wait(start: Callable[..., su
 import os, signal, threading, time
 from distdiag import printflock
 import distdiag.training.printflock as module
+module.PATIENCE_S = 30
 signal.signal(signal.SIGUSR1, lambda *_: printflock("from the handler"))
 with module._lock.held():
     began = time.monotonic()
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert time.monotonic() - began < 4, 'it waited for its own lock'
+    assert time.monotonic() - began < 15, 'it waited for its own lock'
 threads = [threading.Thread(target=lambda me=me: [printflock(me * 30000) for _ in range(50)]) for me in "abcd"]
 [one.start() for one in threads]
 [one.join() for one in threads]
 """
-    out, err = start(code, rank=0).communicate(timeout=30)
+    out, err = start(code, rank=0).communicate(timeout=60)
     lines = out.decode().splitlines()
     assert (len(lines), err) == (201, b"")
     assert {len(set(line.partition("] ")[2])) for line in lines[1:]} == {1}

@@ -144,8 +144,7 @@ def llama(dtype: torch.dtype) -> nn.Module:
     return model.to(dtype).train()
 
 
-@pytest.mark.parametrize("mode", ["step", "full"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "mode"), [(torch.float16, "step"), (torch.bfloat16, "full")])
 def test_deep_in_a_model_of_transformers(dtype: torch.dtype, mode: Any) -> None:
     words = torch.arange(16).reshape(2, 8)
     outs = []

@@ -34,4 +34,5 @@ def test_each_outcome_has_its_id_and_level() -> None:
     for (id_, level), outcome in cases.items():
         found = [(one.id, one.level) for one in diagnose(outcome, "distdiag").findings]
         assert (id_, level) in found, (id_, found)
-    assert diagnose(FINE, "distdiag").findings == ()
+    fine, failed = diagnose(FINE, "distdiag"), diagnose(replace(FINE, status=7), "distdiag")
+    assert (fine.findings, fine.exit_code(), failed.exit_code()) == ((), 0, 3)
