@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Network, need_network
-from cores import PROGRAMS, make_core
+from cores import PROGRAMS, cores_in, make_core
 from support import PROGRAM, need, wait_until
 from support_warm import distdiag
 
@@ -32,8 +32,17 @@ def segv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def torch_core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_core("dies_in_torch", tmp_path_factory.mktemp("torch"))
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the cores of a job of torch; rank 2 died by SIGSEGV in a hook of autograd."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_core("ranks_of_which_one_crashes", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def torch_core(four_ranks: Path) -> Path:
+    (core,) = cores_in(four_ranks / "rank-2")
+    return core
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +132,8 @@ def test_faulthandler_does_not_hide_the_crash(tmp_path: Path) -> None:
     assert python_frames(core)
 
 
-def test_of_four_ranks_the_one_that_crashed_is_told_from_those_that_followed(tmp_path: Path) -> None:
-    make_core("ranks_of_which_one_crashes", tmp_path)
-    result = core_bt(str(tmp_path))
+def test_of_four_ranks_the_one_that_crashed_is_told_from_those_that_followed(four_ranks: Path) -> None:
+    result = core_bt(str(four_ranks))
     cores = result.report["data"]["cores"]
     assert len(cores) >= 2, result.out
     assert cores[0]["signal_name"] == "SIGSEGV"

@@ -21,10 +21,7 @@ CRASHES = {
     "no_room": ("out-of-memory", "no_room", "instance of 'std::"),
     "throw_text": ("uncaught-exception", "throw_text", "what():  shard 10 is not readable"),
     "gloo_mismatch": ("gloo-size-mismatch", "gloo_mismatch", "instance of 'EnforceNotMet'"),
-    "gloo_closed": ("gloo-peer-lost", "gloo_closed", "Connection closed by peer [10.0.0.2]:4711"),
     "nccl_timeout": ("nccl-timeout", "watch", "Watchdog caught collective operation timeout"),
-    "nccl_remote": ("nccl-peer-lost", "watch", "ncclRemoteError"),
-    "cuda_assert": ("cuda-device-assert", "watch", "CUDA error: device-side assert triggered"),
     "caught_before": (None, "caught_before", ""),
 }
 
