@@ -181,7 +181,6 @@ def all_ended(me: Rank) -> None:
 CASES: dict[str, Callable[[Rank], None]] = {
     "skip_2": skip,
     "skip_0": lambda me: skip(me, 0),
-    "skip_3": lambda me: skip(me, 3),
     "left_out": left_out,
     "size": size,
     "dtype": dtype,
