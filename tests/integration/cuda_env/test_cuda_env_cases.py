@@ -63,9 +63,9 @@ class Known:
         """Judge it with other variables that nothing reads but the judgement."""
         return found(judged(replace(self.facts, variables={**self.facts.variables, **variables}), goal=goal))
 
-    def driven(self, monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, Finding]:
+    def driven(self, monkeypatch: pytest.MonkeyPatch, goal: str = "run", **variables: str) -> dict[str, Finding]:
         """Judge it after its driver was asked again, under these variables."""
-        return found(judged(self.machine.ask_driver(monkeypatch, self.facts, **variables), goal="run"))
+        return found(judged(self.machine.ask_driver(monkeypatch, self.facts, **variables), goal=goal))
 
 
 @pytest.fixture(scope="module")
@@ -217,19 +217,17 @@ def test_a_deepspeed_that_knows_both_versions_is_content(node: Machine, monkeypa
     assert not [id_ for id_ in found(report) if id_.startswith("deepspeed")]
 
 
-def test_a_deepspeed_wheel_of_another_torch(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deepspeed_wheel_of_another_torch_is_rebuilt_in_the_words_of_pip_or_uv(
+    node: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deepspeed(node, minor_ok="    12: ['12.8'],\n", built="2.5")
-    finding = found(node.report(monkeypatch))["deepspeed.wheel"]
+    facts = node.examine(monkeypatch)
+    finding = found(judged(facts))["deepspeed.wheel"]
     assert finding.level is Level.FAIL
     assert "2.5" in finding.title
     assert finding.fix is not None
     assert " -m pip install " in finding.fix.commands[0]
     assert " --force-reinstall " in finding.fix.commands[0]
-
-
-def test_where_uv_installs_a_rebuild_speaks_its_words(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    deepspeed(node, minor_ok="    12: ['12.8'],\n", built="2.5")
-    facts = node.examine(monkeypatch)
     facts = replace(facts, python=replace(facts.python, pip=False), building=replace(facts.building, uv="/usr/bin/uv"))
     finding = found(judged(facts))["deepspeed.wheel"]
     assert finding.fix is not None
@@ -559,9 +557,8 @@ def test_a_container_that_was_given_no_gpu(box: Machine, monkeypatch: pytest.Mon
             assert not any(other in finding.fix.text for other in others), sign
 
 
-def test_there_is_no_gpu_and_no_driver(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    box.torch("2.9.1+cu128", "12.8", archs=CU128)
-    finding = found(box.report(monkeypatch, "run"))["driver.present"]
+def test_there_is_no_gpu_and_no_driver(builder: Known) -> None:
+    finding = builder.found("run")["driver.present"]
     assert "no NVIDIA GPU and no driver found" in finding.title
     assert finding.fix is not None
     assert "container" not in finding.fix.text
@@ -743,9 +740,8 @@ def test_no_ninja(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(node.report(monkeypatch, "build"))["build.ninja"].level is Level.WARN
 
 
-def test_more_compilers_than_memory_carries(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.env["MAX_JOBS"] = "4000"
-    finding = found(node.report(monkeypatch, "build"))["build.jobs"]
+def test_more_compilers_than_memory_carries(known: Known) -> None:
+    finding = known.found("build", MAX_JOBS="4000")["build.jobs"]
     assert finding.level is Level.WARN
     assert finding.fix is not None
     assert re.fullmatch(r"export MAX_JOBS=\d+", finding.fix.commands[0])
@@ -786,10 +782,9 @@ def test_nodes_that_are_not_alike_are_named(tmp_path: Path, monkeypatch: pytest.
     assert [row.hosts for row in report.data.sections if row.name == "Driver"] == [("node0", "node1", "node2")]
 
 
-def test_findings_can_be_chosen_and_ignored(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    (node.bin / "ninja").unlink()
-    node.env["TORCH_CUDA_ARCH_LIST"] = "sm_90"
-    facts = node.examine(monkeypatch)
+def test_findings_can_be_chosen_and_ignored(known: Known) -> None:
+    facts = replace(known.facts, variables={**known.facts.variables, "TORCH_CUDA_ARCH_LIST": "sm_90"})
+    assert "build.ninja" in found(judged(facts))
     assert set(found(judged(facts, only=("archlist",)))) == {"archlist.syntax"}
     report = judged(facts, ignore=(("archlist.syntax", "we know"),))
     assert "archlist.syntax" not in found(report)
@@ -983,18 +978,17 @@ def test_gpus_that_are_not_separated_by_commas(
     assert finding.fix.commands == (f"export CUDA_VISIBLE_DEVICES={better}",)
 
 
-@pytest.mark.parametrize(
-    ("torch", "cuda", "ending"),
-    [("2.4.0+cpu", None, "torch==2.4.0+cu124 {}/cu124"), ("2.0.1+cpu", None, "torch==2.0.1+cu118 {}/cu118")],
-)
-def test_only_builds_that_exist_of_a_version_are_offered(
-    box: Machine, monkeypatch: pytest.MonkeyPatch, torch: str, cuda: str | None, ending: str
-) -> None:
-    folder = box.torch(torch, cuda)
+def test_only_builds_that_exist_of_a_version_are_offered(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = box.torch("2.4.0+cpu", None)
     box.write(folder / "cuda/__init__.py", "")  # those versions have no table of their own
-    finding = found(box.report(monkeypatch, "build"))["torch.build"]
-    assert finding.fix is not None
-    assert finding.fix.commands[0].endswith(ending.format("--index-url https://download.pytorch.org/whl"))
+    facts = box.examine(monkeypatch, "build")
+    assert facts.torch is not None
+    for version, build in (("2.4.0", "cu124"), ("2.0.1", "cu118")):
+        other = replace(facts, torch=replace(facts.torch, version=f"{version}+cpu"))
+        finding = found(judged(other, goal="build"))["torch.build"]
+        assert finding.fix is not None
+        index = f"--index-url https://download.pytorch.org/whl/{build}"
+        assert finding.fix.commands[0].endswith(f"torch=={version}+{build} {index}")
 
 
 @pytest.mark.parametrize(
@@ -1014,18 +1008,18 @@ def test_a_gpu_that_this_process_may_not_use_is_no_fault(
     assert (finding.level, words in finding.title) == (level, True), finding.title
 
 
-def test_a_build_is_judged_by_the_gpus_that_are_here(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_judged_by_the_gpus_that_are_here(
+    node: Machine, known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a list torch builds for them: the driver is asked although nothing is to run."""
     assert "archlist.unset-nogpu" not in found(node.report(monkeypatch, "build"))
-    node.env["FAKE_GPUS"] = ""
-    finding = found(node.report(monkeypatch, "build"))["archlist.unset-nogpu"]
+    finding = known.driven(monkeypatch, "build", FAKE_GPUS="")["archlist.unset-nogpu"]
     assert finding.fix is not None
     assert "distdiag cuda-env --goal build --gpu H100" in finding.fix.text
 
 
-def test_a_build_node_without_a_gpu_is_as_expected(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    box.torch("2.9.1+cu128", "12.8")
-    finding = found(box.report(monkeypatch))["driver.present"]
+def test_a_build_node_without_a_gpu_is_as_expected(builder: Known) -> None:
+    finding = builder.found()["driver.present"]
     assert finding.fix is not None
     assert "on a login or build node this is expected: check builds only, with --goal build" in finding.fix.text
 
