@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def segv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_core("dies_by_segv", tmp_path_factory.mktemp("segv"))
+    return make_core("dies_by_segv", tmp_path_factory.mktemp("segv"), "--token=hf_abcdefghijklmnop")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_segfault_in_ctypes(segv: Path) -> None:
     core = only(result)
     assert (result.code, core["signal_name"], core["truncated"]) == (1, "SIGSEGV", False)
     # The kernel keeps 80 bytes of it, and this may be a deep directory.
-    assert core["cmdline"][:79] == f"{sys.executable} {PROGRAMS / 'dies_by_segv.py'}"[:79]
+    assert core["cmdline"].startswith(f"{sys.executable} {PROGRAMS / 'dies_by_segv.py'}"[:79])
     assert core["crash_thread"]["frames"][0]["language"] == "c"
     frames = python_frames(core)
     assert len(frames) >= 3
@@ -79,14 +79,6 @@ def test_a_segfault_in_ctypes(segv: Path) -> None:
     assert finding["where"]["pids"] == [core["pid"]]
     assert "SIGSEGV" in finding["title"]
     assert "dies_by_segv.py:" in finding["title"]
-
-
-def test_a_mapping_beyond_the_end_of_its_file_is_no_segfault(tmp_path: Path) -> None:
-    result = core_bt(str(make_core("dies_by_sigbus", tmp_path)))
-    core = only(result)
-    assert (core["signal_name"], core["signal_code"]) == ("SIGBUS", 2)
-    assert "SIGBUS" in result.findings["crash"]["title"]
-    assert "segmentation" not in json.dumps(result.report).lower()
 
 
 def test_an_abort_in_a_thread_of_cpp_while_python_sleeps(native: str, tmp_path: Path) -> None:
@@ -280,10 +272,10 @@ def test_the_newest_core_here_is_taken_and_none_is_said(segv: Path, tmp_path: Pa
         assert "--check-setup" in result.findings["none"]["fix"]["commands"][0]
 
 
-def test_secrets_stay_out_of_every_report(tmp_path: Path) -> None:
-    core = make_core("dies_by_segv", tmp_path, "--token=hf_abcdefghijklmnop")
-    shown = distdiag("core-bt", "--json", str(core))
-    page = distdiag("core-bt", "--markdown", str(core))
+def test_secrets_stay_out_of_every_report(segv: Path) -> None:
+    assert b"--token=hf_abcdefghijklmnop" in segv.read_bytes()
+    shown = core_bt(str(segv))
+    page = distdiag("core-bt", "--markdown", str(segv))
     assert "SIGSEGV" in page.out
     assert "abcdefghij" not in page.out + shown.out
 

@@ -56,10 +56,14 @@ def test_the_reason_is_read_from_the_core_and_the_title_names_who_asked(report: 
     )
 
 
-def test_a_full_file_system_is_no_file_that_was_made_shorter(tmp_path: Path) -> None:
+def test_a_file_that_was_made_shorter_is_no_segfault_and_no_file_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "shortened").mkdir()
     shortened = make_core("dies_by_sigbus", tmp_path / "shortened")
-    assert core_bt(shortened).report["data"]["cores"][0]["signature"] == "file-shortened"
+    result = core_bt(shortened)
+    (core,) = result.report["data"]["cores"]
+    assert (core["signature"], core["signal_name"], core["signal_code"]) == ("file-shortened", "SIGBUS", 2)
+    assert "SIGBUS" in result.findings["crash"]["title"]
+    assert "segmentation" not in result.out.lower()
     (tmp_path / "shortened/samples.bin").unlink()
     found = core_bt(shortened)
     assert found.report["data"]["cores"][0]["signature"] == "mapped-file-lost"

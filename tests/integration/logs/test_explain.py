@@ -36,9 +36,9 @@ def explain(*words: str, stdin: str = "") -> tuple[int, dict[str, Any]]:
 def test_a_line_a_file_and_stdin_have_the_same_answer(text: str, command: str, id_: str, tmp_path: Path) -> None:
     path = tmp_path / "some.log"
     path.write_text(f"{text}\n")
-    ways = [(text, ""), ("-", f"{text}\n"), (str(path), "")]
-    tried = {"logs.xid": 3, "cuda-env.log.program-missing": 2}.get(id_, 1)
-    for words, stdin in ways[:tried]:
+    ways = [(text, ""), (str(path), ""), ("-", f"{text}\n")]
+    tried = {"logs.xid": ways, "cuda-env.log.program-missing": ways[2:]}.get(id_, ways[:1])
+    for words, stdin in tried:
         status, report = explain(words, stdin=stdin)
         assert (status, report["command"], report["findings"][0]["id"]) == (1, command, id_), words
 
