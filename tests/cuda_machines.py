@@ -12,7 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import venv
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.collect import Ask, CudaFacts, look
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.types import Goal, Request
+from distdiag.facts.cuda import driver
+from distdiag.facts.cuda.places import Places
 from distdiag.saved_facts import Gathered
 
 if TYPE_CHECKING:
@@ -199,7 +202,7 @@ class Machine:
         folder = self.folder / "venv"
         packages = folder / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
         if not folder.exists():
-            subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, capture_output=True)
+            venv.create(folder, symlinks=True)
             (packages / "pip").mkdir()
             (packages / "pip/__init__.py").touch()
         return packages
@@ -265,15 +268,25 @@ class Machine:
 
     def examine(self, monkeypatch: pytest.MonkeyPatch, goal: str = "all", timeout_s: float = 20.0) -> CudaFacts:
         """Take this machine's facts."""
-        for name in list(os.environ):
-            if name not in ("COVERAGE_PROCESS_START", "TMPDIR"):
-                monkeypatch.delenv(name)
-        path = [*self.path, str(self.bin)]
-        for name, value in {**self.env, "PATH": ":".join(path)}.items():
-            monkeypatch.setenv(name, value)
+        self._enter(monkeypatch)
         python = self.folder / "venv/bin/python"
         self.python()
         return look(Ask(goal, timeout_s, str(python), root=str(self.root)))
+
+    def ask_driver(self, monkeypatch: pytest.MonkeyPatch, facts: CudaFacts, **variables: str) -> CudaFacts:
+        """Return facts with what the driver answers under these variables, as a whole examination would."""
+        self._enter(monkeypatch, **variables)
+        known = {name: variables[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in variables}
+        answered = driver.look(Places(str(self.root), dict(os.environ)), ask=True, timeout_s=20.0)
+        return replace(facts, variables={**facts.variables, **known}, driver=answered)
+
+    def _enter(self, monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+        for name in list(os.environ):
+            if name not in ("COVERAGE_PROCESS_START", "TMPDIR"):
+                monkeypatch.delenv(name)
+        path = ":".join([*self.path, str(self.bin)])
+        for name, value in {**self.env, **variables, "PATH": path}.items():
+            monkeypatch.setenv(name, value)
 
     def report(
         self,

@@ -291,7 +291,7 @@ def json(folder: Path) -> str:  # the sample's name is the page's
 def flight_recorder(folder: Path) -> str:
     """Rank 2 skips a collective."""
     shutil.copy(PROGRAMS / "records_collectives.py", folder / "train.py")
-    run_quietly(folder, f"python train.py {folder} 4 skip_2")
+    run_quietly(folder, f"python train.py {folder} skip_2")
     (folder / "skip_2").rename(folder / "fr")
     return run(folder, "distdiag flight-recorder fr")
 

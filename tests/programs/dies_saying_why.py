@@ -41,10 +41,7 @@ void free_twice(int size) { char *volatile one = (char *)std::malloc(size * 1000
 void no_room(int size) { std::vector<int> all; all.resize(std::size_t(size) << 56); }
 void throw_text(int shard) { throw std::runtime_error("shard " + std::to_string(shard) + " is not readable"); }
 void gloo_mismatch(int) { throw EnforceNotMet("[enforce fail] op.preamble.length <= op.nbytes. 1024 vs 512"); }
-void gloo_closed(int) { throw std::runtime_error("[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:4711"); }
 void nccl_timeout(int) { watch<Error>("[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580)"); }
-void nccl_remote(int) { watch<Error>("NCCL error: ncclRemoteError: A call failed possibly due to a network error"); }
-void cuda_assert(int) { watch<Error>("CUDA error: device-side assert triggered"); }
 void caught_before(int shard) { try { throw_text(shard); } catch (...) {} std::abort(); }
 }
 """

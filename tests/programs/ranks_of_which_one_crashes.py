@@ -1,4 +1,7 @@
-"""Four ranks on Gloo: rank 2 dies by SIGSEGV in load_batch; the others notice, and abort. Each in a folder rank-N."""
+"""Four ranks on Gloo: rank 2 dies by SIGSEGV in a hook of backward(); the others notice, and abort.
+
+Each in a folder rank-N.
+"""
 
 import ctypes
 import os
@@ -8,9 +11,9 @@ import time
 from pathlib import Path
 
 
-def load_batch(step: int, rank: int) -> None:
-    if step == 2 and rank == 2:
-        ctypes.string_at(0xDEAD000)
+def clip_gradient(gradient: object) -> object:
+    ctypes.string_at(0xDEAD000)
+    return gradient
 
 
 def train() -> None:
@@ -26,7 +29,11 @@ def train() -> None:
     )
     try:
         for step in range(4):
-            load_batch(step, RANK)
+            if step == 2 and RANK == 2:
+                weights = torch.ones(64, 64, requires_grad=True)
+                activations = weights @ weights
+                activations.register_hook(clip_gradient)
+                activations.sum().backward()
             dist.all_reduce(torch.ones(8))
     except RuntimeError:
         time.sleep(0.2)

@@ -39,9 +39,12 @@ class Archs:
     complete: bool
 
 
-def archs(path: str) -> Archs | None:
-    """List the architectures in a program, library or object; None if it is not a readable ELF file."""
-    found = elf.read(path)
+def archs(path: str, found: elf.Elf | None = None) -> Archs | None:
+    """List the architectures in a program, library or object; None if it is not a readable ELF file.
+
+    `found`: its header, if it has been read already.
+    """
+    found = found or elf.read(path)
     if found is None:
         return None
     try:

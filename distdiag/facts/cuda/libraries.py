@@ -219,7 +219,7 @@ def _compiled(packages: Iterable[Package], caches: Iterable[str]) -> Iterator[tu
 def _loose(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield compiled modules in no RECORD: eggs, in-place builds, and folders from PYTHONPATH and .pth files."""
     for folder in paths:
-        if folder.endswith("lib-dynload"):
+        if folder.endswith("lib-dynload") or os.path.isdir(f"{folder}/lib-dynload"):  # the standard library
             continue
         installed = os.path.basename(folder) in _SITES
         for pattern in ("*.so",) if installed else ("*.so", "*/*.so", "*/*/*.so"):
@@ -231,7 +231,7 @@ def _extension(path: str, package: str, loader: Loader) -> Extension | None:
     if header is None:
         return None
     needs = tuple(name for name in header.needed if _CUDA.match(name))
-    code = fatbin.archs(path) or fatbin.Archs((), (), complete=True)
+    code = fatbin.archs(path, header) or fatbin.Archs((), (), complete=True)
     if not needs and not code.cubins and not code.ptx:
         return None
     return Extension(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import Network, need_network
-from cores import PROGRAMS, make_core
+from cores import PROGRAMS, cores_in, make_core
 from support import PROGRAM, need, wait_until
 from support_warm import distdiag
 
@@ -28,7 +28,27 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def segv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_core("dies_by_segv", tmp_path_factory.mktemp("segv"))
+    return make_core("dies_by_segv", tmp_path_factory.mktemp("segv"), "--token=hf_abcdefghijklmnop")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the cores of a job of torch; rank 2 died by SIGSEGV in a hook of autograd."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_core("ranks_of_which_one_crashes", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def torch_core(four_ranks: Path) -> Path:
+    (core,) = cores_in(four_ranks / "rank-2")
+    return core
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the programs find their library of C++, which the first one builds."""
+    return str(tmp_path_factory.mktemp("native"))
 
 
 def core_bt(*arguments: str, env: dict[str, str] | None = None) -> Result:
@@ -50,7 +70,7 @@ def test_a_segfault_in_ctypes(segv: Path) -> None:
     core = only(result)
     assert (result.code, core["signal_name"], core["truncated"]) == (1, "SIGSEGV", False)
     # The kernel keeps 80 bytes of it, and this may be a deep directory.
-    assert core["cmdline"][:79] == f"{sys.executable} {PROGRAMS / 'dies_by_segv.py'}"[:79]
+    assert core["cmdline"].startswith(f"{sys.executable} {PROGRAMS / 'dies_by_segv.py'}"[:79])
     assert core["crash_thread"]["frames"][0]["language"] == "c"
     frames = python_frames(core)
     assert len(frames) >= 3
@@ -61,16 +81,8 @@ def test_a_segfault_in_ctypes(segv: Path) -> None:
     assert "dies_by_segv.py:" in finding["title"]
 
 
-def test_a_mapping_beyond_the_end_of_its_file_is_no_segfault(tmp_path: Path) -> None:
-    result = core_bt(str(make_core("dies_by_sigbus", tmp_path)))
-    core = only(result)
-    assert (core["signal_name"], core["signal_code"]) == ("SIGBUS", 2)
-    assert "SIGBUS" in result.findings["crash"]["title"]
-    assert "segmentation" not in json.dumps(result.report).lower()
-
-
-def test_an_abort_in_a_thread_of_cpp_while_python_sleeps(tmp_path: Path) -> None:
-    result = core_bt(str(make_core("dies_in_cpp_thread", tmp_path, str(tmp_path))))
+def test_an_abort_in_a_thread_of_cpp_while_python_sleeps(native: str, tmp_path: Path) -> None:
+    result = core_bt(str(make_core("dies_in_cpp_thread", tmp_path, native)))
     core = only(result)
     assert core["signal_name"] == "SIGABRT"
     assert core["crash_thread"]["tid"] != core["pid"]
@@ -81,8 +93,8 @@ def test_an_abort_in_a_thread_of_cpp_while_python_sleeps(tmp_path: Path) -> None
     assert any(frame["language"] == "python" for frame in main["frames"])
 
 
-def test_an_uncaught_exception_of_cpp_is_known(tmp_path: Path) -> None:
-    result = core_bt(str(make_core("dies_by_cpp_exception", tmp_path, str(tmp_path))))
+def test_an_uncaught_exception_of_cpp_is_known(native: str, tmp_path: Path) -> None:
+    result = core_bt(str(make_core("dies_by_cpp_exception", tmp_path, native)))
     assert only(result)["signature"], result.out
     assert "exception" in result.findings["crash"]["detail"].lower()
     assert ", in C: open_shard(int) " in result.findings["crash"]["title"]
@@ -98,8 +110,8 @@ def test_processes_that_aborted_in_different_functions_are_different_crashes(tmp
     assert re.match(r"\d+\) died with SIGABRT at save_weights dies_by_abort.py:12, in C: (os_)?abort", saving)
 
 
-def test_a_stack_overflow(tmp_path: Path) -> None:
-    result = core_bt(str(make_core("dies_by_stack_overflow", tmp_path, str(tmp_path))))
+def test_a_stack_overflow(native: str, tmp_path: Path) -> None:
+    result = core_bt(str(make_core("dies_by_stack_overflow", tmp_path, native)))
     assert only(result)["signal_name"] == "SIGSEGV"
     assert "stack" in result.findings["crash"]["detail"].lower()
 
@@ -112,9 +124,8 @@ def test_faulthandler_does_not_hide_the_crash(tmp_path: Path) -> None:
     assert python_frames(core)
 
 
-def test_of_four_ranks_the_one_that_crashed_is_told_from_those_that_followed(tmp_path: Path) -> None:
-    make_core("ranks_of_which_one_crashes", tmp_path)
-    result = core_bt(str(tmp_path))
+def test_of_four_ranks_the_one_that_crashed_is_told_from_those_that_followed(four_ranks: Path) -> None:
+    result = core_bt(str(four_ranks))
     cores = result.report["data"]["cores"]
     assert len(cores) >= 2, result.out
     assert cores[0]["signal_name"] == "SIGSEGV"
@@ -126,17 +137,17 @@ def test_of_four_ranks_the_one_that_crashed_is_told_from_those_that_followed(tmp
 
 LARGEST_CHILD = """
 import os, resource, subprocess, sys
-subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000)
+subprocess.run(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000, file=sys.stderr)
 """
 """Run from a small process: the kernel counts as a program's memory what it had before exec, its parent's."""
 
 
-def test_a_torch_program(tmp_path: Path) -> None:
-    path = str(make_core("dies_in_torch", tmp_path))
-    measure = [sys.executable, "-S", "-c", LARGEST_CHILD, PROGRAM, "core-bt", path]
-    assert float(subprocess.run(measure, capture_output=True, text=True, check=True).stdout) < 100
-    core = only(core_bt(path))
+def test_a_torch_program(torch_core: Path) -> None:
+    measure = [sys.executable, "-S", "-c", LARGEST_CHILD, PROGRAM, "core-bt", "--json", str(torch_core)]
+    done = subprocess.run(measure, capture_output=True, text=True, check=True)
+    assert float(done.stderr.split()[-1]) < 100
+    (core,) = json.loads(done.stdout)["data"]["cores"]
     assert core["signal_name"] == "SIGSEGV"
     assert python_frames(core)
     assert core["crash_thread"]["frames"][0]["language"] == "c"
@@ -171,7 +182,7 @@ def test_on_other_hosts(segv: Path) -> None:
         assert python_frames(only(result))
 
 
-@pytest.mark.parametrize("percent", [10, 40, 90])
+@pytest.mark.parametrize("percent", [10, 90])
 def test_a_core_that_was_cut_off_still_names_signal_and_thread(segv: Path, tmp_path: Path, percent: int) -> None:
     whole = segv.read_bytes()
     cut = tmp_path / "core.cut"
@@ -210,10 +221,10 @@ def test_packed_cores_are_read(segv: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [packed]
 
 
-def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(tmp_path: Path) -> None:
+def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(torch_core: Path, tmp_path: Path) -> None:
     need("zstd")
     packed = tmp_path / "core.zst"
-    subprocess.run(["zstd", "-q1", make_core("dies_in_torch", tmp_path), "-o", packed], check=True)
+    subprocess.run(["zstd", "-q1", torch_core, "-o", packed], check=True)
     core = only(core_bt(str(packed)))
     assert (core["truncated"], core["size_bytes"]) == (False, core["whole_bytes"])
     assert python_frames(core)
@@ -261,10 +272,10 @@ def test_the_newest_core_here_is_taken_and_none_is_said(segv: Path, tmp_path: Pa
         assert "--check-setup" in result.findings["none"]["fix"]["commands"][0]
 
 
-def test_secrets_stay_out_of_every_report(tmp_path: Path) -> None:
-    core = make_core("dies_by_segv", tmp_path, "--token=hf_abcdefghijklmnop")
-    shown = distdiag("core-bt", "--json", str(core))
-    page = distdiag("core-bt", "--markdown", str(core))
+def test_secrets_stay_out_of_every_report(segv: Path) -> None:
+    assert b"--token=hf_abcdefghijklmnop" in segv.read_bytes()
+    shown = core_bt(str(segv))
+    page = distdiag("core-bt", "--markdown", str(segv))
     assert "SIGSEGV" in page.out
     assert "abcdefghij" not in page.out + shown.out
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import support_torch
 from cluster import Network, need_network
 from cuda_machines import GCC, Machine
 from support_warm import distdiag
 from toolkit import compiled, nvcc
 
+from distdiag.facts.cuda.nvcc_variables import FLAGS
 from distdiag.facts.cuda.toolkits import ask
 
 if TYPE_CHECKING:
@@ -35,14 +39,26 @@ def cuda_env(*arguments: str, path: str = "", env: Mapping[str, str] | None = No
     return distdiag("cuda-env", *arguments, env=environment, wrap=("env", *clean))
 
 
-@pytest.fixture
-def wrapper(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with an nvcc that starts the real one, as administrators like to make them."""
-    folder = tmp_path / "local/bin"
+    folder = tmp_path_factory.mktemp("wrapper") / "local/bin"
     folder.mkdir(parents=True)
     (folder / "nvcc").write_text(f'#!/bin/sh\nexec {nvcc()} "$@"\n')
     (folder / "nvcc").chmod(0o755)
     return folder
+
+
+@pytest.fixture(scope="module")
+def first(wrapper: Path) -> Result:
+    """This machine with the wrapper on PATH, examined once; its facts are in the folder `facts` beside it."""
+    return cuda_env("--json", "--save", str(wrapper / "facts"), path=str(wrapper))
+
+
+@pytest.fixture
+def saved(first: Result, wrapper: Path) -> tuple[str, str]:
+    assert first.code == 1
+    return "--from", str(wrapper / "facts")
 
 
 def copied_toolkit(folder: Path, gcc_max: int) -> Path:
@@ -67,8 +83,8 @@ def copied_toolkit(folder: Path, gcc_max: int) -> Path:
     return folder
 
 
-def test_a_cpu_torch_is_named_and_the_wrapper_trap_too(wrapper: Path) -> None:
-    result = cuda_env("--goal", "build", "--json", path=str(wrapper))
+def test_a_cpu_torch_is_named_and_the_wrapper_trap_too(wrapper: Path, saved: tuple[str, str]) -> None:
+    result = cuda_env("--goal", "build", "--json", *saved)
     assert result.code == 1
     findings = result.findings
     assert set(findings) >= {"torch.build", "toolkit.home"}
@@ -81,12 +97,15 @@ def test_a_cpu_torch_is_named_and_the_wrapper_trap_too(wrapper: Path) -> None:
     home = command.partition("=")[2]
     assert (Path(home) / "include/cuda_runtime_api.h").exists()
     assert result.report["data"]["ready"] == {"run": None, "build": False}
-    again = cuda_env("--goal", "build", "--json", path=str(wrapper), env={"CUDA_HOME": home})
+    # The real nvcc writes a compiler that CC names with its folder in its plan as "/usr/bin"/gcc.
+    again = cuda_env("--goal", "build", "--json", path=str(wrapper), env={"CUDA_HOME": home, "CC": GCC})
     assert "toolkit.home" not in again.findings
+    nvccs = {nvcc["path"]: nvcc["compiler"] for nvcc in again.report["data"]["nodes"][0]["facts"]["nvccs"]}
+    assert nvccs[f"{home}/bin/nvcc"] == GCC
 
 
-def test_the_page_ends_with_what_will_work(wrapper: Path) -> None:
-    result = cuda_env(path=str(wrapper), env={"NO_COLOR": "1"})
+def test_the_page_ends_with_what_will_work(saved: tuple[str, str]) -> None:
+    result = cuda_env(*saved, env={"NO_COLOR": "1"})
     lines = result.out.splitlines()
     assert lines[0] == "distdiag cuda-env: FAIL"
     assert lines[-1] == "Build: NOT READY · Run: NOT READY"
@@ -96,8 +115,8 @@ def test_the_page_ends_with_what_will_work(wrapper: Path) -> None:
     assert all(max(map(len, line.split())) > 50 for line in wide), wide
 
 
-def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
-    result = cuda_env("--goal", "build", "--export", path=str(wrapper))
+def test_the_exports_are_for_eval_and_mend_what_they_can(saved: tuple[str, str]) -> None:
+    result = cuda_env("--goal", "build", "--export", *saved)
     assert result.code == 0
     assert all(line.startswith("export ") for line in result.out.splitlines())
     assert "variables cannot fix cuda-env.torch.build" in result.err
@@ -108,12 +127,6 @@ def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
         check=True,
     )
     assert shell.stdout.strip() == "7.5;8.0;8.6;9.0;10.0;12.0"
-
-
-def test_a_compiler_that_cc_names_with_its_folder_is_known(wrapper: Path) -> None:
-    """The real nvcc writes it in its plan as "/usr/bin"/gcc."""
-    result = cuda_env("--goal", "build", "--json", path=str(wrapper), env={"CC": GCC})
-    assert result.report["data"]["nodes"][0]["facts"]["nvccs"][0]["compiler"] == GCC
 
 
 def test_gpus_elsewhere_need_no_driver_here(wrapper: Path) -> None:
@@ -151,33 +164,29 @@ def test_a_variable_that_breaks_the_real_nvcc_is_found_by_trying_without_it(
 ) -> None:
     (tmp_path / "stdlib.h").write_text("#error stands in the way\n")
     program = str(nvcc())
-    cases: list[tuple[dict[str, str], str]] = [
-        ({"NVCC_PREPEND_FLAGS": "--compiler-bindir=/nope/g++"}, "/nope/g++: No such file"),
-        ({"NVCC_APPEND_FLAGS": "-arch=sm_20"}, "Unsupported gpu architecture"),
-        ({"NVCC_APPEND_FLAGS": "-std=c++14"}, "C++17"),
-        ({"NVCC_APPEND_FLAGS": "-ptx"}, "not an object file"),
-        ({"NVCC_APPEND_FLAGS": "--bogus", "NVCC_PREPEND_FLAGS": "-arch=sm_20"}, "'--bogus'"),
-        ({"CPATH": str(tmp_path)}, "stands in the way"),
-        ({"NVCC_APPEND_FLAGS": "-O3 -lineinfo -arch=sm_90"}, ""),
+    cases: list[tuple[dict[str, str], set[str], str]] = [
+        # Without the second, the first leaves no object.
+        ({"NVCC_APPEND_FLAGS": "-E", "NVCC_PREPEND_FLAGS": "--bogus"}, set(FLAGS), "'--bogus'"),
+        ({"CPATH": str(tmp_path), "NVCC_APPEND_FLAGS": "-O3 -arch=sm_90"}, {"CPATH"}, "stands in the way"),
     ]
-    for variables, words in cases:
+    for variables, guilty, words in cases:
         with monkeypatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
             (found,) = ask([program], {program: ()}, timeout_s=60.0, env=variables)
-        assert set(found.broken_by) == (set(variables) if words else set()), (variables, found)
+        assert set(found.broken_by) == guilty, (variables, found)
         assert words in found.broken_how
         assert (found.complaint, found.top != "") == ("", True)
 
 
 def test_flags_that_break_the_real_nvcc_are_unset_by_the_fix() -> None:
-    flags = {"NVCC_APPEND_FLAGS": "-ccbin /nope/g++", "NVCC_PREPEND_FLAGS": "-lineinfo"}
+    flags = {"NVCC_PREPEND_FLAGS": "-ccbin /nope/g++"}
     result = cuda_env("--goal", "build", "--json", path=str(nvcc().parent), env=flags)
     finding = result.findings["cc.flags"]
-    assert (finding["level"], finding["fix"]["commands"]) == ("fail", ["unset NVCC_APPEND_FLAGS"])
-    assert "NVCC_APPEND_FLAGS breaks nvcc 13.0: /nope/g++" in finding["title"]
+    assert (finding["level"], finding["fix"]["commands"]) == ("fail", ["unset NVCC_PREPEND_FLAGS"])
+    assert "NVCC_PREPEND_FLAGS breaks nvcc 13.0: /nope/g++" in finding["title"]
     assert not {"cc.nvcc", "toolkit.nvcc-broken"} & result.findings.keys()
-    assert result.report["data"]["exports"]["NVCC_APPEND_FLAGS"] == ""
+    assert result.report["data"]["exports"]["NVCC_PREPEND_FLAGS"] == ""
 
 
 def test_an_extension_without_code_for_the_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,19 +195,17 @@ def test_an_extension_without_code_for_the_gpu_is_named(tmp_path: Path, monkeypa
     machine.torch("2.13.0+cu130", "13.0", archs="75 80 86 90 100 120", seen=1)
     kernel = '__global__ void nothing() {}\nextern "C" void go() { nothing<<<1, 1>>>(); }\n'
     file = machine.python() / "flash_attn_2_cuda.so"
-    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90)]
-    compiled(file, kernel, *codes)
+    compiled(file, kernel, "-gencode=arch=compute_80,code=sm_80")
     machine.package("flash-attn", "2.8.3", ("flash_attn_2_cuda.so",))
     finding = next(one for one in machine.report(monkeypatch, "run").findings if one.id == "cuda-env.arch.ext")
     assert "flash-attn 2.8.3 has no code for the GPU of 12.0" in finding.title
-    assert f"{file}: code for 8.0 9.0" in finding.evidence[0]
+    assert f"{file}: code for 8.0" in finding.evidence[0]
     assert finding.fix is not None
-    assert finding.fix.commands[0].startswith('TORCH_CUDA_ARCH_LIST="8.0;9.0;12.0"')
+    assert finding.fix.commands[0].startswith('TORCH_CUDA_ARCH_LIST="8.0;12.0"')
 
 
-def test_saved_facts_are_judged_elsewhere(tmp_path: Path, wrapper: Path) -> None:
-    first = cuda_env("--goal", "build", "--json", "--save", str(tmp_path / "kept"), path=str(wrapper))
-    again = cuda_env("--goal", "build", "--json", "--from", str(tmp_path / "kept"))
+def test_saved_facts_are_judged_elsewhere(first: Result, saved: tuple[str, str]) -> None:
+    again = cuda_env("--json", *saved)
     assert again.report["findings"] == first.report["findings"]
     assert again.code == first.code
 
@@ -217,19 +224,20 @@ def test_nodes_with_other_toolkits_are_named_across_the_cluster(tmp_path: Path) 
         )
         enter.chmod(0o755)
         where = ("--hosts", network.hosts, "--via", f"{enter} {{host}}")
-        result = cuda_env("--goal", "build", "--json", *where, env=network.client_env())
+        words = ("--goal", "build", "--json", *where, "--save", str(tmp_path / "kept"))
+        result = cuda_env(*words, env=network.client_env())
         assert result.code == 1, result.out + result.err
         (differ,) = [one for one in result.report["findings"] if one["id"] == "cuda-env.nodes-differ"]
         assert differ["where"]["hosts"] == ["node1"]
         assert [node["facts"]["host"] for node in result.report["data"]["nodes"]] == ["node1", "node2", "node3"]
         (torch,) = [one for one in result.report["findings"] if one["id"] == "cuda-env.torch.build"]
         assert torch["where"]["hosts"] == ["node1", "node2", "node3"]
-        text = cuda_env("--goal", "build", *where, env=network.client_env())
+        text = cuda_env("--goal", "build", "--from", str(tmp_path / "kept"))
         assert "[node[2-3]]" in text.out
 
 
-def test_the_prebuild_is_for_all_gpus_of_the_nodes(wrapper: Path) -> None:
-    result = cuda_env("--prebuild", "--ops", "cpu_adam,aio", path=str(wrapper))
+def test_the_prebuild_is_for_all_gpus_of_the_nodes(saved: tuple[str, str]) -> None:
+    result = cuda_env("--prebuild", "--ops", "cpu_adam,aio", *saved)
     assert result.code == 0
     lines = [line for line in result.out.splitlines() if not line.startswith("#")]
     commands = [line for line in lines if "--no-binary deepspeed" in line]
@@ -273,7 +281,7 @@ def test_files_that_are_no_facts(tmp_path: Path) -> None:
 
 
 def test_an_interpreter_without_torch_can_be_examined(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    venv.create(tmp_path / "venv", symlinks=True)
     result = cuda_env("--json", "--goal", "build", "--python", str(tmp_path / "venv/bin/python"))
     assert "torch is not installed" in result.findings["torch.build"]["title"]
     assert result.report["data"]["nodes"][0]["facts"]["python"]["executable"] == str(tmp_path / "venv/bin/python")
@@ -286,7 +294,7 @@ def test_it_answers_quickly_and_without_importing_torch(wrapper: Path) -> None:
         return usage.ru_utime + usage.ru_stime
 
     costs: list[float] = []
-    for _ in range(3):
+    while min(costs, default=9.0) >= 1.5 and len(costs) < 3:
         before = used_s()
         cuda_env("--goal", "build", "--json", path=str(wrapper))
         costs.append(used_s() - before)
@@ -302,15 +310,15 @@ BUILD_LOG = (
 )
 
 
-def test_a_log_is_explained_causes_apart_from_what_follows(tmp_path: Path) -> None:
+def test_a_log_is_explained_causes_apart_from_what_follows(tmp_path: Path, saved: tuple[str, str]) -> None:
     (tmp_path / "build.log").write_text(BUILD_LOG)
-    result = cuda_env("--json", "--explain", str(tmp_path / "build.log"))
+    result = cuda_env("--json", "--explain", str(tmp_path / "build.log"), *saved)
     assert result.code == 1
     levels = {one["id"].removeprefix("cuda-env.log."): one["level"] for one in result.report["findings"]}
     assert levels["gcc-too-new-for-nvcc"] == "fail"
     assert levels["wheel-failed"] == "info"
     assert result.report["data"]["log"] == {"lines": 4, "causes": 1, "others": 2}
-    text = cuda_env("--explain", str(tmp_path / "build.log")).out
+    text = cuda_env("--explain", str(tmp_path / "build.log"), *saved).out
     assert "related lines, not causes:" in text
     assert text.splitlines()[-1] == "FAIL: 1 cause found in the log (4 lines)"
 
@@ -331,46 +339,46 @@ def test_a_log_is_explained_by_what_this_machine_has() -> None:
     assert "--index-url" in finding["fix"]["commands"][0]
 
 
-def test_a_log_of_which_nothing_is_known(tmp_path: Path) -> None:
-    (tmp_path / "build.log").write_text("warp core: error 47\n")
-    result = cuda_env("--json", "--explain", str(tmp_path / "build.log"))
+def test_a_log_of_which_nothing_is_known(tmp_path: Path, saved: tuple[str, str]) -> None:
+    log = tmp_path / "build.log"
+    log.write_text("warp core: error 47\n")
+    result = cuda_env("--json", "--explain", str(log), *saved)
     assert (result.code, result.report["verdict"]) == (3, "unknown")
-    (tmp_path / "build.log").write_text("Successfully installed x-1.0\n")
-    assert cuda_env("--explain", str(tmp_path / "build.log")).code == 0
-    (tmp_path / "build.log").write_text("")
-    assert cuda_env("--explain", str(tmp_path / "build.log")).code == 2
+    for text, code in (("Successfully installed x-1.0\n", 0), ("", 2)):
+        log.write_text(text)
+        assert cuda_env("--explain", str(log), *saved).code == code
 
 
-def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, wrapper: Path) -> None:
+def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, saved: tuple[str, str]) -> None:
     (tmp_path / "empty").mkdir()
     result = cuda_env("--from", str(tmp_path / "empty"))
     assert (result.code, "no facts from cuda-env in" in result.err) == (2, True)
-    cuda_env("--goal", "build", "--save", str(tmp_path / "kept"), path=str(wrapper))
+    shutil.copytree(saved[1], tmp_path / "kept")
     (file,) = (tmp_path / "kept").iterdir()
-    saved = json.loads(file.read_text())
-    (tmp_path / "kept/again.json").write_text(json.dumps(saved))
-    hosts = [
-        node["facts"]["host"] for node in cuda_env("--json", "--from", str(tmp_path / "kept")).report["data"]["nodes"]
-    ]
-    assert sorted(hosts) == [saved["host"], saved["host"] + "#2"]
-    saved["facts"]["uses"] = {}
-    file.write_text(json.dumps(saved))
+    facts = json.loads(file.read_text())
+    (tmp_path / "kept/again.json").write_text(json.dumps(facts))
+    nodes = cuda_env("--json", "--from", str(tmp_path / "kept")).report["data"]["nodes"]
+    assert sorted(node["facts"]["host"] for node in nodes) == [facts["host"], facts["host"] + "#2"]
+    facts["facts"]["uses"] = {}
+    file.write_text(json.dumps(facts))
     result = cuda_env("--from", str(file))
     assert (result.code, "was not written by --save" in result.err) == (2, True)
 
 
-def test_the_page_holds_what_torchs_own_report_says_of_this_machine() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"], capture_output=True, text=True, check=True
-    )
-    reported = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
-    page = " ".join(cuda_env("-v").out.split())
+def test_the_page_holds_what_torchs_own_report_says_of_this_machine(tmp_path: Path, saved: tuple[str, str]) -> None:
+    script, said = tmp_path / "report.py", tmp_path / "said"
+    script.write_text("import torch\nfrom torch.utils.collect_env import main\nmain()\n")
+    command, env = [sys.executable, str(script)], {**os.environ, "OMP_NUM_THREADS": "1"}
+    with said.open("w") as output:
+        program = support_torch.start(command, env, output=output) or subprocess.Popen(command, stdout=output)
+        assert program.wait(60) == 0, said.read_text()
+    lines = said.read_text().splitlines()
+    reported = dict(line.split(": ", 1) for line in lines if ": " in line)
+    page = " ".join(cuda_env("-v", *saved).out.split())
     libc = reported["Libc version"].replace("-", " ")
     system = reported["OS"].rpartition(" (")[0]
     wanted = [system, libc, reported["PyTorch version"], reported["Python version"].split()[0], os.uname().release]
     wanted += [reported[name].split()[-1] for name in ("GCC version", "CMake version") if reported[name][0] != "C"]
-    wanted += [
-        " ".join(line.split()[1].split("==")) for line in done.stdout.splitlines() if line.startswith("[pip3] n")
-    ]
+    wanted += [" ".join(line.split()[1].split("==")) for line in lines if line.startswith("[pip3] n")]
     assert len(wanted) > 6
     assert [each for each in wanted if each not in page] == []

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
 from cuda_machines import Machine, found, judged
+from loops import each
 
+from distdiag.facts.cuda.driver import Gpu
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.types import CudaEnv
+    from distdiag.report import Finding
 
 H100 = "NVIDIA H100 80GB HBM3:9.0"
+EIGHT = ";".join([H100] * 8)
 CU128 = "75 80 86 90 100 120 p120"
 
 
@@ -35,12 +40,54 @@ def box(tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def node(box: Machine) -> Machine:
+    return healthy(box)
+
+
+def healthy(box: Machine) -> Machine:
     """A healthy node: driver 570, one H100, toolkit 12.8 first on PATH, torch cu128."""
     box.driver("570.124.06", H100)
     box.torch("2.9.1+cu128", "12.8", archs=CU128, seen=1)
     toolkit = box.toolkit("12.8")
     box.path = [f"{toolkit}/bin"]
     return box
+
+
+@dataclass
+class Known:
+    """A machine that was examined once, for cases that differ in a variable or in what the driver answers."""
+
+    machine: Machine
+    facts: CudaFacts
+
+    def found(self, goal: str = "all", **variables: str) -> dict[str, Finding]:
+        """Judge it with other variables that nothing reads but the judgement."""
+        return found(judged(replace(self.facts, variables={**self.facts.variables, **variables}), goal=goal))
+
+    def driven(self, monkeypatch: pytest.MonkeyPatch, goal: str = "run", **variables: str) -> dict[str, Finding]:
+        """Judge it after its driver was asked again, under these variables."""
+        return found(judged(self.machine.ask_driver(monkeypatch, self.facts, **variables), goal=goal))
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """The healthy node, examined once."""
+    return examined(healthy(Machine(tmp_path_factory.mktemp("known") / "box")))
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """A build node without a GPU, for CUDA 13.0, examined once."""
+    machine = Machine(tmp_path_factory.mktemp("builder") / "box")
+    machine.path = [f"{machine.toolkit('13.0')}/bin"]
+    machine.torch("2.13.0+cu130", "13.0", archs="75 80 86 90 100 120 p120")
+    return examined(machine)
+
+
+def examined(machine: Machine) -> Known:
+    machine.compiler("gcc", "12.2.0")
+    machine.compiler("c++", "12.2.0")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return Known(machine, machine.examine(monkeypatch))
 
 
 def paths_of_fixes_exist(report: Report[CudaEnv]) -> None:
@@ -170,19 +217,17 @@ def test_a_deepspeed_that_knows_both_versions_is_content(node: Machine, monkeypa
     assert not [id_ for id_ in found(report) if id_.startswith("deepspeed")]
 
 
-def test_a_deepspeed_wheel_of_another_torch(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deepspeed_wheel_of_another_torch_is_rebuilt_in_the_words_of_pip_or_uv(
+    node: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deepspeed(node, minor_ok="    12: ['12.8'],\n", built="2.5")
-    finding = found(node.report(monkeypatch))["deepspeed.wheel"]
+    facts = node.examine(monkeypatch)
+    finding = found(judged(facts))["deepspeed.wheel"]
     assert finding.level is Level.FAIL
     assert "2.5" in finding.title
     assert finding.fix is not None
     assert " -m pip install " in finding.fix.commands[0]
     assert " --force-reinstall " in finding.fix.commands[0]
-
-
-def test_where_uv_installs_a_rebuild_speaks_its_words(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    deepspeed(node, minor_ok="    12: ['12.8'],\n", built="2.5")
-    facts = node.examine(monkeypatch)
     facts = replace(facts, python=replace(facts.python, pip=False), building=replace(facts.building, uv="/usr/bin/uv"))
     finding = found(judged(facts))["deepspeed.wheel"]
     assert finding.fix is not None
@@ -321,8 +366,8 @@ def test_flags_that_switch_the_check_off(node: Machine, monkeypatch: pytest.Monk
     assert finding.fix.commands == ("unset NVCC_APPEND_FLAGS",)
 
 
-@pytest.mark.parametrize(
-    ("text", "better"),
+@each(
+    "text, better",
     [
         ("8.0,8.6", "8.0;8.6"),
         ("8.0;", "8.0"),
@@ -332,28 +377,22 @@ def test_flags_that_switch_the_check_off(node: Machine, monkeypatch: pytest.Monk
         ("9.0A", "9.0a"),
     ],
 )
-def test_an_arch_list_that_torch_does_not_read(
-    node: Machine, monkeypatch: pytest.MonkeyPatch, text: str, better: str
-) -> None:
-    node.env["TORCH_CUDA_ARCH_LIST"] = text
-    finding = found(node.report(monkeypatch, "build"))["archlist.syntax"]
+def test_an_arch_list_that_torch_does_not_read(known: Known, text: str, better: str) -> None:
+    finding = known.found("build", TORCH_CUDA_ARCH_LIST=text)["archlist.syntax"]
     assert finding.level is Level.FAIL
     assert finding.fix is not None
     assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)
 
 
-def test_an_arch_that_nvcc_no_longer_compiles(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    box.path = [f"{box.toolkit('13.0')}/bin"]
-    box.torch("2.13.0+cu130", "13.0")
-    box.env["TORCH_CUDA_ARCH_LIST"] = "7.0;8.0"
-    finding = found(box.report(monkeypatch, "build"))["archlist.nvcc"]
+def test_an_arch_that_nvcc_no_longer_compiles(builder: Known) -> None:
+    finding = builder.found("build", TORCH_CUDA_ARCH_LIST="7.0;8.0")["archlist.nvcc"]
     assert finding.level is Level.FAIL
     assert finding.fix is not None
     assert finding.fix.commands == ('export TORCH_CUDA_ARCH_LIST="8.0"',)
 
 
-@pytest.mark.parametrize(
-    ("text", "gpus", "level", "better"),
+@each(
+    "text, gpus, level, better",
     [
         ("8.6", "A100:8.0;A10:8.6", Level.FAIL, "8.0;8.6"),
         ("8.0", "A100:8.0;L40:8.9", None, ""),
@@ -365,23 +404,24 @@ def test_an_arch_that_nvcc_no_longer_compiles(box: Machine, monkeypatch: pytest.
     ],
 )
 def test_an_arch_list_and_the_gpus_that_are_here(
-    box: Machine, monkeypatch: pytest.MonkeyPatch, text: str, gpus: str, level: Level | None, better: str
+    builder: Known, text: str, gpus: str, level: Level | None, better: str
 ) -> None:
-    box.driver("580.65.06", gpus, cuda=13000)
-    box.torch("2.13.0+cu130", "13.0", archs="75 80 86 90 100 120 p120")
-    box.path = [f"{box.toolkit('13.0')}/bin"]
-    box.env["TORCH_CUDA_ARCH_LIST"] = text
-    finding = found(box.report(monkeypatch)).get("archlist.gpus")
+    names = [gpu.split(":") for gpu in gpus.split(";")]
+    there = tuple(Gpu(number, name, capability) for number, (name, capability) in enumerate(names))
+    driver = replace(builder.facts.driver, answer=replace(builder.facts.driver.answer, present=there, visible=there))
+    finding = (
+        Known(builder.machine, replace(builder.facts, driver=driver))
+        .found(TORCH_CUDA_ARCH_LIST=text)
+        .get("archlist.gpus")
+    )
     assert (finding.level if finding else None) is level
     if finding is not None:
         assert finding.fix is not None
         assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)
 
 
-def test_no_arch_list_and_no_gpu_to_take_it_from(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    box.path = [f"{box.toolkit('13.0')}/bin"]
-    box.torch("2.13.0+cu130", "13.0")
-    finding = found(box.report(monkeypatch, "build"))["archlist.unset-nogpu"]
+def test_no_arch_list_and_no_gpu_to_take_it_from(builder: Known) -> None:
+    finding = builder.found("build")["archlist.unset-nogpu"]
     assert finding.level is Level.WARN
     assert "IndexError" in finding.detail
     assert finding.fix is not None
@@ -404,16 +444,15 @@ def test_the_table_of_builds_as_torch_2_12_has_it(box: Machine, monkeypatch: pyt
     assert finding.fix.commands == ('export TORCH_CUDA_ARCH_LIST="7.5;8.0;8.6;9.0;10.0;12.0"',)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "build"), [("Tesla V100-SXM2-16GB:7.0", "cu126"), ("NVIDIA GeForce GTX 1080:6.1", "cu126")]
-)
-def test_an_old_gpu_under_a_new_torch(box: Machine, monkeypatch: pytest.MonkeyPatch, gpu: str, build: str) -> None:
-    box.driver("580.65.06", gpu, cuda=13000)
+def test_an_old_gpu_under_a_new_torch(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.driver("580.65.06", cuda=13000)
     box.torch("2.13.0+cu130", "13.0", archs=CU128, seen=1)
-    finding = found(box.report(monkeypatch, "run"))["arch.torch"]
-    assert finding.level is Level.FAIL
-    assert finding.fix is not None
-    assert finding.fix.commands[0].endswith(build)
+    old = examined(box)
+    for gpu in ("Tesla V100-SXM2-16GB:7.0", "NVIDIA GeForce GTX 1080:6.1"):
+        finding = old.driven(monkeypatch, FAKE_GPUS=gpu)["arch.torch"]
+        assert finding.level is Level.FAIL
+        assert finding.fix is not None
+        assert finding.fix.commands[0].endswith("cu126")
 
 
 def test_a_new_gpu_under_an_old_torch(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,6 +528,7 @@ def test_the_stub_is_taken_for_the_driver(node: Machine, monkeypatch: pytest.Mon
 def test_a_container_that_was_given_no_gpu(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fix is that of the container which this is, and is given only where a driver is missing."""
     box.torch("2.9.1+cu128", "12.8", archs=CU128)
+    bare = examined(box)
     signs = {
         "/.dockerenv": "docker run --gpus all",
         "/run/.containerenv": "podman run --device nvidia.com/gpu=all",
@@ -506,7 +546,7 @@ def test_a_container_that_was_given_no_gpu(box: Machine, monkeypatch: pytest.Mon
                 box.env[name] = value
             else:
                 box.write(sign, "")
-            finding = found(box.report(monkeypatch, "run"))["driver.present"]
+            finding = bare.driven(monkeypatch)["driver.present"]
             box.env.pop(name, None)
             (box.root / sign[1:]).unlink(missing_ok=True)
             assert finding.level is Level.FAIL
@@ -517,9 +557,8 @@ def test_a_container_that_was_given_no_gpu(box: Machine, monkeypatch: pytest.Mon
             assert not any(other in finding.fix.text for other in others), sign
 
 
-def test_there_is_no_gpu_and_no_driver(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    box.torch("2.9.1+cu128", "12.8", archs=CU128)
-    finding = found(box.report(monkeypatch, "run"))["driver.present"]
+def test_there_is_no_gpu_and_no_driver(builder: Known) -> None:
+    finding = builder.found("run")["driver.present"]
     assert "no NVIDIA GPU and no driver found" in finding.title
     assert finding.fix is not None
     assert "container" not in finding.fix.text
@@ -538,19 +577,17 @@ def test_a_driver_that_nobody_came_to_ask_is_not_called_hung(node: Machine, monk
     assert not {"driver.hangs", "driver.present"} & set(problems)
 
 
-def test_the_fabric_is_not_ready(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.env["FAKE_INIT"] = "802"
-    assert found(node.report(monkeypatch, "run"))["gpu.fabric"].level is Level.FAIL
+def test_the_fabric_is_not_ready(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known.driven(monkeypatch, FAKE_INIT="802")["gpu.fabric"].level is Level.FAIL
 
 
 @pytest.mark.parametrize(
     ("value", "level"), [("", Level.FAIL), ("-1", Level.FAIL), ("0,9", Level.WARN), ("9,0", Level.FAIL), ("0", None)]
 )
 def test_gpus_that_the_variable_hides(
-    node: Machine, monkeypatch: pytest.MonkeyPatch, value: str, level: Level | None
+    known: Known, monkeypatch: pytest.MonkeyPatch, value: str, level: Level | None
 ) -> None:
-    node.env |= {"CUDA_VISIBLE_DEVICES": value, "FAKE_GPUS": ";".join([H100] * 8)}
-    finding = found(node.report(monkeypatch, "run")).get("gpu.visible")
+    finding = known.driven(monkeypatch, CUDA_VISIBLE_DEVICES=value, FAKE_GPUS=EIGHT).get("gpu.visible")
     assert (finding.level if finding else None) is level
 
 
@@ -703,9 +740,8 @@ def test_no_ninja(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(node.report(monkeypatch, "build"))["build.ninja"].level is Level.WARN
 
 
-def test_more_compilers_than_memory_carries(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.env["MAX_JOBS"] = "4000"
-    finding = found(node.report(monkeypatch, "build"))["build.jobs"]
+def test_more_compilers_than_memory_carries(known: Known) -> None:
+    finding = known.found("build", MAX_JOBS="4000")["build.jobs"]
     assert finding.level is Level.WARN
     assert finding.fix is not None
     assert re.fullmatch(r"export MAX_JOBS=\d+", finding.fix.commands[0])
@@ -730,18 +766,15 @@ def test_a_torch_whose_import_never_ends(node: Machine, monkeypatch: pytest.Monk
 
 
 def test_nodes_that_are_not_alike_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
-    nodes = []
-    for number, version in enumerate(("12.8", "12.8", "12.4")):
-        machine = Machine(tmp_path / f"node{number}")
-        machine.compiler("gcc", "12.2.0")
-        machine.compiler("c++", "12.2.0")
-        machine.driver("570.124.06", H100 if number else "A100:8.0")
-        machine.torch("2.9.1+cu128", "12.8", archs=CU128)
-        machine.path = [f"{machine.toolkit(version)}/bin"]
-        nodes.append(replace(machine.examine(monkeypatch), host=f"node{number}"))
-    report = judged(*nodes)
+    machine = Machine(tmp_path / "node")
+    machine.driver("570.124.06", H100)
+    machine.torch("2.9.1+cu128", "12.8", archs=CU128)
+    machine.path = [f"{machine.toolkit('12.8')}/bin"]
+    usual = examined(machine).facts
+    first = machine.ask_driver(monkeypatch, usual, FAKE_GPUS="A100:8.0")
+    machine.path = [f"{machine.toolkit('12.4')}/bin"]
+    nodes = (first, usual, examined(machine).facts)
+    report = judged(*(replace(facts, host=f"node{number}") for number, facts in enumerate(nodes)))
     finding = found(report)["nodes-differ"]
     assert finding.where.hosts == ("node2",)
     assert finding.evidence == ("toolkit: 12.4 on node2; 12.8 on node[0-1]",)
@@ -749,10 +782,9 @@ def test_nodes_that_are_not_alike_are_named(tmp_path: Path, monkeypatch: pytest.
     assert [row.hosts for row in report.data.sections if row.name == "Driver"] == [("node0", "node1", "node2")]
 
 
-def test_findings_can_be_chosen_and_ignored(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    (node.bin / "ninja").unlink()
-    node.env["TORCH_CUDA_ARCH_LIST"] = "sm_90"
-    facts = node.examine(monkeypatch)
+def test_findings_can_be_chosen_and_ignored(known: Known) -> None:
+    facts = replace(known.facts, variables={**known.facts.variables, "TORCH_CUDA_ARCH_LIST": "sm_90"})
+    assert "build.ninja" in found(judged(facts))
     assert set(found(judged(facts, only=("archlist",)))) == {"archlist.syntax"}
     report = judged(facts, ignore=(("archlist.syntax", "we know"),))
     assert "archlist.syntax" not in found(report)
@@ -798,16 +830,14 @@ def test_mig_instances_are_a_remark(node: Machine, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("status", [304, 999])
-def test_a_driver_that_does_not_start(node: Machine, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    node.env["FAKE_INIT"] = str(status)
-    finding = found(node.report(monkeypatch, "run"))["driver.init"]
+def test_a_driver_that_does_not_start(known: Known, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    finding = known.driven(monkeypatch, FAKE_INIT=str(status))["driver.init"]
     assert finding.fix is not None
     assert "modprobe nvidia_uvm" in finding.fix.commands[0]
 
 
-def test_kernel_and_libraries_differ_as_nvml_says_it(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.env |= {"FAKE_NVML": "18", "FAKE_INIT": "803"}
-    assert "driver.userland-kernel" in found(node.report(monkeypatch, "run"))
+def test_kernel_and_libraries_differ_as_nvml_says_it(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "driver.userland-kernel" in known.driven(monkeypatch, FAKE_NVML="18", FAKE_INIT="803")
 
 
 def test_a_hostile_environment_costs_nothing(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -904,14 +934,9 @@ def test_a_wrapper_of_a_toolkit_in_no_usual_place(box: Machine, monkeypatch: pyt
     assert finding.fix.commands == (f"export CUDA_HOME={toolkit}",)
 
 
-@pytest.mark.parametrize(("text", "better"), [("All", "7.5;8.0;8.6;9.0;10.0;12.0"), ("Hopper+PTX", "9.0+PTX")])
-def test_a_list_that_names_nothing_gets_one_that_does(
-    box: Machine, monkeypatch: pytest.MonkeyPatch, text: str, better: str
-) -> None:
-    box.path = [f"{box.toolkit('13.0')}/bin"]
-    box.torch("2.13.0+cu130", "13.0")
-    box.env["TORCH_CUDA_ARCH_LIST"] = text
-    finding = found(box.report(monkeypatch, "build"))["archlist.syntax"]
+@each("text, better", [("All", "7.5;8.0;8.6;9.0;10.0;12.0"), ("Hopper+PTX", "9.0+PTX")])
+def test_a_list_that_names_nothing_gets_one_that_does(builder: Known, text: str, better: str) -> None:
+    finding = builder.found("build", TORCH_CUDA_ARCH_LIST=text)["archlist.syntax"]
     assert finding.fix is not None
     assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)
 
@@ -930,42 +955,40 @@ def test_the_kernels_driver_without_libcuda_is_a_container_without_gpus(
 
 
 def test_torch_sees_fewer_gpus_than_the_driver(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.env["FAKE_GPUS"] = ";".join([H100] * 8)
-    assert found(node.report(monkeypatch, "run"))["gpu.torch"].level is Level.WARN
-    node.torch("2.9.1+cu128", "12.8", archs=CU128, seen=0)
-    assert found(node.report(monkeypatch, "run"))["gpu.torch"].level is Level.FAIL
+    node.env["FAKE_GPUS"] = EIGHT
+    facts = node.examine(monkeypatch, "run")
+    assert found(judged(facts, goal="run"))["gpu.torch"].level is Level.WARN
+    none = replace(facts, imported=replace(facts.imported, available=False, count=0)) if facts.imported else facts
+    assert found(judged(none, goal="run"))["gpu.torch"].level is Level.FAIL
 
 
 @pytest.mark.parametrize("status", [304, 802, 999])
 def test_a_driver_that_does_not_start_says_nothing_of_what_is_visible(
-    node: Machine, monkeypatch: pytest.MonkeyPatch, status: int
+    known: Known, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    node.env |= {"FAKE_INIT": str(status), "CUDA_VISIBLE_DEVICES": "0"}
-    assert "gpu.visible" not in found(node.report(monkeypatch, "run"))
+    assert "gpu.visible" not in known.driven(monkeypatch, FAKE_INIT=str(status), CUDA_VISIBLE_DEVICES="0")
 
 
 @pytest.mark.parametrize(("value", "better"), [("0-3", "0,1,2,3"), ("0;1", "0,1")])
 def test_gpus_that_are_not_separated_by_commas(
-    node: Machine, monkeypatch: pytest.MonkeyPatch, value: str, better: str
+    known: Known, monkeypatch: pytest.MonkeyPatch, value: str, better: str
 ) -> None:
-    node.env |= {"CUDA_VISIBLE_DEVICES": value, "FAKE_GPUS": ";".join([H100] * 8)}
-    finding = found(node.report(monkeypatch, "run"))["gpu.visible"]
+    finding = known.driven(monkeypatch, CUDA_VISIBLE_DEVICES=value, FAKE_GPUS=EIGHT)["gpu.visible"]
     assert finding.fix is not None
     assert finding.fix.commands == (f"export CUDA_VISIBLE_DEVICES={better}",)
 
 
-@pytest.mark.parametrize(
-    ("torch", "cuda", "ending"),
-    [("2.4.0+cpu", None, "torch==2.4.0+cu124 {}/cu124"), ("2.0.1+cpu", None, "torch==2.0.1+cu118 {}/cu118")],
-)
-def test_only_builds_that_exist_of_a_version_are_offered(
-    box: Machine, monkeypatch: pytest.MonkeyPatch, torch: str, cuda: str | None, ending: str
-) -> None:
-    folder = box.torch(torch, cuda)
+def test_only_builds_that_exist_of_a_version_are_offered(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = box.torch("2.4.0+cpu", None)
     box.write(folder / "cuda/__init__.py", "")  # those versions have no table of their own
-    finding = found(box.report(monkeypatch, "build"))["torch.build"]
-    assert finding.fix is not None
-    assert finding.fix.commands[0].endswith(ending.format("--index-url https://download.pytorch.org/whl"))
+    facts = box.examine(monkeypatch, "build")
+    assert facts.torch is not None
+    for version, build in (("2.4.0", "cu124"), ("2.0.1", "cu118")):
+        other = replace(facts, torch=replace(facts.torch, version=f"{version}+cpu"))
+        finding = found(judged(other, goal="build"))["torch.build"]
+        assert finding.fix is not None
+        index = f"--index-url https://download.pytorch.org/whl/{build}"
+        assert finding.fix.commands[0].endswith(f"torch=={version}+{build} {index}")
 
 
 @pytest.mark.parametrize(
@@ -978,27 +1001,25 @@ def test_only_builds_that_exist_of_a_version_are_offered(
     ],
 )
 def test_a_gpu_that_this_process_may_not_use_is_no_fault(
-    node: Machine, monkeypatch: pytest.MonkeyPatch, status: int, level: Level, words: str
+    known: Known, monkeypatch: pytest.MonkeyPatch, status: int, level: Level, words: str
 ) -> None:
-    node.driver("570.124.06", ";".join([H100] * 8), open=4, handle=status)
-    node.env["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
-    node.torch("2.9.1+cu128", "12.8", archs=CU128, seen=4)
-    finding = found(node.report(monkeypatch, "run"))["gpu.visible"]
+    opens = {"FAKE_GPUS": EIGHT, "FAKE_OPEN": "4", "FAKE_HANDLE": str(status)}
+    finding = known.driven(monkeypatch, CUDA_VISIBLE_DEVICES="0,1,2,3", **opens)["gpu.visible"]
     assert (finding.level, words in finding.title) == (level, True), finding.title
 
 
-def test_a_build_is_judged_by_the_gpus_that_are_here(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_judged_by_the_gpus_that_are_here(
+    node: Machine, known: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a list torch builds for them: the driver is asked although nothing is to run."""
     assert "archlist.unset-nogpu" not in found(node.report(monkeypatch, "build"))
-    node.env["FAKE_GPUS"] = ""
-    finding = found(node.report(monkeypatch, "build"))["archlist.unset-nogpu"]
+    finding = known.driven(monkeypatch, "build", FAKE_GPUS="")["archlist.unset-nogpu"]
     assert finding.fix is not None
     assert "distdiag cuda-env --goal build --gpu H100" in finding.fix.text
 
 
-def test_a_build_node_without_a_gpu_is_as_expected(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    box.torch("2.9.1+cu128", "12.8")
-    finding = found(box.report(monkeypatch))["driver.present"]
+def test_a_build_node_without_a_gpu_is_as_expected(builder: Known) -> None:
+    finding = builder.found()["driver.present"]
     assert finding.fix is not None
     assert "on a login or build node this is expected: check builds only, with --goal build" in finding.fix.text
 
@@ -1072,8 +1093,8 @@ def test_the_versions_of_a_ticket_are_read_without_importing_anything(
     assert [(row.level, row.hosts) for row in rows] == [("ok", (first.host,)), ("ok", ("other",))]
     words = rows[0].line
     assert words.startswith("Ubuntu 24.04.2 LTS, glibc ")
-    for each in ("CMake 3.28.3", "cuDNN 9.10.2.21", "NCCL 2.26.2", "Triton 3.5.1", "DeepSpeed 0.19.8"):
-        assert each in words
+    for one in ("CMake 3.28.3", "cuDNN 9.10.2.21", "NCCL 2.26.2", "Triton 3.5.1", "DeepSpeed 0.19.8"):
+        assert one in words
     assert "NCCL 2.27.5" in rows[1].line  # the wheel's, which torch loads, before the system's
     assert {"nvidia-cudnn-cu12 9.10.2.21", "cuda-nvcc 12.8.93 (conda)"} <= set(rows[0].details)
     versions = report.data.nodes[1].facts.versions

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cuda_machines import Machine, found, judged
+from loops import each
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.explain import judge
@@ -62,8 +63,8 @@ def test_a_log_of_this_machine_gets_its_toolkit(facts: CudaFacts) -> None:
     assert "/usr/local/cuda-12.8" in commands(report)
 
 
-@pytest.mark.parametrize(
-    ("more", "sign"),
+@each(
+    "more, sign",
     [
         ("Torch 2.0.1+cu118\n", "torch 2.0.1+cu118"),
         (
@@ -83,12 +84,12 @@ def test_nothing_of_this_machine_gets_into_the_log_of_another(facts: CudaFacts, 
     assert ("CUDA_HOME" not in commands(report)) or more != ROCM
 
 
-@pytest.mark.parametrize("passing", ["/tmp/pip-build-env-x1/overlay/lib/python3.11/site-packages/torch/x.py", ""])
+@each("passing", ["/tmp/pip-build-env-x1/overlay/lib/python3.11/site-packages/torch/x.py", ""])
 def test_an_environment_of_the_build_itself_is_no_other_machine(facts: CudaFacts, passing: str) -> None:
     assert "elsewhere" not in ids(explained(f"{passing}\n{UNSET}", facts))
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "Successfully built flash-attn\nSuccessfully installed flash-attn-2.8.3\n",
@@ -103,7 +104,7 @@ def test_a_log_that_succeeded_is_ok(facts: CudaFacts, text: str) -> None:
     assert all(one.level is Level.INFO for one in report.findings)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         f"Successfully installed x-1.0\n{UNSET}",
@@ -153,8 +154,8 @@ def test_a_refused_gcc_is_joined_with_the_toolkits_and_compilers_here(
     assert finding.fix.commands[0].startswith(f"export CC={machine.bin}/gcc-11 CXX={machine.bin}/g++-11 ")
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"),
+@each(
+    "name, fix",
     [
         ("cxx_too_new_for_torch", "use the installed gcc 12.2.0"),
         ("cxx_too_old_for_torch", "use the installed gcc 12.2.0"),
@@ -168,7 +169,7 @@ def test_a_compiler_is_chosen_by_what_the_log_allows(facts: CudaFacts, name: str
     assert finding.fix.text.startswith(fix)
 
 
-@pytest.mark.parametrize("path", sorted(RECORDED.glob("*.txt")), ids=lambda path: path.stem)
+@each("path", sorted(RECORDED.glob("*.txt")))
 def test_no_command_names_what_is_not_here(facts: CudaFacts, path: Path) -> None:
     report = explained(recorded(path.stem), facts)
     if "elsewhere" in ids(report):
@@ -190,8 +191,8 @@ def test_the_gpus_that_are_named_are_used_or_said_to_be_unused(facts: CudaFacts)
     assert "--gpu (9.0) was not used" in report.findings[-1].title
 
 
-@pytest.mark.parametrize(
-    ("text", "sign"),
+@each(
+    "text, sign",
     [
         ("AssertionError: Torch not compiled with CUDA enabled\n", "a torch without CUDA"),
         ("The detected CUDA version (11.8) mismatches the version that was used to compile\nPyTorch (12.4).\n", "12.4"),
@@ -204,8 +205,8 @@ def test_a_log_of_another_torch_is_of_another_environment(facts: CudaFacts, text
     assert ("elsewhere" in ids(explained(text, cpu))) == (sign == "12.4")
 
 
-@pytest.mark.parametrize(
-    ("header", "root"),
+@each(
+    "header, root",
     [
         ("./tk/bin/../targets/x86_64-linux/include/crt/host_config.h", "./tk"),
         ("/usr/local/cuda/include/crt/host_config.h", "/usr/local/cuda"),

@@ -20,8 +20,22 @@ if TYPE_CHECKING:
 
     from support import Result
 
-GROUPS = [list(CHANGES)[start::9] for start in range(9)]
-"""Changes that are made at the same time, each on a node of its own: three of four nodes have every fact as it was."""
+GROUPS = (
+    {
+        "node2": "proxy memlock nofile shm-size mtu disk-full",
+        "node3": "switch nproc core cgroup-memory torch nic-down",
+        "node4": "clock stack ports inodes",
+    },
+    {
+        "node2": "debug address-space shm-full nccl own-name",
+        "node3": "variable nic-unplugged python somaxconn no-exec",
+        "node4": "few-ports half-copied read-only cpus hung-mount",
+    },
+)
+"""Changes that are made at the same time: three of four nodes have every fact as it was.
+
+Of a node variables come first, then what wraps its commands."""
+assert sorted(" ".join(words for group in GROUPS for words in group.values()).split()) == sorted(CHANGES)
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +51,23 @@ def run(network: Network, *more: str, hosts: str = "") -> Result:
     return distdiag("doctor", *where, *more, wrap=tuple(network.client.command()))
 
 
-@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
-def test_the_node_and_the_fact_that_was_changed_are_named(names: list[str], network: Network) -> None:
+@pytest.mark.parametrize("group", GROUPS, ids=["first", "second"])
+def test_the_node_and_the_fact_that_was_changed_are_named(group: dict[str, str], network: Network) -> None:
+    changes = [(host, name) for host, names in group.items() for name in names.split()]
     if not can_limit_memory():
-        names = [name for name in names if name != "cgroup-memory"]
-    nodes = dict(zip(("node2", "node3", "node4"), names, strict=False))
+        changes = [(host, name) for host, name in changes if name != "cgroup-memory"]
     with contextlib.ExitStack() as undo:
-        for host, name in nodes.items():
+        for host, name in changes:
             undo.enter_context(CHANGES[name].make(network, network[host]))
         done = run(network, "--json")
     report = json.loads(done.out)
-    unnamed = {host: name for host, name in nodes.items() if not CHANGES[name].named(report, host)}
+    unnamed = [(host, name) for host, name in changes if not CHANGES[name].named(report, host)]
     assert not unnamed, [(finding["id"], finding["title"]) for finding in report["findings"]]
 
 
 def test_of_equal_nodes_nothing_is_said(network: Network) -> None:
     for _ in range(3):  # on a busy machine one of the four may be slower for a moment; a wrong complaint comes again
-        report = json.loads(run(network, "--json").out)
+        report = json.loads(run(network, "--json", hosts="node[2-4]").out)
         if not complaints(report):
             break
     assert (complaints(report), report["verdict"], report["data"]["fit"]) == ([], "ok", "fit")
@@ -61,7 +75,7 @@ def test_of_equal_nodes_nothing_is_said(network: Network) -> None:
 
 
 @pytest.mark.parametrize(("fault", "id_"), [("drop", "rank-ports-filtered"), ("mtu_black_hole", "mtu-black-hole")])
-def test_a_path_between_nodes_that_is_closed_is_named_and_judged_again(
+def test_a_path_between_nodes_that_is_closed_is_named_and_judged_again_in_one_line_too(
     fault: str, id_: str, network: Network, tmp_path: Path
 ) -> None:
     node = network["node3"]
@@ -70,7 +84,7 @@ def test_a_path_between_nodes_that_is_closed_is_named_and_judged_again(
             node.drop_ephemeral(29500)
         else:
             node.mtu_black_hole()
-        done = run(network, "--json", "--save", str(tmp_path))
+        done = run(network, "--json", "--save", str(tmp_path), hosts="node[2-4]")
     finally:
         node.heal()
     report = json.loads(done.out)
@@ -79,34 +93,25 @@ def test_a_path_between_nodes_that_is_closed_is_named_and_judged_again(
     assert report["data"]["exclude"] == "node3"
     again = distdiag("doctor", "--json", "--from", str(tmp_path))
     assert json.loads(again.out)["findings"] == report["findings"]
-
-
-def test_a_slow_link_is_named_without_its_neighbours(network: Network) -> None:
-    need("tc")
-    network["node3"].limit_rate("100mbit")
-    try:
-        done = run(network, "--json")
-    finally:
-        network["node3"].heal()
-    (finding,) = (finding for finding in json.loads(done.out)["findings"] if finding["level"] != "info")
-    assert (finding["id"], finding["level"], finding["where"]["hosts"]) == ("doctor.link-slow", "warn", ["node3"])
-    assert "MB/s on other paths" in finding["title"]
-
-
-def test_one_line_and_a_status(network: Network) -> None:
-    with CHANGES["disk-full"].make(network, network["node3"]):
-        brief = run(network, "--brief")
-    assert brief.code == 1
-    assert brief.out.count("\n") == 1
-    assert brief.out.startswith("distdiag doctor: FAIL: not fit: node3: ")
+    brief = distdiag("doctor", "--brief", "--from", str(tmp_path))
+    assert (brief.code, brief.out.count("\n")) == (1, 1)
+    assert brief.out.startswith("distdiag doctor: FAIL: not fit: ")
     assert brief.out.endswith("--exclude=node3\n")
 
 
-def test_a_node_that_is_not_there_is_left_out_and_the_others_are_judged(network: Network) -> None:
-    done = run(network, "--json", hosts="node[1-4,9]")
+def test_a_slow_link_is_named_without_its_neighbours_and_a_node_that_is_not_there_is_left_out(network: Network) -> None:
+    need("tc")
+    network["node3"].limit_rate("100mbit")
+    try:
+        done = run(network, "--json", hosts="node[2-4,9]")
+    finally:
+        network["node3"].heal()
     report = json.loads(done.out)
+    (finding,) = (finding for finding in report["findings"] if finding["id"] == "doctor.link-slow")
+    assert (finding["level"], finding["where"]["hosts"]) == ("warn", ["node3"])
+    assert "MB/s on other paths" in finding["title"]
     assert (done.code, report["verdict"], report["data"]["exclude"]) == (3, "unknown", "node9")
-    assert {row["fit"] for row in report["data"]["nodes"]} == {"fit"}
+    assert {row["fit"] for row in report["data"]["nodes"]} <= {"fit", "fit with warnings"}  # of a busy machine
 
 
 def test_limits_are_those_inside_the_step() -> None:
@@ -145,7 +150,7 @@ def test_wrong_usage_says_what_to_type(words: tuple[str, ...], hint: str) -> Non
 
 def test_an_interrupt_ends_it_with_what_is_known(network: Network) -> None:
     with CHANGES["hung-mount"].make(network, network["node3"]):
-        where = ("--hosts", network.hosts, "--via", network.via)
+        where = ("--hosts", "node[2-3]", "--via", network.via)
         words = network.client.command()
         running = Running("doctor", "--json", *where, wrap=tuple(words))
         running.wait_for("reading limits")

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import support_torch
 from logs_cases import RECORDED, raised
 from support import PROGRAM, need
-from support_warm import distdiag
+from support_warm import WarmRunning, distdiag
 
 from distdiag.facts.logs import collect
 from distdiag.facts.logs.demux import Demux
@@ -64,10 +65,9 @@ def test_a_line_without_end_takes_no_memory_and_escapes_do_nothing(tmp_path: Pat
 def test_a_pipe_and_stdin(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with subprocess.Popen([PROGRAM, "logs", str(pipe)], stdout=subprocess.PIPE) as process:
-        pipe.write_bytes(RAISE)
-        out, _ = process.communicate(timeout=30)
-    assert ANSWER in out.decode()
+    running = WarmRunning("logs", str(pipe))
+    pipe.write_bytes(RAISE)
+    assert ANSWER in running.finish().out
     done = subprocess.run([PROGRAM, "logs", "-"], input=RAISE, capture_output=True, check=False, timeout=30)
     assert ANSWER in done.stdout.decode()
     assert done.returncode == 1
@@ -75,7 +75,7 @@ def test_a_pipe_and_stdin(tmp_path: Path) -> None:
 
 TORN = Path(__file__).resolve().parents[2] / "programs" / "writes_torn_lines.py"
 PREFIXERS = {
-    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--tee=3"),
+    "torchrun": (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=8", "--tee=3"),
     "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "--tag-output", "-n", "8", sys.executable),
 }
 
@@ -105,9 +105,10 @@ def by_rank(path: str) -> dict[int | None, bytes]:
 @pytest.mark.parametrize("launcher", PREFIXERS)
 def test_torn_streams_of_eight_ranks_come_back_byte_for_byte(launcher: str, tmp_path: Path) -> None:
     need(PREFIXERS[launcher][0])
+    command, env = [*PREFIXERS[launcher], str(TORN)], {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "job.log").open("wb") as log:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*PREFIXERS[launcher], str(TORN)], stdout=log, env=env, check=True, timeout=120)
+        forked = support_torch.start(command, env, output=log, errors=subprocess.DEVNULL)
+        assert (forked or subprocess.Popen(command, stdout=log, env=env)).wait(120) == 0
     found = by_rank(str(tmp_path / "job.log"))
     for rank in range(8):
         env = {**os.environ, "RANK": str(rank), "PAUSE": "0"}
