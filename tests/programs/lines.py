@@ -115,6 +115,12 @@ def waits() -> None:
     asyncio.run(_wait())
 
 
+def in_turn() -> None:
+    without_a_file()
+    generates()
+    waits()
+
+
 def turns() -> None:
     count(5000)
 
@@ -225,7 +231,7 @@ def is_traced_now_and_then() -> None:
         worker.start()
     for _ in range(20):
         with trace_lines(sys.argv[2]):
-            time.sleep(0.02)
+            time.sleep(0.01)
     over.set()
     for worker in workers:
         worker.join()

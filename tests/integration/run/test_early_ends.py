@@ -47,7 +47,7 @@ def test_an_early_end_is_told_as_that_of_the_command() -> None:
         if done.out:  # before that it is Python that loads
             reported += done.code == 130
             assert (done.report["command"], done.report["exit_code"]) == ("trace blocked", done.code)
-        after_s *= 1.3
+        after_s *= 1.5
     assert reported
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from support import PROGRAM, wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,67 +30,62 @@ def slurm() -> Iterator[Slurm]:
         yield made
 
 
-def _judge(folder: Path) -> dict[str, Any]:
-    done = subprocess.run([PROGRAM, "run", "--from", str(folder), "--json"], capture_output=True, check=False)
-    document = json.loads(done.stdout)
-    assert isinstance(document, dict)
-    return document
-
-
-def _job(folder: Path, master: str, *, more: tuple[str, ...] = ()) -> list[str]:
-    torchrun = [_TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *more]
-    torchrun += ["--master-addr", master, "--master-port", "29511"]
-    program = [str(_PROGRAMS / "fails_in_many_ways.py"), "kill"]
-    return ["env", *_NAMES, PROGRAM, "run", "--save", str(folder), "--", *torchrun, *program]
+def _job(folder: Path, *launcher: str) -> tuple[str, ...]:
+    """Return a job of a rank on each node, of which rank 1 is killed; the other fails when its connection closes."""
+    program = (str(_PROGRAMS / "fails_in_many_ways.py"), "kill")
+    return ("env", *_NAMES, "GUILTY=1", PROGRAM, "run", "--save", str(folder), "--", *launcher, *program)
 
 
 def test_srun_starts_it_on_each_node_and_one_rank_of_all_failed_first(slurm: Slurm, tmp_path: Path) -> None:
     slurm.wait_for_idle(2)
     job = slurm.allocate(2)
-    master = slurm.nodes[0].address
-    words = _job(tmp_path / "kept", master)
-    launch = " ".join(words).replace("--nnodes 2", "--nnodes 2 --node-rank $SLURM_NODEID")
+    place = ("--nnodes", "2", "--node-rank", "$SLURM_NODEID", "--master-addr", slurm.nodes[0].address)
+    launch = " ".join(_job(tmp_path / "kept", _TORCHRUN, *place, "--master-port", "29511"))
     options = ("-N", "2", "-n", "2", "--kill-on-bad-exit=0")
     step = slurm.start_step(job, "sh", "-c", f"exec {launch}", options=options)
     assert step.wait(_LATE_S) != 0
     slurm.cancel(job)
-    _rank_2_failed_first(tmp_path / "kept", {"mn1", "mn2"}, "mn2")
+    _rank_1_failed_first(tmp_path / "kept", ["mn1", "mn2"])
 
 
-def test_it_runs_on_two_machines_without_a_scheduler(tmp_path: Path) -> None:
+def test_it_runs_on_two_machines_without_a_scheduler_or_a_launcher(tmp_path: Path) -> None:
     need_network()
     with Network(2) as network:
-        master = network.nodes[0].address
         jobs = []
-        for number, node in enumerate(network.nodes):
-            with (tmp_path / f"log{number}").open("w") as log:
-                words = _job(tmp_path / "kept", master, more=("--node-rank", str(number)))
-                jobs.append(node.start(*words, output=log))
+        for rank, node in enumerate(network.nodes):
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": network.nodes[0].address}
+            with (tmp_path / f"log{rank}").open("w") as log:
+                words = _job(tmp_path / "kept", sys.executable)
+                jobs.append(node.start(*words, env={**place, "MASTER_PORT": "29511"}, output=log))
         assert [job.wait(_LATE_S) != 0 for job in jobs] == [True, True]
-    _rank_2_failed_first(tmp_path / "kept", {"node1", "node2"}, "node2")
+    _rank_1_failed_first(tmp_path / "kept", ["node1", "node2"])
 
 
-def _rank_2_failed_first(folder: Path, hosts: set[str], guilty: str) -> None:
-    report = _judge(folder)
+def _rank_1_failed_first(folder: Path, hosts: list[str]) -> None:
+    report = distdiag("run", "--from", str(folder), "--json").report
     finding = report["findings"][0]
-    assert (finding["level"], finding["where"]["ranks"]) == ("fail", [2])
-    assert finding["where"]["hosts"] == [guilty]
-    assert {(rank["rank"], rank["host"]) for rank in report["data"]["ranks"]} >= {(0, min(hosts)), (2, max(hosts))}
-    assert {rank["host"] for rank in report["data"]["ranks"]} == hosts
+    assert (finding["level"], finding["where"]["ranks"]) == ("fail", [1])
+    assert finding["where"]["hosts"] == [hosts[1]]
+    assert "SIGKILL" in finding["title"]
+    ranks = {rank["rank"]: (rank["host"], rank["status"]) for rank in report["data"]["ranks"]}
+    assert [ranks[rank][0] for rank in sorted(ranks)] == hosts
+    assert (ranks[1][1], ranks[0][1] == 0) == (-signal.SIGKILL, False)
 
 
 def test_a_signal_of_sbatch_is_reported_as_an_end_from_outside(slurm: Slurm, tmp_path: Path) -> None:
     slurm.wait_for_idle(2)
     kept = tmp_path / "kept"
     script = tmp_path / "job.sh"
-    torchrun = f"{_TORCHRUN} --standalone --nproc-per-node 3 {_PROGRAMS / 'recorded_healthy.py'} stall"
+    (tmp_path / "meet").mkdir()
+    ranks = f"{_PROGRAMS / 'ranks_without_torch.py'} {tmp_path / 'meet'} waits"
+    torchrun = f"{_TORCHRUN} --standalone --nproc-per-node 3 {ranks}"
     script.write_text(f"#!/bin/sh\nexec env {' '.join(_NAMES)} {PROGRAM} run --save {kept} -- {torchrun}\n")
     job = slurm.submit(script, "--nodes=1", "--signal=B:TERM@60")
     logs = "output.*/rank0.g0.*.log"
     wait_until(lambda: any(b"step 4" in log.read_bytes() for log in kept.glob(logs)), _LATE_S, lambda: "no step 4")
     slurm.run("scancel", "--batch", "--signal=TERM", str(job))  # what --signal=B:TERM@60 sends, without the minute
     wait_until(lambda: any(kept.glob("report.*.json")), _LATE_S, lambda: "no report")
-    report = _judge(kept)
+    report = distdiag("run", "--from", str(kept), "--json").report
     assert report["findings"][0]["id"] == "run.terminated"
     (picture,) = report["data"]["pictures"]
     assert (picture["reason"], picture["ranks_seen"]) == ("SIGTERM", 3)

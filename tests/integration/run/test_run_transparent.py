@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import PROGRAM
+from support import PROGRAM, wait_until
+from support_warm import distdiag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,18 +47,15 @@ _ENDS = {
     "bad interpreter": "./bad.sh",
     "no program": "./garbage",
 }
-_BY_A_SHELL = (
-    "exit 7",
-    "SIGKILL",
-    "SIGTERM",
-    "SIGHUP",
-    "SIGINT",
-    "SIGQUIT",
-    "not found",
-    "bad interpreter",
-    "no program",
-)
+_BY_WAY = {
+    "without a terminal": tuple(_ENDS),
+    "in a terminal": ("exit 7", "SIGHUP", "SIGINT", "no program"),
+    "in the background": ("exit 7", "SIGINT", "SIGQUIT", "not found"),
+    "nohup": ("exit 7", "SIGHUP", "not found", "no program"),
+    "setsid": ("exit 7", "SIGTERM", "SIGHUP", "no program"),
+}
 """Ends that may differ where a shell or nohup changes signals, or starts what the kernel refuses."""
+_OF_A_LEADER = ("exit 7", "SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "not found")
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -127,9 +125,9 @@ def _statuses(way: str, before: str, place: Path, ends: Iterable[str]) -> dict[s
     return {name: int(status) for name, status in re.findall(r"<(.+?)>=(\d+)", output.decode())}
 
 
-@pytest.mark.parametrize("way", ["in a terminal", "without a terminal", "in the background", "nohup", "setsid"])
+@pytest.mark.parametrize("way", _BY_WAY)
 def test_each_end_has_the_status_of_the_bare_command(place: Path, way: str) -> None:
-    ends = _ENDS if way == "without a terminal" else _BY_A_SHELL
+    ends = _BY_WAY[way]
     bare, ours = _statuses(way, "", place, ends), _statuses(way, _RUN, place, ends)
     assert bare.keys() == set(ends)
     if way in ("nohup", "setsid"):  # these give any file to sh that the kernel refuses; shells and run look into it
@@ -137,7 +135,7 @@ def test_each_end_has_the_status_of_the_bare_command(place: Path, way: str) -> N
     assert ours == bare
 
 
-@pytest.mark.parametrize("end", _ENDS)
+@pytest.mark.parametrize("end", _OF_A_LEADER)
 def test_the_leader_of_a_session_ends_as_the_bare_command(place: Path, end: str) -> None:
     ends = [_in_terminal(["sh", "-c", f"exec {before}{_ENDS[end]}"], place)[0] for before in ("", _RUN)]
     assert ends[0] == ends[1]
@@ -169,17 +167,17 @@ for other in others: other.wait()
 """
 
 
-def _living(mark: str) -> list[int]:
+def _processes(are_these: Callable[[bytes], bool]) -> list[int]:
     found = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                words = Path(entry.path, "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if mark.encode() in words:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if are_these((entry / "cmdline").read_bytes()):
                 found.append(int(entry.name))
     return found
+
+
+def _living(mark: str) -> list[int]:
+    return _processes(lambda line: mark.encode() in line.split(b"\0"))
 
 
 def _gone(mark: str) -> bool:
@@ -229,19 +227,22 @@ def test_what_a_terminal_and_a_kill_do_to_a_job(place: Path, shell: bool, what: 
 
 
 def test_a_job_in_the_background_of_a_script_ignores_sigint(place: Path) -> None:
-    job = (
-        f"{shlex.quote(sys.executable)} -c 'import signal; print(signal.getsignal(signal.SIGINT), flush=True); input()'"
+    code = (
+        "import signal; signal.signal(signal.SIGUSR1, lambda *_: print('usr1', flush=True)); "
+        "print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN, flush=True); input()"
     )
+    job = shlex.join([sys.executable, "-c", code])
+    says = "until grep -q {} out; do sleep 0.02; done; "
+    os.mkfifo(place / "in")
     for before in ("", _RUN):
-        script = f"{before}{job} < <(sleep 2) & sleep 1.2; kill -INT $!; wait $!; echo status=$?"
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=place)
-        assert ("Handlers.SIG_IGN" in done.stdout or done.stdout.startswith("1\n"), done.stdout[-9:]) == (
-            True,
-            "status=1\n",
-        ), (
-            before,
-            done,
+        # Both signals are passed on in this order: when it has seen the second, it has ignored the first.
+        script = (
+            f"rm -f out; {before}{job} <in >out & exec 3>in; {says.format('True')} kill -INT $!; kill -USR1 $!; "
+            f"{says.format('usr1')} exec 3>&-; wait $!; echo status=$?"
         )
+        words = ["bash", "-c", script]
+        done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=place, timeout=_LATE_S)
+        assert done.stdout == "status=1\n", (before, done)
 
 
 def test_a_daemon_that_the_job_leaves_delays_nothing_and_keeps_no_recorder(place: Path) -> None:
@@ -251,79 +252,68 @@ def test_a_daemon_that_the_job_leaves_delays_nothing_and_keeps_no_recorder(place
     for number, before in enumerate(("pass", code)):
         began = time.monotonic()
         with (place / "out").open("wb") as file:
-            words = [
-                PROGRAM,
-                "run",
-                "--save",
-                str(place / f"kept{number}"),
-                sys.executable,
-                "-c",
-                f"{before}; print('done')",
-            ]
+            job = [sys.executable, "-c", f"{before}; print('done')"]
+            words = [PROGRAM, "run", "--save", str(place / f"kept{number}"), *job]
             done = subprocess.run(words, stdout=file, stderr=file, check=False)
         took_s.append(time.monotonic() - began)
     (daemon,) = _living(mark)
     try:
         assert (done.returncode, (place / "out").read_bytes()) == (0, b"done\n")
         assert took_s[1] < took_s[0] + 4, took_s  # a recorder is waited for 5 s at most
-        deadline = time.monotonic() + 10
-        while _recorders(place / "kept1") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not _recorders(place / "kept1")
+        wait_until(lambda: not _recorders(place / "kept1"), 10, lambda: "a recorder is left")
     finally:
         os.kill(daemon, signal.SIGKILL)
 
 
 def _recorders(folder: Path) -> list[int]:
-    found = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                line = Path(entry.path, "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"job_recorder" in line and str(folder).encode() in line:
-                found.append(int(entry.name))
-    return found
+    return _processes(lambda line: b"job_recorder" in line and str(folder).encode() in line)
 
 
-@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX", "PATH"])
-def test_a_bare_script_gets_the_python_of_the_active_environment(place: Path, variable: str) -> None:
-    (place / "env" / "bin").mkdir(parents=True)
+@pytest.fixture
+def in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Be there, in no environment."""
+    monkeypatch.chdir(place)
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [("VIRTUAL_ENV", ("run", "--")), ("CONDA_PREFIX", ("trace", "py", "--")), ("PATH", ("overflow", "--"))],
+)
+def test_a_bare_script_gets_the_python_of_the_active_environment(
+    in_place: Path, variable: str, words: tuple[str, ...]
+) -> None:
+    environment = in_place / "env"
+    (environment / "bin").mkdir(parents=True)
     for name in ("python", "python3"):
-        python = place / "env" / "bin" / name
+        python = environment / "bin" / name
         python.write_text(f'#!/bin/sh\necho "theirs" >&2\nexec {shlex.quote(sys.executable)} "$@"\n')
         python.chmod(0o755)
-    (place / "train.py").write_text("print('trained')\n")
-    env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
-    env |= {variable: str(place / "env")} if variable != "PATH" else {"PATH": f"{place / 'env' / 'bin'}:{env['PATH']}"}
-    for words in (("run", "--"), ("trace", "py", "--"), ("overflow", "--")):
-        done = subprocess.run(
-            [PROGRAM, *words, "train.py"], capture_output=True, text=True, cwd=place, env=env, check=False
-        )
-        assert done.stdout == "trained\n", done
-        assert f"starting train.py with {place / 'env' / 'bin'}/python" in done.stderr
-        assert "\ntheirs\n" in f"\n{done.stderr}"
+    (in_place / "train.py").write_text("print('trained')\n")
+    value = f"{environment / 'bin'}:{os.environ['PATH']}" if variable == "PATH" else str(environment)
+    done = distdiag(*words, "train.py", env={variable: value})
+    assert done.out == "trained\n", done
+    assert f"starting train.py with {environment / 'bin'}/python" in done.err
+    assert "\ntheirs\n" in f"\n{done.err}"
 
 
 @pytest.mark.parametrize("by_uvx", [False, True])
-def test_the_environment_on_path_is_the_jobs_though_its_python_is_the_same_file(place: Path, by_uvx: bool) -> None:
+def test_the_environment_on_path_is_the_jobs_though_its_python_is_the_same_file(in_place: Path, by_uvx: bool) -> None:
     """uvx puts the environment that it makes for distdiag first on PATH, with a torchrun of its own."""
-    venv.create(place / "env", symlinks=True)
-    (package,) = (place / "env" / "lib").glob("python*/site-packages")
+    environment = in_place / "env"
+    venv.create(environment, symlinks=True)
+    (package,) = (environment / "lib").glob("python*/site-packages")
     (package / "torch").mkdir()
     (package / "torch" / "__init__.py").touch()
-    torchrun = place / "env" / "bin" / "torchrun"
+    torchrun = environment / "bin" / "torchrun"
     torchrun.write_text("#!/bin/sh\necho theirs\n")
     torchrun.chmod(0o755)
-    (place / "train.py").write_text("import sys; print(sys.prefix)\n")
-    env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
-    folders = [str(place / "env" / "bin"), "/usr/bin", "/bin"]
+    (in_place / "train.py").write_text("import sys; print(sys.prefix)\n")
+    folders, uv = [str(environment / "bin"), "/usr/bin", "/bin"], {}
     if by_uvx:
-        env, folders = {**env, "UV": "/usr/bin/uv"}, [str(Path(sys.executable).parent), *folders]
-    env["PATH"] = os.pathsep.join(folders)
-    for job, says in (("train.py", str(place / "env")), ("torchrun", "theirs")):
-        done = subprocess.run(
-            [PROGRAM, "run", "--", job], capture_output=True, text=True, cwd=place, env=env, check=False
-        )
-        assert done.stdout == f"{says}\n", done
+        folders, uv = [str(Path(sys.executable).parent), *folders], {"UV": "/usr/bin/uv"}
+    for job, says in (("train.py", str(environment)), ("torchrun", "theirs")):
+        done = distdiag("run", "--", job, env={**uv, "PATH": os.pathsep.join(folders)})
+        assert done.out == f"{says}\n", done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import shutil
 import signal
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import support_torch
 from cluster import Network, need_network
-from jobs import PROGRAMS, Job
-from support import PROGRAM, need_mounts
+from jobs import PROGRAMS, Job, states
+from support import PROGRAM, need_mounts, wait_until
 from support_warm import distdiag
 
 from distdiag.facts.recorder import line_trace_file
@@ -47,11 +47,14 @@ def python(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def run(
-    folder: Path, *command: str, options: Sequence[str] = (), env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[bytes]:
-    argv = [PROGRAM, "trace", "py", "--dir", str(folder), *options, "--", *command]
-    return subprocess.run(argv, capture_output=True, check=False, timeout=60, env={**os.environ, **(env or {})})
+@pytest.fixture(params=[_pythons()[0], *_pythons()[1:][-1:]], ids=_version)
+def tracer(request: pytest.FixtureRequest) -> str:
+    """A Python for each tracer: sys.settrace, and sys.monitoring from 3.12 on."""
+    return str(request.param)
+
+
+def run(folder: Path, *command: str, options: Sequence[str] = (), env: dict[str, str] | None = None) -> Result:
+    return distdiag("trace", "py", "--dir", str(folder), *options, "--", *command, env=env)
 
 
 def kept(folder: Path) -> list[line_trace_file.RingFile]:
@@ -77,7 +80,6 @@ def lines_of(ring: line_trace_file.RingFile) -> list[line_trace_file.Record]:
     ("how", "status"),
     [
         (("ends_by_signal", "SIGKILL"), -signal.SIGKILL),
-        (("ends_by_signal", "SIGTERM"), -signal.SIGTERM),
         (("crashes",), -signal.SIGSEGV),
         (("ends_at_once",), 7),
     ],
@@ -87,7 +89,7 @@ def test_the_last_line_is_there_however_it_ended(
     tmp_path: Path, python: str, how: tuple[str, ...], status: int
 ) -> None:
     done = run(tmp_path, python, LINES, *how)
-    assert done.returncode == status, done.stderr
+    assert done.code == status, done.err
     (ring,) = kept(tmp_path)
     last = ring.threads[0].records[-1]
     function = how[0]
@@ -103,21 +105,21 @@ def test_the_last_line_is_there_however_it_ended(
     assert ring.ended_s is None
 
 
-def test_the_job_does_not_notice(tmp_path: Path, python: str) -> None:
-    bare = subprocess.run([python, LINES, "prints", "a b"], capture_output=True, check=False, timeout=60)
-    done = run(tmp_path, python, LINES, "prints", "a b")
+def test_the_job_does_not_notice(tmp_path: Path, tracer: str) -> None:
+    bare = subprocess.run([tracer, LINES, "prints", "a b"], capture_output=True, check=False, timeout=60)
+    traced = [PROGRAM, "trace", "py", "--dir", tmp_path, "--", tracer, LINES, "prints", "a b"]
+    done = subprocess.run(traced, capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (3, bare.stdout) == (bare.returncode, bare.stdout)
     (ring,) = kept(tmp_path)
     assert ring.ended_s is not None, "it came to its own end"
-    assert run(tmp_path, python, LINES, "raises").returncode == 5
 
 
-def test_modules_and_commands_are_traced_as_python_runs_them(tmp_path: Path) -> None:
+def test_modules_and_commands_are_traced_as_python_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     shutil.copy(LINES, tmp_path / "mymodule.py")
     for command in (("-m", "mymodule", "turns"), ("-c", "import mymodule; mymodule.turns()"), ("mymodule.py", "turns")):
         folder = tmp_path / f"kept {command[0]}"
-        argv = [PROGRAM, "trace", "py", "--dir", str(folder), "--", *command]
-        subprocess.run(argv, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+        assert run(folder, sys.executable, *command).code == 0
         (ring,) = kept(folder)
         assert "turns" in {record.code.function for record in ring.threads[0].records[-1:]} | {
             record.code.function for record in ring.threads[0].records[-3:]
@@ -128,12 +130,12 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
     code = "import sys; print(sys.was_customized, sys.modules['sitecustomize'].__file__)"
     done = run(tmp_path / "kept", "-c", code, env={"PYTHONPATH": str(tmp_path)})
-    assert done.stdout.decode().split() == ["True", str(tmp_path / "sitecustomize.py")]
-    assert next(iter(site.__path__)) not in done.stdout.decode()
+    assert done.out.split() == ["True", str(tmp_path / "sitecustomize.py")]
+    assert next(iter(site.__path__)) not in done.out
 
 
-def test_threads_of_every_kind_have_rings_of_their_own(tmp_path: Path, python: str) -> None:
-    run(tmp_path, python, LINES, "threads")
+def test_threads_of_every_kind_have_rings_of_their_own(tmp_path: Path, tracer: str) -> None:
+    run(tmp_path, tracer, LINES, "threads")
     (ring,) = kept(tmp_path)
     names = [thread.name for thread in ring.threads]
     assert names[0] == "MainThread"
@@ -143,8 +145,8 @@ def test_threads_of_every_kind_have_rings_of_their_own(tmp_path: Path, python: s
         assert {record.code.function for record in thread.records} <= {"count", "threads.<locals>.raw", "raw"}
 
 
-def test_a_ring_is_used_again_when_there_are_more_threads_than_room(tmp_path: Path, python: str) -> None:
-    run(tmp_path, python, LINES, "threads", options=("--max-threads", "2"))
+def test_a_ring_is_used_again_when_there_are_more_threads_than_room(tmp_path: Path, tracer: str) -> None:
+    run(tmp_path, tracer, LINES, "threads", options=("--max-threads", "2"))
     (ring,) = kept(tmp_path)
     assert [thread.name for thread in ring.threads] == ["MainThread", "counts 5"]
     assert ring.untold_threads == 0
@@ -155,10 +157,9 @@ def test_an_alarm_ends_what_it_is_to_end(tmp_path: Path, python: str) -> None:
     if "3.13.0" in _version(python):
         pytest.skip("3.13.0 itself lets a signal handler's exception out of a `try` around a loop, traced or not")
     done = run(tmp_path, python, LINES, "is_alarmed")
-    missed = int(done.stdout.split()[-1])
-    assert b"recording of process" not in done.stderr
-    assert b"Exception ignored" not in done.stderr
-    assert missed == 0
+    assert "recording of process" not in done.err
+    assert "Exception ignored" not in done.err
+    assert done.out == "missed 0\n"
 
 
 def test_threads_do_not_see_how_tracing_begins_and_ends(tmp_path: Path, python: str) -> None:
@@ -173,8 +174,8 @@ def test_threads_do_not_see_how_tracing_begins_and_ends(tmp_path: Path, python: 
     assert (done.returncode, done.stdout) == (0, b"seen []\n"), done.stderr
 
 
-def test_a_fork_writes_into_a_file_of_its_own(tmp_path: Path, python: str) -> None:
-    run(tmp_path, python, "-W", "ignore", LINES, "forks")
+def test_a_fork_writes_into_a_file_of_its_own(tmp_path: Path, tracer: str) -> None:
+    run(tmp_path, tracer, "-W", "ignore", LINES, "forks")
     parent, child = kept(tmp_path)
     assert child.about.parent == parent.about.pid
     assert place(lines_of(parent)[-1])[1] == marked("PARENT")
@@ -184,7 +185,7 @@ def test_a_fork_writes_into_a_file_of_its_own(tmp_path: Path, python: str) -> No
 
 def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
     """Its parent is the server, which may have kept no line, and is no rank."""
-    run(tmp_path, LINES, "forkserves", env={"RANK": "3", "WORLD_SIZE": "4"})
+    run(tmp_path, sys.executable, LINES, "forkserves", env={"RANK": "3", "WORLD_SIZE": "4"})
     result = distdiag("trace", "show", "--json", "--count", "total", str(tmp_path))
     rings_of = {one["pid"]: one for one in result.report["data"]["rings"]}
     assert {one["rank"] for one in rings_of.values()} == {3}
@@ -202,32 +203,29 @@ def test_a_module_of_the_standard_library_is_included_by_its_name(tmp_path: Path
     (ring,) = kept(tmp_path)
     files = {one.code.file for one in ring.threads[0].records if one.code.kind == "stdlib"}
     assert {os.path.basename(os.path.dirname(file)) for file in files} == {"json"}
-    assert done.returncode == 0
+    assert done.code == 0
     text = distdiag("trace", "show", "--count", "dumps", str(tmp_path)).out
     assert "more than the last 20 lines, which were recorded: earlier lines are not counted" in " ".join(text.split())
 
 
-def test_a_program_that_is_started_is_traced_too(tmp_path: Path, python: str) -> None:
-    run(tmp_path, python, LINES, "runs_another")
+def test_a_program_that_is_started_is_traced_too(tmp_path: Path, tracer: str) -> None:
+    run(tmp_path, tracer, LINES, "runs_another")
     _, below = kept(tmp_path)
     assert [place(record) for record in below.threads[0].records] == [("<string>", 1), ("<string>", 2)]
 
 
 def test_code_without_a_file_generators_and_async_code(tmp_path: Path, python: str) -> None:
-    run(tmp_path / "a", python, LINES, "without_a_file")
-    (ring,) = kept(tmp_path / "a")
-    made_up = [place(one) for one in lines_of(ring) if one.code.file == "<made up>"]
-    assert made_up == [("<made up>", 1), ("<made up>", 2)]
-    run(tmp_path / "b", python, LINES, "generates")
-    (ring,) = kept(tmp_path / "b")
-    assert place(lines_of(ring)[-1])[1] == marked("GENERATED")
-    run(tmp_path / "c", python, LINES, "waits")
-    (ring,) = kept(tmp_path / "c")
-    assert marked("AWAITED") in [record.line for record in ring.threads[0].records[-4:]]
+    run(tmp_path, python, LINES, "in_turn")
+    (ring,) = kept(tmp_path)
+    places = list(map(place, lines_of(ring)))
+    assert [line for file, line in places if file == "<made up>"] == [1, 2]
+    lines = [line for _, line in places]
+    assert lines.index(marked("GENERATED")) < lines.index(marked("AWAITED"))
+    assert marked("AWAITED") in [record.line for record in ring.threads[0].records[-5:]]
 
 
-def test_the_ring_goes_round_and_keeps_exactly_the_last_lines_in_order(tmp_path: Path, python: str) -> None:
-    run(tmp_path, python, LINES, "turns", options=("--lines", "64"))
+def test_the_ring_goes_round_and_keeps_exactly_the_last_lines_in_order(tmp_path: Path, tracer: str) -> None:
+    run(tmp_path, tracer, LINES, "turns", options=("--lines", "64"))
     (ring,) = kept(tmp_path)
     records = ring.threads[0].records
     assert len(records) == 64
@@ -248,17 +246,18 @@ def test_a_call_that_returned_into_the_line_that_hangs(tmp_path: Path, python: s
 @pytest.mark.parametrize("how", ["is_interrupted", "recurses"])
 def test_an_exception_that_comes_out_of_the_tracer_does_no_harm(tmp_path: Path, python: str, how: str) -> None:
     # A signal handler's may be raised anywhere, and the last frame that there is room for may be the tracer's.
-    done = run(tmp_path, python, LINES, how, options=("--lines", "100000"))  # what is done once per ring lasts long
-    assert (done.returncode, done.stderr.count(b"Traceback")) == (-signal.SIGKILL, 0), done.stderr
+    # What is done once per ring lasts long.
+    done = run(tmp_path, python, LINES, how, options=("--lines", "20000", "--max-threads", "2"))
+    assert (done.code, done.err.count("Traceback")) == (-signal.SIGKILL, 0), done.err
     (ring,) = kept(tmp_path)
     (main,) = (thread for thread in ring.threads if thread.tid == ring.about.pid)
     assert main.records[-1].line == marked("END")
 
 
-def test_disk_use_is_constant_and_packages_are_chosen(tmp_path: Path, python: str) -> None:
+def test_disk_use_is_constant_and_packages_are_chosen(tmp_path: Path, tracer: str) -> None:
     code = "import json\nfor i in range(300): json.dumps({'a': [i]}, indent=1)\n"
-    run(tmp_path / "user", python, "-c", code)
-    run(tmp_path / "stdlib", python, "-c", code, options=("--include", "stdlib"))
+    run(tmp_path / "user", tracer, "-c", code)
+    run(tmp_path / "stdlib", tracer, "-c", code, options=("--include", "stdlib"))
     (user,), (stdlib,) = kept(tmp_path / "user"), kept(tmp_path / "stdlib")
     assert {record.code.kind for record in user.threads[0].records} == {"user"}
     assert "stdlib" in {record.code.kind for record in stdlib.threads[0].records}
@@ -281,9 +280,9 @@ def test_a_full_disk_is_told_and_the_job_runs(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_told_and_the_job_runs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = run(tmp_path / "file" / "below", LINES, "prints")
-    assert done.returncode == 3
-    assert b"cannot record lines" in done.stderr
+    done = run(tmp_path / "file" / "below", LINES, "raises")
+    assert done.code == 5
+    assert "cannot record lines" in done.err
 
 
 def test_a_debugger_or_coverage_goes_first(tmp_path: Path) -> None:
@@ -297,7 +296,7 @@ def test_a_debugger_or_coverage_goes_first(tmp_path: Path) -> None:
         assert "another tracer is active" in done.stderr
 
 
-def test_the_context_manager_sees_the_function_it_stands_in(tmp_path: Path, python: str) -> None:
+def test_the_context_manager_sees_the_function_it_stands_in(tmp_path: Path, tracer: str) -> None:
     code = (
         "from distdiag import trace_lines\n"
         "def f():\n  before = 1\n"
@@ -305,7 +304,7 @@ def test_the_context_manager_sees_the_function_it_stands_in(tmp_path: Path, pyth
         "f()\nf()\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(line_trace_file.__file__).parents[3])}
-    subprocess.run([python, "-c", code], check=True, timeout=60, env=env)
+    subprocess.run([tracer, "-c", code], check=True, timeout=60, env=env)
     first, second = kept(tmp_path)
     for ring in (first, second):
         assert {5, 6} <= {record.line for record in ring.threads[0].records} <= {4, 5, 6}
@@ -338,30 +337,35 @@ def last_place(ring: dict[str, Any]) -> tuple[str, int]:
 def test_the_stuck_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path: Path) -> None:
     source = (PROGRAMS / "hangs_by_line.py").read_text().splitlines()
     late, waits = (next(n for n, line in enumerate(source, 1) if f"# {mark}" in line) for mark in ("LATE", "WAITS"))
-    with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(tmp_path), "--")) as job:
+    traced = (PROGRAM, "trace", "py", "--dir", str(tmp_path), "--")
+    with Job("hangs_by_line", 2, wrap=traced, forked=True) as job:
         job.wait_still()
+        pids = [job.pid(rank) for rank in range(2)]
         time.sleep(2.5)  # lines are young for two seconds, and a job with young lines goes on
         live = show(str(tmp_path))
         assert live.report["data"]["outliers"] == [1]
         assert {ring["state"] for ring in live.report["data"]["rings"]} == {"running"}
+    wait_until(lambda: set(states(pids).values()) <= {"", "Z"}, 20, lambda: f"{states(pids)}")
     dead = show(str(tmp_path))
     assert dead.code == 1
     finding = dead.findings["stuck-rank"]
     assert finding["where"]["ranks"] == [1]
     assert f"hangs_by_line.py:{late}" in finding["title"]
     assert f"waits in `all_reduce` called from `step` hangs_by_line.py:{waits}" in finding["title"]
-    places = {ring["rank"]: last_place(ring) for ring in dead.report["data"]["rings"] if ring["thread"]["main"]}
+    mains = {ring["pid"]: ring for ring in dead.report["data"]["rings"] if ring["thread"]["main"]}
+    places = {rank: last_place(mains[pid]) for rank, pid in enumerate(pids)}
     assert places == {0: ("hangs_by_line.py", waits), 1: ("hangs_by_line.py", late)}
     assert [group["ranks"] for group in dead.report["data"]["groups"]] == [[0], [1]]
     counted = show("--count", r"dist\.all_reduce", str(tmp_path)).report["data"]["rings"]
-    assert {ring["rank"]: ring["thread"]["count"] for ring in counted if ring["thread"]["main"]} == {0: 4, 1: 3}
+    counts = {ring["rank"]: ring["thread"]["count"] for ring in counted if ring["thread"]["main"]}
+    assert (counts[0], counts[1]) == (4, 3)
 
 
 def test_a_job_that_comes_to_its_end_is_fine_and_an_older_run_is_not_mixed_in(tmp_path: Path) -> None:
     for _ in range(2):
         for rank in range(2):
             env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-            run(tmp_path, LINES, "turns", env=env)
+            run(tmp_path, sys.executable, LINES, "turns", env=env)
     result = show(str(tmp_path))
     assert (result.code, result.report["verdict"]) == (0, "ok")
     assert result.report["data"]["older_runs"] == 1
@@ -369,7 +373,7 @@ def test_a_job_that_comes_to_its_end_is_fine_and_an_older_run_is_not_mixed_in(tm
 
 
 def test_an_exception_that_nobody_caught_is_told_with_its_line(tmp_path: Path) -> None:
-    assert run(tmp_path, LINES, "fails").returncode == 1
+    assert run(tmp_path, LINES, "fails").code == 1
     result = show(str(tmp_path))
     assert result.code == 1
     title = result.findings["last-line"]["title"]
@@ -424,11 +428,12 @@ def test_on_several_nodes_each_tells_of_its_own_files() -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [
-        *(torchrun, "--nproc-per-node", "2", "--master-port", "0", "-m", "distdiag", "trace", "py"),
-        *("--dir", str(tmp_path), "--", LINES, "turns"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr
+    ranks = ("--nproc-per-node", "2", "--master-port", "0", "-m", "distdiag", "trace", "py", "--dir", str(tmp_path))
+    with (tmp_path / "log").open("w") as log:
+        job = support_torch.start(
+            [torchrun, *ranks, "--", LINES, "turns"], {**os.environ, "OMP_NUM_THREADS": "1"}, output=log
+        )
+    assert job is not None
+    assert job.wait(100) == 0, (tmp_path / "log").read_text()
     assert {ring.about.rank for ring in kept(tmp_path)} == {0, 1}
-    assert json.loads(distdiag("trace", "show", "--json", str(tmp_path)).out)["exit_code"] == 0
+    assert show(str(tmp_path)).report["exit_code"] == 0
