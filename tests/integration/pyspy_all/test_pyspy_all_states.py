@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, free_port, states, wait_for_state
+from json_schema import check
 from support import PROGRAM, need, need_mounts, need_root, wait_until
 from support_warm import distdiag
 
@@ -105,6 +106,7 @@ def test_pids_that_are_asked_for(tmp_path: object) -> None:
 def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
     result = distdiag("pyspy-all", "--json", "--job", "10.9.8.7:1")
     assert (result.code, list(result.findings)) == (3, ["no-job"])
+    check(result.out, 3)
 
 
 @pytest.mark.parametrize(
