@@ -51,6 +51,7 @@ def free_port() -> int:
 class Job:
     """A program of tests/programs as `size` ranks, with the environment that a plain launcher gives them.
 
+    `warm`: each is forked from a process that has torch, instead of started.
     `forked`: by one process, itself forked from one that has torch; only for programs that import `job` after it.
     `server`: forks that process, too; "shared": the one of this program that serves all tests, see `close_servers`.
     Distdiag, which reads /proc, sees no variable of `env` in ranks of a server.
@@ -66,6 +67,7 @@ class Job:
         wrap: Sequence[str] = (),
         arguments: Sequence[str] = (),
         run_id: str = "",
+        warm: bool = False,
         forked: bool = False,
         server: JobServer | Literal["shared"] | None = None,
     ) -> None:
@@ -74,7 +76,7 @@ class Job:
         forked = forked or server is not None
         assert not forked or (size < 10 and not rank_env), "only one digit is another in each rank"
         self.size = size
-        self._forked, self._server = forked, server
+        self._warm, self._forked, self._server = warm or forked, forked, server
         self._argv = [*wrap, sys.executable, str(PROGRAMS / f"{program}.py"), *arguments]
         self._env = dict(env or {})
         self._starter = {} if wrap else _STARTER
@@ -177,7 +179,7 @@ class Job:
                 **self._env,
                 **self._rank_env.get(rank, {}),
             }
-            launcher = support_torch.start(self._argv, env, errors=log) if self._forked else None
+            launcher = support_torch.start(self._argv, env, errors=log) if self._warm else None
             process = launcher or subprocess.Popen(
                 self._argv,
                 env=env,

@@ -1,4 +1,4 @@
-"""Ranks made by torch.multiprocessing.spawn, with no RANK in their environment; the second sleeps, the others wait."""
+"""Ranks made by torch.multiprocessing.spawn, with no RANK in their environment; the second sleeps, the first waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from job import ready
 
-COUNT = 3
+COUNT = 2
 
 
 def work(local_rank: int) -> None:

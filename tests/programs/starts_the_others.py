@@ -7,13 +7,16 @@ are started, by a process that has the store and is none of them. They meet at P
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from job import ready
+from job import die_with_parent, ready
+
+sys.path.append(str(Path(__file__).parents[1]))
+import fork_server
 
 SIZE = 3
 
@@ -22,24 +25,28 @@ def load_batch() -> None:
     time.sleep(600)
 
 
-def start(ranks: range) -> None:
+def is_started(ranks: range) -> bool:
+    """Start these ranks, by a fork that /proc shows as started with their variables; return whether this is one."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"], WORLD_SIZE=str(SIZE))
     for rank in ranks:
         place = {"LOCAL_RANK": str(rank), "RANK": str(rank)}
         if os.environ.get("HOW") == "lightning":
             place = {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-        subprocess.Popen([sys.executable, __file__], env={**os.environ, **place})
+        if os.fork() == 0:
+            die_with_parent()
+            os.environ.update(place)
+            fork_server._show(sys.orig_argv, os.environ)
+            return True
+    return False
 
 
 def main() -> None:
-    if "LOCAL_RANK" not in os.environ and os.environ.get("HOW") == "parent":
-        start(range(SIZE))
+    is_parent = os.environ.get("HOW") == "parent"
+    if not is_started(range(0 if is_parent else 1, SIZE)) and is_parent:
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
         time.sleep(600)
         del store
-    if "LOCAL_RANK" not in os.environ:
-        start(range(1, SIZE))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(os.environ.get("HOW") == "parent")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(is_parent)
     rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     os.environ["RANK"] = str(rank)
     dist.init_process_group("gloo")

@@ -64,6 +64,8 @@ def next_batch(step: int) -> torch.Tensor:
         ready()
     if FAULT == "slow" and RANK == FAULTY:
         time.sleep(3)
+    if not FAULT and step % WORLD_SIZE == RANK:
+        time.sleep(0.1)
     if RANK == FAULTY and step == AT_STEP and FAULT in FAULTS:
         FAULTS[FAULT]()
     return torch.randn(8, WIDTH)

@@ -1,4 +1,5 @@
-"""A DataLoader worker of the last rank never returns from a file. START=fork or spawn, WORKERS for each rank."""
+"""A DataLoader worker of the last rank never returns from a file. START=fork: it has one more, and
+other ranks have two; START=spawn: it is the only one, as each imports torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 # isort: split
 from job import RANK, WORLD_SIZE, join, ready
+
+START = os.environ["START"]
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -24,8 +27,9 @@ class Samples(Dataset[torch.Tensor]):
 
 
 def train() -> None:
+    workers = 2 if START == "fork" else int(RANK == WORLD_SIZE - 1)
     loader = DataLoader(
-        Samples(), batch_size=2, num_workers=int(os.environ["WORKERS"]), multiprocessing_context=os.environ["START"]
+        Samples(), batch_size=2, num_workers=workers, multiprocessing_context=START if workers else None
     )
     for step, batch in enumerate(loader):
         if step == 2 or (step == 1 and RANK == WORLD_SIZE - 1):

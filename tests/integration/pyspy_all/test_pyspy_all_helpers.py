@@ -5,45 +5,56 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, free_port, outliers
 from support import need, wait_until
-from support_warm import distdiag
+from support_warm import WarmRunning, distdiag
+
+if TYPE_CHECKING:
+    from support import Result
 
 SOON = ("--interval", "0.3")
 
 
 def test_a_stuck_dataloader_worker_is_named_under_its_rank() -> None:
-    for start, size, workers_each in (("fork", 4, 2), ("spawn", 2, 1)):  # each spawned one imports torch
-        job = Job("worker_reads", size, env={"START": start, "WORKERS": str(workers_each)}, forked=True)
-        os.mkfifo(job.folder / "sample")
-        with job:
+    with ExitStack() as ends:
+        starts = {"fork": 3, "spawn": 2}
+        jobs = [Job("worker_reads", size, env={"START": start}, forked=True) for start, size in starts.items()]
+        for job in jobs:
+            os.mkfifo(job.folder / "sample")
+            ends.enter_context(job)
+        for job in jobs:
             job.wait_still()
-            result = job.look(*SOON)
-            assert (result.code, outliers(result)) == (1, [([size - 1], "train")])
-            rows = result.report["data"]["processes"]
-            assert [row["rank"] for row in rows if row["role"] == "rank"] == list(range(size))
-            workers = {row["pid"]: row for row in rows if row["role"] == "helper"}
-            found = result.findings["data-loading"]
-            named = re.search(
-                r"waiting for its DataLoader worker (\d+), which is in `Samples.__getitem__`", found["title"]
-            )
-            assert named is not None, found["title"]
-            assert workers[int(named[1])]["rank"] == size - 1
-            assert found["title"].endswith(f"opens {job.folder}/sample")
-            assert found["evidence"][0].startswith("worker: Samples.__getitem__ ("), found["evidence"]
-            assert found["fix"]["commands"][0].endswith(f"trace blocked --pid {named[1]}")
-            assert len(workers) >= workers_each * size
+        looks = [WarmRunning("pyspy-all", "--json", "--job", job.name, *SOON) for job in jobs]
+        for job, result in zip(jobs, [look.finish() for look in looks], strict=True):
+            assert_worker_is_named(job, result)
+
+
+def assert_worker_is_named(job: Job, result: Result) -> None:
+    assert (result.code, outliers(result)) == (1, [([job.size - 1], "train")])
+    rows = result.report["data"]["processes"]
+    assert [row["rank"] for row in rows if row["role"] == "rank"] == list(range(job.size))
+    workers = {row["pid"]: row for row in rows if row["role"] == "helper"}
+    found = result.findings["data-loading"]
+    named = re.search(r"waiting for its DataLoader worker (\d+), which is in `Samples.__getitem__`", found["title"])
+    assert named is not None, found["title"]
+    assert workers[int(named[1])]["rank"] == job.size - 1
+    assert found["title"].endswith(f"opens {job.folder}/sample")
+    assert found["evidence"][0].startswith("worker: Samples.__getitem__ ("), found["evidence"]
+    assert found["fix"]["commands"][0].endswith(f"trace blocked --pid {named[1]}")
+    assert len(workers) >= (6 if job.size == 3 else 1)
 
 
 def test_no_rank_is_invented_for_spawned_processes() -> None:
-    with Job("spawned_ranks", 1) as job:
-        job.wait_still(range(3))
+    with Job("spawned_ranks", 1, warm=True) as job:
+        job.wait_still(range(2))
         result = distdiag("pyspy-all", "--json", "--pid", str(job.pid(0)), *SOON)
         rows = [row for row in result.report["data"]["processes"] if row["role"] == "rank"]
-        assert [row["rank"] for row in rows] == [None] * 3
+        assert [row["rank"] for row in rows] == [None] * 2
         assert result.code == 1
         (one,) = result.report["data"]["outliers"]
         assert (one["ranks"], one["frame"]["function"], len(one["pids"])) == ([], "work", 1)
@@ -53,32 +64,21 @@ def test_no_rank_is_invented_for_spawned_processes() -> None:
 UNNAMED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.mark.parametrize("how", ["", "lightning"])
-def test_rank_0_that_started_the_others_is_found_though_nothing_names_it(how: str) -> None:
+@pytest.mark.parametrize("how", ["", "lightning", "parent"])
+def test_rank_0_is_found_though_nothing_names_it_and_a_parent_with_the_store_is_none(how: str) -> None:
     unnamed = ("env", *(word for name in UNNAMED for word in ("-u", name)))
     port = free_port()
-    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": how, "PORT": str(port)}) as job:
+    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": how, "PORT": str(port)}, warm=True) as job:
         job.wait_still(range(3))
-        name = f"127.0.0.1:{port}"
-        result = distdiag("pyspy-all", "--json", "--job", name, *SOON)
+        result = distdiag("pyspy-all", "--json", "--job", f"127.0.0.1:{port}", *SOON)
         rows = {row["rank"]: row["pid"] for row in result.report["data"]["processes"] if row["role"] == "rank"}
         assert sorted(rows) == [0, 1, 2]
-        assert rows[0] == job.pid(0)
         assert outliers(result) == [([0], "load_batch")]
-        assert [one["id"] for one in result.report["findings"]] == ["hang.not-in-collective", "hang.rank-deduced"]
-
-
-def test_who_has_the_store_and_started_all_ranks_is_none_of_them() -> None:
-    unnamed = ("env", *(word for name in UNNAMED for word in ("-u", name)))
-    port = free_port()
-    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": "parent", "PORT": str(port)}) as job:
-        job.wait_still(range(3))
-        name = f"127.0.0.1:{port}"
-        result = distdiag("pyspy-all", "--json", "--job", name, *SOON)
-        rows = {row["rank"]: row["pid"] for row in result.report["data"]["processes"] if row["role"] == "rank"}
-        assert sorted(rows) == [0, 1, 2]
-        assert job.pid(0) not in rows.values()
-        assert outliers(result) == [([0], "load_batch")]
+        if how == "parent":
+            assert job.pid(0) not in rows.values()
+        else:
+            assert rows[0] == job.pid(0)
+            assert [one["id"] for one in result.report["findings"]] == ["hang.not-in-collective", "hang.rank-deduced"]
 
 
 def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None:

@@ -64,16 +64,16 @@ def test_a_slurm_job_from_outside(tmp_path: Path) -> None:
             "-c",
             f"RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR={address} MASTER_PORT=29500 "
             f"GLOO_SOCKET_IFNAME=eth0 JOB_FOLDER={tmp_path} OMP_NUM_THREADS=1 "
-            f"exec {sys.executable} {PROGRAMS / 'hangs_in_load_batch.py'}",
-            options=("-n", "3"),
+            f"exec {sys.executable} {PROGRAMS / 'hangs_by_line.py'}",
+            options=("-n", "2"),
         )
-        wait_ready(tmp_path, 3)
+        wait_ready(tmp_path, 2)
         wrap, env = tuple(slurm.client.command()), {**slurm.network.client_env(), **slurm.env()}
         result = distdiag("pyspy-all", "--json", "--slurm-job", str(job), *SOON, wrap=wrap, env=env)
-        assert (result.code, outliers(result)) == (1, [([2], "load_batch")]), result.out + result.err
+        assert (result.code, outliers(result)) == (1, [([1], "step")]), result.out + result.err
         assert result.report["data"]["jobs"][0]["launcher"] in ("srun", "environment")
         detail = result.findings["not-in-collective"]["detail"]
-        assert detail.startswith("Ranks 0-1 have waited for "), detail
+        assert detail.startswith("Rank 0 has waited for "), detail
         assert "in `all_reduce`" in detail
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, free_port, states, wait_for_state
+from json_schema import check
 from support import PROGRAM, need, need_mounts, need_root, wait_until
 from support_warm import distdiag
 
@@ -104,6 +106,7 @@ def test_pids_that_are_asked_for(tmp_path: object) -> None:
 def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
     result = distdiag("pyspy-all", "--json", "--job", "10.9.8.7:1")
     assert (result.code, list(result.findings)) == (3, ["no-job"])
+    check(result.out, 3)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_a_process_that_proc_does_not_show_is_alive_and_not_gone() -> None:
             assert "alive" in result.report["summary"], result.report["summary"]
 
 
-def test_a_launcher_that_waits_for_another_node_has_started_no_rank() -> None:
+def test_a_launcher_that_waits_for_another_node_has_started_no_rank(tmp_path: Path) -> None:
     need("unshare")
     need_root()
     need_mounts()
@@ -213,13 +216,14 @@ def test_a_launcher_that_waits_for_another_node_has_started_no_rank() -> None:
     # In processes of their own, so that no job of another test is found.
     inside = (
         f"{torchrun} --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id x none.py "
-        '>&2 & launcher=$!; until grep -qs pt_elastic /proc/[0-9]*/comm; do sleep 0.1; done; "$@"; status=$?; '
-        "kill $launcher; exit $status"
+        ">&2 & until grep -qs pt_elastic /proc/[0-9]*/comm; do sleep 0.1; done; "
+        f'{PROGRAM} pyspy-all --json >"$1/first" & first=$!; {PROGRAM} trace blocked --json >"$1/second"; wait $first'
     )
-    wrap = ("unshare", "--fork", "--pid", "--mount-proc", "bash", "-c", inside, "bash")
-    for command in (("pyspy-all",), ("trace", "blocked")):
-        result = distdiag(*command, "--json", wrap=wrap)
-        assert (result.code, result.report["verdict"]) == (3, "unknown"), result.out + result.err
-        (found,) = result.report["findings"]
+    own = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
+    subprocess.run([*own, "bash", "-c", inside, "bash", tmp_path], check=False, timeout=90)
+    for name in ("first", "second"):
+        report = json.loads((tmp_path / name).read_text())
+        assert (report["exit_code"], report["verdict"]) == (3, "unknown"), report
+        (found,) = report["findings"]
         assert found["title"].startswith("torchrun (pid "), found
         assert "waits in its rendezvous until all nodes have joined" in found["title"] + found["detail"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from support_warm import WarmRunning
 from torch_builds import BUILDS, PYTHONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from support import Result
 
@@ -48,10 +49,18 @@ def server(request: pytest.FixtureRequest) -> Iterator[JobServer]:
         yield server
 
 
-def ask(job: Job) -> list[Result]:
-    """Run pyspy-all and trace blocked at once: they mostly wait between samples."""
-    asked = [WarmRunning(*command, "--json", "--job", job.name) for command in (("pyspy-all",), ("trace", "blocked"))]
-    return [each.finish() for each in asked]
+@contextmanager
+def running(server: JobServer, envs: Iterable[dict[str, str]]) -> Iterator[list[Job]]:
+    """Run jobs side by side: who looks at a hung one mostly waits between samples."""
+    with ExitStack() as ends:
+        yield [ends.enter_context(Job("trains_on_a_stack", 4, env=env, server=server)) for env in envs]
+
+
+def ask(jobs: Sequence[Job]) -> list[list[Result]]:
+    """Run pyspy-all and trace blocked on each, all at once."""
+    commands = (("pyspy-all",), ("trace", "blocked"))
+    asked = [[WarmRunning(*command, "--json", "--job", job.name) for command in commands] for job in jobs]
+    return [[each.finish() for each in of_job] for of_job in asked]
 
 
 def named(result: Result) -> set[int]:
@@ -60,35 +69,38 @@ def named(result: Result) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("case", HUNG, ids=lambda case: f"{case.stack}-{case.fault}")
-def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case, server: JobServer) -> None:
-    with Job("trains_on_a_stack", 4, env={"STACK": case.stack, "FAULT": case.fault}, server=server) as job:
-        job.wait_still()
-        result, blocked = ask(job)
-    assert (result.report["verdict"], named(result)) == (case.verdict, set(case.ranks)), result.out
-    first = result.report["findings"][0]
-    assert case.words in "\n".join([first["title"], first["detail"], *first["evidence"]])
-    # By /proc alone it is often unknown, but never another rank.
-    assert named(blocked) <= set(case.ranks), blocked.out
+@pytest.mark.parametrize(
+    "cases", [HUNG[:3], HUNG[3:6], HUNG[6:]], ids=lambda cases: "-".join(f"{case.stack}-{case.fault}" for case in cases)
+)
+def test_the_rank_that_holds_the_others_up_is_named_and_no_other(cases: list[Case], server: JobServer) -> None:
+    with running(server, [{"STACK": case.stack, "FAULT": case.fault} for case in cases]) as jobs:
+        for job in jobs:
+            job.wait_still()
+        asked = ask(jobs)
+    for case, (result, blocked) in zip(cases, asked, strict=True):
+        assert (result.report["verdict"], named(result)) == (case.verdict, set(case.ranks)), (case, result.out)
+        first = result.report["findings"][0]
+        assert case.words in "\n".join([first["title"], first["detail"], *first["evidence"]])
+        # By /proc alone it is often unknown, but never another rank.
+        assert named(blocked) <= set(case.ranks), (case, blocked.out)
 
 
 @pytest.mark.parametrize("stack", HEALTHY)
 def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer) -> None:
-    with Job("trains_on_a_stack", 4, env={"STACK": stack}, server=server) as job:
-        job.wait_ready()
-        looked, blocked = ask(job)
-        again = [job.look()] if looked.report["verdict"] == "unknown" else []  # a rank that a busy machine hid
-    verdict = [looked, *again][-1].report["verdict"]
-    results = [looked, *again, blocked]
-    for result in results:
-        assert named(result) == set(), result.report["summary"]
-    assert verdict in (("ok", "unknown") if stack in OF_A_MODULE else ("ok",)), results
+    with running(server, [{"STACK": stack}]) as jobs:
+        jobs[0].wait_ready()
+        (results,) = ask(jobs)
+        looked = results[0]
+        if looked.report["verdict"] == "unknown":  # a rank that a busy machine hid
+            results.append(looked := jobs[0].look())
+    assert [named(result) for result in results] == [set()] * len(results), results
+    assert looked.report["verdict"] in (("ok", "unknown") if stack in OF_A_MODULE else ("ok",)), results
 
 
 def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow(server: JobServer) -> None:
-    with Job("trains_on_a_stack", 4, env={"STACK": "module", "FAULT": "slow"}, server=server) as job:
-        job.wait_ready()
-        result, blocked = ask(job)
+    with running(server, [{"STACK": "module", "FAULT": "slow"}]) as jobs:
+        jobs[0].wait_ready()
+        ((result, blocked),) = ask(jobs)
     assert result.report["verdict"] in ("ok", "warn"), result.out
     assert named(result) <= {2}
     assert blocked.report["verdict"] != "fail"

@@ -14,6 +14,7 @@ from cluster import Names, Network, need_network
 from cluster_hosts import ManyHosts
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, Hostile, Sshd, act_hostile, give_user_keys, greet, serve_ssh
+from loops import each
 from support import need, wait_until
 
 if TYPE_CHECKING:
@@ -117,11 +118,16 @@ FAULTS: dict[str, tuple[Callable[[Node], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_felt_from_outside_only_and_until_it_is_healed(network: Network, name: str) -> None:
+@pytest.fixture
+def served(network: Network) -> Network:
+    serve(network.nodes[0], PORT, OTHER_PORT)
+    return network
+
+
+@each("name", FAULTS)
+def test_a_fault_is_felt_from_outside_only_and_until_it_is_healed(served: Network, name: str) -> None:
     hurt, met, met_on_other_port = FAULTS[name]
-    first, second = network.nodes
-    serve(first, PORT, OTHER_PORT)
+    first, second = served.nodes
     assert call(second, "node1") == "ok"
     hurt(first)
     assert call(second, "node1", patience=patience_for(met)) == met
@@ -150,21 +156,24 @@ def test_half_of_the_packets_are_lost(network: Network) -> None:
     assert unwanted_datagrams(first) < 260  # six standard deviations from 200
 
 
-@pytest.mark.parametrize(
-    ("names", "itself", "other"),
-    [
-        (Names.GOOD, "10.77.0.1", "10.77.0.2"),
-        (Names.DEBIAN, "127.0.1.1", "10.77.0.2"),
-        (Names.LOOPBACK, "127.0.0.1", "10.77.0.2"),
-        (Names.UNKNOWN, "", ""),
-    ],
-)
-def test_names(names: Names, itself: str, other: str) -> None:
+NAMES = {
+    # The addresses that a node finds for itself and for another one.
+    Names.GOOD: ("10.77.0.1", "10.77.0.5"),
+    Names.DEBIAN: ("127.0.1.1", "10.77.0.5"),
+    Names.LOOPBACK: ("127.0.0.1", "10.77.0.5"),
+    Names.UNKNOWN: ("", ""),
+}
+
+
+def test_names() -> None:
     need_network()
-    with Network(2, names={"node1": names}) as network:
-        found = [network["node1"].run("getent", "ahostsv4", name, check=False).stdout for name in ("node1", "node2")]
-        assert [lines.split(" ")[0] for lines in found] == [itself, other]
-        assert network["node2"].run("getent", "hosts", "node1").stdout.startswith("10.77.0.1 ")
+    chosen = {f"node{number}": names for number, names in enumerate(NAMES, 1)}
+    with Network(5, names=chosen) as network:
+        for name, names in chosen.items():
+            asked = [network[name].run("getent", "ahostsv4", host, check=False).stdout for host in (name, "node5")]
+            assert tuple(lines.split(" ")[0] for lines in asked) == NAMES[names], name
+            known = network["node5"].run("getent", "hosts", name).stdout
+            assert known.startswith(f"{network[name].address} "), name
 
 
 def test_via_enters_a_node_as_a_session_of_its_own_and_knows_no_strangers(network: Network) -> None:
@@ -231,24 +240,28 @@ def test_ssh_logs_in_with_strict_host_keys_and_default_configuration(ssh_network
     assert b"Host key verification failed" in ssh(ssh_network, "node2", "hostname").stderr
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "length"),
-    [(Hostile.GARBAGE, 0, 200_000), (Hostile.FLOOD, 0, 50_000_000), (Hostile.NOT_FOUND, 127, 0)],
-)
-def test_a_hostile_node_is_hostile(ssh_network: Network, how: Hostile, code: int, length: int) -> None:
-    serve_ssh(ssh_network, [ssh_network["node1"]], options=[act_hostile(how)])
-    done = ssh(ssh_network, "node1", "echo hello")
-    assert (done.returncode, len(done.stdout)) == (code, length)
+def test_a_hostile_node_is_hostile() -> None:
+    need_network()
+    need("ssh", "ssh-keygen", SSHD)
+    ends = {Hostile.GARBAGE: (0, 200_000), Hostile.FLOOD: (0, 50_000_000), Hostile.NOT_FOUND: (127, 0)}
+    with Network(len(ends)) as network:
+        for node, how in zip(network.nodes, ends, strict=True):
+            serve_ssh(network, [node], options=[act_hostile(how)])
+            done = ssh(network, node.name, "echo hello")
+            assert (done.returncode, len(done.stdout)) == ends[how], how
 
 
-@pytest.mark.parametrize("shell", ["bash", "fish", "zsh", "tcsh"])
-def test_a_node_logs_in_with_a_shell_that_greets(ssh_network: Network, shell: str) -> None:
-    need(shell)
-    node = ssh_network["node1"]
-    node.log_in_with(node.run("sh", "-c", f"command -v {shell}").stdout.strip())
-    greet(node, "Welcome")
-    serve_ssh(ssh_network, [node])
-    assert ssh(ssh_network, "node1", "echo hello").stdout == b"Welcome\nhello\n"
+def test_a_node_logs_in_with_a_shell_that_greets() -> None:
+    need_network()
+    shells = ("bash", "fish", "zsh", "tcsh")
+    need("ssh", "ssh-keygen", SSHD, *shells)
+    with Network(len(shells)) as network:
+        for node, shell in zip(network.nodes, shells, strict=True):
+            node.log_in_with(node.run("sh", "-c", f"command -v {shell}").stdout.strip())
+            greet(node, "Welcome")
+        serve_ssh(network)
+        for node, shell in zip(network.nodes, shells, strict=True):
+            assert ssh(network, node.name, "echo hello").stdout == b"Welcome\nhello\n", shell
 
 
 def test_open_mpi_spans_two_nodes_over_this_ssh(ssh_network: Network) -> None:

@@ -1,4 +1,4 @@
-"""--save DIR and --from DIR: the facts of a run, judged elsewhere, give the same report; for every command."""
+"""--save DIR and --from DIR: the facts of a run, judged elsewhere, give the same report, valid by the schema."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job
+from json_schema import check
 from support import PROGRAM, Result, need, wait_until
 from support_warm import distdiag
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 RECORDED_LOGS = Path(__file__).parents[2] / "recorded" / "logs"
 RANKS = ("--nproc", "2", "--device", "cpu")
+QUICK = (*RANKS, "--size", "1MiB", "--no-compute")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,7 @@ def again(folder: Path, command: tuple[str, ...], typed: tuple[str, ...], *more:
     kept, elsewhere = folder / "kept", folder / "elsewhere"
     elsewhere.mkdir(parents=True, exist_ok=True)
     first = distdiag(*command, *typed, "--save", str(kept), "--json")
+    check(first.out, first.code)
     second = distdiag(*command, *more, "--from", str(kept), "--json", wrap=("env", "-C", str(elsewhere)))
     assert (second.code, second.out) == (first.code, first.out), second.err
     return second
@@ -40,7 +43,7 @@ ON_A_JOB = {
     "pyspy-all": (("pyspy-all",), ("--job", "JOB")),
     "hang": (("hang",), ("--job", "JOB")),
     "blocked": (("trace", "blocked"), ("--job", "JOB")),
-    "fds": (("trace", "fds"), ("--job", "JOB")),
+    "fds": (("trace", "fds"), ("--job", "JOB", "--rank", "0")),
     "sys": (("trace", "sys"), ("--job", "JOB", "--for", "300ms")),
     "show": (("trace", "show"), ("LINES",)),
     "core-bt": (("core-bt",), ("--check-setup",)),
@@ -63,8 +66,8 @@ def test_of_a_hung_job(name: str, hung: tuple[Job, Path], tmp_path: Path) -> Non
 
 
 ON_RANKS = {
-    "gpu-test": (("gpu-test",), (*RANKS, "--inject", "kill:1"), ()),
-    "isolate": (("gpu-test",), (*RANKS, "--isolate", "--inject", "block:0"), ("--isolate",)),
+    "gpu-test": (("gpu-test",), (*QUICK, "--inject", "kill:1"), ()),
+    "isolate": (("gpu-test",), (*QUICK, "--isolate", "--inject", "block:0"), ("--isolate",)),
     "allreduce-bench": (("allreduce-bench",), (*RANKS, "--sizes", "1KiB", "--min-time", "0.01"), ()),
 }
 

@@ -41,6 +41,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.timeout(300)  # the site may take a busy machine 110 s
 def test_a_pasted_line_finds_its_entry(site: str) -> None:
     need("chromium", "chromedriver")
     options = webdriver.ChromeOptions()
