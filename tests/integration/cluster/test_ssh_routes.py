@@ -51,7 +51,6 @@ def use_config(net: Network, config: str) -> None:
     give_user_keys(net.client, {node.name: node.name for node in net.nodes}, config=config)
 
 
-@pytest.mark.alone
 def test_all_hosts_behind_one_bastion_with_default_limits_are_reached() -> None:
     need_network()
     need("ssh", "ssh-keygen", SSHD)
@@ -95,7 +94,7 @@ def test_a_bastion_that_has_a_bastion_itself_is_left_to_openssh(net: Network) ->
     assert reach(net.client, "node3", host_timeout_s=5).states == {"node3": "ok"}
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_many_hosts_with_few_files_are_all_reached() -> None:
     need_network()
     need("ssh", "ssh-keygen", SSHD)
@@ -104,7 +103,7 @@ def test_many_hosts_with_few_files_are_all_reached() -> None:
         assert reached.count() == {"no-python": FEW}
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_among_many_each_has_its_own_trouble_and_nobody_a_false_one() -> None:
     need_network()
     need("ssh", "ssh-keygen", SSHD)

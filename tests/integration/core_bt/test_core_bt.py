@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from cores import PROGRAMS, cores_in, make_core
-from support import PROGRAM, need, wait_until
+from support import PROGRAM, need, need_mounts, wait_until
 from support_warm import distdiag
 
 from distdiag.facts import machine
@@ -288,11 +287,11 @@ def test_secrets_among_the_arguments_of_a_process_are_not_shown() -> None:
         process.kill()
 
 
-@pytest.mark.alone  # it is about the ranks that are here, so those of other tests would count
 def test_setup_says_what_keeps_cores_away() -> None:
-    limited = ("prlimit", "--core=0:0")
-    if shutil.which("prlimit") is None:
-        pytest.skip("not installed: prlimit")
+    need_mounts()
+    need("prlimit")
+    # It is about the ranks that are here, so those of other tests would count.
+    limited = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "prlimit", "--core=0:0")
     result = distdiag("core-bt", "--json", "--check-setup", wrap=limited)
     assert any(name.startswith("setup-limit") for name in result.findings), result.out
     assert os.path.exists("/proc/sys/kernel/core_pattern")

@@ -217,7 +217,7 @@ def test_the_job_and_its_record_outlive_distdiag(tmp_path: Path) -> None:
     assert _kept(tmp_path, 0) == out
 
 
-@pytest.mark.alone  # the picture has 8 s: on a machine that is too busy it is empty, as it should be
+@pytest.mark.timed  # the picture has 8 s: on a machine that is too busy it is empty, as it should be
 def test_sigterm_reaches_the_job_after_the_picture(tmp_path: Path) -> None:
     job = _launch_stuck(["--save", str(tmp_path)], tmp_path)
     job.terminate()
