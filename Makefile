@@ -24,27 +24,17 @@ help: ## List the targets
 run: $(VENV)/installed compiled ## Install distdiag into .venv and test two ranks on this machine
 	@$(BIN)/distdiag gpu-test --nproc 2
 
-# Test files side by side, in their order: the long ones are in the middle. Then, alone, what measures time.
+# Test files side by side, in their order: the long ones are in the middle.
 # Four more than processors, up to 6: much of a test is waiting.
 WORKERS := $(shell n=$$(nproc); echo $$((n < 3 ? n + 4 : 6)))
 SIDE_BY_SIDE := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
-# pytest leaves with 5 when it has no test: fine where ARGS choose tests of one kind only. What fails (1) is run once
-# more, with nothing beside it: a busy machine is no fault of the code. pytest names it both times.
-NO_TEST := $(if $(ARGS),5,none)
 SKIPPED := $(VENV)/skipped
 test: export DISTDIAG_TESTS_SKIPPED := $(CURDIR)/$(SKIPPED)
 # Rewritten tests and the package are read from bytecode by all workers.
 test: export PYTHONDONTWRITEBYTECODE :=
-# The files that have such tests: collecting all files once more would take longer than some of these.
-ALONE := $(if $(ARGS),,$(shell grep -rl --include='test_*.py' 'mark\.alone' tests/unit tests/integration))
-define run_tests
-$(BIN)/python -m pytest -m $(1) $(2) $(ARGS) || case $$? in $(NO_TEST)) ;; \
-  1) echo "Once more, alone:" && $(BIN)/python -m pytest -m $(1) --last-failed --last-failed-no-failures=none ;; *) exit 1 ;; esac
-endef
 test: $(VENV)/installed-dev $(VENV)/cuda $(VENV)/kubectl compiled tools ## Run the whole test suite (installs what it needs; as root, system packages too)
 	@rm -f $(SKIPPED)
-	$(call run_tests,"not alone",$(SIDE_BY_SIDE))
-	$(call run_tests,alone,$(ALONE))
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 	@echo "skipped: $$(sort $(SKIPPED) | uniq -c | awk '{ n = $$1; $$1 = ""; printf "%s%d:%s", sep, n, $$0; sep = "; " } END { if (!NR) printf "none" }')"
 
 check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
