@@ -176,7 +176,7 @@ def test_each_pod_has_a_row(tmp_path: Path) -> None:
         return FakePod(manifest, enter=named(name))
 
     pods = [
-        *(pod(f"good-{number}") for number in range(5)),
+        *(pod(f"good-{number}") for number in range(3)),
         pod("pull", "Pending", waiting),
         pod("wait", "Pending", {}, status={"conditions": [unscheduled]}),
         pod("crash", "Failed", failed),

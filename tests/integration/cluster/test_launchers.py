@@ -226,11 +226,12 @@ def test_a_rank_without_its_rank_0_says_so_and_ends() -> None:
     assert "did not find rank 0 at 127.0.0.1" in result.err
 
 
-def test_ranks_that_a_launcher_ends_leave_one_document() -> None:
-    """Of all that share stdout, rank 0 alone speaks."""
+def test_ranks_that_a_launcher_ends_leave_one_document(tmp_path: Path) -> None:
+    """Of all that share stdout, rank 0 alone speaks. An import of torch that takes long holds them up."""
     need("mpirun.openmpi")
-    # Rank 0 waits for the others: they are held up before they can find it.
-    running = Running("gpu-test", *QUICK, "--inject", "late:1@connect", wrap=(*MPIRUN, "-np", "2"))
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(1000)\n")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    running = Running("gpu-test", *QUICK, env=path, wrap=(*MPIRUN, "-np", "3"))
     running.wait_for("start: all ranks")
     running.process.terminate()
     result = running.finish()
