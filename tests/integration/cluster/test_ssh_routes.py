@@ -18,11 +18,11 @@ from support_warm import WarmRunning, distdiag
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MANY = 24
+MANY = 20
 """More logins than sshd's default lets in at once (MaxStartups 10:30:100)."""
 PATIENCE_S = 80
-"""Of each host behind the bastion, which this machine serves all at once: 48 logins, and tests of others."""
-MIXED = 60
+"""Of each host behind the bastion, which this machine serves all at once: 40 logins, and tests of others."""
+MIXED = 40
 FEW_FILES = ("sh", "-c", 'ulimit -n 64; exec "$@"', "-")
 FEW = 40
 """More than that limit allows at once: 4."""
