@@ -262,7 +262,7 @@ def pairs(folder: Path, cases: list[str]) -> None:
     import torch._dynamo  # optimizers import it, which takes longer than all the rest
 
     if any("compile" in case for case in cases):
-        torch.compile(torch.neg, backend="eager")(torch.ones(1))  # imports as much again
+        torch.compile(Model(), backend="eager")(torch.ones(4, 8), 1.0)  # imports as much again
         torch._dynamo.reset()
     statuses = {}
     for case in cases:
