@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from _pytest.terminal import TerminalReporter
 
+gc.disable()  # until all tests are imported: imports make no garbage, and to look for it takes a third of their time
+
 # A shell's background job and nohup ignore these, and so would every process started and then signalled by a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -29,6 +32,13 @@ os.environ["PATH"] = f"{sys.prefix}/kubectl:{os.environ['PATH']}"
 def _no_test_leaves_what_it_started() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let garbage of the tests be collected, without a look at what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
