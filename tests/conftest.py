@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from _pytest.terminal import TerminalReporter
+
+gc.disable()  # until all tests are imported: imports make no garbage, and to look for it takes a third of their time
 
 # A shell's background job and nohup ignore these, and so would every process started and then signalled by a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -40,6 +43,13 @@ def _a_timed_test_goes_first(request: pytest.FixtureRequest) -> Iterator[None]:
 def _no_test_leaves_what_it_started() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let garbage of the tests be collected, without a look at what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -19,7 +19,6 @@ from support_warm import distdiag
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
-    import torch.distributed.checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -269,6 +268,8 @@ def test_a_checkpoint_of_torch_distributed_is_refused_with_the_command_that_conv
     monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import torch.distributed.checkpoint
+
         torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=str(folder))
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     assert torch.equal(read("tensors.pt")["w"], torch.ones(2))  # type: ignore[arg-type]

@@ -227,7 +227,6 @@ importlib.util.find_spec("torch")
 import torch
 from torch import nn
 from distdiag import DebugUnderflowOverflow
-gc.freeze()
 class Odd(dict):
     def items(self):
         raise RuntimeError("not now")
@@ -251,6 +250,7 @@ with torch.no_grad():
 for _ in range(2):
     second(torch.ones(1, 2))
 print("went on")
+gc.freeze()
 """
 
 
