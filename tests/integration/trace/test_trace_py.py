@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import shutil
@@ -37,6 +38,7 @@ def _pythons() -> list[str]:
     return [sys.executable, *dict.fromkeys(path for path in newer if path and "3.1" in _version(path))]
 
 
+@functools.cache
 def _version(python: str) -> str:
     done = subprocess.run([python, "-V"], capture_output=True, text=True, check=False, timeout=20)
     return done.stdout.strip()
