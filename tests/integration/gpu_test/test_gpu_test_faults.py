@@ -25,6 +25,7 @@ RUN = ("gpu-test", "--json", "--no-compute", "--stall", "25")
 HELD_UP = (("stop", 0, "start"), ("late", 1, "connect"), ("stop", 0, "init"), ("late", 0, "done"))
 
 
+@pytest.mark.alone
 def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
     result = gpu_test("--nproc", "3", computes=True)
     check(result.out, 0)
@@ -94,9 +95,8 @@ def assert_killed(stage: str, *arguments: str) -> Result:
 
 
 @pytest.mark.alone
-def test_a_death_is_reported_within_a_second(tmp_path: Path) -> None:
-    kept = ("--save", str(tmp_path))
-    run = WarmRunning("gpu-test", "--nproc", "3", "--json", "--no-compute", "--inject", "late:0@agree", *kept)
+def test_a_death_is_reported_within_a_second() -> None:
+    run = WarmRunning("gpu-test", "--nproc", "2", "--json", "--no-compute", "--inject", "late:0@agree")
     run.wait_for("agree: all ranks")
     killed = run.pid_of_rank(1)
     os.kill(killed, signal.SIGKILL)
@@ -106,22 +106,12 @@ def test_a_death_is_reported_within_a_second(tmp_path: Path) -> None:
     assert list(result.findings) == ["rank-died"]
     assert "SIGKILL" in result.findings["rank-died"]["title"]
     assert "in stage agree " in result.findings["rank-died"]["title"]
-    assert result.statuses == ["waiting", "died", "waiting"]
+    assert result.statuses == ["waiting", "died"]
     assert result.findings["rank-died"]["where"] == {
         "hosts": [result.report["data"]["ranks"][1]["host"]],
         "ranks": [1],
         "pids": [killed],
     }
-    assert_fits_80_columns(distdiag("gpu-test", "--from", str(tmp_path)).out)
-
-
-def assert_fits_80_columns(text: str) -> None:
-    lines = text.splitlines()
-    assert lines[0] == "distdiag gpu-test: FAIL"
-    assert [line for line in lines if line.startswith(("0,2 ", "1 "))], "equal ranks fold into one row"
-    assert max(len(line) for line in lines if not line.startswith("    ")) <= 80
-    assert "\x1b" not in text
-    assert "rank 1 (" in text
 
 
 @pytest.fixture(scope="module")
@@ -184,15 +174,25 @@ def test_one_changed_element_is_found_although_gloo_is_content() -> None:
     assert result.statuses == ["ok", "ok", "failed"]
 
 
-def test_another_dtype_of_a_minority_is_found_before_the_collective() -> None:
+def test_another_dtype_of_a_minority_is_found_before_the_collective(tmp_path: Path) -> None:
     # A draw is tested with allreduce-bench.
-    result = gpu_test("--nproc", "3", "--inject", "dtype:1")
+    result = gpu_test("--nproc", "3", "--inject", "dtype:1", "--save", str(tmp_path))
     assert result.code == 1
     assert list(result.findings) == ["mismatch"]
     finding = result.findings["mismatch"]
     assert finding["where"]["ranks"] == [1]
     assert "float64 on rank 1" in finding["title"]
     assert {rank["stage"] for rank in result.report["data"]["ranks"]} == {"agree"}
+    assert_fits_80_columns(distdiag("gpu-test", "--from", str(tmp_path)).out)
+
+
+def assert_fits_80_columns(text: str) -> None:
+    lines = text.splitlines()
+    assert lines[0] == "distdiag gpu-test: FAIL"
+    assert [line for line in lines if line.startswith(("0,2 ", "1 "))], "equal ranks fold into one row"
+    assert max(len(line) for line in lines if not line.startswith("    ")) <= 80
+    assert "\x1b" not in text
+    assert "rank 1 (" in text
 
 
 def test_a_rank_without_torch_is_named_with_its_python(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_rank_without_torch_is_named_with_its_python(tmp_path: Path) -> None:
 
 def test_one_element_that_is_wrong_in_one_repetition_names_the_rank() -> None:
     result = gpu_test("--nproc", "2", "--inject", "wrong-compute:1", computes=True)
-    assert result.code == 1
-    assert list(result.findings) == ["wrong-compute"]
+    # A busy machine pauses ranks, too.
+    assert (result.code, set(result.findings) - {"rank-paused"}) == (1, {"wrong-compute"})
     assert result.findings["wrong-compute"]["where"]["ranks"] == [1]
     assert "1 element of a 384x384 float32 product changed in repetition 2" in result.findings["wrong-compute"]["title"]

@@ -113,7 +113,7 @@ def test_a_slow_link_on_a_busy_machine() -> None:
 def test_a_link_that_drops_everything_is_found_without_computing() -> None:
     result = isolate(*PAIRS, "--inject", "block:1-3")
     check(result.out, 1)
-    assert list(result.findings) == ["bad-link"]
+    assert set(result.findings) - {"rank-paused"} == {"bad-link"}  # a busy machine pauses ranks, too
     assert (result.report["data"]["left_out"], len(result.report["data"]["pairs"])) == ([], 6)
     assert classified(result)["links"] == [[1, 3]]
     failed = [one for one in result.report["data"]["pairs"] if one["status"] == "failed"]
@@ -132,8 +132,8 @@ def test_two_groups_that_do_not_reach_each_other() -> None:
 
 def test_of_two_ranks_that_are_slow_none_is_blamed() -> None:
     result = isolate("--nproc", "2", "--size", "1MiB", "--no-compute", "--inject", "slow:all", "--expect", "0.1")
-    assert list(result.findings) == ["undecidable"]
-    assert result.code in (1, 3)  # on a busy machine the pair may fail
+    # On a busy machine the pair may fail, and ranks pause.
+    assert (result.code in (1, 3), set(result.findings) - {"rank-paused"}) == (True, {"undecidable"})
     assert result.findings["undecidable"]["fix"]["text"]
 
 
