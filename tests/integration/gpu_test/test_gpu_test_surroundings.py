@@ -193,9 +193,9 @@ def test_ctrl_c_reports_what_is_known_and_leaves_nothing(stopped: Running) -> No
     assert [rank["stage"] for rank in result.report["data"]["ranks"]] == ["start"]
 
 
-def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
-    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--inject", "late:1@memory")
-    run.wait_for("waiting for rank 1 in memory")
+def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing(tmp_path: Path) -> None:
+    run = Running("gpu-test", "--json", "--nproc", "2", "--inject", "late:1@connect", env=enough_of_torch(tmp_path))
+    run.wait_for("waiting for rank 1 in connect")
     run.process.send_signal(signal.SIGTERM)
     run.process.send_signal(signal.SIGINT)
     result = run.finish(timeout=20)
