@@ -24,13 +24,10 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--nproc", "0"),
         ("--backend", "mpi"),
         ("--backend", "nccl", "--device", "cpu"),
-        ("--size", "a lot"),
         ("--memory", "1.5"),
         ("--stall", "0"),
-        ("--inject", "burn:1"),
         ("--inject", "corrupt:1@memory"),
         ("--inject", "kill:2", "--nproc", "2"),
         ("--no-such-option",),
@@ -53,6 +50,7 @@ def test_wrong_usage_is_told_to_people_in_the_same_words(arguments: tuple[str, .
     plain = distdiag("gpu-test", *arguments)
     assert (plain.code, plain.out, "Traceback" in plain.err) == (2, "", False)
     result = distdiag("gpu-test", *arguments, "--json")
+    assert (result.code, result.report["exit_code"], result.report["error"]["id"]) == (2, 2, "usage")
     assert result.report["error"]["message"] in " ".join(plain.err.split())
 
 
