@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from support import Result
 
 _ENOUGH_OF_TORCH = """
-from types import SimpleNamespace
-__version__, device = "2", str
-cuda, version = SimpleNamespace(is_available=lambda: False), SimpleNamespace(cuda=None, hip=None)
+import sys
+from types import SimpleNamespace as Has
+__version__, device, cuda, version = "2", str, Has(is_available=lambda: False), Has(cuda=None, hip=None)
+distributed = sys.modules["torch.distributed"] = Has(is_available=lambda: True)
 """
 
 
@@ -95,7 +96,5 @@ def gpu_test(
 
 def enough_of_torch(folder: Path) -> dict[str, str]:
     """Return variables for ranks that do not come further than connect: until then they use no more of torch."""
-    (folder / "torch").mkdir()
-    (folder / "torch/__init__.py").write_text(_ENOUGH_OF_TORCH)
-    (folder / "torch/distributed.py").write_text("def is_available(): return True\n")
+    (folder / "torch.py").write_text(_ENOUGH_OF_TORCH)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}

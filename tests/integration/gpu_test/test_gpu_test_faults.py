@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 # Ranks need less than 25 s for torch beside eight busy processes; such a rank is no fault.
 RUN = ("gpu-test", "--json", "--no-compute", "--stall", "25")
-# A stopped rank and a late one are the same to the others, and so are agree, memory and done. For reduce see
-# below, for memory test_gpu_test_surroundings.
+# A stopped rank and a late one are the same to the others; so are agree, memory and done. For reduce see below.
 HELD_UP = (("stop", 0, "start"), ("late", 1, "connect"), ("stop", 0, "init"), ("late", 0, "done"))
 
 
+@pytest.mark.alone
 def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
-    result = gpu_test("--nproc", "3", computes=True)
+    result = gpu_test("--nproc", "2", computes=True)
     check(result.out, 0)
     assert result.report["verdict"] == "ok"
     data = result.report["data"]
-    assert data["world_size"] == 3
+    assert data["world_size"] == 2
     assert (data["backend"], data["device"]) == ("gloo", "cpu")
     assert data["memory_bytes"] == 64 * 2**20
     assert data["versions"]["torch"]
     assert data["versions"]["python"].startswith("3.")
     assert [(rank["rank"], rank["stage"], rank["status"]) for rank in data["ranks"]] == [
-        (rank, "done", "ok") for rank in range(3)
+        (rank, "done", "ok") for rank in range(2)
     ]
     assert [finding["id"] for finding in result.report["findings"]] == ["gpu-test.cpu-only"]
 
 
 @pytest.mark.alone
-def test_a_rank_that_does_not_come_is_named_alone_and_in_time() -> None:
-    result = gpu_test("--nproc", "3", "--stall", "12", "--inject", "stop:1")
+def test_a_rank_that_does_not_come_is_named_alone_and_in_time(tmp_path: Path) -> None:
+    result = gpu_test("--nproc", "3", "--stall", "12", "--inject", "stop:1@connect", env=enough_of_torch(tmp_path))
     assert result.code == 1
     assert list(result.findings) == ["rank-missing"]
     finding = result.findings["rank-missing"]
@@ -67,9 +67,8 @@ def test_a_torch_that_loads_and_loads_is_slow_and_one_that_does_nothing_is_stuck
 
 
 # In agree it is killed below, from outside; amid a collective with allreduce-bench.
-@pytest.mark.parametrize("stage", ["start", "init"])
-def test_a_rank_killed_in_a_stage_is_named_with_signal_and_stage(stage: str) -> None:
-    assert_killed(stage)
+def test_a_rank_killed_before_it_has_torch_is_named_with_signal_and_stage() -> None:
+    assert_killed("start")
 
 
 def test_nccl_debug_keeps_what_each_rank_prints_also_one_that_is_killed() -> None:
@@ -95,9 +94,8 @@ def assert_killed(stage: str, *arguments: str) -> Result:
 
 
 @pytest.mark.alone
-def test_a_death_is_reported_within_a_second(tmp_path: Path) -> None:
-    kept = ("--save", str(tmp_path))
-    run = WarmRunning("gpu-test", "--nproc", "3", "--json", "--no-compute", "--inject", "late:0@agree", *kept)
+def test_a_death_is_reported_within_a_second() -> None:
+    run = WarmRunning("gpu-test", "--nproc", "2", "--json", "--no-compute", "--inject", "late:0@agree")
     run.wait_for("agree: all ranks")
     killed = run.pid_of_rank(1)
     os.kill(killed, signal.SIGKILL)
@@ -107,22 +105,12 @@ def test_a_death_is_reported_within_a_second(tmp_path: Path) -> None:
     assert list(result.findings) == ["rank-died"]
     assert "SIGKILL" in result.findings["rank-died"]["title"]
     assert "in stage agree " in result.findings["rank-died"]["title"]
-    assert result.statuses == ["waiting", "died", "waiting"]
+    assert result.statuses == ["waiting", "died"]
     assert result.findings["rank-died"]["where"] == {
         "hosts": [result.report["data"]["ranks"][1]["host"]],
         "ranks": [1],
         "pids": [killed],
     }
-    assert_fits_80_columns(distdiag("gpu-test", "--from", str(tmp_path)).out)
-
-
-def assert_fits_80_columns(text: str) -> None:
-    lines = text.splitlines()
-    assert lines[0] == "distdiag gpu-test: FAIL"
-    assert [line for line in lines if line.startswith(("0,2 ", "1 "))], "equal ranks fold into one row"
-    assert max(len(line) for line in lines if not line.startswith("    ")) <= 80
-    assert "\x1b" not in text
-    assert "rank 1 (" in text
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +120,7 @@ def held_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str
     runs: dict[tuple[str, int, str], WarmRunning] = {}
     try:
         # The buffer is large so that the reduction is still under way when the signal comes.
-        run = runs["signal", 1, "reduce"] = WarmRunning(*RUN, "--size", "768MiB", "--nproc", "3")
+        run = runs["signal", 1, "reduce"] = WarmRunning(*RUN, "--size", "768MiB", "--nproc", "2")
         run.wait_for("reduce: all ranks")
         os.kill(run.pid_of_rank(1), signal.SIGSTOP)
         for kind, rank, stage in HELD_UP:
@@ -185,15 +173,25 @@ def test_one_changed_element_is_found_although_gloo_is_content() -> None:
     assert result.statuses == ["ok", "ok", "failed"]
 
 
-def test_another_dtype_of_a_minority_is_found_before_the_collective() -> None:
+def test_another_dtype_of_a_minority_is_found_before_the_collective(tmp_path: Path) -> None:
     # A draw is tested with allreduce-bench.
-    result = gpu_test("--nproc", "3", "--inject", "dtype:1")
+    result = gpu_test("--nproc", "3", "--inject", "dtype:1", "--save", str(tmp_path))
     assert result.code == 1
     assert list(result.findings) == ["mismatch"]
     finding = result.findings["mismatch"]
     assert finding["where"]["ranks"] == [1]
     assert "float64 on rank 1" in finding["title"]
     assert {rank["stage"] for rank in result.report["data"]["ranks"]} == {"agree"}
+    assert_fits_80_columns(distdiag("gpu-test", "--from", str(tmp_path)).out)
+
+
+def assert_fits_80_columns(text: str) -> None:
+    lines = text.splitlines()
+    assert lines[0] == "distdiag gpu-test: FAIL"
+    assert [line for line in lines if line.startswith(("0,2 ", "1 "))], "equal ranks fold into one row"
+    assert max(len(line) for line in lines if not line.startswith("    ")) <= 80
+    assert "\x1b" not in text
+    assert "rank 1 (" in text
 
 
 def test_a_rank_without_torch_is_named_with_its_python(tmp_path: Path) -> None:
@@ -209,8 +207,8 @@ def test_a_rank_without_torch_is_named_with_its_python(tmp_path: Path) -> None:
 
 
 def test_one_element_that_is_wrong_in_one_repetition_names_the_rank() -> None:
-    result = gpu_test("--nproc", "3", "--inject", "wrong-compute:1", computes=True)
-    assert result.code == 1
-    assert list(result.findings) == ["wrong-compute"]
+    result = gpu_test("--nproc", "2", "--inject", "wrong-compute:1", computes=True)
+    # A busy machine pauses ranks, too.
+    assert (result.code, set(result.findings) - {"rank-paused"}) == (1, {"wrong-compute"})
     assert result.findings["wrong-compute"]["where"]["ranks"] == [1]
     assert "1 element of a 384x384 float32 product changed in repetition 2" in result.findings["wrong-compute"]["title"]

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import PROGRAM, Running, need_mounts, wait_until
+from support import PROGRAM, Running, need_mounts
 from support_warm import distdiag, enough_of_torch, gpu_test
-
-from distdiag.facts.machine import process_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,13 +24,10 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--nproc", "0"),
         ("--backend", "mpi"),
         ("--backend", "nccl", "--device", "cpu"),
-        ("--size", "a lot"),
         ("--memory", "1.5"),
         ("--stall", "0"),
-        ("--inject", "burn:1"),
         ("--inject", "corrupt:1@memory"),
         ("--inject", "kill:2", "--nproc", "2"),
         ("--no-such-option",),
@@ -55,6 +50,7 @@ def test_wrong_usage_is_told_to_people_in_the_same_words(arguments: tuple[str, .
     plain = distdiag("gpu-test", *arguments)
     assert (plain.code, plain.out, "Traceback" in plain.err) == (2, "", False)
     result = distdiag("gpu-test", *arguments, "--json")
+    assert (result.code, result.report["exit_code"], result.report["error"]["id"]) == (2, 2, "usage")
     assert result.report["error"]["message"] in " ".join(plain.err.split())
 
 
@@ -180,32 +176,24 @@ def test_several_of_us_under_a_launcher_do_not_multiply() -> None:
     assert "--hosts would make each of them start its own ranks" in result.report["error"]["message"]
 
 
-# A rank that is stopped at start has not imported torch, nor has any other.
-STOPPED = ("gpu-test", "--json", "--nproc", "1", "--stall", "10", "--inject", "stop:0@start")
-
-
-def start(*arguments: str, env: dict[str, str] | None = None) -> Running:
-    """Start ranks of which one is stopped, and wait until it is."""
-    run = Running(*arguments, env=env)
+@pytest.fixture
+def stopped() -> Running:
+    """A rank that is stopped before it has imported torch."""
+    run = Running("gpu-test", "--json", "--nproc", "1", "--stall", "10", "--inject", "stop:0@start")
     run.wait_for("start: all ranks")
-    rank = run.pid_of_rank(int(arguments[-1].partition("@")[0][-1]))
-    wait_until(lambda: process_state(rank).letter == "T", 20, lambda: str(process_state(rank)))
     return run
 
 
-def test_ctrl_c_reports_what_is_known_and_leaves_nothing() -> None:
-    run = start(*STOPPED)
-    os.killpg(run.process.pid, signal.SIGINT)
-    result = run.finish(timeout=20)
-    assert result.code == 130
-    assert result.report["exit_code"] == 130
-    assert result.report["verdict"] == "unknown"
+def test_ctrl_c_reports_what_is_known_and_leaves_nothing(stopped: Running) -> None:
+    os.killpg(stopped.process.pid, signal.SIGINT)
+    result = stopped.finish(timeout=20)
+    assert (result.code, result.report["exit_code"], result.report["verdict"]) == (130, 130, "unknown")
     assert [rank["stage"] for rank in result.report["data"]["ranks"]] == ["start"]
 
 
-def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
-    run = Running("gpu-test", "--no-compute", "--nproc", "2", "--json", "--inject", "late:1@memory")
-    run.wait_for("waiting for rank 1 in memory")
+def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing(tmp_path: Path) -> None:
+    run = Running("gpu-test", "--json", "--nproc", "2", "--inject", "late:1@connect", env=enough_of_torch(tmp_path))
+    run.wait_for("waiting for rank 1 in connect")
     run.process.send_signal(signal.SIGTERM)
     run.process.send_signal(signal.SIGINT)
     result = run.finish(timeout=20)
@@ -222,7 +210,9 @@ def pid_of_agent(run: Running) -> int:
 @pytest.fixture
 def forked(tmp_path: Path) -> Running:
     """Two ranks of one fork server, of which one is stopped."""
-    return start("gpu-test", "--json", "--nproc", "2", "--inject", "stop:1@connect", env=enough_of_torch(tmp_path))
+    run = Running("gpu-test", "--json", "--nproc", "2", "--inject", "stop:1@connect", env=enough_of_torch(tmp_path))
+    run.wait_for("connect: all ranks")
+    return run
 
 
 def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one(forked: Running) -> None:
@@ -234,14 +224,12 @@ def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one(forked:
 def test_an_agent_that_is_killed_takes_its_ranks_along(forked: Running) -> None:
     os.kill(pid_of_agent(forked), signal.SIGKILL)
     result = forked.finish()
-    assert result.code == 3
-    assert result.report["error"]["id"] == "distdiag.facts-failed"
+    assert (result.code, result.report["error"]["id"]) == (3, "distdiag.facts-failed")
 
 
-def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks() -> None:
-    run = start(*STOPPED)
-    os.kill(pid_of_agent(run), signal.SIGSTOP)
-    result = run.finish()
+def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks(stopped: Running) -> None:
+    os.kill(pid_of_agent(stopped), signal.SIGSTOP)
+    result = stopped.finish()
     assert result.code == 3
     assert "does not respond: it is stopped" in result.report["error"]["message"]
 

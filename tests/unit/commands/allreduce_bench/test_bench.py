@@ -9,7 +9,7 @@ from loops import each
 
 from distdiag.cluster.records import Payload, RankEnded, RankEvent
 from distdiag.commands.allreduce_bench.command import parse_dtype, parse_fault, parse_ops
-from distdiag.commands.allreduce_bench.diagnose import diagnose, times_of
+from distdiag.commands.allreduce_bench.diagnose import diagnose, repeated, times_of
 from distdiag.commands.allreduce_bench.formulas import OPS, bus_factor, is_in_place, needed_bytes, shape_of
 from distdiag.commands.allreduce_bench.types import Baseline, Bench, Request, SizeResult, Stat, Times, parse_sizes
 from distdiag.errors import UsageError
@@ -300,3 +300,14 @@ def test_a_run_beside_an_earlier_one(baseline: Baseline, finding: set[str], verd
     report = reported(request, {1: [0.001] * 20, 2: [0.004] * 20, 3: [0.016] * 20}, plan_of(2))
     assert (ids(report), report.verdict) == (finding, verdict)
     assert ("none of 3 rows is slower than in the earlier run" in report.summary) == (verdict == "ok")
+
+
+def test_of_slower_rows_only_those_count_that_stay_slower_when_measured_again() -> None:
+    request = Request(device=Device.CPU, sizes=THREE.sizes, baseline=earlier(0.0005, 0.002, 0.016))
+    times = [{1: [one] * 20, 2: [two] * 20, 3: [0.016] * 20} for one, two in ((1e-3, 4e-3), (5e-4, 4e-3), (1e-3, 2e-3))]
+    first, second, third = (reported(request, one, plan_of(2)) for one in times)
+    report = repeated(request, first, second.data)
+    assert ([row.slower for row in report.data.compared], ids(report)) == ([False, True, False], {"slower"})
+    assert "1 of 3 rows" in report.summary
+    report = repeated(request, report, third.data)
+    assert (ids(report), report.verdict, "no row stays slower" in report.summary) == (set(), "ok", True)
