@@ -33,7 +33,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("port", "samples"), (0, 2**16 - 1)),
 }
 _ANY_INT = (-(2**64), 2**64)
-_BY_UNIT = {"_s": (-1e11, 1e11), "_ns": (-1e18, 1e18), "_bytes": (-1, 2**63)}
+_BY_UNIT = {"_s": (-1e11, 1e11), "_ns": (-(2**63), 2**63), "_bytes": (-1, 2**63)}
 _ANY_FLOAT = (-1e300, 1e300)
 
 
@@ -295,8 +295,9 @@ def check(value: Any, name: str = "") -> None:  # noqa: ANN401 - any facts
 def _limits(name: str, value: float) -> tuple[float, float]:
     if name in _LIMITS:
         return _LIMITS[name]
-    unit = "_" + name.rpartition("_")[2]
-    return _BY_UNIT.get(unit) or (_ANY_INT if isinstance(value, int) else _ANY_FLOAT)
+    start, _, unit = name.rpartition("_")
+    is_rate = start.endswith("_per")  # bytes or bits: NVLink has 1e12
+    return (None if is_rate else _BY_UNIT.get(f"_{unit}")) or (_ANY_INT if isinstance(value, int) else _ANY_FLOAT)
 
 
 def _fields(value: object) -> Iterable[tuple[str, Any]]:

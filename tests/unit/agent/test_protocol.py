@@ -55,6 +55,25 @@ def test_a_plain_reply_arrives_as_it_was_sent_or_is_refused() -> None:
             records.read_record(invalid)
 
 
+@each(
+    "name, value",
+    [
+        ("rdma_bits_per_s", 8 * 400 * 10**9),  # eight ports of a DGX H100
+        ("speed_bits_per_s", 800 * 10**9),
+        ("busbw_bytes_per_s", 9e11),  # NVLink 5
+        ("created_ns", 1_800_000_000 * 10**9),  # since the epoch
+        ("takes_s", 1e12),
+        ("pid", 2**40),
+    ],
+)
+def test_only_impossible_numbers_are_refused(name: str, value: float) -> None:
+    if name in ("takes_s", "pid"):
+        with pytest.raises(ValueError, match=f"{name} is out of range"):
+            records.check({name: [value]})
+    else:
+        records.check({name: [value]})
+
+
 def test_an_order_of_a_newer_parent_is_none() -> None:
     assert protocol.read_order(b'{"kind": "dance", "partner": 1}') is None
 
