@@ -30,7 +30,7 @@ os.environ["PATH"] = f"{sys.prefix}/kubectl:{os.environ['PATH']}"
 
 @pytest.fixture(autouse=True)
 def _a_timed_test_goes_first(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give a test marked `timed`, and what it starts, a priority at which other tests' load changes its times little."""
+    """Give a test marked `timed`, and what it starts, a priority at which the load of other tests hardly counts."""
     if request.node.get_closest_marker("timed") is None or os.geteuid():
         yield
         return

@@ -110,7 +110,7 @@ def subcommand() -> Subcommand[Request, SavedRun, Bench]:
     return replace(
         made,
         collect=_collect,
-        diagnose=lambda request, gathered: _judged(request, gathered.facts),
+        diagnose=_diagnose,
         shown_as_typed=("stat", "baseline"),
     )
 
@@ -125,13 +125,24 @@ def _collect(request: Request, progress: Progress) -> Gathered[SavedRun]:
         return Gathered(facts=[])
     me = identify(os.environ)
     runs = [runner.carry_out(job_of(request), progress)]
-    while (me is None or me.world_size == 1) and len(runs) <= _REPEATS:  # a launcher's other ranks have exited
-        again = _slower(request, _judged(request, runs))
-        if again is None:
-            break
-        progress.news(f"measuring {counted(len(again.ops), 'operation')} with slower rows again")
-        runs.append(runner.carry_out(job_of(again), progress))
+    try:
+        while (me is None or me.world_size == 1) and len(runs) <= _REPEATS:  # a launcher's other ranks have exited
+            again = _slower(request, _judged(request, runs))
+            if again is None:
+                break
+            progress.news(f"measuring {counted(len(again.ops), 'operation')} with slower rows again")
+            run = runner.carry_out(job_of(again), progress)
+            if rank_report.report_of(job_of(again), run).interrupted:
+                return Gathered(facts=runs, interrupted=True)
+            runs.append(run)
+    except KeyboardInterrupt:
+        return Gathered(facts=runs, interrupted=True)
     return Gathered(facts=runs)
+
+
+def _diagnose(request: Request, gathered: Gathered[SavedRun]) -> Report[Bench]:
+    report = _judged(request, gathered.facts)
+    return replace(report, interrupted=report.interrupted or gathered.interrupted)
 
 
 def _judged(request: Request, runs: Sequence[SavedRun]) -> Report[Bench]:

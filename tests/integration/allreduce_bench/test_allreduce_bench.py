@@ -49,7 +49,7 @@ class Kept:
 def every(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     folder = tmp_path_factory.mktemp("every")
     plain = distdiag(
-        "allreduce-bench", *QUICK, "--nproc", "3", "--op", "all", "--sizes", "100,1000KB", "--dtype", "bfloat16",
+        "allreduce-bench", "--json", *QUICK, "--nproc", "3", "--op", "all", "--sizes", "100,1000KB", "--dtype", "bfloat16",
         "--save", str(folder / "kept"), env={"NO_COLOR": "1"},
     )  # fmt: skip
     return Kept(folder, plain, distdiag("allreduce-bench", "--json", "--from", str(folder / "kept")))
@@ -99,14 +99,17 @@ def test_ranks_of_torchrun_in_the_other_form_beside_an_earlier_run(every: Kept, 
     assert (result.report["exit_code"], "slower" in result.findings) == (1, True)
 
 
-def test_what_is_slower_than_in_an_earlier_run_is_measured_again(faster: str) -> None:
+def test_what_is_slower_than_in_an_earlier_run_is_measured_again_and_ctrl_c_keeps_the_first_time(faster: str) -> None:
     """What the repetitions say is judged by test_bench."""
     run = WarmRunning(
         "allreduce-bench", *QUICK, "--nproc", "2", "--sizes", "1KiB", "--dtype", "float16", "--compare", faster
     )
     run.wait_for("measuring 1 operation with slower rows again")
-    run.process.kill()
-    assert run.finish().code == -signal.SIGKILL
+    os.kill(run.process.pid, signal.SIGINT)
+    result = run.finish()
+    assert result.code == 130
+    assert [(row["size_bytes"], row["wrong"]) for row in rows(result)] == [(1024, 0)]
+    assert "slower" not in result.findings
 
 
 def test_a_corrupted_element_is_found_in_the_rank_that_sent_it_and_no_other_is_wrong() -> None:
@@ -139,7 +142,7 @@ def test_what_was_measured_before_a_rank_fails_is_kept(fault: str, finding: str)
     assert result.report["summary"].endswith("2 of 4 rows measured")
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_late_rank_is_named() -> None:
     result = bench("--nproc", "2", "--sizes", "256KiB:1MiB:x2", "--inject", "slow:1", "--iters", "15")
     assert result.code == 0

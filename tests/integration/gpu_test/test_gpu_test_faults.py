@@ -24,7 +24,7 @@ RUN = ("gpu-test", "--json", "--no-compute", "--stall", "25")
 HELD_UP = (("stop", 0, "start"), ("late", 1, "connect"), ("stop", 0, "init"), ("late", 0, "done"))
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
     result = gpu_test("--nproc", "2", computes=True)
     check(result.out, 0)
@@ -41,7 +41,7 @@ def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
     assert [finding["id"] for finding in result.report["findings"]] == ["gpu-test.cpu-only"]
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_rank_that_does_not_come_is_named_alone_and_in_time(tmp_path: Path) -> None:
     result = gpu_test("--nproc", "3", "--stall", "12", "--inject", "stop:1@connect", env=enough_of_torch(tmp_path))
     assert result.code == 1
@@ -93,7 +93,7 @@ def assert_killed(stage: str, *arguments: str) -> Result:
     return result
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_death_is_reported_within_a_second() -> None:
     run = WarmRunning("gpu-test", "--nproc", "2", "--json", "--no-compute", "--inject", "late:0@agree")
     run.wait_for("agree: all ranks")

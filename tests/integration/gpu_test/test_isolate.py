@@ -63,7 +63,7 @@ def isolate_on_busy_cores(*arguments: str) -> Result:
             program.wait()
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_healthy_pairs_on_a_busy_machine_and_the_same_below_an_expectation(tmp_path: Path) -> None:
     # Four ranks share few cores with the rest of the machine: each sample of a pair may see a slow pair.
     result = isolate_on_busy_cores(*FOUR, "--save", str(tmp_path))
@@ -95,7 +95,7 @@ def test_of_two_ranks_the_one_that_computes_well_is_not_kept_waiting() -> None:
     assert result.findings["wrong-compute"]["where"]["ranks"] == result.report["data"]["left_out"] == [1]
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_slow_link_on_a_busy_machine() -> None:
     result = isolate_on_busy_cores(*PAIRS, "--inject", "slow:1-3")
     assert (result.code, list(result.findings)) == (1, ["bad-link"])
@@ -114,7 +114,7 @@ def test_a_link_that_drops_everything_is_found_without_computing() -> None:
     assert re.search("imed out|onnection closed by peer", failed[0]["error"])
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_two_groups_that_do_not_reach_each_other() -> None:
     result = isolate(*PAIRS, "--inject", "split:0-1")
     assert (result.code, list(result.findings)) == (1, ["split"])
