@@ -18,7 +18,7 @@ import support_torch
 from cluster import Network, need_network
 from cuda_machines import GCC, Machine
 from support_warm import distdiag
-from toolkit import compiled, nvcc
+from toolkit import nvcc
 
 from distdiag.facts.cuda.toolkits import ask
 
@@ -186,21 +186,6 @@ def test_flags_that_break_the_real_nvcc_are_unset_by_the_fix() -> None:
     assert not {"cc.nvcc", "toolkit.nvcc-broken"} & result.findings.keys()
     exports = result.report["data"]["exports"]
     assert (exports["NVCC_PREPEND_FLAGS"], exports["NVCC_APPEND_FLAGS"]) == ("", "")
-
-
-def test_an_extension_without_code_for_the_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(tmp_path / "box")
-    machine.driver("580.65.06", "NVIDIA GeForce RTX 5090:12.0", cuda=13000)
-    machine.torch("2.13.0+cu130", "13.0", archs="75 80 86 90 100 120", seen=1)
-    kernel = '__global__ void nothing() {}\nextern "C" void go() { nothing<<<1, 1>>>(); }\n'
-    file = machine.python() / "flash_attn_2_cuda.so"
-    compiled(file, kernel, "-gencode=arch=compute_80,code=sm_80")
-    machine.package("flash-attn", "2.8.3", ("flash_attn_2_cuda.so",))
-    finding = next(one for one in machine.report(monkeypatch, "run").findings if one.id == "cuda-env.arch.ext")
-    assert "flash-attn 2.8.3 has no code for the GPU of 12.0" in finding.title
-    assert f"{file}: code for 8.0" in finding.evidence[0]
-    assert finding.fix is not None
-    assert finding.fix.commands[0].startswith('TORCH_CUDA_ARCH_LIST="8.0;12.0"')
 
 
 def test_saved_facts_are_judged_elsewhere(first: Result, saved: tuple[str, str]) -> None:

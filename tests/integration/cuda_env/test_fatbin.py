@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import struct
 import subprocess
@@ -10,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from cuda_machines import Machine, found
 from support import need
 from toolkit import compiled
 
@@ -101,12 +103,30 @@ def test_an_object_to_be_linked_later_has_architectures_but_code_that_the_linker
     assert read(path) == Archs(cubins=("90",), ptx=("90",), complete=True)
 
 
-def test_a_library_does_not_run_where_only_the_parts_it_was_linked_from_would(folder: Path) -> None:
-    # GIVEN a library whose kernel starts a kernel: linked from NVIDIA's objects, which are for every GPU
-    path = compiled(folder / "linked.so", _LAUNCHING, "-rdc=true", *code_for(["80"]))
-    assert "__nv_relfatbin" in {section.name for section in (elf.read(str(path)) or pytest.fail("no ELF")).sections}
-    # THEN it runs only on the targets of the link
-    assert read(path) == Archs(cubins=("80",), ptx=(), complete=True)
+@pytest.fixture(scope="module")
+def linked(folder: Path) -> Path:
+    """A library whose kernel starts a kernel: linked from NVIDIA's objects, which are for every GPU."""
+    return compiled(folder / "linked.so", _LAUNCHING, "-rdc=true", *code_for(["80"]))
+
+
+def test_a_library_does_not_run_where_only_the_parts_it_was_linked_from_would(linked: Path) -> None:
+    assert "__nv_relfatbin" in {section.name for section in (elf.read(str(linked)) or pytest.fail("no ELF")).sections}
+    assert read(linked) == Archs(cubins=("80",), ptx=(), complete=True)
+
+
+def test_an_extension_without_code_for_the_gpu_is_named(
+    linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path / "box")
+    machine.driver("580.65.06", "NVIDIA GeForce RTX 5090:12.0", cuda=13000)
+    machine.torch("2.13.0+cu130", "13.0", archs="75 80 86 90 100 120", seen=1)
+    file = shutil.copy(linked, machine.python() / "flash_attn_2_cuda.so")
+    machine.package("flash-attn", "2.8.3", ("flash_attn_2_cuda.so",))
+    finding = found(machine.report(monkeypatch, "run"))["arch.ext"]
+    assert "flash-attn 2.8.3 has no code for the GPU of 12.0" in finding.title
+    assert f"{file}: code for 8.0" in finding.evidence[0]
+    assert finding.fix is not None
+    assert finding.fix.commands[0].startswith('TORCH_CUDA_ARCH_LIST="8.0;12.0"')
 
 
 def test_a_library_has_the_architectures_of_all_its_objects(folder: Path, small: Path, family: Path) -> None:
