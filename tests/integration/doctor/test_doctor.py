@@ -32,9 +32,7 @@ GROUPS = (
         "node4": "few-ports half-copied read-only cpus hung-mount",
     },
 )
-"""Changes that are made at the same time: three of four nodes have every fact as it was.
-
-Of a node variables come first, then what wraps its commands."""
+"""Changes made at the same time: three of four nodes have every fact as it was. A node's variables come first."""
 assert sorted(" ".join(words for group in GROUPS for words in group.values()).split()) == sorted(CHANGES)
 
 
@@ -53,9 +51,8 @@ def run(network: Network, *more: str, hosts: str = "") -> Result:
 
 @pytest.mark.parametrize("group", GROUPS, ids=["first", "second"])
 def test_the_node_and_the_fact_that_was_changed_are_named(group: dict[str, str], network: Network) -> None:
-    changes = [(host, name) for host, names in group.items() for name in names.split()]
-    if not can_limit_memory():
-        changes = [(host, name) for host, name in changes if name != "cgroup-memory"]
+    left_out = () if can_limit_memory() else ("cgroup-memory",)
+    changes = [(host, name) for host, names in group.items() for name in names.split() if name not in left_out]
     with contextlib.ExitStack() as undo:
         for host, name in changes:
             undo.enter_context(CHANGES[name].make(network, network[host]))
