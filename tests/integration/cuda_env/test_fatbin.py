@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from cuda_machines import Machine, found
+from cuda_machines import Machine, judged
 from support import need
 from toolkit import compiled
 
@@ -121,8 +121,13 @@ def test_an_extension_without_code_for_the_gpu_is_named(
     machine.torch("2.13.0+cu130", "13.0", archs="75 80 86 90 100 120", seen=1)
     file = shutil.copy(linked, machine.python() / "flash_attn_2_cuda.so")
     machine.package("flash-attn", "2.8.3", ("flash_attn_2_cuda.so",))
-    finding = found(machine.report(monkeypatch, "run"))["arch.ext"]
-    assert "flash-attn 2.8.3 has no code for the GPU of 12.0" in finding.title
+    loose = machine.write(machine.folder / "checkout/ops/built.so", "")  # in no package: on PYTHONPATH
+    shutil.copy(linked, loose)
+    machine.env["PYTHONPATH"] = str(machine.folder / "checkout")
+    facts = machine.examine(monkeypatch, "run")
+    assert {one.path for one in facts.extensions} == {str(file), str(loose)}
+    named = "flash-attn 2.8.3 has no code for the GPU of 12.0"
+    finding = next(one for one in judged(facts, goal="run").findings if named in one.title)
     assert f"{file}: code for 8.0" in finding.evidence[0]
     assert finding.fix is not None
     assert finding.fix.commands[0].startswith('TORCH_CUDA_ARCH_LIST="8.0;12.0"')
