@@ -307,11 +307,11 @@ def test_a_log_is_explained_causes_apart_from_what_follows(tmp_path: Path, saved
     assert text.splitlines()[-1] == "FAIL: 1 cause found in the log (4 lines)"
 
 
-def test_a_log_is_explained_by_what_this_machine_has() -> None:
+def test_a_log_is_explained_by_what_this_machine_has(saved: tuple[str, str]) -> None:
     """The words say CUDA_HOME; the cause is this torch, and so is the fix."""
     words = "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.\n"
     done = subprocess.run(
-        [sys.executable, "-m", "distdiag", "cuda-env", "--json", "--explain", "-"],
+        [sys.executable, "-m", "distdiag", "cuda-env", "--json", "--explain", "-", *saved],
         input=words,
         capture_output=True,
         text=True,
