@@ -33,15 +33,7 @@ def segv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the cores of a job of torch; rank 2 died by SIGSEGV in a hook of autograd."""
-    folder = tmp_path_factory.mktemp("ranks")
-    make_core("ranks_of_which_one_crashes", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def torch_core(four_ranks: Path) -> Path:
-    (core,) = cores_in(four_ranks / "rank-2")
-    return core
+    return make_core("ranks_of_which_one_crashes", tmp_path_factory.mktemp("ranks")).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +84,6 @@ def test_an_abort_in_a_thread_of_cpp_while_python_sleeps(native: str, tmp_path: 
     assert any(frame["language"] == "python" for frame in main["frames"])
 
 
-def test_an_uncaught_exception_of_cpp_is_known(native: str, tmp_path: Path) -> None:
-    result = core_bt(str(make_core("dies_by_cpp_exception", tmp_path, native)))
-    assert only(result)["signature"], result.out
-    assert "exception" in result.findings["crash"]["detail"].lower()
-    assert ", in C: open_shard(int) " in result.findings["crash"]["title"]
-
-
 def test_processes_that_aborted_in_different_functions_are_different_crashes(tmp_path: Path) -> None:
     for folder, function in {"1": "load_batch", "2": "save_weights", "3": "load_batch"}.items():
         (tmp_path / folder).mkdir()
@@ -142,8 +127,9 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000, file=sys.st
 """Run from a small process: the kernel counts as a program's memory what it had before exec, its parent's."""
 
 
-def test_a_torch_program(torch_core: Path) -> None:
-    measure = [sys.executable, "-S", "-c", LARGEST_CHILD, PROGRAM, "core-bt", "--json", str(torch_core)]
+def test_a_torch_program(four_ranks: Path) -> None:
+    path = str(cores_in(four_ranks / "rank-2")[0])
+    measure = [sys.executable, "-S", "-c", LARGEST_CHILD, PROGRAM, "core-bt", "--json", path]
     done = subprocess.run(measure, capture_output=True, text=True, check=True)
     assert float(done.stderr.split()[-1]) < 100
     (core,) = json.loads(done.stdout)["data"]["cores"]
@@ -220,15 +206,15 @@ def test_packed_cores_are_read(segv: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [packed]
 
 
-def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(torch_core: Path, tmp_path: Path) -> None:
+def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(four_ranks: Path, tmp_path: Path) -> None:
     need("zstd")
     packed = tmp_path / "core.zst"
-    subprocess.run(["zstd", "-q1", torch_core, "-o", packed], check=True)
+    subprocess.run(["zstd", "-q1", cores_in(four_ranks / "rank-2")[0], "-o", packed], check=True)
     core = only(core_bt(str(packed)))
     assert (core["truncated"], core["size_bytes"]) == (False, core["whole_bytes"])
     assert python_frames(core)
     with packed.open("r+b") as file:
-        file.truncate(packed.stat().st_size // 2)
+        file.truncate(packed.stat().st_size // 8)
     result = core_bt(str(packed))
     core = only(result)
     assert (core["truncated"], core["signal_name"], "truncated" in result.findings) == (True, "SIGSEGV", True)

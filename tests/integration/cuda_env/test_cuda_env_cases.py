@@ -240,11 +240,7 @@ def test_a_deepspeed_wheel_of_another_torch_is_rebuilt_in_the_words_of_pip_or_uv
 @pytest.mark.parametrize(
     ("value", "word"),
     [
-        (":{}", "':'"),
-        ("{}\n", "white space"),
-        ('"{}"', "quotes"),
-        ("~/cuda", "~"),
-        ("/nope", "no such directory"),
+        *((":{}", "':'"), ("{}\n", "white space"), ('"{}"', "quotes"), ("~/cuda", "~"), ("/nope", "no such directory")),
     ],
 )
 def test_a_cuda_home_that_cannot_be_meant(
@@ -369,16 +365,12 @@ def test_flags_that_switch_the_check_off(node: Machine, monkeypatch: pytest.Monk
 @each(
     "text, better",
     [
-        ("8.0,8.6", "8.0;8.6"),
-        ("8.0;", "8.0"),
-        ("sm_90", "9.0"),
-        ("10.0f", "10.0"),
-        ("80 86", "8.0;8.6"),
-        ("9.0A", "9.0a"),
+        *(("8.0,8.6", "8.0;8.6"), ("8.0;", "8.0"), ("sm_90", "9.0"), ("10.0f", "10.0"), ("80 86", "8.0;8.6")),
+        *(("9.0A", "9.0a"), ("All", "7.5;8.0;8.6;9.0;10.0;12.0"), ("Hopper+PTX", "9.0+PTX")),
     ],
 )
-def test_an_arch_list_that_torch_does_not_read(known: Known, text: str, better: str) -> None:
-    finding = known.found("build", TORCH_CUDA_ARCH_LIST=text)["archlist.syntax"]
+def test_an_arch_list_that_torch_does_not_read(builder: Known, text: str, better: str) -> None:
+    finding = builder.found("build", TORCH_CUDA_ARCH_LIST=text)["archlist.syntax"]
     assert finding.level is Level.FAIL
     assert finding.fix is not None
     assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)
@@ -395,12 +387,10 @@ def test_an_arch_that_nvcc_no_longer_compiles(builder: Known) -> None:
     "text, gpus, level, better",
     [
         ("8.6", "A100:8.0;A10:8.6", Level.FAIL, "8.0;8.6"),
-        ("8.0", "A100:8.0;L40:8.9", None, ""),
-        ("9.0a", "H100:9.0", None, ""),
+        *(("8.0", "A100:8.0;L40:8.9", None, ""), ("9.0a", "H100:9.0", None, ""), ("Ampere", "A100:8.0", None, "")),
         ("9.0a", "B200:10.0", Level.FAIL, "9.0a;10.0"),
         ("10.0a", "B300:10.3", Level.FAIL, "10.0a;10.3"),
         ("9.0+PTX", "NVIDIA GeForce RTX 5090:12.0", Level.WARN, "9.0+PTX;12.0"),
-        ("Ampere", "A100:8.0", None, ""),
     ],
 )
 def test_an_arch_list_and_the_gpus_that_are_here(
@@ -557,13 +547,6 @@ def test_a_container_that_was_given_no_gpu(box: Machine, monkeypatch: pytest.Mon
             assert not any(other in finding.fix.text for other in others), sign
 
 
-def test_there_is_no_gpu_and_no_driver(builder: Known) -> None:
-    finding = builder.found("run")["driver.present"]
-    assert "no NVIDIA GPU and no driver found" in finding.title
-    assert finding.fix is not None
-    assert "container" not in finding.fix.text
-
-
 def test_a_driver_that_never_answers(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     node.env["FAKE_HANG"] = "1"
     finding = found(node.report(monkeypatch, "run", timeout_s=5.0))["driver.hangs"]
@@ -577,18 +560,35 @@ def test_a_driver_that_nobody_came_to_ask_is_not_called_hung(node: Machine, monk
     assert not {"driver.hangs", "driver.present"} & set(problems)
 
 
-def test_the_fabric_is_not_ready(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert known.driven(monkeypatch, FAKE_INIT="802")["gpu.fabric"].level is Level.FAIL
+@pytest.mark.parametrize(
+    ("status", "id_", "fix"),
+    [("802", "gpu.fabric", ""), ("304", "driver.init", "modprobe nvidia_uvm"), ("999", "driver.init", "modprobe")],
+)
+def test_a_driver_that_does_not_start_says_nothing_of_what_is_visible(
+    known: Known, monkeypatch: pytest.MonkeyPatch, status: str, id_: str, fix: str
+) -> None:
+    problems = known.driven(monkeypatch, FAKE_INIT=status, CUDA_VISIBLE_DEVICES="0")
+    finding = problems[id_]
+    assert (finding.level, "gpu.visible" in problems, finding.fix is not None) == (Level.FAIL, False, True)
+    assert finding.fix is not None
+    assert fix in "".join(finding.fix.commands[:1])
 
 
 @pytest.mark.parametrize(
-    ("value", "level"), [("", Level.FAIL), ("-1", Level.FAIL), ("0,9", Level.WARN), ("9,0", Level.FAIL), ("0", None)]
+    ("value", "level", "better"),
+    [
+        *(("", Level.FAIL, ""), ("-1", Level.FAIL, ""), ("0,9", Level.WARN, ""), ("9,0", Level.FAIL, "")),
+        *(("0", None, ""), ("0-3", Level.WARN, "0,1,2,3"), ("0;1", Level.WARN, "0,1")),
+    ],
 )
 def test_gpus_that_the_variable_hides(
-    known: Known, monkeypatch: pytest.MonkeyPatch, value: str, level: Level | None
+    known: Known, monkeypatch: pytest.MonkeyPatch, value: str, level: Level | None, better: str
 ) -> None:
     finding = known.driven(monkeypatch, CUDA_VISIBLE_DEVICES=value, FAKE_GPUS=EIGHT).get("gpu.visible")
     assert (finding.level if finding else None) is level
+    if finding is not None and better:
+        assert finding.fix is not None
+        assert finding.fix.commands == (f"export CUDA_VISIBLE_DEVICES={better}",)
 
 
 def wheels(machine: Machine, generation: str = "12", version: str = "12.8.93") -> None:
@@ -607,20 +607,25 @@ def loader_folder(machine: Machine, name: str, *libraries: str) -> str:
     return str(folder)
 
 
-def test_an_older_library_replaces_one_of_torchs(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("libraries", "level"),
+    [
+        (("libnvJitLink.so.12.4.127", "libcublas.so.12.4.5"), Level.FAIL),
+        (("libcublas.so.12.8.4",), Level.WARN),  # harmless
+        (("libnvJitLink.so.13.0.39",), None),  # of a toolkit of another major version
+    ],
+)
+def test_a_library_replaces_one_of_torchs(
+    node: Machine, monkeypatch: pytest.MonkeyPatch, libraries: tuple[str, ...], level: Level | None
+) -> None:
     wheels(node)
-    node.env["LD_LIBRARY_PATH"] = loader_folder(node, "lib64", "libnvJitLink.so.12.4.127", "libcublas.so.12.4.5")
-    finding = found(node.report(monkeypatch, "run"))["libs.shadow"]
-    assert finding.level is Level.FAIL
-    assert "libnvJitLink.so.12" in finding.title
-    assert finding.fix is not None
-    assert finding.fix.commands == ("unset LD_LIBRARY_PATH",)
-
-
-def test_a_harmless_replacement_is_a_warning(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheels(node)
-    node.env["LD_LIBRARY_PATH"] = loader_folder(node, "lib64", "libcublas.so.12.8.4")
-    assert found(node.report(monkeypatch, "run"))["libs.shadow"].level is Level.WARN
+    node.env["LD_LIBRARY_PATH"] = loader_folder(node, "lib64", *libraries)
+    finding = found(node.report(monkeypatch, "run")).get("libs.shadow")
+    assert (finding.level if finding else None) is level
+    if finding is not None and level is Level.FAIL:
+        assert "libnvJitLink.so.12" in finding.title
+        assert finding.fix is not None
+        assert finding.fix.commands == ("unset LD_LIBRARY_PATH",)
 
 
 def test_the_version_of_a_shadowing_cudnn_is_read(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,12 +648,6 @@ def test_the_version_of_a_shadowing_cudnn_is_read(node: Machine, monkeypatch: py
     assert (finding.level, "libcudnn.so.9 (9.11.0) before" in finding.evidence[0]) == (Level.WARN, True)
     (copied / "include/cudnn_version.h").unlink()
     assert found(node.report(monkeypatch, "run"))["libs.shadow"].level is Level.WARN
-
-
-def test_a_toolkit_of_another_major_version_replaces_nothing(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheels(node)
-    node.env["LD_LIBRARY_PATH"] = loader_folder(node, "lib64", "libnvJitLink.so.13.0.39")
-    assert "libs.shadow" not in found(node.report(monkeypatch, "run"))
 
 
 def test_odd_elements_of_ld_library_path(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,15 +696,13 @@ def test_condas_headers_lie_where_torch_does_not_look(box: Machine, monkeypatch:
     assert f"CPATH={prefix}/targets/x86_64-linux/include" in finding.fix.commands[0]
 
 
-def test_a_tree_of_two_versions(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    top = node.root / "usr/local/cuda-12.8"
-    node.write(top / "version.json", '{"cuda": {"version": "12.4.1"}}')
-    assert found(node.report(monkeypatch, "build"))["toolkit.version-sources"].level is Level.FAIL
-
-
-def test_patch_levels_may_differ(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.write(node.root / "usr/local/cuda-12.8/version.json", '{"cuda": {"version": "12.8.1"}}')
-    assert "toolkit.version-sources" not in found(node.report(monkeypatch, "build"))
+@pytest.mark.parametrize(("version", "is_other"), [("12.4.1", True), ("12.8.1", False)])
+def test_a_tree_of_two_versions(
+    node: Machine, monkeypatch: pytest.MonkeyPatch, version: str, *, is_other: bool
+) -> None:
+    node.write(node.root / "usr/local/cuda-12.8/version.json", f'{{"cuda": {{"version": "{version}"}}}}')
+    finding = found(node.report(monkeypatch, "build")).get("toolkit.version-sources")
+    assert (finding.level if finding else None) is (Level.FAIL if is_other else None)
 
 
 def test_an_image_for_running_only(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -829,13 +826,6 @@ def test_mig_instances_are_a_remark(node: Machine, monkeypatch: pytest.MonkeyPat
     assert report.exit_code() == 0
 
 
-@pytest.mark.parametrize("status", [304, 999])
-def test_a_driver_that_does_not_start(known: Known, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    finding = known.driven(monkeypatch, FAKE_INIT=str(status))["driver.init"]
-    assert finding.fix is not None
-    assert "modprobe nvidia_uvm" in finding.fix.commands[0]
-
-
 def test_kernel_and_libraries_differ_as_nvml_says_it(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "driver.userland-kernel" in known.driven(monkeypatch, FAKE_NVML="18", FAKE_INIT="803")
 
@@ -934,13 +924,6 @@ def test_a_wrapper_of_a_toolkit_in_no_usual_place(box: Machine, monkeypatch: pyt
     assert finding.fix.commands == (f"export CUDA_HOME={toolkit}",)
 
 
-@each("text, better", [("All", "7.5;8.0;8.6;9.0;10.0;12.0"), ("Hopper+PTX", "9.0+PTX")])
-def test_a_list_that_names_nothing_gets_one_that_does(builder: Known, text: str, better: str) -> None:
-    finding = builder.found("build", TORCH_CUDA_ARCH_LIST=text)["archlist.syntax"]
-    assert finding.fix is not None
-    assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)
-
-
 def test_the_kernels_driver_without_libcuda_is_a_container_without_gpus(
     box: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -960,22 +943,6 @@ def test_torch_sees_fewer_gpus_than_the_driver(node: Machine, monkeypatch: pytes
     assert found(judged(facts, goal="run"))["gpu.torch"].level is Level.WARN
     none = replace(facts, imported=replace(facts.imported, available=False, count=0)) if facts.imported else facts
     assert found(judged(none, goal="run"))["gpu.torch"].level is Level.FAIL
-
-
-@pytest.mark.parametrize("status", [304, 802, 999])
-def test_a_driver_that_does_not_start_says_nothing_of_what_is_visible(
-    known: Known, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
-    assert "gpu.visible" not in known.driven(monkeypatch, FAKE_INIT=str(status), CUDA_VISIBLE_DEVICES="0")
-
-
-@pytest.mark.parametrize(("value", "better"), [("0-3", "0,1,2,3"), ("0;1", "0,1")])
-def test_gpus_that_are_not_separated_by_commas(
-    known: Known, monkeypatch: pytest.MonkeyPatch, value: str, better: str
-) -> None:
-    finding = known.driven(monkeypatch, CUDA_VISIBLE_DEVICES=value, FAKE_GPUS=EIGHT)["gpu.visible"]
-    assert finding.fix is not None
-    assert finding.fix.commands == (f"export CUDA_VISIBLE_DEVICES={better}",)
 
 
 def test_only_builds_that_exist_of_a_version_are_offered(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1018,9 +985,11 @@ def test_a_build_is_judged_by_the_gpus_that_are_here(
     assert "distdiag cuda-env --goal build --gpu H100" in finding.fix.text
 
 
-def test_a_build_node_without_a_gpu_is_as_expected(builder: Known) -> None:
+def test_there_is_no_gpu_and_no_driver_as_expected_of_a_build_node(builder: Known) -> None:
     finding = builder.found()["driver.present"]
+    assert "no NVIDIA GPU and no driver found" in finding.title
     assert finding.fix is not None
+    assert "container" not in finding.fix.text
     assert "on a login or build node this is expected: check builds only, with --goal build" in finding.fix.text
 
 

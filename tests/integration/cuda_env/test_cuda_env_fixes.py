@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cuda_machines import Machine, found, judged
+from loops import each
 
 from distdiag.commands.cuda_env.archs import capability
 from distdiag.commands.cuda_env.check import exports
@@ -178,8 +179,8 @@ def test_a_build_on_a_login_node_is_for_the_gpus_that_are_named(node: Machine, m
     assert any(line.endswith("apt-get install -y libaio-dev") for line in commands([bare], ("aio",)))
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"),
+@each(
+    "name, arch",
     [
         *(("RTX 3090", "8.6"), ("NVIDIA GeForce RTX 4090", "8.9"), ("NVIDIA H100 80GB HBM3", "9.0"), ("GH200", "9.0")),
         *(("NVIDIA A100-SXM4-80GB", "8.0"), ("A10G", "8.6"), ("RTX A6000", "8.6"), ("L40S", "8.9"), ("B200", "10.0")),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cuda_machines import GCC, Machine, found, judged
+from loops import each
 
 from distdiag.facts.cuda.libraries import Extension
 from distdiag.facts.cuda.requirements import Unmet, fits
@@ -206,8 +207,8 @@ def test_what_torch_and_others_ask_of_each_other_is_read(node: Machine, monkeypa
     assert vision.fix.commands[0].endswith(f" --upgrade torchvision torch==2.13.0+cu130 --index-url {index}")
 
 
-@pytest.mark.parametrize(
-    ("version", "wants", "is_met"),
+@each(
+    "version, wants, is_met",
     [
         *(("2.13.0+cu130", "==2.13.0", True), ("2.13.0", "(==2.13)", True), ("2.13.1", "==2.13", False)),
         *(("2.13.0", ">=1.13,!=2.13.0", False), ("2.13.0", "~=2.10", True), ("3.0", "~=2.10", False)),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support_warm import distdiag
 
+from distdiag.knowledge.logs import content, read_log
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -30,7 +32,6 @@ def explain(*words: str, stdin: str = "") -> tuple[int, dict[str, Any]]:
         ("RuntimeError: CUDA error: invalid device ordinal", "logs", "logs.failure"),
         ("NVRM: Xid (PCI:0000:05:00): 79, pid=1, GPU has fallen off the bus.", "logs", "logs.xid"),
         ("/bin/sh: 1: debuild: not found", "cuda-env", "cuda-env.log.program-missing"),
-        ("c++: error: unrecognized command-line option '-mavx2'", "cuda-env", "cuda-env.log.x86-option"),
     ],
 )
 def test_a_line_a_file_and_stdin_have_the_same_answer(text: str, command: str, id_: str, tmp_path: Path) -> None:
@@ -76,3 +77,8 @@ def test_a_build_of_a_rank_is_a_build(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text("[rank0]: /usr/bin/ld: cannot find -lcurand: No such file or directory\n")
     assert explain(str(path))[1]["command"] == "cuda-env"
+
+
+def test_a_compiler_that_refuses_an_option_is_of_a_build() -> None:
+    text = "c++: error: unrecognized command-line option '-mavx2'"
+    assert (content(text), [match.known.id for match in read_log(text)]) == ("build", ["x86-option"])

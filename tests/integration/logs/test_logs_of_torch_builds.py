@@ -30,9 +30,9 @@ def test_the_cause_is_that_of_the_recorded_log(python: str, kind: str, tmp_path:
     env = {**(environment() if python != sys.executable else os.environ), "OMP_NUM_THREADS": "1", "GUILTY": str(guilty)}
     log = tmp_path / "job.log"
     with log.open("wb") as output:
-        both = {"stdout": output, "stderr": subprocess.STDOUT}
         forked = support_torch.start(command, env, output=output) if python == sys.executable else None
-        assert (forked or subprocess.Popen(command, env=env, **both)).wait(150)
+        job = forked or subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+        assert job.wait(150)
     result = distdiag("logs", "--json", str(log))
     first = result.report["findings"][0]
     assert (first["id"], first["where"]["ranks"]) == (f"logs.{case.id}", [guilty] * len(case.ranks)), log.read_text()
