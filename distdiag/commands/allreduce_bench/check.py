@@ -18,6 +18,7 @@ from distdiag.errors import UsageError
 from distdiag.facts.process.rank_identity import identify
 from distdiag.launch import rank_report, runner
 from distdiag.launch.record import Job, SavedRun
+from distdiag.report import Level
 from distdiag.saved_facts import Gathered, are_facts, read
 
 if TYPE_CHECKING:
@@ -142,7 +143,11 @@ def _collect(request: Request, progress: Progress) -> Gathered[SavedRun]:
 
 def _diagnose(request: Request, gathered: Gathered[SavedRun]) -> Report[Bench]:
     report = _judged(request, gathered.facts)
-    return replace(report, interrupted=report.interrupted or gathered.interrupted)
+    if not gathered.interrupted:
+        return report
+    once = f"{request.command}.slower"  # not measured again
+    found = tuple(replace(each, level=Level.WARN) if each.id == once else each for each in report.findings)
+    return replace(report, findings=found, interrupted=True)
 
 
 def _judged(request: Request, runs: Sequence[SavedRun]) -> Report[Bench]:
