@@ -32,10 +32,14 @@ def slurm() -> Iterator[Slurm]:
 def test_the_line_of_srun_is_printed_with_the_address_of_rank_0(slurm: Slurm) -> None:
     exports = "MASTER_ADDR=mn01 MASTER_PORT=29500 WORLD_SIZE=2"
     fault = dataclasses.replace(start_srun.SRUN_FAULTS["srun-name"], exports=exports, tasks=2)
-    start_srun.start(fault, slurm)
-    until = time.monotonic() + 120
-    while "mn[1-2] cannot resolve mn01" not in (report := start_srun.ask(slurm, "all"))["summary"]:
-        assert time.monotonic() < until, report["findings"]
+    output = start_srun.start(fault, slurm)
+
+    def both_look() -> bool:
+        return {line[:2] for line in output.read_text().splitlines() if "mn01" in line} >= {"0:", "1:"}
+
+    wait_until(lambda: output.exists() and both_look(), 120, lambda: "they do not look for mn01")
+    report = start_srun.ask(slurm, "all")
+    assert "mn[1-2] cannot resolve mn01" in report["summary"], report["findings"]
     (line,) = report["findings"][0]["fix"]["commands"]
     assert line.startswith("MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 srun --label --nodes=2")
     slurm.run("scancel", "--user=root")
