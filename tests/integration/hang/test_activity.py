@@ -145,10 +145,9 @@ def running(text: str, folder: Path, name: str = "rank.py") -> Iterator[int]:
     command = [sys.executable, str(folder / name), str(data)]
     reads, writes = os.pipe()
     with os.fdopen(reads) as says:
-        process = support_torch.start(
-            command, {**os.environ, "OMP_NUM_THREADS": "1"}, output=writes, errors=subprocess.DEVNULL
-        )
-        process = process or subprocess.Popen(
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        forked = support_torch.start(command, env, output=writes, errors=subprocess.DEVNULL)
+        process = forked or subprocess.Popen(
             command, stdout=writes, stderr=subprocess.DEVNULL, start_new_session=True, text=True
         )
         os.close(writes)
