@@ -166,7 +166,7 @@ def losses_of(job: Job) -> list[str]:
 
 
 def test_a_job_has_the_same_losses_whether_it_is_asked_or_not() -> None:
-    steps = 300
+    steps = 120
     env = {"STEPS": str(steps)}
     with Job("trains_well", 2, forked=True, env=env) as alone, Job("trains_well", 2, forked=True) as job:
         job.wait_ready()
