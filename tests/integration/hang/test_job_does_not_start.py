@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
+import start_srun
 from cluster import Network, need_network
+from cluster_slurm import Slurm, need_slurm
 from start_faults import FAULTS, StartFault, ask, c10d, plain, score, start, wait_idle
+from support import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _PATIENCE_S = 120.0
 """torchrun imports torch before it waits, which a busy machine slows down."""
-NAMED = (
-    *("port-c10d", "name-static", "localhost-static", "rank-0-missing", "port-taken", "rank-twice"),
-    "ipv6-first-static",
-)
-
 SPAWNS = """
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -43,9 +42,28 @@ def ask_until_right(fault: StartFault, *, alone: bool = False, idle: int = 0) ->
             assert time.monotonic() < until, report["findings"]
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    "name", "port-c10d port-taken name-static localhost-static rank-0-missing rank-twice ipv6-first-static".split()
+)
 def test_the_reason_is_named(name: str) -> None:
     ask_until_right(FAULTS[name], idle=name.startswith("port"))
+
+
+def test_the_line_of_srun_is_printed_with_the_address_of_rank_0() -> None:
+    need_slurm()
+    exports = "MASTER_ADDR=mn01 MASTER_PORT=29500 WORLD_SIZE=2"
+    fault = dataclasses.replace(start_srun.SRUN_FAULTS["srun-name"], exports=exports, tasks=2)
+    with Slurm(3) as slurm:
+        output = start_srun.start(fault, slurm)
+
+        def both_look() -> bool:
+            return {line[:2] for line in output.read_text().splitlines() if "mn01" in line} >= {"0:", "1:"}
+
+        wait_until(lambda: output.exists() and both_look(), 120, lambda: "they do not look for mn01")
+        report = start_srun.ask(slurm, "all")
+        assert "mn[1-2] cannot resolve mn01" in report["summary"], report["findings"]
+    (line,) = report["findings"][0]["fix"]["commands"]
+    assert line.startswith("MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 srun --label --nodes=2")
 
 
 @pytest.mark.parametrize("name", ["port-plain", "firewall-drops", "world-size"])
