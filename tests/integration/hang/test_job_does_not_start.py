@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 120.0
 """torchrun imports torch before it waits, which a busy machine slows down."""
+NAMED = (
+    *("port-c10d", "name-static", "localhost-static", "rank-0-missing", "port-taken", "rank-twice"),
+    "ipv6-first-static",
+)
+
 SPAWNS = """
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -42,9 +47,7 @@ def ask_until_right(fault: StartFault, *, alone: bool = False, idle: int = 0) ->
             assert time.monotonic() < until, report["findings"]
 
 
-@pytest.mark.parametrize(
-    "name", "port-c10d port-taken name-static localhost-static rank-0-missing rank-twice ipv6-first-static".split()
-)
+@pytest.mark.parametrize("name", NAMED)
 def test_the_reason_is_named(name: str) -> None:
     ask_until_right(FAULTS[name], idle=name.startswith("port"))
 
